@@ -1,0 +1,12 @@
+"""The local engine: decodes in the driver's process, on the CPU, with its own copy of the weights.
+
+    engine.py     LocalEngine: the asynchronous contract and the one thread that decodes
+    batch.py      the rows that decode together: their requests, their results, when each ends
+    decode.py     the forward pass of Qwen3 and Qwen3-MoE over a key-value cache, bit-identical in any batch
+    weights.py    the engine's copy of a checkpoint, filled from Hugging Face names
+    sampling.py   keyed draws and stop strings
+"""
+
+from miles_core.backends.local.engine import LocalEngine
+
+__all__ = ["LocalEngine"]

@@ -1,0 +1,260 @@
+"""The engine's own copy of a checkpoint's weights, fused for decoding and filled from Hugging Face names."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from miles_core.errors import CheckpointError, EngineError
+
+FAMILIES = ("qwen3", "qwen3_moe")
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The constants of a Qwen3 or Qwen3-MoE checkpoint.
+
+    Args:
+        hidden, layers, heads, kv_heads, head_dim, intermediate, vocab: sizes; `intermediate` is that of dense layers.
+        eps: of every RMS norm.
+        tied: the output projection is the embedding.
+        context: longest sequence that the checkpoint was made for, in tokens.
+        experts, topk, expert_intermediate, renormalise, sparse: mixture of experts; `sparse` names the layers that
+            have one, and is empty for a dense model.
+        inverse_frequencies, rope_scale: rotary embedding, [head_dim / 2] and the factor on its sines and cosines.
+        eos: ids that end a response.
+        init_std: standard deviation of random weights.
+    """
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocab: int
+    eps: float
+    tied: bool
+    context: int
+    experts: int
+    topk: int
+    expert_intermediate: int
+    renormalise: bool
+    sparse: frozenset[int]
+    inverse_frequencies: tuple[float, ...]
+    rope_scale: float
+    eos: frozenset[int]
+    init_std: float
+
+    @classmethod
+    def read(cls, folder: Path) -> ModelShape:
+        """Read config.json and generation_config.json.
+
+        Raises:
+            CheckpointError: no config.json, or an architecture or option that this engine does not decode.
+        """
+        if not (folder / "config.json").is_file():
+            raise CheckpointError("there is no config.json", who=str(folder), fix="name a Hugging Face checkpoint folder")
+        from transformers import AutoConfig  # seconds of import, and only here
+
+        config = AutoConfig.from_pretrained(folder)
+        _refuse_unsupported(config, folder)
+        frequencies, rope_scale = _rotary(config)
+        moe = config.model_type == "qwen3_moe" and config.num_experts > 0
+        dense_only = set(getattr(config, "mlp_only_layers", None) or ())
+        step = getattr(config, "decoder_sparse_step", 1)
+        sparse = {i for i in range(config.num_hidden_layers) if moe and i not in dense_only and (i + 1) % step == 0}
+        return cls(
+            hidden=config.hidden_size, layers=config.num_hidden_layers, heads=config.num_attention_heads,
+            kv_heads=config.num_key_value_heads, head_dim=_head_dim(config), intermediate=config.intermediate_size,
+            vocab=config.vocab_size, eps=config.rms_norm_eps, tied=bool(config.tie_word_embeddings),
+            context=config.max_position_embeddings, experts=config.num_experts if moe else 0,
+            topk=config.num_experts_per_tok if moe else 0,
+            expert_intermediate=config.moe_intermediate_size if moe else 0,
+            renormalise=bool(moe and config.norm_topk_prob), sparse=frozenset(sparse),
+            inverse_frequencies=tuple(frequencies.tolist()), rope_scale=rope_scale,
+            eos=_eos_ids(config, folder), init_std=config.initializer_range,
+        )  # fmt: skip
+
+
+def _refuse_unsupported(config, folder: Path) -> None:
+    problems = {
+        "model_type": (config.model_type, config.model_type in FAMILIES),
+        "hidden_act": (getattr(config, "hidden_act", None), getattr(config, "hidden_act", None) == "silu"),
+        "attention_bias": (getattr(config, "attention_bias", False), not getattr(config, "attention_bias", False)),
+        "use_sliding_window": (True, not getattr(config, "use_sliding_window", False)),
+    }
+    for key, (value, fine) in problems.items():
+        if not fine:
+            raise CheckpointError(f"the local engine does not decode this {key}", got=f"{key} = {value!r}",
+                                  who=str(folder), fix=f"use --engine sglang, or a checkpoint of {' or '.join(FAMILIES)}")
+
+
+def _head_dim(config) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def _rotary(config) -> tuple[torch.Tensor, float]:
+    """Inverse frequencies [head_dim / 2] and the factor on sines and cosines, exactly as transformers has them."""
+    kind = config.rope_parameters["rope_type"]
+    if kind == "default":
+        steps = torch.arange(0, _head_dim(config), 2, dtype=torch.float) / _head_dim(config)
+        return 1.0 / (config.rope_parameters["rope_theta"] ** steps), 1.0
+    if kind not in ("linear", "yarn", "llama3"):
+        raise CheckpointError("the local engine does not decode rotary embeddings that change with the length", got=kind)
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config, device="cpu")
+    return frequencies, float(factor)
+
+
+def _eos_ids(config, folder: Path) -> frozenset[int]:
+    """generation_config.json has the last word, as in transformers' generate."""
+    found = config.eos_token_id
+    path = folder / "generation_config.json"
+    if path.is_file():
+        found = json.loads(path.read_text()).get("eos_token_id", found)
+    if found is None:
+        return frozenset()
+    return frozenset([found] if isinstance(found, int) else found)
+
+
+class Layer:
+    """One layer's tensors. All are [out, in]; those of a mixture of experts have a leading expert axis.
+
+    qkv [(heads + 2 kv_heads) x head_dim, hidden] and gate_up [2 x intermediate, hidden] are fused; head_norm
+    [heads + kv_heads, head_dim] repeats the query's and the key's norm per head, so that one product applies both.
+    """
+
+    def __init__(self, shape: ModelShape, index: int, dtype: torch.dtype):
+        s = shape
+        self.input_norm = torch.empty(s.hidden, dtype=dtype)
+        self.post_norm = torch.empty(s.hidden, dtype=dtype)
+        self.qkv = torch.empty((s.heads + 2 * s.kv_heads) * s.head_dim, s.hidden, dtype=dtype)
+        self.head_norm = torch.empty(s.heads + s.kv_heads, s.head_dim, dtype=dtype)
+        self.o = torch.empty(s.hidden, s.heads * s.head_dim, dtype=dtype)
+        self.router = None
+        if index in s.sparse:
+            self.router = torch.empty(s.experts, s.hidden, dtype=dtype)
+            self.gate_up = torch.empty(s.experts, 2 * s.expert_intermediate, s.hidden, dtype=dtype)
+            self.down = torch.empty(s.experts, s.hidden, s.expert_intermediate, dtype=dtype)
+        else:
+            self.gate_up = torch.empty(2 * s.intermediate, s.hidden, dtype=dtype)
+            self.down = torch.empty(s.hidden, s.intermediate, dtype=dtype)
+
+    def slots(self, shape: ModelShape) -> Iterator[tuple[str, torch.Tensor, tuple[int, ...]]]:
+        """(name inside the layer, where it is kept, shape on disk)."""
+        q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+        fused = {
+            "input_layernorm": self.input_norm, "post_attention_layernorm": self.post_norm,
+            "self_attn.q_proj": self.qkv[:q], "self_attn.k_proj": self.qkv[q : q + kv],
+            "self_attn.v_proj": self.qkv[q + kv :], "self_attn.o_proj": self.o,
+        }  # fmt: skip
+        for name, tensor in fused.items():
+            yield f"{name}.weight", tensor, tuple(tensor.shape)
+        yield "self_attn.q_norm.weight", self.head_norm[: shape.heads], (shape.head_dim,)
+        yield "self_attn.k_norm.weight", self.head_norm[shape.heads :], (shape.head_dim,)
+        if self.router is None:
+            yield from _mlp_slots("mlp", self.gate_up, self.down)
+            return
+        yield "mlp.gate.weight", self.router, tuple(self.router.shape)
+        for expert in range(shape.experts):
+            yield from _mlp_slots(f"mlp.experts.{expert}", self.gate_up[expert], self.down[expert])
+
+
+def _mlp_slots(prefix: str, gate_up: torch.Tensor, down: torch.Tensor) -> Iterator[tuple[str, torch.Tensor, tuple]]:
+    gate, up = gate_up.chunk(2)
+    for name, tensor in (("gate_proj", gate), ("up_proj", up), ("down_proj", down)):
+        yield f"{prefix}.{name}.weight", tensor, tuple(tensor.shape)
+
+
+class Weights:
+    """One complete set of weights. A new set is filled and checked beside the old one, then takes its place."""
+
+    def __init__(self, shape: ModelShape, dtype: torch.dtype):
+        self.shape = shape
+        self.embed = torch.empty(shape.vocab, shape.hidden, dtype=dtype)
+        self.head = self.embed if shape.tied else torch.empty(shape.vocab, shape.hidden, dtype=dtype)
+        self.norm = torch.empty(shape.hidden, dtype=dtype)
+        self.layers = [Layer(shape, index, dtype) for index in range(shape.layers)]
+
+    def slots(self) -> dict[str, tuple[torch.Tensor, tuple[int, ...]]]:
+        """Name on disk -> (where it is kept, shape on disk)."""
+        found = {
+            "model.embed_tokens.weight": (self.embed, tuple(self.embed.shape)),
+            "model.norm.weight": (self.norm, tuple(self.norm.shape)),
+        }
+        if not self.shape.tied:
+            found["lm_head.weight"] = (self.head, tuple(self.head.shape))
+        for index, layer in enumerate(self.layers):
+            for name, tensor, shape in layer.slots(self.shape):
+                found[f"model.layers.{index}.{name}"] = (tensor, shape)
+        return found
+
+    @classmethod
+    def from_stream(cls, shape: ModelShape, dtype: torch.dtype, stream: Iterable[tuple[str, torch.Tensor]]) -> Weights:
+        """A new set from a complete stream of (name on disk, tensor), copied and converted to `dtype`.
+
+        Raises:
+            EngineError: an unknown, repeated, missing or misshapen tensor, or a value that is not finite.
+        """
+        weights = cls(shape, dtype)
+        slots = weights.slots()
+        seen: set[str] = set()
+        for name, tensor in stream:
+            if name not in slots or name in seen:
+                fix = "the embeddings are tied: leave it out" if name == "lm_head.weight" and shape.tied else None
+                raise EngineError("a repeated tensor in the weights" if name in seen else "an unknown tensor in the weights",
+                                  got=name, fix=fix or "send each Hugging Face name of the checkpoint once")
+            place, expected = slots[name]
+            if tuple(tensor.shape) != expected:
+                raise EngineError(f"tensor {name} has the wrong shape, expected {list(expected)}", got=list(tensor.shape))
+            place.copy_(tensor.detach())
+            if not torch.isfinite(place).all():
+                raise EngineError(f"tensor {name} holds values that are not finite", fix="look at the last training step")
+            seen.add(name)
+        if missing := [name for name in slots if name not in seen]:
+            raise EngineError("the weights are incomplete", got=f"{len(missing)} of {len(slots)} tensors are missing, "
+                              f"such as {missing[0]}", fix="send the complete stream of the checkpoint's tensors")
+        return weights
+
+    @classmethod
+    def random(cls, shape: ModelShape, dtype: torch.dtype, seed: int = 0) -> Weights:
+        """Normal weights with the config's standard deviation, norms of one; the same seed gives the same weights."""
+        weights = cls(shape, dtype)
+        generator = torch.Generator().manual_seed(seed)
+        for place, expected in weights.slots().values():
+            if len(expected) == 1:
+                place.fill_(1.0)
+            else:
+                place.copy_(torch.randn(expected, generator=generator) * shape.init_std)
+        return weights
+
+    @classmethod
+    def from_folder(cls, shape: ModelShape, dtype: torch.dtype, folder: Path) -> Weights:
+        """The weights of a checkpoint folder's safetensors files.
+
+        Raises:
+            CheckpointError: no such files.
+            EngineError: as from_stream.
+        """
+        files = sorted(folder.glob("*.safetensors"))
+        if not files:
+            raise CheckpointError("there are no safetensors files", who=str(folder),
+                                  fix="use a checkpoint with weights, or random_init=True")
+        return cls.from_stream(shape, dtype, _read(files, skip={"lm_head.weight"} if shape.tied else set()))
+
+
+def _read(files: list[Path], skip: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor but those in `skip`: some tied checkpoints store the output projection as well."""
+    from safetensors import safe_open
+
+    for path in files:
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 (safe_open is not a mapping)
+                if name not in skip:
+                    yield name, file.get_tensor(name)

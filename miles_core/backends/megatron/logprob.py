@@ -1,0 +1,121 @@
+"""Log-probabilities and entropy of tokens from hidden states, in chunks: the logits of a batch never exist.
+
+Forward keeps the normaliser of each row; backward makes each chunk's logits again. Peak memory is chunk x V beside the
+inputs and the gradients. The softmax is in fp32 for bf16 inputs and in float64 for float64 ones.
+
+For tensor parallelism the vocabulary is cut by rank: the three row statistics (maximum, normaliser, sum of p x logit)
+and the target's logit then want an all-reduce over the group each, where `_rows` returns them.
+"""
+
+from __future__ import annotations
+
+import torch
+
+CHUNK_BYTES = 16 * 2**20
+"""Logits of one chunk take about this much by default: they stay in cache where they can, and the GEMM is still wide."""
+
+
+def token_log_probs(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    temperature: float = 1.0,
+    chunk_size: int | None = None,
+    entropy: bool = False,
+    entropy_gradient: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """log p(target) and the entropy of p = softmax(hidden weight^T / temperature), untruncated.
+
+    Args:
+        hidden: [N, H], only the rows that are needed; weight: [V, H]; targets: [N] int64.
+        temperature: of the distribution; the same as the engine samples from.
+        chunk_size: rows whose logits exist at a time; by default what CHUNK_BYTES hold.
+        entropy: whether to compute it.
+        entropy_gradient: whether it has a gradient; without one it costs nothing in backward.
+
+    Returns:
+        log_probs [N] and entropy [N] or None, in fp32 (float64 for float64 inputs).
+
+    Raises:
+        ValueError: a temperature that is not positive.
+    """
+    if not temperature > 0:
+        raise ValueError(f"temperature must be positive (got {temperature})")
+    wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    chunk_size = chunk_size or max(16, CHUNK_BYTES // (weight.shape[0] * wide.itemsize))
+    log_probs, spread = _TokenLogProbs.apply(
+        hidden, weight, targets, float(temperature), int(chunk_size), entropy or entropy_gradient, entropy_gradient
+    )
+    return log_probs, spread if entropy or entropy_gradient else None
+
+
+class _TokenLogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, targets, temperature, chunk_size, want_entropy, entropy_gradient):
+        wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        rows = hidden.shape[0]
+        log_probs, normaliser = (hidden.new_empty(rows, dtype=wide) for _ in range(2))
+        spread = hidden.new_empty(rows if want_entropy else 0, dtype=wide)
+        for begin in range(0, rows, chunk_size):
+            here = slice(begin, begin + chunk_size)
+            logits = _logits(hidden[here], weight, wide, temperature)
+            target = logits.gather(1, targets[here, None]).squeeze(1)
+            normaliser[here], mean = _rows(logits, want_entropy)
+            torch.sub(target, normaliser[here], out=log_probs[here])
+            if want_entropy:
+                torch.sub(normaliser[here], mean, out=spread[here])
+        ctx.save_for_backward(hidden, weight, targets, normaliser, spread)
+        ctx.temperature, ctx.chunk_size, ctx.entropy_gradient = temperature, chunk_size, entropy_gradient
+        if not entropy_gradient:
+            ctx.mark_non_differentiable(spread)
+        return log_probs, spread
+
+    @staticmethod
+    def backward(ctx, grad, grad_entropy):
+        hidden, weight, targets, normaliser, spread = ctx.saved_tensors
+        wide = normaliser.dtype
+        want_hidden, want_weight = ctx.needs_input_grad[:2]
+        grad_hidden = torch.empty_like(hidden) if want_hidden else None
+        # A bf16 sum over thousands of chunks would lose what each adds.
+        grad_weight = torch.zeros_like(weight, dtype=wide) if want_weight else None
+        for begin in range(0, hidden.shape[0], ctx.chunk_size):
+            here = slice(begin, begin + ctx.chunk_size)
+            logits = _logits(hidden[here], weight, wide, ctx.temperature)
+            log_p = logits.sub_(normaliser[here, None])
+            if ctx.entropy_gradient:
+                # d log p_t / d z = 1_t - p and d entropy / d z = -p (log p + entropy), so with g and e for the two
+                # gradients the sum is g 1_t - p (g + e (log p + entropy)).
+                e = grad_entropy[here, None]
+                factor = torch.addcmul(torch.addcmul(grad[here, None], e, spread[here, None]), e, log_p)
+                d = log_p.exp_().mul_(factor).neg_()
+            else:
+                d = log_p.exp_().mul_(-grad[here, None])
+            d.scatter_add_(1, targets[here, None], grad[here, None])
+            if ctx.temperature != 1:
+                d.div_(ctx.temperature)
+            d = d.to(hidden.dtype)
+            if want_hidden:
+                torch.mm(d, weight, out=grad_hidden[here])
+            if want_weight and hidden.dtype == wide:
+                grad_weight.addmm_(d.t(), hidden[here])
+            elif want_weight:
+                grad_weight.add_(d.t() @ hidden[here])
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), *(None,) * 5
+
+
+def _logits(hidden: torch.Tensor, weight: torch.Tensor, wide: torch.dtype, temperature: float) -> torch.Tensor:
+    """[n, H], [V, H] -> [n, V] of the temperature-scaled distribution, in the wide dtype."""
+    logits = (hidden @ weight.t()).to(wide)
+    return logits if temperature == 1 else logits.div_(temperature)
+
+
+def _rows(logits: torch.Tensor, want_mean: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """logits [n, V], overwritten -> log of the normaliser [n] and sum of p x logit [n]."""
+    top = logits.amax(1, keepdim=True)
+    if not want_mean:
+        return logits.sub_(top).exp_().sum(1).log_().add_(top.squeeze(1)), None
+    p = (logits - top).exp_()
+    total = p.sum(1)
+    mean = torch.linalg.vecdot(p, logits).div_(total)
+    return total.log_().add_(top.squeeze(1)), mean

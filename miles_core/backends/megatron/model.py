@@ -1,0 +1,195 @@
+"""From an architecture to a Megatron GPTModel: the config, the layer spec, and a model that ends in hidden states."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+
+from miles_core.backends.megatron import cpu, layers
+from miles_core.backends.megatron.specs import ModelSpec
+from miles_core.errors import ConfigError, UnknownKeyError
+
+cpu.install()
+
+from megatron.core import parallel_state  # noqa: E402 - after install()
+from megatron.core.models.gpt import GPTModel  # noqa: E402
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
+from megatron.core.transformer import ModuleSpec, TransformerConfig  # noqa: E402
+from megatron.core.transformer.transformer_block import (  # noqa: E402
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset  # noqa: E402
+
+logger = logging.getLogger(__name__)
+
+LOCAL_ONLY_OFF = {
+    "gradient_accumulation_fusion": "Apex's CUDA extension",
+    "apply_rope_fusion": "Transformer Engine",
+    "persist_layer_norm": "Apex",
+    "moe_permute_fusion": "Transformer Engine",
+    "moe_grouped_gemm": "Transformer Engine or the grouped_gemm package",
+    "bias_activation_fusion": "nothing, but it compiles at the first step and SwiGLU is one pass already",
+    "bias_dropout_fusion": "nothing, but it compiles at the first step and there is no dropout",
+    "masked_softmax_fusion": "a CUDA kernel",
+}
+"""Switches that the local layer spec keeps off, with what they would need."""
+
+
+class LanguageModel(GPTModel):
+    """A GPTModel whose last stage returns hidden states after the final norm, so that no batch's logits ever exist.
+
+    Called as Megatron calls models: `model(input_ids, position_ids, attention_mask, packed_seq_params=...)` with
+    input_ids [1, T] returns [T, 1, H] (sequence parallel: [T / tensor, 1, H]); position_ids and attention_mask are
+    None. Log-probs come from `logprob.token_log_probs(hidden, model.output_weight, ...)`.
+    """
+
+    def _postprocess(self, hidden_states: torch.Tensor, **_) -> torch.Tensor:
+        return hidden_states
+
+    @property
+    def output_weight(self) -> torch.Tensor:
+        """[V / tensor, H] of the output layer, the embedding's where they are tied; on the last stage only."""
+        if self.share_embeddings_and_output_weights:
+            return self.shared_embedding_or_output_weight()
+        return self.output_layer.weight
+
+
+def transformer_config(
+    spec: ModelSpec,
+    overrides: Mapping[str, object] | None = None,
+    *,
+    bf16: bool = False,
+    tensor: int = 1,
+    pipeline: int = 1,
+    virtual_pipeline: int | None = None,
+    context: int = 1,
+    expert: int = 1,
+    expert_tensor: int | None = None,
+    sequence_parallel: bool = False,
+) -> TransformerConfig:
+    """Megatron's config of a model: the checkpoint's constants, our defaults, then the overrides.
+
+    Args:
+        overrides: fields of TransformerConfig by name, recomputation included.
+
+    Raises:
+        ConfigError: an override that contradicts the checkpoint, or values that Megatron refuses together.
+        UnknownKeyError: an override that TransformerConfig has no field for.
+    """
+    overrides = dict(overrides or {})
+    known = {field.name for field in dataclasses.fields(TransformerConfig)}
+    for name, value in overrides.items():
+        if name not in known:
+            raise UnknownKeyError("Megatron's TransformerConfig has no such field", got=name,
+                                  fix="see the fields of megatron.core.transformer.TransformerConfig")
+        if name in spec.constants and value != spec.constants[name]:
+            raise ConfigError(f"{name} disagrees with the checkpoint, which says {spec.constants[name]}", got=value,
+                              who=spec.source, fix=f"leave {name} out, or use a checkpoint with that value")
+    if local_spec():
+        for name, needs in LOCAL_ONLY_OFF.items():
+            if overrides.pop(name, False):
+                logger.warning("%s is off: the layers that run here have no use for it (it needs %s)", name, needs)
+    dtype = torch.bfloat16 if bf16 else torch.float32
+    layout = {
+        "tensor_model_parallel_size": tensor, "pipeline_model_parallel_size": pipeline,
+        "virtual_pipeline_model_parallel_size": virtual_pipeline, "context_parallel_size": context,
+        "expert_model_parallel_size": expert, "expert_tensor_parallel_size": expert_tensor or tensor,
+        "sequence_parallel": sequence_parallel, "bf16": bf16, "params_dtype": dtype, "pipeline_dtype": dtype,
+    }  # fmt: skip
+    if virtual_pipeline is not None:
+        # With two stages both neighbours are the same rank, and batched p2p silently mixes them up.
+        layout |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
+    values = {**_DEFAULTS, **(_LOCAL_DEFAULTS if local_spec() else {}), **spec.defaults, **spec.constants,
+              **overrides, **layout}  # fmt: skip
+    if values.get("moe_aux_loss_coeff") and "moe_router_load_balancing_type" not in overrides:
+        values["moe_router_load_balancing_type"] = "aux_loss"
+    if overrides.get("recompute_granularity") == "full":
+        values = {"recompute_method": "uniform", "recompute_num_layers": 1, **values}
+    try:
+        return TransformerConfig(**values)
+    except (ValueError, AssertionError, ImportError, TypeError, ZeroDivisionError) as error:
+        raise ConfigError("Megatron refuses this model or layout", got=str(error).strip() or type(error).__name__,
+                          who=spec.source, fix="change the [model] or [perf] keys that it names") from error
+
+
+_DEFAULTS = {
+    "activation_func": F.silu,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "variable_seq_lengths": True,
+    "moe_token_dispatcher_type": "alltoall",
+    "moe_router_load_balancing_type": "none",
+}
+
+_LOCAL_DEFAULTS = {
+    **dict.fromkeys(LOCAL_ONLY_OFF, False),
+    "use_cpu_initialization": True,
+    # Not Transformer Engine's: it makes Megatron's MLP call the spec's activation, which is layers.SwiGLU.
+    "use_te_activation_func": True,
+}
+
+
+def local_spec() -> bool:
+    """Whether layers are Megatron's local ones; the seam for Transformer Engine's on GPUs."""
+    return True
+
+
+def layer_spec(config: TransformerConfig, spec: ModelSpec, vp_stage: int | None = None) -> TransformerBlockSubmodules:
+    """The layers of this pipeline stage.
+
+    Where Transformer Engine's layers are wanted, `get_gpt_decoder_block_spec(config, use_transformer_engine=True)`
+    belongs here behind `local_spec()`, together with a weight map in its names.
+    """
+    rope = layers.Rope(config.kv_channels, spec.rope_theta)
+    pattern = config.moe_layer_freq if config.num_moe_experts else 0
+    pattern = pattern if isinstance(pattern, list) else [int(bool(pattern))] * config.num_layers
+    first = get_transformer_layer_offset(config, vp_stage=vp_stage)
+    mine = pattern[first : first + get_num_layers_to_build(config, vp_stage=vp_stage)]
+    kinds = {sparse: _local_layer(config, rope, bool(sparse)) for sparse in set(mine)}
+    return TransformerBlockSubmodules(layer_specs=[kinds[sparse] for sparse in mine], layer_norm=layers.Norm)
+
+
+def _local_layer(config: TransformerConfig, rope: layers.Rope, sparse: bool) -> ModuleSpec:
+    spec = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts if sparse else None, qk_layernorm=config.qk_layernorm,
+        normalization=config.normalization,
+    )  # fmt: skip
+    parts = spec.submodules
+    parts.input_layernorm = parts.pre_mlp_layernorm = layers.Norm
+    attention = parts.self_attention.submodules
+    attention.core_attention = ModuleSpec(module=layers.PackedAttention, params={"rope": rope})
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = layers.Norm
+    mlp = parts.mlp.submodules.experts if sparse else parts.mlp
+    mlp.submodules.activation_func = layers.SwiGLU
+    return spec
+
+
+def build(config: TransformerConfig, spec: ModelSpec, vp_stage: int | None = None) -> LanguageModel:
+    """This rank's part of the model, randomly initialised. Needs `cpu.initialize` (or Megatron's own) before.
+
+    Raises:
+        ConfigError: the vocabulary does not divide among tensor-parallel ranks.
+    """
+    if spec.vocab_size % config.tensor_model_parallel_size:
+        raise ConfigError("the vocabulary does not divide by the tensor-parallel size",
+                          got=f"{spec.vocab_size} / {config.tensor_model_parallel_size}", who=spec.source,
+                          fix="choose a tensor-parallel size that divides it")
+    where = {"ignore_virtual": False, "vp_stage": vp_stage}
+    return LanguageModel(
+        config,
+        layer_spec(config, spec, vp_stage),
+        vocab_size=spec.vocab_size,
+        max_sequence_length=spec.max_positions,
+        # The local layers' attention turns q and k itself (layers.PackedAttention).
+        position_embedding_type="none",
+        share_embeddings_and_output_weights=spec.tied,
+        pre_process=parallel_state.is_pipeline_first_stage(**where),
+        post_process=parallel_state.is_pipeline_last_stage(**where),
+        vp_stage=vp_stage,
+    )

@@ -1,0 +1,271 @@
+"""Build: a plan becomes a Run. The only place that makes parts from settings."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from miles_core import rng
+from miles_core.columns import Columns
+from miles_core.config.load import with_values
+from miles_core.config.tables import RunConfig
+from miles_core.errors import CheckpointError, ConfigError, DataError
+from miles_core.evaluation import Dataset, Evaluation
+from miles_core.hosts import Handle, ProcessHost, ThreadHost
+from miles_core.plugins import bind
+from miles_core.plugins.bind import Hooks
+from miles_core.plugins.plan import Plan
+from miles_core.plugins.resolve import chosen
+from miles_core.plugins.select import Selected
+from miles_core.record.journal import Journal
+from miles_core.record.replay import Replay
+from miles_core.run import Run
+from miles_core.stages.buffer import Buffer
+from miles_core.stages.prompts import JsonlPrompts, Rows
+from miles_core.stages.reward import Scoring
+from miles_core.stages.rollout import Engine, Generation, SamplingParams
+from miles_core.stages.step import Resume
+from miles_core.types import Group, Prompt
+
+
+@dataclass(slots=True)
+class Parts:
+    """What has to be there before a journal can be opened: hooks of each role, tokenizer, checked configuration."""
+
+    config: RunConfig
+    driver: Hooks
+    rollout: Hooks
+    tokenizer: Any
+
+    @property
+    def decode_piece(self) -> Callable[[int], str]:
+        """The text of one token id."""
+        return lambda token: self.tokenizer.decode([token])
+
+
+def parts(plan: Plan) -> Parts:
+    """Import the plugins, bind their hooks, load the tokenizer.
+
+    Raises:
+        PluginError: a plugin that does not import, does not fit its hooks, or shares state between roles.
+        CheckpointError, DataError: --hf-checkpoint is not one.
+    """
+    config = with_context(plan.config)
+    hooks = {role: bind.bind(plan.selected, config, role) for role in ("driver", "rollout")}
+    return Parts(config, hooks["driver"], hooks["rollout"], load_tokenizer(config))
+
+
+async def build(plan: Plan, parts: Parts, journal: Journal) -> Run:
+    """Everything the loop calls; the trainer has loaded its checkpoint when this returns."""
+    config, tokenizer = parts.config, parts.tokenizer
+    only_rollout, only_train = config.debug.debug_rollout_only, config.debug.debug_train_only
+    trainer = Untrained() if only_rollout else _host(plan.selected, parts)
+    resume = await trainer.load()
+    journal.console.loaded(resume.source)
+    prompts = None if only_train else parts.rollout.prompt_source[config.rollout.prompt_source](config, tokenizer)
+    if resume.state is not None:
+        if prompts is not None:
+            prompts.load_state_dict(resume.state["prompts"])
+        _restore(parts, resume.state.get("plugins", {}))
+    engine: Engine | None = None if only_train else parts.rollout.engine[chosen(config, "engine")](config, tokenizer)
+    rollout = config.rollout
+    last = rollout.num_rollout if rollout.num_rollout is not None else rollout.num_epoch * len(prompts) // rollout.rollout_batch_size
+    first = rollout.start_rollout_id if rollout.start_rollout_id is not None else resume.rollout_id
+    if config.debug.debug_exit_after_rollout is not None:
+        last = min(last, first + config.debug.debug_exit_after_rollout)
+    buffer = Replay(config.debug.load_debug_rollout_data, first) if only_train else Buffer(
+        rollout.rollout_batch_size, rollout.max_lag, batches=max(last - first, 0),
+        credit=rollout.over_sampling_batch_size - rollout.rollout_batch_size,
+        most_drops=rollout.max_over_sampling_waves * rollout.over_sampling_batch_size, give_back=prompts.give_back)  # fmt: skip
+    combine = parts.rollout.combine_rewards[rollout.combine_rewards]
+    scorers = {name: parts.rollout.reward[name] for name in rollout.rm_type}
+    scoring = Scoring(scorers, dict(zip(rollout.rm_type, rollout.rm_weights, strict=True)), combine, rollout.rm_timeout)
+    sync = Unsynced() if only_rollout or only_train else parts.driver.weight_sync[config.perf.weight_sync](config)
+    return Run(
+        config=config, first=first, last=last, steps=0 if only_rollout else rollout.num_steps_per_rollout,
+        prompts=prompts, generate=_generator(parts, engine, sampling(config), "train", rollout.n_samples_per_prompt),
+        scoring=scoring, chain=parts.rollout.filter_group, shape=parts.rollout.shape_rewards, buffer=buffer, engine=engine,
+        trainer=trainer, weight_sync=sync, placement=parts.driver.placement[config.perf.placement](config),
+        evaluation=Evaluation([] if only_train else _datasets(parts, engine), scoring, config.eval.eval_interval,
+                              config.eval.skip_eval_before_train),
+        journal=journal, state=lambda: _states(parts),
+    )  # fmt: skip
+
+
+def trainer_part(selected: Sequence[Selected], config: RunConfig, hooks: Hooks | None = None) -> Any:
+    """The trainer of one rank, made where it runs."""
+    hooks = hooks or bind.bind(selected, config, "trainer")
+    columns = Columns(hooks.columns() if hooks.columns else ())
+    return hooks.trainer[config.perf.trainer](config, hooks, columns)
+
+
+def _host(selected: Sequence[Selected], parts: Parts) -> Handle:
+    if parts.config.perf.trainer_host == "process":
+        return ProcessHost("trainer", trainer_part, selected, parts.config)
+    hooks = bind.bind(selected, parts.config, "trainer")
+    bind.check_roles_apart([parts.driver, parts.rollout, hooks])
+    return ThreadHost("trainer", trainer_part, selected, parts.config, hooks)
+
+
+def sampling(config: RunConfig, dataset: dict | None = None) -> SamplingParams:
+    """Sampling parameters of training, or of an eval dataset: its own, else [eval]'s, else [rollout]'s."""
+    rollout, eval_ = config.rollout, config.eval
+    values = {"temperature": rollout.rollout_temperature, "top_p": rollout.rollout_top_p, "top_k": rollout.rollout_top_k,
+              "max_new_tokens": rollout.rollout_max_response_len, "min_new_tokens": rollout.rollout_min_new_tokens}
+    if dataset is not None:
+        for key, name in (("temperature", "temperature"), ("top_p", "top_p"), ("top_k", "top_k"),
+                          ("max_new_tokens", "max_response_len"), ("min_new_tokens", "min_new_tokens")):
+            given = dataset.get(name, getattr(eval_, f"eval_{name}", None))
+            values[key] = values[key] if given is None else given
+    return SamplingParams(
+        **values, stop=tuple(rollout.rollout_stop), stop_token_ids=tuple(rollout.rollout_stop_token_ids),
+        skip_special_tokens=rollout.rollout_skip_special_tokens, ignore_eos=rollout.rollout_ignore_eos,
+    )  # fmt: skip
+
+
+def _generator(parts: Parts, engine: Engine | None, params: SamplingParams, stream: str, samples: int) -> Callable:
+    config, hooks, tokenizer = parts.config, parts.rollout, parts.tokenizer
+    how, context = hooks.generate[config.rollout.generate], config.rollout.rollout_max_context_len
+    columns = Columns(hooks.columns() if hooks.columns else ())
+
+    def decode(ids, skip_special_tokens):
+        return tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    async def generate(prompt: Prompt) -> Group:
+        room = min(params.max_new_tokens, context - len(prompt.token_ids))
+        generation = Generation(
+            engine=engine, sampling=replace(params, max_new_tokens=room), samples=samples,
+            key=lambda index, turn: rng.key(config.rollout.rollout_seed, stream, prompt.uid, index, turn),
+            decode=decode, timeout=config.rollout.rollout_timeout,
+            on_request=(lambda request: hooks.generate_request(request, prompt)) if hooks.generate_request else lambda request: request,
+            on_response=hooks.generate_response or (lambda sample, response: sample),
+        )  # fmt: skip
+        group = Group(prompt, await how(prompt, generation))
+        for sample in group.samples:
+            columns.check(sample)
+        return group
+
+    return generate
+
+
+def _datasets(parts: Parts, engine: Engine | None) -> list[Dataset]:
+    config = parts.config
+    pairs = config.eval.eval_prompt_data
+    given = [{"name": Path(pairs[0].partition("@")[0]).stem, "path": pairs[0]}] if len(pairs) == 1 else [
+        {"name": name, "path": path} for name, path in zip(pairs[::2], pairs[1::2], strict=True)]
+    found = []
+    for dataset in [*given, *config.eval.datasets]:
+        stream = f"eval/{dataset['name']}"
+        rows = Rows(
+            path=dataset["path"], input_key=dataset.get("input_key") or config.eval.eval_input_key or config.rollout.input_key,
+            label_key=dataset.get("label_key") or config.eval.eval_label_key or config.rollout.label_key,
+            metadata_key=config.rollout.metadata_key, context=config.rollout.rollout_max_context_len,
+            max_prompt_len=config.eval.eval_max_prompt_len or config.rollout.rollout_max_prompt_len,
+            template=(config.rollout.apply_chat_template_kwargs or {}) if config.rollout.apply_chat_template else None, stream=stream,
+        )  # fmt: skip
+        samples = dataset.get("n_samples") or config.eval.n_samples_per_eval_prompt
+        generate = _generator(parts, engine, sampling(config, dataset), stream, samples)
+        found.append(Dataset(dataset["name"], JsonlPrompts(rows, parts.tokenizer), generate, samples))
+    return found
+
+
+def with_context(config: RunConfig) -> RunConfig:
+    """Fill rollout_max_context_len from the checkpoint's config.json.
+
+    Raises:
+        CheckpointError: --hf-checkpoint is missing or has no readable config.json.
+    """
+    folder = Path(config.checkpoint.hf_checkpoint)
+    who, fix = f"--hf-checkpoint {folder}", "name a folder with config.json, tokenizer files and *.safetensors"
+    if not folder.is_dir():
+        raise CheckpointError("there is no such folder", who=who, fix=fix)
+    try:
+        constants = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError("the folder has no config.json", who=who, fix=fix) from None
+    except (OSError, json.JSONDecodeError) as error:
+        raise CheckpointError("config.json cannot be read", got=str(error), who=who, fix=fix) from None
+    most = constants.get("max_position_embeddings")
+    if most is None:
+        raise CheckpointError("config.json has no max_position_embeddings", who=who, fix=fix)
+    given = config.rollout.rollout_max_context_len
+    if given is not None and given > most:
+        raise ConfigError("rollout_max_context_len is beyond what the model was made for", got=given, who=who, fix=f"at most {most}")
+    return with_values(config, "config.json", rollout__rollout_max_context_len=given or most)
+
+
+def load_tokenizer(config: RunConfig) -> Any:
+    """The checkpoint's tokenizer, with --chat-template-path's template where given.
+
+    Raises:
+        DataError: no tokenizer there, or no such template file.
+    """
+    from transformers import AutoTokenizer
+
+    folder = config.checkpoint.hf_checkpoint
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise DataError("the tokenizer cannot be loaded", got=str(error).splitlines()[0], who=f"--hf-checkpoint {folder}",
+                        fix="the folder needs tokenizer.json and tokenizer_config.json") from error
+    if template := config.rollout.chat_template_path:
+        try:
+            tokenizer.chat_template = Path(template).read_text(encoding="utf-8")
+        except OSError as error:
+            raise DataError("the chat template cannot be read", got=error.strerror, who=f"--chat-template-path {template}",
+                            fix="name a Jinja file") from None
+    return tokenizer
+
+
+def _states(parts: Parts) -> dict:
+    found = {}
+    for hooks in (parts.driver, parts.rollout):
+        for name, instance in hooks.instances.items():
+            if hasattr(instance, "state_dict"):
+                found.setdefault(name, {})[hooks.role] = instance.state_dict()
+    return found
+
+
+def _restore(parts: Parts, state: dict) -> None:
+    for hooks in (parts.driver, parts.rollout):
+        for name, roles in state.items():
+            if hooks.role not in roles:
+                continue
+            instance = hooks.instances.get(name)
+            if instance is None:
+                raise ConfigError(f"the checkpoint holds state of plugin {name!r}, which this run does not enable",
+                                  fix=f"add --plugin {name}, or start from the weights alone with --ref-load")
+            instance.load_state_dict(roles[hooks.role])
+
+
+class Untrained:
+    """Stands in for the trainer under --debug-rollout-only."""
+
+    async def load(self) -> Resume:
+        return Resume(0, None, "--hf-checkpoint, in the engine alone (--debug-rollout-only)")
+
+    async def take_batch(self, batch) -> None:
+        self.batch = batch
+
+    async def score(self) -> dict:
+        return {}
+
+    advantage = score
+
+    async def end_batch(self):
+        return self.batch
+
+    async def save(self, folder, rollout_id, state) -> None:
+        """There is nothing to save."""
+
+    export = close = score
+
+
+class Unsynced:
+    """Stands in for the weight sync when one of the two sides is not there."""
+
+    async def sync(self, trainer, engine, version) -> dict:
+        return {"tensors": 0, "bytes": 0}

@@ -1,0 +1,242 @@
+"""Columns: data that rides along with samples, declared once and then carried everywhere.
+
+A column says how it is aligned, its dtype, its further axes, what fills gaps and what happens when a sample lacks it.
+From the declaration alone the core validates, packs, pads, splits and gathers it; nothing else in the core knows a
+column by name unless the core itself owns it.
+
+Alignment, for a sample of T tokens of which the last R are the response:
+
+    token       T      one row per token
+    prediction  T-1    row p belongs to the prediction of token p+1
+    response    R      one row per response token
+    sample      -      one row per sample
+    group       -      one row per group, repeated for its samples
+
+Everything per token is packed on one grid of T rows where row p stands for the prediction *made at* token p: prediction
+columns keep their row, response column j lies at row T-R-1+j, and rows that a column says nothing about hold `pad`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import numpy as np
+
+from miles_core.errors import ColumnError
+from miles_core.types import Sample
+
+
+class Align(StrEnum):
+    TOKEN = "token"
+    PREDICTION = "prediction"
+    RESPONSE = "response"
+    SAMPLE = "sample"
+    GROUP = "group"
+
+
+PER_TOKEN = (Align.TOKEN, Align.PREDICTION, Align.RESPONSE)
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One kind of data that rides along.
+
+    Args:
+        name: key in `Sample.columns`.
+        align: one of Align.
+        dtype: numpy dtype in memory.
+        wire: numpy dtype between processes and on disk; `dtype` when None.
+        axes: names of further axes, such as ("layer", "topk"). An axis called "layer" is cut by pipeline stage.
+        pad: value of rows that belong to no token of the column.
+        missing: "error", or "pad" to fill a sample that has no such column.
+        spans: "concat" when generations of one sample append rows, "last" when the last one replaces all.
+        owner: who declares it, for messages.
+    """
+
+    name: str
+    align: Align
+    dtype: str = "float32"
+    wire: str | None = None
+    axes: tuple[str, ...] = ()
+    pad: float = 0
+    missing: str = "error"
+    spans: str = "concat"
+    owner: str = "core"
+
+
+CORE = (
+    Column("tokens", Align.TOKEN, "int32"),
+    Column("loss_mask", Align.RESPONSE, "uint8"),
+    Column("rollout_log_probs", Align.RESPONSE, "float32"),
+    Column("versions", Align.RESPONSE, "int32", pad=-1),
+    Column("log_probs", Align.RESPONSE, "float32", missing="pad"),
+    Column("ref_log_probs", Align.RESPONSE, "float32", missing="pad"),
+    Column("advantages", Align.RESPONSE, "float32", missing="pad"),
+)
+"""The core's own: the first four come with every sample, the trainer adds the others after its log-prob pass."""
+
+
+@dataclass(slots=True)
+class Packed:
+    """Samples laid end to end.
+
+    Args:
+        cu_seqlens: [n+1] int32, where each sample's (padded) rows begin; rows after the last belong to nobody.
+        lengths: [n] int32, tokens of each sample without padding.
+        rows: name -> [rows, *axes], the per-token columns.
+        values: name -> [n, *axes], the per-sample and per-group columns.
+    """
+
+    cu_seqlens: np.ndarray
+    lengths: np.ndarray
+    rows: dict[str, np.ndarray] = field(default_factory=dict)
+    values: dict[str, np.ndarray] = field(default_factory=dict)
+
+
+class Columns(Mapping[str, Column]):
+    """The columns of a run. Two owners of one name are an error that names both."""
+
+    def __init__(self, declared: Iterable[Column] = ()):
+        self._by_name: dict[str, Column] = {}
+        for column in (*CORE, *declared):
+            first = self._by_name.get(column.name)
+            if first is not None:
+                raise ColumnError(
+                    f"two owners declare the column {column.name!r}: {first.owner} and {column.owner}",
+                    fix="rename one of them, for instance with the plugin's name as prefix",
+                )
+            if column.missing not in ("error", "pad") or column.spans not in ("concat", "last"):
+                raise ColumnError(
+                    f"column {column.name!r} has an unknown policy",
+                    got=f"missing={column.missing!r}, spans={column.spans!r}",
+                    who=column.owner,
+                    fix='missing is "error" or "pad"; spans is "concat" or "last"',
+                )
+            self._by_name[column.name] = column
+
+    def __getitem__(self, name: str) -> Column:
+        return self._by_name[name]
+
+    def __iter__(self):
+        return iter(self._by_name)
+
+    def __len__(self) -> int:
+        return len(self._by_name)
+
+    def check(self, sample: Sample) -> None:
+        """Refuse a sample whose data do not fit the declarations, and cast the rest to the declared dtypes.
+
+        Raises:
+            ColumnError: undeclared, missing, of the wrong length, of the wrong rank, or not finite.
+        """
+        for name, array in sample.columns.items():
+            column = self._by_name.get(name)
+            if column is None:
+                raise ColumnError(
+                    f"{sample.name} carries the undeclared column {name!r}",
+                    fix="return it from the plugin's `columns` hook",
+                )
+            sample.columns[name] = _fit(column, np.asarray(array), sample)
+        for column in self._by_name.values():
+            if column.missing == "error" and column.name not in sample.columns:
+                raise ColumnError(
+                    f"{sample.name} lacks the column {column.name!r}",
+                    who=column.owner,
+                    fix='fill it in the generator, or declare missing="pad"',
+                )
+
+    def pack(self, samples: Sequence[Sample], *, multiple: int = 1, total_multiple: int = 1) -> Packed:
+        """Lay samples end to end: the one path that every column takes into the trainer.
+
+        Args:
+            multiple: each sample's rows are padded to a multiple of this (2 x context-parallel size).
+            total_multiple: the sum of rows is padded to a multiple of this (sequence parallelism).
+        """
+        lengths = np.array([s.length for s in samples], np.int32)
+        cu = np.concatenate([[0], np.cumsum(-(-lengths // multiple) * multiple)]).astype(np.int32)
+        total = -(-int(cu[-1]) // total_multiple) * total_multiple
+        packed = Packed(cu, lengths)
+        for column in self._by_name.values():
+            axes = _axes(column, samples)
+            if axes is None:
+                continue
+            shape = (total if column.align in PER_TOKEN else len(samples), *axes)
+            target = np.full(shape, column.pad, column.dtype)
+            for i, sample in enumerate(samples):
+                if column.name in sample.columns:
+                    where = grid(column.align, sample) if column.align in PER_TOKEN else slice(0, 1)
+                    base = int(cu[i]) if column.align in PER_TOKEN else i
+                    target[base + where.start : base + where.stop] = sample.columns[column.name]
+            (packed.rows if column.align in PER_TOKEN else packed.values)[column.name] = target
+        return packed
+
+
+def grid(align: Align, sample: Sample) -> slice:
+    """The rows of a sample's T-row grid that a column of this alignment fills."""
+    total = sample.length
+    if align is Align.TOKEN:
+        return slice(0, total)
+    if align is Align.PREDICTION:
+        return slice(0, total - 1)
+    return slice(total - sample.response_length - 1, total - 1)
+
+
+def split(packed: Packed, rank: int, size: int) -> Packed:
+    """One rank's part under context parallelism: every sample is cut in 2 x size chunks, rank r holds r and 2size-1-r.
+
+    The zig-zag evens out causal attention (Megatron-core's layout). Each sample's padded length must be a multiple of
+    2 x size, which `pack(multiple=2 * size)` sees to.
+    """
+    if size == 1:
+        return packed
+    bounds = list(zip(packed.cu_seqlens[:-1], packed.cu_seqlens[1:], strict=True))
+    parts = []
+    for start, stop in bounds:
+        chunk, rest = divmod(int(stop - start), 2 * size)
+        if rest:
+            raise ColumnError("a packed sample does not divide for context parallelism", got=int(stop - start), who="core",
+                              fix=f"pack with multiple={2 * size}")
+        for piece in (rank, 2 * size - 1 - rank):
+            parts.append(np.arange(start + piece * chunk, start + (piece + 1) * chunk))
+    index = np.concatenate(parts) if parts else np.zeros(0, np.int64)
+    rows = {name: array[index] for name, array in packed.rows.items()}
+    return Packed((packed.cu_seqlens // size).astype(np.int32), packed.lengths, rows, packed.values)
+
+
+def _fit(column: Column, array: np.ndarray, sample: Sample) -> np.ndarray:
+    rows = {
+        Align.TOKEN: sample.length,
+        Align.PREDICTION: sample.length - 1,
+        Align.RESPONSE: sample.response_length,
+    }.get(column.align)
+    rank = len(column.axes) + (rows is not None)
+    if array.ndim != rank or (rows is not None and len(array) != rows):
+        expected = ([rows] if rows is not None else []) + list(column.axes)
+        raise ColumnError(
+            f"column {column.name!r} of {sample.name} should have shape {expected} ({column.align})",
+            got=list(array.shape),
+            who=column.owner,
+            fix="return one row per " + {"prediction": "token but the last"}.get(column.align, column.align),
+        )
+    if array.dtype.kind == "f" and not np.isfinite(array).all():
+        raise ColumnError(f"column {column.name!r} of {sample.name} holds NaN or infinity", who=column.owner,
+                          fix="find out why the engine or plugin produced it; it must not be trained on")
+    if array.dtype == column.dtype:
+        return array
+    cast = array.astype(column.dtype)
+    if array.dtype.kind in "iub" and not np.array_equal(cast, array):
+        raise ColumnError(f"column {column.name!r} of {sample.name} does not fit {column.dtype}",
+                          got=f"{array.min()} to {array.max()}", who=column.owner, fix="declare a wider dtype")
+    return cast
+
+
+def _axes(column: Column, samples: Sequence[Sample]) -> tuple[int, ...] | None:
+    """Sizes of the further axes, which must agree among the samples that have the column; None when none has it."""
+    lead = column.align in PER_TOKEN
+    shapes = {s.columns[column.name].shape[lead:] for s in samples if column.name in s.columns}
+    if len(shapes) > 1:
+        raise ColumnError(f"samples disagree on the axes {column.axes} of column {column.name!r}", got=sorted(shapes),
+                          who=column.owner, fix="give every sample of a run the same axis sizes")
+    return shapes.pop() if shapes else None

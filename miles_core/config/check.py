@@ -1,0 +1,212 @@
+"""Check: relations between values, and the values that follow from others. Before torch is imported."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from miles_core.config.load import with_values
+from miles_core.config.tables import RunConfig
+from miles_core.errors import BatchError, ConfigError
+
+
+def check(config: RunConfig) -> tuple[RunConfig, list[str]]:
+    """The configuration with everything derived that can be, and what has to be announced.
+
+    Raises:
+        BatchError: the batch knobs do not fit together, or a layout that this version cannot train.
+        ConfigError: any other relation; says what, got, who and the fix.
+    """
+    notes: list[str] = []
+    for step in (_debug, _required, _batch, _rollout, _rewards, _evaluation, _algorithm, _layout, _checkpoints):
+        config = step(config, notes.append)
+    return config, notes
+
+
+Note = Callable[[str], None]
+
+
+def _who(config: RunConfig, *keys: str) -> str:
+    return ", ".join(f"{key} ({config.origin.get(key, 'default')})" for key in keys)
+
+
+def _debug(config: RunConfig, note: Note) -> RunConfig:
+    debug = config.debug
+    if debug.load_debug_rollout_data:
+        note("--load-debug-rollout-data replays saved rollouts: --debug-train-only is implied")
+        config = with_values(config, "--load-debug-rollout-data", debug__debug_train_only=True)
+    elif debug.debug_train_only:
+        raise ConfigError("--debug-train-only has nothing to train on", who=_who(config, "debug.debug_train_only"),
+                          fix="name saved rollouts with --load-debug-rollout-data PATH/{rollout_id}")
+    if config.debug.debug_train_only and debug.debug_rollout_only:
+        raise ConfigError("--debug-rollout-only and --debug-train-only exclude each other",
+                          who=_who(config, "debug.debug_rollout_only", "debug.debug_train_only"), fix="drop one")
+    for key in ("save_debug_rollout_data", "load_debug_rollout_data"):
+        value = getattr(debug, key)
+        if value is not None and "{rollout_id}" not in value:
+            raise ConfigError(f"--{key.replace('_', '-')} has no place for the rollout's number", got=value,
+                              who=_who(config, f"debug.{key}"), fix="write {rollout_id} into the path")
+    return config
+
+
+def _required(config: RunConfig, note: Note) -> RunConfig:
+    needed = {"checkpoint.hf_checkpoint": config.checkpoint.hf_checkpoint,
+              "rollout.prompt_data": config.rollout.prompt_data or config.debug.load_debug_rollout_data,
+              "rollout.rollout_batch_size": config.rollout.rollout_batch_size,
+              "rollout.num_rollout": config.rollout.num_rollout if config.rollout.num_rollout is not None
+              else config.rollout.num_epoch}
+    for key, value in needed.items():
+        if value is None:
+            table, _, name = key.partition(".")
+            raise ConfigError(f"{key} is needed", who="run file and flags",
+                              fix=f"write {name} = ... in [{table}], or --{name.replace('_', '-')} ...")
+    return config
+
+
+def _batch(config: RunConfig, note: Note) -> RunConfig:
+    """rollout_batch_size x n_samples_per_prompt = global_batch_size x num_steps_per_rollout."""
+    rollout = config.rollout
+    positive = ("rollout_batch_size", "n_samples_per_prompt", "global_batch_size", "num_steps_per_rollout", "num_epoch")
+    for key in positive:
+        value = getattr(rollout, key)
+        if value is not None and value < 1:
+            raise BatchError(f"rollout.{key} should be at least 1", got=value, who=_who(config, f"rollout.{key}"), fix="raise it")
+    if rollout.num_rollout is not None and rollout.num_rollout < 0:
+        raise BatchError("rollout.num_rollout should not be negative", got=rollout.num_rollout, fix="0 evaluates only")
+    total = rollout.rollout_batch_size * rollout.n_samples_per_prompt
+    steps, batch = rollout.num_steps_per_rollout, rollout.global_batch_size
+    if steps is None and batch is None:
+        steps = 1
+    if steps is None:
+        steps, rest, divisor = total // batch, total % batch, f"global_batch_size {batch}"
+    else:
+        rest, divisor = total % steps, f"num_steps_per_rollout {steps}"
+    if rest or steps == 0:
+        raise BatchError(
+            f"a rollout's {rollout.rollout_batch_size} x {rollout.n_samples_per_prompt} = {total} samples do not divide by {divisor}",
+            who=_who(config, "rollout.rollout_batch_size", "rollout.n_samples_per_prompt", "rollout.global_batch_size",
+                     "rollout.num_steps_per_rollout"),
+            fix="rollout_batch_size x n_samples_per_prompt = global_batch_size x num_steps_per_rollout",
+        )
+    if batch is not None and batch * steps != total:
+        raise BatchError(
+            f"rollout_batch_size x n_samples_per_prompt is {total}, global_batch_size x num_steps_per_rollout is {batch * steps}",
+            who=_who(config, "rollout.global_batch_size", "rollout.num_steps_per_rollout"),
+            fix="drop one of the last two: it follows from the other three",
+        )
+    return with_values(config, "batch arithmetic", rollout__global_batch_size=total // steps,
+                       rollout__num_steps_per_rollout=steps)
+
+
+def _rollout(config: RunConfig, note: Note) -> RunConfig:
+    rollout = config.rollout
+    over = rollout.over_sampling_batch_size or rollout.rollout_batch_size
+    if over < rollout.rollout_batch_size:
+        raise BatchError("rollout.over_sampling_batch_size is below rollout_batch_size", got=over,
+                         who=_who(config, "rollout.over_sampling_batch_size"), fix=f"at least {rollout.rollout_batch_size}")
+    if rollout.max_lag < 0 or rollout.max_over_sampling_waves < 1:
+        raise ConfigError("rollout.max_lag should not be negative and max_over_sampling_waves be at least 1",
+                          got=f"{rollout.max_lag}, {rollout.max_over_sampling_waves}", fix="max_lag = 0 is synchronous")
+    if rollout.max_lag and config.perf.placement == "shared":
+        raise ConfigError("placement \"shared\" hands one piece of hardware back and forth and needs max_lag = 0",
+                          got=f"max_lag = {rollout.max_lag}", who=_who(config, "rollout.max_lag"), fix="set max_lag = 0")
+    if not 0 < rollout.rollout_top_p <= 1 or rollout.rollout_temperature < 0:
+        raise ConfigError("rollout_top_p lies in (0, 1] and rollout_temperature is not negative",
+                          got=f"{rollout.rollout_top_p}, {rollout.rollout_temperature}", who="[rollout]", fix="use 1.0 for both")
+    if rollout.rollout_temperature == 0 and rollout.n_samples_per_prompt > 1:
+        note("rollout_temperature 0 is greedy: all answers of a group will be the same and no advantage is left")
+    if rollout.rollout_top_p < 1 or rollout.rollout_top_k > 0:
+        note("top-p and top-k restrict what is drawn; log-probs stay those of the uncut distribution on both sides")
+    limit = config.perf.max_tokens_per_gpu
+    if limit is not None and rollout.rollout_max_response_len > limit:
+        note(f"rollout_max_response_len {rollout.rollout_max_response_len} is above max_tokens_per_gpu {limit}: a longer "
+             "sample rides alone in a micro-batch that exceeds the budget")
+    return with_values(config, "rollout_batch_size", rollout__over_sampling_batch_size=over)
+
+
+def _rewards(config: RunConfig, note: Note) -> RunConfig:
+    rollout = config.rollout
+    weights = rollout.rm_weights or [1.0] * len(rollout.rm_type)
+    if len(weights) != len(rollout.rm_type):
+        raise ConfigError(f"{len(rollout.rm_type)} scorers and {len(weights)} weights", who=_who(config, "rollout.rm_type", "rollout.rm_weights"),
+                          fix="one weight for each scorer, in the same order")
+    if len(set(rollout.rm_type)) != len(rollout.rm_type):
+        raise ConfigError("a scorer is named twice", got=", ".join(rollout.rm_type), who=_who(config, "rollout.rm_type"),
+                          fix="name it once; weights make it count more")
+    return with_values(config, "rm_type", rollout__rm_weights=weights)
+
+
+def _evaluation(config: RunConfig, note: Note) -> RunConfig:
+    eval_ = config.eval
+    pairs = eval_.eval_prompt_data
+    if len(pairs) > 1 and len(pairs) % 2:
+        raise ConfigError("eval_prompt_data should be NAME PATH pairs", got=" ".join(pairs), who=_who(config, "eval.eval_prompt_data"),
+                          fix="--eval-prompt-data gsm8k data/gsm8k.jsonl math data/math.jsonl")
+    if eval_.eval_interval is not None and not (pairs or eval_.datasets):
+        raise ConfigError("eval_interval is given but no eval dataset", who=_who(config, "eval.eval_interval"),
+                          fix="add --eval-prompt-data NAME PATH")
+    allowed = {"name", "path", "input_key", "label_key", "n_samples", "temperature", "top_p", "top_k", "max_response_len"}
+    for dataset in eval_.datasets:
+        if unknown := sorted(set(dataset) - allowed):
+            raise ConfigError(f"[[eval.datasets]] has no key {unknown[0]!r}", who=_who(config, "eval.datasets"), fix=f"keys are {', '.join(sorted(allowed))}")
+        if "name" not in dataset or "path" not in dataset:
+            raise ConfigError("[[eval.datasets]] needs name and path", got=dataset, who=_who(config, "eval.datasets"), fix="add them")
+    return config
+
+
+def _algorithm(config: RunConfig, note: Note) -> RunConfig:
+    algorithm = config.algorithm
+    if algorithm.eps_clip_c is not None and algorithm.eps_clip_c <= 1:
+        raise ConfigError("eps_clip_c should be above 1", got=algorithm.eps_clip_c, who=_who(config, "algorithm.eps_clip_c"), fix="3.0 is usual")
+    if algorithm.kl_loss_coef and not algorithm.use_kl_loss:
+        raise ConfigError("kl_loss_coef has no effect without --use-kl-loss", got=algorithm.kl_loss_coef,
+                          who=_who(config, "algorithm.kl_loss_coef"), fix="add --use-kl-loss, which loads the reference model")
+    if algorithm.skip_actor_forward_only and config.rollout.num_steps_per_rollout != 1:
+        raise ConfigError("skip_actor_forward_only makes the ratio 1, which holds for one optimizer step per rollout",
+                          got=f"num_steps_per_rollout = {config.rollout.num_steps_per_rollout}",
+                          who=_who(config, "algorithm.skip_actor_forward_only"), fix="drop it, or set num_steps_per_rollout = 1")
+    if algorithm.skip_actor_forward_only and (algorithm.use_rollout_logprobs or config.rollout.max_lag):
+        raise ConfigError("skip_actor_forward_only excludes use_rollout_logprobs and max_lag above 0",
+                          who=_who(config, "algorithm.skip_actor_forward_only"), fix="drop one of them")
+    if algorithm.calculate_per_token_loss and algorithm.reduction == "sample":
+        raise ConfigError("calculate_per_token_loss and reduction = \"sample\" disagree",
+                          who=_who(config, "algorithm.calculate_per_token_loss", "algorithm.reduction"), fix="drop one")
+    return config
+
+
+LAYOUT = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size",
+          "context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size")
+
+
+def _layout(config: RunConfig, note: Note) -> RunConfig:
+    ranks = config.perf.actor_num_nodes * config.perf.actor_num_gpus_per_node
+    wide = {key: config.megatron[key] for key in LAYOUT if config.megatron.get(key) not in (None, 1)}
+    if ranks != 1 or wide:
+        given = ", ".join(f"{key} = {value}" for key, value in wide.items()) or f"{ranks} ranks"
+        raise BatchError("this version trains on one rank", got=given, who="[perf]", fix="leave the parallel sizes at 1")
+    if config.perf.use_dynamic_batch_size:
+        if config.perf.max_tokens_per_gpu is None:
+            raise BatchError("use_dynamic_batch_size needs max_tokens_per_gpu", who=_who(config, "perf.use_dynamic_batch_size"),
+                             fix="--max-tokens-per-gpu 8192")
+        if "perf.micro_batch_size" in config.origin:
+            note("use_dynamic_batch_size overrides micro_batch_size")
+    elif config.rollout.global_batch_size % config.perf.micro_batch_size:
+        raise BatchError(f"global_batch_size {config.rollout.global_batch_size} does not divide by micro_batch_size {config.perf.micro_batch_size}",
+                         who=_who(config, "rollout.global_batch_size", "perf.micro_batch_size"), fix="use a divisor, or --use-dynamic-batch-size")
+    if config.perf.log_probs_chunk_size < 1:
+        raise ConfigError("log_probs_chunk_size should be at least 1", got=config.perf.log_probs_chunk_size, fix="1024 is usual")
+    return config
+
+
+def _checkpoints(config: RunConfig, note: Note) -> RunConfig:
+    checkpoint = config.checkpoint
+    for key in ("save_interval", "save_hf"):
+        if getattr(checkpoint, key) is not None and checkpoint.save is None:
+            raise ConfigError(f"{key} needs --save", who=_who(config, f"checkpoint.{key}"), fix="add --save FOLDER")
+    if checkpoint.save_interval is not None and checkpoint.save_interval < 1:
+        raise ConfigError("save_interval should be at least 1", got=checkpoint.save_interval, fix="1 saves after every rollout")
+    run_dir = checkpoint.run_dir or f"runs/{config.name}"
+    changed = {"checkpoint__run_dir": run_dir}
+    if config.algorithm.use_kl_loss and checkpoint.ref_load is None:
+        note(f"the reference model is --hf-checkpoint {checkpoint.hf_checkpoint}, as --ref-load is not given")
+        changed["checkpoint__ref_load"] = checkpoint.hf_checkpoint
+    return with_values(config, "derived", **changed)

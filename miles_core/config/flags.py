@@ -1,0 +1,211 @@
+"""Flags: a command line becomes assignments of values to keys.
+
+Every key is a flag; options may declare further spellings, and a spelling has one owner. What the core and the enabled
+plugins do not own is looked up in Megatron-core's surface and in the lists of Megatron-LM's and today's Miles's flags,
+which accept it, say that it is derived, or say what to write instead.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from miles_core.config.options import Option, Origin
+from miles_core.errors import ConfigError, OwnerError, UnknownKeyError
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """One value for one key, e.g. "rollout.num_rollout" or "megatron.num_moe_experts"."""
+
+    key: str
+    value: object
+    origin: Origin
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """A flag as it stands on the command line, with the words that follow it."""
+
+    flag: str
+    words: tuple[str, ...]
+
+
+class Spellings:
+    """Which option each spelling belongs to, and whether it switches it off.
+
+    Raises:
+        OwnerError: two options claim one spelling.
+    """
+
+    def __init__(self, options: Iterable[Option], core: frozenset[str]):
+        self._owners: dict[str, tuple[Option, bool]] = {}
+        for option in options:
+            dashed = option.name.replace("_", "-")
+            prefix = "" if option.table in core else f"{option.table}."
+            spelled = [f"--{prefix}{dashed}", *option.flags]
+            off = [f"--{prefix}no-{dashed}", *option.off] if option.is_bool else []
+            for flag in spelled:
+                self._claim(flag, option, False)
+            for flag in off:
+                self._claim(flag, option, True)
+
+    def __contains__(self, flag: str) -> bool:
+        return flag in self._owners
+
+    def __iter__(self):
+        return iter(self._owners)
+
+    def __getitem__(self, flag: str) -> tuple[Option, bool]:
+        return self._owners[flag]
+
+    def _claim(self, flag: str, option: Option, off: bool) -> None:
+        first = self._owners.setdefault(flag, (option, off))[0]
+        if first.key != option.key:
+            raise OwnerError(f"the flag {flag} belongs to {first.key} and to {option.key}",
+                             fix="one of the two plugins has to rename its spelling")
+
+
+def split(argv: Sequence[str]) -> list[Given]:
+    """Group words by the flag they follow. `--key=value` and `--key value` are the same; `_` and `-` too.
+
+    Raises:
+        ConfigError: a word before the first flag.
+    """
+    found: list[tuple[str, list[str]]] = []
+    for word in argv:
+        if word.startswith("--") and len(word) > 2:
+            flag, equals, value = word.partition("=")
+            found.append((flag.replace("_", "-"), [value] if equals else []))
+        elif not found:
+            raise ConfigError("a word stands before the first flag", got=word,
+                              fix="write miles run [RUN FILE] --flag value ...")
+        else:
+            found[-1][1].append(word)
+    return [Given(flag, tuple(words)) for flag, words in found]
+
+
+def assign(given: Sequence[Given], spellings: Spellings, plugins: Mapping[str, str]) -> tuple[list[Assignment], list[str]]:
+    """The assignments that the flags make, and notes about flags that are not needed.
+
+    Args:
+        plugins: plugins that are known but not enabled -> how to enable them, for messages.
+
+    Raises:
+        UnknownKeyError: nobody owns the flag, or it has no place here; says what to write.
+        ConfigError: too many or too few words after it.
+    """
+    made: list[Assignment] = []
+    notes: list[str] = []
+    for one in given:
+        if one.flag in spellings:
+            option, off = spellings[one.flag]
+            made.append(Assignment(option.key, _value(one, option, off), Origin("flag", one.flag)))
+        else:
+            made += _foreign(one, spellings, plugins, notes)
+    return made, notes
+
+
+def _value(one: Given, option: Option, off: bool) -> object:
+    if option.is_bool:
+        if len(one.words) > 1:
+            raise ConfigError(f"{one.flag} takes no value", got=" ".join(one.words), fix="write the flag alone")
+        given = one.words[0].lower() if one.words else "true"
+        if given not in ("true", "false", "1", "0", "yes", "no"):
+            raise ConfigError(f"{one.flag} takes no value, or true or false", got=given, fix="write the flag alone")
+        return (given in ("true", "1", "yes")) != off
+    if option.is_list:
+        return [_number(word) for word in one.words] if "int" in option.type or "float" in option.type else list(one.words)
+    if len(one.words) != 1:
+        raise ConfigError(f"{one.flag} takes one value", got=" ".join(one.words) or "none", fix=f"write {one.flag} VALUE")
+    return one.words[0]
+
+
+def _number(word: str) -> object:
+    try:
+        return int(word)
+    except ValueError:
+        return word
+
+
+def _foreign(one: Given, spellings: Spellings, plugins: Mapping[str, str], notes: list[str]) -> list[Assignment]:
+    """A flag that is no option of the core or an enabled plugin."""
+    from miles_core.backends.megatron import flags as megatron
+
+    origin = Origin("flag", one.flag)
+    miles = miles_flags().get(one.flag)
+    found = None if miles is not None else megatron.lookup(one.flag)
+    if miles is not None:
+        return _listed(one, miles, plugins, notes)
+    if isinstance(found, megatron.Flag):
+        if found.status == "refused":
+            raise UnknownKeyError(f"{one.flag} has no place here", who="Megatron-LM's flag", fix=found.text)
+        if found.status == "derived":
+            notes.append(f"{one.flag} is not needed: {found.text}")
+            return []
+        made = [Assignment(_own(key), value, origin) for key, value in (found.set or {}).items()]
+        if found.key is not None:
+            made.append(Assignment(_own(found.key), _words(one), origin))
+        return made
+    if found is not None:
+        off = one.flag == "--no-" + found.name.replace("_", "-")
+        if off:
+            return [Assignment(f"megatron.{found.name}", False, origin)]
+        return [Assignment(f"megatron.{found.name}", _words(one), origin)]
+    raise _unknown(one.flag, spellings, plugins)
+
+
+def _own(key: str) -> str:
+    return key.removeprefix("miles:") if key.startswith("miles:") else f"megatron.{key}"
+
+
+def _words(one: Given) -> object:
+    if not one.words:
+        return True
+    return one.words[0] if len(one.words) == 1 else list(one.words)
+
+
+def _listed(one: Given, entry: Mapping[str, object], plugins: Mapping[str, str], notes: list[str]) -> list[Assignment]:
+    families = _miles_list()["families"]
+
+    def text(value: str) -> str:
+        return families[value[1:]] if value.startswith("@") else value
+
+    if "refused" in entry:
+        raise UnknownKeyError(f"{one.flag} has no place here", who="Miles's flag", fix=text(entry["refused"]))
+    if "derived" in entry:
+        notes.append(f"{one.flag} is not needed: {text(entry['derived'])}")
+        return []
+    if "plugin" in entry:
+        name = entry["plugin"]
+        raise UnknownKeyError(f"{one.flag} belongs to plugin {name!r}, which is not enabled",
+                              fix=plugins.get(name, f"pip install miles-{name}, and add --plugin {name}"))
+    value = entry.get("value", _words(one))
+    return [Assignment(str(entry["key"]), value, Origin("flag", one.flag))]
+
+
+def _unknown(flag: str, spellings: Spellings, plugins: Mapping[str, str]) -> UnknownKeyError:
+    from miles_core.backends.megatron import flags as megatron
+    from miles_core.backends.megatron.surface import surface
+
+    name = flag[2:].partition(".")[0]
+    if name in plugins:
+        return UnknownKeyError(f"{flag} belongs to plugin {name!r}, which is not enabled", fix=plugins[name])
+    known = [*spellings, *miles_flags(), *megatron.megatron_lm_flags(), *("--" + n.replace("_", "-") for n in surface())]
+    near = difflib.get_close_matches(flag, known, 1, 0.6)
+    return UnknownKeyError(f"there is no flag {flag}", fix=f"did you mean {near[0]}?" if near else "see miles run --help")
+
+
+def miles_flags() -> Mapping[str, Mapping[str, object]]:
+    """Every flag of today's Miles and slime and what becomes of it (miles_flags.toml)."""
+    return _miles_list()["flags"]
+
+
+@functools.cache
+def _miles_list() -> dict:
+    with Path(__file__).with_name("miles_flags.toml").open("rb") as file:
+        return tomllib.load(file)

@@ -1,0 +1,214 @@
+"""Load: run file + flags + plugin options -> one typed RunConfig that knows who set what."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from miles_core.config import flags
+from miles_core.config.flags import Assignment, Given, Spellings
+from miles_core.config.options import Option, Origin, convert, options_of
+from miles_core.config.tables import TABLES, RunConfig
+from miles_core.errors import ConfigError, UnknownKeyError
+from miles_core.plugins import resolve, select
+from miles_core.plugins.scan import KNOWN, installed
+from miles_core.plugins.select import Selected
+
+MEGATRON_TABLES = ("model", "perf", "optimizer")
+
+
+@dataclass(slots=True)
+class Loaded:
+    """What a run is made of.
+
+    Args:
+        selected: the plugins that take part, in order, the built-in ones first.
+        notes: announcements, such as a flag that is not needed.
+    """
+
+    config: RunConfig
+    selected: list[Selected]
+    notes: list[str] = field(default_factory=list)
+
+
+def load(run_file: Path | None, argv: Sequence[str] = ()) -> Loaded:
+    """Read a run file and flags; flags win over the file, the file over defaults.
+
+    Args:
+        run_file: TOML; ./miles.toml is read when None and present.
+        argv: the flags as typed, without the run file.
+
+    Raises:
+        ConfigError, UnknownKeyError: names the key or flag, where it stands, and the fix.
+        PluginError: a plugin that is not there or cannot be read.
+    """
+    path = run_file or (Path("miles.toml") if Path("miles.toml").is_file() else None)
+    document, lines = _read(path)
+    given = flags.split(argv)
+    named = [(text, f"{path.name}:{lines.get('plugins', 1)}") for text in _plugins(document, path)] if path else []
+    named += [(word, "--plugin") for one in given if one.flag == "--plugin" for word in one.words]
+    given = [one for one in given if one.flag != "--plugin"]
+
+    selected = select.select(named, select.built_in())
+    from_file = list(_assignments(document, path, lines))
+    # Named parts may bring plugins of their own (--rm-type math), whose flags are only known then: look twice.
+    first = _build(from_file, given, selected, named, path, lenient=True)
+    more = resolve.missing(selected, first.config)
+    selected = select.select(more, selected)
+    return _build(from_file, given, selected, named, path, lenient=False)
+
+
+def _build(from_file: Sequence[Assignment], given: Sequence[Given], selected: list[Selected],
+           named: Sequence[tuple[str, str]], path: Path | None, *, lenient: bool) -> Loaded:
+    core = {name: options_of(name, kind) for name, kind in TABLES.items()}
+    plugins = {one.manifest.name: dict(one.manifest.options) for one in selected}
+    tables = {**core, **plugins}
+    spellings = Spellings((option for table in tables.values() for option in table.values()), frozenset(core))
+    absent = _absent(plugins)
+    if lenient:
+        given = [one for one in given if one.flag in spellings]
+        from_file = [one for one in from_file if one.key.partition(".")[0] in core]
+    made, notes = flags.assign(given, spellings, absent)
+    values: dict[str, object] = {}
+    origin: dict[str, Origin] = {}
+    for one in (*from_file, *made):
+        key, value = _typed(one, tables, absent)
+        values[key], origin[key] = value, one.origin
+    config = RunConfig(
+        **{name: kind(**_of(values, name)) for name, kind in TABLES.items()},
+        plugins=tuple(text for text, _ in named),
+        options={name: _of(values, name) for name in plugins},
+        megatron=_of(values, "megatron"),
+        origin=origin,
+        name=path.stem if path else "run",
+    )
+    return Loaded(config, selected, notes)
+
+
+def _of(values: Mapping[str, object], table: str) -> dict[str, Any]:
+    return {key.partition(".")[2]: value for key, value in values.items() if key.partition(".")[0] == table}
+
+
+def _typed(one: Assignment, tables: Mapping[str, Mapping[str, Option]], absent: Mapping[str, str]) -> tuple[str, object]:
+    table, _, name = one.key.partition(".")
+    if table == "megatron" and table not in tables:
+        raise ConfigError("internal: the trainer's table is missing")
+    if name in tables.get(table, {}):
+        return one.key, convert(tables[table][name], one.value, one.origin)
+    if table in (*MEGATRON_TABLES, "megatron"):
+        return _megatron(one, name, tables)
+    if table not in tables:
+        if table in absent:
+            raise UnknownKeyError(f"the table [{table}] belongs to a plugin that is not enabled", who=str(one.origin),
+                                  fix=absent[table])
+        near = difflib.get_close_matches(table, tables, 1)
+        raise UnknownKeyError(f"there is no table [{table}]", who=str(one.origin),
+                              fix=f"did you mean [{near[0]}]?" if near else f"tables are {', '.join(TABLES)} and plugins")
+    raise _unknown_key(one, table, name, tables)
+
+
+def _megatron(one: Assignment, name: str, tables: Mapping[str, Mapping[str, Option]]) -> tuple[str, object]:
+    """A field of Megatron-core, or a Megatron-LM name for one, in [model], [perf] or [optimizer]."""
+    from miles_core.backends.megatron import flags as megatron
+    from miles_core.backends.megatron.surface import surface
+
+    fields = surface()
+    found = megatron.lookup("--" + name.replace("_", "-"))
+    if isinstance(found, megatron.Flag) and found.status != "accepted" and one.origin.kind == "file":
+        raise UnknownKeyError(f"the key {name!r} has no place here", who=str(one.origin), fix=found.text)
+    if name not in fields:
+        raise _unknown_key(one, one.key.partition(".")[0], name, tables)
+    field_ = fields[name]
+    kind = {"dtype": "str"}.get(field_.type.split(" | ")[0], field_.type)
+    if "choice[" in kind:
+        kind = "Literal[" + ", ".join(repr(w) for w in kind[kind.index("[") + 1 : kind.index("]")].split("|")) + "]"
+        kind += " | None" if field_.type.endswith("None") else ""
+    value = one.value
+    if kind.startswith("list") and not isinstance(value, list):
+        value = [value]
+    if isinstance(value, str) and kind.startswith("int") and value.startswith(("[", "(")):
+        value, kind = megatron.layer_pattern(value), "list[int]"
+    option = Option("megatron", name, kind, field_.default, field_.help)
+    return f"megatron.{name}", convert(option, value, one.origin)
+
+
+def _unknown_key(one: Assignment, table: str, name: str, tables: Mapping[str, Mapping[str, Option]]) -> UnknownKeyError:
+    mine = difflib.get_close_matches(name, tables.get(table, {}), 1, 0.6)
+    home = [t for t, options in tables.items() if name in options]
+    listed = flags.miles_flags().get("--" + name.replace("_", "-"), {})
+    text = str(listed.get("refused", ""))
+    fix = f"it belongs in [{home[0]}]" if home else (
+        flags._miles_list()["families"][text[1:]] if text.startswith("@") else text) or (
+        f"did you mean {mine[0]!r}?" if mine else f"see `miles run --help` for the keys of [{table}]")
+    return UnknownKeyError(f"[{table}] has no key {name!r}", who=str(one.origin), fix=fix)
+
+
+def _absent(enabled: Mapping[str, object]) -> dict[str, str]:
+    """Plugins that could be meant but are not enabled -> what to write."""
+    have = {one.name for one in installed()}
+    names = {*KNOWN, *have} - set(enabled)
+    return {name: f"add --plugin {name}" + ("" if name in have else f" (pip install miles-{name})") for name in names}
+
+
+def _plugins(document: Mapping[str, object], path: Path | None) -> list[str]:
+    named = document.get("plugins", [])
+    if not isinstance(named, list) or not all(isinstance(item, str) for item in named):
+        raise ConfigError("plugins should be a list of names", got=repr(named), who=str(path),
+                          fix='write plugins = ["grpo", "math"]')
+    # A file plugin is meant relative to the run file that names it, wherever the run is started.
+    return [str(path.parent / item) if item.startswith((".", "/")) and path else item for item in named]
+
+
+def _assignments(document: Mapping[str, object], path: Path | None, lines: Mapping[str, int]):
+    for table, content in document.items():
+        if table == "plugins":
+            continue
+        where = f"{path.name}:{lines.get(table, 1)}"
+        if not isinstance(content, Mapping):
+            raise UnknownKeyError(f"the key {table!r} stands outside of any table", who=where,
+                                  fix="move it into its table; only `plugins` stands at the top")
+        for key, value in content.items():
+            spot = Origin("file", f"{path.name}:{lines.get(f'{table}.{key}', lines.get(table, 1))}")
+            yield Assignment(f"{table}.{key.replace('-', '_')}", value, spot)
+
+
+def _read(path: Path | None) -> tuple[dict, dict[str, int]]:
+    """The parsed run file and the line of each key."""
+    if path is None:
+        return {}, {}
+    try:
+        text = path.read_text(encoding="utf-8")
+        document = tomllib.loads(text)
+    except FileNotFoundError:
+        raise ConfigError("there is no such run file", who=str(path), fix="check the path") from None
+    except IsADirectoryError:
+        raise ConfigError("the run file is a folder", who=str(path), fix="name the .toml file in it") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError("the run file is not TOML", got=str(error), who=str(path), fix="mend the line it names") from None
+    lines: dict[str, int] = {}
+    table = ""
+    for number, line in enumerate(text.splitlines(), 1):
+        if header := re.match(r"\s*\[+\s*([^\]]+?)\s*\]", line):
+            table = header[1].strip('"')
+            lines.setdefault(table, number)
+        elif key := re.match(r"\s*([A-Za-z0-9_\-]+)\s*=", line):
+            lines.setdefault(f"{table}.{key[1]}" if table else key[1], number)
+    return document, lines
+
+
+def with_values(config: RunConfig, origin: str, **values: object) -> RunConfig:
+    """A copy with derived values, "table__key"=value; what somebody set keeps its origin."""
+    changed: dict[str, dict[str, object]] = {}
+    origins = dict(config.origin)
+    for name, value in values.items():
+        table, _, key = name.partition("__")
+        changed.setdefault(table, {})[key] = value
+        origins.setdefault(f"{table}.{key}", Origin("derived", origin))
+    tables = {table: dataclasses.replace(getattr(config, table), **keys) for table, keys in changed.items()}
+    return dataclasses.replace(config, **tables, origin=origins)

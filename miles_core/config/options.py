@@ -1,0 +1,158 @@
+"""How an option is declared, where a value came from, and how text becomes a value.
+
+An options class is a frozen dataclass whose fields are made with `option`; the core's tables and every plugin's options
+are declared alike. The declaration can be read without executing it (plugins/manifest.py), so keep to literals.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from miles_core.errors import ConfigError
+
+REQUIRED = dataclasses.MISSING
+
+
+def option(default: Any, help: str, *, flags: tuple[str, ...] = (), off: tuple[str, ...] = ()) -> Any:
+    """Declare one option of a table.
+
+    Args:
+        default: what holds when nobody says otherwise.
+        help: one sentence, shown by --help and in docs/flags.md.
+        flags: further spellings beside `--name-of-the-field`.
+        off: flags that set a boolean to False, beside `--no-name-of-the-field`.
+    """
+    kind = {"default_factory": lambda: list(default)} if isinstance(default, list) else {"default": default}
+    return dataclasses.field(**kind, metadata={"help": help, "flags": tuple(flags), "off": tuple(off)})
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Who set a value: "default", "preset", "file", "plugin", "flag" or "derived", and where exactly."""
+
+    kind: str
+    where: str = ""
+
+    def __str__(self) -> str:
+        return self.where or self.kind
+
+
+DEFAULT = Origin("default")
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One key of a table, as the command line and the plan see it.
+
+    Args:
+        table: "rollout", ..., or a plugin's name.
+        name: the key in the table.
+        type: the annotation as text, e.g. "int | None" or "Literal['k1', 'k2']".
+    """
+
+    table: str
+    name: str
+    type: str
+    default: object
+    help: str
+    flags: tuple[str, ...] = ()
+    off: tuple[str, ...] = ()
+
+    @property
+    def key(self) -> str:
+        """The dotted name, such as rollout.num_rollout."""
+        return f"{self.table}.{self.name}"
+
+    @property
+    def is_bool(self) -> bool:
+        return self.type.replace(" ", "") in ("bool", "bool|None")
+
+    @property
+    def is_list(self) -> bool:
+        return self.type.startswith(("list[", "tuple["))
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The words that a Literal type allows."""
+        kind = _annotation(self.type)
+        return tuple(getattr(kind, "__args__", ())) if "Literal" in self.type else ()
+
+
+def options_of(table: str, kind: type) -> dict[str, Option]:
+    """The options of an options class, in the order written."""
+    found = {}
+    for field in dataclasses.fields(kind):
+        default = field.default if field.default is not REQUIRED else field.default_factory()
+        found[field.name] = Option(table, field.name, str(field.type), default, field.metadata["help"],
+                                   field.metadata["flags"], field.metadata["off"])
+    return found
+
+
+_WORDS = {"int": int, "float": float, "bool": bool, "str": str, "list": list, "dict": dict, "object": object,
+          "Literal": Literal}
+
+
+@functools.cache
+def _annotation(text: str) -> Any:
+    """The type that an annotation's text stands for. Walked, never evaluated: manifests come from third parties."""
+
+    def walk(node: ast.expr) -> Any:
+        match node:
+            case ast.Name(id=name) if name in _WORDS:
+                return _WORDS[name]
+            case ast.Constant(value=value):
+                return value
+            case ast.BinOp(left=left, op=ast.BitOr(), right=right):
+                return walk(left) | walk(right)
+            case ast.Subscript(value=base, slice=ast.Tuple(elts=items)):
+                return walk(base)[tuple(walk(item) for item in items)]
+            case ast.Subscript(value=base, slice=item):
+                return walk(base)[walk(item)]
+        raise ConfigError("an option is declared with a type that options cannot have", got=text,
+                          fix=f"build it from {', '.join(_WORDS)}, None and |")
+
+    return walk(ast.parse(text, mode="eval").body)
+
+
+@functools.cache
+def _adapter(text: str) -> Any:
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(_annotation(text))
+
+
+def convert(option: Option, value: object, origin: Origin) -> object:
+    """The typed value of an option, from a run file's value or a command line's text.
+
+    Raises:
+        ConfigError: the value does not fit the declared type.
+    """
+    from pydantic import ValidationError
+
+    if origin.kind == "flag" and isinstance(value, str) and "dict" in option.type:
+        try:
+            value = json.loads(value)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"{option.key} takes JSON", got=value, who=str(origin), fix=str(error)) from None
+    if isinstance(value, str) and value.lower() == "none" and "None" in option.type:
+        return None
+    strict_text = isinstance(value, bool) and "bool" not in option.type
+    try:
+        if strict_text:
+            raise ValueError("a truth value")
+        return _adapter(option.type).validate_python(value)
+    except (ValidationError, ValueError) as error:
+        reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else f"not {error}"
+        wanted = f"one of {', '.join(map(str, option.choices))}" if option.choices else option.type
+        raise ConfigError(f"{option.key} should be {wanted}", got=repr(value), who=str(origin), fix=reason) from None
+
+
+def build(kind: type, values: Mapping[str, object]) -> Any:
+    """An instance of an options class from typed values."""
+    return kind(**values)

@@ -1,0 +1,225 @@
+"""The core's options: the eight argument groups of Miles as tables, and [debug].
+
+Every key is a flag (`--rollout-batch-size`, `rollout_batch_size = 32`). Defaults are those of today's Miles where both
+have the option; the clip band is asymmetric, as in DAPO. Megatron-core's own fields need no entry here: [model], [perf]
+and [optimizer] take them too (backends/megatron/surface.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from miles_core.config.options import option
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """Architecture. Constants come from the checkpoint's config.json; one given here that disagrees is an error."""
+
+    model_name: str | None = option(None, "Architecture to build; default: model_type of the checkpoint's config.json.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """Where weights come from and go to."""
+
+    hf_checkpoint: str | None = option(None, "Hugging Face directory: tokenizer, config.json and first weights.")
+    ref_load: str | None = option(
+        None, "Reference checkpoint (Hugging Face or torch_dist); also the warm start when --load is empty."
+    )
+    load: str | None = option(None, "Checkpoint directory to resume from; usually the same as --save.")
+    save: str | None = option(None, "Checkpoint directory to write to; saves at the end and every --save-interval.")
+    save_interval: int | None = option(None, "Rollouts between checkpoints; needs --save.")
+    save_hf: str | None = option(None, "Hugging Face export at each save; may hold {rollout_id}.")
+    no_save_optim: bool = option(False, "Leave the optimizer out of checkpoints: smaller, but no exact resume.")
+    run_dir: str | None = option(None, "Plan, events, samples and logs of the run; default: runs/NAME-OF-RUN-FILE.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rollout:
+    """Where prompts come from and how much flows."""
+
+    prompt_data: str | None = option(None, "Prompts as JSONL, one object a line; PATH@[a:b] takes a slice.")
+    prompt_source: str = option("jsonl", "Which prompt source.")
+    input_key: str = option("input", "Key of the prompt: text, or a list of chat messages.")
+    label_key: str | None = option(None, "Key of the ground truth that scorers compare with.")
+    metadata_key: str = option("metadata", "Key of an object that is handed to generators and scorers.")
+    apply_chat_template: bool = option(False, "Render prompts with the tokenizer's chat template.")
+    apply_chat_template_kwargs: dict[str, object] | None = option(None, "JSON object of template arguments.")
+    chat_template_path: str | None = option(None, "Jinja file that replaces the tokenizer's template.")
+    rollout_shuffle: bool = option(False, "Shuffle the prompts anew in each epoch.")
+    rollout_seed: int = option(42, "Seed of the prompts' order and of every random draw of the rollout.")
+    num_rollout: int | None = option(None, "Rollouts in all; this or --num-epoch.")
+    num_epoch: int | None = option(None, "Passes over the prompts; ignored when --num-rollout is given.")
+    start_rollout_id: int | None = option(None, "First rollout; default: what the checkpoint says.")
+    rollout_batch_size: int | None = option(None, "Prompts drawn per rollout.")
+    n_samples_per_prompt: int = option(1, "Answers sampled per prompt: the group.")
+    global_batch_size: int | None = option(None, "Samples per optimizer step.")
+    num_steps_per_rollout: int | None = option(None, "Optimizer steps per rollout; 1 when neither knob is given.")
+    over_sampling_batch_size: int | None = option(
+        None, "Prompts in flight while filters may drop some; default: --rollout-batch-size."
+    )
+    max_over_sampling_waves: int = option(
+        32, "Waves of --over-sampling-batch-size prompts for one rollout before the run ends with an error."
+    )
+    max_lag: int = option(0, "Rollouts that sampling may run ahead of training; 0 is synchronous and on-policy.")
+    engine: str | None = option(None, 'Which engine; default: "local".')
+    engine_dtype: Literal["float32", "bfloat16"] | None = option(None, "Engine's dtype; default: the trainer's.")
+    engine_max_batch: int = option(256, "Requests that the local engine decodes at once.")
+    generate: str = option("single-turn", "Which generator turns a prompt into samples.")
+    rollout_temperature: float = option(1.0, "Sampling temperature; log-probs are scaled by it on both sides.")
+    rollout_top_p: float = option(1.0, "Nucleus sampling; below 1 the ratio is that of the uncut distribution.")
+    rollout_top_k: int = option(-1, "Top-k sampling; -1 is off.")
+    rollout_max_response_len: int = option(1024, "Most response tokens.")
+    rollout_min_new_tokens: int = option(0, "Stop tokens are not drawn before this many tokens.")
+    rollout_ignore_eos: bool = option(False, "Go on after end-of-sequence; for benchmarks.")
+    rollout_max_prompt_len: int | None = option(None, "Leave out longer prompts; default: what the context allows.")
+    rollout_max_context_len: int | None = option(None, "Prompt and response together; default: the model's.")
+    rollout_stop: list[str] = option([], "Strings that end a response.")
+    rollout_stop_token_ids: list[int] = option([], "Token ids that end a response.")
+    rollout_skip_special_tokens: bool = option(False, "Leave special tokens out of the decoded text.")
+    rollout_timeout: float = option(600.0, "Seconds that one engine call may take.")
+    pause_generation_mode: Literal["retract", "in_place", "abort"] = option(
+        "retract", "What becomes of requests in flight while weights change."
+    )
+    rm_type: list[str] = option([], "Scorers by name; several may stand side by side.")
+    rm_weights: list[float] = option([], "One weight per scorer; default: 1 each.")
+    combine_rewards: str = option("weighted-sum", "How the scores of a sample become its reward.")
+    rm_timeout: float = option(60.0, "Seconds that scoring one group may take.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eval:
+    """Evaluation; what is not given here is as in [rollout]."""
+
+    eval_interval: int | None = option(None, "Rollouts between evaluations; also once before and once after training.")
+    eval_prompt_data: list[str] = option([], "NAME PATH pairs; a single PATH is named by its file.")
+    datasets: list[dict[str, object]] = option(
+        [], "In a run file: [[eval.datasets]] tables with name, path and their own sampling options."
+    )
+    skip_eval_before_train: bool = option(False, "No evaluation before the first rollout.")
+    eval_input_key: str | None = option(None, "Key of the prompt.")
+    eval_label_key: str | None = option(None, "Key of the ground truth.")
+    n_samples_per_eval_prompt: int = option(1, "Answers per prompt; above 1, pass@k is reported.")
+    eval_temperature: float | None = option(None, "Sampling temperature.")
+    eval_top_p: float | None = option(None, "Nucleus sampling.")
+    eval_top_k: int | None = option(None, "Top-k sampling.")
+    eval_max_response_len: int | None = option(None, "Most response tokens.")
+    eval_max_prompt_len: int | None = option(None, "Leave out longer prompts.")
+    eval_min_new_tokens: int | None = option(None, "Stop tokens are not drawn before this many tokens.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Perf:
+    """Parallelism, memory and hosts. Megatron-core's ModelParallelConfig and recompute fields belong here too."""
+
+    trainer: str = option("megatron", "Which trainer.")
+    train_backend: Literal["megatron"] = option("megatron", "Miles's name for --trainer; there is one backend.")
+    trainer_host: Literal["thread", "process"] = option("thread", "Run the trainer in a thread or a spawned process.")
+    placement: str = option("local", "How hardware is shared between rollout and training.")
+    weight_sync: str = option("in-process", "How weights reach the engine.")
+    actor_num_nodes: int = option(1, "Nodes of the trainer.")
+    actor_num_gpus_per_node: int = option(1, "Ranks of the trainer on each node; on a CPU, processes.")
+    bf16: bool = option(True, "Train in bfloat16 with float32 master weights; --no-bf16 trains in float32.")
+    use_dynamic_batch_size: bool = option(False, "Pack by --max-tokens-per-gpu instead of --micro-batch-size.")
+    max_tokens_per_gpu: int | None = option(None, "Most tokens of a packed micro-batch.")
+    log_probs_max_tokens_per_gpu: int | None = option(
+        None, "The same for passes without gradient; default: --max-tokens-per-gpu."
+    )
+    log_probs_chunk_size: int = option(1024, "Rows of logits that exist at once.")
+    micro_batch_size: int = option(1, "Samples of a micro-batch when the batch size is not dynamic.")
+    threads: int | None = option(None, "Threads of torch in each process; default: the CPUs of this process.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Algorithm:
+    """The objective. A swap of algorithm changes one word, because these options belong to the core."""
+
+    advantage_estimator: str = option("grpo", "Which advantage estimator.")
+    policy_loss: str | None = option(None, "Which policy loss; default: the estimator's namesake.")
+    loss_type: Literal["policy_loss", "sft_loss"] = option("policy_loss", "sft_loss needs plugin sft.")
+    reduction: Literal["sample", "token"] | None = option(None, 'Which reduction; default "sample".')
+    calculate_per_token_loss: bool = option(False, 'Miles\'s name for --reduction token.')
+    eps_clip: float = option(0.2, "Lower width of the clip band.")
+    eps_clip_high: float = option(0.28, "Upper width of the clip band.")
+    eps_clip_c: float | None = option(None, "Dual-clip constant, above 1.")
+    use_kl_loss: bool = option(False, "Load the reference model and report the KL divergence to it.")
+    kl_loss_coef: float = option(0.0, "Its weight in the loss; 0 makes it a monitor.")
+    kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = option("k1", "Estimator of the KL divergence.")
+    entropy_coef: float = option(0.0, "Weight of the entropy bonus.")
+    observe_training_entropy: bool = option(False, "Report the entropy although its coefficient is 0.")
+    use_rollout_logprobs: bool = option(False, "The engine's log-probs are the old policy; no pass to recompute them.")
+    skip_actor_forward_only: bool = option(
+        False, "No pass for old log-probs: the ratio is 1. Needs one optimizer step per rollout."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimizer:
+    """Megatron-core's optimizer and schedule; its OptimizerConfig fields belong here too."""
+
+    optimizer: Literal["adam", "sgd"] = option("adam", "Which optimizer.")
+    lr: float = option(1e-6, "Learning rate.")
+    min_lr: float = option(0.0, "Learning rate at the end of a decay.")
+    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root"] = option("constant", "Schedule.")
+    lr_warmup_iters: int = option(0, "Optimizer steps of linear warm-up.")
+    lr_decay_iters: int | None = option(None, "Optimizer steps of the decay; default: all of them.")
+    weight_decay: float = option(0.0, "Decoupled weight decay.")
+    adam_beta1: float = option(0.9, "Decay of the first moment.")
+    adam_beta2: float = option(0.95, "Decay of the second moment.")
+    adam_eps: float = option(1e-8, "Added to the denominator.")
+    clip_grad: float = option(1.0, "Largest gradient norm; 0 is off.")
+    seed: int = option(1234, "Seed of weights and dropout.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sglang:
+    """The SGLang engine; not in this version, so every key is refused with a sentence."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Debug:
+    """Look at one side alone, replay, print, prove."""
+
+    debug_rollout_only: bool = option(False, "Sample and score; no trainer. The engine serves --hf-checkpoint.")
+    debug_train_only: bool = option(False, "Train on saved rollouts; no engine.")
+    save_debug_rollout_data: str | None = option(None, "Folder to save each rollout in; holds {rollout_id}.")
+    load_debug_rollout_data: str | None = option(None, "Folder to replay; implies --debug-train-only.")
+    debug_determinism: bool = option(False, "Record hashes of batch, weights and gradient norm at every step.")
+    debug_rollout_print_every: int | None = option(None, "Print a sample of every N-th rollout.")
+    debug_exit_after_rollout: int | None = option(None, "Stop after N rollouts of this start.")
+
+
+TABLES: dict[str, type] = {
+    "model": Model, "checkpoint": Checkpoint, "rollout": Rollout, "eval": Eval, "perf": Perf,
+    "algorithm": Algorithm, "optimizer": Optimizer, "sglang": Sglang, "debug": Debug,
+}
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """A whole run, typed and frozen.
+
+    Args:
+        plugins: what was named, in order, as written.
+        options: plugin name -> its options, typed.
+        megatron: Megatron-core fields that somebody set.
+        origin: dotted key -> who set it; what is not in it is a default.
+        name: the run file's stem, or "run".
+    """
+
+    model: Model = field(default_factory=Model)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    rollout: Rollout = field(default_factory=Rollout)
+    eval: Eval = field(default_factory=Eval)
+    perf: Perf = field(default_factory=Perf)
+    algorithm: Algorithm = field(default_factory=Algorithm)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    sglang: Sglang = field(default_factory=Sglang)
+    debug: Debug = field(default_factory=Debug)
+    plugins: tuple[str, ...] = ()
+    options: dict[str, dict[str, object]] = field(default_factory=dict)
+    megatron: dict[str, object] = field(default_factory=dict)
+    origin: dict[str, object] = field(default_factory=dict)
+    name: str = "run"

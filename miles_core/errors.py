@@ -1,0 +1,139 @@
+"""The tree of errors. Each says what is wrong, what was got, who is concerned and what to do.
+
+    MilesError                     exit code 1
+    ├── ConfigError                exit code 2: a key, a value or a relation between values
+    │   ├── UnknownKeyError            nobody owns this key or flag
+    │   └── BatchError                 batch sizes or a layout that do not divide
+    ├── PluginError                exit code 2
+    │   ├── UnknownPluginError         not installed, not found, or misspelt
+    │   ├── ManifestError              a manifest that cannot be read or disagrees with the code
+    │   ├── HookError                  a hook implementation that breaks its specification
+    │   ├── OwnerError                 two owners of one name, or a name that nobody offers
+    │   └── SharedStateError           state that two roles of one plugin can both reach
+    ├── DataError                  exit code 2: dataset, tokenizer, template
+    │   └── ColumnError                data that does not fit the column it was declared as
+    ├── CheckpointError            exit code 2: missing, half-written or unsuitable
+    ├── RunDirectoryError          exit code 2: in use, unwritable, or from another run
+    ├── RolloutError               exit code 1
+    │   ├── EngineError                the engine failed, or answered with what cannot be trained on
+    │   ├── RewardError                a scorer raised, hung, or gave no finite number
+    │   └── StarvedError               filters leave too few groups to fill a batch
+    ├── TrainError                 exit code 1
+    │   └── NonFiniteError             a loss or gradient that must not reach the optimizer
+    └── WaitError                  exit code 1: a bounded wait expired; names the culprit
+"""
+
+from __future__ import annotations
+
+
+class MilesError(Exception):
+    """Base of every error that Miles raises on purpose.
+
+    Args:
+        what: one sentence without a full stop that says what is wrong.
+        got: the offending value, shown after "got".
+        who: the file, plugin, flag or process concerned.
+        fix: what to write or do instead.
+    """
+
+    exit_code = 1
+
+    def __init__(self, what: str, *, got: object = None, who: str | None = None, fix: str | None = None):
+        self.what, self.got, self.who, self.fix = what, got, who, fix
+        super().__init__(what, got, who, fix)
+
+    def __str__(self) -> str:
+        parts = [self.what if self.who is None else f"{self.who}: {self.what}"]
+        if self.got is not None:
+            parts[0] += f" (got {self.got})"
+        if self.fix is not None:
+            parts.append(f"Fix: {self.fix}")
+        return ". ".join(part.rstrip(".") for part in parts) + "."
+
+    def __reduce__(self):
+        return _rebuild, (type(self), self.what, self.got, self.who, self.fix)
+
+
+def _rebuild(kind, what, got, who, fix):
+    """Errors cross process boundaries; keyword-only arguments need this for pickling."""
+    return kind(what, got=got, who=who, fix=fix)
+
+
+class ConfigError(MilesError, ValueError):
+    exit_code = 2
+
+
+class UnknownKeyError(ConfigError):
+    pass
+
+
+class BatchError(ConfigError):
+    pass
+
+
+class PluginError(MilesError):
+    exit_code = 2
+
+
+class UnknownPluginError(PluginError):
+    pass
+
+
+class ManifestError(PluginError):
+    pass
+
+
+class HookError(PluginError):
+    pass
+
+
+class OwnerError(PluginError):
+    pass
+
+
+class SharedStateError(PluginError):
+    pass
+
+
+class DataError(MilesError, ValueError):
+    exit_code = 2
+
+
+class ColumnError(DataError):
+    pass
+
+
+class CheckpointError(MilesError):
+    exit_code = 2
+
+
+class RunDirectoryError(MilesError):
+    exit_code = 2
+
+
+class RolloutError(MilesError):
+    pass
+
+
+class EngineError(RolloutError):
+    pass
+
+
+class RewardError(RolloutError):
+    pass
+
+
+class StarvedError(RolloutError):
+    pass
+
+
+class TrainError(MilesError):
+    pass
+
+
+class NonFiniteError(TrainError):
+    pass
+
+
+class WaitError(MilesError, TimeoutError):
+    pass

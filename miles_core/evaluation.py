@@ -1,0 +1,90 @@
+"""Evaluation: stages 1 to 3 with a purpose of their own. Fixed version, own random stream, no buffer.
+
+The draws of a sample depend on (seed, "eval/NAME", prompt, sample) alone: two evaluations of the same weights give the
+same tokens, and training gives the same bits whether or not anybody evaluates.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from miles_core.stages.prompts import JsonlPrompts
+from miles_core.stages.reward import Scoring
+from miles_core.stages.rollout import Engine
+from miles_core.types import Group, Prompt, Sample
+
+
+@dataclass(frozen=True, slots=True)
+class Dataset:
+    """One eval dataset: its prompts, and prompt -> group with its own sampling parameters."""
+
+    name: str
+    prompts: JsonlPrompts
+    generate: Callable[[Prompt], Awaitable[Group]]
+    samples: int
+
+
+@dataclass(slots=True)
+class Evaluation:
+    """All eval datasets of a run.
+
+    Args:
+        interval: rollouts between evaluations; None for none at all.
+        skip_first: no evaluation before training.
+    """
+
+    datasets: Sequence[Dataset]
+    scoring: Scoring
+    interval: int | None
+    skip_first: bool = False
+
+    def due(self, done: int, last: int, *, before: bool) -> bool:
+        """Whether to evaluate after `done` rollouts of `last`: before the first, by interval, and after the last."""
+        if not self.datasets or self.interval is None:
+            return False
+        if before:
+            return not self.skip_first
+        return done == last or done % self.interval == 0
+
+    async def __call__(self, engine: Engine) -> list[tuple[str, dict[str, float], list[Sample]]]:
+        """(dataset, metrics, samples) for each dataset."""
+        found = []
+        for dataset in self.datasets:
+            groups = await asyncio.gather(*(self._group(dataset, uid) for uid in range(len(dataset.prompts))))
+            samples = [sample for group in groups for sample in group.samples]
+            found.append((dataset.name, metrics_of(dataset.name, groups), samples))
+        return found
+
+    async def _group(self, dataset: Dataset, uid: int) -> Group:
+        return await self.scoring(await dataset.generate(dataset.prompts[uid]))
+
+
+def metrics_of(name: str, groups: Sequence[Group]) -> dict[str, float]:
+    """Miles's names: eval/NAME is the mean reward; pass@k by the unbiased estimator (arXiv:2107.03374, eq. 1)."""
+    samples = [sample for group in groups for sample in group.samples]
+    lengths = np.array([sample.response_length for sample in samples])
+    found = {
+        f"eval/{name}": np.mean([sample.reward for sample in samples]),
+        f"eval/{name}-truncated_ratio": np.mean([sample.status == "truncated" for sample in samples]),
+        f"eval/{name}/response_len/mean": lengths.mean(),
+        f"eval/{name}/response_len/max": lengths.max(),
+    }
+    for scorer in samples[0].rewards:
+        found[f"eval/{name}/reward/{scorer}"] = np.mean([sample.rewards[scorer] for sample in samples])
+    count, k = len(groups[0].samples), 1
+    while count > 1 and k <= count:
+        found[f"eval/{name}-pass@{k}"] = np.mean([pass_at_k(group, k) for group in groups])
+        k *= 2
+    return {key: float(value) for key, value in found.items()}
+
+
+def pass_at_k(group: Group, k: int) -> float:
+    """Chance that at least one of k answers drawn from the group has the full reward of 1."""
+    total = len(group.samples)
+    wrong = total - sum(sample.reward >= 1 for sample in group.samples)
+    return 1.0 - math.comb(wrong, k) / math.comb(total, k)

@@ -1,0 +1,196 @@
+"""Every hook, in loop order: its kind, where it runs, how often, its arguments and what it must return.
+
+    kind      how implementations combine
+    named     parts under names; the run picks one by name (or the sole offer, or the documented default)
+    chain     value in, value out, in the order of the run file
+    gather    every result merged; a duplicate key is an error that names both owners
+    observe   sees, returns nothing; must not change what it sees
+    around    takes the next callable first and returns its result; may change what it passes on
+
+A plugin is a class whose methods, marked with `@hookimpl`, are the behaviour; an implementation may take fewer
+arguments than its hook, never others. `role` says which of the plugin's instances is called: driver, rollout or trainer.
+A named hook marked `part` returns the object that plays the part; the others are called for each unit in `per`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import pluggy
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Iterable, Sequence
+    from pathlib import Path
+
+    import numpy as np
+    import torch
+
+    from miles_core.columns import Column, Packed
+    from miles_core.config import RunConfig
+    from miles_core.stages.loss import LossInputs, Metrics
+    from miles_core.stages.prompts import PromptSource
+    from miles_core.stages.rollout import Engine, Generation, Request, Response
+    from miles_core.stages.step import Trainer
+    from miles_core.stages.sync import Placement, WeightSync
+    from miles_core.types import Batch, Drop, Group, Prompt, Sample
+
+API = 1
+KINDS = ("named", "chain", "gather", "observe", "around")
+ROLES = ("driver", "rollout", "trainer")
+
+_spec = pluggy.HookspecMarker("miles")
+_impl = pluggy.HookimplMarker("miles")
+
+
+def hookimpl(spec: str | Callable | None = None, *, name: str | None = None, **refused: object) -> Any:
+    """Mark a method as the implementation of a hook.
+
+    Args:
+        spec: the hook; the method's own name when left out.
+        name: for named hooks, the name offered; the plugin's name when left out. One plugin may offer several.
+
+    `@hookimpl` alone works. pluggy's tryfirst, trylast, wrapper and hookwrapper are kept here only to be refused with a
+    sentence at registration: order is what the run file says.
+    """
+    if callable(spec):
+        return hookimpl()(spec)
+
+    def mark(function: Callable) -> Callable:
+        function.miles_hook = (spec or function.__name__, name, tuple(refused))
+        return _impl(specname=spec or function.__name__)(function)
+
+    return mark
+
+
+def hookspec(kind: str, *, role: str, per: str, part: bool = False) -> Callable[[Callable], Callable]:
+    """Declare a hook; see the module's docstring for the kinds."""
+
+    def mark(function: Callable) -> Callable:
+        function.kind, function.role, function.per, function.part = kind, role, per, part
+        return _spec(function)
+
+    return mark
+
+
+# ---------------------------------------------------------------------------------------------------- every role
+
+
+@hookspec("gather", role="every", per="run")
+def columns() -> Iterable[Column]:
+    """Data that shall ride along with samples: declared here, then carried from generator to trainer by the core."""
+
+
+@hookspec("observe", role="every", per="run")
+def finish() -> None:
+    """The run ends, also by an error: flush and close what the plugin holds."""
+
+
+# ------------------------------------------------------------------------------------------------------- rollout
+
+
+@hookspec("named", role="rollout", per="run", part=True)
+def prompt_source(config: RunConfig, tokenizer: Any) -> PromptSource:
+    """1: where prompts come from. Default "jsonl". (--data-source-path)"""
+
+
+@hookspec("named", role="rollout", per="run", part=True)
+def engine(config: RunConfig, tokenizer: Any) -> Engine:
+    """2: what turns tokens into tokens. Default "local"."""
+
+
+@hookspec("named", role="rollout", per="group")
+async def generate(prompt: Prompt, generation: Generation) -> list[Sample]:
+    """2: one prompt and an engine become the samples of a group. Default "single-turn". (--custom-generate-function-path)"""
+
+
+@hookspec("chain", role="rollout", per="request")
+def generate_request(request: Request, prompt: Prompt) -> Request:
+    """2: what a plugin adds to an engine request, such as `want`."""
+
+
+@hookspec("chain", role="rollout", per="response")
+def generate_response(sample: Sample, response: Response) -> Sample:
+    """2: what a plugin reads from the engine's answer into the sample's columns or metadata."""
+
+
+@hookspec("named", role="rollout", per="sample")
+def reward(sample: Sample, samples: Sequence[Sample]) -> float | list[float]:
+    """3: a scorer, chosen by --rm-type. Takes `sample` and returns one number, or takes `samples`, a whole group, and
+    returns a list. Plain or async; plain ones run in a thread. (--custom-rm-path, --group-rm)"""
+
+
+@hookspec("named", role="rollout", per="sample")
+def combine_rewards(sample: Sample, weights: dict[str, float]) -> float:
+    """3: `sample.rewards` become one number. Default "weighted-sum"."""
+
+
+@hookspec("chain", role="rollout", per="group")
+def filter_group(group: Group) -> Group | Drop:
+    """4: keep a group, changed or not, or return Drop(reason), which is counted. (--dynamic-sampling-filter-path)"""
+
+
+@hookspec("chain", role="rollout", per="rollout")
+def shape_rewards(groups: list[Group]) -> list[Group]:
+    """5: the whole rollout's rewards before advantages are made of them. (--custom-reward-post-process-path)"""
+
+
+# ------------------------------------------------------------------------------------------------------- trainer
+
+
+@hookspec("named", role="trainer", per="run", part=True)
+def trainer(config: RunConfig, hooks: Any, columns: Any) -> Trainer:
+    """6 to 8: the trainer of one rank. Default "megatron"."""
+
+
+@hookspec("named", role="trainer", per="run", part=True)
+def model_spec(hf_config: Any) -> Any:
+    """8: an architecture, named by its Hugging Face model_type: how Megatron-core builds it, how its weights map."""
+
+
+@hookspec("named", role="trainer", per="rollout")
+def advantage(batch: Batch) -> Sequence[float | np.ndarray]:
+    """6: one number or [R] array per sample of `batch.samples`, groups unsplit. Chosen by --advantage-estimator."""
+
+
+@hookspec("around", role="trainer", per="micro-batch")
+def microbatch(proceed: Callable[[Packed], torch.Tensor], packed: Packed, model: str) -> torch.Tensor:
+    """7: around every forward, with its packed columns; `model` names which ("actor", "ref"). Routing replay."""
+
+
+@hookspec("named", role="trainer", per="micro-batch")
+def policy_loss(inputs: LossInputs) -> tuple[torch.Tensor, Metrics]:
+    """7: [N] per-token loss and per-token metrics; never reduces. Chosen by --policy-loss."""
+
+
+@hookspec("gather", role="trainer", per="micro-batch")
+def loss_terms(inputs: LossInputs) -> dict[str, tuple[float, torch.Tensor]]:
+    """7: name -> (coefficient, [N] term), added to the policy loss. The core's own: kl_loss, entropy_loss."""
+
+
+@hookspec("named", role="trainer", per="step")
+def reduction(samples: Sequence[Sample]) -> np.ndarray:
+    """7: [samples] weight of one token of each, fixed before any rejection. "sample" (default) or "token"."""
+
+
+# -------------------------------------------------------------------------------------------------------- driver
+
+
+@hookspec("named", role="driver", per="run", part=True)
+def weight_sync(config: RunConfig) -> WeightSync:
+    """9: how weights get from the trainer to the engine. Default "in-process"."""
+
+
+@hookspec("named", role="driver", per="run", part=True)
+def placement(config: RunConfig) -> Placement:
+    """Leases of the hardware for rollout, sync and train. Default "local": both sides hold their own."""
+
+
+@hookspec("observe", role="driver", per="rollout")
+def metrics(rollout_id: int, values: dict[str, float], run_dir: Path) -> None:
+    """All metrics of a rollout, or of an eval, by Miles's names: trackers."""
+
+
+def specs() -> dict[str, Callable]:
+    """Every hook by name, in loop order."""
+    return {name: item for name, item in globals().items() if callable(item) and hasattr(item, "kind")}

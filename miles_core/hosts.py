@@ -1,0 +1,165 @@
+"""Hosts: where a plain object runs. One asynchronous handle for a thread of this process and for a spawned process.
+
+`await handle.method(...)` runs the object's method there; calls are served one after the other, in order. The object
+is built by the host from a factory and its arguments, so nothing alive is ever sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import queue
+import threading
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from miles_core.errors import TrainError
+
+
+class Handle:
+    """The asynchronous face of a hosted object."""
+
+    def __init__(self, name: str):
+        self._name = name
+
+    async def call(self, method: str, *args: object) -> Any:
+        """Run one method of the hosted object; its exception is raised here."""
+        raise NotImplementedError
+
+    async def close(self) -> None:
+        """End the host; bounded."""
+
+    def __getattr__(self, method: str) -> Callable:
+        if method.startswith("_"):
+            raise AttributeError(method)
+        return lambda *args: self.call(method, *args)
+
+
+async def in_daemon_thread(work: Callable[[], object]) -> object:
+    """Run blocking work beside the loop. A daemon thread: work that hangs must not keep the process alive."""
+    loop = asyncio.get_running_loop()
+    answer: asyncio.Future = loop.create_future()
+
+    def run() -> None:
+        try:
+            result, error = work(), None
+        except BaseException as caught:
+            result, error = None, caught
+        try:
+            loop.call_soon_threadsafe(_settle, answer, result, error)
+        except RuntimeError:
+            pass  # the run ended while the work went on; nobody waits for its answer
+
+    threading.Thread(target=run, daemon=True).start()
+    return await answer
+
+
+class ThreadHost(Handle):
+    """The object lives in one daemon thread of this process, so that a producer overlaps it."""
+
+    def __init__(self, name: str, factory: Callable, *args: object):
+        super().__init__(name)
+        self._inbox: queue.SimpleQueue = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._serve, args=(factory, args), name=name, daemon=True)
+        self._thread.start()
+
+    async def call(self, method: str, *args: object) -> Any:
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future = loop.create_future()
+        self._inbox.put((loop, answer, method, args))
+        return await answer
+
+    async def close(self) -> None:
+        self._inbox.put(None)
+        for _ in range(100):
+            if not self._thread.is_alive():
+                return
+            await asyncio.sleep(0.05)
+
+    def _serve(self, factory: Callable, args: tuple) -> None:
+        hosted = failure = None
+        try:
+            hosted = factory(*args)
+        except BaseException as error:
+            failure = error
+        while (task := self._inbox.get()) is not None:
+            loop, answer, method, arguments = task
+            try:
+                if failure is not None:
+                    raise failure
+                result, error = getattr(hosted, method)(*arguments), None
+            except BaseException as caught:
+                result, error = None, caught
+            try:
+                loop.call_soon_threadsafe(_settle, answer, result, error)
+            except RuntimeError:
+                return  # the event loop is gone: the run has ended
+
+
+class ProcessHost(Handle):
+    """The object lives in a spawned process; arguments and results are pickled between the two, both our own code.
+
+    A process that dies ends the call that waits for it with its name and exit code.
+    """
+
+    def __init__(self, name: str, factory: Callable, *args: object):
+        super().__init__(name)
+        context = multiprocessing.get_context("spawn")
+        self._pipe, far = context.Pipe()
+        self._process = context.Process(target=_serve_process, args=(far, factory, args), name=name, daemon=True)
+        self._process.start()
+        far.close()
+        self._turn = asyncio.Lock()
+
+    async def call(self, method: str, *args: object) -> Any:
+        async with self._turn:
+            return await asyncio.get_running_loop().run_in_executor(None, self._ask, method, args)
+
+    async def close(self) -> None:
+        try:
+            self._pipe.send(None)
+        except OSError:
+            pass
+        await asyncio.get_running_loop().run_in_executor(None, self._process.join, 5)
+        if self._process.is_alive():
+            self._process.kill()
+
+    def _ask(self, method: str, args: tuple) -> Any:
+        try:
+            self._pipe.send((method, args))
+            result, error, trace = self._pipe.recv()
+        except (EOFError, OSError):
+            self._process.join(5)
+            raise TrainError(f"the process {self._name!r} died in {method}()", got=f"exit code {self._process.exitcode}",
+                             fix="look at its output above; a negative code is a signal, -9 often a lack of memory") from None
+        if error is not None:
+            error.add_note(f"in process {self._name}:\n{trace}")
+            raise error
+        return result
+
+
+def _serve_process(pipe: Any, factory: Callable, args: tuple) -> None:
+    hosted = failure = None
+    try:
+        hosted = factory(*args)
+    except BaseException as error:
+        failure = error
+    while (task := pipe.recv()) is not None:
+        method, arguments = task
+        try:
+            if failure is not None:
+                raise failure
+            result = getattr(hosted, method)(*arguments)
+            pipe.send((list(result) if hasattr(result, "__next__") else result, None, None))
+        except BaseException as error:
+            pipe.send((None, error, traceback.format_exc()))
+
+
+def _settle(answer: asyncio.Future, result: object, error: BaseException | None) -> None:
+    if answer.done():
+        return
+    if error is not None:
+        answer.set_exception(error)
+    else:
+        answer.set_result(result)

@@ -1,0 +1,65 @@
+"""prompts -> rollout -> reward -> filter -> buffer -> advantage -> loss -> step -> sync.
+
+The nine stages, once, in order. A producer fills the buffer and a consumer drains it; the buffer's room is the whole
+off-policy contract, so synchronous, one step off and fully asynchronous are values of `max_lag`, not other loops.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from miles_core.run import Run
+    from miles_core.stages.buffer import Slot
+
+
+async def train(run: Run) -> None:
+    """Run both sides; the consumer is the clock, and whichever fails first ends the run with its own error."""
+    await run.begin()
+    await run.sync(run.first)                              # the engine's own weights never matter
+    await run.evaluate(run.first, before=True)
+    sides = [asyncio.create_task(consume(run)), asyncio.create_task(produce(run))]
+    try:
+        done, _ = await asyncio.wait(sides, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for side in sides:
+            side.cancel()
+        await asyncio.gather(*sides, return_exceptions=True)
+    for side in done:
+        side.result()
+
+
+async def produce(run: Run) -> None:
+    """Fill the buffer. Waits for: room. Unblocked by: consume() after a sync, or a drop."""
+    async with run.tasks() as start:
+        while True:
+            slot = await run.buffer.reserve()
+            slot.prompt = run.prompts.next()               # 1 prompts
+            slot.task = start(sample(run, slot))
+
+
+async def sample(run: Run, slot: Slot) -> None:
+    """One slot's way from prompt to buffer; an error here is the run's error."""
+    with run.buffer.filling(slot):
+        async with run.placement.lease("rollout"):
+            group = await run.rollout(slot.prompt)         # 2 rollout
+            group = await run.reward(group)                # 3 reward
+        slot.outcome = run.filter(group)                   # 4 filter: a drop is counted with its reason
+
+
+async def consume(run: Run) -> None:
+    """Drain the buffer. Waits for: the oldest full batch. Unblocked by: produce()."""
+    for rollout_id in run.rollouts():
+        batch = run.batch(rollout_id, await run.buffer.take())     # 5 buffer
+        async with run.placement.lease("train"):
+            await run.trainer.take_batch(batch)
+            await run.score()
+            await run.advantage()                          # 6 advantage
+            for step in range(run.steps):
+                await run.step(step)                       # 7 loss, 8 step
+            batch = await run.trainer.end_batch()
+        async with run.placement.lease("sync"):
+            await run.sync(rollout_id + 1)                 # 9 sync; only now does the room come back
+        run.buffer.release()
+        await run.finish(batch)                            #   report, evaluate, checkpoint

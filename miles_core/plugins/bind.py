@@ -1,0 +1,271 @@
+"""Bind: one instance of each plugin per role, its hooks checked and turned into plain callables.
+
+pluggy registers the implementations and checks them against the hookspecs; after that no call goes through pluggy. Each
+hook becomes an attribute of `Hooks`: for named hooks a dict of callables by name, for the others one callable, or None
+when nobody implements it.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pluggy
+
+from miles_core import hookspecs
+from miles_core.config.tables import RunConfig
+from miles_core.errors import HookError, OwnerError, SharedStateError
+from miles_core.plugins.load import load, marked
+from miles_core.plugins.select import Selected
+from miles_core.types import Drop
+
+
+class Hooks(types.SimpleNamespace):
+    """The bound hooks of one role; `instances` holds the plugins' instances by name. Frozen once bound."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise HookError(f"hooks are frozen once the run has begun; {name!r} cannot be set")
+
+
+def bind(selected: Sequence[Selected], config: RunConfig, role: str) -> Hooks:
+    """Build each plugin's instance for this role and bind its hooks.
+
+    Raises:
+        HookError, OwnerError: an implementation breaks its specification.
+        SharedStateError: a class keeps state that every role would share.
+    """
+    manager, table = pluggy.PluginManager("miles"), hookspecs.specs()
+    manager.add_hookspecs(hookspecs)
+    instances, implementations = {}, {name: [] for name in table}
+    for one in selected:
+        kind = load(one.manifest)
+        _check_class(one, kind)
+        instance = instances[one.manifest.name] = _instance(one, kind, config)
+        _register(manager, one, instance)
+        for offer in one.manifest.offers:
+            spec = table[offer.hook]
+            if spec.role in ("every", role):
+                function = _check(one, kind, offer.method, offer.hook, spec)
+                bound = _adapt(getattr(instance, offer.method), spec, function)
+                implementations[offer.hook].append((one.manifest.name, offer.name, _blame(bound, one, offer.hook)))
+    hooks = {name: _combine(name, spec, implementations[name]) for name, spec in table.items()}
+    return Hooks(role=role, instances=instances, **hooks)
+
+
+def check_roles_apart(roles: Sequence[Hooks]) -> None:
+    """Refuse plugins whose instances in two roles reach the same mutable object, however they came by it.
+
+    Looks at instance attributes, and at module-level objects that the hook methods of two roles name.
+
+    Raises:
+        SharedStateError: names plugin, object and roles.
+    """
+    seen: dict[int, tuple[str, str, str]] = {}
+    for hooks in roles:
+        for name, instance in hooks.instances.items():
+            reach = {f"self.{key}": value for key, value in vars(instance).items()}
+            reach.update(_globals(type(instance), hooks.role))
+            for where, value in reach.items():
+                if not _mutable(value):
+                    continue
+                first = seen.setdefault(id(value), (name, hooks.role, where))
+                if first[1] != hooks.role and first[0] == name:
+                    raise SharedStateError(
+                        f"plugin {name!r} shares {where} between its roles {first[1]} and {hooks.role}",
+                        got=type(value).__name__,
+                        fix="create it in __init__, which runs once per role; constants belong in a tuple, frozenset or "
+                        "types.MappingProxyType; data goes from role to role in columns",
+                    )
+
+
+def _instance(one: Selected, kind: type, config: RunConfig) -> object:
+    wanted = inspect.signature(kind).parameters
+    given: dict[str, Any] = {}
+    if "options" in wanted:
+        annotation = inspect.get_annotations(kind.__init__, eval_str=True)["options"]
+        given["options"] = annotation(**config.options.get(one.manifest.name, {}))
+    if "config" in wanted:
+        given["config"] = config
+    unknown = set(wanted) - {"options", "config"}
+    if unknown:
+        raise HookError(f"the constructor of plugin {one.manifest.name!r} takes {', '.join(sorted(unknown))}",
+                        who=one.manifest.plugin, fix="it may take `options` and `config`")
+    return kind(**given)
+
+
+def _register(manager: pluggy.PluginManager, one: Selected, instance: object) -> None:
+    try:
+        manager.register(instance, one.manifest.name)
+    except pluggy.PluginValidationError as error:
+        raise HookError(f"plugin {one.manifest.name!r} {one.version} does not fit its hook", got=str(error),
+                        who=one.manifest.plugin, fix="see docs/hooks.md for the hook's arguments") from None
+
+
+def _check_class(one: Selected, kind: type) -> None:
+    table = hookspecs.specs()
+    methods = marked(kind)
+    for name, value in vars(kind).items():
+        if name.startswith("_") or name in ("provides", "requires", "conflicts"):
+            continue
+        if inspect.isfunction(value) and name in table and name not in methods:
+            raise HookError(f"{one.manifest.plugin}.{name} has a hook's name but no @hookimpl", who=f"plugin {one.manifest.name}",
+                            fix="mark it, or rename it")
+        if _mutable(value):
+            raise SharedStateError(f"plugin {one.manifest.name!r} keeps {name} on its class, where every role would share it",
+                                   got=type(value).__name__, who=one.manifest.plugin, fix="create it in __init__")
+
+
+def _check(one: Selected, kind: type, method: str, hook: str, spec: Callable) -> Callable:
+    function = inspect.getattr_static(kind, method)
+    who, problem = f"plugin {one.manifest.name} {one.version}, {one.manifest.plugin}.{method}", None
+    refused = marked(kind)[method][2]
+    parameters = [p for p in inspect.signature(function).parameters.values() if p.name != "self"]
+    allowed = list(inspect.signature(spec).parameters)
+    if refused:
+        problem, fix = f"@hookimpl({refused[0]}=...) is not used here", "order is the order of the run file"
+    elif unknown := [p.name for p in parameters if p.name not in allowed]:
+        problem, fix = f"it takes {unknown[0]!r}, which {hook} does not have", f"{hook} has: {', '.join(allowed) or 'none'}"
+    elif [p for p in parameters if p.default is not p.empty or p.kind is not p.POSITIONAL_OR_KEYWORD]:
+        problem, fix = "its arguments have defaults or are keyword-only", "take plain arguments; leave out what you do not need"
+    elif inspect.iscoroutinefunction(spec) and not inspect.iscoroutinefunction(function):
+        problem, fix = f"{hook} is async and this is not", "write async def"
+    elif hook != "reward" and inspect.iscoroutinefunction(function) and not inspect.iscoroutinefunction(spec):
+        problem, fix = f"{hook} is not async and this is", "write def"
+    elif hook == "reward" and {"sample", "samples"} & {p.name for p in parameters} == set():
+        problem, fix = "a scorer takes `sample`, or `samples` for a whole group", "def reward(self, sample): ..."
+    if problem:
+        raise HookError(problem, who=who, fix=fix)
+    return function
+
+
+def _adapt(bound: Callable, spec: Callable, function: Callable) -> Callable:
+    """Let an implementation take fewer arguments than its hook: decided once, here."""
+    if spec.__name__ == "reward":
+        return bound  # the caller looks at which of the two arguments it takes
+    all_names = list(inspect.signature(spec).parameters)
+    mine = [name for name in inspect.signature(function).parameters if name != "self"]
+    if mine == all_names:
+        return bound
+    places = tuple(all_names.index(name) for name in mine)
+    return lambda *args: bound(*(args[i] for i in places))
+
+
+def _blame(call: Callable, one: Selected, hook: str) -> Callable:
+    note = f"in plugin {one.manifest.name} {one.version} ({one.source}), hook {hook}"
+
+    @functools.wraps(call)
+    def plain(*args: object) -> object:
+        try:
+            return call(*args)
+        except Exception as error:
+            error.add_note(note)
+            raise
+
+    @functools.wraps(call)
+    async def awaited(*args: object) -> object:
+        try:
+            return await call(*args)
+        except Exception as error:
+            error.add_note(note)
+            raise
+
+    return awaited if inspect.iscoroutinefunction(call) or hook == "generate" else plain
+
+
+def _combine(name: str, spec: Callable, found: list[tuple[str, str, Callable]]) -> Any:
+    """found: (plugin, offered name, callable) in the order of the run."""
+    calls = [call for _, _, call in found]
+    if spec.kind == "named":
+        return {offered: call for _, offered, call in found}
+    if not calls:
+        return None
+    if spec.kind == "gather":
+        return _gather(name, found)
+    return {"chain": _chain, "observe": _observe, "around": _around}[spec.kind](calls)
+
+
+def _chain(calls: list[Callable]) -> Callable:
+    def chained(value: object, *rest: object) -> object:
+        for call in calls:
+            value = call(value, *rest)
+            if isinstance(value, Drop):
+                break
+        return value
+
+    return chained
+
+
+def _gather(name: str, found: list[tuple[str, str, Callable]]) -> Callable:
+    def gathered(*args: object) -> object:
+        merged: dict[object, object] = {}
+        items: list[object] = []
+        owner: dict[object, str] = {}
+        for plugin, _, call in found:
+            result = call(*args)
+            if not isinstance(result, dict):
+                items.extend(result)
+                continue
+            for key, value in result.items():
+                if key in merged:
+                    raise OwnerError(f"{owner[key]} and {plugin} both give {name} the key {key!r}", fix="rename one")
+                merged[key], owner[key] = value, plugin
+        return merged or items
+
+    return gathered
+
+
+def _observe(calls: list[Callable]) -> Callable:
+    def observed(*args: object) -> None:
+        for call in calls:
+            call(*args)
+
+    return observed
+
+
+def _around(calls: list[Callable]) -> Callable:
+    """around(proceed, value, *rest): the first plugin of the run is outermost; `proceed` takes the value alone."""
+
+    def wrapped(proceed: Callable, value: object, *rest: object) -> object:
+        for call in reversed(calls):
+            proceed = functools.partial(_outer, call, proceed, rest)
+        return proceed(value)
+
+    return wrapped
+
+
+def _outer(call: Callable, proceed: Callable, rest: tuple, value: object) -> object:
+    return call(proceed, value, *rest)
+
+
+_CONSTANT = (str, bytes, int, float, complex, bool, type(None), type, property, staticmethod, classmethod,
+             functools.partial, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType,
+             types.MappingProxyType, types.GenericAlias, types.UnionType, RunConfig)
+
+
+def _mutable(value: object) -> bool:
+    if isinstance(value, tuple | frozenset):
+        return any(_mutable(item) for item in value)
+    parameters = getattr(type(value), "__dataclass_params__", None)
+    if isinstance(value, _CONSTANT) or (parameters is not None and parameters.frozen):
+        return False
+    return not type(value).__module__.startswith(("typing", "re", "enum", "pathlib", "logging", "_thread"))
+
+
+def _globals(kind: type, role: str) -> dict[str, object]:
+    """Module-level objects that the hook methods of this role, and what they call on self, name."""
+    table, found = hookspecs.specs(), {}
+    for method, (hook, _, _) in marked(kind).items():
+        if hook in table and table[hook].role == role:
+            function = inspect.getattr_static(kind, method)
+            for name in _names(function.__code__):
+                if name in function.__globals__ and not name.startswith("__"):
+                    found[f"{function.__module__}.{name}"] = function.__globals__[name]
+    return found
+
+
+def _names(code: types.CodeType) -> set[str]:
+    inner = (const for const in code.co_consts if isinstance(const, types.CodeType))
+    return set(code.co_names).union(*(_names(item) for item in inner))

@@ -1,0 +1,56 @@
+"""Load: import what the plan names, and nothing else; compare the code with what its manifest stated."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+from miles_core.errors import ManifestError, PluginError
+from miles_core.plugins.manifest import Manifest, Offer
+
+
+def load(manifest: Manifest) -> type:
+    """The plugin's class.
+
+    Raises:
+        PluginError: its module fails to import; names plugin, module and cause.
+        ManifestError: the class does not have what the manifest states.
+    """
+    where, _, name = manifest.plugin.rpartition(":")
+    try:
+        module = _file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
+    except Exception as error:
+        raise PluginError(f"plugin {manifest.name!r} cannot be imported", got=f"{type(error).__name__}: {error}", who=where,
+                          fix=f"install what it needs, or run without it: drop --plugin {manifest.name}") from error
+    kind = getattr(module, name, None)
+    found = {Offer(hook, given or manifest.name, method) for method, (hook, given, _) in marked(kind).items()}
+    if found != set(manifest.offers):
+        differ = sorted(f"{o.hook}:{o.name}" for o in found ^ set(manifest.offers))
+        raise ManifestError(f"plugin {manifest.name!r} is not what its manifest states", got=", ".join(differ),
+                            who=manifest.plugin, fix="its author runs `miles plugins manifest --write`")
+    return kind
+
+
+def marked(kind: type | None) -> dict[str, tuple[str, str | None, tuple[str, ...]]]:
+    """Method name -> (hook, offered name, refused marker arguments) of a plugin class."""
+    members = {name: getattr(kind, name, None) for name in dir(kind)} if kind is not None else {}
+    return {name: item.miles_hook for name, item in members.items() if hasattr(item, "miles_hook")}
+
+
+def _file(path: Path) -> ModuleType:
+    """Import a single file under a name of its own, once."""
+    name = f"miles_plugin_file_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, path)
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[name]
+            raise
+    return sys.modules[name]

@@ -1,0 +1,195 @@
+"""Manifests: what a plugin states about itself, known without importing it.
+
+A packaged plugin carries the statement as `miles-plugin.toml` beside its top-level package; a single file and the core's
+own parts are read from their source by AST. Both give the same Manifest, and a test holds them together.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.machinery
+import tomllib
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from miles_core.config.options import Option
+from miles_core.errors import ManifestError
+
+FILE = "miles-plugin.toml"
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """One hook implementation: the hook, for named hooks the name offered, and the method that does it."""
+
+    hook: str
+    name: str
+    method: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a plugin is.
+
+    Args:
+        name: entry-point name = option table = state key.
+        plugin: "module:Class", or "path/to/file.py:Class".
+        api: the plugin API it was written for.
+        provides, requires, conflicts: capabilities, for checks before anything is imported.
+    """
+
+    name: str
+    plugin: str
+    summary: str = ""
+    api: int = 1
+    offers: tuple[Offer, ...] = ()
+    options: dict[str, Option] = field(default_factory=dict)
+    provides: tuple[str, ...] = ()
+    requires: tuple[str, ...] = ()
+    conflicts: tuple[str, ...] = ()
+
+
+def of_source(path: Path, *, name: str | None = None, module: str | None = None) -> Manifest:
+    """Read a plugin's class, hooks, names and options from its source, which is not executed.
+
+    The plugin is the one class of the file that has methods marked with `hookimpl`.
+
+    Raises:
+        ManifestError: no such file, a syntax error, no plugin class or several, options that are not literals.
+    """
+    try:
+        tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
+    except OSError as error:
+        raise ManifestError("the plugin file cannot be read", got=error.strerror, who=str(path), fix="check the path") from None
+    except SyntaxError as error:
+        raise ManifestError("the plugin file is not Python", got=f"line {error.lineno}: {error.msg}", who=str(path),
+                            fix="mend the file") from None
+    classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+    plugins = [node for node in classes.values() if any(_marker(f) is not None for f in _functions(node))]
+    if len(plugins) != 1:
+        raise ManifestError("a plugin file needs exactly one class with methods marked @hookimpl",
+                            got=", ".join(p.name for p in plugins) or "none", who=str(path),
+                            fix="from miles_core import hookimpl, and mark the methods of one class")
+    node = plugins[0]
+    constants = {t.id: s.value for s in node.body if isinstance(s, ast.Assign) for t in s.targets if isinstance(t, ast.Name)}
+    name = name or _literal(constants.get("name"), path) or path.stem.replace("_", "-")
+    words = {key: tuple(_literal(constants.get(key), path) or ()) for key in ("provides", "requires", "conflicts")}
+    return Manifest(
+        name=name,
+        plugin=f"{module or path}:{node.name}",
+        summary=(ast.get_docstring(node) or ast.get_docstring(tree) or "").partition("\n")[0],
+        api=_literal(constants.get("api"), path) or 1,
+        offers=tuple(_offer(f, _marker(f), name, path) for f in _functions(node) if _marker(f) is not None),
+        options=_options(name, node, classes, path),
+        **words,
+    )
+
+
+def of_package(module: str, name: str) -> Manifest:
+    """Read the miles-plugin.toml of an installed plugin without importing any of it.
+
+    Args:
+        module: the entry point's "package.module:Class".
+
+    Raises:
+        ManifestError: the package or its manifest is missing or malformed.
+    """
+    package = module.partition(":")[0].partition(".")[0]
+    spec = importlib.machinery.PathFinder.find_spec(package)  # the top-level package only: a submodule would import it
+    if spec is None or not spec.submodule_search_locations:
+        raise ManifestError(f"plugin {name!r} names the package {package!r}, which is not there",
+                            fix=f"reinstall it: pip install --force-reinstall miles-{name}")
+    path = Path(next(iter(spec.submodule_search_locations))) / FILE
+    try:
+        return of_toml(tomllib.loads(path.read_text(encoding="utf-8")), str(path))
+    except OSError:
+        raise ManifestError(f"plugin {name!r} has no manifest", who=str(path),
+                            fix="its author runs `miles plugins manifest --write`") from None
+    except (tomllib.TOMLDecodeError, KeyError, TypeError) as error:
+        raise ManifestError(f"the manifest of plugin {name!r} cannot be read", got=str(error), who=str(path),
+                            fix="its author runs `miles plugins manifest --write`") from None
+
+
+def of_toml(data: dict, where: str) -> Manifest:
+    """The Manifest that a parsed miles-plugin.toml states."""
+    options = {key: Option(data["name"], key, o["type"], o.get("default"), o["help"], tuple(o.get("flags", ())),
+                           tuple(o.get("off", ()))) for key, o in data.get("options", {}).items()}
+    offers = tuple(Offer(o["hook"], o["name"], o["method"]) for o in data.get("offers", ()))
+    words = {key: tuple(data.get(key, ())) for key in ("provides", "requires", "conflicts")}
+    return Manifest(data["name"], data["plugin"], data.get("summary", ""), data["api"], offers, options, **words)
+
+
+def to_toml(manifest: Manifest) -> str:
+    """The text of miles-plugin.toml."""
+    import json
+
+    def value(item: object) -> str:
+        return json.dumps(list(item) if isinstance(item, tuple) else item, ensure_ascii=False)
+
+    lines = ["# Generated from the code by `miles plugins manifest --write`; a test compares the two.",
+             *(f"{key} = {value(getattr(manifest, key))}" for key in ("name", "plugin", "summary", "api"))]
+    lines += [f"{key} = {value(getattr(manifest, key))}" for key in ("provides", "requires", "conflicts") if getattr(manifest, key)]
+    for offer in manifest.offers:
+        lines += ["", "[[offers]]", *(f"{key} = {value(getattr(offer, key))}" for key in ("hook", "name", "method"))]
+    for option in manifest.options.values():
+        lines += ["", f"[options.{option.name}]", f"type = {value(option.type)}"]
+        lines += [f"default = {value(option.default)}"] if option.default is not None else []
+        lines += [f"help = {value(option.help)}"]
+        lines += [f"{key} = {value(getattr(option, key))}" for key in ("flags", "off") if getattr(option, key)]
+    return "\n".join(lines) + "\n"
+
+
+def _functions(node: ast.ClassDef) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
+    return [item for item in node.body if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef)]
+
+
+def _marker(function: ast.FunctionDef | ast.AsyncFunctionDef) -> ast.expr | None:
+    for decorator in function.decorator_list:
+        target = decorator.func if isinstance(decorator, ast.Call) else decorator
+        if (isinstance(target, ast.Name) and target.id == "hookimpl") or (
+            isinstance(target, ast.Attribute) and target.attr == "hookimpl"
+        ):
+            return decorator
+    return None
+
+
+def _offer(function: ast.FunctionDef | ast.AsyncFunctionDef, marker: ast.expr, plugin: str, path: Path) -> Offer:
+    hook, name = function.name, None
+    if isinstance(marker, ast.Call):
+        given = {k.arg: _literal(k.value, path) for k in marker.keywords}
+        hook = _literal(marker.args[0], path) if marker.args else given.get("spec") or hook
+        name = given.get("name")
+    return Offer(hook, name or plugin, function.name)
+
+
+def _options(table: str, node: ast.ClassDef, classes: dict[str, ast.ClassDef], path: Path) -> dict[str, Option]:
+    """The options class is what the constructor's `options` parameter is annotated with."""
+    init = next((f for f in _functions(node) if f.name == "__init__"), None)
+    argument = next((a for a in init.args.args if a.arg == "options"), None) if init else None
+    if argument is None:
+        return {}
+    kind = argument.annotation.id if isinstance(argument.annotation, ast.Name) else None
+    if kind not in classes:
+        raise ManifestError(f"{node.name}.__init__ should annotate `options` with a dataclass of the same file",
+                            got=kind, who=str(path), fix="declare it there, with fields made by miles_core.option")
+    found = {}
+    for item in classes[kind].body:
+        if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
+            call = item.value
+            if not (isinstance(call, ast.Call) and call.args and len(call.args) == 2):
+                raise ManifestError(f"option {item.target.id!r} should be declared as option(default, help)", who=str(path),
+                                    fix="option(0.2, 'One sentence.', flags=('--eps',))")
+            default, text = (_literal(arg, path) for arg in call.args)
+            more = {k.arg: tuple(_literal(k.value, path)) for k in call.keywords}
+            found[item.target.id] = Option(table, item.target.id, ast.unparse(item.annotation), default, text, **more)
+    return found
+
+
+def _literal(node: ast.expr | None, path: Path) -> object:
+    if node is None:
+        return None
+    try:
+        return ast.literal_eval(node)
+    except ValueError:
+        raise ManifestError("a plugin's hooks, names and options are written as literals", got=ast.unparse(node),
+                            who=f"{path}, line {node.lineno}", fix="so that they can be read without running the file") from None

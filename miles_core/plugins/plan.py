@@ -1,0 +1,133 @@
+"""Plan: what a run would do, from static data alone; frozen, hashed, printed, stored with the run.
+
+`prepare` is the one way from words to a plan: `--plan` prints it, `run` carries it out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from miles_core import hookspecs
+from miles_core.config import check as checks
+from miles_core.config.load import load
+from miles_core.config.options import options_of
+from miles_core.config.tables import TABLES, RunConfig
+from miles_core.plugins.resolve import Choice, resolve
+from miles_core.plugins.select import Selected
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run before it starts.
+
+    Args:
+        config: typed and checked, with everything derived.
+        selected: plugins in order, the built-in ones first.
+        choices: who owns each named part.
+        notes: announcements.
+    """
+
+    config: RunConfig
+    selected: tuple[Selected, ...]
+    choices: tuple[Choice, ...]
+    notes: tuple[str, ...]
+
+    def owner(self, hook: str) -> Choice:
+        """The choice for a hook that has one owner."""
+        return next(choice for choice in self.choices if choice.hook == hook)
+
+    def chosen(self, hook: str) -> list[str]:
+        """The names chosen for a hook, in order."""
+        return [choice.name for choice in self.choices if choice.hook == hook]
+
+    @property
+    def digest(self) -> str:
+        """Hash of everything that the run depends on."""
+        return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()[:16]
+
+    def to_json(self) -> dict:
+        """Plain data, stable from run to run."""
+        return {
+            "plugins": [{"name": s.manifest.name, "source": s.source, "version": s.version, "origin": s.origin}
+                        for s in self.selected],
+            "owners": [[c.hook, c.name, c.plugin, c.origin] for c in self.choices],
+            "order": _order(self.selected),
+            "options": {key: value for key, value, _ in _values(self)},
+            "origins": {key: origin for key, _, origin in _values(self)},
+        }
+
+    def to_text(self) -> str:
+        """What a person reads."""
+        return "\n".join([*_text(self), ""])
+
+
+def prepare(run_file: Path | None, argv: Sequence[str] = ()) -> Plan:
+    """Load, check, resolve. Imports no plugin, and neither torch nor megatron.
+
+    Raises:
+        ConfigError, PluginError: everything that can be known before the start is refused here.
+    """
+    loaded = load(run_file, argv)
+    config, notes = checks.check(loaded.config)
+    return Plan(config, tuple(loaded.selected), tuple(resolve(loaded.selected, config)), (*loaded.notes, *notes))
+
+
+def _order(selected: Sequence[Selected]) -> dict[str, list[str]]:
+    """Hook -> plugins in call order, for the hooks that several may implement."""
+    order: dict[str, list[str]] = {}
+    for name, spec in hookspecs.specs().items():
+        found = [one.manifest.name for one in selected for offer in one.manifest.offers if offer.hook == name]
+        if spec.kind != "named" and found:
+            order[name] = found
+    return order
+
+
+def _values(plan: Plan) -> list[tuple[str, object, str]]:
+    """(key, value, who set it) of every option, Megatron-core fields that somebody set, and plugin options."""
+    config, found = plan.config, []
+    for table, kind in TABLES.items():
+        for name, option in options_of(table, kind).items():
+            found.append((option.key, getattr(getattr(config, table), name), str(config.origin.get(option.key, "default"))))
+    for name, value in config.megatron.items():
+        found.append((f"megatron.{name}", value, str(config.origin.get(f"megatron.{name}") or "run file")))
+    for one in plan.selected:
+        for option in one.manifest.options.values():
+            value = config.options.get(one.manifest.name, {}).get(option.name, option.default)
+            found.append((option.key, value, str(config.origin.get(option.key, "default"))))
+    return found
+
+
+def _text(plan: Plan) -> list[str]:
+    config, rollout = plan.config, plan.config.rollout
+    lines = [f"plan {plan.digest}", "", "plugins, in order"]
+    lines += [f"  {s.manifest.name:<14}{s.source} {s.version}  ({s.origin})" for s in plan.selected]
+    lines += ["", "owners"]
+    lines += [f"  {c.hook:<18}{c.name:<16}plugin {c.plugin}  ({c.origin})" for c in plan.choices]
+    lines += ["", "call order"]
+    lines += [f"  {hook:<18}{' -> '.join(names)}" for hook, names in _order(plan.selected).items()]
+    total = rollout.rollout_batch_size * rollout.n_samples_per_prompt
+    lines += ["", "batch arithmetic",
+              f"  rollout_batch_size {rollout.rollout_batch_size} x n_samples_per_prompt {rollout.n_samples_per_prompt} = {total}"
+              f" = global_batch_size {rollout.global_batch_size} x num_steps_per_rollout {rollout.num_steps_per_rollout}",
+              f"  in flight at most {rollout.rollout_batch_size * (rollout.max_lag + 1) + rollout.over_sampling_batch_size - rollout.rollout_batch_size}"
+              f" groups (max_lag {rollout.max_lag}, over_sampling_batch_size {rollout.over_sampling_batch_size})",
+              _micro_batches(config)]
+    lines += ["", "layout", f"  1 trainer rank in a {config.perf.trainer_host}, tp 1, pp 1, cp 1, ep 1, dp 1, "
+              f"{'bfloat16' if config.perf.bf16 else 'float32'}", f"  engine {plan.owner('engine').name} in the driver's process, "
+              f"{rollout.engine_dtype or ('bfloat16' if config.perf.bf16 else 'float32')}"]
+    given = [(k, v, o) for k, v, o in _values(plan) if o != "default"]
+    lines += ["", "options that are not defaults"]
+    lines += [f"  {key} = {value!r}  ({origin})" for key, value, origin in given]
+    lines += ["", f"all other options have their defaults ({len(_values(plan)) - len(given)})"]
+    lines += ["", "notes", *(f"  {note}" for note in plan.notes)] if plan.notes else []
+    return lines
+
+
+def _micro_batches(config: RunConfig) -> str:
+    if config.perf.use_dynamic_batch_size:
+        return f"  micro-batches of at most {config.perf.max_tokens_per_gpu} tokens"
+    return f"  micro-batches of {config.perf.micro_batch_size} samples: {config.rollout.global_batch_size // config.perf.micro_batch_size} per step"

@@ -1,0 +1,123 @@
+"""Resolve: who owns what. Named parts, capabilities and the order of chains, from manifests alone."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from miles_core import hookspecs
+from miles_core.config.tables import RunConfig
+from miles_core.errors import HookError, ManifestError, OwnerError
+from miles_core.plugins.scan import KNOWN
+from miles_core.plugins.select import Selected
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A named part that the run picked: which hook, which name, who offers it, who chose."""
+
+    hook: str
+    name: str
+    plugin: str
+    origin: str
+
+
+def choices(config: RunConfig) -> list[tuple[str, str, str]]:
+    """(hook, name, key that chose it) for every named part that this configuration needs."""
+    algorithm, rollout, perf = config.algorithm, config.rollout, config.perf
+    sft = algorithm.loss_type == "sft_loss"
+    estimator = "sft" if sft else algorithm.advantage_estimator
+    picked = [
+        ("prompt_source", rollout.prompt_source, "rollout.prompt_source"),
+        ("engine", rollout.engine or "local", "rollout.engine"),
+        ("generate", rollout.generate, "rollout.generate"),
+        *(("reward", name, "rollout.rm_type") for name in rollout.rm_type),
+        ("combine_rewards", rollout.combine_rewards, "rollout.combine_rewards"),
+        ("placement", perf.placement, "perf.placement"),
+    ]
+    if not config.debug.debug_rollout_only:
+        token = algorithm.calculate_per_token_loss or algorithm.reduction == "token"
+        picked += [
+            ("trainer", perf.trainer, "perf.trainer"),
+            ("advantage", estimator, "algorithm.advantage_estimator"),
+            ("policy_loss", algorithm.policy_loss or estimator, "algorithm.policy_loss"),
+            ("reduction", "token" if token else "sample", "algorithm.reduction"),
+            ("weight_sync", perf.weight_sync, "perf.weight_sync"),
+        ]
+    return picked
+
+
+def chosen(config: RunConfig, hook: str) -> str:
+    """The name picked for a hook that has one owner."""
+    return next(name for one, name, _ in choices(config) if one == hook)
+
+
+def missing(selected: Sequence[Selected], config: RunConfig) -> list[tuple[str, str]]:
+    """(official plugin, key) for every named part that nobody selected offers but an official plugin is known to.
+
+    Naming a part names its plugin: --advantage-estimator grpo and --rm-type math need no --plugin beside them.
+    """
+    offered = {(offer.hook, offer.name) for one in selected for offer in one.manifest.offers}
+    known = {tuple(offer.split(":")): plugin for plugin, offers in KNOWN.items() for offer in offers}
+    found = {}
+    for hook, name, key in choices(config):
+        if (hook, name) not in offered and (hook, name) in known:
+            found.setdefault(known[hook, name], f"{key} = {name!r}, {config.origin.get(key, 'default')}")
+    return list(found.items())
+
+
+def resolve(selected: Sequence[Selected], config: RunConfig) -> list[Choice]:
+    """The owners of every named part the run needs.
+
+    Raises:
+        HookError: a manifest names a hook that does not exist.
+        ManifestError: written for another plugin API.
+        OwnerError: two owners of one name, nobody offers a name, a missing or conflicting capability.
+    """
+    specs = hookspecs.specs()
+    owners: dict[tuple[str, str], str] = {}
+    for one in selected:
+        if one.manifest.api != hookspecs.API:
+            raise ManifestError(f"plugin {one.manifest.name!r} was written for plugin API {one.manifest.api}",
+                                got=f"this is API {hookspecs.API}", who=f"{one.source} {one.version}",
+                                fix="install a version that matches miles-core")
+        for offer in one.manifest.offers:
+            if offer.hook not in specs:
+                near = difflib.get_close_matches(offer.hook, specs, 1)
+                raise HookError(f"plugin {one.manifest.name!r} implements {offer.hook!r}, which is no hook",
+                                who=f"{one.manifest.plugin}.{offer.method}",
+                                fix=f"did you mean {near[0]!r}?" if near else "see docs/hooks.md")
+            if specs[offer.hook].kind == "named":
+                first = owners.setdefault((offer.hook, offer.name), one.manifest.name)
+                if first != one.manifest.name:
+                    raise OwnerError(f"two plugins offer the {offer.hook} {offer.name!r}: {first} and {one.manifest.name}",
+                                     fix="enable one of them, or rename one offer")
+    _capabilities(selected)
+    return [_own(hook, name, key, owners, config) for hook, name, key in choices(config)]
+
+
+def _own(hook: str, name: str, key: str, owners: dict[tuple[str, str], str], config: RunConfig) -> Choice:
+    origin = str(config.origin.get(key, "default"))
+    if (hook, name) in owners:
+        return Choice(hook, name, owners[hook, name], origin)
+    known = [plugin for plugin, offers in KNOWN.items() if f"{hook}:{name}" in offers]
+    offered = sorted(n for h, n in owners if h == hook)
+    near = difflib.get_close_matches(name, offered, 1, 0.6)
+    fix = f"add --plugin {known[0]} (pip install miles-{known[0]})" if known else (
+        f"did you mean {near[0]!r}?" if near else "enable the plugin that offers it with --plugin")
+    raise OwnerError(f"nobody enabled offers the {hook} {name!r}", got=f"offered: {', '.join(offered) or 'none'}",
+                     who=f"{key} ({origin})", fix=fix)
+
+
+def _capabilities(selected: Sequence[Selected]) -> None:
+    provided = {word: one.manifest.name for one in selected for word in (one.manifest.name, *one.manifest.provides)}
+    for one in selected:
+        for word in one.manifest.requires:
+            if word not in provided:
+                raise OwnerError(f"plugin {one.manifest.name!r} requires {word!r}, which nothing enabled provides",
+                                 fix=f"add a plugin that does, for instance --plugin {word}")
+        for word in one.manifest.conflicts:
+            if word in provided:
+                raise OwnerError(f"plugin {one.manifest.name!r} conflicts with {word!r} of plugin {provided[word]!r}",
+                                 fix="enable one of the two")

@@ -1,0 +1,45 @@
+"""Scan: which plugins are there. One pass over the installed distributions; nothing is imported."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+from dataclasses import dataclass
+
+GROUP = "miles.plugins"
+
+BUILT_IN = {
+    "core": "miles_core.stages.defaults",
+    "local": "miles_core.backends.local.plugin",
+    "megatron": "miles_core.backends.megatron.plugin",
+}
+"""The core's own parts, through the same door; always there, imported only when a run needs them."""
+
+KNOWN = {
+    "grpo": ("advantage:grpo", "policy_loss:grpo"),
+    "math": ("reward:math", "reward:boxed_math", "reward:format"),
+    "sft": ("generate:sft", "advantage:sft", "policy_loss:sft"),
+    "dapo-filter": ("filter_group:dapo-filter",),
+    "tensorboard": ("metrics:tensorboard",),
+}
+"""Official plugins and what they offer, so that an error can name the one to install or to enable."""
+
+
+@dataclass(frozen=True, slots=True)
+class Installed:
+    """A plugin found in an installed distribution."""
+
+    name: str
+    entry: str
+    distribution: str
+    version: str
+
+
+def installed() -> list[Installed]:
+    """Every entry point of the group, sorted by name; one distribution seen twice on sys.path counts once."""
+    found = {}
+    for entry in importlib.metadata.entry_points(group=GROUP):
+        distribution = re.sub(r"[-_.]+", "-", entry.dist.name).lower() if entry.dist else "?"
+        found.setdefault((entry.name, distribution), Installed(entry.name, entry.value, distribution,
+                                                               entry.dist.version if entry.dist else "?"))
+    return sorted(found.values(), key=lambda item: (item.name, item.distribution))

@@ -1,0 +1,93 @@
+"""Select: the plugins that a run names, in the order written. Installed never means active."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from miles_core.errors import OwnerError, UnknownPluginError
+from miles_core.plugins import manifest as manifests
+from miles_core.plugins.manifest import Manifest
+from miles_core.plugins.scan import BUILT_IN, KNOWN, Installed, installed
+
+PACKAGE = Path(__file__).parents[1]
+
+
+@dataclass(frozen=True, slots=True)
+class Selected:
+    """A plugin that takes part in the run.
+
+    Args:
+        source: "built-in", "file" or the distribution's name.
+        version: the distribution's version, or the digest of a single file.
+        origin: who named it: "default", "flag", "file:line".
+    """
+
+    manifest: Manifest
+    source: str
+    version: str
+    origin: str
+
+
+def built_in() -> list[Selected]:
+    """The core's own parts."""
+    from miles_core import __version__
+
+    return [Selected(_built_in(name, module), "built-in", __version__, "default") for name, module in BUILT_IN.items()]
+
+
+def select(named: Sequence[tuple[str, str]], chosen: Sequence[Selected]) -> list[Selected]:
+    """What is already chosen, then what is named here, in this order.
+
+    Args:
+        named: (plugin as written, who wrote it).
+
+    Raises:
+        UnknownPluginError: not installed, not found or misspelt.
+        OwnerError: a plugin named twice, or one name in two distributions.
+    """
+    chosen, have = list(chosen), installed()
+    for text, origin in named:
+        new = _find(text, origin, have)
+        clash = next((old for old in chosen if old.manifest.name == new.manifest.name), None)
+        if clash is not None:
+            raise OwnerError(f"two plugins are called {new.manifest.name!r}: {clash.source} ({clash.origin}) and "
+                             f"{new.source} ({origin})", fix="name it once, or rename the file's class attribute `name`")
+        chosen.append(new)
+    return chosen
+
+
+def _built_in(name: str, module: str) -> Manifest:
+    path = PACKAGE.parent.joinpath(*module.split(".")).with_suffix(".py")
+    return manifests.of_source(path, name=name, module=module)
+
+
+def _find(text: str, origin: str, have: Sequence[Installed]) -> Selected:
+    if text.endswith(".py") or "/" in text:
+        path = Path(text).resolve()
+        manifest = manifests.of_source(path)
+        return Selected(manifest, "file", hashlib.sha256(path.read_bytes()).hexdigest()[:12], origin)
+    distribution, _, name = text.rpartition(":")
+    if not distribution:
+        name = text.removeprefix("miles-plugin-").removeprefix("miles-")
+    matches = [one for one in have if one.name == name and distribution in ("", one.distribution)]
+    if len(matches) > 1:
+        raise OwnerError(f"plugin {name!r} is in {len(matches)} distributions: "
+                         + ", ".join(f"{m.distribution} {m.version}" for m in matches), who=origin,
+                         fix=f"write {matches[0].distribution}:{name}, or uninstall one")
+    if not matches:
+        raise _unknown(text, name, origin, have)
+    one = matches[0]
+    return Selected(manifests.of_package(one.entry, one.name), one.distribution, one.version, origin)
+
+
+def _unknown(text: str, name: str, origin: str, have: Sequence[Installed]) -> UnknownPluginError:
+    if name in KNOWN:
+        return UnknownPluginError(f"plugin {name!r} is not installed", who=origin, fix=f"pip install miles-{name}")
+    near = difflib.get_close_matches(name, [*KNOWN, *(one.name for one in have)], 1, 0.6)
+    there = ", ".join(one.name for one in have) or "none"
+    return UnknownPluginError(f"there is no plugin {text!r}", got=f"installed: {there}", who=origin,
+                              fix=f"did you mean {near[0]!r}?" if near else "pip install it, or pass a file: ./my_plugin.py")

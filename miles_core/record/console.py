@@ -1,0 +1,348 @@
+"""The live view of a run: a panel on a terminal, one plain line per event anywhere else.
+
+Plain lines are stable, so that scripts may grep them:
+
+    rollout 12/60  reward 0.431  len 6.8  loss 0.0123  grad 0.61  rollout 0.35s train 0.60s sync 0.01s  eta 0:00:41
+    eval arith  rollout 12  arith 0.500  arith-truncated_ratio 0.000
+    Saved checkpoint to runs/demo/checkpoints (0.42s)
+
+"rollout 12/60" counts from 1: so many are done. rich is imported only for the panel. Whatever goes wrong in here, a
+closed pipe or a terminal that goes away, ends the view and never the run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import os
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, TextIO
+
+from miles_core.record.events import STAGES, stage_seconds
+
+if TYPE_CHECKING:
+    import rich.console
+    import rich.live
+
+HEADLINE: dict[str, tuple[str, ...]] = {
+    "reward": ("rollout/raw_reward", "rollout/reward", "rollout/rewards"),
+    "len": ("rollout/response_len/mean", "rollout/response_lengths"),
+    "loss": ("train/loss",),
+    "grad": ("train/grad_norm",),
+    "kl": ("train/kl_loss", "train/ppo_kl"),
+    "clipfrac": ("train/pg_clipfrac",),
+}
+"""What a line and the panel show -> the metrics that it may be, the first one there wins."""
+
+_BARS = "▁▂▃▄▅▆▇█"
+_COLOURS = {"prompts": "bright_black", "rollout": "cyan", "score": "blue", "train": "magenta", "sync": "yellow",
+            "eval": "green", "save": "white"}
+_LEVELS = {"debug": "dim", "info": "", "warning": "yellow", "error": "bold red"}
+
+
+def _guarded(method: Callable) -> Callable:
+    """A view may fail; it then falls silent, and the run goes on."""
+
+    @functools.wraps(method)
+    def call(self: Console, *args: object, **kwargs: object) -> None:
+        if self._broken:
+            return
+        try:
+            with self._mutex:
+                method(self, *args, **kwargs)
+        except Exception:  # noqa: BLE001  whatever it is, it is not the run's business
+            self._give_up()
+
+    return call
+
+
+class Console:
+    """What a person sees of a run.
+
+    Args:
+        live: True for the panel, False for plain lines; None decides: a panel on a terminal that can, outside of CI.
+        stream: where plain lines go; standard output when None.
+        terminal: the rich console of the panel; made from `stream` when None.
+    """
+
+    def __init__(self, live: bool | None = None, stream: TextIO | None = None,
+                 terminal: rich.console.Console | None = None):
+        self._stream = sys.stdout if stream is None else stream
+        self._terminal = terminal
+        self._wanted = _can_be_live(self._stream) if live is None else live
+        self._live: rich.live.Live | None = None
+        # Re-entrant, since rich draws the panel while a method that prints above it holds the lock.
+        self._mutex, self._broken = threading.RLock(), False
+        self._total: int | None = None
+        self._title, self._stage, self._done = "run", "starting", 0
+        self._over = False
+        self._began = self._stage_began = time.monotonic()
+        self._ends: deque[float] = deque(maxlen=21)
+        self._history: deque[float] = deque(maxlen=400)
+        self._latest: dict[str, float] = {}
+        self._seconds: dict[str, float] = {}
+        self._evals: dict[str, tuple[int, float, float]] = {}
+
+    @property
+    def is_live(self) -> bool:
+        """Whether the panel is up."""
+        return self._live is not None
+
+    @_guarded
+    def start(self, summary: Mapping[str, object], total: int | None, first: int = 0) -> None:
+        """The run begins.
+
+        Args:
+            summary: what to say about it, in order; the entry "run", if any, is its title.
+            total: rollouts in all, None when unknown.
+            first: the rollout it begins with; above 0 after a resume.
+        """
+        rest = {key: _clean(str(value)) for key, value in summary.items() if key != "run"}
+        self._title = _clean(str(summary.get("run", "run")))
+        self._total, self._done = total, first
+        self._began = self._stage_began = time.monotonic()
+        self._ends.append(self._began)
+        if self._wanted:
+            self._open_panel(rest)
+        else:
+            self._print(f"run {self._title}" + "".join(f"  {key} {value}" for key, value in rest.items()))
+
+    @_guarded
+    def stage(self, name: str) -> None:
+        """What is being done now: prompts, rollout, score, train, sync, eval or save. No line of its own."""
+        self._stage, self._stage_began = name, time.monotonic()
+        self._refresh()
+
+    @_guarded
+    def rollout(self, rollout_id: int, metrics: Mapping[str, float]) -> None:
+        """A rollout is done; `metrics` by Miles's names."""
+        self._done = rollout_id + 1
+        self._ends.append(time.monotonic())
+        self._latest = {label: metrics[name] for label, names in HEADLINE.items()
+                        if (name := next((n for n in names if metrics.get(n) is not None), None))}
+        self._seconds = stage_seconds(metrics)
+        if math.isfinite(self._latest.get("reward", math.nan)):
+            self._history.append(self._latest["reward"])
+        if self._live is None:
+            self._print(self._plain_rollout())
+        self._refresh()
+
+    @_guarded
+    def evaluation(self, name: str, rollout_id: int, metrics: Mapping[str, float]) -> None:
+        """An evaluation of dataset `name` is done."""
+        short = {key.removeprefix("eval/"): value for key, value in metrics.items() if value is not None}
+        score = short.get(name, next(iter(short.values()), math.nan))
+        first = self._evals[name][2] if name in self._evals else score
+        self._evals[name] = (rollout_id, score, first)
+        if self._live is None:
+            scores = "".join(f"  {key} {value:.3f}" for key, value in short.items())
+            self._print(f"eval {_clean(name)}  rollout {rollout_id}{scores}")
+        self._refresh()
+
+    @_guarded
+    def loaded(self, source: object) -> None:
+        """A checkpoint was loaded."""
+        self._say("info", f"Loaded checkpoint from {source}")
+
+    @_guarded
+    def saved(self, path: object, seconds: float | None = None) -> None:
+        """A checkpoint was published."""
+        self._say("info", f"Saved checkpoint to {path}" + ("" if seconds is None else f" ({seconds:.2f}s)"))
+
+    @_guarded
+    def message(self, level: str, text: str) -> None:
+        """Say something: level "debug", "info", "warning" or "error"."""
+        self._say(level, text)
+
+    @_guarded
+    def stop(self, status: str) -> None:
+        """The run is over: "completed", "failed" or "interrupted". The last panel stays on the screen."""
+        if self._over:
+            return
+        self._stage, self._over = status, True
+        if self._live is not None:
+            self._live.update(self._panel(), refresh=True)
+            live, self._live = self._live, None
+            live.stop()
+        else:
+            total = "" if self._total is None else f"/{self._total}"
+            took = _clock(time.monotonic() - self._began)
+            self._print(f"run {self._title} {status}  {self._done}{total} rollouts  {took}")
+
+    # ------------------------------------------------------------------------------------------------------- plain
+
+    def _plain_rollout(self) -> str:
+        total = "" if self._total is None else f"/{self._total}"
+        parts = [f"rollout {self._done}{total}"]
+        parts += [f"{label} {_number(label, value)}" for label, value in self._latest.items()]
+        if self._seconds:
+            parts.append(" ".join(f"{stage} {seconds:.2f}s" for stage, seconds in self._seconds.items()))
+        if (eta := self._eta()) is not None:
+            parts.append(f"eta {_clock(eta)}")
+        return "  ".join(parts)
+
+    def _say(self, level: str, text: str) -> None:
+        text = _clean(text)
+        if self._live is None:
+            self._print(text if level == "info" else f"{level}: {text}")
+            return
+        from rich.text import Text
+
+        tag = "" if level == "info" else f"{level}: "
+        self._live.console.print(Text(tag + text, style=_LEVELS.get(level, "")), soft_wrap=True)
+
+    def _print(self, line: str) -> None:
+        print(line.encode(self._stream.encoding or "utf-8", "replace").decode(self._stream.encoding or "utf-8"),
+              file=self._stream, flush=True)
+
+    def _eta(self) -> float | None:
+        """Seconds left, from the pace of the last rollouts."""
+        if self._total is None or len(self._ends) < 2:
+            return None
+        return (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1) * max(0, self._total - self._done)
+
+    # ------------------------------------------------------------------------------------------------------- panel
+
+    def _open_panel(self, summary: Mapping[str, str]) -> None:
+        import rich.console
+        from rich.live import Live
+        from rich.text import Text
+
+        terminal = self._terminal or rich.console.Console(file=self._stream, force_terminal=True)
+        head = Text.assemble((self._title, "bold"), *(part for key, value in summary.items()
+                                                      for part in ((f"   {key} ", "dim"), value)))
+        terminal.print(head)
+        view = _Renderable(self._panel)
+        self._live = Live(view, console=terminal, refresh_per_second=4, vertical_overflow="visible")
+        self._live.start()
+
+    def _refresh(self) -> None:
+        if self._live is not None:
+            self._live.refresh()
+
+    def _panel(self) -> rich.console.RenderableType:
+        from rich.console import Group
+        from rich.panel import Panel
+        from rich.text import Text
+
+        title = Text.assemble((f" {self._title} ", "bold"))
+        rows = [self._progress(), self._numbers(), self._stages()]
+        if self._evals:
+            rows.append(self._evaluations())
+        colour = {"completed": "green", "failed": "red"}.get(self._stage, "bright_black")
+        return Panel(Group(*rows), title=title, title_align="left", border_style=colour, padding=(0, 1))
+
+    def _progress(self) -> rich.console.RenderableType:
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table.grid(padding=(0, 2), expand=True)
+        table.add_column(no_wrap=True)
+        table.add_column(ratio=1)
+        table.add_column(no_wrap=True, justify="right")
+        now = time.monotonic()
+        doing = Text.assemble((f"{self._stage} ", _COLOURS.get(self._stage, "bold")),
+                              ("" if self._over else f"{now - self._stage_began:.0f}s", "dim"))
+        bar = ProgressBar(total=self._total or 1, completed=self._done if self._total else 0, pulse=self._total is None)
+        eta = self._eta()
+        right = f"{self._done}/{self._total or '?'}  {_clock(now - self._began)}"
+        right += f"  eta {_clock(eta)}" if eta and not self._over else ""
+        table.add_row(doing, bar, right)
+        return table
+
+    def _numbers(self) -> rich.console.RenderableType:
+        from rich.text import Text
+
+        line = Text(no_wrap=True, overflow="ellipsis")
+        for label, value in self._latest.items():
+            line.append(f"{label} ", "dim").append(_number(label, value), "bold green" if label == "reward" else "bold")
+            if label == "reward" and self._unicode():
+                line.append(f" {sparkline(self._history, 16)}", "green")
+            line.append("   ")
+        return line if self._latest else Text("no rollout is done yet", "dim")
+
+    def _stages(self) -> rich.console.RenderableType:
+        """One bar whose parts are the last rollout's stages, and the seconds below it."""
+        from rich.console import Group
+        from rich.text import Text
+
+        total = sum(self._seconds.values())
+        if not total:
+            return Text("")
+        bar, legend = Text(), Text(no_wrap=True, overflow="ellipsis")
+        block = "━" if self._unicode() else "="
+        for stage in STAGES:
+            if seconds := self._seconds.get(stage):
+                bar.append(block * max(1, round(60 * seconds / total)), _COLOURS[stage])
+                legend.append(f"{stage} ", _COLOURS[stage]).append(f"{seconds:.2f}s   ", "dim")
+        return Group(bar, legend)
+
+    def _evaluations(self) -> rich.console.RenderableType:
+        from rich.text import Text
+
+        line = Text(no_wrap=True, overflow="ellipsis")
+        for name, (rollout_id, score, first) in self._evals.items():
+            line.append(f"eval {_clean(name)} ", "dim").append(f"{score:.3f}", "bold green")
+            line.append(f" (first {first:.3f}, now at rollout {rollout_id})   ", "dim")
+        return line
+
+    def _unicode(self) -> bool:
+        return self._live is None or self._live.console.encoding.startswith("utf")
+
+    def _give_up(self) -> None:
+        """Take the panel down if that still works, and show nothing from here on."""
+        self._broken = True
+        live, self._live = self._live, None
+        if live is not None:
+            with contextlib.suppress(Exception):
+                live.stop()
+
+
+class _Renderable:
+    """Draws anew at each refresh; rich's own thread calls this, where an error would print a traceback."""
+
+    def __init__(self, draw: Callable[[], rich.console.RenderableType]):
+        self._draw = draw
+
+    def __rich__(self) -> rich.console.RenderableType:
+        try:
+            return self._draw()
+        except Exception as error:  # noqa: BLE001  see above
+            return f"(the view failed: {type(error).__name__})"
+
+
+def sparkline(values: object, width: int) -> str:
+    """The last values as bars, averaged into `width` buckets when there are more."""
+    values = list(values)
+    if len(values) > width:
+        edges = [round(i * len(values) / width) for i in range(width + 1)]
+        values = [sum(values[a:b]) / (b - a) for a, b in zip(edges, edges[1:], strict=False)]
+    low, high = min(values, default=0), max(values, default=0)
+    span = (high - low) or 1
+    return "".join(_BARS[int((value - low) / span * (len(_BARS) - 1) + 0.5)] for value in values)
+
+
+def _can_be_live(stream: TextIO) -> bool:
+    environment = os.environ
+    return stream.isatty() and environment.get("TERM", "dumb") != "dumb" and not environment.get("CI")
+
+
+def _number(label: str, value: float) -> str:
+    form = {"reward": "{:.3f}", "len": "{:.1f}", "grad": "{:.2f}"}.get(label, "{:.4f}")
+    return form.format(value) if value == 0 or abs(value) >= 1e-4 or label in ("reward", "len") else f"{value:.1e}"
+
+
+def _clock(seconds: float) -> str:
+    minutes, seconds = divmod(int(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d}"
+
+
+def _clean(text: str) -> str:
+    """Without control characters: generated text must not steer the terminal."""
+    return "".join(char if char.isprintable() or char in "\n\t" else "\N{REPLACEMENT CHARACTER}" for char in text)

@@ -1,0 +1,233 @@
+"""events.jsonl: what happened in a run, one JSON object a line, appended and never rewritten.
+
+    {"event": kind, "time": unix seconds, "rollout_id": number or null, ...}
+
+    kind         further keys
+    run_start    start (1 for the first), plan_hash, versions {distribution: version}, resumed_from, rollouts
+    metrics      metrics {name: number}
+    eval         metrics {name: number}
+    weight_sync  version, seconds, tensors, bytes
+    drop         reason, count, ...
+    checkpoint   path, seconds
+    message      level, text
+    run_end      status, error
+
+JSON knows no NaN and no infinity: such a number is null, and the line's "nonfinite" lists the names concerned.
+
+A run that is resumed at rollout k does the rollouts from k on again; what earlier starts wrote about them is
+superseded, and `read` leaves it out. The rest is the surviving lineage: the history of the weights that exist.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+from miles_core.errors import RunDirectoryError
+from miles_core.record.directory import explained
+
+LIFECYCLE = frozenset({"run_start", "run_end", "message"})
+"""Kinds that tell of a start rather than of the weights: never superseded."""
+
+
+class EventLog:
+    """Appends to events.jsonl; safe to call from several threads.
+
+    Each line is one os.write to an O_APPEND descriptor, so a kill leaves at most one torn last line. Opening a file
+    cuts such a line off and counts the starts before this one.
+
+    Raises:
+        RunDirectoryError: the file cannot be written, the disk is full, or a line in the middle is damaged.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], clock: Callable[[], float] = time.time):
+        self.path = Path(path)
+        self._clock, self._mutex = clock, threading.Lock()
+        with explained(self.path):
+            self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+            _cut_torn_line(self._file)
+        self.starts = sum(event["event"] == "run_start" for event in read(self.path, everything=True))
+        """How many starts the file tells of, the current one included once `run_start` was called."""
+
+    def append(self, event: str, /, rollout_id: int | None = None, **fields: object) -> None:
+        """Write one event of any kind; plugins may have their own."""
+        record: dict[str, object] = {"event": event, "time": round(self._clock(), 3), "rollout_id": rollout_id}
+        if taken := record.keys() & fields.keys():
+            raise ValueError(f"an event's own keys cannot be given: {sorted(taken)}")
+        nonfinite: list[str] = []
+        record.update({key: _strict(value, key, nonfinite) for key, value in fields.items()})
+        if nonfinite:
+            record["nonfinite"] = nonfinite
+        text = json.dumps(record, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
+        self._write(text.encode("utf-8", "backslashreplace") + b"\n")
+
+    def run_start(self, plan_hash: str, versions: Mapping[str, str], *, resumed_from: int | None = None,
+                  rollouts: int | None = None, **fields: object) -> int:
+        """A start begins; returns its ordinal.
+
+        Args:
+            resumed_from: the first rollout that this start does, None from scratch. What earlier starts wrote about
+                rollouts from there on is superseded.
+            rollouts: how many there are to be in all.
+        """
+        self.starts += 1
+        self.append("run_start", start=self.starts, plan_hash=plan_hash, versions=dict(versions),
+                    resumed_from=resumed_from, rollouts=rollouts, **fields)
+        return self.starts
+
+    def metrics(self, rollout_id: int, metrics: Mapping[str, float]) -> None:
+        self.append("metrics", rollout_id, metrics=dict(metrics))
+
+    def eval(self, rollout_id: int, metrics: Mapping[str, float]) -> None:
+        self.append("eval", rollout_id, metrics=dict(metrics))
+
+    def weight_sync(self, rollout_id: int | None, version: int, seconds: float, tensors: int, bytes: int) -> None:
+        self.append("weight_sync", rollout_id, version=version, seconds=seconds, tensors=tensors, bytes=bytes)
+
+    def drop(self, rollout_id: int | None, reason: str, count: int = 1, **fields: object) -> None:
+        self.append("drop", rollout_id, reason=reason, count=count, **fields)
+
+    def checkpoint(self, rollout_id: int, path: str | os.PathLike[str], seconds: float) -> None:
+        self.append("checkpoint", rollout_id, path=os.fspath(path), seconds=seconds)
+
+    def message(self, level: str, text: str, rollout_id: int | None = None) -> None:
+        self.append("message", rollout_id, level=level, text=text)
+
+    def run_end(self, status: str, error: object = None) -> None:
+        self.append("run_end", status=status, error=None if error is None else str(error))
+
+    def close(self) -> None:
+        """Close the descriptor; nothing is buffered, so nothing can be lost by not calling this."""
+        with self._mutex:
+            if self._file >= 0:
+                os.close(self._file)
+                self._file = -1
+
+    def _write(self, line: bytes) -> None:
+        with self._mutex, explained(self.path):
+            if self._file < 0:
+                raise ValueError(f"{self.path} is closed")
+            size = os.fstat(self._file).st_size
+            written = 0
+            try:
+                while written < len(line):  # once, unless the disk fills up or a signal interrupts
+                    written += os.write(self._file, line[written:])
+            except OSError:
+                os.ftruncate(self._file, size)
+                raise
+
+
+def read(path: str | os.PathLike[str], *, everything: bool = False) -> Iterator[dict]:
+    """The events of a file, in order; a torn last line is passed over.
+
+    Args:
+        everything: also what later starts have superseded.
+
+    Raises:
+        RunDirectoryError: a line other than the last is damaged.
+    """
+    survives: list[float] = [math.inf]
+    if not everything:
+        limits = [_resumes_at(event) for event in _lines(path, only=b'"run_start"') if event["event"] == "run_start"]
+        # An event of start i lasts while no later start begins at or before its rollout.
+        for limit in reversed(limits):
+            survives.append(min(survives[-1], limit))
+        survives.reverse()
+    start = 0
+    for event in _lines(path):
+        start += event["event"] == "run_start"
+        limit = survives[min(start, len(survives) - 1)]
+        if event["event"] in LIFECYCLE or event["rollout_id"] is None or event["rollout_id"] < limit:
+            yield event
+
+
+def stage_seconds(metrics: Mapping[str, float | None]) -> dict[str, float]:
+    """Seconds of each stage of one rollout, nothing counted twice, from its perf/ metrics.
+
+    Miles's train_time includes the passes for log-probs, which are the stage "score" here; names that are a stage's
+    own (perf/score_time, perf/sync_time, ...) are taken as they are.
+    """
+    perf = {name: value for name, value in metrics.items() if name.startswith("perf/") and value is not None}
+    took = {stage: sum(perf.get(f"perf/{name}_time", 0.0) for name in _first(perf, sources))
+            for stage, sources in _TIMERS.items()}
+    if "perf/actor_train_time" not in perf and "perf/score_time" not in perf:
+        took["train"] = max(0.0, took["train"] - took["score"])
+    return {stage: seconds for stage, seconds in took.items() if seconds > 0}
+
+
+_LOG_PROBS = ("log_probs", "ref_log_probs", "teacher_log_probs")
+_TIMERS: dict[str, tuple[tuple[str, ...], ...]] = {
+    "prompts": (("prompts",), ("data_preprocess",)),
+    "rollout": (("rollout",),),
+    "score": (("score",), _LOG_PROBS),
+    "train": (("actor_train",), ("train",)),
+    "sync": (("sync",), ("update_weights",)),
+    "eval": (("eval",),),
+    "save": (("save",), ("save_model",)),
+}
+"""Stage -> timers that make it up, the first set of which any is there; in the order of the loop."""
+
+STAGES = tuple(_TIMERS)
+
+
+def _first(perf: Mapping[str, float], sources: tuple[tuple[str, ...], ...]) -> tuple[str, ...]:
+    return next((names for names in sources if any(f"perf/{name}_time" in perf for name in names)), ())
+
+
+def _resumes_at(event: dict) -> float:
+    """The first rollout that a start does."""
+    at = event.get("resumed_from")
+    return at if isinstance(at, int) else 0
+
+
+def _lines(path: str | os.PathLike[str], only: bytes = b"") -> Iterator[dict]:
+    """Parsed whole lines; those that do not contain `only` are not even parsed."""
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.endswith(b"\n"):  # torn: the last one
+                return
+            if only not in line:
+                continue
+            try:
+                event = json.loads(line)
+                event["event"], event["time"], event["rollout_id"]
+            except (ValueError, KeyError, TypeError) as error:
+                raise RunDirectoryError(
+                    f"line {number} is damaged", got=line[:60].decode("utf-8", "replace").rstrip(), who=str(path),
+                    fix="remove that line; the others stand on their own",
+                ) from error
+            yield event
+
+
+def _cut_torn_line(file: int) -> None:
+    """Truncate to the end of the last whole line, looking backwards block by block."""
+    size = end = os.fstat(file).st_size
+    while end:
+        begin = max(0, end - 65536)
+        at = os.pread(file, end - begin, begin).rfind(b"\n")
+        if at >= 0:
+            end = begin + at + 1
+            break
+        end = begin
+    if end < size:
+        os.ftruncate(file, end)
+
+
+def _strict(value: object, name: str, nonfinite: list[str], top: bool = True) -> object:
+    """`value` as strict JSON: numpy becomes plain, what is not finite becomes null and its name is noted."""
+    if isinstance(value, Mapping):
+        return {str(key): _strict(item, str(key) if top else f"{name}.{key}", nonfinite, False)
+                for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_strict(item, f"{name}.{index}", nonfinite, False) for index, item in enumerate(value)]
+    if hasattr(value, "tolist"):
+        return _strict(value.tolist(), name, nonfinite, top)
+    if isinstance(value, float) and not math.isfinite(value):
+        nonfinite.append(name)
+        return None
+    return value if value is None or isinstance(value, (str, int, float)) else str(value)

@@ -1,0 +1,64 @@
+"""Journal: everything that a run tells anybody, in one place: events, samples, trackers and the live view."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from miles_core.record.console import Console
+from miles_core.record.directory import RunDirectory
+from miles_core.record.events import EventLog
+from miles_core.record.samples import write_samples
+from miles_core.types import Batch, Sample
+
+
+class Journal:
+    """Where the run's figures go.
+
+    Args:
+        trackers: the bound `metrics` hook, or None.
+        decode_piece: text of one token id, for the sample files.
+        print_every: print a sample of every N-th rollout.
+    """
+
+    def __init__(self, directory: RunDirectory, console: Console, *, trackers: Callable | None = None,
+                 decode_piece: Callable[[int], str] = str, print_every: int | None = None):
+        self.directory, self.console, self.events = directory, console, EventLog(directory.events)
+        self._trackers, self._decode_piece, self._print_every = trackers, decode_piece, print_every
+
+    def stage(self, name: str) -> None:
+        """What is going on now."""
+        self.console.stage(name)
+
+    def event(self, kind: str, /, rollout_id: int | None = None, **fields: object) -> None:
+        """One line of events.jsonl."""
+        self.events.append(kind, rollout_id, **fields)
+        if kind == "checkpoint":
+            self.console.saved(fields["path"], fields.get("seconds"))
+
+    def message(self, level: str, text: str) -> None:
+        """A sentence for the person and for the record."""
+        self.events.message(level, text)
+        self.console.message(level, text)
+
+    def rollout(self, batch: Batch, metrics: Mapping[str, float]) -> None:
+        """A rollout has been trained on."""
+        rollout_id = batch.rollout_id
+        self.events.metrics(rollout_id, metrics)
+        write_samples(self.directory, "rollout", rollout_id, batch.samples, self._decode_piece)
+        self._track(rollout_id, metrics)
+        self.console.rollout(rollout_id, metrics)
+        if self._print_every and rollout_id % self._print_every == 0 and batch.samples:
+            sample = batch.samples[0]
+            self.message("info", f"rollout {rollout_id}: {sample.prompt.text!r} -> {sample.text!r}  reward {sample.reward}  "
+                                 f"label {sample.prompt.label!r}")
+
+    def evaluation(self, name: str, rollout_id: int, metrics: Mapping[str, float], samples: Sequence[Sample]) -> None:
+        """A dataset has been evaluated with the weights that rollout `rollout_id` samples from."""
+        self.events.eval(rollout_id, metrics)
+        write_samples(self.directory, f"eval_{name}", rollout_id, samples, self._decode_piece)
+        self._track(rollout_id, metrics)
+        self.console.evaluation(name, rollout_id, metrics)
+
+    def _track(self, rollout_id: int, metrics: Mapping[str, float]) -> None:
+        if self._trackers is not None:
+            self._trackers(rollout_id, dict(metrics), self.directory.path)

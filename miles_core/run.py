@@ -1,0 +1,211 @@
+"""Run: what the loop calls. Built once from a plan; holds the parts and knows nothing of their order."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from miles_core.config.tables import RunConfig
+from miles_core.hosts import Handle
+from miles_core.record.journal import Journal
+from miles_core.record.replay import save_batch
+from miles_core.stages.buffer import Buffer, Taken
+from miles_core.evaluation import Evaluation
+from miles_core.stages.filter import filter_group
+from miles_core.stages.prompts import PromptSource
+from miles_core.stages.reward import Scoring
+from miles_core.stages.rollout import Engine
+from miles_core.stages.sync import Placement, WeightSync
+from miles_core.types import Batch, Drop, Group, Prompt
+
+
+@dataclass
+class Run:
+    """The parts of a run, and what the loop asks of them.
+
+    Args:
+        first, last: rollouts first .. last-1 are done.
+        steps: optimizer steps of each rollout.
+        generate: prompt -> group, all answers sampled.
+        chain, shape: the bound filter_group and shape_rewards chains, or None.
+        trainer: handle of the hosted trainer.
+        state: () -> JSON state of the plugins, for checkpoints.
+        clock: seconds, for the figures under perf/.
+    """
+
+    config: RunConfig
+    first: int
+    last: int
+    steps: int
+    prompts: PromptSource
+    generate: Callable[[Prompt], Coroutine[Any, Any, Group]]
+    scoring: Scoring
+    chain: Callable[[Group], Group | Drop] | None
+    shape: Callable[[list[Group]], list[Group]] | None
+    buffer: Buffer
+    engine: Engine | None
+    trainer: Handle
+    weight_sync: WeightSync
+    placement: Placement
+    evaluation: Evaluation
+    journal: Journal
+    state: Callable[[], dict] = dict
+    clock: Callable[[], float] = time.perf_counter
+    version: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    def rollouts(self) -> Iterator[int]:
+        """The rollouts that are left to do."""
+        return iter(range(self.first, self.last))
+
+    @asynccontextmanager
+    async def tasks(self) -> AsyncIterator[Callable[[Coroutine], asyncio.Task]]:
+        """Starts tasks that end with the block."""
+        running: set[asyncio.Task] = set()
+
+        def start(work: Coroutine) -> asyncio.Task:
+            task = asyncio.create_task(work)
+            running.add(task)
+            task.add_done_callback(running.discard)
+            return task
+
+        try:
+            yield start
+        finally:
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+
+    async def begin(self) -> None:
+        """Start the engine."""
+        if self.engine is not None:
+            await self.engine.start()
+
+    async def rollout(self, prompt: Prompt) -> Group:
+        """Stage 2."""
+        return await self.generate(prompt)
+
+    async def reward(self, group: Group) -> Group:
+        """Stage 3."""
+        finished = filter_group(group, None)
+        return group if isinstance(finished, Drop) else await self.scoring(group)
+
+    def filter(self, group: Group) -> Group | Drop:
+        """Stage 4."""
+        return filter_group(group, self.chain)
+
+    def batch(self, rollout_id: int, taken: Taken) -> Batch:
+        """The taken groups as a batch; their rewards go through shape_rewards."""
+        self._timed("rollout_time")
+        self._drops(rollout_id, taken.drops)
+        batch = Batch(rollout_id, taken.groups, self.version)
+        if self.config.debug.save_debug_rollout_data:
+            save_batch(self.config.debug.save_debug_rollout_data, batch)
+        if self.shape is not None:
+            batch.groups = self.shape(batch.groups)
+        self.metrics.update(rollout_metrics(batch))
+        self.journal.stage("train")
+        return batch
+
+    async def score(self) -> None:
+        """Old and reference log-probs."""
+        self.metrics.update(await self.trainer.score())
+
+    async def advantage(self) -> None:
+        """Stage 6."""
+        self.metrics.update(await self.trainer.advantage())
+
+    async def step(self, index: int) -> None:
+        """Stages 7 and 8. Metrics of several steps are averaged, and the last step's learning rate is kept."""
+        found = await self.trainer.step(index)
+        for key, value in found.items():
+            summed = key.startswith(("train/", "perf/")) and index and "lr-" not in key
+            old = self.metrics.get(key, 0.0)
+            if key.startswith("perf/"):
+                self.metrics[key] = old + value if summed else value
+            else:
+                self.metrics[key] = (old * index + value) / (index + 1) if summed else value
+        self.journal.step(index, found)
+
+    async def sync(self, rollout_id: int) -> None:
+        """Stage 9: weights that `rollout_id` samples from. Version n serves rollout n-1, so 0 is never a trained one."""
+        self._timed("train_time")
+        version = rollout_id + 1
+        self.journal.stage("sync")
+        begin = self.clock()
+        figures = await self.weight_sync.sync(self.trainer, self.engine, version)
+        self.version = version
+        self.metrics["perf/update_weights_time"] = self.clock() - begin
+        self.journal.event("weight_sync", rollout_id=rollout_id, version=version, seconds=self.clock() - begin, **figures)
+        self._mark = self.clock()
+        self.journal.stage("rollout")
+
+    async def evaluate(self, rollout_id: int, *, before: bool = False) -> None:
+        """Stages 1 to 3 on the eval datasets with the weights that the engine has; no-op when none is due."""
+        if not self.evaluation.due(rollout_id, self.last, before=before):
+            return
+        self.journal.stage("eval")
+        async with self.placement.lease("rollout"):
+            for name, metrics, samples in await self.evaluation(self.engine):
+                self.journal.evaluation(name, rollout_id, metrics, samples)
+        self.journal.stage("rollout")
+
+    async def finish(self, batch: Batch) -> None:
+        """Report the rollout, evaluate and save when due."""
+        done = batch.rollout_id + 1
+        self.metrics["perf/step_time"] = sum(self.metrics.get(f"perf/{k}", 0.0) for k in ("rollout_time", "train_time", "update_weights_time"))
+        self.journal.rollout(batch, self.metrics)
+        self.metrics = {}
+        if self.config.debug.debug_determinism:
+            self.journal.event("hashes", rollout_id=batch.rollout_id, **await self.trainer.hashes(batch))
+        await self.evaluate(done)
+        checkpoint = self.config.checkpoint
+        if checkpoint.save and (done == self.last or (checkpoint.save_interval and done % checkpoint.save_interval == 0)):
+            await self.save(done)
+
+    async def save(self, done: int) -> None:
+        """A checkpoint from which rollout `done` is the next."""
+        self.journal.stage("save")
+        begin, checkpoint = self.clock(), self.config.checkpoint
+        state = {"prompts": self.prompts.state_dict(self.buffer.untrained()), "plugins": self.state()}
+        await self.trainer.save(Path(checkpoint.save), done, state)
+        if checkpoint.save_hf:
+            await self.trainer.export(Path(checkpoint.save_hf.format(rollout_id=done)))
+        self.journal.event("checkpoint", rollout_id=done - 1, path=checkpoint.save, seconds=self.clock() - begin)
+
+    def _timed(self, name: str) -> None:
+        now = self.clock()
+        self.metrics[f"perf/{name}"] = now - getattr(self, "_mark", now)
+        self._mark = now
+
+    def _drops(self, rollout_id: int, drops: Counter[str]) -> None:
+        for reason, count in drops.items():
+            self.metrics[f"rollout/dynamic_filter/drop_{reason}"] = float(count)
+            self.journal.event("drop", rollout_id=rollout_id, reason=reason, count=count)
+
+
+def rollout_metrics(batch: Batch) -> dict[str, float]:
+    """Miles's names for what a rollout brought."""
+    samples = batch.samples
+    rewards = np.array([s.reward for s in samples])
+    lengths = np.array([s.response_length for s in samples])
+    spread = [np.ptp([s.reward for s in group.samples]) for group in batch.groups]
+    found = {
+        "rollout/raw_reward": rewards.mean(),
+        "rollout/response_len/mean": lengths.mean(), "rollout/response_len/median": np.median(lengths),
+        "rollout/response_len/max": lengths.max(), "rollout/response_len/min": lengths.min(),
+        "rollout/truncated_ratio": np.mean([s.status == "truncated" for s in samples]),
+        "rollout/zero_std/percentage": np.mean([value == 0 for value in spread]),
+        "rollout/weight_version/lag": max(batch.version - group.oldest_version for group in batch.groups),
+    }  # fmt: skip
+    for name in samples[0].rewards:
+        found[f"rollout/reward/{name}"] = np.mean([s.rewards[name] for s in samples])
+    return {key: float(value) for key, value in found.items()}

@@ -1,0 +1,82 @@
+"""Stage 3, reward: named scorers write sample.rewards[name], and one number comes out of them.
+
+A scorer that raises, hangs or gives no finite number ends the run with its name: a failure is never a zero reward.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+from miles_core.errors import RewardError
+from miles_core.hosts import in_daemon_thread
+from miles_core.types import Group, Sample
+
+
+class Scoring:
+    """The run's scorers.
+
+    Args:
+        scorers: name -> implementation, which takes `sample` and returns a number, or takes `samples`, a whole group,
+            and returns a list; plain or async.
+        weights: name -> weight.
+        combine: (sample, weights) -> reward.
+        timeout: seconds that one scorer may take for one group.
+    """
+
+    def __init__(self, scorers: Mapping[str, Callable], weights: Mapping[str, float], combine: Callable, timeout: float):
+        self._scorers, self._weights, self._combine, self._timeout = dict(scorers), dict(weights), combine, timeout
+
+    async def __call__(self, group: Group) -> Group:
+        """Score every sample of a group.
+
+        Raises:
+            RewardError: names the scorer and the sample.
+        """
+        for name, scorer in self._scorers.items():
+            for sample, value in zip(group.samples, await self._ask(name, scorer, group.samples), strict=True):
+                sample.rewards[name] = _number(name, sample, value)
+        for sample in group.samples:
+            if self._scorers:
+                sample.reward = _number("combine_rewards", sample, self._combine(sample, self._weights))
+            if sample.reward is None:
+                raise RewardError(f"nobody scored {sample.name}",
+                                  fix="name a scorer with --rm-type, or let the generator set sample.reward")
+        return group
+
+    async def _ask(self, name: str, scorer: Callable, samples: Sequence[Sample]) -> list[object]:
+        whole = "samples" in inspect.signature(scorer).parameters
+        try:
+            async with asyncio.timeout(self._timeout):
+                if inspect.iscoroutinefunction(scorer):
+                    calls = [scorer(samples)] if whole else [scorer(sample) for sample in samples]
+                    answers = list(await asyncio.gather(*calls))
+                else:
+                    answers = await in_daemon_thread(lambda: [scorer(samples)] if whole else [scorer(s) for s in samples])
+        except TimeoutError:
+            raise RewardError(f"scorer {name!r} took longer than {self._timeout:g} s for {samples[0].prompt.stream} "
+                              f"prompt {samples[0].prompt.uid}", fix="mend the scorer, or raise --rm-timeout") from None
+        except Exception as error:
+            raise RewardError(f"scorer {name!r} failed on {samples[0].prompt.stream} prompt {samples[0].prompt.uid} "
+                              f"(row {samples[0].prompt.row})", got=f"{type(error).__name__}: {error}",
+                              fix="mend the scorer; a failure is not a reward of 0") from error
+        answers = answers[0] if whole else answers
+        if not isinstance(answers, Sequence) or len(answers) != len(samples):
+            raise RewardError(f"scorer {name!r} should answer with one number for each of {len(samples)} samples", got=answers)
+        return list(answers)
+
+
+def weighted_sum(sample: Sample, weights: Mapping[str, float]) -> float:
+    """The default of `combine_rewards`."""
+    return sum(weights[name] * value for name, value in sample.rewards.items() if name in weights)
+
+
+def _number(name: str, sample: Sample, value: object) -> float:
+    if isinstance(value, bool | int | float) or hasattr(value, "__float__"):
+        value = float(value)
+        if math.isfinite(value):
+            return value
+    raise RewardError(f"scorer {name!r} gave {sample.name} no finite number", got=repr(value),
+                      fix="return a finite float for every sample")

@@ -1,0 +1,215 @@
+"""Stage 2, rollout: a prompt and an engine become samples.
+
+An engine turns token ids into token ids (Engine). A generator turns one prompt into the samples of its group with as
+many engine calls as it likes; `single_turn` is the default.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, Protocol
+
+import numpy as np
+
+from miles_core.errors import EngineError
+from miles_core.types import Prompt, Sample, Status
+
+if TYPE_CHECKING:
+    import torch
+
+PauseMode = Literal["abort", "retract", "in_place"]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are drawn.
+
+    Log-probs are always those of the temperature-scaled distribution before top-p and top-k cut it.
+
+    Args:
+        temperature: 0 means greedy; greedy log-probs are those at temperature 1.
+        top_k: -1 or 0 means off.
+        max_new_tokens: upper bound on response tokens.
+        stop: strings that end a response once they appear in its text; they stay in it.
+        stop_token_ids: ids that end a response, beside the tokenizer's end-of-sequence id; they stay in it.
+        ignore_eos: go on after the end-of-sequence id (benchmarks with forced lengths).
+        min_new_tokens: stop ids are not drawn before this many tokens.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    max_new_tokens: int = 128
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    skip_special_tokens: bool = False
+    ignore_eos: bool = False
+    min_new_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One call of an engine.
+
+    Args:
+        id: unique among the requests in flight; abort takes it.
+        input_ids: the whole context; a resumed generation passes its response so far as well.
+        key: 64-bit key of this request's random draws. Draw i depends on (key, i) alone, so neither timing nor
+            batching changes a token.
+        want: further data to return, such as "routed_experts".
+    """
+
+    id: str
+    input_ids: tuple[int, ...]
+    sampling: SamplingParams
+    key: int
+    want: frozenset[str] = frozenset()
+
+
+@dataclass(slots=True)
+class Response:
+    """What an engine answers; N new tokens.
+
+    Args:
+        output_ids: [N] int32, final: never tokenised again.
+        log_probs: [N] float32 of each drawn token.
+        versions: [N] int32, weight version that each token was drawn from.
+        finish_reason: "stop", "length" or "abort" (what was generated until then is returned).
+        extra: what `want` asked for, e.g. "routed_experts": [P+N-1, layers, topk] int32.
+    """
+
+    output_ids: np.ndarray
+    log_probs: np.ndarray
+    versions: np.ndarray
+    finish_reason: str
+    text: str = ""
+    extra: dict[str, np.ndarray] = field(default_factory=dict)
+
+
+class Engine(Protocol):
+    """What every engine can do. All waits inside are bounded by the caller."""
+
+    version: int
+
+    async def start(self) -> None:
+        """Get ready to serve; weights may be anything until the first update."""
+
+    async def generate(self, request: Request) -> Response:
+        """Sample one continuation. Many calls may be in flight.
+
+        Raises:
+            EngineError: the context leaves no room, or the engine failed.
+        """
+
+    async def abort(self, ids: Iterable[str] | None = None) -> None:
+        """End these requests (all when None); their generate calls return with finish_reason "abort"."""
+
+    async def pause(self, mode: PauseMode = "retract") -> None:
+        """Draw no further token until `resume`. abort: end all; retract: recompute caches on resume; in_place: keep."""
+
+    async def resume(self) -> None:
+        """Go on after `pause`."""
+
+    async def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        """Replace all weights by this complete stream of Hugging Face names; atomic: all of them or none.
+
+        Raises:
+            EngineError: unknown, missing or misshapen tensors, or a version that is not newer.
+        """
+
+    async def stop(self) -> None:
+        """End everything; requests in flight return as aborted."""
+
+
+RequestHook = Callable[[Request], Request]
+ResponseHook = Callable[[Sample, Response], Sample]
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """What a generator may use.
+
+    Args:
+        engine: where tokens come from.
+        sampling: parameters of this dataset or run.
+        samples: how many samples a group has.
+        key: (sample index, turn) -> key of its draws, already bound to run seed, stream and prompt.
+        decode: token ids -> text.
+        timeout: seconds that one engine call may take.
+        on_request, on_response: the chains of the hooks generate_request and generate_response.
+    """
+
+    engine: Engine
+    sampling: SamplingParams
+    samples: int
+    key: Callable[[int, int], int]
+    decode: Callable[[Iterable[int], bool], str]
+    timeout: float
+    on_request: RequestHook = lambda request: request
+    on_response: ResponseHook = lambda sample, response: sample
+
+
+async def single_turn(prompt: Prompt, generation: Generation) -> list[Sample]:
+    """Sample every answer with one engine call, all of them in flight at once.
+
+    Raises:
+        EngineError: a call failed, or took longer than `generation.timeout` seconds.
+    """
+    calls = [asyncio.ensure_future(_one_turn(prompt, index, generation)) for index in range(generation.samples)]
+    try:
+        return list(await asyncio.gather(*calls))
+    finally:
+        for call in calls:
+            call.cancel()  # the others, when one failed
+
+
+async def _one_turn(prompt: Prompt, index: int, generation: Generation) -> Sample:
+    request = Request(
+        id=f"{prompt.stream}-{prompt.uid}-{index}",
+        input_ids=prompt.token_ids,
+        sampling=generation.sampling,
+        key=generation.key(index, 0),
+    )
+    request = generation.on_request(request)
+    response = await call_engine(generation, request)
+    return generation.on_response(to_sample(prompt, index, request, response), response)
+
+
+async def call_engine(generation: Generation, request: Request) -> Response:
+    """`engine.generate` with the bounded wait and the checks that every answer has to pass.
+
+    Raises:
+        EngineError: too slow, or an answer whose parts do not fit together.
+    """
+    try:
+        async with asyncio.timeout(generation.timeout):
+            response = await generation.engine.generate(request)
+    except TimeoutError:
+        raise EngineError(f"the engine did not answer request {request.id} within {generation.timeout:g} s",
+                          fix="raise --rollout-timeout, or look at the engine's log") from None
+    lengths = {len(response.output_ids), len(response.log_probs), len(response.versions)}
+    if len(lengths) != 1:
+        raise EngineError(f"the engine's answer to request {request.id} has parts of different lengths", got=sorted(lengths))
+    if len(response.log_probs) and not np.isfinite(response.log_probs).all():
+        raise EngineError(f"the engine's answer to request {request.id} has log-probs that are not finite")
+    return response
+
+
+def to_sample(prompt: Prompt, index: int, request: Request, response: Response) -> Sample:
+    """The sample that one engine answer makes; its columns are the core's."""
+    status = {"stop": Status.COMPLETED, "length": Status.TRUNCATED}.get(response.finish_reason, Status.ABORTED)
+    return Sample(
+        prompt=prompt,
+        index=index,
+        response_length=len(response.output_ids),
+        text=response.text,
+        status=status,
+        columns={
+            "tokens": np.concatenate([np.asarray(request.input_ids, np.int32), np.asarray(response.output_ids, np.int32)]),
+            "loss_mask": np.ones(len(response.output_ids), np.uint8),
+            "rollout_log_probs": np.asarray(response.log_probs, np.float32),
+            "versions": np.asarray(response.versions, np.int32),
+        },
+    )

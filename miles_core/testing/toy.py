@@ -1,0 +1,140 @@
+"""Parts that stand in for prompts, engine and trainer, so that the shipped loop, buffer and leases can be driven alone."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from miles_core.config.tables import RunConfig
+from miles_core.evaluation import Evaluation
+from miles_core.run import Run
+from miles_core.stages.buffer import Buffer
+from miles_core.stages.reward import Scoring
+from miles_core.stages.sync import Local, Placement
+from miles_core.types import Batch, Drop, Group, Prompt, Sample, Status
+
+
+class ToyPrompts:
+    """Prompts 0, 1, 2, ...; what is given back comes first."""
+
+    def __init__(self) -> None:
+        self.fresh, self.again = 0, []
+        self.handed_out: list[int] = []
+
+    def next(self) -> Prompt:
+        if self.again:
+            uid = self.again.pop(0)
+        else:
+            uid, self.fresh = self.fresh, self.fresh + 1
+        self.handed_out.append(uid)
+        return Prompt(uid, uid, f"prompt {uid}", (1, 2, 3))
+
+    def give_back(self, prompts: list[Prompt]) -> None:
+        self.again = [prompt.uid for prompt in prompts] + self.again
+
+    def state_dict(self, untrained: list[Prompt]) -> dict:
+        return {"next": self.fresh, "again": [prompt.uid for prompt in untrained] + self.again}
+
+
+def toy_group(prompt: Prompt, version: int, samples: int = 2, reward: float | None = None) -> Group:
+    """A group of two-token answers that carry the weight version they were sampled from."""
+
+    def sample(index: int) -> Sample:
+        columns = {"tokens": np.array([*prompt.token_ids, 4, 5], np.int32), "loss_mask": np.ones(2, np.uint8),
+                   "rollout_log_probs": np.full(2, -1.0, np.float32), "versions": np.full(2, version, np.int32)}
+        return Sample(prompt, index, columns, 2, "a", Status.COMPLETED, reward=float(index) if reward is None else reward)
+
+    return Group(prompt, [sample(index) for index in range(samples)])
+
+
+class ToyTrainer:
+    """Records what it was trained on; a step takes `seconds`."""
+
+    def __init__(self, seconds: float = 1.0):
+        self.seconds, self.batches, self.batch = seconds, [], None
+
+    async def take_batch(self, batch: Batch) -> None:
+        self.batch = batch
+
+    async def score(self) -> dict[str, float]:
+        return {}
+
+    async def advantage(self) -> dict[str, float]:
+        return {}
+
+    async def step(self, index: int) -> dict[str, float]:
+        await asyncio.sleep(self.seconds)
+        return {"train/loss": 0.0}
+
+    async def end_batch(self) -> Batch:
+        self.batches.append(self.batch)
+        return self.batch
+
+    async def save(self, folder, rollout_id, state) -> None:
+        """Nothing to keep."""
+
+
+@dataclass
+class ToyJournal:
+    """Keeps what the run reported."""
+
+    rollouts: list = field(default_factory=list)
+    events: list = field(default_factory=list)
+
+    def rollout(self, batch: Batch, metrics: dict[str, float]) -> None:
+        self.rollouts.append((batch, metrics))
+
+    def event(self, kind: str, /, rollout_id: int | None = None, **fields: object) -> None:
+        self.events.append((kind, rollout_id, fields))
+
+    def stage(self, name: str) -> None:
+        """Of no interest here."""
+
+    def step(self, index: int, metrics: dict[str, float]) -> None:
+        """Of no interest here."""
+
+
+class ToySync:
+    """A sync that takes `seconds`; counts them."""
+
+    def __init__(self, seconds: float = 0.1):
+        self.seconds, self.versions = seconds, []
+
+    async def sync(self, trainer, engine, version: int) -> dict[str, float]:
+        await asyncio.sleep(self.seconds)
+        self.versions.append(version)
+        return {}
+
+
+def toy_run(*, rollouts: int, batch_size: int, max_lag: int, duration: Callable[[int, int], float],
+            dropped: Callable[[int], bool] = lambda uid: False, crash: Callable[[int], bool] = lambda uid: False,
+            credit: int = 0, placement: Placement | None = None, buffer: type[Buffer] = Buffer, train: float = 1.0,
+            most_drops: int = 1000) -> Run:
+    """A Run of the shipped loop whose engine and trainer only take time.
+
+    Args:
+        duration: (prompt number, how often it was sampled) -> seconds of its sampling.
+        dropped, crash: which prompts a filter drops, and whose sampling raises.
+    """
+    prompts, tries = ToyPrompts(), {}
+
+    async def generate(prompt: Prompt) -> Group:
+        tries[prompt.uid] = tries.get(prompt.uid, 0) + 1
+        version = run.version
+        await asyncio.sleep(duration(prompt.uid, tries[prompt.uid]))
+        if crash(prompt.uid):
+            raise ZeroDivisionError(f"prompt {prompt.uid}")
+        return toy_group(prompt, version)
+
+    run = Run(
+        config=RunConfig(), first=0, last=rollouts, steps=1, prompts=prompts, generate=generate,
+        scoring=Scoring({}, {}, lambda sample, weights: 0.0, 60.0),
+        chain=lambda group: Drop("chosen") if dropped(group.prompt.uid) else group, shape=None,
+        buffer=buffer(batch_size, max_lag, batches=rollouts, credit=credit, give_back=prompts.give_back, most_drops=most_drops),
+        engine=None, trainer=ToyTrainer(train), weight_sync=ToySync(), placement=placement or Local(),
+        evaluation=Evaluation([], None, None), journal=ToyJournal(), clock=lambda: asyncio.get_running_loop().time(),
+    )  # fmt: skip
+    return run

@@ -1,0 +1,148 @@
+"""What flows through the loop: Prompt -> Sample -> Group -> Batch.
+
+Per-token and per-sample data live in columns (columns.py), the core's own tokens, mask, log-probs and versions
+included, so that a plugin's data takes exactly the path that the core's takes. No torch and no numpy at import.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING, NewType
+
+if TYPE_CHECKING:
+    import numpy as np
+
+WeightVersion = NewType("WeightVersion", int)
+"""How many weight syncs the engine has seen; 0 means weights that no trainer sent."""
+
+
+class Status(StrEnum):
+    """How a sample ended. Only COMPLETED and TRUNCATED samples may be trained on."""
+
+    PENDING = "pending"
+    COMPLETED = "completed"
+    TRUNCATED = "truncated"
+    ABORTED = "aborted"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One question, rendered and tokenised.
+
+    Args:
+        uid: ordinal in the endless stream of prompts (epoch x rows + position in the epoch's order).
+        row: line of the dataset it comes from, counted from 0.
+        text: the rendered text that the token ids stand for.
+        token_ids: what the engine is given; never tokenised again later.
+        label: ground truth for the scorers.
+        metadata: whatever else the dataset's row carries; scorers and generators may read it.
+        messages: the conversation before rendering, where the dataset holds one.
+        stream: "train", or the name of an eval dataset.
+    """
+
+    uid: int
+    row: int
+    text: str
+    token_ids: tuple[int, ...]
+    label: str | None = None
+    metadata: Mapping[str, object] = field(default_factory=dict)
+    messages: tuple[Mapping[str, object], ...] | None = None
+    stream: str = "train"
+
+
+@dataclass(slots=True)
+class Sample:
+    """One answer to a prompt.
+
+    Args:
+        prompt: what was asked.
+        index: position in its group, from 0.
+        columns: name -> array; "tokens" (prompt + response) is always there. See columns.py for alignments.
+        response_length: number of response tokens R, those that a tool wrote included.
+        text: the decoded response.
+        rewards: score by scorer name.
+        reward: the combined score, None until the reward stage.
+        rollout: samples that one execution produced share this number and count as one rollout in denominators;
+            by default a sample is its own rollout.
+    """
+
+    prompt: Prompt
+    index: int
+    columns: dict[str, np.ndarray] = field(default_factory=dict)
+    response_length: int = 0
+    text: str = ""
+    status: Status = Status.PENDING
+    rewards: dict[str, float] = field(default_factory=dict)
+    reward: float | None = None
+    rollout: int | None = None
+    metadata: dict[str, object] = field(default_factory=dict)
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """[T] int32: prompt and response."""
+        return self.columns["tokens"]
+
+    @property
+    def length(self) -> int:
+        """T, the number of tokens of prompt and response."""
+        return len(self.columns["tokens"])
+
+    @property
+    def name(self) -> str:
+        """How messages refer to this sample."""
+        return f"{self.prompt.stream} prompt {self.prompt.uid} (row {self.prompt.row}), sample {self.index}"
+
+
+@dataclass(slots=True)
+class Group:
+    """All answers to one prompt, sampled together; the unit of filters, of the buffer and of group advantages."""
+
+    prompt: Prompt
+    samples: list[Sample]
+
+    @property
+    def oldest_version(self) -> int:
+        """The smallest weight version that any response token of the group was sampled from."""
+        return min(int(s.columns["versions"].min()) for s in self.samples if s.response_length)
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """A group that shall not be trained on, and why.
+
+    Args:
+        reason: a word that is counted, such as "reward_std_zero".
+        detail: what a person wants to know when nothing but drops is left.
+    """
+
+    reason: str
+    detail: str = ""
+
+
+@dataclass(slots=True)
+class Batch:
+    """The groups of one rollout, in the order in which they were started.
+
+    Args:
+        rollout_id: 0-based index of the rollout.
+        version: weight version that the engine has while this batch is trained on.
+    """
+
+    rollout_id: int
+    groups: list[Group]
+    version: int = 0
+
+    @property
+    def samples(self) -> list[Sample]:
+        """All samples, group after group."""
+        return [sample for group in self.groups for sample in group.samples]
+
+    def group_slices(self) -> Iterator[slice]:
+        """Where each group lies in `samples`."""
+        start = 0
+        for group in self.groups:
+            yield slice(start, start + len(group.samples))
+            start += len(group.samples)

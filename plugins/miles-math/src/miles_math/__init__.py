@@ -1,0 +1,1 @@
+"""Scorers for mathematical answers: "math", "boxed_math" and "format"."""

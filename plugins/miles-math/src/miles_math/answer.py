@@ -1,0 +1,82 @@
+"""Finding the answer in a response: boxes with balanced braces, found in one pass over the text."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+_TOKEN = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)
+_END_TOKEN = re.compile(r"<[|｜][^<>|｜]{1,64}[|｜]>|</s>|<eos>|<end_of_turn>")
+_CLOSING = re.compile(r"(?:\\[\])]|[.$*\s])*")
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A well-formed box: text[start:end] is all of it, text[inside:end - 1] what stands in the braces."""
+
+    start: int
+    inside: int
+    end: int
+
+
+def boxes(text: str) -> list[Box]:
+    """Every well-formed box, in the order in which they close; a box in a box closes before it.
+
+    Escaped braces do not count. A box that is never closed is none: the response ended before its answer did.
+    """
+    found: list[Box] = []
+    open_braces: list[tuple[int, int] | None] = []
+    for match in _TOKEN.finditer(text):
+        token = match.group()
+        if token.startswith("\\boxed"):
+            open_braces.append(match.span())
+        elif token == "{":
+            open_braces.append(None)
+        elif token == "}" and open_braces:
+            opening = open_braces.pop()
+            if opening is not None:
+                found.append(Box(*opening, match.end()))
+    return found
+
+
+def boxed_answer(text: str) -> str | None:
+    """What the last box holds, or None without one. \\boxed{\\boxed{5}} holds 5."""
+    found = boxes(text)
+    if not found:
+        return None
+    start, stop = _stripped(text, found[-1])
+    for box in reversed(found[:-1]):
+        if (box.start, box.end) != (start, stop):
+            break
+        start, stop = _stripped(text, box)
+    return text[start:stop]
+
+
+def without_end_tokens(text: str) -> str:
+    """The response without surrounding space and without the special tokens that end a turn, such as <|im_end|>."""
+    text = text.strip()
+    while text.endswith(">"):
+        start = text.rfind("<")
+        if start < 0 or not _END_TOKEN.fullmatch(text, start):
+            break
+        text = text[:start].rstrip()
+    return text
+
+
+def ends_in_its_only_box(text: str) -> bool:
+    """Exactly one \\boxed, well-formed and not empty, with nothing after it but what closes a formula or sentence."""
+    text = without_end_tokens(text)
+    found = boxes(text)
+    if len(found) != 1 or text.count("\\boxed") != 1 or not boxed_answer(text):
+        return False
+    return _CLOSING.fullmatch(text, found[0].end) is not None
+
+
+def _stripped(text: str, box: Box) -> tuple[int, int]:
+    """Where a box's content begins and ends, without the space around it."""
+    start, stop = box.inside, box.end - 1
+    while start < stop and text[start].isspace():
+        start += 1
+    while start < stop and text[stop - 1].isspace():
+        stop -= 1
+    return start, stop

@@ -1,0 +1,74 @@
+"""The program of a grading process: reads questions from stdin, answers with equal, different or label on stdout.
+
+The kernel ends the process when a question takes more CPU seconds than it may: SIGPROF with its default action, which
+unlike a handler also ends what is deep in C code, and CPU time, so that a busy machine makes no answer wrong. It gets
+no more memory than MEMORY, and ends with its input. math-verify's own timeouts, which are Python's handlers, are off.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import resource
+import signal
+import sys
+
+MEMORY = 4 << 30
+START_SECONDS = 120.0
+WALL = 10
+"""Wall seconds per CPU second, for a question that waits instead of working (SIGALRM)."""
+WARM_UP = (("1", "2", True), ("1", "2", False), ("x+1", "1+x", True), ("\\frac{1}{2}", "0.5", True))
+"""Questions that import and compile what the first real one should not pay for."""
+
+
+def equal(answer: str, label: str, *, boxed: bool) -> bool | None:
+    """math-verify's verdict; None when the label cannot be parsed.
+
+    Args:
+        answer: what a box held, or the end of a response without a box.
+        label: the ground truth, bare or in a box or between dollar signs.
+    """
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+
+    label = label.strip().strip("$")
+    gold = parse(label if "\\boxed" in label else f"\\boxed{{{label}}}", parsing_timeout=None)
+    if not gold:
+        return None
+    plain = [LatexExtractionConfig(boxed_match_priority=-1), ExprExtractionConfig()]
+    found = parse(f"\\boxed{{{answer}}}", parsing_timeout=None) if boxed else parse(answer, plain, parsing_timeout=None)
+    return verify(gold, found, timeout_seconds=None)
+
+
+def allow(seconds: float) -> None:
+    """Let the process live for so many CPU seconds more; 0 means for ever."""
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    signal.setitimer(signal.ITIMER_REAL, seconds * WALL)
+
+
+def main() -> None:
+    """Serve until the input ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    allow(START_SECONDS)
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, resource.getrlimit(resource.RLIMIT_AS)[1]))
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
+    logging.disable(logging.CRITICAL)
+    for answer, label, boxed in WARM_UP:
+        equal(answer, label, boxed=boxed)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
+    allow(0)
+    answers.write("ready\n")
+    for line in sys.stdin:
+        question = json.loads(line)
+        allow(question["seconds"])
+        try:
+            verdict = equal(question["answer"], question["label"], boxed=question["boxed"])
+        except Exception:  # noqa: BLE001 - SymPy raises anything; what it cannot compare is not equal
+            verdict = False
+        allow(0)
+        answers.write({True: "equal", False: "different", None: "label"}[verdict] + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""The scorers as the core calls them."""
+
+import asyncio
+import subprocess
+import sys
+
+import pytest
+from miles_math.plugin import Math, MathOptions
+
+from miles_core.errors import ConfigError, RewardError
+from miles_core.types import Prompt, Sample
+
+
+@pytest.fixture
+def scorers():
+    made = []
+
+    def make(**options):
+        made.append(Math(MathOptions(**options)))
+        return made[-1]
+
+    yield make
+    for plugin in made:
+        plugin.finish()
+
+
+def sample(text, label="46"):
+    return Sample(Prompt(uid=7, row=5, text="12+34=", token_ids=(1,), label=label), 0, text=text)
+
+
+def test_math_and_boxed_math(scorers):
+    plugin = scorers()
+    assert plugin.math(sample(r"\boxed{46}")) == plugin.boxed_math(sample(r"\boxed{46}")) == 1.0
+    assert plugin.math(sample(r"\boxed{45}")) == plugin.boxed_math(sample(r"\boxed{45}")) == 0.0
+    assert plugin.math(sample("46")) == 1.0
+    assert plugin.boxed_math(sample("46")) == 0.0
+
+
+def test_boxed_only(scorers):
+    plugin = scorers(boxed_only=True)
+    assert plugin.math(sample("46")) == 0.0
+    assert plugin.math(sample(r"\boxed{46}")) == 1.0
+
+
+def test_format(scorers):
+    assert scorers().format(sample(r"so \boxed{1}<|im_end|>")) == 1.0
+    assert scorers().format(sample("so 46")) == 0.0
+    pattern = scorers(format_pattern=r"<think>.*</think>\s*\\boxed\{\d+\}")
+    assert pattern.format(sample("<think>1\n2</think>\n\\boxed{3}<|im_end|>")) == 1.0
+    assert pattern.format(sample("\\boxed{3}")) == 0.0
+
+
+@pytest.mark.parametrize("label", [None, "", "  "])
+def test_a_missing_label_names_the_row_and_the_flag(scorers, label):
+    with pytest.raises(RewardError, match=r"row 5.*--label-key"):
+        scorers().math(sample(r"\boxed{46}", label))
+
+
+def test_what_cannot_be_graded_scores_nothing_and_says_so(scorers):
+    hostile = sample(r"\boxed{9^{9^{9^9}}}")
+    assert scorers(grading_timeout=1.0).math(hostile) == 0.0
+    assert hostile.metadata["math_ungraded"] == "SIGPROF"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("format_pattern", "("), ("grading_timeout", 0.0), ("grading_processes", 0)]
+)
+def test_options_are_checked(name, value):
+    with pytest.raises(ConfigError, match=name):
+        Math(MathOptions(**{name: value}))
+
+
+def test_scorers_work_in_a_worker_thread(scorers):
+    plugin = scorers()
+    assert asyncio.run(asyncio.to_thread(plugin.math, sample(r"\boxed{40+6}"))) == 1.0
+
+
+def test_the_plugin_module_imports_nothing_heavy():
+    code = (
+        f"import sys; sys.path[:] = {sys.path!r}; import miles_math.plugin;"
+        "assert not {'torch', 'sympy', 'math_verify'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

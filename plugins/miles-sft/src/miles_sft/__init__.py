@@ -1,0 +1,1 @@
+"""Supervised fine-tuning in Miles: the dataset's own answers take the place of sampled ones."""

@@ -1,0 +1,120 @@
+"""A conversation becomes tokens and a mask of the tokens that the assistant wrote.
+
+With `{% generation %}` blocks the chat template says itself which tokens those are. Without them, answer i lies between
+two renderings: of messages[:i] with the opening of an answer, and of messages[:i+1]. Both must be beginnings of the
+whole conversation's text, which is verified; a template that rewrites earlier turns, such as one that strips their
+reasoning, is refused with a sentence instead of training on tokens that nobody would generate.
+
+The text is cut at these borders before it is tokenised, just as in sampling, where the prompt is tokenised alone.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from miles_core.errors import DataError
+
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+@dataclass(slots=True)
+class Turns:
+    """Token ids of a conversation, and 1 for each that is trained on: both [T]."""
+
+    ids: list[int]
+    mask: list[int]
+
+
+def encode(tokenizer: Any, messages: Sequence[Mapping[str, object]], arguments: Mapping[str, object], where: str,
+           *, last_only: bool = False) -> Turns:
+    """Tokens and mask of a conversation that ends with an answer, whose end token is trained on and what follows is not.
+
+    Args:
+        arguments: further arguments of the chat template.
+        where: the row, for messages.
+        last_only: train on the last answer only; earlier ones are context.
+
+    Raises:
+        DataError: no chat template, a refusal by the template, or one that rewrites earlier turns.
+    """
+    template = getattr(tokenizer, "chat_template", None)
+    if not template:
+        raise DataError("the tokenizer has no chat template", who=where,
+                        fix="pass --chat-template-path FILE, or give the prompt as text")
+    if isinstance(template, str) and _GENERATION.search(template):
+        turns = _by_generation_blocks(tokenizer, messages, arguments, where)
+        return _last_answer(turns) if last_only else turns
+    answers = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
+    return _by_prefixes(tokenizer, messages, answers[-1:] if last_only else answers, arguments, where)
+
+
+def _by_prefixes(tokenizer: Any, messages: Sequence[Mapping[str, object]], answers: Sequence[int],
+                 arguments: Mapping[str, object], where: str) -> Turns:
+    whole = _render(tokenizer, messages, arguments, where, opening=False)
+    turns, at = Turns([], []), 0
+    for i in answers:
+        before = _render(tokenizer, messages[:i], arguments, where, opening=True)
+        after = _render(tokenizer, messages[: i + 1], arguments, where, opening=False)
+        if not (whole.startswith(before) and whole.startswith(after) and at <= len(before) < len(after)):
+            raise DataError(
+                f"the chat template renders message {i} differently when others follow: where is the answer?",
+                who=where,
+                fix="--sft-last-turn-only, or a template that marks answers with {% generation %} (--chat-template-path)",
+            )
+        _append(turns, tokenizer, whole[at : len(before)], trained=False)
+        _append(turns, tokenizer, whole[len(before) : len(after)], trained=True)
+        at = len(after)
+    return turns
+
+
+def _append(turns: Turns, tokenizer: Any, text: str, *, trained: bool) -> None:
+    ids = list(tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []
+    kept = without_trailing_space(tokenizer, ids) if trained else 0
+    turns.ids += ids
+    turns.mask += [1] * kept + [0] * (len(ids) - kept)
+
+
+def without_trailing_space(tokenizer: Any, ids: Sequence[int]) -> int:
+    """How many ids remain when the blank text that a template writes after an answer's end token is left out."""
+    special = set(tokenizer.all_special_ids)
+    last = max((i for i, token in enumerate(ids) if token in special), default=None)
+    if last is not None and not tokenizer.decode(ids[last + 1 :]).strip():
+        return last + 1
+    return len(ids)
+
+
+def _by_generation_blocks(tokenizer: Any, messages: Sequence[Mapping[str, object]], arguments: Mapping[str, object],
+                          where: str) -> Turns:
+    try:
+        encoded = tokenizer.apply_chat_template(list(messages), tokenize=True, return_dict=True,
+                                                return_assistant_tokens_mask=True,
+                                                **{**arguments, "add_generation_prompt": False})
+    except Exception as error:
+        raise _refused(error, where) from error
+    return Turns(list(encoded["input_ids"]), [int(bit) for bit in encoded["assistant_masks"]])
+
+
+def _last_answer(turns: Turns) -> Turns:
+    """The same with the last run of trained tokens only."""
+    stop = max((i + 1 for i, bit in enumerate(turns.mask) if bit), default=0)
+    start = stop
+    while start and turns.mask[start - 1]:
+        start -= 1
+    return Turns(turns.ids, [int(start <= i < stop) for i in range(len(turns.ids))])
+
+
+def _render(tokenizer: Any, messages: Sequence[Mapping[str, object]], arguments: Mapping[str, object], where: str,
+            *, opening: bool) -> str:
+    try:
+        return tokenizer.apply_chat_template(list(messages), tokenize=False,
+                                             **{**arguments, "add_generation_prompt": opening})
+    except Exception as error:
+        raise _refused(error, where) from error
+
+
+def _refused(error: Exception, where: str) -> DataError:
+    return DataError("the chat template refuses the messages", got=f"{type(error).__name__}: {error}", who=where,
+                     fix="check the roles and contents of the row")

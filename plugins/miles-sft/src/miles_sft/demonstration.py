@@ -1,0 +1,121 @@
+"""A row becomes the sample that a perfect engine would have answered with: its tokens, and a mask of what is trained.
+
+    loss = -log p(token | the tokens before it)    over the tokens of the answer, the end token included
+
+Behaviour cloning in the words of policy gradients: advantages of 1, and log-probs of the "sampler" that are all 0.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from miles_core.errors import ConfigError, DataError
+from miles_core.types import Prompt, Sample, Status
+from miles_sft.conversation import Turns, encode
+
+if TYPE_CHECKING:
+    from miles_core.config import RunConfig
+    from miles_sft.plugin import SftOptions
+
+
+def load_tokenizer(config: RunConfig) -> Any:
+    """The run's tokenizer, with the run's chat template.
+
+    Raises:
+        ConfigError: no --hf-checkpoint.
+        DataError: the tokenizer does not keep apart what is tokenised apart.
+    """
+    from pathlib import Path
+
+    from transformers import AutoTokenizer
+
+    if config.checkpoint.hf_checkpoint is None:
+        raise ConfigError("sft needs a tokenizer", who="checkpoint.hf_checkpoint", fix="pass --hf-checkpoint FOLDER")
+    tokenizer = AutoTokenizer.from_pretrained(config.checkpoint.hf_checkpoint)
+    if config.rollout.chat_template_path is not None:
+        tokenizer.chat_template = Path(config.rollout.chat_template_path).read_text(encoding="utf-8")
+    one = tokenizer("a", add_special_tokens=False)["input_ids"]
+    if tokenizer.decode([*one, *one]).strip() != "aa":
+        raise DataError("the tokenizer writes a space before every text, so prompt and answer cannot be joined",
+                        who=config.checkpoint.hf_checkpoint, fix="use one without a dummy prefix: byte-level BPE")
+    return tokenizer
+
+
+def to_sample(prompt: Prompt, tokenizer: Any, options: SftOptions, config: RunConfig, version: int) -> Sample:
+    """The one sample of a row.
+
+    A conversation whose last message is the assistant's is its own answer. Any other prompt keeps the token ids it came
+    with and is followed by metadata[sft_response_key], else by the label.
+
+    Args:
+        version: the engine's weight version, which the sample's tokens are stamped with.
+
+    Raises:
+        DataError: no answer, nothing to train on, or a conversation that cannot be cut into turns.
+    """
+    where = f"{prompt.stream} row {prompt.row}"
+    if prompt.messages and prompt.messages[-1].get("role") == "assistant":
+        turns = encode(tokenizer, prompt.messages, config.rollout.apply_chat_template_kwargs or {}, where,
+                       last_only=options.sft_last_turn_only)
+    else:
+        response = _response(prompt, options.sft_response_key, where)
+        ids = list(tokenizer(response, add_special_tokens=False)["input_ids"])
+        turns = Turns([*prompt.token_ids, *ids], [0] * len(prompt.token_ids) + [1] * len(ids))
+    _close(turns, tokenizer, options.sft_append_eos)
+    status = Status.COMPLETED
+    limit = config.rollout.rollout_max_context_len
+    if limit is not None and len(turns.ids) > limit:
+        turns, status = Turns(turns.ids[:limit], turns.mask[:limit]), Status.TRUNCATED
+    if 1 not in turns.mask:
+        raise DataError("nothing of the row is left to train on", who=where, got=f"{len(turns.ids)} tokens",
+                        fix="check that the answer is not empty, and --rollout-max-context-len")
+    start = turns.mask.index(1)
+    if start == 0:
+        raise DataError("the answer has nothing before it, so its first token cannot be predicted", who=where,
+                        fix="give the row a prompt")
+    return _sample(prompt, turns, start, status, version, tokenizer)
+
+
+def _sample(prompt: Prompt, turns: Turns, start: int, status: Status, version: int, tokenizer: Any) -> Sample:
+    length = len(turns.ids) - start
+    return Sample(
+        prompt=prompt,
+        index=0,
+        response_length=length,
+        text=tokenizer.decode(turns.ids[start:]),
+        status=status,
+        reward=0.0,
+        columns={
+            "tokens": np.array(turns.ids, np.int32),
+            "loss_mask": np.array(turns.mask[start:], np.uint8),
+            "rollout_log_probs": np.zeros(length, np.float32),
+            "versions": np.full(length, version, np.int32),
+        },
+    )
+
+
+def _response(prompt: Prompt, key: str, where: str) -> str:
+    response = prompt.metadata.get(key, prompt.label)
+    if not isinstance(response, str):
+        raise DataError("the row holds no answer to learn from", who=where,
+                        got=f"no text under {key!r} and no label" if response is None else type(response).__name__,
+                        fix="name its key with --sft-response-key or --label-key, or let the conversation end with it")
+    return response
+
+
+def _close(turns: Turns, tokenizer: Any, append_eos: bool) -> None:
+    """Cut what follows the last trained token, and end the answer with eos unless a special token ends it already."""
+    if 1 not in turns.mask:
+        return
+    stop = len(turns.mask) - turns.mask[::-1].index(1)
+    special = set(tokenizer.all_special_ids)
+    following = turns.ids[stop] if stop < len(turns.ids) else None
+    del turns.ids[stop:], turns.mask[stop:]
+    if not append_eos or turns.ids[-1] in special:
+        return
+    end = following if following in special else tokenizer.eos_token_id
+    if end is not None:
+        turns.ids.append(end)
+        turns.mask.append(1)

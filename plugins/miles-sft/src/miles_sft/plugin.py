@@ -1,0 +1,65 @@
+"""The plugin: options and hooks. Rows become tokens in demonstration.py, conversations in conversation.py."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from miles_core.config import option
+from miles_core.errors import ConfigError
+from miles_core.hookspecs import hookimpl
+
+if TYPE_CHECKING:
+    import torch
+
+    from miles_core.config import RunConfig
+    from miles_core.stages.loss import LossInputs, Metrics
+    from miles_core.stages.rollout import Generation
+    from miles_core.types import Batch, Prompt, Sample
+
+
+@dataclass(frozen=True, kw_only=True)
+class SftOptions:
+    """Where answers are found and what of them is trained on."""
+
+    sft_response_key: str = option("response", "Key of the answer in the row, where the prompt is no conversation.")
+    sft_append_eos: bool = option(True, "End an answer that no special token ends with the end-of-sequence token.")
+    sft_last_turn_only: bool = option(False, "Train on a conversation's last answer only.")
+
+
+class Sft:
+    """Supervised fine-tuning: a row's own answer is the one sample of its group; the loss is -log p."""
+
+    def __init__(self, options: SftOptions, config: RunConfig):
+        self.options, self._config = options, config
+        self._tokenizer = None
+
+    @hookimpl(name="sft")
+    async def generate(self, prompt: Prompt, generation: Generation) -> list[Sample]:
+        """The row's demonstration as a sample. An eval dataset's prompt is sampled from the engine instead."""
+        if prompt.stream != "train":
+            from miles_core.stages.rollout import single_turn
+
+            return await single_turn(prompt, generation)
+        if generation.samples != 1:
+            raise ConfigError("sft makes one sample of a row", who="rollout.n_samples_per_prompt",
+                              got=generation.samples, fix="--n-samples-per-prompt 1")
+        from miles_sft.demonstration import load_tokenizer, to_sample
+
+        if self._tokenizer is None:
+            self._tokenizer = load_tokenizer(self._config)
+        version = getattr(generation.engine, "version", 0)
+        return [to_sample(prompt, self._tokenizer, self.options, self._config, version)]
+
+    @hookimpl(name="sft")
+    def advantage(self, batch: Batch) -> Sequence[float]:
+        """1 for every sample: the log-likelihood's gradient is a policy gradient whose advantages are all 1."""
+        return [1.0] * len(batch.samples)
+
+    @hookimpl(name="sft")
+    def policy_loss(self, inputs: LossInputs) -> tuple[torch.Tensor, Metrics]:
+        """-log p per token; 0 and without gradient where the mask is 0."""
+        import torch
+
+        return torch.where(inputs.mask > 0, -inputs.log_probs, torch.zeros_like(inputs.log_probs)), {}

@@ -1,0 +1,234 @@
+"""Rows become demonstrations: tokens, masks, ends, and sentences for what cannot be cut."""
+
+import asyncio
+import json
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from miles_sft.conversation import encode
+from miles_sft.plugin import Sft, SftOptions
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from miles_core.columns import Columns
+from miles_core.config import RunConfig
+from miles_core.config.tables import Checkpoint, Rollout
+from miles_core.errors import ConfigError, DataError
+from miles_core.stages.rollout import Generation, Response, SamplingParams
+from miles_core.types import Prompt, Status
+
+OPEN, CLOSE, EOS = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
+TURN = "{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}"
+OPENING = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+CHATML = "{% for m in messages %}" + TURN + "{% endfor %}" + OPENING
+MARKED = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}{{ '<|im_start|>assistant\\n' }}"
+    "{% generation %}{{ m.content }}{% endgeneration %}{{ '<|im_end|>\\n' }}{% else %}" + TURN + "{% endif %}{% endfor %}"
+    + OPENING
+)
+FORGETFUL = (  # shows the reasoning of the last answer only
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}{% if m.role == 'assistant' and not loop.last %}"
+    "{{ m.content.split('</think>')[-1] }}{% else %}{{ m.content }}{% endif %}{{ '<|im_end|>\\n' }}{% endfor %}" + OPENING
+)
+BARE = "{% for m in messages %}{{ m.role + ': ' + m.content + ' ' }}{% endfor %}" + (
+    "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+)
+STRICT = "{% if messages[0].role != 'user' %}{{ raise_exception('user first') }}{% endif %}" + CHATML
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    """A folder with a byte-level tokenizer: a token per byte, and three special tokens."""
+    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))},
+                                     merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([EOS, OPEN, CLOSE])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": EOS, "additional_special_tokens": [OPEN, CLOSE],
+                "chat_template": CHATML, "clean_up_tokenization_spaces": False}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    return tmp_path
+
+
+def plugin(checkpoint, template=None, options=None, **rollout):
+    if template is not None:
+        (checkpoint / "template.jinja").write_text(template)
+        rollout["chat_template_path"] = str(checkpoint / "template.jinja")
+    config = RunConfig(checkpoint=Checkpoint(hf_checkpoint=str(checkpoint)), rollout=Rollout(**rollout))
+    return Sft(options or SftOptions(), config)
+
+
+def chat(*turns):
+    """Messages of alternating roles, the user's first."""
+    return tuple({"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(turns))
+
+
+def generate(sft, *, messages=None, text="", token_ids=(), samples=1, engine=None, **prompt):
+    row = Prompt(uid=0, row=4, text=text, token_ids=tuple(token_ids), messages=messages, **prompt)
+    generation = Generation(engine or SimpleNamespace(version=0), SamplingParams(), samples, lambda sample, turn: 0,
+                            lambda ids, skip: "", timeout=5.0)
+    return asyncio.run(sft.generate(row, generation))
+
+
+def trained(sft, sample):
+    """The text of the tokens that are trained on."""
+    response = sample.tokens[-sample.response_length :]
+    return sft._tokenizer.decode(response[sample.columns["loss_mask"] > 0])
+
+
+def test_a_conversation(checkpoint):
+    sft = plugin(checkpoint)
+    [sample] = generate(sft, messages=chat("1+1=", "2"))
+    assert sft._tokenizer.decode(sample.tokens) == f"{OPEN}user\n1+1={CLOSE}\n{OPEN}assistant\n2{CLOSE}"
+    assert sample.text == trained(sft, sample) == f"2{CLOSE}"
+    assert sample.response_length == 2
+    assert sample.reward == 0.0 and sample.status is Status.COMPLETED
+
+
+def test_the_columns_are_the_cores(checkpoint):
+    [sample] = generate(plugin(checkpoint), messages=chat("1+1=", "2"), engine=SimpleNamespace(version=7))
+    Columns().check(sample)
+    assert sample.columns["versions"].tolist() == [7, 7]
+    assert sample.columns["rollout_log_probs"].tolist() == [0.0, 0.0]
+    assert {name: array.dtype for name, array in sample.columns.items()} == {
+        "tokens": np.int32, "loss_mask": np.uint8, "rollout_log_probs": np.float32, "versions": np.int32,
+    }
+
+
+def test_only_the_assistants_turns_are_trained(checkpoint):
+    sft = plugin(checkpoint)
+    [sample] = generate(sft, messages=chat("a", "B", "c", "D"))
+    assert trained(sft, sample) == f"B{CLOSE}D{CLOSE}"
+    assert sample.text == f"B{CLOSE}\n{OPEN}user\nc{CLOSE}\n{OPEN}assistant\nD{CLOSE}"
+
+
+def test_the_last_turn_only(checkpoint):
+    sft = plugin(checkpoint, options=SftOptions(sft_last_turn_only=True))
+    [sample] = generate(sft, messages=chat("a", "B", "c", "D"))
+    assert trained(sft, sample) == sample.text == f"D{CLOSE}"
+
+
+@pytest.mark.parametrize("content", ["", "\n\nD  ", "日本 <b>", OPEN, "assistant\n"])
+def test_any_answer_survives(checkpoint, content):
+    sft = plugin(checkpoint)
+    [sample] = generate(sft, messages=chat("a", content))
+    assert trained(sft, sample) == content + CLOSE
+
+
+def test_generation_blocks_say_where_answers_are(checkpoint):
+    sft = plugin(checkpoint, MARKED)
+    [sample] = generate(sft, messages=chat("a", "B", "c", "D"))
+    assert trained(sft, sample) == f"BD{CLOSE}"
+    last = plugin(checkpoint, MARKED, SftOptions(sft_last_turn_only=True))
+    [sample] = generate(last, messages=chat("a", "B", "c", "D"))
+    assert trained(last, sample) == f"D{CLOSE}"
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused(checkpoint):
+    messages = chat("a", "<think>x</think>B", "c", "<think>y</think>D")
+    with pytest.raises(DataError, match="train row 4.*message 1 differently.*--sft-last-turn-only"):
+        generate(plugin(checkpoint, FORGETFUL), messages=messages)
+    last = plugin(checkpoint, FORGETFUL, SftOptions(sft_last_turn_only=True))
+    [sample] = generate(last, messages=messages)
+    assert trained(last, sample) == f"<think>y</think>D{CLOSE}"
+    assert "assistant\nB" in last._tokenizer.decode(sample.tokens)
+
+
+def test_an_answer_without_an_end_token_gets_eos(checkpoint):
+    sft = plugin(checkpoint, BARE)
+    [sample] = generate(sft, messages=chat("a", "B"))
+    assert trained(sft, sample) == f"B {EOS}"
+    without = plugin(checkpoint, BARE, SftOptions(sft_append_eos=False))
+    [sample] = generate(without, messages=chat("a", "B"))
+    assert trained(without, sample) == "B "
+
+
+def test_template_errors_name_the_row(checkpoint):
+    messages = ({"role": "system", "content": "s"}, *chat("a", "B"))
+    with pytest.raises(DataError, match="train row 4.*refuses.*user first"):
+        generate(plugin(checkpoint, STRICT), messages=messages)
+
+
+def test_text_and_response(checkpoint):
+    sft = plugin(checkpoint)
+    [sample] = generate(sft, text="1+1=", token_ids=[1, 2, 3], metadata={"response": "two"}, label="2")
+    assert sample.tokens[:3].tolist() == [1, 2, 3]
+    assert trained(sft, sample) == sample.text == f"two{EOS}"
+    assert sample.response_length == 4
+
+
+def test_the_label_where_there_is_no_response(checkpoint):
+    sft = plugin(checkpoint, options=SftOptions(sft_response_key="answer"))
+    [sample] = generate(sft, token_ids=[1], metadata={"response": "two"}, label="2")
+    assert trained(sft, sample) == f"2{EOS}"
+    [sample] = generate(sft, token_ids=[1], metadata={"answer": "zwei"}, label="2")
+    assert trained(sft, sample) == f"zwei{EOS}"
+
+
+def test_a_conversation_that_ends_with_a_question_needs_a_response(checkpoint):
+    sft = plugin(checkpoint)
+    [sample] = generate(sft, messages=chat("a"), token_ids=[5, 6], metadata={"response": "B"})
+    assert sample.tokens[:2].tolist() == [5, 6] and trained(sft, sample) == f"B{EOS}"
+    with pytest.raises(DataError, match="row 4.*no answer.*--sft-response-key"):
+        generate(sft, messages=chat("a"), token_ids=[5, 6])
+
+
+@pytest.mark.parametrize("row", [{"metadata": {"response": ""}}, {"metadata": {"response": 3}}])
+def test_an_answer_must_be_text_that_is_not_empty(checkpoint, row):
+    with pytest.raises(DataError, match="train row 4"):
+        generate(plugin(checkpoint), token_ids=[1], **row)
+
+
+def test_an_answer_needs_something_before_it(checkpoint):
+    with pytest.raises(DataError, match="nothing before it"):
+        generate(plugin(checkpoint), metadata={"response": "x"})
+
+
+def test_the_context_limit_cuts_and_says_so(checkpoint):
+    sft = plugin(checkpoint, rollout_max_context_len=4)
+    [sample] = generate(sft, token_ids=[1, 2], metadata={"response": "long answer"})
+    assert sample.length == 4 and sample.text == "lo" and sample.status is Status.TRUNCATED
+    with pytest.raises(DataError, match="nothing of the row is left"):
+        generate(sft, token_ids=[1, 2, 3, 4], metadata={"response": "x"})
+
+
+def test_one_sample_a_row(checkpoint):
+    with pytest.raises(ConfigError, match="--n-samples-per-prompt 1"):
+        generate(plugin(checkpoint), token_ids=[1], metadata={"response": "x"}, samples=4)
+
+
+def test_eval_prompts_are_sampled(checkpoint):
+    class Engine:
+        version = 3
+
+        async def generate(self, request):
+            return Response(np.array([9]), np.array([-0.5]), np.array([3]), "stop", text="x")
+
+    [sample] = generate(plugin(checkpoint), token_ids=[1, 2], stream="heldout", engine=Engine())
+    assert sample.tokens.tolist() == [1, 2, 9] and sample.reward is None
+
+
+def test_the_tokenizer_is_required():
+    with pytest.raises(ConfigError, match="--hf-checkpoint"):
+        generate(Sft(SftOptions(), RunConfig()), token_ids=[1], metadata={"response": "x"})
+
+
+def test_a_tokenizer_without_template(checkpoint):
+    sft = plugin(checkpoint)
+    generate(sft, messages=chat("a", "B"))
+    sft._tokenizer.chat_template = None
+    with pytest.raises(DataError, match="no chat template"):
+        encode(sft._tokenizer, chat("a", "B"), {}, "train row 4")
+
+
+def test_template_arguments_are_passed_on(checkpoint):
+    sft = plugin(checkpoint, "{{ tone | default('') }}" + CHATML, apply_chat_template_kwargs={"tone": "kind"})
+    [sample] = generate(sft, messages=chat("a", "B"))
+    assert sft._tokenizer.decode(sample.tokens).startswith("kind")
+
+
+def test_log_probs_of_zero_are_finite_in_the_ratio(checkpoint):
+    [sample] = generate(plugin(checkpoint), messages=chat("a", "B"))
+    assert math.isfinite(float(np.exp(sample.columns["rollout_log_probs"]).sum()))

@@ -1,0 +1,72 @@
+"""Random tiny checkpoints, written by transformers itself, and one torch thread unless a test asks for more."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+VOCAB = 96
+
+_COMMON = {
+    "vocab_size": VOCAB, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 16, "intermediate_size": 80, "max_position_embeddings": 640, "initializer_range": 0.3,
+    "eos_token_id": None, "bos_token_id": None, "pad_token_id": None,
+}  # fmt: skip
+_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+CHOICES = {
+    "dense": (Qwen3Config, Qwen3ForCausalLM, {"tie_word_embeddings": False}),
+    "tied": (Qwen3Config, Qwen3ForCausalLM, {"tie_word_embeddings": True}),
+    "moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM, {**_EXPERTS, "norm_topk_prob": True}),
+    "moe-plain": (Qwen3MoeConfig, Qwen3MoeForCausalLM, {**_EXPERTS, "norm_topk_prob": False, "mlp_only_layers": [0]}),
+}
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory):
+    """kind -> (folder, transformers model)."""
+    made = {}
+    for kind in CHOICES:
+        folder = tmp_path_factory.mktemp(kind)
+        made[kind] = (folder, _build(kind, folder))
+    return made
+
+
+@pytest.fixture
+def build():
+    """(kind, folder, seed, changes to the config) -> transformers model, written to the folder."""
+    return _build
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def _build(kind: str, folder: Path, seed: int = 0, **changes) -> torch.nn.Module:
+    """Write a checkpoint and return the transformers model (float32, eager attention) that it was written from."""
+    config_type, model_type, options = CHOICES[kind]
+    torch.manual_seed(seed)
+    model = model_type(config_type(**{**_COMMON, **options, **changes}, dtype="float32", attn_implementation="eager"))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:  # transformers starts them at one, which would hide a norm that is left out
+                parameter.uniform_(0.5, 1.5)
+    model.eval().save_pretrained(folder)
+    return model
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> PreTrainedTokenizerFast:
+    """One token per byte-level character: ids 0 to 95 spell bytes, some of them pieces of longer UTF-8 characters."""
+    spellings = sorted(pre_tokenizers.ByteLevel.alphabet())[:VOCAB]
+    core = Tokenizer(models.BPE(vocab={spelling: index for index, spelling in enumerate(spellings)}, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=core, clean_up_tokenization_spaces=False)

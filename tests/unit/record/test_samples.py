@@ -1,0 +1,84 @@
+"""Sample files: what is in them, how they are bounded, and that odd samples fit too."""
+
+import json
+
+import numpy as np
+import pytest
+
+from miles_core.errors import RunDirectoryError
+from miles_core.record.samples import list_samples, read_samples, sample_file, write_samples
+from miles_core.types import Prompt, Sample, Status
+
+KEYS = ["rollout_id", "groups", "prompt_uid", "row", "index", "prompt", "response", "pieces", "token_ids", "log_probs",
+        "loss_mask", "versions", "reward", "rewards", "label", "status", "advantage"]
+
+
+@pytest.fixture
+def groups(make_sample):
+    rng = np.random.default_rng(1)
+    return [make_sample(rng, uid, index, 0.5, 3) for uid in range(6) for index in range(2)]
+
+
+def test_a_line_holds_the_sample(tmp_path, groups, decode):
+    path = write_samples(tmp_path_with_samples(tmp_path), "rollout", 3, groups, decode)
+    assert path == tmp_path / "samples" / "rollout_000003.jsonl"
+    lines = [json.loads(line, parse_constant=pytest.fail) for line in path.read_text().splitlines()]
+    assert len(lines) == 12 and list(lines[0]) == KEYS
+    record, sample = lines[5], groups[5]
+    assert record["token_ids"] == sample.tokens[-sample.response_length:].tolist()
+    assert "".join(record["pieces"]) == record["response"] == sample.text
+    assert np.allclose(record["log_probs"], sample.columns["rollout_log_probs"], atol=1e-6)
+    assert (record["prompt_uid"], record["index"], record["status"]) == (2, 1, str(sample.status))
+    assert record["advantage"] == pytest.approx(float(sample.columns["advantages"][0]), abs=1e-6)
+
+
+def tmp_path_with_samples(path):
+    (path / "samples").mkdir()
+    return path
+
+
+def test_whole_groups_are_kept_up_to_the_bound(tmp_path, groups, decode):
+    tmp_path_with_samples(tmp_path)
+    kept = list(read_samples(write_samples(tmp_path, "rollout", 0, groups, decode, max_groups=2)))
+    assert [(s["prompt_uid"], s["index"]) for s in kept] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert kept[0]["groups"] == 6
+    assert len(list(read_samples(write_samples(tmp_path, "rollout", 0, groups, decode, max_groups=None)))) == 12
+    assert write_samples(tmp_path, "rollout", 1, groups, decode, max_groups=0) is None
+    assert len(list_samples(tmp_path)) == 1
+
+
+def test_the_default_bound_is_64_groups(tmp_path, make_sample, decode):
+    rng = np.random.default_rng(1)
+    samples = [make_sample(rng, uid, 0, 0.5, 1) for uid in range(70)]
+    path = write_samples(tmp_path_with_samples(tmp_path), "rollout", 0, samples, decode)
+    assert len(list(read_samples(path))) == 64
+
+
+def test_a_sample_without_a_response_and_one_that_is_not_finite(tmp_path, decode):
+    prompt = Prompt(0, 0, "p \ud800 </script>", (1,))
+    failed = Sample(prompt, 0, status=Status.FAILED)
+    odd = Sample(prompt, 1, {"tokens": np.array([1, 2]), "rollout_log_probs": np.array([-np.inf], np.float32),
+                             "loss_mask": np.zeros(1, np.uint8), "advantages": np.ones(1, np.float32)}, 1,
+                 reward=float("nan"), rewards={"a": float("inf")})
+    path = write_samples(tmp_path_with_samples(tmp_path), "rollout", 0, [failed, odd], decode)
+    first, second = read_samples(path)
+    assert first["pieces"] == [] and first["log_probs"] is None and first["reward"] is None
+    assert second["log_probs"] == [None] and second["reward"] is None and second["rewards"] == {"a": None}
+    assert second["advantage"] is None, "no token of it is trained"
+    assert first["prompt"] == prompt.text, "a lone surrogate survives"
+
+
+def test_names_of_datasets_may_be_odd_and_files_come_in_order(tmp_path, groups, decode):
+    tmp_path_with_samples(tmp_path)
+    for name, rollout_id in (("eval_b/c d", 1), ("rollout", 12), ("eval_a_000001", 0), ("rollout", 2)):
+        write_samples(tmp_path, name, rollout_id, groups[:1], decode)
+    (tmp_path / "samples" / "notes.txt").write_text("mine")
+    assert [(name, n) for name, n, _ in list_samples(tmp_path)] == [
+        ("rollout", 2), ("rollout", 12), ("eval_a_000001", 0), ("eval_b/c d", 1)]
+    assert sample_file(tmp_path, "eval_b/c d", 1).parent == tmp_path / "samples"
+
+
+def test_a_foreign_file_is_named(tmp_path):
+    (tmp_path / "x.jsonl").write_text("{}\n")
+    with pytest.raises(RunDirectoryError, match="x.jsonl"):
+        list(read_samples(tmp_path / "x.jsonl"))

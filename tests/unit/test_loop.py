@@ -1,0 +1,194 @@
+"""The shipped loop, buffer and leases on virtual time: the staleness bound, exactness at max_lag 0, and how runs end."""
+
+import asyncio
+import random
+from collections import Counter
+
+import pytest
+
+from miles_core.errors import StarvedError
+from miles_core.loop import train
+from miles_core.stages.buffer import Buffer, Taken
+from miles_core.stages.sync import Shared
+from miles_core.testing.clock import run_virtual
+from miles_core.testing.toy import toy_run
+from miles_core.types import Drop
+
+
+def uneven(seed):
+    """Sampling times with a heavy tail, the same for the same prompt and try."""
+    return lambda uid, tries: random.Random(f"{seed}-{uid}-{tries}").paretovariate(1.1)
+
+
+def third(uid):
+    return uid % 3 == 0
+
+
+def trained(run):
+    return [[group.prompt.uid for group in batch.groups] for batch in run.trainer.batches]
+
+
+def lags(run):
+    return [batch.version - group.oldest_version for batch in run.trainer.batches for group in batch.groups]
+
+
+def go(**settings):
+    run = toy_run(**settings)
+    run_virtual(lambda: train(run))
+    return run
+
+
+@pytest.mark.parametrize("max_lag", [0, 1, 2, 5])
+@pytest.mark.parametrize("credit", [0, 3])
+@pytest.mark.parametrize("seed", range(4))
+def test_observed_lag_never_exceeds_max_lag(max_lag, credit, seed):
+    run = go(rollouts=12, batch_size=4, max_lag=max_lag, credit=credit, duration=uneven(seed), dropped=third)
+    assert len(run.trainer.batches) == 12
+    assert max(lags(run)) <= max_lag
+    assert all(not third(uid) for uids in trained(run) for uid in uids)
+    counts = Counter(uid for uids in trained(run) for uid in uids)
+    assert set(counts.values()) == {1}, "a prompt was trained on twice"
+
+
+@pytest.mark.parametrize("max_lag", [1, 2, 5])
+def test_the_bound_is_reached_when_training_is_the_slow_side(max_lag):
+    run = go(rollouts=12, batch_size=4, max_lag=max_lag, duration=lambda uid, tries: 0.01, train=5.0)
+    assert max(lags(run)) == max_lag
+
+
+@pytest.mark.parametrize("credit", [0, 2, 8])
+def test_at_max_lag_0_no_timing_changes_what_is_trained_on(credit):
+    runs = [go(rollouts=8, batch_size=4, max_lag=0, credit=credit, duration=uneven(seed), dropped=third) for seed in range(6)]
+    assert len({str(trained(run)) for run in runs}) == 1
+    kept = [uid for uid in range(200) if not third(uid)]
+    assert trained(runs[0]) == [kept[i : i + 4] for i in range(0, 32, 4)], "prompts in order, none skipped"
+    reported = [[{k: v for k, v in m.items() if not k.startswith("perf/")} for _, m in run.journal.rollouts] for run in runs]
+    assert all(one == reported[0] for one in reported), "drop counts must not depend on timing either"
+
+
+@pytest.mark.parametrize("max_lag", [0, 1, 2, 5])
+@pytest.mark.parametrize("side", ["rollout", "train"])
+def test_the_side_that_dies_ends_the_run_with_its_own_error(max_lag, side):
+    run = toy_run(rollouts=10, batch_size=4, max_lag=max_lag, duration=uneven(1),
+                  crash=(lambda uid: uid == 17) if side == "rollout" else lambda uid: False)
+    if side == "train":
+        async def fails(index):
+            if len(run.trainer.batches) == 3:
+                raise ZeroDivisionError("prompt 17")
+            return {}
+        run.trainer.step = fails
+    with pytest.raises(ZeroDivisionError, match="prompt 17"):
+        run_virtual(lambda: train(run))
+    assert len(run.trainer.batches) <= 5
+
+
+def test_a_weight_sync_before_the_first_rollout_and_one_after_each():
+    run = go(rollouts=5, batch_size=4, max_lag=0, duration=uneven(0))
+    assert run.weight_sync.versions == [1, 2, 3, 4, 5, 6]
+    assert [batch.version for batch in run.trainer.batches] == [1, 2, 3, 4, 5]
+
+
+def test_sampling_goes_on_while_training_only_above_max_lag_0():
+    def seconds(max_lag):
+        async def main():
+            await train(run)
+            return asyncio.get_running_loop().time()
+        run = toy_run(rollouts=20, batch_size=4, max_lag=max_lag, duration=lambda uid, tries: 2.0, train=2.0)
+        return run_virtual(main)
+
+    sync, overlapped = seconds(0), seconds(1)
+    assert sync == pytest.approx(20 * (2.0 + 2.0 + 0.1) + 0.1)
+    assert overlapped < 0.6 * sync
+
+
+def test_shared_hardware_is_never_used_for_two_purposes_at_once():
+    class Watched(Shared):
+        def __init__(self):
+            super().__init__()
+            self.held = Counter()
+
+        def lease(self, purpose):
+            outer, inner = self, super().lease(purpose)
+
+            class Lease:
+                async def __aenter__(self):
+                    await inner.__aenter__()
+                    outer.held[purpose] += 1
+                    busy = {name for name, count in outer.held.items() if count}
+                    assert len(busy) == 1 and (purpose == "rollout" or outer.held[purpose] == 1), busy
+
+                async def __aexit__(self, *exc):
+                    outer.held[purpose] -= 1
+                    return await inner.__aexit__(*exc)
+
+            return Lease()
+
+    alone = go(rollouts=6, batch_size=4, max_lag=0, duration=uneven(3), dropped=third)
+    run = go(rollouts=6, batch_size=4, max_lag=0, credit=2, duration=uneven(3), dropped=third, placement=Watched())
+    assert trained(run) == trained(alone)
+
+
+def test_filters_that_drop_everything_end_the_run_and_speak_of_the_reward():
+    run = toy_run(rollouts=2, batch_size=4, max_lag=0, duration=uneven(0), dropped=lambda uid: True, most_drops=40)
+    with pytest.raises(StarvedError, match="reward"):
+        run_virtual(lambda: train(run))
+    assert len(run.prompts.handed_out) == 43
+
+
+def test_a_resumed_run_samples_exactly_the_prompts_that_were_not_trained_on():
+    run = toy_run(rollouts=9, batch_size=4, max_lag=2, credit=2, duration=uneven(5), dropped=third)
+    seen = []
+    finish = run.finish
+
+    async def spy(batch):
+        await finish(batch)
+        state = run.prompts.state_dict(run.buffer.untrained())
+        done = {uid for uids in trained(run) for uid in uids}
+        seen.append((done, state))
+
+    run.finish = spy
+    run_virtual(lambda: train(run))
+    for done, state in seen:
+        to_come = set(state["again"])
+        assert not done & to_come, "would be trained on twice"
+        lost = set(range(state["next"])) - done - to_come
+        assert all(third(uid) for uid in lost), "only drops may be gone"
+
+
+# --------------------------------------------------------------------------------------------------- mutants
+
+
+class FinishOrder(Buffer):
+    """Takes whatever finished first."""
+
+    def _oldest_batch(self):
+        kept = [slot for slot in self._slots if slot.outcome is not None and not isinstance(slot.outcome, Drop)]
+        if len(kept) < self.batch_size:
+            return None
+        first = kept[: self.batch_size]
+        return Taken([slot.outcome for slot in first]), [slot for slot in self._slots if slot not in first]
+
+
+class EarlyReturn(Buffer):
+    """Gives the room back when the batch is taken, before the sync."""
+
+    async def take(self):
+        taken = await super().take()
+        super().release()
+        return taken
+
+    def release(self):
+        pass
+
+
+def test_the_tests_above_catch_a_buffer_that_takes_in_finish_order(monkeypatch):
+    monkeypatch.setitem(toy_run.__kwdefaults__, "buffer", FinishOrder)
+    with pytest.raises(AssertionError):
+        test_at_max_lag_0_no_timing_changes_what_is_trained_on(0)
+
+
+def test_the_tests_above_catch_a_buffer_that_returns_room_before_the_sync(monkeypatch):
+    monkeypatch.setitem(toy_run.__kwdefaults__, "buffer", EarlyReturn)
+    with pytest.raises(AssertionError):
+        for lag in (0, 1, 2, 5):
+            test_observed_lag_never_exceeds_max_lag(lag, 0, 0)
