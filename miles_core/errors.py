@@ -48,7 +48,7 @@ class MilesError(Exception):
             parts[0] += f" (got {self.got})"
         if self.fix is not None:
             parts.append(f"Fix: {self.fix}")
-        return ". ".join(part.rstrip(".") for part in parts) + "."
+        return " ".join(part if part.endswith(("?", "!")) else part.rstrip(".") + "." for part in parts)
 
     def __reduce__(self):
         return _rebuild, (type(self), self.what, self.got, self.who, self.fix)

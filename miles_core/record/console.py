@@ -165,6 +165,8 @@ class Console:
         if self._over:
             return
         self._stage, self._over = status, True
+        if not self._ends:  # never started: the error that follows says all
+            return
         if self._live is not None:
             self._live.update(self._panel(), refresh=True)
             live, self._live = self._live, None
@@ -275,11 +277,12 @@ class Console:
         total = sum(self._seconds.values())
         if not total:
             return Text("")
-        bar, legend = Text(), Text(no_wrap=True, overflow="ellipsis")
+        bar, legend = Text(no_wrap=True, overflow="crop"), Text(no_wrap=True, overflow="ellipsis")
+        width = min(60, self._live.console.width - 6) if self._live is not None else 60
         block = "━" if self._unicode() else "="
         for stage in STAGES:
             if seconds := self._seconds.get(stage):
-                bar.append(block * max(1, round(60 * seconds / total)), _COLOURS[stage])
+                bar.append(block * max(1, round(width * seconds / total)), _COLOURS[stage])
                 legend.append(f"{stage} ", _COLOURS[stage]).append(f"{seconds:.2f}s   ", "dim")
         return Group(bar, legend)
 

@@ -15,7 +15,9 @@
 JSON knows no NaN and no infinity: such a number is null, and the line's "nonfinite" lists the names concerned.
 
 A run that is resumed at rollout k does the rollouts from k on again; what earlier starts wrote about them is
-superseded, and `read` leaves it out. The rest is the surviving lineage: the history of the weights that exist.
+superseded, and `read` leaves it out. The rest is the surviving lineage: the history of the weights that exist. An eval
+is of the weights that its rollout samples from, so one at rollout k is of the checkpoint and survives, unless the
+resumed start has evaluated these weights again.
 """
 
 from __future__ import annotations
@@ -131,18 +133,12 @@ def read(path: str | os.PathLike[str], *, everything: bool = False) -> Iterator[
     Raises:
         RunDirectoryError: a line other than the last is damaged.
     """
-    survives: list[float] = [math.inf]
-    if not everything:
-        limits = [_resumes_at(event) for event in _lines(path, only=b'"run_start"') if event["event"] == "run_start"]
-        # An event of start i lasts while no later start begins at or before its rollout.
-        for limit in reversed(limits):
-            survives.append(min(survives[-1], limit))
-        survives.reverse()
+    limits = [] if everything else _limits(path)
     start = 0
     for event in _lines(path):
         start += event["event"] == "run_start"
-        limit = survives[min(start, len(survives) - 1)]
-        if event["event"] in LIFECYCLE or event["rollout_id"] is None or event["rollout_id"] < limit:
+        lasts = event["event"] in LIFECYCLE or event["rollout_id"] is None or start >= len(limits)
+        if lasts or event["rollout_id"] < limits[start][event["event"] == "eval"]:
             yield event
 
 
@@ -179,19 +175,31 @@ def _first(perf: Mapping[str, float], sources: tuple[tuple[str, ...], ...]) -> t
     return next((names for names in sources if any(f"perf/{name}_time" in perf for name in names)), ())
 
 
-def _resumes_at(event: dict) -> float:
-    """The first rollout that a start does."""
-    at = event.get("resumed_from")
-    return at if isinstance(at, int) else 0
+def _limits(path: str | os.PathLike[str]) -> list[tuple[float, float]]:
+    """For each start: the rollout from which its events, and its evals, are superseded by later starts.
+
+    The last start has none, nor has one that a running run adds meanwhile. Index 0 is what comes before any start.
+    """
+    begins: list[list[int]] = []  # [first rollout, from where earlier evals are superseded]
+    for event in _lines(path, only=(b'"run_start"', b'"eval"')):
+        if event["event"] == "run_start":
+            first = event.get("resumed_from")
+            begins.append([first, first + 1] if isinstance(first, int) else [0, 0])
+        elif event["event"] == "eval" and begins and event["rollout_id"] == begins[-1][0]:
+            begins[-1][1] = begins[-1][0]
+    limits = [(math.inf, math.inf)]
+    for begin, evals in reversed(begins):
+        limits.append((min(limits[-1][0], begin), min(limits[-1][1], evals)))
+    return limits[::-1]
 
 
-def _lines(path: str | os.PathLike[str], only: bytes = b"") -> Iterator[dict]:
-    """Parsed whole lines; those that do not contain `only` are not even parsed."""
+def _lines(path: str | os.PathLike[str], only: tuple[bytes, ...] = (b"",)) -> Iterator[dict]:
+    """Parsed whole lines; those that contain none of `only` are not even parsed."""
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
             if not line.endswith(b"\n"):  # torn: the last one
                 return
-            if only not in line:
+            if not any(word in line for word in only):
                 continue
             try:
                 event = json.loads(line)

@@ -218,7 +218,7 @@ def _syncs(syncs: Sequence[dict]) -> dict[str, object] | None:
 
 def _samples(run: RunDirectory, history: _History, limits: Limits, notes: list[str]) -> list[dict]:
     """The files that go into the page, each with as many whole groups as its share of the limits allows."""
-    files = [item for item in list_samples(run) if not _superseded(item[1], item[2], history)]
+    files = [item for item in list_samples(run) if not _superseded(*item, history)]
     names = list(dict.fromkeys(name for name, _, _ in files))
     evals = sum(name != "rollout" for name in names)
     chosen = []
@@ -240,10 +240,10 @@ def _samples(run: RunDirectory, history: _History, limits: Limits, notes: list[s
     return embedded
 
 
-def _superseded(rollout_id: int, path: Path, history: _History) -> bool:
-    """Whether a later start has begun at or before this rollout and has not got there yet."""
+def _superseded(name: str, rollout_id: int, path: Path, history: _History) -> bool:
+    """Whether a later start does this rollout again and has not got there yet; an eval at its first one stands."""
     written = path.stat().st_mtime
-    return any((start.get("resumed_from") or 0) <= rollout_id and written < start["time"] - 2
+    return any((start.get("resumed_from") or 0) < rollout_id + (name == "rollout") and written < start["time"] - 2
                for start in history.starts[1:])
 
 

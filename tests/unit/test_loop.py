@@ -184,7 +184,7 @@ class EarlyReturn(Buffer):
 def test_the_tests_above_catch_a_buffer_that_takes_in_finish_order(monkeypatch):
     monkeypatch.setitem(toy_run.__kwdefaults__, "buffer", FinishOrder)
     with pytest.raises(AssertionError):
-        test_at_max_lag_0_no_timing_changes_what_is_trained_on(0)
+        test_at_max_lag_0_no_timing_changes_what_is_trained_on(8)
 
 
 def test_the_tests_above_catch_a_buffer_that_returns_room_before_the_sync(monkeypatch):

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import math
 from types import SimpleNamespace
 
 import numpy as np
@@ -24,12 +23,13 @@ OPENING = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endi
 CHATML = "{% for m in messages %}" + TURN + "{% endfor %}" + OPENING
 MARKED = (
     "{% for m in messages %}{% if m.role == 'assistant' %}{{ '<|im_start|>assistant\\n' }}"
-    "{% generation %}{{ m.content }}{% endgeneration %}{{ '<|im_end|>\\n' }}{% else %}" + TURN + "{% endif %}{% endfor %}"
-    + OPENING
+    "{% generation %}{{ m.content }}{% endgeneration %}{{ '<|im_end|>\\n' }}{% else %}" + TURN
+    + "{% endif %}{% endfor %}" + OPENING
 )
 FORGETFUL = (  # shows the reasoning of the last answer only
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}{% if m.role == 'assistant' and not loop.last %}"
-    "{{ m.content.split('</think>')[-1] }}{% else %}{{ m.content }}{% endif %}{{ '<|im_end|>\\n' }}{% endfor %}" + OPENING
+    "{{ m.content.split('</think>')[-1] }}{% else %}{{ m.content }}{% endif %}{{ '<|im_end|>\\n' }}{% endfor %}"
+    + OPENING
 )
 BARE = "{% for m in messages %}{{ m.role + ': ' + m.content + ' ' }}{% endfor %}" + (
     "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
@@ -46,8 +46,8 @@ def checkpoint(tmp_path):
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([EOS, OPEN, CLOSE])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": EOS, "additional_special_tokens": [OPEN, CLOSE],
-                "chat_template": CHATML, "clean_up_tokenization_spaces": False}
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": EOS, "chat_template": CHATML,
+                "additional_special_tokens": [OPEN, CLOSE], "clean_up_tokenization_spaces": False}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     return tmp_path
 
@@ -227,8 +227,3 @@ def test_template_arguments_are_passed_on(checkpoint):
     sft = plugin(checkpoint, "{{ tone | default('') }}" + CHATML, apply_chat_template_kwargs={"tone": "kind"})
     [sample] = generate(sft, messages=chat("a", "B"))
     assert sft._tokenizer.decode(sample.tokens).startswith("kind")
-
-
-def test_log_probs_of_zero_are_finite_in_the_ratio(checkpoint):
-    [sample] = generate(plugin(checkpoint), messages=chat("a", "B"))
-    assert math.isfinite(float(np.exp(sample.columns["rollout_log_probs"]).sum()))

@@ -130,15 +130,15 @@ def _one_rollout(run, log, rng, rollout_id, samples, hostile, width):
     log.metrics(rollout_id, rollout_metrics(rng, rollout_id))
     log.weight_sync(rollout_id, rollout_id + 2, 0.012, 201, 1_192_135_168)
     if rollout_id == 41:
-        log.message("warning", f"gradient norm is not finite: step skipped, see debug/step_000041 {hostile}", rollout_id)
+        log.message("warning", f"gradient norm is not finite: step skipped, see debug/41 {hostile}", rollout_id)
     if rollout_id % 10 == 9:
-        score = skill(rollout_id)
-        log.eval(rollout_id, {"eval/addition": score, "eval/addition-truncated_ratio": max(0, 0.5 - score),
+        score, done = skill(rollout_id), rollout_id + 1  # evals are of the weights that the next rollout samples from
+        log.eval(done, {"eval/addition": score, "eval/addition-truncated_ratio": max(0, 0.5 - score),
                               "eval/carry": 0.8 * score})
         log.checkpoint(rollout_id, "runs/addition/checkpoints", 0.41)
         if samples:
             answers = [make_sample(rng, g, 0, score, rollout_id + 2, hostile) for g in range(16)]
-            write_samples(run, "eval_addition", rollout_id, answers, decode)
+            write_samples(run, "eval_addition", done, answers, decode)
 
 
 # As fixtures, so that tests need no import of this file under any import mode.

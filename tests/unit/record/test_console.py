@@ -10,8 +10,8 @@ from miles_core.record import console
 from miles_core.record.console import Console, sparkline
 
 METRICS = {"rollout/raw_reward": 0.431, "rollout/response_len/mean": 6.8, "train/loss": 0.0123, "train/grad_norm": 0.61,
-           "train/pg_clipfrac": 0.00002, "perf/rollout_time": 0.35, "perf/train_time": 0.6, "perf/update_weights_time": 0.01,
-           "perf/ref_log_probs_time": None}
+           "train/pg_clipfrac": 0.00002, "perf/rollout_time": 0.35, "perf/train_time": 0.6,
+           "perf/update_weights_time": 0.01, "perf/ref_log_probs_time": None}
 
 
 class Clock:
@@ -127,7 +127,15 @@ def test_a_narrow_panel_and_one_without_a_total():
     view.start({}, None)
     view.rollout(0, METRICS)
     view.stop("failed")
-    assert all(len(line) <= 30 for line in terminal.export_text().splitlines())
+    text = terminal.export_text()
+    last = text[text.rindex("╭"):].splitlines()
+    assert {len(line) for line in last} <= {0, 30} and "failed" in last[1] and "1/?" in last[1]
+
+
+def test_a_view_that_never_started_has_nothing_to_say():
+    stream = io.StringIO()
+    Console(live=False, stream=stream).stop("failed")
+    assert stream.getvalue() == ""
 
 
 class Closed(io.StringIO):

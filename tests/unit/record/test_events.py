@@ -157,9 +157,23 @@ def test_an_early_resume_supersedes_later_ones_and_scratch_supersedes_all(tmp_pa
     assert lineage(tmp_path / "e") == [(0, 4)]
 
 
+def test_an_eval_of_the_checkpoint_survives_unless_done_again(tmp_path):
+    log = EventLog(tmp_path / "e")
+    log.run_start("h", {})
+    for done in (0, 2, 4):
+        log.eval(done, {"eval/a": 1})
+    log.run_start("h", {}, resumed_from=2)
+    evals = lambda: [(e["rollout_id"], e["metrics"]["eval/a"]) for e in read(tmp_path / "e") if e["event"] == "eval"]  # noqa: E731
+    assert evals() == [(0, 1), (2, 1)]
+    log.eval(2, {"eval/a": 2})
+    assert evals() == [(0, 1), (2, 2)]
+    log.run_start("h", {})
+    assert evals() == []
+
+
 def test_stage_seconds_counts_nothing_twice():
-    perf = {"perf/rollout_time": 2.0, "perf/train_time": 5.0, "perf/log_probs_time": 1.0, "perf/ref_log_probs_time": 0.5,
-            "perf/update_weights_time": 0.1, "perf/step_time": 9.0, "rollout/x": 3.0, "perf/eval_time": None}
+    perf = {"perf/rollout_time": 2.0, "perf/train_time": 5.0, "perf/log_probs_time": 1.0, "perf/step_time": 9.0,
+            "perf/ref_log_probs_time": 0.5, "perf/update_weights_time": 0.1, "rollout/x": 3.0, "perf/eval_time": None}
     assert stage_seconds(perf) == {"rollout": 2.0, "score": 1.5, "train": 3.5, "sync": 0.1}
     assert stage_seconds({**perf, "perf/actor_train_time": 3.0})["train"] == 3.0
     own = {"perf/score_time": 1.0, "perf/train_time": 2.0, "perf/sync_time": 0.5}

@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from miles_core.config import option
+from miles_core.config import RunConfig, option
 from miles_core.errors import ConfigError
 from miles_core.hookspecs import hookimpl
 
 if TYPE_CHECKING:
-    from miles_core.config import RunConfig
     from miles_core.types import Drop, Group
 
 

@@ -30,7 +30,7 @@ class Turns:
 
 def encode(tokenizer: Any, messages: Sequence[Mapping[str, object]], arguments: Mapping[str, object], where: str,
            *, last_only: bool = False) -> Turns:
-    """Tokens and mask of a conversation that ends with an answer, whose end token is trained on and what follows is not.
+    """Tokens and mask of a conversation that ends with an answer; end tokens are trained on, what follows them is not.
 
     Args:
         arguments: further arguments of the chat template.
@@ -62,7 +62,7 @@ def _by_prefixes(tokenizer: Any, messages: Sequence[Mapping[str, object]], answe
             raise DataError(
                 f"the chat template renders message {i} differently when others follow: where is the answer?",
                 who=where,
-                fix="--sft-last-turn-only, or a template that marks answers with {% generation %} (--chat-template-path)",
+                fix="--sft-last-turn-only, or --chat-template-path with a template that has {% generation %} blocks",
             )
         _append(turns, tokenizer, whole[at : len(before)], trained=False)
         _append(turns, tokenizer, whole[len(before) : len(after)], trained=True)

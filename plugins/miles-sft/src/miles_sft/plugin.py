@@ -6,14 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from miles_core.config import option
+from miles_core.config import RunConfig, option
 from miles_core.errors import ConfigError
 from miles_core.hookspecs import hookimpl
 
 if TYPE_CHECKING:
     import torch
 
-    from miles_core.config import RunConfig
     from miles_core.stages.loss import LossInputs, Metrics
     from miles_core.stages.rollout import Generation
     from miles_core.types import Batch, Prompt, Sample

@@ -1,0 +1,1 @@
+"""Metrics of a Miles run as TensorBoard event files."""
