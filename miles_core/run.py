@@ -133,7 +133,6 @@ class Run:
                 self.metrics[key] = old + value if summed else value
             else:
                 self.metrics[key] = (old * index + value) / (index + 1) if summed else value
-        self.journal.step(index, found)
 
     async def sync(self, rollout_id: int) -> None:
         """Stage 9: weights that `rollout_id` samples from. Version n serves rollout n-1, so 0 is never a trained one."""

@@ -159,7 +159,7 @@ class Algorithm:
 class Optimizer:
     """Megatron-core's optimizer and schedule; its OptimizerConfig fields belong here too."""
 
-    optimizer: Literal["adam", "sgd"] = option("adam", "Which optimizer.")
+    optimizer: Literal["adam"] = option("adam", "Which optimizer.")
     lr: float = option(1e-6, "Learning rate.")
     min_lr: float = option(0.0, "Learning rate at the end of a decay.")
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root"] = option("constant", "Schedule.")

@@ -85,7 +85,9 @@ def _instance(one: Selected, kind: type, config: RunConfig) -> object:
     wanted = inspect.signature(kind).parameters
     given: dict[str, Any] = {}
     if "options" in wanted:
-        annotation = inspect.get_annotations(kind.__init__, eval_str=True)["options"]
+        annotation = kind.__init__.__annotations__["options"]
+        if isinstance(annotation, str):  # only this one: others may name types that are imported for checkers alone
+            annotation = kind.__init__.__globals__[annotation]
         given["options"] = annotation(**config.options.get(one.manifest.name, {}))
     if "config" in wanted:
         given["config"] = config
@@ -183,7 +185,7 @@ def _combine(name: str, spec: Callable, found: list[tuple[str, str, Callable]]) 
     if not calls:
         return None
     if spec.kind == "gather":
-        return _gather(name, found)
+        return _gather(name, found, lists=spec.__annotations__["return"].startswith("Iterable"))
     return {"chain": _chain, "observe": _observe, "around": _around}[spec.kind](calls)
 
 
@@ -198,23 +200,21 @@ def _chain(calls: list[Callable]) -> Callable:
     return chained
 
 
-def _gather(name: str, found: list[tuple[str, str, Callable]]) -> Callable:
-    def gathered(*args: object) -> object:
-        merged: dict[object, object] = {}
-        items: list[object] = []
+def _gather(name: str, found: list[tuple[str, str, Callable]], *, lists: bool) -> Callable:
+    def listed(*args: object) -> list:
+        return [item for _, _, call in found for item in call(*args)]
+
+    def merged(*args: object) -> dict:
+        result: dict[object, object] = {}
         owner: dict[object, str] = {}
         for plugin, _, call in found:
-            result = call(*args)
-            if not isinstance(result, dict):
-                items.extend(result)
-                continue
-            for key, value in result.items():
-                if key in merged:
+            for key, value in call(*args).items():
+                if key in result:
                     raise OwnerError(f"{owner[key]} and {plugin} both give {name} the key {key!r}", fix="rename one")
-                merged[key], owner[key] = value, plugin
-        return merged or items
+                result[key], owner[key] = value, plugin
+        return result
 
-    return gathered
+    return listed if lists else merged
 
 
 def _observe(calls: list[Callable]) -> Callable:

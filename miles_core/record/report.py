@@ -227,11 +227,11 @@ def _samples(run: RunDirectory, history: _History, limits: Limits, notes: list[s
         chosen += _spread([item for item in files if item[0] == name], count)
     embedded = [_file(item, limits, len(chosen)) for item in chosen]
     if len(chosen) < len(files):
-        notes.append(f"Samples of {len(chosen)} of {len(files)} recorded rollouts and evaluations are in this page.")
-    if any(file["samples_left"] for file in embedded):
-        kept = sum(len(file["samples"]) for file in embedded)
-        total = kept + sum(file["samples_left"] for file in embedded)
-        notes.append(f"Of these, {kept:,} of {total:,} samples are in this page, in whole groups where they fit.")
+        notes.append(f"{len(chosen)} of {len(files)} recorded rollouts and evaluations are in this page.")
+    kept = sum(len(file["samples"]) for file in embedded)
+    total = kept + sum(file["samples_left"] for file in embedded)
+    if kept < total:
+        notes.append(f"{kept:,} of the {total:,} samples in the files shown fit, in whole groups where possible.")
     if any(file["recorded"] < file["groups"] for file in embedded):
         notes.append("The run recorded the first groups of each rollout only.")
     cut = sum("cut" in sample for file in embedded for sample in file["samples"])

@@ -58,6 +58,8 @@ class Scoring:
         except TimeoutError:
             raise RewardError(f"scorer {name!r} took longer than {self._timeout:g} s for {samples[0].prompt.stream} "
                               f"prompt {samples[0].prompt.uid}", fix="mend the scorer, or raise --rm-timeout") from None
+        except RewardError:
+            raise
         except Exception as error:
             raise RewardError(f"scorer {name!r} failed on {samples[0].prompt.stream} prompt {samples[0].prompt.uid} "
                               f"(row {samples[0].prompt.row})", got=f"{type(error).__name__}: {error}",

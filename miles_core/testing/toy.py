@@ -93,9 +93,6 @@ class ToyJournal:
     def stage(self, name: str) -> None:
         """Of no interest here."""
 
-    def step(self, index: int, metrics: dict[str, float]) -> None:
-        """Of no interest here."""
-
 
 class ToySync:
     """A sync that takes `seconds`; counts them."""

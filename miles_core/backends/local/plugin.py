@@ -11,6 +11,16 @@ class Local:
     @hookimpl(name="local")
     def engine(self, config, tokenizer):
         """The engine "local"."""
-        from miles_core.backends.local.engine import local_engine
+        from pathlib import Path
 
-        return local_engine(config, tokenizer)
+        import torch
+
+        from miles_core.backends.local.engine import LocalEngine
+
+        rollout = config.rollout
+        dtype = rollout.engine_dtype or ("bfloat16" if config.perf.bf16 else "float32")
+        return LocalEngine(
+            Path(config.checkpoint.hf_checkpoint), dtype=getattr(torch, dtype), max_batch=rollout.engine_max_batch,
+            max_context=rollout.rollout_max_context_len, tokenizer=tokenizer,
+            random_init=not config.debug.debug_rollout_only,  # the trainer's weights arrive before the first request
+        )  # fmt: skip

@@ -16,6 +16,7 @@ import importlib.util
 import queue
 import re
 import sys
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -214,6 +215,9 @@ def install() -> None:
                           who="miles_core.backends.megatron.cpu.install",
                           fix="import miles_core.backends.megatron (or call install()) before megatron.core")
     sys.meta_path.insert(0, _Finder())
+    # Megatron warns of every optional package that a CPU host lacks and torch of names that Megatron still uses.
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
+    warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
 
 
 def single_process_group() -> None:

@@ -19,6 +19,7 @@ cpu.install()
 from megatron.core import parallel_state  # noqa: E402 - after install()
 from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region  # noqa: E402
+from megatron.core.transformer.module import MegatronModule  # noqa: E402
 
 
 _BLOCK = 512
@@ -98,11 +99,8 @@ class _SwiGLU(torch.autograd.Function):
         return out
 
 
-class SwiGLU(torch.nn.Module):
+class SwiGLU(MegatronModule):
     """The activation of a gated MLP in one pass each way (Shazeer, arXiv:2002.05202)."""
-
-    def __init__(self, config):
-        super().__init__()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return _SwiGLU.apply(x)

@@ -1,7 +1,8 @@
 """Log-probabilities and entropy of tokens from hidden states, in chunks: the logits of a batch never exist.
 
 Forward keeps the normaliser of each row; backward makes each chunk's logits again. Peak memory is chunk x V beside the
-inputs and the gradients. The softmax is in fp32 for bf16 inputs and in float64 for float64 ones.
+inputs and the gradients. The softmax is in fp32 for bf16 inputs and in float64 for float64 ones; bf16 logits are
+rounded to bf16 first, as Hugging Face and the engines do.
 
 For tensor parallelism the vocabulary is cut by rank: the three row statistics (maximum, normaliser, sum of p x logit)
 and the target's logit then want an all-reduce over the group each, where `_rows` returns them.
@@ -42,6 +43,8 @@ def token_log_probs(
     """
     if not temperature > 0:
         raise ValueError(f"temperature must be positive (got {temperature})")
+    # Megatron's Float16Module hands out fp32 copies of bf16 activations; this is lossless then.
+    hidden = hidden.to(weight.dtype)
     wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     chunk_size = chunk_size or max(16, CHUNK_BYTES // (weight.shape[0] * wide.itemsize))
     log_probs, spread = _TokenLogProbs.apply(

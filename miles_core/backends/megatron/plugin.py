@@ -14,3 +14,17 @@ class Megatron:
         from miles_core.backends.megatron.step import MegatronTrainer
 
         return MegatronTrainer(config, hooks, columns)
+
+    @hookimpl("model_spec", name="qwen3")
+    def qwen3(self, hf_config):
+        """Dense Qwen3."""
+        from miles_core.backends.megatron.specs import FAMILIES
+
+        return FAMILIES["qwen3"]
+
+    @hookimpl("model_spec", name="qwen3_moe")
+    def qwen3_moe(self, hf_config):
+        """Qwen3 with a mixture of experts."""
+        from miles_core.backends.megatron.specs import FAMILIES
+
+        return FAMILIES["qwen3_moe"]

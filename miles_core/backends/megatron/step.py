@@ -90,9 +90,9 @@ class MegatronTrainer:
                 metrics[f"train/{key}"] = metrics.get(f"train/{key}", 0.0) + float(term)
             return value
 
-        self.models.optimization.zero_grad()
+        self.models.zero_grad()
         self._run(self._micro_batches(samples), loss_of, "actor")
-        metrics.update(self.models.optimization.step())
+        metrics.update(self.models.step())
         metrics["perf/actor_train_time"] = time.perf_counter() - begin
         return metrics
 
@@ -107,7 +107,7 @@ class MegatronTrainer:
         self.models.save(folder, rollout_id, state)
 
     def export(self, folder: Path) -> None:
-        self.models.export(folder, self.weights())
+        self.models.export(folder)
 
     def hashes(self, batch: Batch) -> dict[str, str]:
         """SHA-256 of the weights and of a batch's columns, for --debug-determinism."""

@@ -1,7 +1,7 @@
 """Groups without spread are dropped with a reason; all others pass unchanged."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from miles_dapo_filter.plugin import DapoFilter, DapoFilterOptions
 from miles_dapo_filter.spread import reward_std
@@ -59,11 +59,13 @@ def test_a_run_that_could_only_drop_does_not_start():
 
 
 @given(st.lists(st.sampled_from([0.0, 1.0]), min_size=1, max_size=16))
+@settings(deadline=None)
 def test_binary_rewards_follow_the_paper(rewards):
     kept = isinstance(plugin().filter_group(group(*rewards)), Group)
     assert kept == (0 < sum(rewards) < len(rewards))
 
 
 @given(st.floats(-1e6, 1e6), st.integers(1, 20))
+@settings(deadline=None)
 def test_equal_rewards_have_a_deviation_of_exactly_zero(reward, count):
     assert reward_std([reward] * count) == 0.0

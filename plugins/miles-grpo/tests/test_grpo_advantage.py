@@ -5,7 +5,7 @@ import statistics
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from miles_grpo.advantage import EPSILON, group_relative, normalized
 from miles_grpo.plugin import Grpo, GrpoOptions
@@ -93,6 +93,7 @@ def test_hook_obeys_the_options():
 
 
 @given(REWARDS)
+@settings(deadline=None)
 def test_agrees_with_statistics(rewards):
     if len(set(rewards)) == 1:
         return
@@ -102,6 +103,7 @@ def test_agrees_with_statistics(rewards):
 
 
 @given(REWARDS, st.randoms(use_true_random=False))
+@settings(deadline=None)
 def test_permuting_a_group_permutes_its_advantages(rewards, random):
     order = list(range(len(rewards)))
     random.shuffle(order)
@@ -110,11 +112,13 @@ def test_permuting_a_group_permutes_its_advantages(rewards, random):
 
 
 @given(REWARDS)
+@settings(deadline=None)
 def test_advantages_sum_to_zero(rewards):
     assert math.fsum(normalized(rewards)) == pytest.approx(0, abs=1e-5)
 
 
 @given(st.lists(st.integers(-50, 50), min_size=2, max_size=10), st.integers(-1000, 1000))
+@settings(deadline=None)
 def test_a_shift_of_all_rewards_changes_nothing(rewards, shift):
     moved = normalized([float(reward + shift) for reward in rewards])
     np.testing.assert_allclose(moved, normalized([float(reward) for reward in rewards]), rtol=0, atol=1e-9)

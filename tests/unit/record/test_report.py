@@ -116,7 +116,7 @@ def test_the_page_is_bounded_and_says_what_was_left_out(run):
     assert all(indices == list(range(8)) for indices in whole), "whole groups"
     assert len(data["curves"]["rollout/raw_reward"]["x"]) == 10
     notes = " ".join(data["notes"])
-    for words in ("8 of 66 recorded", "64 of 368 samples", "responses are cut after 3 tokens", "older messages"):
+    for words in ("8 of 66 recorded", "64 of the 368 samples", "responses are cut after 3 tokens", "older messages"):
         assert words in notes, words
     tiny, _ = data_of(write_report(run, limits=Limits(megabytes=0)))
     assert {len(file["samples"]) for file in tiny["samples"]} == {1}

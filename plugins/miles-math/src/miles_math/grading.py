@@ -26,6 +26,7 @@ _INTEGER = re.compile(r"0|-?[1-9][0-9]{0,17}")
 _PLAIN = re.compile(r"[0-9A-Za-z+\-*/^_(){}\\., ]*[0-9][0-9A-Za-z+\-*/^_(){}\\., ]*")
 
 _ENDED_BY_THE_QUESTION = (signal.SIGPROF, signal.SIGALRM, signal.SIGSEGV, signal.SIGABRT, signal.SIGKILL)
+"""Its time was up, its stack or memory was full, or the kernel needed the memory (SIGKILL)."""
 
 
 def obvious(answer: str, label: str, *, boxed: bool) -> bool | None:

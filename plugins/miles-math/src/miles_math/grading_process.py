@@ -7,6 +7,7 @@ no more memory than MEMORY, and ends with its input. math-verify's own timeouts,
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -49,8 +50,12 @@ def allow(seconds: float) -> None:
 def main() -> None:
     """Serve until the input ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for clock in (signal.SIGPROF, signal.SIGALRM):  # whatever the parent made of them
+        signal.signal(clock, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [clock])
     allow(START_SECONDS)
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, resource.getrlimit(resource.RLIMIT_AS)[1]))
+    with contextlib.suppress(ValueError, OSError):  # not every system can
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, resource.getrlimit(resource.RLIMIT_AS)[1]))
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
     logging.disable(logging.CRITICAL)
     for answer, label, boxed in WARM_UP:

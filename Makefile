@@ -1,0 +1,53 @@
+# The commands of the README. Each says what it does, can be repeated, and names what is missing.
+
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+CONSTRAINTS := constraints/cpu.txt
+PLUGINS := $(wildcard plugins/miles-*)
+READY  := $(VENV)/.ready
+export OMP_WAIT_POLICY ?= PASSIVE
+export TOKENIZERS_PARALLELISM ?= false
+
+.PHONY: help demo test test-slow lint bench models venv clean
+
+help:  ## Show this list.
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+demo: $(READY)  ## Train a tiny Qwen3 with GRPO on sums until it gets them right, then write a report.
+	@rm -rf runs/demo
+	$(BIN)/miles run examples/demo.toml
+	$(BIN)/miles report runs/demo
+	@echo "open runs/demo/report.html to look at it"
+
+test: $(READY)  ## Run the tests (about ten minutes on two cores).
+	$(BIN)/pytest -q -n 2
+
+test-slow: $(READY)  ## Run the tests that take longer: kills, controls.
+	$(BIN)/pytest -q -m slow
+
+lint: $(READY)  ## Check style and the manifests of the plugins.
+	$(BIN)/ruff check .
+	$(BIN)/miles plugins manifest --check $(PLUGINS)
+
+bench: $(READY)  ## Measure what docs/benchmarks.md reports.
+	$(BIN)/python bench/demo_seeds.py
+
+models: $(READY)  ## Make the checkpoints under examples/ anew.
+	$(BIN)/python examples/arithmetic/make_models.py
+
+venv: $(READY)  ## Only set up the environment.
+
+# torch goes first and alone: with it in place nothing pulls another build, least of all one with CUDA.
+$(READY): pyproject.toml $(CONSTRAINTS) $(PLUGINS:%=%/pyproject.toml)
+	@command -v $(PYTHON) >/dev/null || { echo "missing: $(PYTHON), version 3.11 or newer. Name another with PYTHON=..."; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "missing: Python 3.11 or newer ($(PYTHON) is older). Name another with PYTHON=..."; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "missing: Python's venv module (on Debian: apt-get install python3-venv)"; exit 1; }
+	@echo "setting up $(VENV)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q --disable-pip-version-check -c $(CONSTRAINTS) torch
+	$(BIN)/pip install -q --disable-pip-version-check -c $(CONSTRAINTS) -e '.[dev]' $(PLUGINS:%=-e ./%)
+	@touch $@
+
+clean:  ## Remove the environment and the runs.
+	rm -rf $(VENV) runs

@@ -1,0 +1,283 @@
+"""Megatron's torch_dist checkpoints: sharded, independent of the layout, and on disk completely or not at all.
+
+    <save>/iter_0000007/                     published by rename when complete
+        *.distcp .metadata metadata.json     tensors: model, optimizer
+        common.pt                            numbers: schedule, optimizer groups
+        miles.json                           the run's own state
+    <save>/latest_checkpointed_iteration.txt "7", written last, also by rename
+
+On trust: common.pt is read with torch's weights_only unpickler. `.metadata` is a pickle that torch reads with the full
+one, so it is read here first with an unpickler that knows the few classes it may hold. Entries other than tensors,
+which torch would unpickle too, are refused. The JSON is data.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import pickle
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+
+from miles_core.backends.megatron import cpu
+from miles_core.backends.megatron.optimizer import load_state, prepare_state
+from miles_core.backends.megatron.publish import TEMPORARY, publish, write_error, write_text
+from miles_core.errors import CheckpointError
+
+cpu.install()
+
+from megatron.core import dist_checkpointing, parallel_state  # noqa: E402 - after install()
+from megatron.core.dist_checkpointing.core import CheckpointingException  # noqa: E402
+from megatron.core.dist_checkpointing.mapping import ShardedObject  # noqa: E402
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy  # noqa: E402
+from megatron.core.utils import unwrap_model  # noqa: E402
+
+TRACKER = "latest_checkpointed_iteration.txt"
+STATE = "miles.json"
+_PARTS = ("metadata.json", ".metadata", "common.pt", STATE)
+_ITERATION = re.compile(r"iter_(\d{7,})")
+
+
+def iteration_folder(folder: str | Path, iteration: int) -> Path:
+    return Path(folder) / f"iter_{iteration:07d}"
+
+
+def exists(folder: str | Path) -> bool:
+    """Whether a run ever completed a checkpoint here; then `latest` answers or says what is wrong."""
+    return (Path(folder) / TRACKER).is_file()
+
+
+def latest(folder: str | Path) -> int:
+    """The iteration to resume from.
+
+    Raises:
+        CheckpointError: no such folder, a folder that is no checkpoint (a Hugging Face directory, or one iteration
+            of a checkpoint), or a tracker that names an iteration which is missing or incomplete.
+    """
+    folder = Path(folder)
+    tracker = folder / TRACKER
+    if not tracker.is_file():
+        raise _not_a_checkpoint(folder)
+    text = tracker.read_text().strip()
+    if not text.isdecimal():
+        raise CheckpointError("the tracker file does not name an iteration", got=repr(text[:40]), who=str(tracker),
+                              fix=f"write the number of a complete iteration into it, of {_present(folder)}")
+    where = iteration_folder(folder, int(text))
+    if not where.is_dir():
+        raise CheckpointError(f"the tracker names iteration {text}, which is not there", got=_present(folder),
+                              who=str(tracker), fix="write the number of an iteration that is there into the tracker")
+    if absent := [part for part in _PARTS if not (where / part).is_file()]:
+        raise CheckpointError(f"iteration {text} is incomplete", got="no " + ", ".join(absent), who=str(where),
+                              fix=f"write the number of a complete iteration into {TRACKER}, of {_present(folder)}")
+    return int(text)
+
+
+def save(
+    folder: str | Path,
+    iteration: int,
+    chunks: Sequence[torch.nn.Module],
+    optimizer=None,
+    scheduler=None,
+    state: Mapping[str, object] | None = None,
+) -> Path:
+    """Write a checkpoint; every rank calls it. What was complete before stays valid until this one is.
+
+    Args:
+        chunks: model chunks, wrapped or not.
+        optimizer, scheduler: both or none.
+        state: anything that JSON can hold.
+
+    Raises:
+        CheckpointError: the disk is full or cannot be written.
+    """
+    target = iteration_folder(folder, iteration)
+    first = dist.get_rank() == 0
+    if optimizer is not None:
+        prepare_state(optimizer)
+    with publish(target, writer=first) as temporary, _writing(target), _frozen_heap():
+        _barrier()
+        sharded = _sharded(chunks, optimizer, loading=False)
+        if scheduler is not None:
+            sharded["scheduler"] = scheduler.state_dict()
+        # One file and one writer: more would be threads in this very process (see cpu.InProcess).
+        strategy = TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1)
+        dist_checkpointing.save(sharded, str(temporary), strategy)
+        if first:
+            (temporary / STATE).write_text(json.dumps({"iteration": iteration, "state": state or {}}))
+        _barrier()
+    if first:
+        write_text(Path(folder) / TRACKER, f"{iteration}\n")
+    _barrier()
+    return target
+
+
+def load(
+    folder: str | Path, chunks: Sequence[torch.nn.Module], optimizer=None, scheduler=None, iteration: int | None = None
+) -> tuple[int, dict]:
+    """Fill model and, if given, optimizer and schedule; every rank calls it, under any layout.
+
+    Args:
+        iteration: another than the latest.
+
+    Returns:
+        The iteration, and the state that `save` was given.
+
+    Raises:
+        CheckpointError: as `latest`, or a checkpoint that cannot be read or does not fit the model.
+    """
+    iteration = latest(folder) if iteration is None else iteration
+    source = iteration_folder(folder, iteration)
+    if absent := [part for part in _PARTS if not (source / part).is_file()]:
+        raise CheckpointError(f"iteration {iteration} is missing or incomplete", got="no " + ", ".join(absent),
+                              who=str(source), fix=f"choose one of {_present(Path(folder))}")
+    _check_metadata(source / ".metadata")
+    if optimizer is not None:
+        prepare_state(optimizer)
+    try:
+        kept = json.loads((source / STATE).read_text())["state"]
+        with _frozen_heap():
+            sharded = _sharded(chunks, optimizer, loading=True)
+        loaded = dist_checkpointing.load(sharded, str(source))
+        for key, chunk in _named(chunks):
+            _fill(chunk, loaded[key])
+        if optimizer is not None:
+            load_state(optimizer, scheduler, loaded["optimizer"], loaded["scheduler"])
+    except (CheckpointingException, CheckpointException, OSError, EOFError, KeyError, ValueError, RuntimeError,
+            pickle.UnpicklingError) as error:  # fmt: skip
+        raise CheckpointError("the checkpoint cannot be read or does not fit this model", got=_first_line(error),
+                              who=str(source), fix="use the checkpoint of a run of the same model and optimizer, or "
+                              "an earlier iteration") from error
+    return iteration, kept
+
+
+def _fill(chunk: torch.nn.Module, tensors: dict) -> None:
+    """load_state_dict that excuses the extra state, which is not saved, and nothing else."""
+    missing, unexpected = chunk.load_state_dict(tensors, strict=False)
+    if wrong := [name for name in missing if not name.endswith("_extra_state")] + unexpected:
+        raise KeyError(f"tensors missing or unexpected: {wrong}")
+
+
+def _sharded(chunks: Sequence[torch.nn.Module], optimizer, *, loading: bool) -> dict:
+    """What Megatron saves and loads. The metadata makes the optimizer's state independent of the layout."""
+    metadata = {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "chained_optim_avoid_prefix": True,
+        "singleton_local_shards": False,
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+    }
+    sharded = {
+        key: {
+            name: entry
+            for name, entry in chunk.sharded_state_dict(metadata=metadata).items()
+            # Extra state is empty for local layers, and as objects it would be unpickled by torch on load.
+            if not isinstance(entry, ShardedObject)
+        }
+        for key, chunk in _named(chunks)
+    }
+    if optimizer is not None:
+        sharded["optimizer"] = optimizer.sharded_state_dict(sharded, is_loading=loading, metadata=metadata)
+    return sharded
+
+
+def _named(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Chunks of an interleaved pipeline are told apart; a sole one is called "model", as Megatron-LM does."""
+    for i, chunk in enumerate(chunks):
+        yield "model" if len(chunks) == 1 else f"model{i}", unwrap_model(chunk)
+
+
+@contextlib.contextmanager
+def _writing(target: Path) -> Iterator[None]:
+    """An OSError may arrive wrapped by torch's collective error, or as the message of torch's own zip writer."""
+    try:
+        yield
+    except CheckpointException as error:
+        for failure, _ in error.failures.values():
+            if isinstance(failure, OSError):
+                raise write_error(target, failure) from error
+        raise
+    except RuntimeError as error:
+        if "PytorchStreamWriter" in str(error) or "unexpected pos" in str(error):
+            raise CheckpointError("a checkpoint could not be written", got=_first_line(error), who=str(target),
+                                  fix="free some space; checkpoints that were complete before still are") from error
+        raise
+
+
+@contextlib.contextmanager
+def _frozen_heap() -> Iterator[None]:
+    """DistributedOptimizer calls gc.collect() to make its state dict; without the heap of before it takes no time."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+_SAFE_MODULES = ("torch.distributed.checkpoint.", "megatron.core.dist_checkpointing.", "torch.distributed._shard.")
+_SAFE_NAMES = {
+    ("torch", "Size"), ("torch", "dtype"), ("torch.serialization", "_get_layout"), ("torch._utils", "_rebuild_tensor"),
+    ("collections", "OrderedDict"), ("collections", "defaultdict"), ("builtins", "set"), ("builtins", "list"),
+    ("builtins", "dict"), ("builtins", "slice"), ("builtins", "int"), ("pathlib", "PosixPath"), ("pathlib", "Path"),
+}  # fmt: skip
+
+
+class _MetadataReader(pickle.Unpickler):
+    def find_class(self, module: str, name: str):
+        dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if dtype or (module, name) in _SAFE_NAMES or (module.startswith(_SAFE_MODULES) and "." not in name):
+            found = super().find_class(module, name)
+            if dtype or not module.startswith(_SAFE_MODULES) or isinstance(found, type):
+                return found
+        raise pickle.UnpicklingError(f"it wants to call {module}.{name}")
+
+
+def _check_metadata(path: Path) -> None:
+    """
+    Raises:
+        CheckpointError: not the index of tensors that it should be.
+    """
+    try:
+        with open(path, "rb") as file:
+            metadata = _MetadataReader(file).load()
+        entries = metadata.state_dict_metadata
+    except Exception as error:
+        raise CheckpointError("the checkpoint's index cannot be trusted or read", got=_first_line(error), who=str(path),
+                              fix="use another iteration; do not load checkpoints from strangers") from error
+    for name, entry in entries.items():
+        if not hasattr(entry, "chunks"):
+            raise CheckpointError("the checkpoint holds something else than tensors", got=name, who=str(path),
+                                  fix="use a checkpoint that miles wrote")
+
+
+def _not_a_checkpoint(folder: Path) -> CheckpointError:
+    if not folder.is_dir():
+        return CheckpointError("there is no such checkpoint folder", who=str(folder),
+                               fix="correct --load, or leave it out to start from --hf-checkpoint")
+    if _ITERATION.fullmatch(folder.name) or (folder / "metadata.json").is_file():
+        return CheckpointError("this is one iteration of a checkpoint", who=str(folder),
+                               fix=f"give the folder above it, {folder.parent}")
+    if (folder / "config.json").is_file():
+        return CheckpointError("this is a Hugging Face directory, not a torch_dist checkpoint", who=str(folder),
+                               fix="give it as --hf-checkpoint, or convert it with miles convert hf-to-dist")
+    return CheckpointError("this is not a checkpoint", got=f"no {TRACKER}; {_present(folder)}", who=str(folder),
+                           fix="give a folder that a run saved into with --save")
+
+
+def _present(folder: Path) -> str:
+    names = sorted(path.name for path in folder.glob("iter_*") if not path.name.startswith(TEMPORARY))
+    return "iterations present: " + ", ".join(names) if names else "no iterations present"
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip() or type(error).__name__
+    return next(line for line in text.splitlines() if line.strip())[:300]
+
+
+def _barrier() -> None:
+    if dist.get_world_size() > 1:
+        dist.barrier()

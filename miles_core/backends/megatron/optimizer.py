@@ -1,0 +1,198 @@
+"""Gradients to new weights: Megatron's DDP wrapper, optimizer and learning-rate schedule from plain values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from miles_core.backends.megatron import cpu
+from miles_core.errors import ConfigError
+
+cpu.install()
+
+from megatron.core.distributed import (  # noqa: E402 - after install()
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+)
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer  # noqa: E402
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # noqa: E402
+from megatron.core.transformer import TransformerConfig  # noqa: E402
+from megatron.core.transformer.module import Float16Module  # noqa: E402
+
+STYLES = ("constant", "linear", "cosine", "inverse-square-root")
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerOptions:
+    """AdamW with decoupled weight decay (arXiv:1711.05101) and its schedule; iterations are optimizer steps.
+
+    Args:
+        lr: highest learning rate; min_lr: where decay ends; lr_warmup_init: where warmup begins.
+        lr_decay_style: one of STYLES.
+        lr_warmup_iters: steps of linear warmup.
+        lr_decay_iters: step at which min_lr is reached, counted with the warmup; train_iters when None.
+        train_iters: steps of the whole run.
+        weight_decay: of matrices; Megatron exempts norms and biases.
+        clip_grad: largest norm of all gradients; 0 for no clipping.
+        use_distributed_optimizer: shard the optimizer's state over data-parallel ranks.
+        grad_reduce_in_fp32: keep and sum gradients in fp32 also for bf16 models.
+        overlap_grad_reduce, overlap_param_gather: hide communication; the latter needs the distributed optimizer.
+    """
+
+    lr: float = 1e-6
+    min_lr: float = 0.0
+    lr_warmup_init: float = 0.0
+    lr_decay_style: str = "constant"
+    lr_warmup_iters: int = 0
+    lr_decay_iters: int | None = None
+    train_iters: int = 1
+    weight_decay: float = 0.01
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.999
+    adam_eps: float = 1e-8
+    clip_grad: float = 1.0
+    use_distributed_optimizer: bool = True
+    grad_reduce_in_fp32: bool = True
+    overlap_grad_reduce: bool = False
+    overlap_param_gather: bool = False
+
+    def __post_init__(self):
+        """
+        Raises:
+            ConfigError: a style or number that cannot be meant.
+        """
+        if self.lr_decay_style not in STYLES:
+            raise ConfigError("unknown learning-rate schedule", got=self.lr_decay_style, who="--lr-decay-style",
+                              fix="choose one of " + ", ".join(STYLES))
+        for name in ("lr", "min_lr", "lr_warmup_init", "lr_warmup_iters", "weight_decay", "clip_grad"):
+            if not getattr(self, name) >= 0:
+                raise ConfigError(f"{name} cannot be negative", got=getattr(self, name),
+                                  who="--" + name.replace("_", "-"), fix="write 0 or more")
+        for name in ("min_lr", "lr_warmup_init"):
+            if getattr(self, name) > self.lr:
+                raise ConfigError(f"{name} is above lr = {self.lr}", got=getattr(self, name),
+                                  who="--" + name.replace("_", "-"), fix="write at most lr")
+        if self.lr_decay_style != "constant" and self.lr_warmup_iters >= self.decay_iters:
+            raise ConfigError("the warmup leaves no step to decay in", who="--lr-warmup-iters",
+                              got=f"{self.lr_warmup_iters} of {self.decay_iters}", fix="shorten the warmup")
+
+    @property
+    def decay_iters(self) -> int:
+        return self.train_iters if self.lr_decay_iters is None else self.lr_decay_iters
+
+
+def wrap(
+    chunks: Sequence[torch.nn.Module], config: TransformerConfig, options: OptimizerOptions
+) -> list[DistributedDataParallel]:
+    """Model chunks with fp32 gradient buffers that `finalize_model_grads` sums over data-parallel ranks.
+
+    The sum is not divided by the number of ranks, because miles divides in the loss (stages/loss.py); that is what
+    `calculate_per_token_loss` means to DDP.
+    """
+    config.calculate_per_token_loss = True
+    ddp = DistributedDataParallelConfig(
+        use_distributed_optimizer=options.use_distributed_optimizer,
+        grad_reduce_in_fp32=options.grad_reduce_in_fp32,
+        overlap_grad_reduce=options.overlap_grad_reduce,
+        overlap_param_gather=options.overlap_param_gather,
+    )
+    low = config.bf16 or config.fp16
+    return [
+        DistributedDataParallel(config, ddp, Float16Module(config, chunk) if low else chunk, disable_bucketing=i > 0)
+        for i, chunk in enumerate(chunks)
+    ]
+
+
+def make_optimizer(
+    chunks: Sequence[DistributedDataParallel], options: OptimizerOptions
+) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
+    """The optimizer of wrapped chunks and its schedule, which already set the first step's learning rate."""
+    config = chunks[0].config
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer="adam", lr=options.lr, min_lr=options.min_lr, weight_decay=options.weight_decay,
+            adam_beta1=options.adam_beta1, adam_beta2=options.adam_beta2, adam_eps=options.adam_eps,
+            clip_grad=options.clip_grad, bf16=config.bf16, params_dtype=config.params_dtype,
+            use_distributed_optimizer=options.use_distributed_optimizer,
+            overlap_param_gather=options.overlap_param_gather,
+        ),
+        list(chunks),
+    )  # fmt: skip
+    scheduler = OptimizerParamScheduler(
+        optimizer, init_lr=options.lr_warmup_init, max_lr=options.lr, min_lr=options.min_lr,
+        lr_warmup_steps=options.lr_warmup_iters,
+        # Megatron wants room for decay even where the style has none.
+        lr_decay_steps=max(options.decay_iters, options.lr_warmup_iters + 1), lr_decay_style=options.lr_decay_style,
+        start_wd=options.weight_decay, end_wd=options.weight_decay, wd_incr_steps=1, wd_incr_style="constant",
+        # On a resume the run's own options hold; the checkpoint only says how many steps were done.
+        use_checkpoint_opt_param_scheduler=False, override_opt_param_scheduler=True,
+    )  # fmt: skip
+    return optimizer, scheduler
+
+
+def zero_gradients(chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer) -> None:
+    """Before the first micro-batch of every optimizer step."""
+    for chunk in chunks:
+        chunk.zero_grad_buffer()
+    optimizer.zero_grad()
+
+
+def non_finite_gradients(chunks: Sequence[DistributedDataParallel]) -> list[str]:
+    """Names of parameters whose gradient holds NaN or infinity on any rank; every rank gets the same list.
+
+    Call it after `finalize_model_grads` and before the optimizer step. It costs one sum over the gradient buffers:
+    a sum is finite only if all it adds is, so names are looked for only when one is not.
+    """
+    buffers = [b for chunk in chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    suspect = not all(bool(torch.isfinite(buffer.grad_data.sum())) for buffer in buffers)
+    if dist.get_world_size() > 1:
+        flag = torch.tensor([float(suspect)], device=buffers[0].grad_data.device if buffers else None)
+        dist.all_reduce(flag, dist.ReduceOp.MAX)
+        suspect = bool(flag)
+    if not suspect:
+        return []
+    names = [
+        name.removeprefix("module.").removeprefix("module.")
+        for chunk in chunks
+        for name, parameter in chunk.named_parameters()
+        if parameter.requires_grad and not torch.isfinite(parameter.main_grad).all()
+    ]
+    if dist.get_world_size() > 1:
+        gathered: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(gathered, names)
+        names = list(dict.fromkeys(name for part in gathered for name in part))
+    return names
+
+
+def prepare_state(optimizer: MegatronOptimizer) -> None:
+    """Give torch's AdamW the state that it has after its first step, which saving and loading take for granted."""
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        inner = part.optimizer
+        for group in inner.param_groups:
+            for parameter in group["params"]:
+                state = inner.state[parameter]
+                state.setdefault("step", torch.tensor(0.0))
+                for name in ("exp_avg", "exp_avg_sq"):
+                    if name not in state:
+                        state[name] = torch.zeros_like(parameter)
+
+
+_FROM_OPTIONS = ("max_lr", "min_lr", "start_wd", "end_wd", "wd_mult", "betas", "eps")
+
+
+def load_state(
+    optimizer: MegatronOptimizer, scheduler: OptimizerParamScheduler, optimizer_state: dict, scheduler_state: dict
+) -> None:
+    """Go on exactly where the state was saved, under the options that the optimizer was made with."""
+    before = [{k: g[k] for k in _FROM_OPTIONS if k in g} for g in optimizer.param_groups]
+    optimizer.load_state_dict(optimizer_state)
+    prepare_state(optimizer)
+    for group, options in zip(optimizer.param_groups, before, strict=True):
+        # Megatron keeps the highest and lowest rate in the saved groups, where they would outlive a changed --lr.
+        group.update(options)
+    # Its load_state_dict adds the saved steps to those done already.
+    scheduler.num_steps = 0
+    scheduler.load_state_dict(scheduler_state)

@@ -1,0 +1,86 @@
+"""Real `miles` commands from a warm process: heavy imports are done once, then every command is a fork of that process.
+
+A fork runs the same entry point as the console script, in its own folder, with its own output; it costs milliseconds
+where a fresh interpreter needs seconds for torch, Megatron-core and transformers.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+PRELOAD = [
+    "torch", "transformers", "transformers.models.auto.tokenization_auto", "transformers.models.qwen3.configuration_qwen3",
+    "miles_core.cli.run", "miles_core.build", "miles_core.execute", "miles_core.backends.megatron.step",
+    "miles_core.backends.local.engine",
+]  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a command. `code` is negative for a signal."""
+
+    code: int
+    out: str
+    err: str
+    seconds: float
+
+
+def context() -> multiprocessing.context.ForkServerContext:
+    """The fork server's context; its one process has done the imports of PRELOAD and holds no threads."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    found = multiprocessing.get_context("forkserver")
+    found.set_forkserver_preload(PRELOAD)
+    return found
+
+
+def miles(argv: Sequence[str | Path], cwd: Path, *, timeout: float = 120.0, before: Callable[[], None] | None = None,
+          while_running: Callable[[multiprocessing.Process], None] | None = None) -> Outcome:
+    """Run `miles ARGV` in a fork and wait for it.
+
+    Args:
+        timeout: seconds after which it is killed and the outcome says -9.
+        before: runs in the fork first; has to be picklable.
+        while_running: runs here with the process, to send it signals for instance.
+    """
+    out, err = cwd / f".out-{time.monotonic_ns()}", cwd / f".err-{time.monotonic_ns()}"
+    begin = time.monotonic()
+    process = context().Process(target=_main, args=([str(a) for a in argv], str(cwd), str(out), str(err), before))
+    process.start()
+    if while_running is not None:
+        while_running(process)
+    process.join(timeout)
+    if process.is_alive():
+        process.kill()
+        process.join()
+    texts = [path.read_text(errors="replace") if path.exists() else "" for path in (out, err)]
+    for path in (out, err):
+        path.unlink(missing_ok=True)
+    return Outcome(process.exitcode, *texts, time.monotonic() - begin)
+
+
+def _main(argv: list[str], cwd: str, out: str, err: str, before: Callable[[], None] | None) -> None:
+    os.chdir(cwd)
+    for number, path in ((1, out), (2, err)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644), number)
+    sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
+    sys.argv = ["miles", *argv]
+    from miles_core.cli import main
+
+    code = 0
+    try:
+        if before is not None:
+            before()
+        main()
+    except SystemExit as leave:
+        code = leave.code or 0
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code if isinstance(code, int) else 1)

@@ -1,0 +1,82 @@
+"""Megatron is initialised once per process; models are tiny and random, made by transformers at test time."""
+
+import os
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from miles_core.backends.megatron import cpu
+
+TINY = {
+    "vocab_size": 97, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 32, "intermediate_size": 96, "max_position_embeddings": 256, "rms_norm_eps": 1e-6,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "attn_implementation": "eager",
+}  # fmt: skip
+MOE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "decoder_sparse_step": 1}
+
+
+@pytest.fixture(scope="session")
+def megatron():
+    """The process groups of one rank."""
+    torch.set_num_threads(1)
+    cpu.initialize()
+
+
+@pytest.fixture(scope="session")
+def hf_model(megatron):
+    """(moe, tied, **config) -> a transformers model with weights large enough to tell right from wrong."""
+
+    def make(moe=False, tied=False, **changes):
+        torch.manual_seed(0)
+        values = {**TINY, **(MOE if moe else {}), "tie_word_embeddings": tied, **changes}
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**values)) if moe else Qwen3ForCausalLM(Qwen3Config(**values))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.dim() == 1:
+                    parameter.copy_(1 + 0.2 * torch.randn_like(parameter))
+                else:
+                    parameter.mul_(4)
+        return model.eval()
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def port(megatron, tmp_path_factory):
+    """(transformers model, **overrides) -> (Megatron model with the same weights, weight map)."""
+    from miles_core.backends.megatron import model, specs, weights
+
+    def make(hf, **overrides):
+        bf16 = overrides.pop("bf16", False)
+        family = specs.FAMILIES[hf.config.model_type]
+        spec, weight_map = family.model_spec(hf.config), family.weight_map(hf.config)
+        ours = model.build(model.transformer_config(spec, overrides, bf16=bf16), spec)
+        folder = tmp_path_factory.mktemp("hf")
+        hf.save_pretrained(folder)
+        weights.load_hf(folder, ours, weight_map)
+        return ours, weight_map
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def packed_logits(megatron):
+    """(Megatron model, sequences) -> [total, V]."""
+    from miles_core.backends.megatron import layers
+
+    def run(ours, sequences):
+        cu = torch.tensor([0] + [len(s) for s in sequences]).cumsum(0)
+        hidden = ours(torch.cat(sequences)[None], None, None, packed_seq_params=layers.packed_rows(cu))
+        return hidden[:, 0] @ ours.output_weight.t()
+
+    return run
+
+
+@pytest.fixture
+def sequences():
+    """Unequal lengths, several of them in one bucket, not in the order of their buckets."""
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(0, 97, (n,), generator=generator) for n in (13, 40, 1, 37, 64, 40, 100, 15)]

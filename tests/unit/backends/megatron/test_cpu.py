@@ -1,0 +1,92 @@
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from miles_core.backends.megatron import cpu
+from miles_core.errors import ConfigError
+
+
+def core() -> Path:
+    return Path(importlib.util.find_spec("megatron").submodule_search_locations[0], "core")
+
+
+def source_of(module: str) -> str:
+    return Path(core().parent, *module.split(".")[1:]).with_suffix(".py").read_text()
+
+
+@pytest.fixture(scope="module")
+def all_sources():
+    return [path.read_text() for path in core().rglob("*.py")]
+
+
+@pytest.mark.parametrize("rule", cpu.RULES, ids=lambda rule: rule.name)
+def test_a_rule_is_still_needed(rule, all_sources):
+    sources = all_sources if rule.module is None else [source_of(rule.module)]
+    assert any(rule.pattern.search(source) for source in sources), f"{rule.name} finds nothing: remove it"
+    assert rule.why
+
+
+@pytest.mark.parametrize("rule", [r for r in cpu.RULES if r.module], ids=lambda rule: rule.name)
+def test_a_mended_module_compiles_and_is_mended_once(rule):
+    source = source_of(rule.module)
+    mended, count = rule.pattern.subn(rule.replacement, source)
+    assert count >= 1 and mended != source
+    compile(mended, rule.module, "exec", dont_inherit=True)
+
+
+def test_a_megatron_that_a_rule_does_not_fit_is_refused():
+    with pytest.raises(ConfigError, match=r"router gemm.*megatron-core 0\.16\.1"):
+        cpu.mend("megatron.core.transformer.moe.moe_utils", "    if torch.is_tensor(tensor) and tensor.is_cuda:\n")
+
+
+def test_install_is_idempotent():
+    cpu.install()
+    before = list(sys.meta_path)
+    cpu.install()
+    assert sys.meta_path == before
+
+
+def test_torch_itself_is_untouched(megatron):
+    import torch
+
+    assert "cuda" in torch.cuda.current_device.__module__
+    assert torch.zeros(1).type() == "torch.FloatTensor"
+
+
+def test_install_after_megatron_is_refused():
+    code = (
+        "import sys, types; sys.modules['megatron.core'] = types.ModuleType('megatron.core')\n"
+        "from miles_core.backends.megatron import cpu\n"
+        "try: cpu.install()\nexcept Exception as error: print(error)"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ.copy(),
+                         cwd=Path(cpu.__file__).parents[3], check=True).stdout  # fmt: skip
+    assert "megatron.core was imported before" in out and "Fix:" in out
+
+
+def test_one_process_needs_no_port(megatron):
+    import torch.distributed as dist
+
+    cpu.single_process_group()
+    assert dist.get_world_size() == 1 and dist.get_backend() == "gloo"
+
+
+def test_a_layout_that_does_not_divide_is_refused(megatron):
+    with pytest.raises(ConfigError, match="do not divide"):
+        cpu.initialize(tensor=2)
+
+
+def test_the_generator_tracker_tracks_the_cpu_generator(megatron):
+    import torch
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    before = torch.get_rng_state()
+    with get_cuda_rng_tracker().fork():
+        first = torch.rand(3)
+    assert torch.equal(torch.get_rng_state(), before)
+    with get_cuda_rng_tracker().fork():
+        assert not torch.equal(torch.rand(3), first)
