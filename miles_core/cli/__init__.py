@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import importlib
+import os
+import sys
 
 import click
 
 COMMANDS = {
     "run": "Train, or show with --plan what would be done.",
     "report": "Write one HTML page about a run.",
-    "check-template": "Compare a chat template's token ids with the model's own.",
+    "check-template": "Check a chat template by the token ids that it gives.",
     "plugins": "What is installed; write or check manifests.",
     "flags": "Every flag, as Markdown.",
+    "hooks": "Every hook that a plugin may implement, as Markdown.",
+    "completion": "The completion script of a shell.",
 }
 
 
@@ -42,7 +46,7 @@ class Lazy(click.Group):
             raise
 
 
-@click.group(cls=Lazy, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=Lazy, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(package_name="miles-core", message="%(version)s")
 def cli() -> None:
     """Reinforcement-learning post-training for large language models.
@@ -51,6 +55,9 @@ def cli() -> None:
       miles run examples/demo.toml --plan         what would run, and why
       miles run examples/demo.toml --lr 1e-4      run it, one value changed
       miles report runs/demo                      a page about it
+      miles plugins list                          what is installed
+
+    Plugins are named by a run: plugins = ["grpo", "math"] in its file, or --plugin NAME. Installed never means active.
     """
 
 
@@ -73,3 +80,6 @@ def main() -> None:
         raise SystemExit(error.exit_code) from None
     except click.exceptions.Exit as leave:
         raise SystemExit(leave.exit_code) from None
+    except BrokenPipeError:  # miles flags | head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(141) from None

@@ -163,7 +163,8 @@ class Batch:
             if watch is not None and watch.hit(int(tokens[index])):
                 stopped[index] = True
         full = of["drawn"][rows] >= of["limit"][rows]
-        return [(self.flights[rows.start + i], "stop" if stopped[i] else "length") for i in np.flatnonzero(stopped | full)]
+        ended = np.flatnonzero(stopped | full)
+        return [(self.flights[rows.start + i], "stop" if stopped[i] else "length") for i in ended]
 
     def _draws(self, rows: slice) -> Draws:
         of = self._of

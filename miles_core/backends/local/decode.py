@@ -122,7 +122,7 @@ class Cache:
             tensor[target] = tensor[source]
 
     def put(self, rows: torch.Tensor, picks: torch.Tensor, k: list[torch.Tensor], v: list[torch.Tensor]) -> None:
-        """Fill rows [n] with prefilled sequences: per layer [U, kv_heads, W, head_dim], of which `picks` [n] are taken."""
+        """Fill rows [n] with the sequences `picks` [n] of a prefill: k and v per layer [U, kv_heads, W, head_dim]."""
         width = min(k[0].shape[2], self.width)
         for mine, theirs in ((self.k, k), (self.v, v)):
             for tensor, new in zip(mine, theirs, strict=True):
@@ -227,7 +227,7 @@ class Decoder:
 
     def _forward(self, weights: Weights, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend,
                  routes: list[torch.Tensor] | None) -> torch.Tensor:
-        """[R] tokens -> [R, hidden] before the last norm. `attend` owns keys and values; `routes` collects per layer."""
+        """[R] tokens -> [R, hidden] before the last norm. `attend` owns keys and values, `routes` collects experts."""
         s = self.shape
         cos, sin = self._cos[positions], self._sin[positions]
         turned = s.heads + s.kv_heads

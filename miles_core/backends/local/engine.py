@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -25,9 +24,6 @@ from miles_core.backends.local.sampling import StopStrings, check
 from miles_core.backends.local.weights import ModelShape, Weights
 from miles_core.errors import EngineError
 from miles_core.stages.rollout import PauseMode, Request, Response
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 STOP_SECONDS = 60.0
 """How long `stop` waits for the step under way."""
@@ -186,16 +182,19 @@ class LocalEngine:
             raise EngineError(f"{who} is already in flight", fix="give each request an id of its own")
         if not 0 < length < self.max_context:
             raise EngineError(f"{who} leaves no room in a context of {self.max_context} tokens",
-                              got=f"a prompt of {length} tokens", fix="shorten the prompt or raise max_context; it may not be empty")
+                              got=f"a prompt of {length} tokens", fix="shorten the prompt, or raise max_context")
         if not 0 <= min(request.input_ids) <= max(request.input_ids) < self.shape.vocab:
             raise EngineError(f"{who} has token ids outside of the vocabulary of {self.shape.vocab}",
-                              got=f"{min(request.input_ids)} to {max(request.input_ids)}", fix="use the checkpoint's tokenizer")
+                              got=f"{min(request.input_ids)} to {max(request.input_ids)}",
+                              fix="use the checkpoint's tokenizer")
         if unknown := request.want - {"routed_experts"}:
-            raise EngineError(f"{who} wants what the local engine cannot give", got=sorted(unknown), fix="routed_experts")
+            raise EngineError(f"{who} wants what the local engine cannot give", got=sorted(unknown),
+                              fix="ask for routed_experts, or for nothing")
         if request.want and not self.shape.sparse:
             raise EngineError(f"{who} wants routed_experts of a model without experts", fix="use a mixture of experts")
         if sampling.stop and self._tokenizer is None:
-            raise EngineError(f"{who} has stop strings and the engine no tokenizer", fix="pass one, or use stop_token_ids")
+            raise EngineError(f"{who} has stop strings and the engine no tokenizer", got=sampling.stop,
+                              fix="give the engine a tokenizer, or use stop_token_ids")
         stops = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else self._eos)
         watch = StopStrings(self._tokenizer, sampling.stop, sampling.skip_special_tokens) if sampling.stop else None
         flight = Flight(
@@ -251,7 +250,7 @@ class LocalEngine:
                     self._obey()
                     if self._running and self._paused is None:
                         self._decode()
-        except BaseException as cause:
+        except BaseException as cause:  # noqa: BLE001 (whatever it is, it must reach those who wait)
             self._failure = cause
         finally:
             with self._wake:
@@ -293,15 +292,16 @@ class LocalEngine:
     def _response(self, flight: Flight, reason: str) -> Response:
         text = ""
         if self._tokenizer is not None:
-            text = self._tokenizer.decode(flight.ids.tolist(), skip_special_tokens=flight.request.sampling.skip_special_tokens)
-        extra: Mapping[str, np.ndarray] = {}
+            skip = flight.request.sampling.skip_special_tokens
+            text = self._tokenizer.decode(flight.ids.tolist(), skip_special_tokens=skip)
+        extra = {}
         if flight.wants_routing:
             rows = len(flight.request.input_ids) + len(flight.ids) - 1
             routing = flight.routing
             if routing is None:  # aborted before anything was computed
                 routing = np.full((rows, self.shape.layers, self.shape.topk), -1)
             extra = {"routed_experts": routing[:rows].astype(np.int32)}
-        return Response(flight.ids, flight.log_probs, flight.versions, reason, text, dict(extra))
+        return Response(flight.ids, flight.log_probs, flight.versions, reason, text, extra)
 
     def _everyone(self) -> list[Flight]:
         return [*self._batch.flights, *self._waiting]

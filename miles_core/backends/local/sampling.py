@@ -97,7 +97,7 @@ def _draw(logits: torch.Tensor, draws: Draws) -> tuple[np.ndarray, np.ndarray]:
         tokens = torch.where(torch.from_numpy(greedy)[:, None], allowed.argmax(-1, keepdim=True), tokens)
     drawn = log_probs.gather(1, tokens.clamp_(max=logits.shape[1] - 1))[:, 0].numpy()
     if not np.isfinite(drawn).all():
-        raise EngineError("the model's logits are not finite", fix="look at the last weight update: it may have diverged")
+        raise EngineError("the model's logits are not finite", fix="look at the last weight update; has it diverged?")
     return tokens[:, 0].numpy(), drawn
 
 
@@ -116,7 +116,7 @@ def _restrict(log_probs: torch.Tensor, draws: Draws) -> torch.Tensor:
     if not len(limited):
         return allowed
     rows = torch.from_numpy(limited)
-    ordered, order = allowed[rows].sort(-1, descending=True, stable=True)
+    ordered, order = allowed[rows].sort(dim=-1, descending=True, stable=True)
     probs = ordered.exp()
     before = probs.cumsum(-1, dtype=torch.float64) - probs
     total = probs.sum(-1, keepdim=True, dtype=torch.float64)

@@ -58,7 +58,7 @@ class ModelShape:
             CheckpointError: no config.json, or an architecture or option that this engine does not decode.
         """
         if not (folder / "config.json").is_file():
-            raise CheckpointError("there is no config.json", who=str(folder), fix="name a Hugging Face checkpoint folder")
+            raise CheckpointError("there is no config.json", who=str(folder), fix="name a Hugging Face checkpoint")
         from transformers import AutoConfig  # seconds of import, and only here
 
         config = AutoConfig.from_pretrained(folder)
@@ -90,8 +90,8 @@ def _refuse_unsupported(config, folder: Path) -> None:
     }
     for key, (value, fine) in problems.items():
         if not fine:
-            raise CheckpointError(f"the local engine does not decode this {key}", got=f"{key} = {value!r}",
-                                  who=str(folder), fix=f"use --engine sglang, or a checkpoint of {' or '.join(FAMILIES)}")
+            raise CheckpointError(f"the local engine does not decode this {key}", got=f"{value!r}", who=str(folder),
+                                  fix=f"use --engine sglang, or a plain checkpoint of {' or '.join(FAMILIES)}")
 
 
 def _head_dim(config) -> int:
@@ -105,7 +105,8 @@ def _rotary(config) -> tuple[torch.Tensor, float]:
         steps = torch.arange(0, _head_dim(config), 2, dtype=torch.float) / _head_dim(config)
         return 1.0 / (config.rope_parameters["rope_theta"] ** steps), 1.0
     if kind not in ("linear", "yarn", "llama3"):
-        raise CheckpointError("the local engine does not decode rotary embeddings that change with the length", got=kind)
+        raise CheckpointError("the local engine does not decode this kind of rotary embedding", got=kind,
+                              fix="use --engine sglang")
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config, device="cpu")
@@ -207,15 +208,19 @@ class Weights:
         seen: set[str] = set()
         for name, tensor in stream:
             if name not in slots or name in seen:
-                fix = "the embeddings are tied: leave it out" if name == "lm_head.weight" and shape.tied else None
-                raise EngineError("a repeated tensor in the weights" if name in seen else "an unknown tensor in the weights",
-                                  got=name, fix=fix or "send each Hugging Face name of the checkpoint once")
+                fix = "send each Hugging Face name of the checkpoint once"
+                if name == "lm_head.weight" and shape.tied:
+                    fix = "the embeddings are tied: leave it out"
+                what = "a repeated" if name in seen else "an unknown"
+                raise EngineError(f"{what} tensor in the weights", got=name, fix=fix)
             place, expected = slots[name]
             if tuple(tensor.shape) != expected:
-                raise EngineError(f"tensor {name} has the wrong shape, expected {list(expected)}", got=list(tensor.shape))
+                raise EngineError(f"tensor {name} has the wrong shape, expected {list(expected)}",
+                                  got=list(tensor.shape), fix="send the shapes that the checkpoint has on disk")
             place.copy_(tensor.detach())
             if not torch.isfinite(place).all():
-                raise EngineError(f"tensor {name} holds values that are not finite", fix="look at the last training step")
+                raise EngineError(f"tensor {name} holds values that are not finite",
+                                  fix="look at the last training step")
             seen.add(name)
         if missing := [name for name in slots if name not in seen]:
             raise EngineError("the weights are incomplete", got=f"{len(missing)} of {len(slots)} tensors are missing, "

@@ -193,17 +193,19 @@ def _named(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Mo
 
 @contextlib.contextmanager
 def _writing(target: Path) -> Iterator[None]:
-    """An OSError may arrive wrapped by torch's collective error, or as the message of torch's own zip writer."""
+    """Turn what a failed write becomes on its way through torch and Megatron back into what it was.
+
+    An OSError arrives as the text of a RuntimeError in a collective error; torch's zip writer reports any failed
+    write as an "unexpected pos".
+    """
     try:
         yield
-    except CheckpointException as error:
-        for failure, _ in error.failures.values():
-            if isinstance(failure, OSError):
-                raise write_error(target, failure) from error
-        raise
-    except RuntimeError as error:
-        if "PytorchStreamWriter" in str(error) or "unexpected pos" in str(error):
-            raise CheckpointError("a checkpoint could not be written", got=_first_line(error), who=str(target),
+    except (CheckpointException, RuntimeError) as error:
+        text = str(error)
+        if found := re.search(r"\[Errno (\d+)\][^\n]*", text):
+            raise write_error(target, OSError(int(found[1]), found[0])) from error
+        if "unexpected pos" in text or "PytorchStreamWriter" in text:
+            raise CheckpointError("the disk is full or failing", who=str(target),
                                   fix="free some space; checkpoints that were complete before still are") from error
         raise
 

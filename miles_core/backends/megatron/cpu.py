@@ -169,7 +169,7 @@ class InProcess:
     Queue = JoinableQueue = queue.Queue
 
     @classmethod
-    def Manager(cls) -> type[InProcess]:  # noqa: N802 - multiprocessing's spelling
+    def Manager(cls) -> type[InProcess]:
         return cls
 
     class Process:

@@ -21,7 +21,6 @@ from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region  # noqa: E402
 from megatron.core.transformer.module import MegatronModule  # noqa: E402
 
-
 _BLOCK = 512
 """Rows of one block where a function works blockwise."""
 
@@ -241,7 +240,7 @@ def packed_rows(cu_seqlens) -> PackedRows:
 
 
 def _padded(length: int) -> int:
-    """Bucket of a length: at most 8 per octave, so at most an eighth of padding; depends on nothing else."""
+    """Bucket of a length: 8 per octave, so seven rows or an eighth of padding at most; depends on nothing else."""
     step = max(8, 1 << max(length.bit_length() - 4, 0))
     return -(-length // step) * step
 

@@ -118,7 +118,8 @@ class Models:
 
     def export(self, folder: Path) -> None:
         """The actor as a Hugging Face directory."""
-        weights.export_hf(folder, self._source, weights.hf_stream(self.model, self.weight_map))
+        dtype = next(self.model.parameters()).dtype
+        weights.export_hf(folder, self._source, weights.hf_stream(self.model, self.weight_map), dtype)
 
     def _make_optimizer(self) -> None:
         self._optimizer, self._scheduler = optimizer.make_optimizer([self.wrapped], self._options)

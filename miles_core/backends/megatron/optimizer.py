@@ -188,11 +188,19 @@ def load_state(
 ) -> None:
     """Go on exactly where the state was saved, under the options that the optimizer was made with."""
     before = [{k: g[k] for k in _FROM_OPTIONS if k in g} for g in optimizer.param_groups]
+    _restore_zero_step(optimizer_state)
     optimizer.load_state_dict(optimizer_state)
-    prepare_state(optimizer)
     for group, options in zip(optimizer.param_groups, before, strict=True):
         # Megatron keeps the highest and lowest rate in the saved groups, where they would outlive a changed --lr.
         group.update(options)
     # Its load_state_dict adds the saved steps to those done already.
     scheduler.num_steps = 0
     scheduler.load_state_dict(scheduler_state)
+
+
+def _restore_zero_step(state: dict) -> None:
+    """Megatron leaves the common step of an optimizer that did none out of what it saves, and then asks for it."""
+    for part in state.values() if all(isinstance(key, int) for key in state) else (state,):
+        for where in (part, part.get("optimizer", {})):
+            if where.get("state"):
+                where["state"].setdefault("common_step", torch.tensor(0.0))

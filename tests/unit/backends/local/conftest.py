@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import tokenizers as tk
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 VOCAB = 96
@@ -65,8 +65,8 @@ def _build(kind: str, folder: Path, seed: int = 0, **changes) -> torch.nn.Module
 @pytest.fixture(scope="session")
 def tokenizer() -> PreTrainedTokenizerFast:
     """One token per byte-level character: ids 0 to 95 spell bytes, some of them pieces of longer UTF-8 characters."""
-    spellings = sorted(pre_tokenizers.ByteLevel.alphabet())[:VOCAB]
-    core = Tokenizer(models.BPE(vocab={spelling: index for index, spelling in enumerate(spellings)}, merges=[]))
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    core.decoder = decoders.ByteLevel()
+    spellings = sorted(tk.pre_tokenizers.ByteLevel.alphabet())[:VOCAB]
+    core = tk.Tokenizer(tk.models.BPE(vocab={spelling: index for index, spelling in enumerate(spellings)}, merges=[]))
+    core.pre_tokenizer = tk.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.decoder = tk.decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=core, clean_up_tokenization_spaces=False)

@@ -75,13 +75,13 @@ def test_long_contexts_equal_transformers(models):
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["dense", "moe"])
-@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_bits_do_not_depend_on_company_width_or_prefill(models, kind, dtype, threads, data):
     """A sequence prefilled to anywhere, among any company, in any cache gives exactly the logits it gives alone."""
     decoder, weights, _ = make(models, kind, dtype)
     torch.set_num_threads(threads)
-    length = data.draw(st.integers(3, 70))
+    length = data.draw(st.integers(3, 50))
     ids = random_ids(length, seed=length)
     alone, routing = decode(decoder, weights, ids, prefilled=1, trace=kind == "moe")
     prefilled = data.draw(st.integers(1, length))
@@ -110,7 +110,7 @@ def test_bits_do_not_depend_on_prefill_in_long_contexts(models, dtype, threads):
 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("outputs", "inputs"), [(512, 256), (256, 768), (8, 256), (2048, 512), (1024, 1024), (256, 3072)])
+@pytest.mark.parametrize(("outputs", "inputs"), [(512, 256), (256, 768), (8, 256), (1024, 1024), (256, 3072)])
 def test_a_row_of_a_product_has_the_same_bits_among_any_number_of_rows(outputs, inputs, dtype, threads):
     """The shapes of real layers, where the libraries' own products depend on the count of rows."""
     torch.set_num_threads(threads)

@@ -17,7 +17,7 @@ from miles_core.errors import CheckpointError, EngineError
 from miles_core.stages.rollout import Request, SamplingParams
 
 VOCAB = 96
-PATIENCE = 60
+PATIENCE = 20
 
 
 def request(index=0, length=5, **sampling):
@@ -117,8 +117,8 @@ def test_any_timing_and_any_mix_give_the_same_bits(models, kind, dtype, threads,
     delays = data.draw(st.lists(st.sampled_from([0, 0, 0.002, 0.01]), min_size=count, max_size=count))
     retracts, max_batch = data.draw(st.integers(0, 2)), data.draw(st.integers(1, 24))
     requests = [
-        replace(request(prompts[i], prompts[i], max_new_tokens=news[i], top_p=[1.0, 0.9][i % 2]), id=f"x{i}", key=i, want=want)
-        for i in range(count)
+        replace(request(p, p, max_new_tokens=news[i], top_p=1 - i % 2 / 10), id=f"x{i}", key=i, want=want)
+        for i, p in enumerate(prompts)
     ]
 
     async def busy(engine):
@@ -138,7 +138,8 @@ def test_any_timing_and_any_mix_give_the_same_bits(models, kind, dtype, threads,
     async def alone(engine):
         return [await engine.generate(requests[i]) for i in range(min(3, count))]
 
-    for left, right in zip(session(busy, folder, dtype=dtype, max_batch=max_batch), session(alone, folder, dtype=dtype)):
+    crowded = session(busy, folder, dtype=dtype, max_batch=max_batch)
+    for left, right in zip(crowded, session(alone, folder, dtype=dtype)):
         same(left, right)
 
 
@@ -158,7 +159,7 @@ def test_a_group_shares_one_prefill(models, monkeypatch):
 
     async def body(engine):
         prefill = engine._decoder.prefill
-        monkeypatch.setattr(engine._decoder, "prefill", lambda w, ids, trace: seen.append(len(ids)) or prefill(w, ids, trace))
+        monkeypatch.setattr(engine._decoder, "prefill", lambda *a: seen.append(len(a[1])) or prefill(*a))
         return await together([replace(request(i // 8), id=f"{i}", key=i) for i in range(24)])(engine)
 
     answers = session(body, folder)
@@ -390,7 +391,7 @@ def test_an_update_paused_in_place_keeps_caches_of_running_requests_only(models,
 @pytest.mark.parametrize(("edit", "message"), [
     (lambda t: t.pop("model.norm.weight"), "1 of .* missing, such as model.norm.weight"),
     (lambda t: t.update({"model.extra.weight": torch.zeros(2)}), "unknown tensor.*model.extra.weight"),
-    (lambda t: t.update({"model.norm.weight": torch.zeros(3)}), r"model.norm.weight has the wrong shape, expected \[48\]"),
+    (lambda t: t.update({"model.norm.weight": torch.zeros(3)}), r"has the wrong shape, expected \[48\]"),
     (lambda t: t.update({"model.norm.weight": torch.full((48,), torch.nan)}), "not finite"),
 ])  # fmt: skip
 def test_a_bad_update_changes_nothing(models, build, tmp_path, edit, message):
@@ -502,8 +503,8 @@ def test_random_weights_need_no_checkpoint_files(models, build, tmp_path):
         session(together([request()]), tmp_path)
 
 
-@pytest.mark.parametrize(("changes", "message"), [({"hidden_act": "gelu"}, "hidden_act"), ({"attention_bias": True}, "bias")])
-def test_what_it_cannot_decode_is_refused_by_name(build, tmp_path, changes, message):
-    build("dense", tmp_path, **changes)
-    with pytest.raises(CheckpointError, match=message):
+@pytest.mark.parametrize(("option", "value"), [("hidden_act", "gelu"), ("attention_bias", True)])
+def test_what_it_cannot_decode_is_refused_by_name(build, tmp_path, option, value):
+    build("dense", tmp_path, **{option: value})
+    with pytest.raises(CheckpointError, match=option):
         LocalEngine(tmp_path)

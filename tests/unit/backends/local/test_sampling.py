@@ -24,7 +24,7 @@ def draws(rows, temperature=1.0, top_p=1.0, top_k=-1, first=0, banned=(), key=7)
 
 
 def chi_square_bound(freedom):
-    """A statistic above this has a probability below 1e-5 (Wilson-Hilferty); the seeds are fixed, so it never flakes."""
+    """A statistic above this has a probability below 1e-5 (Wilson-Hilferty); the seeds are fixed."""
     return freedom * (1 - 2 / (9 * freedom) + 4.27 * math.sqrt(2 / (9 * freedom))) ** 3
 
 
@@ -74,7 +74,7 @@ def test_keys_that_differ_by_the_generators_stride_give_unrelated_streams():
 
 
 @settings(max_examples=25, deadline=None)
-@given(rows=st.integers(1, 40), first=st.integers(0, 40), top_k=st.sampled_from([-1, 3]), top_p=st.sampled_from([1.0, 0.7]))
+@given(st.integers(1, 40), st.integers(0, 40), st.sampled_from([-1, 3]), st.sampled_from([1.0, 0.7]))
 def test_a_row_draws_the_same_among_any_others(rows, first, top_k, top_p):
     """Exactly the same token and log-prob for any slice of the batch."""
     logits = torch.randn(80, 50, generator=torch.Generator().manual_seed(2)) * 3

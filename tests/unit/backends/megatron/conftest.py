@@ -5,10 +5,6 @@ import os
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import pytest
-import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-from miles_core.backends.megatron import cpu
 
 TINY = {
     "vocab_size": 97, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -20,7 +16,11 @@ MOE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48, 
 
 @pytest.fixture(scope="session")
 def megatron():
-    """The process groups of one rank."""
+    """The process groups of one rank. Imports are in here because some tests of this folder want no torch."""
+    import torch
+
+    from miles_core.backends.megatron import cpu
+
     torch.set_num_threads(1)
     cpu.initialize()
 
@@ -28,6 +28,8 @@ def megatron():
 @pytest.fixture(scope="session")
 def hf_model(megatron):
     """(moe, tied, **config) -> a transformers model with weights large enough to tell right from wrong."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     def make(moe=False, tied=False, **changes):
         torch.manual_seed(0)
@@ -65,6 +67,8 @@ def port(megatron, tmp_path_factory):
 @pytest.fixture(scope="session")
 def packed_logits(megatron):
     """(Megatron model, sequences) -> [total, V]."""
+    import torch
+
     from miles_core.backends.megatron import layers
 
     def run(ours, sequences):
@@ -78,5 +82,61 @@ def packed_logits(megatron):
 @pytest.fixture
 def sequences():
     """Unequal lengths, several of them in one bucket, not in the order of their buckets."""
+    import torch
+
     generator = torch.Generator().manual_seed(1)
     return [torch.randint(0, 97, (n,), generator=generator) for n in (13, 40, 1, 37, 64, 40, 100, 15)]
+
+KINDS = [
+    pytest.param({}, id="dense"),
+    pytest.param({"tied": True}, id="dense-tied"),
+    pytest.param({"moe": True, "norm_topk_prob": True}, id="moe-normalised"),
+    pytest.param({"moe": True, "norm_topk_prob": False, "tied": True}, id="moe-raw-tied"),
+    pytest.param({"moe": True, "norm_topk_prob": True, "mlp_only_layers": [1]}, id="moe-mixed"),
+]
+
+
+@pytest.fixture(params=KINDS)
+def kind(request):
+    """What to give to `hf_model`, each in turn."""
+    return request.param
+
+
+@pytest.fixture(scope="session")
+def train(megatron, hf_model, port):
+    """A session of training: make(**options) -> run(steps, seed) -> [(loss, grad norm, lr)]; .chunks, .optimizer …"""
+    import torch
+    from megatron.core.distributed import finalize_model_grads
+
+    from miles_core.backends.megatron import layers, logprob, optimizer
+
+    hf = hf_model()
+
+    class Session:
+        def __init__(self, bf16=False, **options):
+            self.model, _ = port(hf, bf16=bf16)
+            self.options = optimizer.OptimizerOptions(**{"lr": 1e-3, "train_iters": 10, **options})
+            self.chunks = optimizer.wrap([self.model], self.model.config, self.options)
+            self.optimizer, self.scheduler = optimizer.make_optimizer(self.chunks, self.options)
+
+        def backward(self, ids):
+            optimizer.zero_gradients(self.chunks, self.optimizer)
+            rows = layers.packed_rows([0, 20, 64])
+            hidden = self.chunks[0](ids[None], None, None, packed_seq_params=rows)[:, 0]
+            loss = -logprob.token_log_probs(hidden[:-1], self.model.output_weight, ids[1:])[0].mean()
+            loss.backward()
+            finalize_model_grads(self.chunks)
+            return loss.item()
+
+        def __call__(self, steps, seed=0):
+            generator, out = torch.Generator().manual_seed(seed), []
+            for _ in range(steps):
+                loss = self.backward(torch.randint(0, 97, (64,), generator=generator))
+                assert optimizer.non_finite_gradients(self.chunks) == []
+                lr = self.optimizer.param_groups[0]["lr"]
+                _, norm, _ = self.optimizer.step()
+                self.scheduler.step(1)
+                out.append((loss, float(norm), lr))
+            return out
+
+    return Session

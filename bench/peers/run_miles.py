@@ -1,0 +1,117 @@
+"""Miles on a workload, step by step: the same protocol as trl_grpo.py.
+
+The shipped loop runs; only the moment between a weight sync and the return of the buffer's room waits for a line on
+standard input, so that a step is exactly one generation, one update and one sync, with nothing left running in between.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+sys.path.insert(0, str(Path(__file__).parent))
+
+from metering import JsonLines, cpu_seconds, peak_rss_mib  # noqa: E402 - beside this file
+from workloads import WORKLOADS, Workload  # noqa: E402
+
+REWARD = '''
+from miles_core import hookimpl
+
+
+class Share:
+    """The mean token id as a fraction of the vocabulary."""
+
+    @hookimpl("reward", name="share")
+    def share(self, sample):
+        return float(sample.tokens[-sample.response_length:].mean()) / {vocabulary}
+'''
+
+
+def flags(workload: Workload, model: Path, folder: Path, arguments: argparse.Namespace) -> list[str]:
+    """The run as a command line."""
+    plugin = folder / "share.py"
+    plugin.write_text(REWARD.format(vocabulary=workload.vocabulary))
+    words = f"""--plugin {plugin} --hf-checkpoint {model} --prompt-data {model}/prompts.jsonl --input-key prompt
+        --rm-type share --run-dir {folder}/run --num-rollout {arguments.warmup + arguments.steps}
+        --rollout-batch-size {workload.prompts_per_step} --n-samples-per-prompt {workload.samples_per_prompt}
+        --rollout-max-response-len {workload.response_tokens} --rollout-ignore-eos --no-bf16 --lr 1e-6
+        --adam-beta2 0.999 --clip-grad 1.0 --use-dynamic-batch-size --max-tokens-per-gpu {arguments.max_tokens}
+        --threads {arguments.threads} --engine-max-batch 256"""
+    if arguments.beta:
+        words += f" --use-kl-loss --kl-loss-coef {arguments.beta} --kl-loss-type k3"
+    if arguments.skip_old:
+        words += " --skip-actor-forward-only"
+    return words.split()
+
+
+async def serve(arguments: argparse.Namespace, plan, lines: JsonLines) -> None:
+    """Drive the shipped loop, one step per line of standard input."""
+    import torch
+
+    from miles_core.build import build, parts
+    from miles_core.loop import train
+    from miles_core.record.console import Console
+    from miles_core.record.directory import RunDirectory
+    from miles_core.record.journal import Journal
+
+    torch.set_num_threads(arguments.threads)
+    found = parts(plan)
+    journal = Journal(RunDirectory(plan.config.checkpoint.run_dir).acquire(), Console(False, open(os.devnull, "w")),
+                      decode_piece=found.decode_piece)
+    run = await build(plan, found, journal)
+    release, done, mark = run.buffer.release, 0, 0.0
+
+    def gate() -> None:
+        nonlocal done, mark
+        done += 1
+        now = cpu_seconds()
+        if done == 1:
+            gate.first = now
+        if done > arguments.warmup:
+            lines.write({"step": done - arguments.warmup, "cpu_s": now - mark, "peak_rss_mib": peak_rss_mib(),
+                         **{key: round(value, 4) for key, value in run.metrics.items() if key.startswith("perf/")}})
+        elif done == arguments.warmup:
+            lines.write({"ready": True, "framework": "miles", "cpu_s_start_to_first_step": gate.first, "config": vars(arguments)})
+        if done >= arguments.warmup and not sys.stdin.readline():
+            run.buffer.batches = 0
+            raise SystemExit
+        mark = cpu_seconds()
+        release()
+
+    run.buffer.release = gate
+    try:
+        await train(run)
+    except SystemExit:
+        lines.write({"done": True, "peak_rss_mib": peak_rss_mib()})
+        os._exit(0)
+
+
+def main() -> None:
+    """Parse, plan, serve."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--workload", choices=WORKLOADS, required=True)
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--beta", type=float, default=0.0)
+    parser.add_argument("--max-tokens", type=int, default=2560)
+    parser.add_argument("--skip-old", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--interactive", action="store_true")
+    arguments = parser.parse_args()
+    lines = JsonLines()
+    from miles_core.plugins.plan import prepare
+
+    with tempfile.TemporaryDirectory() as folder:
+        plan = prepare(None, flags(WORKLOADS[arguments.workload], arguments.model.resolve(), Path(folder), arguments))
+        arguments.model = str(arguments.model)
+        asyncio.run(serve(arguments, plan, lines))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""`miles completion SHELL`: the script that makes a shell complete commands, flags and their values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import click
+from click.shell_completion import CompletionItem
+
+WHERE = {
+    "bash": 'eval "$(miles completion bash)"                   in ~/.bashrc',
+    "zsh": 'eval "$(miles completion zsh)"                    in ~/.zshrc',
+    "fish": "miles completion fish | source                   in ~/.config/fish/config.fish",
+}
+
+
+@click.command("completion")
+@click.argument("shell", type=click.Choice(list(WHERE)))
+def command(shell: str) -> None:
+    """Print the completion script of a shell; load it where the shell starts.
+
+    \b
+      eval "$(miles completion bash)"        ~/.bashrc
+      eval "$(miles completion zsh)"         ~/.zshrc
+      miles completion fish | source         ~/.config/fish/config.fish
+
+    Every flag of `miles run` is completed, those of installed plugins and of Megatron-core included.
+    """
+    from click.shell_completion import get_completion_class
+
+    from miles_core.cli import cli
+
+    click.echo(get_completion_class(shell)(cli, {}, "miles", "_MILES_COMPLETE").source())
+
+
+def run_flags(incomplete: str) -> list[CompletionItem]:
+    """Flags of `miles run` that begin so; Megatron-core's many once there is a letter to go by."""
+    found = {flag: text for flag, text in _own_flags() if flag.startswith(incomplete)}
+    if len(incomplete) > 2:
+        from miles_core.backends.megatron.surface import surface
+
+        for field in surface().values():
+            flag = "--" + field.name.replace("_", "-")
+            if flag.startswith(incomplete):
+                found.setdefault(flag, field.help or "A field of Megatron-core.")
+    if "--plugin".startswith(incomplete):
+        found["--plugin"] = "Enable a plugin, by name or file; may be repeated."
+    return [CompletionItem(flag, help=text) for flag, text in found.items()]
+
+
+def run_words(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """What may follow: the values of a flag that has a list of them, plugins after --plugin, else a file."""
+    given = ctx.params.get("words") or ()
+    last = given[-1] if given else ""
+    if last == "--plugin":
+        from miles_core.plugins.scan import installed
+
+        names = [one.name for one in installed() if one.name.startswith(incomplete)]
+        return [CompletionItem(name) for name in names] or [CompletionItem(incomplete, type="file")]
+    values = dict(_choices()).get(last.replace("_", "-"))
+    if values:
+        return [CompletionItem(value) for value in values if value.startswith(incomplete)]
+    return [CompletionItem(incomplete, type="file")]
+
+
+def _own_flags() -> Iterator[tuple[str, str]]:
+    """(flag, help) of the core's options and of the installed plugins'."""
+    from miles_core.cli.flags import options, spellings
+
+    for option in options():
+        on, off = spellings(option)
+        for flag in (*on, *off):
+            yield flag, option.help
+
+
+def _choices() -> Iterator[tuple[str, tuple[str, ...]]]:
+    """(flag, its values): those of a Literal type, and the names that plugins offer for a named hook."""
+    from miles_core.cli.flags import options, spellings
+    from miles_core.plugins.scan import KNOWN
+    from miles_core.plugins.select import built_in
+
+    offers = [(offer.hook, offer.name) for one in built_in() for offer in one.manifest.offers]
+    offers += [tuple(offer.split(":")) for many in KNOWN.values() for offer in many]
+    hooks = {"advantage_estimator": "advantage", "rm_type": "reward"}
+    for option in options():
+        named = tuple(name for hook, name in offers if hook == hooks.get(option.name, option.name))
+        for flag in spellings(option)[0]:
+            yield flag, tuple(map(str, option.choices)) or named

@@ -1,0 +1,223 @@
+import builtins
+import os
+import pickle
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from miles_core.errors import CheckpointError
+
+
+@pytest.fixture(scope="module")
+def checkpoint(megatron):
+    from miles_core.backends.megatron import checkpoint
+
+    return checkpoint
+
+
+def save(checkpoint, folder, iteration, session, **state):
+    return checkpoint.save(folder, iteration, session.chunks, session.optimizer, session.scheduler, state)
+
+
+def load(checkpoint, folder, session, iteration=None):
+    return checkpoint.load(folder, session.chunks, session.optimizer, session.scheduler, iteration)
+
+
+@pytest.fixture(scope="module")
+def session(train):
+    made = train()
+    made(1)
+    return made
+
+
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("distributed", [False, True], ids=["plain", "distributed"])
+@pytest.mark.parametrize("steps", [0, 3])
+def test_resume_is_bit_exact(train, checkpoint, tmp_path, bf16, distributed, steps):
+    options = {"bf16": bf16, "use_distributed_optimizer": distributed, "lr_decay_style": "cosine", "lr_warmup_iters": 2}
+    first, second = train(**options), train(**options)
+    first(steps)
+    save(checkpoint, tmp_path, 3, first, rollout=3)
+    expected = first(3, seed=9)
+    second(2, seed=5)  # a life of its own, to be forgotten
+    assert load(checkpoint, tmp_path, second) == (3, {"rollout": 3})
+    assert second(3, seed=9) == expected
+    assert all(torch.equal(a, b) for a, b in zip(first.model.parameters(), second.model.parameters(), strict=True))
+
+
+def test_the_runs_own_learning_rate_holds_after_a_resume(train, checkpoint, session, tmp_path):
+    save(checkpoint, tmp_path, 1, session)
+    other = train(lr=1e-5)
+    load(checkpoint, tmp_path, other)
+    other.scheduler.step(1)
+    assert {group["lr"] for group in other.optimizer.param_groups} == {1e-5}
+
+
+def test_weights_alone(train, checkpoint, session, tmp_path):
+    checkpoint.save(tmp_path, 0, session.chunks)
+    other = train()
+    checkpoint.load(tmp_path, other.chunks)
+    assert all(torch.equal(a, b) for a, b in zip(session.model.parameters(), other.model.parameters(), strict=True))
+    with pytest.raises(CheckpointError, match="cannot be read or does not fit"):
+        load(checkpoint, tmp_path, other)
+
+
+def test_layout_on_disk_and_replacement(checkpoint, session, tmp_path):
+    assert not checkpoint.exists(tmp_path / "run")
+    for iteration in (7, 8, 8):
+        target = save(checkpoint, tmp_path / "run", iteration, session)
+    assert target.name == "iter_0000008" and checkpoint.latest(tmp_path / "run") == 8
+    assert sorted(os.listdir(tmp_path / "run")) == ["iter_0000007", "iter_0000008", "latest_checkpointed_iteration.txt"]
+    assert load(checkpoint, tmp_path / "run", session, iteration=7)[0] == 7
+
+
+def test_an_unpublished_folder_is_ignored_and_cleared(checkpoint, session, tmp_path):
+    save(checkpoint, tmp_path, 1, session)
+    (tmp_path / ".tmp-iter_0000002").mkdir()
+    assert checkpoint.latest(tmp_path) == 1
+    save(checkpoint, tmp_path, 3, session)
+    assert not list(tmp_path.glob(".tmp*"))
+
+
+class Full:
+    """A disk that takes `room` bytes more."""
+
+    def __init__(self, room):
+        self.room, self.open = room, builtins.open
+
+    def __call__(self, path, mode="r", *rest, **named):
+        file = self.open(path, mode, *rest, **named)
+        if "w" in mode and str(path).endswith(".distcp"):
+            write = file.write
+
+            class Limited:
+                def __getattr__(_, name):
+                    return getattr(file, name)
+
+                def __enter__(_):
+                    return _
+
+                def __exit__(_, *exc):
+                    file.close()
+
+                def write(_, data):
+                    self.room -= len(data)
+                    if self.room < 0:
+                        raise OSError(28, "No space left on device")
+                    return write(data)
+
+            return Limited()
+        return file
+
+
+@pytest.mark.parametrize("where", ["tensors", "fsync", "tracker"])
+def test_a_full_disk_leaves_the_older_checkpoint(checkpoint, session, tmp_path, monkeypatch, where):
+    save(checkpoint, tmp_path, 1, session)
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        if where == "tensors":
+            patch.setattr(builtins, "open", Full(50_000))
+        elif where == "fsync":
+            patch.setattr(os, "fsync", full)
+        else:
+            patch.setattr("miles_core.backends.megatron.checkpoint.write_text", lambda target, _: _raise(target))
+        with pytest.raises(CheckpointError, match="disk is full.*still are"):
+            save(checkpoint, tmp_path, 2, session)
+    assert checkpoint.latest(tmp_path) == 1
+    assert load(checkpoint, tmp_path, session)[0] == 1
+    save(checkpoint, tmp_path, 2, session)
+    assert checkpoint.latest(tmp_path) == 2
+
+
+def _raise(target):
+    from miles_core.backends.megatron.publish import write_error
+
+    raise write_error(target, OSError(28, "No space left on device"))
+
+
+@pytest.fixture
+def saved(checkpoint, session, tmp_path):
+    save(checkpoint, tmp_path / "run", 7, session)
+    return tmp_path / "run"
+
+
+def test_folders_that_are_no_checkpoint(checkpoint, saved, tmp_path):
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "config.json").write_text("{}")
+    (tmp_path / "empty").mkdir()
+    for folder, text in {
+        tmp_path / "absent": "no such checkpoint folder",
+        saved / "iter_0000007": f"one iteration of a checkpoint.*{saved.name}",
+        tmp_path / "hf": "Hugging Face directory.*--hf-checkpoint",
+        tmp_path / "empty": "not a checkpoint.*--save",
+    }.items():
+        with pytest.raises(CheckpointError, match=text):
+            checkpoint.latest(folder)
+
+
+def test_trackers_that_lead_nowhere(checkpoint, saved):
+    tracker = saved / checkpoint.TRACKER
+    for text, message in {
+        "9": "iteration 9, which is not there.*iter_0000007",
+        "release": "does not name an iteration.*'release'",
+        "": "does not name an iteration",
+    }.items():
+        tracker.write_text(text)
+        with pytest.raises(CheckpointError, match=message):
+            checkpoint.latest(saved)
+
+
+@pytest.mark.parametrize("part", ["metadata.json", ".metadata", "common.pt", "miles.json"])
+def test_a_half_written_iteration(checkpoint, saved, session, part):
+    (saved / "iter_0000007" / part).unlink()
+    with pytest.raises(CheckpointError, match=f"incomplete.*{part}"):
+        load(checkpoint, saved, session)
+    with pytest.raises(CheckpointError, match=f"incomplete.*{part}"):
+        load(checkpoint, saved, session, iteration=7)
+
+
+@pytest.mark.parametrize("part", [".metadata", "common.pt", "__0_0.distcp", "miles.json"])
+def test_a_damaged_file(checkpoint, saved, session, part):
+    path = saved / "iter_0000007" / part
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    with pytest.raises(CheckpointError):
+        load(checkpoint, saved, session)
+
+
+@pytest.mark.parametrize("part", [".metadata", "common.pt"])
+def test_a_pickle_that_would_run_code_is_refused(checkpoint, saved, session, tmp_path, part):
+    marker = tmp_path / "ran"
+
+    class Evil:
+        def __reduce__(self):
+            return Path.touch, (marker,)
+
+    path = saved / "iter_0000007" / part
+    if part == ".metadata":
+        path.write_bytes(pickle.dumps(Evil()))
+    else:
+        torch.save({"iteration": Evil()}, path)
+    with pytest.raises(CheckpointError):
+        load(checkpoint, saved, session)
+    assert not marker.exists()
+
+
+def test_another_architecture(checkpoint, session, saved, hf_model, port):
+    other, _ = port(hf_model(moe=True))
+    with pytest.raises(CheckpointError, match="does not fit"):
+        checkpoint.load(saved, [other])
+
+
+def test_saving_a_tiny_model_is_fast(checkpoint, session, tmp_path):
+    import time
+
+    save(checkpoint, tmp_path, 1, session)
+    begin = time.process_time()
+    save(checkpoint, tmp_path, 2, session)
+    assert time.process_time() - begin < 0.5
+    shutil.rmtree(tmp_path)
