@@ -53,7 +53,7 @@ def parts(plan: Plan) -> Parts:
         PluginError: a plugin that does not import, does not fit its hooks, or shares state between roles.
         CheckpointError, DataError: --hf-checkpoint is not one.
     """
-    config = with_context(plan.config)
+    config = with_context(plan.config, _architectures(plan))
     hooks = {role: bind.bind(plan.selected, config, role) for role in ("driver", "rollout")}
     return Parts(config, hooks["driver"], hooks["rollout"], load_tokenizer(config))
 
@@ -172,11 +172,16 @@ def _datasets(parts: Parts, engine: Engine | None) -> list[Dataset]:
     return found
 
 
-def with_context(config: RunConfig) -> RunConfig:
+def _architectures(plan: Plan) -> list[str]:
+    """What the plan's plugins build; known without importing them."""
+    return sorted(offer.name for one in plan.selected for offer in one.manifest.offers if offer.hook == "model_spec")
+
+
+def with_context(config: RunConfig, architectures: Sequence[str] = ()) -> RunConfig:
     """Fill rollout_max_context_len from the checkpoint's config.json.
 
     Raises:
-        CheckpointError: --hf-checkpoint is missing or has no readable config.json.
+        CheckpointError: --hf-checkpoint is missing, has no readable config.json, or is of another architecture.
     """
     folder = Path(config.checkpoint.hf_checkpoint)
     who, fix = f"--hf-checkpoint {folder}", "name a folder with config.json, tokenizer files and *.safetensors"
@@ -184,10 +189,16 @@ def with_context(config: RunConfig) -> RunConfig:
         raise CheckpointError("there is no such folder", who=who, fix=fix)
     try:
         constants = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        if not isinstance(constants, dict):
+            raise ValueError(f"{type(constants).__name__} in place of an object")
     except FileNotFoundError:
         raise CheckpointError("the folder has no config.json", who=who, fix=fix) from None
-    except (OSError, json.JSONDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise CheckpointError("config.json cannot be read", got=str(error), who=who, fix=fix) from None
+    name = config.model.model_name or constants.get("model_type")
+    if architectures and name not in architectures:
+        raise CheckpointError(f"no enabled plugin builds the architecture {name!r}", got=f"offered: {', '.join(architectures)}",
+                              who=who, fix="enable the plugin that offers this model_spec, or take another checkpoint")
     most = constants.get("max_position_embeddings")
     if most is None:
         raise CheckpointError("config.json has no max_position_embeddings", who=who, fix=fix)

@@ -29,6 +29,8 @@ from miles_core.types import Sample
 
 
 class Align(StrEnum):
+    """What a column has one row for; the table above gives the lengths."""
+
     TOKEN = "token"
     PREDICTION = "prediction"
     RESPONSE = "response"

@@ -51,7 +51,7 @@ class MilesError(Exception):
         return " ".join(part if part.endswith(("?", "!")) else part.rstrip(".") + "." for part in parts)
 
     def __reduce__(self):
-        return _rebuild, (type(self), self.what, self.got, self.who, self.fix)
+        return _rebuild, (type(self), self.what, self.got, self.who, self.fix), self.__dict__  # with its notes
 
 
 def _rebuild(kind, what, got, who, fix):

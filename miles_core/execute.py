@@ -30,18 +30,41 @@ def execute(plan: Plan, *, live: bool | None = None) -> int:
             return asyncio.run(_run(plan, directory, console))
         except KeyboardInterrupt:
             console.stop("interrupted")
-            console.message("warning", "interrupted; the same command with --load goes on from the last checkpoint")
+            print(f"Interrupted. {_how_to_go_on(plan)}", file=sys.stderr)
             return 130
-        except MilesError:
+        except MilesError as error:
             console.stop("failed")
+            if error.exit_code == 1 and error.__cause__ is not None:
+                for note in _blame(error.__cause__):
+                    error.add_note(note)
+                error.add_note(_traceback(directory))
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             console.stop("failed")
-            path = directory.logs / "traceback.txt"
-            publish(path, traceback.format_exc())
-            notes = " ".join(getattr(error, "__notes__", ()))
-            raise MilesError(f"{type(error).__name__}: {error} {notes}".strip(), who=notes or "miles",
-                             fix=f"the traceback is in {path}") from error
+            text = next((line for line in str(error).splitlines() if line.strip()), "no message")
+            raise MilesError(f"{type(error).__name__}: {text}", who=" ".join(_blame(error)).removeprefix("in ") or "miles",
+                             fix=f"mend it; {_traceback(directory)}") from error
+
+
+def _how_to_go_on(plan: Plan) -> str:
+    given = plan.config.checkpoint
+    if given.save is None:
+        return "Nothing was saved; with --save FOLDER and --save-interval N a run can be resumed."
+    again = "The same command" if given.load == given.save else f"The same command with --load {given.save}"
+    return f"{again} goes on from the last checkpoint."
+
+
+def _blame(error: BaseException) -> list[str]:
+    """Which plugin and hook; what a worker process tells of itself has many lines and is left to the traceback."""
+    return [note for note in getattr(error, "__notes__", ()) if "\n" not in note]
+
+
+def _traceback(directory: RunDirectory) -> str:
+    """Keep the traceback of the current exception; a full disk must not hide the run's own error."""
+    try:
+        return f"the traceback is in {publish(directory.logs / 'traceback.txt', traceback.format_exc())}"
+    except MilesError as error:
+        return f"the traceback could not be kept: {error.what}"
 
 
 async def _run(plan: Plan, directory: RunDirectory, console: Console) -> int:
@@ -65,31 +88,43 @@ async def _run(plan: Plan, directory: RunDirectory, console: Console) -> int:
             journal.message("info", f"nothing left to do: {run.first} of {run.last} rollouts are done; raise --num-rollout to go on")
         await train(run)
         status = "completed"
-    except asyncio.CancelledError:
+    except (asyncio.CancelledError, KeyboardInterrupt):
         status = "interrupted"
         raise
     except BaseException as caught:
         error = caught
         raise
     finally:
-        journal.events.run_end(status, error)
         console.stop(status)
-        await _stop(run, found)
+        late = await _stop(run, found)
+        try:
+            journal.events.run_end(status, error)
+        except MilesError as full:
+            late.append(full)
+        if late and status == "completed":
+            raise late[0]
+        for other in late if error is not None else ():  # the run's own error matters more
+            error.add_note(f"while stopping: {other}")
     return 0
 
 
-async def _stop(run, found) -> None:
-    """Bounded, and never in the way of the error that ended the run."""
+async def _stop(run, found) -> list[Exception]:
+    """End the engine, the trainer and the plugins, each within seconds; returns what went wrong on the way."""
+    late = []
     if run is not None:
         for part in (run.engine.stop() if run.engine else None, run.trainer.close()):
-            if part is not None:
-                try:
+            try:
+                if part is not None:
                     await asyncio.wait_for(part, 10)
-                except Exception as error:  # noqa: BLE001 - the run's own error matters more than this one
-                    print(f"while stopping: {error}", file=sys.stderr)
+            except Exception as error:  # noqa: BLE001 - told of by the caller
+                late.append(error)
     for hooks in (found.driver, found.rollout):
-        if hooks.finish is not None:
-            hooks.finish()
+        try:
+            if hooks.finish is not None:
+                hooks.finish()
+        except Exception as error:  # noqa: BLE001 - told of by the caller
+            late.append(error)
+    return late
 
 
 def _interrupt() -> None:

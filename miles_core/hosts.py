@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from miles_core.errors import TrainError
+from miles_core.errors import MilesError, TrainError
 
 
 class Handle:
@@ -134,7 +134,8 @@ class ProcessHost(Handle):
             raise TrainError(f"the process {self._name!r} died in {method}()", got=f"exit code {self._process.exitcode}",
                              fix="look at its output above; a negative code is a signal, -9 often a lack of memory") from None
         if error is not None:
-            error.add_note(f"in process {self._name}:\n{trace}")
+            if not isinstance(error, MilesError):
+                error.add_note(f"in process {self._name}:\n{trace}")
             raise error
         return result
 
@@ -159,6 +160,9 @@ def _serve_process(pipe: Any, factory: Callable, args: tuple) -> None:
 def _settle(answer: asyncio.Future, result: object, error: BaseException | None) -> None:
     if answer.done():
         return
+    if isinstance(error, SystemExit | StopIteration):  # a future refuses the one, and the loop would end by the other
+        cause, error = error, RuntimeError(f"{type(error).__name__}: {error}")
+        error.__cause__, error.__notes__ = cause, getattr(cause, "__notes__", [])
     if error is not None:
         answer.set_exception(error)
     else:

@@ -162,22 +162,25 @@ class Run:
         done = batch.rollout_id + 1
         self.metrics["perf/step_time"] = sum(self.metrics.get(f"perf/{k}", 0.0) for k in ("rollout_time", "train_time", "update_weights_time"))
         self.journal.rollout(batch, self.metrics)
-        self.metrics = {}
-        if self.config.debug.debug_determinism:
-            self.journal.event("hashes", rollout_id=batch.rollout_id, **await self.trainer.hashes(batch))
+        norm, self.metrics = self.metrics.get("train/grad_norm"), {}
+        if self.config.debug.debug_determinism and self.steps:
+            self.journal.event("hashes", rollout_id=batch.rollout_id, grad_norm=norm, **await self.trainer.hashes(batch))
         await self.evaluate(done)
         checkpoint = self.config.checkpoint
         if checkpoint.save and (done == self.last or (checkpoint.save_interval and done % checkpoint.save_interval == 0)):
             await self.save(done)
 
     async def save(self, done: int) -> None:
-        """A checkpoint from which rollout `done` is the next."""
+        """A checkpoint from which rollout `done` is the next.
+
+        It comes last: a run that is killed before it is complete goes on from an earlier one and exports again.
+        """
         self.journal.stage("save")
         begin, checkpoint = self.clock(), self.config.checkpoint
         state = {"prompts": self.prompts.state_dict(self.buffer.untrained()), "plugins": self.state()}
-        await self.trainer.save(Path(checkpoint.save), done, state)
         if checkpoint.save_hf:
             await self.trainer.export(Path(checkpoint.save_hf.format(rollout_id=done)))
+        await self.trainer.save(Path(checkpoint.save), done, state)
         self.journal.event("checkpoint", rollout_id=done - 1, path=checkpoint.save, seconds=self.clock() - begin)
 
     def _timed(self, name: str) -> None:

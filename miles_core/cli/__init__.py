@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
-import sys
 
 import click
 
@@ -80,6 +78,3 @@ def main() -> None:
         raise SystemExit(error.exit_code) from None
     except click.exceptions.Exit as leave:
         raise SystemExit(leave.exit_code) from None
-    except BrokenPipeError:  # miles flags | head
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise SystemExit(141) from None

@@ -27,8 +27,8 @@ table, and the flag `--PLUGIN.OPTION`.
 """
 
 FIELDS = """\
-Fields of Megatron-core {version} that this table takes as well; their flags are spelled alike (`--{example}`). Read from the
-installed source, not from a copy.
+Fields of Megatron-core {version} that this table takes as well, read from its source; their flags are spelled alike
+(`--{example}`).
 """
 
 MEGATRON_LM = """\
@@ -37,8 +37,8 @@ is not needed and changes nothing, which is announced; one that is refused ends 
 """
 
 MILES = """\
-What becomes of every flag of the Miles and slime of mid-2026, so that a launch script carries over. Flags that they take
-over from Megatron-LM are in the list above.
+What becomes of every flag of the Miles and slime of mid-2026, so that a launch script carries over. Flags that they
+take over from Megatron-LM are in the list above.
 """
 
 
@@ -117,8 +117,7 @@ def _tables() -> list[str]:
 def _plugins() -> list[str]:
     from miles_core.plugins.scan import KNOWN
 
-    lines = ["## Plugins", "", "The official plugins; a plugin that has no option is not shown. `miles plugins list` says",
-             "what is installed.", ""]
+    lines = ["## Plugins", "", "Official plugins that have options. `miles plugins list` says what is installed.", ""]
     for manifest in manifests():
         if manifest.options and manifest.name in KNOWN:
             lines += [f"### [{manifest.name}]", "", manifest.summary, "", *_rows("flag", "type", "default", "meaning")]

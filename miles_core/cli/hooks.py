@@ -65,7 +65,9 @@ def _per(spec: Callable) -> str:
 
 
 def _how_often(spec: Callable) -> str:
-    return "once in a run: returns a part" if spec.part else "once in a run" if spec.per == "run" else f"once per {spec.per}"
+    if spec.part:
+        return "once in a run: returns a part"
+    return "once in a run" if spec.per == "run" else f"once per {spec.per}"
 
 
 def _signature(spec: Callable) -> str:

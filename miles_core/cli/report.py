@@ -26,3 +26,6 @@ def report(run: Path, output: Path | None, show: bool) -> None:
         import webbrowser
 
         webbrowser.open(page.resolve().as_uri())
+
+
+command = report

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
+
+if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
+
+    from miles_core.config.options import Option
 
 
 class RunCommand(click.Command):
@@ -18,22 +24,49 @@ class RunCommand(click.Command):
         for table, kind in TABLES.items():
             rows = []
             for option in options_of(table, kind).values():
-                value = "" if option.is_bool else " " + ("|".join(map(str, option.choices)) or option.type.split(" | ")[0].split("[")[0].upper())
-                default = "" if option.default in (None, False, []) else f"  [default: {option.default}]"
-                rows.append((f"--{option.name.replace('_', '-')}{value}", option.help + default))
-            if rows:
-                with formatter.section(f"[{table}] {(kind.__doc__ or '').partition(chr(10))[0]}"):
-                    formatter.write_dl(rows)
+                default = "" if option.default in (None, False, []) else f"  [default: {_shown(option.default)}]"
+                rows.append((f"--{option.name.replace('_', '-')}{_placeholder(option)}", option.help + default))
+            purpose, _, more = (kind.__doc__ or "").partition("; ")
+            with formatter.section(f"[{table}] {purpose.partition('.')[0]}"):
+                formatter.write_dl(rows) if rows else formatter.write_text(more or purpose)
         formatter.write_paragraph()
-        formatter.write_text("Megatron-core's fields and Megatron-LM's names for them are flags too: docs/flags.md lists them. "
-                             "Options of a plugin are --PLUGIN.OPTION.")
+        formatter.write_text("Megatron-core's fields and Megatron-LM's names for them are flags too: `miles flags` "
+                             "lists them. Options of a plugin are --PLUGIN.OPTION.")
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Every flag, beside the options that click knows."""
+        from miles_core.cli.completion import run_flags
+
+        more = run_flags(incomplete) if incomplete.startswith("-") else []
+        return [*super().shell_complete(ctx, incomplete), *more]
+
+
+def _placeholder(option: Option) -> str:
+    """What follows the flag: nothing, the choices, or a word for the type."""
+    if option.is_bool:
+        return ""
+    if option.choices:
+        return " " + "|".join(map(str, option.choices))
+    kind = option.type.split(" | ")[0]
+    return f" {kind[5:-1].partition('[')[0].upper()}..." if option.is_list else f" {kind.partition('[')[0].upper()}"
+
+
+def _shown(default: object) -> object:
+    return "on" if default is True else default
+
+
+def _words(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    from miles_core.cli.completion import run_words
+
+    return run_words(ctx, param, incomplete)
 
 
 @click.command("run", cls=RunCommand, context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
 @click.option("--plan", "plan_only", is_flag=True, help="Print what would run and stop. Imports no plugin.")
 @click.option("--json", "as_json", is_flag=True, help="With --plan: as JSON.")
 @click.option("--live/--no-live", default=None, help="The live view; default: on a terminal.")
-@click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[RUN_FILE] [--plugin NAME]... [FLAGS]...")
+@click.argument("words", nargs=-1, type=click.UNPROCESSED, shell_complete=_words,
+                metavar="[RUN_FILE] [--plugin NAME]... [FLAGS]...")
 def command(plan_only: bool, as_json: bool, live: bool | None, words: tuple[str, ...]) -> None:
     """Train as a run file and flags say; flags win. ./miles.toml is read when no run file is named.
 

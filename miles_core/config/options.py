@@ -12,7 +12,7 @@ import functools
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin
 
 from miles_core.errors import ConfigError
 
@@ -81,7 +81,8 @@ class Option:
     def choices(self) -> tuple[str, ...]:
         """The words that a Literal type allows."""
         kind = _annotation(self.type)
-        return tuple(getattr(kind, "__args__", ())) if "Literal" in self.type else ()
+        literal = next((part for part in (kind, *get_args(kind)) if get_origin(part) is Literal), None)
+        return get_args(literal)
 
 
 def options_of(table: str, kind: type) -> dict[str, Option]:

@@ -17,7 +17,7 @@ import pluggy
 
 from miles_core import hookspecs
 from miles_core.config.tables import RunConfig
-from miles_core.errors import HookError, OwnerError, SharedStateError
+from miles_core.errors import HookError, MilesError, OwnerError, SharedStateError
 from miles_core.plugins.load import load, marked
 from miles_core.plugins.select import Selected
 from miles_core.types import Drop
@@ -158,20 +158,24 @@ def _adapt(bound: Callable, spec: Callable, function: Callable) -> Callable:
 def _blame(call: Callable, one: Selected, hook: str) -> Callable:
     note = f"in plugin {one.manifest.name} {one.version} ({one.source}), hook {hook}"
 
+    def blame(error: BaseException) -> None:
+        if not (one.source == "built-in" and isinstance(error, MilesError)):  # its own sentence says more
+            error.add_note(note)
+
     @functools.wraps(call)
     def plain(*args: object) -> object:
         try:
             return call(*args)
-        except Exception as error:
-            error.add_note(note)
+        except (Exception, SystemExit) as error:
+            blame(error)
             raise
 
     @functools.wraps(call)
     async def awaited(*args: object) -> object:
         try:
             return await call(*args)
-        except Exception as error:
-            error.add_note(note)
+        except (Exception, SystemExit) as error:
+            blame(error)
             raise
 
     return awaited if inspect.iscoroutinefunction(call) or hook == "generate" else plain

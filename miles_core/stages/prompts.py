@@ -140,10 +140,10 @@ class JsonlPrompts:
 
     def _source(self, row: int, record: dict) -> str | list[dict]:
         source = self._field(row, record, self._rows.input_key, "--input-key")
-        chat = isinstance(source, list) and all(isinstance(m, dict) and "role" in m for m in source)
+        chat = isinstance(source, list) and source and all(isinstance(m, dict) and "role" in m for m in source)
         if not (chat or isinstance(source, str)):
             raise DataError(f"{self._rows.input_key!r} should be text or a list of chat messages", who=self._where(row),
-                            got=type(source).__name__, fix='write "..." or [{"role": "user", "content": "..."}]')
+                            got=type(source).__name__ if source else "nothing", fix='write "..." or [{"role": "user", "content": "..."}]')
         if chat and self._rows.template is None:
             raise DataError(f"{self._rows.input_key!r} is a list of chat messages", who=self._where(row),
                             fix="add --apply-chat-template")
@@ -167,8 +167,12 @@ class JsonlPrompts:
         ids = self._tokenizer(text, add_special_tokens=self._rows.template is None)["input_ids"]
         key = self._rows.label_key
         label = self._field(row, record, key, "--label-key") if key is not None else None
+        metadata = record.get(self._rows.metadata_key) or {}
+        if not isinstance(metadata, dict):
+            raise DataError(f"{self._rows.metadata_key!r} should be an object", got=type(metadata).__name__, who=self._where(row),
+                            fix="write {...}, or name another key with --metadata-key")
         return Prompt(row, row, text, tuple(ids), None if label is None else str(label),
-                      {k: v for k, v in record.items() if k not in (self._rows.input_key, key)} | dict(record.get(self._rows.metadata_key) or {}),
+                      {k: v for k, v in record.items() if k not in (self._rows.input_key, key)} | metadata,
                       None if messages is None else tuple(messages), self._rows.stream)
 
 
@@ -204,15 +208,18 @@ def read_jsonl(path: str) -> tuple[list[dict], list[int]]:
     if not Path(name).is_file():
         raise DataError("there is no such prompt file", who=name, fix="check --prompt-data or --eval-prompt-data")
     records, numbers = [], []
-    with open(name, encoding="utf-8") as lines:
+    with open(name, "rb") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
             try:
-                record = json.loads(line)
+                record = json.loads(line.strip().decode("utf-8"))
             except json.JSONDecodeError as error:
-                raise DataError("the line is not JSON", got=f"{error.msg} at column {error.colno}",
+                raise DataError("the line is not JSON", got=f"{error.msg.removesuffix(' at')} at column {error.colno}",
                                 who=f"{name}, line {number}", fix="one JSON object a line") from None
+            except UnicodeDecodeError as error:
+                raise DataError("the line is not UTF-8 text", got=f"byte 0x{line.strip()[error.start]:02x}",
+                                who=f"{name}, line {number}", fix="save the file as UTF-8") from None
             if not isinstance(record, dict):
                 raise DataError("the line is not a JSON object", got=type(record).__name__,
                                 who=f"{name}, line {number}", fix="one JSON object a line")

@@ -66,7 +66,8 @@ class Scoring:
                               fix="mend the scorer; a failure is not a reward of 0") from error
         answers = answers[0] if whole else answers
         if not isinstance(answers, Sequence) or len(answers) != len(samples):
-            raise RewardError(f"scorer {name!r} should answer with one number for each of {len(samples)} samples", got=answers)
+            raise RewardError(f"scorer {name!r} should answer with one number for each of {len(samples)} samples", got=repr(answers),
+                              fix="return a list as long as `samples`, in its order")
         return list(answers)
 
 

@@ -144,13 +144,13 @@ ROW = {"prompt": "1+1=", "label": "2"}
 
 
 @pytest.mark.parametrize(("lines", "words"), [
-    ([ROW, '{"prompt": "1+', ROW], "data.jsonl, line 2: the line is not JSON ... column 12 ... one JSON object a line"),
+    ([ROW, '{"prompt": "1+', ROW], "data.jsonl, line 2: the line is not JSON (got Unterminated string starting at column 12) ... one JSON object a line"),
     ([ROW, "", ["1+1=", "2"]], "data.jsonl, line 3: the line is not a JSON object (got list)"),
     ([], "data.jsonl: no prompt is left ... the file is empty"),
     ([ROW | {"prompt": "1+" * 200}], "data.jsonl, line 1: the prompt has ... tokens ... context of 128 ... --rollout-max-prompt-len"),
     ([ROW | {"prompt": 5}], "data.jsonl, line 1: 'prompt' should be text or a list of chat messages (got int)"),
-    ([ROW | {"prompt": []}], "data.jsonl, line 1: 'prompt' ... chat messages"),
-    ([ROW | {"prompt": [{"role": "user"}]}], "data.jsonl, line 1"),
+    ([ROW | {"prompt": []}], "data.jsonl, line 1: 'prompt' should be text or a list of chat messages (got nothing)"),
+    ([ROW | {"prompt": [{"role": "user"}]}], "data.jsonl, line 1: the chat template refuses the messages"),
     ([ROW | {"metadata": "hello"}], "data.jsonl, line 1: 'metadata' should be an object (got str)"),
 ], ids=["malformed", "no-object", "empty", "too-long", "number", "no-messages", "no-content", "metadata"])  # fmt: skip
 def test_bad_line(place, lines, words):
@@ -192,13 +192,13 @@ class Bad:
 
 
 @pytest.mark.parametrize(("body", "argument", "words"), [
-    ("return 1 / 0", "sample", "scorer 'bad' failed on train prompt 0 (row 0) (got ZeroDivisionError: ... mend the scorer"),
+    ("return 1 / 0", "sample", "scorer 'bad' failed on train prompt 0 (row 0) (got ZeroDivisionError: ... mend the scorer ... in plugin bad ... (file), hook reward ... logs/traceback.txt"),
     ("return float('nan')", "sample", "scorer 'bad' gave train prompt 0 (row 0), sample 0 no finite number (got nan)"),
     ("pass", "sample", "scorer 'bad' gave train prompt 0 (row 0), sample 0 no finite number (got None)"),
     ("time.sleep(1000)", "sample", "scorer 'bad' took longer than 0.5 s for train prompt 0 ... --rm-timeout"),
     ("return [1.0]", "samples", "scorer 'bad' should answer with one number for each of 4 samples (got [1.0])"),
     ("return 1.0", "samples", "scorer 'bad' should answer with one number for each of 4 samples (got 1.0)"),
-    ("raise SystemExit(3)", "sample", "scorer 'bad' failed on train prompt 0 ... SystemExit: 3"),
+    ("raise SystemExit(3)", "sample", "scorer 'bad' failed on train prompt 0 ... SystemExit: 3 ... in plugin bad ... logs/traceback.txt"),
 ], ids=["raises", "nan", "nothing", "hangs", "too-few", "no-list", "exits"])  # fmt: skip
 @pytest.mark.parametrize("define", ["def", "async def"])
 def test_bad_reward(place, define, body, argument, words):
@@ -235,8 +235,8 @@ class Bad:
      "policy loss 'bad': the loss of train prompt ... is not finite (got inf ... last checkpoint is good"),
     ("(inputs.log_probs - inputs.log_probs.detach()).abs().sqrt()",
      "optimizer step: the gradient of ... is not finite ... last checkpoint is good"),
-    ("inputs.log_probs.sum()", "policy loss 'bad' ... one value for each of"),
-    ("inputs.log_probs.detach()", "policy loss 'bad' ... gradient"),
+    ("inputs.log_probs.sum()", "policy loss 'bad': the loss should have one value for each token (got shape [])"),
+    ("inputs.log_probs.detach()", "policy loss 'bad': the loss has no gradient"),
 ], ids=["loss", "gradient", "shape", "detached"])  # fmt: skip
 def test_bad_loss(place, loss, words):
     flags = ["--policy-loss", "bad", "--save", "ckpt", "--load", "ckpt"]

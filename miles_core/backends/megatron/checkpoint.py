@@ -18,6 +18,7 @@ import gc
 import json
 import pickle
 import re
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -45,6 +46,7 @@ _ITERATION = re.compile(r"iter_(\d{7,})")
 
 
 def iteration_folder(folder: str | Path, iteration: int) -> Path:
+    """Where one iteration of a checkpoint lies."""
     return Path(folder) / f"iter_{iteration:07d}"
 
 
@@ -54,7 +56,9 @@ def exists(folder: str | Path) -> bool:
 
 
 def latest(folder: str | Path) -> int:
-    """The iteration to resume from.
+    """The iteration to resume from: the one that the tracker names.
+
+    A kill between the first iteration and the tracker leaves an iteration, complete, that nothing names; it counts.
 
     Raises:
         CheckpointError: no such folder, a folder that is no checkpoint (a Hugging Face directory, or one iteration
@@ -63,6 +67,8 @@ def latest(folder: str | Path) -> int:
     folder = Path(folder)
     tracker = folder / TRACKER
     if not tracker.is_file():
+        if (first := _unnamed(folder)) is not None:
+            return first
         raise _not_a_checkpoint(folder)
     text = tracker.read_text().strip()
     if not text.isdecimal():
@@ -143,7 +149,10 @@ def load(
         kept = json.loads((source / STATE).read_text())["state"]
         with _frozen_heap():
             sharded = _sharded(chunks, optimizer, loading=True)
-        loaded = dist_checkpointing.load(sharded, str(source))
+        with warnings.catch_warnings():
+            # torch deprecates the ShardedTensor that Megatron still reads with: nothing that the reader could mend.
+            warnings.simplefilter("ignore", FutureWarning)
+            loaded = dist_checkpointing.load(sharded, str(source))
         for key, chunk in _named(chunks):
             _fill(chunk, loaded[key])
         if optimizer is not None:
@@ -256,6 +265,19 @@ def _check_metadata(path: Path) -> None:
                                   fix="use a checkpoint that miles wrote")
 
 
+def never_saved(folder: str | Path) -> bool:
+    """Whether no save was ever completed here: no such folder, nothing in it, or what a kill left of the first one."""
+    folder = Path(folder)
+    return not folder.exists() or (folder.is_dir() and all(p.name.startswith(TEMPORARY) for p in folder.iterdir()))
+
+
+def _unnamed(folder: Path) -> int | None:
+    """The sole iteration of a folder without a tracker, if it is complete."""
+    found = [path for path in folder.glob("iter_*") if _ITERATION.fullmatch(path.name)]
+    whole = len(found) == 1 and all((found[0] / part).is_file() for part in _PARTS)
+    return int(_ITERATION.fullmatch(found[0].name)[1]) if whole else None
+
+
 def _not_a_checkpoint(folder: Path) -> CheckpointError:
     if not folder.is_dir():
         return CheckpointError("there is no such checkpoint folder", who=str(folder),
@@ -276,6 +298,8 @@ def _present(folder: Path) -> str:
 
 
 def _first_line(error: BaseException) -> str:
+    if isinstance(error, CheckpointException) and error.failures:  # torch's collective wrapper; its own text says nothing
+        return _first_line(next(iter(error.failures.values()))[0])
     text = str(error).strip() or type(error).__name__
     return next(line for line in text.splitlines() if line.strip())[:300]
 

@@ -29,10 +29,12 @@ _HERE = f"__import__('sys').modules[{__name__!r}]"
 
 
 def no_cuda() -> bool:
+    """No GPU that torch can use."""
     return not torch.cuda.is_available()
 
 
 def no_transformer_engine() -> bool:
+    """Transformer Engine is not installed."""
     return importlib.util.find_spec("transformer_engine") is None
 
 
@@ -42,6 +44,7 @@ def no_fused_adam() -> bool:
 
 
 def always() -> bool:
+    """On every machine."""
     return True
 
 
@@ -134,10 +137,12 @@ def nothing(*_args, **_kwargs) -> None:
 
 
 def get_rng_state(*_args, **_kwargs) -> torch.Tensor:
+    """The CPU generator's state, for torch.cuda's."""
     return torch.get_rng_state()
 
 
 def set_rng_state(state: torch.Tensor) -> None:
+    """Set the CPU generator's state, for torch.cuda's."""
     torch.set_rng_state(state)
 
 
@@ -218,6 +223,8 @@ def install() -> None:
     # Megatron warns of every optional package that a CPU host lacks and torch of names that Megatron still uses.
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
+    # Megatron's checkpoints go through older names of torch's: nothing that who resumes a run could mend.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"(megatron\.core\.dist|torch\.distributed\.)_?checkpoint")
 
 
 def single_process_group() -> None:

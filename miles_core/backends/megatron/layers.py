@@ -106,7 +106,7 @@ class SwiGLU(MegatronModule):
 
 
 class _Rotate(torch.autograd.Function):
-    """x [..., d], cos and sin [..., d/2] -> each pair (x[i], x[i + d/2]) turned by its angle; backward turns it back."""
+    """x [..., d], cos and sin [..., d/2] -> each pair (x[i], x[i + d/2]) turned by its angle; backward turns back."""
 
     @staticmethod
     def forward(ctx, x, cos, sin):
@@ -286,7 +286,7 @@ def make_plan(cu_seqlens: list[int], total: int, rank: int = 0, size: int = 1) -
 
 
 def _there_and_back(rows: torch.Tensor, total: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """rows [P] to pick and the [total] places at which each row was picked first; None twice when it is the identity."""
+    """rows [P] to pick and the [total] places at which each row was picked first; None twice for the identity."""
     if len(rows) == total and torch.equal(rows, torch.arange(total)):
         return None, None
     back = torch.empty(total, dtype=torch.int64)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 
 CHUNK_BYTES = 16 * 2**20
-"""Logits of one chunk take about this much by default: they stay in cache where they can, and the GEMM is still wide."""
+"""Logits of one chunk take about this much by default: near the cache, and wide enough for the GEMM."""
 
 
 def token_log_probs(

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from miles_core.backends.megatron import cpu, layers
+from miles_core.backends.megatron.given import defaults_for
 from miles_core.backends.megatron.specs import ModelSpec
 from miles_core.errors import ConfigError, UnknownKeyError
 
@@ -81,19 +82,7 @@ def transformer_config(
         ConfigError: an override that contradicts the checkpoint, or values that Megatron refuses together.
         UnknownKeyError: an override that TransformerConfig has no field for.
     """
-    overrides = dict(overrides or {})
-    known = {field.name for field in dataclasses.fields(TransformerConfig)}
-    for name, value in overrides.items():
-        if name not in known:
-            raise UnknownKeyError("Megatron's TransformerConfig has no such field", got=name,
-                                  fix="see the fields of megatron.core.transformer.TransformerConfig")
-        if name in spec.constants and value != spec.constants[name]:
-            raise ConfigError(f"{name} disagrees with the checkpoint, which says {spec.constants[name]}", got=value,
-                              who=spec.source, fix=f"leave {name} out, or use a checkpoint with that value")
-    if local_spec():
-        for name, needs in LOCAL_ONLY_OFF.items():
-            if overrides.pop(name, False):
-                logger.warning("%s is off: the layers that run here have no use for it (it needs %s)", name, needs)
+    overrides = _checked(spec, overrides or {})
     dtype = torch.bfloat16 if bf16 else torch.float32
     layout = {
         "tensor_model_parallel_size": tensor, "pipeline_model_parallel_size": pipeline,
@@ -104,8 +93,9 @@ def transformer_config(
     if virtual_pipeline is not None:
         # With two stages both neighbours are the same rank, and batched p2p silently mixes them up.
         layout |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
-    values = {**_DEFAULTS, **(_LOCAL_DEFAULTS if local_spec() else {}), **spec.defaults, **spec.constants,
-              **overrides, **layout}  # fmt: skip
+    local = _LOCAL_DEFAULTS if local_spec() else {}
+    values = {**defaults_for(TransformerConfig), **_DEFAULTS, **local, **spec.defaults, **spec.constants, **overrides,
+              **layout}  # fmt: skip
     if values.get("moe_aux_loss_coeff") and "moe_router_load_balancing_type" not in overrides:
         values["moe_router_load_balancing_type"] = "aux_loss"
     if overrides.get("recompute_granularity") == "full":
@@ -115,6 +105,25 @@ def transformer_config(
     except (ValueError, AssertionError, ImportError, TypeError, ZeroDivisionError) as error:
         raise ConfigError("Megatron refuses this model or layout", got=str(error).strip() or type(error).__name__,
                           who=spec.source, fix="change the [model] or [perf] keys that it names") from error
+
+
+def _checked(spec: ModelSpec, overrides: Mapping[str, object]) -> dict[str, object]:
+    """The overrides, without what the local layers cannot have."""
+    known = {field.name for field in dataclasses.fields(TransformerConfig)}
+    for name, value in overrides.items():
+        if name not in known:
+            raise UnknownKeyError("Megatron's TransformerConfig has no such field", got=name,
+                                  fix="see the fields of megatron.core.transformer.TransformerConfig")
+        if name == "moe_layer_freq" and isinstance(value, int):
+            value = [int(layer % value == 0) for layer in range(spec.constants["num_layers"])]
+        if name in spec.constants and value != spec.constants[name]:
+            raise ConfigError(f"{name} disagrees with the checkpoint, which says {spec.constants[name]}", got=value,
+                              who=spec.source, fix=f"leave {name} out, or use a checkpoint with that value")
+    off = LOCAL_ONLY_OFF if local_spec() else {}
+    for name, needs in off.items():
+        if overrides.get(name):
+            logger.warning("%s is off: the layers that run here have no use for it (it needs %s)", name, needs)
+    return {name: value for name, value in overrides.items() if name not in off and name not in spec.constants}
 
 
 _DEFAULTS = {

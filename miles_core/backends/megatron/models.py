@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 
 from miles_core.backends.megatron import checkpoint, cpu, optimizer, weights
+from miles_core.backends.megatron.given import check_architecture, given_for
 from miles_core.backends.megatron.model import build, transformer_config
-from miles_core.backends.megatron.surface import surface
 from miles_core.config.tables import RunConfig
 from miles_core.errors import CheckpointError, ConfigError, NonFiniteError
 from miles_core.plugins.bind import Hooks
@@ -23,6 +23,7 @@ from miles_core.stages.step import Resume
 cpu.install()
 
 from megatron.core.distributed import finalize_model_grads  # noqa: E402 - after install()
+from megatron.core.transformer import TransformerConfig  # noqa: E402
 
 
 class Models:
@@ -45,11 +46,8 @@ class Models:
         family = hooks.model_spec[name](hf)
         spec, self.weight_map = family.model_spec(hf), family.weight_map(hf)
         cpu.initialize(seed=config.optimizer.seed)
-        given = {key: value for key, value in config.megatron.items()}
-        owned = {owner: {k: v for k, v in given.items() if surface()[k].owner == owner}
-                 for owner in {surface()[k].owner for k in given}}
-        model_fields = {k: v for owner, part in owned.items() for k, v in part.items() if "Transformer" in owner or "Parallel" in owner}
-        layout = transformer_config(spec, model_fields, bf16=config.perf.bf16)
+        check_architecture(config.megatron, spec)
+        layout = transformer_config(spec, given_for(TransformerConfig, config.megatron), bf16=config.perf.bf16)
         layout.finalize_model_grads_func = finalize_model_grads
         self.model = build(layout, spec)
         self._options = _options(config)
@@ -72,7 +70,7 @@ class Models:
         if self.config.algorithm.use_kl_loss:
             self._fill(given.ref_load)
             self._others["ref"] = self._copy()
-        if given.load and (checkpoint.exists(given.load) or not _absent(given.load)):
+        if given.load and not checkpoint.never_saved(given.load):
             # Made before loading, for the state to have a place; a fresh start makes it after, from the loaded weights.
             self._make_optimizer()
             iteration, state = checkpoint.load(given.load, [self.wrapped], self._optimizer, self._scheduler)
@@ -140,12 +138,6 @@ class Models:
                 parameter.copy_(tensor)
 
 
-def _absent(folder: str) -> bool:
-    """A --load that is not there yet, or empty: the run's first start."""
-    path = Path(folder)
-    return not path.exists() or (path.is_dir() and not any(path.iterdir()))
-
-
 def _options(config: RunConfig) -> optimizer.OptimizerOptions:
     given = config.optimizer
     rollouts = config.rollout.num_rollout or 1
@@ -153,5 +145,5 @@ def _options(config: RunConfig) -> optimizer.OptimizerOptions:
         lr=given.lr, min_lr=given.min_lr, lr_decay_style=given.lr_decay_style, lr_warmup_iters=given.lr_warmup_iters,
         lr_decay_iters=given.lr_decay_iters, train_iters=max(1, rollouts * config.rollout.num_steps_per_rollout),
         weight_decay=given.weight_decay, adam_beta1=given.adam_beta1, adam_beta2=given.adam_beta2, adam_eps=given.adam_eps,
-        clip_grad=given.clip_grad,
+        clip_grad=given.clip_grad, megatron=config.megatron,
     )  # fmt: skip

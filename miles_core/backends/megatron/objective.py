@@ -10,7 +10,7 @@ import torch
 from miles_core.backends.megatron.logprob import token_log_probs
 from miles_core.backends.megatron.microbatch import MicroBatch
 from miles_core.config.tables import Algorithm, RunConfig
-from miles_core.errors import NonFiniteError
+from miles_core.errors import NonFiniteError, TrainError
 from miles_core.plugins.bind import Hooks
 from miles_core.stages import loss
 from miles_core.stages.loss import LossInputs
@@ -47,9 +47,13 @@ class Objective:
 
         Raises:
             NonFiniteError: names the first sample whose loss is not finite.
+            TrainError: the policy loss is not one value per token, or has no gradient.
         """
         inputs = self._inputs(hidden, weight, batch)
         per_token, metrics = self._policy_loss(inputs)
+        if per_token.shape != inputs.log_probs.shape:  # a scalar would be broadcast, and train on something else
+            raise TrainError("the loss should have one value for each token", got=f"shape {list(per_token.shape)}",
+                             who=f"policy loss {self._name!r}", fix=f"return shape {list(inputs.log_probs.shape)}; the core reduces")
         total, share = per_token, {"pg_loss": per_token, **metrics}
         for name, (coefficient, term) in (self._terms(inputs) if self._terms else {}).items():
             share[name] = term
@@ -58,6 +62,9 @@ class Objective:
         value = loss.reduce(total, token_weights, inputs.mask)
         if not torch.isfinite(value):
             raise self._not_finite(total, batch)
+        if not value.requires_grad:
+            raise TrainError("the loss has no gradient", who=f"policy loss {self._name!r}",
+                             fix="compute it from inputs.log_probs, without detach()")
         share["loss"] = total
         share["train_rollout_logprob_abs_diff"] = (inputs.log_probs - inputs.rollout_log_probs).abs()
         summed = {key: loss.reduce(term.detach().to(torch.float64), token_weights, inputs.mask) for key, term in share.items()}

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 
 from miles_core.backends.megatron import cpu
+from miles_core.backends.megatron.given import defaults_for, given_for
 from miles_core.errors import ConfigError
 
 cpu.install()
@@ -40,6 +42,7 @@ class OptimizerOptions:
         use_distributed_optimizer: shard the optimizer's state over data-parallel ranks.
         grad_reduce_in_fp32: keep and sum gradients in fp32 also for bf16 models.
         overlap_grad_reduce, overlap_param_gather: hide communication; the latter needs the distributed optimizer.
+        megatron: fields of OptimizerConfig and DistributedDataParallelConfig by name, which win over those above.
     """
 
     lr: float = 1e-6
@@ -58,6 +61,7 @@ class OptimizerOptions:
     grad_reduce_in_fp32: bool = True
     overlap_grad_reduce: bool = False
     overlap_param_gather: bool = False
+    megatron: Mapping[str, object] = field(default_factory=dict)
 
     def __post_init__(self):
         """
@@ -93,17 +97,36 @@ def wrap(
     `calculate_per_token_loss` means to DDP.
     """
     config.calculate_per_token_loss = True
-    ddp = DistributedDataParallelConfig(
-        use_distributed_optimizer=options.use_distributed_optimizer,
-        grad_reduce_in_fp32=options.grad_reduce_in_fp32,
-        overlap_grad_reduce=options.overlap_grad_reduce,
-        overlap_param_gather=options.overlap_param_gather,
-    )
     low = config.bf16 or config.fp16
-    return [
-        DistributedDataParallel(config, ddp, Float16Module(config, chunk) if low else chunk, disable_bucketing=i > 0)
-        for i, chunk in enumerate(chunks)
-    ]
+    with _refusals("[perf] and [optimizer]"):
+        ddp = DistributedDataParallelConfig(**_fields(
+            DistributedDataParallelConfig, options.megatron,
+            use_distributed_optimizer=options.use_distributed_optimizer, grad_reduce_in_fp32=options.grad_reduce_in_fp32,
+            overlap_grad_reduce=options.overlap_grad_reduce, overlap_param_gather=options.overlap_param_gather,
+        ))  # fmt: skip
+        wrapped = [
+            DistributedDataParallel(config, ddp, Float16Module(config, chunk) if low else chunk, disable_bucketing=i > 0)
+            for i, chunk in enumerate(chunks)
+        ]
+    if ddp.overlap_grad_reduce:
+        # Only a step's last micro-batch may start the reduction.
+        config.no_sync_func = wrapped[0].no_sync if len(wrapped) == 1 else [chunk.no_sync for chunk in wrapped]
+    return wrapped
+
+
+def _fields(kind: type, given: Mapping[str, object], **ours: object) -> dict[str, object]:
+    """Megatron-LM's defaults, ours, then what somebody set."""
+    return {**defaults_for(kind), **ours, **given_for(kind, given)}
+
+
+@contextmanager
+def _refusals(who: str) -> Iterator[None]:
+    """What Megatron refuses becomes an error of the configuration."""
+    try:
+        yield
+    except (AssertionError, ValueError, ImportError, TypeError, NotImplementedError) as error:
+        raise ConfigError("Megatron refuses these options", got=str(error).strip() or type(error).__name__, who=who,
+                          fix="change the keys that it names") from error
 
 
 def make_optimizer(
@@ -111,16 +134,16 @@ def make_optimizer(
 ) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
     """The optimizer of wrapped chunks and its schedule, which already set the first step's learning rate."""
     config = chunks[0].config
-    optimizer = get_megatron_optimizer(
-        OptimizerConfig(
+    with _refusals("[optimizer]"):
+        settings = OptimizerConfig(**_fields(
+            OptimizerConfig, options.megatron,
             optimizer="adam", lr=options.lr, min_lr=options.min_lr, weight_decay=options.weight_decay,
             adam_beta1=options.adam_beta1, adam_beta2=options.adam_beta2, adam_eps=options.adam_eps,
             clip_grad=options.clip_grad, bf16=config.bf16, params_dtype=config.params_dtype,
             use_distributed_optimizer=options.use_distributed_optimizer,
             overlap_param_gather=options.overlap_param_gather,
-        ),
-        list(chunks),
-    )  # fmt: skip
+        ))  # fmt: skip
+        optimizer = get_megatron_optimizer(settings, list(chunks))
     scheduler = OptimizerParamScheduler(
         optimizer, init_lr=options.lr_warmup_init, max_lr=options.lr, min_lr=options.min_lr,
         lr_warmup_steps=options.lr_warmup_iters,

@@ -46,6 +46,7 @@ def publish(target: Path, *, writer: bool = True) -> Iterator[Path]:
 
 
 def discard(folder: Path, writer: bool = True) -> None:
+    """Remove a folder that was never published, or no longer is; a failure to do so is nobody's business."""
     if writer:
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -87,11 +87,14 @@ def export_hf(
     folder: str | Path,
     source_folder: str | Path,
     stream: Iterable[tuple[str, torch.Tensor]],
-    dtype: torch.dtype,
+    dtype: torch.dtype | None = None,
     *,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Write a Hugging Face directory: the source's config, tokenizer and generation config, and the stream's tensors.
+
+    Args:
+        dtype: of all tensors in the files; by default each keeps its own.
 
     One process calls it. The folder appears when it is complete; an older one of that name is replaced.
 
@@ -106,16 +109,20 @@ def export_hf(
         for file in sorted(source.iterdir()):
             if file.is_file() and not file.name.endswith(_WEIGHT_FILES) and not file.name.startswith("."):
                 shutil.copyfile(file, target / file.name)
+        written = _write_shards(target, stream, dtype, shard_bytes)
         config = json.loads((target / "config.json").read_text())
-        config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype).removeprefix("torch.")
+        config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(written).removeprefix("torch.")
         (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        _write_shards(target, stream, dtype, shard_bytes)
 
 
-def _write_shards(target: Path, stream: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype, limit: int) -> None:
+def _write_shards(
+    target: Path, stream: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype | None, limit: int
+) -> torch.dtype | None:
+    """Returns the dtype of the last tensor, which is that of all for the models here."""
     shards: list[list[str]] = []
     held: dict[str, torch.Tensor] = {}
     size = total = 0
+    written = dtype
 
     def flush() -> None:
         _write_safetensors(target / f"part-{len(shards)}", held)
@@ -123,16 +130,17 @@ def _write_shards(target: Path, stream: Iterable[tuple[str, torch.Tensor]], dtyp
         held.clear()
 
     for name, tensor in stream:
-        length = tensor.numel() * dtype.itemsize
+        written = dtype or tensor.dtype
+        length = tensor.numel() * written.itemsize
         if held and size + length > limit:
             flush()
             size = 0
-        held[name] = tensor.to(device="cpu", dtype=dtype)
+        held[name] = tensor.to(device="cpu", dtype=written)
         size, total = size + length, total + length
     flush()
     if len(shards) == 1:
         (target / "part-0").rename(target / "model.safetensors")
-        return
+        return written
     where = {}
     for i, names in enumerate(shards):
         file = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
@@ -140,6 +148,7 @@ def _write_shards(target: Path, stream: Iterable[tuple[str, torch.Tensor]], dtyp
         where |= dict.fromkeys(names, file)
     index = {"metadata": {"total_size": total}, "weight_map": where}
     (target / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+    return written
 
 
 def _write_safetensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
@@ -276,8 +285,9 @@ def _tensor_files(folder: Path) -> dict[str, Path]:
         return where
     files = sorted(folder.glob("*.safetensors"))
     if not files:
-        raise CheckpointError("there are no .safetensors files", got="a folder" if folder.is_dir() else "no such folder",
-                              who=str(folder), fix="give a Hugging Face directory with weights in safetensors")
+        raise CheckpointError("there are no .safetensors files", who=str(folder),
+                              got="a folder" if folder.is_dir() else "no such folder",
+                              fix="give a Hugging Face directory with weights in safetensors")
     return {name: file for file in files for name in _open(file).keys()}  # noqa: SIM118 - not a mapping
 
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from miles_core.backends.local.decode import ROWS, Cache, Decoder, linear, round_up
+from miles_core.backends.local.decode import ROWS, Attention, Cache, Decoder, linear, round_up
 from miles_core.backends.local.weights import ModelShape, Weights
 
 KINDS = ("dense", "tied", "moe", "moe-plain")
@@ -121,6 +121,19 @@ def test_a_row_of_a_product_has_the_same_bits_among_any_number_of_rows(outputs, 
     for rows in (ROWS, 32, 48, 64, 112, 128, 208, 272):
         assert torch.equal(linear(x[:rows].clone(), weight), every[:rows])
         assert torch.equal(linear(x[-rows:].clone(), weight), every[-rows:])
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("head_dim", [16, 32, 64, 128, 256])
+def test_a_query_attends_with_the_same_bits_among_any_number_of_queries(head_dim, threads):
+    """A decode step asks with as few as one query row per key head, a prefill with many."""
+    torch.set_num_threads(threads)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(6, count, head_dim, generator=generator) for count in (64, 320, 320))
+    many = Attention(6, 64, 320, torch.zeros(320), 6, head_dim)(q, k, v)
+    for queries in (1, 2, 4, 7, 16):
+        few = Attention(6, queries, 320, torch.zeros(320), 6, head_dim)(q[:, :queries], k, v)
+        assert torch.equal(few, many[:, :queries])
 
 
 def test_dense_layers_have_no_routing(models):

@@ -1,0 +1,211 @@
+"""Survival: whether a run that was killed and resumed is the run that was not."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from miles_core.record.events import read
+from miles_core.testing.faults import Faults, Operation, operations, untraced
+from miles_core.testing.forked import Outcome, miles
+
+LEFTOVERS = ("*.publishing", ".tmp-*", "*.tmp")
+
+
+class Course:
+    """One command in many folders below `path`, each time into the run directory "run" there.
+
+    Args:
+        argv: what follows `miles run`.
+        rollouts: how many it does.
+    """
+
+    def __init__(self, path: Path, argv: Sequence[str | Path], *, rollouts: int):
+        self.path, self.rollouts = path, rollouts
+        self.argv = ["run", *argv, "--no-live", "--run-dir", "run", "--save", "run/checkpoints", "--load",
+                     "run/checkpoints", "--num-rollout", str(rollouts)]
+        self.seconds = 0.0
+
+    def start(self, name: str, *more: str | Path, **options) -> Outcome:
+        """The command in folder `name`, once."""
+        (self.path / name).mkdir(exist_ok=True)
+        return miles([*self.argv, *more], self.path / name, **options)
+
+    def finish(self, name: str, *more: str | Path, **options) -> Path:
+        """The command, which has to end well; gives its run directory."""
+        outcome = self.start(name, *more, **options)
+        assert outcome.code == 0, f"{name}: exit code {outcome.code}\n{outcome.err[-3000:]}"
+        return self.path / name / "run"
+
+    def reference(self) -> list[Operation]:
+        """The run that is not killed, in folder "reference", and what it does to its files."""
+        self.start("reference", "--plan")  # the first command waits until the fork server has done its imports
+        begin = time.monotonic()
+        self.finish("reference", before=self.faults("reference"))
+        self.seconds = time.monotonic() - begin
+        assert not (missed := untraced(self.log("reference"))), f"changed behind our back: {missed}"
+        return operations(self.log("reference"))
+
+    def faults(self, name: str, kill: int | None = None, torn: bool = False) -> Faults:
+        """What traces a run in folder `name`."""
+        return Faults(self.path / name / "run", self.log(name), kill, torn)
+
+    def log(self, name: str) -> Path:
+        return self.path / name / "operations"
+
+    def killed_at(self, operation: Operation, *, torn: bool = False, again: int | None = None) -> list[str]:
+        """Kill a run at an operation of the reference and resume it; what is wrong with the result.
+
+        Args:
+            again: kill the resumed run as well, at its operation of this number, and resume that.
+        """
+        name = f"{'torn' if torn else 'before'}-{operation.number}-{again}"
+        outcome = self.start(name, before=self.faults(name, operation.number, torn))
+        last = operations(self.log(name))[-1]
+        if outcome.code != -9 or (last.kind, last.path) != (operation.kind, operation.path):
+            return [f"not killed there: exit code {outcome.code} at {last}\n{outcome.err[-2000:]}"]
+        if again is not None:
+            self.log(name).unlink()
+            outcome = self.start(name, before=self.faults(name, again))
+            if outcome.code != -9:
+                return [f"not killed again: exit code {outcome.code}\n{outcome.err[-2000:]}"]
+        return self.resumed(name)
+
+    def killed_after(self, seconds: float, name: str) -> list[str] | None:
+        """Kill a run from outside after some time and resume it; None when it had ended before."""
+
+        def kill(process) -> None:
+            process.join(seconds)
+            process.kill()
+
+        outcome = self.start(name, while_running=kill)
+        return self.resumed(name) if outcome.code == -9 else None
+
+    def resumed(self, name: str) -> list[str]:
+        """Run the command again in a folder; what tells its run from the reference."""
+        outcome = self.start(name)
+        if outcome.code != 0:
+            return [f"the resumed run ends with exit code {outcome.code}: {outcome.err[-2000:]}"]
+        found = problems(self.path / name / "run", self.path / "reference/run", rollouts=self.rollouts)
+        if not found:
+            shutil.rmtree(self.path / name)
+        return found
+
+
+def problems(run: Path, reference: Path, *, rollouts: int, ends: int = 1) -> list[str]:
+    """What tells a finished run from the reference, which was never killed; empty when nothing does.
+
+    Args:
+        rollouts: how many both have done.
+        ends: starts of the run that came to their end.
+    """
+    ours, theirs = list(read(run / "events.jsonl")), list(read(reference / "events.jsonl"))
+    found = [f"left behind: {path}" for path in leftovers(run)]
+    found += _ending(ours, ends)
+    done = [event["rollout_id"] for event in ours if event["event"] == "metrics"]
+    if done != list(range(rollouts)):
+        found.append(f"rollouts in the lineage: {done}")
+    for name, of in (("metrics", metrics), ("drops", drops)):
+        if of(ours) != of(theirs):
+            found.append(f"{name} differ: {_first_difference(of(ours), of(theirs))}")
+    found += _evals(ours, theirs)
+    for name, of in (("samples", samples), ("checkpoint", checkpoint), ("export", export)):
+        mine, other = of(run), of(reference)
+        if wrong := [key for key in other if mine.get(key) != other[key]]:
+            found.append(f"{name} differ: {wrong}")
+    return found
+
+
+def leftovers(run: Path) -> list[str]:
+    """Temporary files and folders below a run directory."""
+    return sorted(str(path.relative_to(run)) for pattern in LEFTOVERS for path in run.rglob(pattern))
+
+
+def metrics(events: list[dict]) -> dict[int, dict[str, float]]:
+    """Of each rollout, without the times."""
+    return {event["rollout_id"]: {k: v for k, v in event["metrics"].items() if not k.startswith("perf/")}
+            for event in events if event["event"] == "metrics"}
+
+
+def drops(events: list[dict]) -> dict[int, dict[str, int]]:
+    """Of each rollout, by reason."""
+    found: dict[int, dict[str, int]] = {}
+    for event in events:
+        if event["event"] == "drop":
+            counts = found.setdefault(event["rollout_id"], {})
+            counts[event["reason"]] = counts.get(event["reason"], 0) + event["count"]
+    return found
+
+
+def samples(run: Path) -> dict[str, str]:
+    """Digest of each file of samples."""
+    return _digests(run / "samples", run.glob("samples/*.jsonl"))
+
+
+def checkpoint(run: Path) -> dict[str, str]:
+    """Digests of the last checkpoint: tensors (weights, Adam's moments), schedule, the run's own state."""
+    folder = run / "checkpoints"
+    last = folder / f"iter_{int((folder / 'latest_checkpointed_iteration.txt').read_text()):07d}"
+    numbers = torch.load(last / "common.pt", weights_only=True)  # the file itself holds its own name
+    files = (path for path in last.iterdir() if path.name not in (".metadata", "common.pt"))
+    return {"name": last.name, "common.pt": repr(numbers)} | _digests(last, files)
+
+
+def export(run: Path) -> dict[str, str]:
+    """Digests of the Hugging Face exports under hf/."""
+    return _digests(run, run.glob("hf/*/*.safetensors"))
+
+
+def trained(run: Path) -> list[list[int]]:
+    """The prompts that each rollout was trained on."""
+    return [list(dict.fromkeys(json.loads(line)["prompt_uid"] for line in path.read_text().splitlines()))
+            for path in sorted(run.glob("samples/rollout_*.jsonl"))]
+
+
+def lost_or_doubled(run: Path) -> list[str]:
+    """Whether each prompt that the final checkpoint says was handed out was trained on once, dropped, or is to come."""
+    folder = run / "checkpoints"
+    last = int((folder / "latest_checkpointed_iteration.txt").read_text())
+    state = json.loads((folder / f"iter_{last:07d}" / "miles.json").read_text())["state"]["prompts"]
+    times = Counter(uid for rollout in trained(run) for uid in rollout)
+    dropped = sum(sum(counts.values()) for counts in drops(list(read(run / "events.jsonl"))).values())
+    found = [f"prompt {uid} was trained on {count} times" for uid, count in times.items() if count > 1]
+    found += [f"prompt {uid} was trained on and is to come again" for uid in state["again"] if uid in times]
+    known = len(times) + dropped + len(state["again"])
+    if known != state["next"]:
+        found.append(f"{state['next']} prompts were handed out, and {known} are accounted for")
+    return found
+
+
+def _ending(events: list[dict], ends: int) -> list[str]:
+    statuses = [event["status"] for event in events if event["event"] == "run_end"]
+    good = statuses == ["completed"] * ends and events[-1]["event"] == "run_end"
+    return [] if good else [f"ends: {statuses}, and last {events[-1]['event']}"]
+
+
+def _evals(ours: list[dict], theirs: list[dict]) -> Iterator[str]:
+    """A resumed run evaluates the weights that it starts from, so it may have some more than the reference."""
+    pairs = [(event["rollout_id"], event["metrics"]) for event in ours if event["event"] == "eval"]
+    wanted = {event["rollout_id"]: event["metrics"] for event in theirs if event["event"] == "eval"}
+    for rollout, count in Counter(rollout for rollout, _ in pairs).items():
+        if count > 1 and rollout in wanted:
+            yield f"rollout {rollout} has {count} evaluations"
+    for rollout, values in wanted.items():
+        if dict(pairs).get(rollout) != values:
+            yield f"the evaluation at rollout {rollout} differs"
+
+
+def _digests(root: Path, paths: Iterator[Path]) -> dict[str, str]:
+    return {str(path.relative_to(root)): hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(paths)}
+
+
+def _first_difference(ours: dict, theirs: dict) -> str:
+    key = next(key for key in sorted({*ours, *theirs}) if ours.get(key) != theirs.get(key))
+    return f"rollout {key}: {ours.get(key)} instead of {theirs.get(key)}"

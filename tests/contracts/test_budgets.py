@@ -1,0 +1,40 @@
+"""Sizes: files, functions, the loop, the hookspecs, the core, the README. The numbers are in .ci/budgets.toml."""
+
+from source import BUDGETS, CORE, ROOT, core_files, functions, plugin_files, where
+
+LINES = BUDGETS["lines"]
+
+
+def lines(path):
+    return len(path.read_text(encoding="utf-8").splitlines())
+
+
+def test_no_file_is_too_long():
+    found = [f"{where(path)} has {lines(path)} lines" for path in (*core_files(), *plugin_files())
+             if lines(path) > LINES["file"]]
+    assert not found, found
+
+
+def test_no_function_is_too_long():
+    found = []
+    for path in (*core_files(), *plugin_files()):
+        for name, node in functions(path):
+            if (size := node.end_lineno - node.lineno + 1) > LINES["function"]:
+                found.append(f"{where(path, node.lineno)} {name} has {size} lines")
+    assert not found, found
+
+
+def test_the_loop_and_the_hookspecs_fit_on_their_page():
+    assert lines(CORE / "loop.py") <= LINES["loop"]
+    assert lines(CORE / "hookspecs.py") <= LINES["hookspecs"]
+
+
+def test_the_core_is_small():
+    apart = (CORE / "backends", CORE / "testing")
+    sizes = {where(path): lines(path) for path in core_files() if not any(folder in path.parents for folder in apart)}
+    assert sum(sizes.values()) <= LINES["core"], sorted(sizes.items(), key=lambda item: -item[1])[:10]
+    assert sum(lines(path) for path in core_files() if apart[0] in path.parents) <= LINES["backends"]
+
+
+def test_the_readme_is_short():
+    assert lines(ROOT / "README.md") <= LINES["readme"]

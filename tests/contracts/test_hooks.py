@@ -1,0 +1,63 @@
+"""Every hook is documented, implemented by somebody, and tested; the generated pages are up to date."""
+
+import inspect
+import re
+
+import pytest
+from source import BUDGETS, ROOT
+
+from miles_core import hookspecs
+from miles_core.cli import flags, hooks
+from miles_core.plugins.manifest import of_source
+from miles_core.plugins.select import built_in
+
+SPECS = hookspecs.specs()
+WAITING = BUDGETS["hooks"]["waiting"]
+
+
+def offered():
+    """Hooks that a built-in part or a plugin of this repository implements, by its source."""
+    found = {offer.hook for one in built_in() for offer in one.manifest.offers}
+    for project in ROOT.glob("plugins/miles-*"):
+        for path in project.glob("src/*/plugin.py"):
+            found |= {offer.hook for offer in of_source(path).offers}
+    return found
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_a_hook_has_a_docstring_and_a_known_kind_and_role(name):
+    spec = SPECS[name]
+    assert inspect.getdoc(spec)
+    assert spec.kind in hookspecs.KINDS
+    assert spec.role in (*hookspecs.ROLES, "every")
+    assert "." in inspect.getdoc(spec)
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_a_hook_is_mentioned_in_a_test(name):
+    word = re.compile(rf"\b{name}\b")
+    files = [*ROOT.glob("tests/**/test_*.py"), *ROOT.glob("plugins/*/tests/**/test_*.py")]
+    assert any(word.search(path.read_text(encoding="utf-8")) for path in files if path.name != "test_hooks.py"), \
+        f"no test mentions the hook {name}"
+
+
+def test_every_hook_has_an_implementation_or_a_reason_to_wait():
+    missing = set(SPECS) - offered()
+    assert missing == set(WAITING), "the list hooks.waiting in .ci/budgets.toml is not what the code says"
+
+
+def test_the_pages_name_every_hook_once():
+    page = (ROOT / "docs" / "hooks.md").read_text(encoding="utf-8")
+    assert re.findall(r"^## (.*)$", page, re.MULTILINE) == list(SPECS), "hooks in docs/hooks.md, in loop order"
+
+
+@pytest.mark.parametrize("page, text", [("hooks.md", hooks.text), ("flags.md", flags.text)])
+def test_a_generated_page_is_what_its_command_prints(page, text):
+    have = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    assert have == text(), f"write it anew: miles {page.removesuffix('.md')} > docs/{page}"
+
+
+def test_every_option_is_on_the_page_of_flags():
+    page = (ROOT / "docs" / "flags.md").read_text(encoding="utf-8")
+    missing = [option.key for option in flags.options(plugins=False) if f"| `{flags.spellings(option)[0][0]}` |" not in page]
+    assert not missing

@@ -1,0 +1,164 @@
+"""The shape of the repository: names of files, who imports whom, what everybody writes or leaves out."""
+
+import ast
+import re
+import subprocess
+import sys
+
+import pytest
+from source import (
+    BUDGETS,
+    CORE,
+    ROOT,
+    core_files,
+    imports,
+    module_of,
+    plugin_files,
+    repository_files,
+    tree,
+    where,
+)
+
+LAYERS = BUDGETS["layers"]
+HEAVY = ("torch", "ray", "sglang", "megatron", "transformers", "numpy", "pydantic", "safetensors")
+
+
+def layer_of(module):
+    """The layer of the longest listed name that the module lies in."""
+    fits = [(len(name), layer) for layer in LAYERS["order"] for name in LAYERS[layer]
+            if module == name or module.startswith(name + ".")]
+    return max(fits)[1]
+
+
+def test_no_file_has_a_name_that_says_nothing():
+    found = [where(path) for path in repository_files() if path.stem in ("utils", "util", "common", "misc", "helpers")]
+    assert not found, found
+
+
+def test_no_stage_imports_another():
+    found = []
+    for path in sorted((CORE / "stages").glob("*.py")):
+        for line, name in imports(path):
+            # defaults.py is the plugin that offers the stages' defaults through the hooks; it is no stage itself.
+            if name.startswith("miles_core.stages.") and path.stem != "defaults":
+                found.append(f"{where(path, line)} imports {name}")
+    assert not found, found
+
+
+def test_imports_go_down_the_layers():
+    found = []
+    for path in core_files():
+        module = module_of(path)
+        if module.startswith("miles_core.testing"):
+            continue
+        for line, name in imports(path):
+            if name.split(".")[0] == "miles_core" and module != "miles_core":
+                here, there = (LAYERS["order"].index(layer_of(each)) for each in (module, name))
+                if there < here:
+                    found.append(f"{where(path, line)}: {module} ({layer_of(module)}) imports {name} ({layer_of(name)})")
+    assert not found, found
+
+
+def test_every_module_has_a_layer_of_its_own_choice():
+    named = {name for layer in LAYERS["order"] for name in LAYERS[layer]} - {"miles_core"}
+    assert [n for n in named if not (ROOT / n.replace(".", "/")).is_dir() and not (ROOT / (n.replace(".", "/") + ".py")).is_file()] == []
+    stray = [module_of(path) for path in core_files() if module_of(path) not in ("miles_core",)
+             and not module_of(path).startswith("miles_core.testing")
+             and not any(module_of(path) == name or module_of(path).startswith(name + ".") for name in named)]
+    assert not stray, f"give them a layer in .ci/budgets.toml: {stray}"
+
+
+def test_the_core_knows_no_plugin():
+    packages = {path.parent.name for path in ROOT.glob("plugins/miles-*/src/*/__init__.py")}
+    assert packages, "there are plugins to know nothing of"
+    imported = [f"{where(path, line)} imports {name}" for path in core_files()
+                for line, name in imports(path, checkers=True) if name.split(".")[0] in packages]
+    assert not imported, imported
+    words = re.compile(r"\b(" + "|".join(packages) + r")\b")
+    named = [where(path, number) for path in core_files() for number, line in enumerate(path.read_text().splitlines(), 1)
+             if words.search(line) and path.name != "scan.py"]
+    assert not named, named
+
+
+ALGORITHMS = ("grpo", "sft", "gspo", "ppo", "reinforce", "rloo", "dapo")
+
+
+def test_the_core_decides_nothing_by_the_name_of_an_algorithm():
+    """Names of algorithms appear as documented defaults and in scan.py's table of official plugins, nowhere else."""
+    allowed = {
+        ("config/tables.py", "grpo"),  # the default of --advantage-estimator, and of --loss-type sft_loss
+        ("config/tables.py", "sft"),
+        ("plugins/resolve.py", "sft"),  # --loss-type sft_loss is Miles's name for two parts called sft
+    }
+    found = []
+    for path in core_files():
+        if path.name == "scan.py":
+            continue
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.Constant) and node.value in ALGORITHMS:
+                if (str(path.relative_to(CORE)), node.value) not in allowed:
+                    found.append(f"{where(path, node.lineno)} says {node.value!r}")
+    assert not found, found
+
+
+def run(code):
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert result.returncode == 0, result.stderr
+    return result.stdout.strip()
+
+
+@pytest.mark.parametrize("code", [
+    "import miles_core.cli, miles_core.cli.run, miles_core.cli.plugins, miles_core.cli.flags, miles_core.cli.check_template",
+    "import miles_core.hookspecs, miles_core",
+    "from click.testing import CliRunner; from miles_core.cli import cli; "
+    "assert CliRunner().invoke(cli, ['run', '--help']).exit_code == 0",
+])  # fmt: skip
+def test_help_imports_nothing_heavy(code):
+    assert run(f"{code}\nimport sys; print(*(m for m in {HEAVY} if m in sys.modules))") == ""
+
+
+def test_a_plan_imports_neither_torch_nor_a_plugin():
+    heavy = ("torch", "ray", "sglang", "megatron", "transformers", "miles_grpo", "miles_math")
+    code = ("from pathlib import Path; from miles_core.plugins.plan import prepare\n"
+            "prepare(None, ['--hf-checkpoint', 'x', '--prompt-data', 'y', '--num-rollout', '1', '--rollout-batch-size', '1',"
+            " '--rm-type', 'math'])")
+    assert run(f"{code}\nimport sys; print(*(m for m in {heavy} if m in sys.modules))") == ""
+
+
+def test_all_is_sorted():
+    found = []
+    for path in (*core_files(), *plugin_files()):
+        for node in tree(path).body:
+            if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == "__all__" for t in node.targets):
+                names = ast.literal_eval(node.value)
+                if list(names) != sorted(names):
+                    found.append(where(path, node.lineno))
+    assert not found, found
+
+
+def test_no_assert_in_the_core():
+    """`python -O` removes them, and they give no sentence; the conformance kit may assert."""
+    found = [where(path, node.lineno) for path in (*core_files(), *plugin_files()) for node in ast.walk(tree(path))
+             if isinstance(node, ast.Assert) and CORE / "testing" not in path.parents]
+    assert not found, found
+
+
+def test_what_is_public_has_a_docstring():
+    """Modules, classes and functions; not methods that implement a documented contract, nor dunder methods."""
+    found = []
+    for path in core_files():
+        body = tree(path)
+        if path.name != "__init__.py" and not ast.get_docstring(body):
+            found.append(f"{where(path)} (module)")
+        for node in body.body:
+            public = isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and not node.name.startswith("_")
+            if public and not ast.get_docstring(node) and not (path.name == "errors.py" and isinstance(node, ast.ClassDef)):
+                found.append(f"{where(path, node.lineno)} {node.name}")
+    assert not found, found
+
+
+def test_nothing_is_left_for_later():
+    word = re.compile(r"\b(TO" + r"DO|FIX" + r"ME|XX" + r"X|HA" + r"CK)\b")
+    found = [where(path, number) for path in repository_files() if path.suffix in (".py", ".md", ".toml", ".html", "")
+             for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1) if word.search(line)]
+    assert not found, found

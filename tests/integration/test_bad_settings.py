@@ -1,0 +1,135 @@
+"""What a user may get wrong in run files, flags and plugins. See test_bad_input.py for what each refusal has to be."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+
+@pytest.mark.parametrize(("flags", "words"), [
+    (["--num-steps-per-rollout", "3"], "4 x 4 = 16 samples do not divide by num_steps_per_rollout 3 ... (--num-steps-per-rollout)"),
+    (["--global-batch-size", "5"], "4 x 4 = 16 samples do not divide by global_batch_size 5 ... (--global-batch-size)"),
+    (["--global-batch-size", "32"], "4 x 4 = 16 samples do not divide by global_batch_size 32"),
+    (["--global-batch-size", "4", "--num-steps-per-rollout", "2"], "is 16 ... is 8 ... drop one"),
+    (["--no-use-dynamic-batch-size", "--micro-batch-size", "3"], "global_batch_size 16 does not divide by micro_batch_size 3"),
+    (["--no-use-dynamic-batch-size", "--micro-batch-size", "0"], "micro_batch_size should be at least 1 (got 0)"),
+    (["--max-tokens-per-gpu", "none"], "use_dynamic_batch_size needs max_tokens_per_gpu"),
+    (["--max-tokens-per-gpu", "0"], "max_tokens_per_gpu should be at least 1 (got 0)"),
+    (["--over-sampling-batch-size", "2"], "over_sampling_batch_size is below rollout_batch_size (got 2) ... at least 4"),
+    (["--rollout-batch-size", "0"], "rollout_batch_size should be at least 1 (got 0)"),
+    (["--rollout-max-response-len", "0"], "rollout_max_response_len should be at least 1 (got 0)"),
+    (["--num-rollout", "-1"], "num_rollout should not be negative (got -1)"),
+    (["--tensor-model-parallel-size", "2"], "this version trains on one rank (got tensor_model_parallel_size = 2)"),
+    (["--lr", "-1"], "lr cannot be negative"),
+    (["--rm-timeout", "0"], "rm_timeout should be above 0 (got 0.0)"),
+], ids=lambda value: "".join(value) if isinstance(value, list) else "")  # fmt: skip
+def test_sizes(place, flags, words):
+    place.refuses(2, words, *flags)
+
+
+@pytest.mark.parametrize(("flags", "words"), [
+    (["--rolout-batch-size", "4"], "there is no flag --rolout-batch-size ... did you mean --rollout-batch-size?"),
+    (["--num-rollout"], "--num-rollout takes one value (got none)"),
+    (["--num-rollout", "many"], "--num-rollout: rollout.num_rollout should be int | None (got 'many')"),
+    (["-num-rollout", "3"], "-num-rollout"),
+    (["--plugin", "grpoo"], "--plugin: there is no plugin 'grpoo' ... did you mean 'grpo'?"),
+    (["--plugin", "./nowhere.py"], "nowhere.py: the plugin file cannot be read ... check the path"),
+    (["--rm-type", "digit"], "rollout.rm_type (--rm-type): nobody enabled offers the reward 'digit' ... did you mean 'digits'?"),
+    (["--advantage-estimator", "grop"], "nobody enabled offers the advantage 'grop' (got offered: grpo)"),
+    (["--engine", "sglang"], "nobody enabled offers the engine 'sglang' (got offered: local)"),
+    (["--save-interval", "1"], "save_interval needs --save"),
+    (["--eval-interval", "1"], "eval_interval is given but no eval dataset"),
+    (["--tensorboard.dir", "x"], "--tensorboard.dir belongs to plugin 'tensorboard', which is not enabled"),
+], ids=lambda value: "".join(value) if isinstance(value, list) else "")  # fmt: skip
+def test_flags(place, flags, words):
+    place.refuses(2, words, *flags)
+
+
+@pytest.mark.parametrize(("old", "new", "words"), [
+    ("rollout_batch_size =", "rolout_batch_size =", "bad.toml:13: [rollout] has no key 'rolout_batch_size' ... did you mean 'rollout_batch_size'?"),
+    ("rollout_batch_size = 4", 'rollout_batch_size = "four"', "bad.toml:13: rollout.rollout_batch_size should be int ... (got 'four')"),
+    ("[rollout]", "[rolout]", "bad.toml:7: there is no table [rolout] ... did you mean [rollout]?"),
+    ("[checkpoint]", "[checkpoint", "bad.toml: the run file is not TOML ... line 4"),
+    ("hf_checkpoint =", "model_name =", "bad.toml:5: [checkpoint] has no key 'model_name' ... it belongs in [model]"),
+    ("prompt_data =", "# prompt_data =", "rollout.prompt_data is needed ... --prompt-data"),
+    ("plugins = [", "plugins = 5 # [", "bad.toml: plugins should be a list of names (got 5)"),
+    ("[perf]", "[tensorboard]", "bad.toml:19: the table [tensorboard] belongs to a plugin that is not enabled ... --plugin tensorboard"),
+    ('rm_type = ["digits"]', 'rm_type = "digits"\nengine = "sglang"\n[sglang]\nmem = 1', "bad.toml:20: [sglang]"),
+], ids=["key", "type", "table", "toml", "home", "needed", "plugins", "absent", "sglang"])  # fmt: skip
+def test_run_file(place, old, new, words):
+    place.rewrite(old, new)
+    place.refuses(2, words)
+
+
+def test_run_file_that_cannot_be_read(place):
+    place.file = "nowhere.toml"
+    place.refuses(2, "nowhere.toml: there is no such run file ... check the path")
+    place.file = "."
+    place.refuses(2, "the run file is a folder ... .toml")
+    (place.path / "latin.toml").write_bytes(b"# caf\xe9\n")
+    place.file = "latin.toml"
+    place.refuses(2, "latin.toml: the run file is not TOML")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
+def test_run_file_without_permission(place):
+    place.rewrite("lr", "lr")
+    (place.path / "bad.toml").chmod(0)
+    place.refuses(2, "bad.toml: the run file cannot be read (got Permission denied)")
+
+
+# ---------------------------------------------------------------------------------------------------------- plugins
+
+FILTER = """
+{top}
+from miles_core import hookimpl
+
+
+class Bad:
+    def __init__(self):
+        {init}
+
+    @hookimpl
+    def filter_group(self, {argument}):
+        {body}
+        return group
+"""
+
+
+@pytest.mark.parametrize(("part", "text", "words"), [
+    ("top", "def broken(:", "bad.py: the plugin file is not Python (got line 2: invalid syntax)"),
+    ("top", "import nowhere_to_be_found", "bad.py: plugin 'bad' cannot be imported (got ModuleNotFoundError: No module named"),
+    ("top", "1 / 0", "bad.py: plugin 'bad' cannot be imported (got ZeroDivisionError"),
+    ("top", "raise SystemExit(3)", "bad.py: plugin 'bad' cannot be imported (got SystemExit: 3)"),
+    ("init", "1 / 0", "bad.py:Bad: plugin 'bad' cannot be made (got ZeroDivisionError"),
+    ("argument", "groups", "filter_group: it takes 'groups', which filter_group does not have ... filter_group has: group"),
+], ids=["syntax", "import", "raises", "exits", "constructor", "argument"])  # fmt: skip
+def test_plugin_that_does_not_load(place, part, text, words):
+    parts = {"top": "", "init": "pass", "argument": "group", "body": "pass"} | {part: text}
+    place.refuses(2, words, *place.plugin(FILTER.format(**parts)))
+
+
+def test_plugin_without_a_hook(place):
+    place.refuses(2, "bad.py: a plugin file needs exactly one class ... hookimpl", *place.plugin("class Bad:\n    pass\n"))
+
+
+@pytest.mark.parametrize(("body", "words"), [
+    ("1 / 0", "plugin bad ... (file), hook filter_group: ZeroDivisionError: division by zero"),
+    ("exit(3)", "plugin bad ... (file), hook filter_group: SystemExit: 3"),
+    ("raise StopIteration", "StopIteration"),
+    ("return None", "filter_group ... NoneType"),
+], ids=["raises", "exits", "stops", "forgets"])  # fmt: skip
+def test_plugin_that_fails_in_the_run(place, body, words):
+    """The terminal gets plugin, version and hook; the traceback, with the plugin's own line, is in the run's logs."""
+    source = FILTER.format(top="", init="pass", argument="group", body=body)
+    place.refuses(1, words + " ... traceback.txt", *place.plugin(source))
+    assert "bad.py" in (place.path / "runs/a/logs/traceback.txt").read_text() or body == "return None"
+
+
+def test_trainer_plugin_that_fails_in_a_worker_process(place):
+    """The same from another process: nothing of the worker's own traceback reaches the terminal."""
+    source = FILTER.replace("filter_group(self, {argument})", "microbatch(self, proceed, packed)")
+    source = source.format(top="", init="pass", body="1 / 0").replace("return group", "return proceed(packed)")
+    outcome = place.refuses(1, "plugin bad ... hook microbatch: ZeroDivisionError", *place.plugin(source), "--trainer-host", "process")
+    assert "in process trainer" in (place.path / "runs/a/logs/traceback.txt").read_text(), outcome.err

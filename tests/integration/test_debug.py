@@ -1,0 +1,116 @@
+"""[debug]: one side alone, replay bit for bit, hashes, printed samples, stopping early and going on."""
+
+import subprocess
+import sys
+
+from miles_core.record.events import read
+from miles_core.testing.forked import miles
+
+
+def go(argv, folder, name):
+    outcome = miles(["run", *argv, "--no-live", "--run-dir", f"runs/{name}"], folder)
+    assert outcome.code == 0, outcome.err
+    return list(read(folder / f"runs/{name}/events.jsonl"))
+
+
+def metrics(events):
+    """Of each rollout, times aside."""
+    return [{key: value for key, value in event["metrics"].items() if not key.startswith("perf/")}
+            for event in events if event["event"] == "metrics"]
+
+
+def weights(folder):
+    return (folder / "model.safetensors").read_bytes()
+
+
+IMPORTED = '''
+"""Writes down what was imported when the run ended."""
+from miles_core import hookimpl
+
+
+class Imported:
+    """Looks at sys.modules."""
+
+    @hookimpl
+    def finish(self):
+        import sys
+
+        with open("imported.txt", "w") as file:
+            file.write("\\n".join(sys.modules))
+'''
+
+
+def test_rollout_only_imports_no_trainer_and_samples_from_the_checkpoint(run_file, tmp_path):
+    """In a fresh interpreter; log-probs of the sampled tokens are the checkpoint's, not those of random weights."""
+    (tmp_path / "imported.py").write_text(IMPORTED)
+    argv = ["run", str(run_file()), "--no-live", "--plugin", str(tmp_path / "imported.py"), "--debug-rollout-only",
+            "--run-dir", "runs/alone", "--num-rollout", "1"]
+    code = f"import sys; sys.argv = ['miles', *{argv!r}]; from miles_core.cli import main; main()"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    modules = (tmp_path / "imported.txt").read_text().split("\n")
+    assert "torch" in modules and "miles_core.backends.local.engine" in modules
+    assert not [name for name in modules if name.partition(".")[0] == "megatron" or ".megatron" in name]
+    trained = go([run_file(), "--num-rollout", "1"], tmp_path, "both")
+    alone = metrics(list(read(tmp_path / "runs/alone/events.jsonl")))
+    assert alone[0]["rollout/raw_reward"] == metrics(trained)[0]["rollout/raw_reward"], "the same tokens were sampled"
+    assert not [key for key in alone[0] if key.startswith("train/")]
+
+
+BOMB = '''
+"""An engine that must not be made."""
+from miles_core import hookimpl
+
+
+class Bomb:
+    """Offers the engine "bomb"."""
+
+    @hookimpl("engine", name="bomb")
+    def bomb(self, config, tokenizer):
+        raise AssertionError("an engine was made")
+'''
+
+
+def test_a_replay_trains_bit_for_bit_without_an_engine(run_file, tmp_path):
+    """Saved rollouts give the same metrics and weights; replaying implies train-only, and says so."""
+    (tmp_path / "bomb.py").write_text(BOMB)
+    common = [run_file(), "--use-kl-loss", "--kl-loss-coef", "0.1", "--num-steps-per-rollout", "2"]
+    first = go([*common, "--save-debug-rollout-data", "data/{rollout_id}", "--save", "a", "--save-hf", "hf_a"], tmp_path, "a")
+    assert sorted(path.name for path in (tmp_path / "data").iterdir()) == ["0", "1", "2"]
+    again = go([*common, "--load-debug-rollout-data", "data/{rollout_id}", "--save", "b", "--save-hf", "hf_b",
+                "--plugin", tmp_path / "bomb.py", "--engine", "bomb"], tmp_path, "b")
+    assert metrics(again) == metrics(first)
+    assert weights(tmp_path / "hf_a") == weights(tmp_path / "hf_b")
+    said = [event["text"] for event in again if event["event"] == "message"]
+    assert any("--debug-train-only is implied" in text for text in said)
+    assert all(event["tensors"] == 0 for event in again if event["event"] == "weight_sync")
+
+
+def test_determinism_is_on_record(run_file, tmp_path):
+    """Hashes of weights and batches: equal for equal runs, in every rollout different for another seed."""
+    def hashes(name, *flags):
+        events = go([run_file(), "--debug-determinism", *flags], tmp_path, name)
+        return [(e["weights"], e["batch"], e["grad_norm"]) for e in events if e["event"] == "hashes"]
+
+    one, same, other = hashes("a"), hashes("b"), hashes("c", "--rollout-seed", "43")
+    assert len(one) == 3 and len({weights for weights, _, _ in one}) == 3
+    assert one == same
+    assert all(a[place] != b[place] for a, b in zip(one, other, strict=True) for place in range(3))
+
+
+def test_a_sample_of_every_second_rollout_is_printed(run_file, tmp_path):
+    events = go([run_file(), "--debug-rollout-print-every", "2"], tmp_path, "a")
+    said = [event["text"] for event in events if event["event"] == "message" and event["text"].startswith("rollout ")]
+    assert [text.partition(":")[0] for text in said] == ["rollout 0", "rollout 2"]
+    assert all("reward" in text and "label" in text for text in said)
+
+
+def test_a_run_that_stops_early_goes_on_where_it_was(run_file, tmp_path):
+    """--debug-exit-after-rollout counts from each start, and the resumed run ends with the uninterrupted one's bits."""
+    whole = go([run_file(), "--save", "whole", "--save-hf", "hf_whole"], tmp_path, "whole")
+    parts = [run_file(), "--save", "parts", "--load", "parts", "--save-hf", "hf_parts"]
+    first = go([*parts, "--debug-exit-after-rollout", "2"], tmp_path, "first")
+    second = go([*parts, "--debug-exit-after-rollout", "2"], tmp_path, "second")
+    assert [len(metrics(events)) for events in (first, second)] == [2, 1]
+    assert metrics(first) + metrics(second) == metrics(whole)
+    assert weights(tmp_path / "hf_parts") == weights(tmp_path / "hf_whole")
