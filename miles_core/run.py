@@ -177,7 +177,8 @@ class Run:
         """
         self.journal.stage("save")
         begin, checkpoint = self.clock(), self.config.checkpoint
-        state = {"prompts": self.prompts.state_dict(self.buffer.untrained()), "plugins": self.state()}
+        prompts = self.buffer.state_dict() if self.prompts is None else self.prompts.state_dict(self.buffer.untrained())
+        state = {"prompts": prompts, "plugins": self.state()}
         if checkpoint.save_hf:
             await self.trainer.export(Path(checkpoint.save_hf.format(rollout_id=done)))
         await self.trainer.save(Path(checkpoint.save), done, state)

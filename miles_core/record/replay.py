@@ -60,7 +60,7 @@ class Replay:
     """Stands in for the buffer: batches come from disk, and nothing is ever sampled."""
 
     def __init__(self, template: str, first: int):
-        self._template, self._next = template, first
+        self._template, self._next, self._prompts = template, first, 0
 
     async def reserve(self) -> Slot:
         """Never: there is nothing to sample."""
@@ -69,6 +69,7 @@ class Replay:
     async def take(self) -> Taken:
         batch = load_batch(self._template, self._next)
         self._next += 1
+        self._prompts = max([self._prompts, *(group.prompt.uid + 1 for group in batch.groups)])
         return Taken(batch.groups)
 
     def release(self) -> None:
@@ -76,6 +77,10 @@ class Replay:
 
     def untrained(self) -> list[Prompt]:
         return []
+
+    def state_dict(self) -> dict:
+        """What a prompt source goes on from: the first prompt after those that were replayed."""
+        return {"next": self._prompts, "again": []}
 
 
 def _record(sample: Sample) -> dict:

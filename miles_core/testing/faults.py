@@ -9,8 +9,10 @@ Python changes files; each call that concerns the folder is one numbered operati
     fsync                    of files and folders
     rename, unlink, mkdir, rmdir, link
 
-A process is killed with SIGKILL right before an operation, so that killing at each of 1 .. N and once after N shows
-every state that the folder goes through. A write can also be torn: half of its bytes are written before the kill.
+Writes to one file in a row are one operation: torch alone flushes after every tensor. A process is killed with SIGKILL
+right before an operation, so that killing at each of 1 .. N, and resuming what came to its end, shows every state that
+the folder goes through, but for files that are written in part: for those an operation can be torn, which means that
+only some of its bytes are written before the kill.
 
 Seen as well: torch's zip writer, whose output goes through a Python file here also when it is given a path. Not seen:
 reads, locks, times and modes, other processes, and code in C that is given a path; `untraced` tells of files that
@@ -46,7 +48,7 @@ class Operation:
         number: 1 for the first.
         kind: see the module.
         path: relative to the folder; process numbers in temporary names are left out.
-        size: bytes of a write or a copy, else 0.
+        size: bytes of the writes or the copy, else 0.
     """
 
     number: int
@@ -69,16 +71,13 @@ class Faults:
 
     Args:
         kill: SIGKILL right before the operation of this number; None only records.
-        torn: for a write: do half of it first.
-        buffer: bytes that Python's files gather before they write. More than the usual 8 KiB, so that a checkpoint is
-            a few writes and not a hundred.
+        torn: for writes: let so many bytes pass first.
     """
 
     root: Path
     log: Path
     kill: int | None = None
-    torn: bool = False
-    buffer: int = 1 << 16
+    torn: int = 0
 
     def __call__(self) -> None:
         """Begin, in the process that shall be traced; there is no way back.
@@ -96,7 +95,12 @@ class Faults:
 
 def operations(log: Path) -> list[Operation]:
     """What a process recorded; the last one is where it was killed, if it was."""
-    return [Operation(*record) for record in _records(log) if record[0] is not None]
+    found: dict[int, Operation] = {}
+    for number, kind, path, size in _records(log):
+        if number is not None:
+            before = found[number].size if number in found else 0
+            found[number] = Operation(number, kind, path, before + size)
+    return list(found.values())
 
 
 def untraced(log: Path) -> list[str]:
@@ -116,7 +120,7 @@ class _Tracer:
         self.faults = faults
         self.root = os.path.realpath(faults.root)
         self._log = os.open(faults.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        self._count = 0
+        self._count, self._last, self._passed = 0, None, 0
         self._mutex = threading.Lock()
         self._ours = threading.local()
 
@@ -135,15 +139,18 @@ class _Tracer:
             return None
         return _PROCESS.sub(".PROCESS", os.path.relpath(full, self.root))
 
-    def at(self, kind: str, path: str, size: int = 0, tear: Callable[[], object] | None = None) -> None:
-        """An operation is about to be done. `tear` does half of it."""
+    def at(self, kind: str, path: str, size: int = 0, tear: Callable[[int], object] | None = None) -> None:
+        """An operation is about to be done. `tear` does so many bytes of it."""
         with self._mutex:
-            self._count += 1
+            if (kind, path) != self._last or not size:
+                self._count, self._passed = self._count + 1, 0
+            self._last = (kind, path)
             self._note([self._count, kind, path, size])
-            if self._count != self.faults.kill:
+            left, self._passed = self.faults.torn - self._passed, self._passed + size
+            if self._count != self.faults.kill or (size and left >= size):
                 return
-            if self.faults.torn and tear is not None:
-                tear()
+            if left > 0 and tear is not None:
+                tear(left)
             os.kill(os.getpid(), signal.SIGKILL)
             signal.pause()
 
@@ -190,7 +197,7 @@ class _Tracer:
             raw = _File(self, path, file, mode.replace("b", "").replace("t", ""), closefd, opener)
         if buffering == 0:
             return raw
-        size = buffering if buffering > 1 else self.faults.buffer
+        size = buffering if buffering > 1 else io.DEFAULT_BUFFER_SIZE
         buffer = (io.BufferedRandom if "+" in mode else io.BufferedWriter)(raw, size)
         if "b" in mode:
             return buffer
@@ -212,7 +219,7 @@ class _Tracer:
         def traced(fd, data, *where):
             if (inside := self.inside(fd)) is not None:
                 view = memoryview(data).cast("B")
-                self.at("write", inside, len(view), lambda: real(fd, view[: len(view) // 2], *where))
+                self.at("write", inside, len(view), lambda part: real(fd, view[:part], *where))
             return real(fd, data, *where)
 
         return traced
@@ -222,7 +229,7 @@ class _Tracer:
             if (inside := self.inside(out)) is not None:
                 size = min(count, os.fstat(source).st_size - (offset or 0))
                 if size > 0:  # the last call only finds that nothing is left
-                    self.at("copy", inside, size, lambda: real(out, source, offset, size // 2, *rest))
+                    self.at("copy", inside, size, lambda part: real(out, source, offset, part, *rest))
             return real(out, source, offset, count, *rest)
 
         return traced
@@ -290,7 +297,7 @@ class _File(io.FileIO):
         view = memoryview(data).cast("B")
         if len(view):
             tear = super().write
-            self._tracer.at("write", self._path, len(view), lambda: tear(view[: len(view) // 2]))
+            self._tracer.at("write", self._path, len(view), lambda part: tear(view[:part]))
         return super().write(data)
 
     def truncate(self, size: int | None = None) -> int:

@@ -53,7 +53,7 @@ class Course:
         assert not (missed := untraced(self.log("reference"))), f"changed behind our back: {missed}"
         return operations(self.log("reference"))
 
-    def faults(self, name: str, kill: int | None = None, torn: bool = False) -> Faults:
+    def faults(self, name: str, kill: int | None = None, torn: int = 0) -> Faults:
         """What traces a run in folder `name`."""
         return Faults(self.path / name / "run", self.log(name), kill, torn)
 
@@ -64,10 +64,11 @@ class Course:
         """Kill a run at an operation of the reference and resume it; what is wrong with the result.
 
         Args:
+            torn: let half of what it writes pass.
             again: kill the resumed run as well, at its operation of this number, and resume that.
         """
         name = f"{'torn' if torn else 'before'}-{operation.number}-{again}"
-        outcome = self.start(name, before=self.faults(name, operation.number, torn))
+        outcome = self.start(name, before=self.faults(name, operation.number, operation.size // 2 if torn else 0))
         last = operations(self.log(name))[-1]
         if outcome.code != -9 or (last.kind, last.path) != (operation.kind, operation.path):
             return [f"not killed there: exit code {outcome.code} at {last}\n{outcome.err[-2000:]}"]

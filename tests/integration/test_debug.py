@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 from miles_core.record.events import read
+from miles_core.record.samples import read_samples, sample_file
 from miles_core.testing.forked import miles
 
 
@@ -50,7 +51,8 @@ def test_rollout_only_imports_no_trainer_and_samples_from_the_checkpoint(run_fil
     assert done.returncode == 0, done.stderr
     modules = (tmp_path / "imported.txt").read_text().split("\n")
     assert "torch" in modules and "miles_core.backends.local.engine" in modules
-    assert not [name for name in modules if name.partition(".")[0] == "megatron" or ".megatron" in name]
+    assert not [name for name in modules if name.partition(".")[0] == "megatron"]
+    assert "miles_core.backends.megatron.step" not in modules
     trained = go([run_file(), "--num-rollout", "1"], tmp_path, "both")
     alone = metrics(list(read(tmp_path / "runs/alone/events.jsonl")))
     assert alone[0]["rollout/raw_reward"] == metrics(trained)[0]["rollout/raw_reward"], "the same tokens were sampled"
@@ -84,6 +86,10 @@ def test_a_replay_trains_bit_for_bit_without_an_engine(run_file, tmp_path):
     said = [event["text"] for event in again if event["event"] == "message"]
     assert any("--debug-train-only is implied" in text for text in said)
     assert all(event["tensors"] == 0 for event in again if event["event"] == "weight_sync")
+    on = go([*common, "--load", "b", "--num-rollout", "4"], tmp_path, "on")
+    assert [event["rollout_id"] for event in on if event["event"] == "metrics"] == [3]
+    uids = {one["prompt_uid"] for one in read_samples(sample_file(tmp_path / "runs/on", "rollout", 3))}
+    assert uids == {12, 13, 14, 15}, "sampling goes on after the prompts that were replayed"
 
 
 def test_determinism_is_on_record(run_file, tmp_path):

@@ -57,7 +57,7 @@ def test_a_sample_of_kills(course):
     draw = random.Random(0)
     kinds = ("open", "fsync", "mkdir", "rename", "copy")
     points = [draw.choice([o for o in recorded if o.kind == kind]) for kind in kinds]
-    points += [next(o for o in recorded if part in o.path) for part in ("__0_0.distcp", ".tmp-latest")]  # the first save
+    points += [next(o for o in recorded if part in o.path) for part in ("distcp", ".tmp-latest")]  # the first save
     found = {str(point): course.killed_at(point) for point in points}
     torn = draw.choice([o for o in recorded if o.tearable and o.path == "events.jsonl"])
     found["torn"] = course.killed_at(torn, torn=True)

@@ -24,22 +24,31 @@ from megatron.core.transformer.module import MegatronModule  # noqa: E402
 _BLOCK = 512
 """Rows of one block where a function works blockwise."""
 
+ROWS = 16
+"""Row counts of matrix products are multiples of this: smaller ones take other kernels, with other bits."""
+
+EXACT_KEYS = 256
+"""Longest sequence whose float32 attention on a CPU has the bits of the local engine's; longer ones use SDPA."""
+
 
 class _RMSNorm(torch.autograd.Function):
     """x [..., H], weight [H] -> x / rms(x) * weight, statistics in fp32 as Hugging Face's Qwen3RMSNorm does."""
 
     @staticmethod
     def forward(ctx, x, weight, eps):
-        wide = x.float()
-        scale = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
-        ctx.save_for_backward(x, weight, scale)
-        return (wide * scale).to(x.dtype).mul_(weight)
+        ctx.save_for_backward(x, weight)
+        ctx.eps = eps
+        if x.dtype != torch.bfloat16:
+            return F.rms_norm(x, x.shape[-1:], weight, eps)
+        return F.rms_norm(x.float(), x.shape[-1:], None, eps).to(x.dtype).mul_(weight)
 
     @staticmethod
     def backward(ctx, grad):
-        x, weight, scale = ctx.saved_tensors
-        grad = grad.float()
-        normed = x.float() * scale
+        x, weight = ctx.saved_tensors
+        wide = torch.promote_types(x.dtype, torch.float32)
+        normed, grad = x.to(wide), grad.to(wide)
+        scale = torch.linalg.vector_norm(normed, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(ctx.eps).rsqrt_()
+        normed = normed * scale
         product = normed * grad
         grad_weight = product.flatten(0, -2).sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None
         along = (product @ weight.to(product.dtype)).div_(x.shape[-1]).unsqueeze(-1)
@@ -119,11 +128,12 @@ class _Rotate(torch.autograd.Function):
 
 
 def _turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: int) -> torch.Tensor:
+    # Products rounded before they are added, as the engine does it: addcmul would fuse them.
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     first, second = x.chunk(2, -1)
     to_first, to_second = out.chunk(2, -1)
-    torch.mul(first, cos, out=to_first).addcmul_(second, sin, value=-sign)
-    torch.mul(second, cos, out=to_second).addcmul_(first, sin, value=sign)
+    torch.mul(first, cos, out=to_first).add_(second * sin, alpha=-sign)
+    torch.mul(second, cos, out=to_second).add_(first * sin, alpha=sign)
     return out
 
 
@@ -240,8 +250,8 @@ def packed_rows(cu_seqlens) -> PackedRows:
 
 
 def _padded(length: int) -> int:
-    """Bucket of a length: 8 per octave, so seven rows or an eighth of padding at most; depends on nothing else."""
-    step = max(8, 1 << max(length.bit_length() - 4, 0))
+    """Bucket of a length: 8 per octave and multiples of ROWS; depends on nothing else."""
+    step = max(ROWS, 1 << max(length.bit_length() - 4, 0))
     return -(-length // step) * step
 
 
@@ -347,10 +357,22 @@ class PackedAttention(torch.nn.Module):
 
     def _attend(self, query, key, value, mask=None):
         """[B, n, q, d], [B, g, k, d] twice -> [B, n, q, d]; causal where no mask is given."""
+        exact = mask is None and query.dtype == torch.float32 and not query.is_cuda and key.shape[2] <= EXACT_KEYS
+        if exact and not (self.dropout and self.training):
+            return self._exact(query, key, value)
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, is_causal=mask is None, scale=self.scale,
             dropout_p=self.dropout if self.training else 0.0, enable_gqa=query.shape[1] != key.shape[1],
         )  # fmt: skip
+
+    def _exact(self, query, key, value):
+        """The same in the engine's order of operations (backends/local/decode.py), and so with the same bits."""
+        count, heads, queries, dim = query.shape
+        groups, keys = key.shape[1:3]
+        causal = torch.full((queries, keys), -torch.inf).triu_(1)
+        query, key, value = (x.reshape(count * groups, -1, dim) for x in (query, key, value))
+        scores = torch.bmm(query, key.transpose(1, 2)).mul_(self.scale).view(count * heads, queries, keys).add_(causal)
+        return torch.bmm(torch.softmax(scores, -1).view(count * groups, -1, keys), value).view(count, heads, queries, dim)
 
     def _batched(self, query, key, value, attention_mask):
         if attention_mask is not None or self.group.size() > 1:

@@ -1,16 +1,18 @@
 """Log-probabilities and entropy of tokens from hidden states, in chunks: the logits of a batch never exist.
 
-Forward keeps the normaliser of each row; backward makes each chunk's logits again. Peak memory is chunk x V beside the
-inputs and the gradients. The softmax is in fp32 for bf16 inputs and in float64 for float64 ones; bf16 logits are
+Backward makes each chunk's logits again. Peak memory is chunk x V beside the inputs and the gradients. The softmax is in fp32 for bf16 inputs and in float64 for float64 ones; bf16 logits are
 rounded to bf16 first, as Hugging Face and the engines do.
 
-For tensor parallelism the vocabulary is cut by rank: the three row statistics (maximum, normaliser, sum of p x logit)
-and the target's logit then want an all-reduce over the group each, where `_rows` returns them.
+For tensor parallelism the vocabulary is cut by rank: maximum, normaliser, sum of p x logit and the target's logit of
+each row then want an all-reduce over the group each, in place of `_log_softmax`.
 """
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
+
+from miles_core.backends.megatron.layers import ROWS
 
 CHUNK_BYTES = 16 * 2**20
 """Logits of one chunk take about this much by default: near the cache, and wide enough for the GEMM."""
@@ -56,41 +58,35 @@ def token_log_probs(
 class _TokenLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, targets, temperature, chunk_size, want_entropy, entropy_gradient):
-        wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-        rows = hidden.shape[0]
-        log_probs, normaliser = (hidden.new_empty(rows, dtype=wide) for _ in range(2))
-        spread = hidden.new_empty(rows if want_entropy else 0, dtype=wide)
-        for begin in range(0, rows, chunk_size):
+        log_probs = hidden.new_empty(hidden.shape[0], dtype=_wide(hidden))
+        entropy = torch.empty_like(log_probs) if want_entropy else log_probs.new_empty(0)
+        for begin in range(0, hidden.shape[0], chunk_size):
             here = slice(begin, begin + chunk_size)
-            logits = _logits(hidden[here], weight, wide, temperature)
-            target = logits.gather(1, targets[here, None]).squeeze(1)
-            normaliser[here], mean = _rows(logits, want_entropy)
-            torch.sub(target, normaliser[here], out=log_probs[here])
+            log_p = _log_softmax(hidden[here], weight, temperature)
+            torch.gather(log_p, 1, targets[here, None], out=log_probs[here, None])
             if want_entropy:
-                torch.sub(normaliser[here], mean, out=spread[here])
-        ctx.save_for_backward(hidden, weight, targets, normaliser, spread)
+                entropy[here] = torch.linalg.vecdot(log_p.exp(), log_p).neg_()
+        ctx.save_for_backward(hidden, weight, targets, entropy)
         ctx.temperature, ctx.chunk_size, ctx.entropy_gradient = temperature, chunk_size, entropy_gradient
         if not entropy_gradient:
-            ctx.mark_non_differentiable(spread)
-        return log_probs, spread
+            ctx.mark_non_differentiable(entropy)
+        return log_probs, entropy
 
     @staticmethod
     def backward(ctx, grad, grad_entropy):
-        hidden, weight, targets, normaliser, spread = ctx.saved_tensors
-        wide = normaliser.dtype
+        hidden, weight, targets, entropy = ctx.saved_tensors
         want_hidden, want_weight = ctx.needs_input_grad[:2]
         grad_hidden = torch.empty_like(hidden) if want_hidden else None
         # A bf16 sum over thousands of chunks would lose what each adds.
-        grad_weight = torch.zeros_like(weight, dtype=wide) if want_weight else None
+        grad_weight = torch.zeros_like(weight, dtype=_wide(hidden)) if want_weight else None
         for begin in range(0, hidden.shape[0], ctx.chunk_size):
             here = slice(begin, begin + ctx.chunk_size)
-            logits = _logits(hidden[here], weight, wide, ctx.temperature)
-            log_p = logits.sub_(normaliser[here, None])
+            log_p = _log_softmax(hidden[here], weight, ctx.temperature)
             if ctx.entropy_gradient:
                 # d log p_t / d z = 1_t - p and d entropy / d z = -p (log p + entropy), so with g and e for the two
                 # gradients the sum is g 1_t - p (g + e (log p + entropy)).
                 e = grad_entropy[here, None]
-                factor = torch.addcmul(torch.addcmul(grad[here, None], e, spread[here, None]), e, log_p)
+                factor = torch.addcmul(torch.addcmul(grad[here, None], e, entropy[here, None]), e, log_p)
                 d = log_p.exp_().mul_(factor).neg_()
             else:
                 d = log_p.exp_().mul_(-grad[here, None])
@@ -100,25 +96,26 @@ class _TokenLogProbs(torch.autograd.Function):
             d = d.to(hidden.dtype)
             if want_hidden:
                 torch.mm(d, weight, out=grad_hidden[here])
-            if want_weight and hidden.dtype == wide:
+            if want_weight and hidden.dtype == d.dtype == grad_weight.dtype:
                 grad_weight.addmm_(d.t(), hidden[here])
             elif want_weight:
                 grad_weight.add_(d.t() @ hidden[here])
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), *(None,) * 5
 
 
-def _logits(hidden: torch.Tensor, weight: torch.Tensor, wide: torch.dtype, temperature: float) -> torch.Tensor:
-    """[n, H], [V, H] -> [n, V] of the temperature-scaled distribution, in the wide dtype."""
-    logits = (hidden @ weight.t()).to(wide)
-    return logits if temperature == 1 else logits.div_(temperature)
+def _wide(hidden: torch.Tensor) -> torch.dtype:
+    return torch.float64 if hidden.dtype == torch.float64 else torch.float32
 
 
-def _rows(logits: torch.Tensor, want_mean: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """logits [n, V], overwritten -> log of the normaliser [n] and sum of p x logit [n]."""
-    top = logits.amax(1, keepdim=True)
-    if not want_mean:
-        return logits.sub_(top).exp_().sum(1).log_().add_(top.squeeze(1)), None
-    p = (logits - top).exp_()
-    total = p.sum(1)
-    mean = torch.linalg.vecdot(p, logits).div_(total)
-    return total.log_().add_(top.squeeze(1)), mean
+def _log_softmax(hidden: torch.Tensor, weight: torch.Tensor, temperature: float) -> torch.Tensor:
+    """[n, H], [V, H] -> [n, V] log-probs of the temperature-scaled distribution, in the wide dtype.
+
+    Whole rows of kernels and the same function as the local engine's: in float32 the bits are the engine's too.
+    """
+    rows = hidden.shape[0]
+    if rows % ROWS:
+        hidden = F.pad(hidden, (0, 0, 0, -rows % ROWS))
+    logits = F.linear(hidden, weight).to(_wide(hidden))
+    if temperature != 1:
+        logits.div_(temperature)
+    return torch.log_softmax(logits, 1)[:rows]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from miles_core.backends.megatron.layers import ROWS
 from miles_core.columns import Columns, Packed
 from miles_core.types import Sample
 
@@ -53,7 +54,7 @@ class MicroBatch:
 
 def assemble(columns: Columns, samples: Sequence[Sample]) -> MicroBatch:
     """Pack samples and find the rows to train on: response tokens whose mask is set."""
-    packed = columns.pack(samples)
+    packed = columns.pack(samples, total_multiple=ROWS)  # whole rows of kernels: the engine's bits (layers.py)
     packed.rows["targets"] = np.roll(packed.rows["tokens"], -1)  # before any split, so that every row knows its target
     index = np.flatnonzero(packed.rows["loss_mask"])
     sample = np.searchsorted(packed.cu_seqlens, index, side="right") - 1

@@ -1,0 +1,202 @@
+"""What a resume restores, and what it does not depend on: folder, host, number of starts. Also with sampling ahead."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from miles_core.record.events import read
+from miles_core.testing import survival
+from miles_core.testing.survival import Course
+
+pytestmark = pytest.mark.integration
+
+ROLLOUTS = 6
+PICKY = '''
+"""A filter that looks at what the weights of the moment answer."""
+from miles_core import hookimpl
+from miles_core.types import Drop
+
+
+class Picky:
+    """Drops about a third of the groups."""
+
+    @hookimpl("filter_group")
+    def choose(self, group):
+        """Keep or drop."""
+        sample = group.samples[0]
+        return Drop("unlucky") if sample.tokens[-sample.response_length:].sum() % 3 == 0 else group
+'''
+
+
+@pytest.fixture
+def course(run_file, tmp_path):
+    """(*flags) -> runs of two optimizer steps per rollout with a decaying learning rate, saved after each rollout."""
+
+    def make(*argv: str | Path, rollouts: int = ROLLOUTS) -> Course:
+        common = [run_file(), "--rollout-shuffle", "--num-steps-per-rollout", "2", "--lr-decay-style", "linear",
+                  "--save-interval", "1", "--threads", "1"]
+        return Course(tmp_path, [*common, *argv], rollouts=rollouts)
+
+    return make
+
+
+@pytest.fixture
+def ahead(course, tmp_path):
+    """Sampling runs up to two rollouts ahead and a filter drops some groups."""
+    (tmp_path / "picky.py").write_text(PICKY)
+    return course("--max-lag", "2", "--plugin", tmp_path / "picky.py", "--over-sampling-batch-size", "6")
+
+
+def differences(ours: Path, theirs: Path) -> list[str]:
+    return survival.problems(ours, theirs, rollouts=ROLLOUTS)
+
+
+def test_starts_and_folders_do_not_matter_and_seeds_do(course):
+    whole = course()
+    reference = whole.finish("reference")
+    assert not differences(whole.finish("elsewhere"), reference)
+
+    whole.finish("stopped", "--debug-exit-after-rollout", "3")
+    stopped = whole.finish("stopped")
+    assert not survival.problems(stopped, reference, rollouts=ROLLOUTS, ends=2)
+    starts = [event for event in read(stopped / "events.jsonl") if event["event"] == "run_start"]
+    assert [event["resumed_from"] for event in starts] == [None, 3]
+
+    # Two runs of the user's choice instead: the schedule's length has to be given, as it follows --num-rollout.
+    steps = ("--lr-decay-iters", str(2 * ROLLOUTS))
+    whole.finish("longer", "--num-rollout", "3", *steps)
+    assert not survival.problems(whole.finish("longer", *steps), reference, rollouts=ROLLOUTS, ends=2)
+
+    for name, value in (("shuffled", "--rollout-seed"), ):
+        other = whole.finish(name, value, "7")
+        assert survival.checkpoint(other) != survival.checkpoint(reference)
+        assert survival.trained(other) != survival.trained(reference)
+
+
+def test_an_interrupt_is_a_kill_with_a_word(course):
+    """SIGINT and SIGTERM: exit code 130, the reason in the record, and the same resume."""
+    whole = course()
+    reference = whole.finish("reference")
+    for name, number in (("SIGINT", signal.SIGINT), ("SIGTERM", signal.SIGTERM)):
+        def interrupt(process, name=name, number=number):
+            _wait_for_rollouts(whole.path / name / "run", 2)
+            os.kill(process.pid, number)
+
+        outcome = whole.start(name, while_running=interrupt)
+        assert outcome.code == 130, outcome.err
+        ends = [event["status"] for event in read(whole.path / name / "run/events.jsonl") if event["event"] == "run_end"]
+        assert ends == ["interrupted"]
+        run = whole.finish(name)
+        assert survival.checkpoint(run) == survival.checkpoint(reference)
+        assert not survival.leftovers(run)
+
+
+def kill_ahead(course: Course, name: str, rollouts: int, seed: int) -> None:
+    """Kill a run some time after so many rollouts, resume it, and account for every prompt."""
+
+    def kill(process) -> None:
+        _wait_for_rollouts(course.path / name / "run", rollouts)
+        process.join(random.Random(seed).uniform(0, 0.3))
+        process.kill()
+
+    outcome = course.start(name, while_running=kill)
+    assert outcome.code == -9, "it ended before it was killed"
+    run = course.finish(name)
+    events = list(read(run / "events.jsonl"))
+    metrics = [event for event in events if event["event"] == "metrics"]
+    assert [event["rollout_id"] for event in metrics] == list(range(ROLLOUTS))
+    lags = [event["metrics"]["rollout/weight_version/lag"] for event in metrics]
+    assert max(lags) <= 2, lags
+    assert not survival.lost_or_doubled(run)
+    assert survival.drops(events), "the filter has nothing to say, so this shows little"
+    assert not survival.leftovers(run)
+    assert [event["status"] for event in events if event["event"] == "run_end"] == ["completed"]
+
+
+def test_no_prompt_is_lost_or_trained_on_twice_when_sampling_runs_ahead(ahead):
+    whole = ahead.finish("whole")
+    assert not survival.lost_or_doubled(whole)
+    lags = [event["metrics"]["rollout/weight_version/lag"] for event in read(whole / "events.jsonl")
+            if event["event"] == "metrics"]
+    assert 0 < max(lags) <= 2
+    kill_ahead(ahead, "killed", 3, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rollouts", [0, 1, 2, 3, 4])
+def test_no_prompt_is_lost_wherever_it_is_killed(ahead, rollouts):
+    ahead.start("warm", "--plan")
+    for seed in range(3):
+        kill_ahead(ahead, f"killed-{seed}", rollouts, seed)
+
+
+def test_a_trainer_in_a_process_of_its_own(course):
+    """The same weights as in a thread; it dies with its parent; and its death is the run's own error."""
+    whole = course(rollouts=2)
+    reference, own = whole.finish("thread"), ("--trainer-host", "process")
+
+    begin = time.monotonic()
+    outcome = whole.start("died", *own, while_running=lambda process: _kill_trainer(whole.path / "died/run", process.pid))
+    assert outcome.code == 1 and "the process 'trainer' died in" in outcome.err and "exit code -9" in outcome.err
+    assert time.monotonic() - begin < 60
+    events = list(read(whole.path / "died/run/events.jsonl"))
+    assert events[-1]["event"] == "run_end" and events[-1]["status"] == "failed" and "trainer" in events[-1]["error"]
+
+    run = whole.finish("died", *own)
+    assert survival.checkpoint(run) == survival.checkpoint(reference)
+    assert survival.samples(run) == survival.samples(reference)
+    assert not survival.leftovers(run)
+
+
+def test_a_killed_run_takes_its_trainer_process_along(course):
+    """Otherwise an orphan could still write a checkpoint while the resumed run writes the same one."""
+    trainers: list[int] = []
+
+    def kill(process) -> None:
+        _wait_for_rollouts(whole.path / "orphan/run", 1)
+        trainers.extend(_trainers(process.pid))
+        process.kill()
+
+    whole = course(rollouts=2)
+    outcome = whole.start("orphan", "--trainer-host", "process", while_running=kill)
+    assert outcome.code == -9 and len(trainers) == 1
+    deadline = time.monotonic() + 2
+    while _alive(trainers[0]) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not _alive(trainers[0])
+
+
+def _wait_for_rollouts(run: Path, count: int) -> None:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        if (run / "events.jsonl").exists():
+            events = list(read(run / "events.jsonl"))
+            if sum(event["event"] in ("metrics", "run_start") for event in events) > count:
+                return
+        time.sleep(0.005)
+    raise AssertionError(f"{run} has not done {count} rollouts within a minute")
+
+
+def _kill_trainer(run: Path, pid: int) -> None:
+    _wait_for_rollouts(run, 1)
+    [trainer] = _trainers(pid)
+    os.kill(trainer, signal.SIGKILL)
+
+
+def _trainers(pid: int) -> list[int]:
+    """Spawned children of a process, without Python's resource tracker."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [int(child) for child in children if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()]
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False

@@ -1,0 +1,133 @@
+"""The prompt stream: slices, order, what is left out, what is refused, and a state from which it goes on."""
+
+import json
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from miles_core.errors import DataError
+from miles_core.stages.prompts import JsonlPrompts, Rows, read_jsonl
+
+
+class Characters:
+    """A tokenizer of one token per character, with a template that only brackets."""
+
+    chat_template = "yes"
+    name_or_path = "characters"
+
+    def __call__(self, text, add_special_tokens):
+        return {"input_ids": [ord(c) for c in text] + ([0] if add_special_tokens else [])}
+
+    def apply_chat_template(self, messages, tokenize, add_generation_prompt, **options):
+        text = "".join(f"<{m['role']}>{m['content']}" for m in messages)
+        return text + (options.get("opening", "<assistant>") if add_generation_prompt else "")
+
+
+@pytest.fixture
+def source(tmp_path):
+    """(rows or text, slice, **changes) -> JsonlPrompts."""
+    def make(rows, cut="", *, shuffle=False, seed=0, **changes):
+        path = tmp_path / "data.jsonl"
+        path.write_text(rows if isinstance(rows, str) else "".join(json.dumps(row) + "\n" for row in rows))
+        values = {"input_key": "q", "label_key": None, "metadata_key": "metadata", "context": 1000, **changes}
+        return JsonlPrompts(Rows(f"{path}{cut}", **values), Characters(), shuffle=shuffle, seed=seed)
+
+    return make
+
+
+def numbered(count):
+    return [{"q": f"question {i}", "a": i} for i in range(count)]
+
+
+@pytest.mark.parametrize(("cut", "expected"), [
+    ("", range(10)), ("@[2:5]", range(2, 5)), ("@[:3]", range(3)), ("@[8:]", range(8, 10)), ("@[-2:]", range(8, 10)),
+])  # fmt: skip
+def test_slices_are_pythons(source, cut, expected):
+    prompts = source(numbered(10), cut)
+    assert [prompts.next().text for _ in range(len(prompts))] == [f"question {i}" for i in expected]
+
+
+def test_the_stream_numbers_epochs_through(source):
+    prompts = source(numbered(3))
+    found = [prompts.next() for _ in range(7)]
+    assert [one.uid for one in found] == list(range(7)) and [one.row for one in found] == [0, 1, 2, 0, 1, 2, 0]
+
+
+def test_each_epoch_is_another_permutation(source):
+    prompts = source(numbered(30), shuffle=True, seed=5)
+    epochs = [[prompts.next().row for _ in range(30)] for _ in range(4)]
+    assert all(sorted(epoch) == list(range(30)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 4
+    again, other = (source(numbered(30), shuffle=True, seed=seed) for seed in (5, 6))
+    assert [again.next().row for _ in range(120)] == sum(epochs, [])
+    assert [other.next().row for _ in range(30)] != epochs[0]
+
+
+def test_a_prompt_depends_on_its_number_alone(source):
+    forward, random = source(numbered(7), shuffle=True), source(numbered(7), shuffle=True)
+    expected = [forward.next() for _ in range(21)]
+    for uid in (20, 3, 11, 0, 19, 7):
+        assert random[uid] == expected[uid]
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 3)), max_size=30), st.integers(0, 30))
+def test_any_interleaving_survives_a_restart(source, steps, cut):
+    """Prompts taken, some given back; stop anywhere: the restarted stream hands out exactly what was to come."""
+    prompts, held = source(numbered(5), shuffle=True, seed=1), []
+    for give, count in steps[:cut]:
+        if give and held:
+            back, held = held[-count:] if count else [], held[: len(held) - count] if count else held
+            prompts.give_back(back)
+        else:
+            held.append(prompts.next())
+    state = json.loads(json.dumps(prompts.state_dict(held)))
+    restarted = source(numbered(5), shuffle=True, seed=1)
+    restarted.load_state_dict(state)
+    expected = [one.uid for one in held] + [prompts.next().uid for _ in range(12)]
+    assert [restarted.next().uid for _ in range(len(expected))] == expected
+
+
+def test_what_is_given_back_comes_first_in_its_old_order(source):
+    prompts = source(numbered(9))
+    taken = [prompts.next() for _ in range(5)]
+    prompts.give_back(taken[3:])
+    prompts.give_back(taken[1:2])
+    assert [prompts.next().uid for _ in range(5)] == [1, 3, 4, 5, 6]
+
+
+def test_labels_metadata_and_templates(source):
+    rows = [{"q": "2+2", "a": 4, "level": 3, "metadata": {"tool": "x"}}]
+    prompt = source(rows, label_key="a", template={"opening": "<answer>"}).next()
+    assert prompt.text == "<user>2+2<answer>" and prompt.label == "4"
+    assert prompt.metadata["level"] == 3 and prompt.metadata["tool"] == "x"
+    assert prompt.token_ids == tuple(map(ord, prompt.text)), "a template brings its own special tokens"
+    assert source(rows).next().token_ids[-1] == 0, "plain text gets the tokenizer's"
+    chat = [{"q": [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]}]
+    assert source(chat, template={}).next().text == "<system>s<user>u<assistant>"
+
+
+def test_long_prompts_are_left_out_or_refused(source):
+    rows = [{"q": "x" * n} for n in (5, 900, 20, 990)]
+    prompts = source(rows, max_prompt_len=800)
+    assert (len(prompts), prompts.left_out) == (2, 2)
+    assert [prompts.next().row for _ in range(3)] == [0, 2, 0]
+    with pytest.raises(DataError, match="line 2"):
+        source([{"q": "x"}, {"q": "x" * 1200}])
+
+
+@pytest.mark.parametrize(("text", "message"), [
+    ('{"q": "a"}\n{"q": \n', "line 2"), ('{"q": "a"}\n[1]\n', "not a JSON object"), ("", "no prompt is left"),
+    ('{"p": "a"}\n', "no key 'q'"), ('{"q": 3}\n', "text or a list"), ('{"q": [{"role": "user", "content": "a"}]}\n', "chat"),
+])  # fmt: skip
+def test_unusable_files_are_refused_with_their_line(source, text, message):
+    with pytest.raises(DataError, match=message):
+        source(text)
+
+
+def test_a_missing_file_and_a_bad_slice(tmp_path):
+    with pytest.raises(DataError, match="no such prompt file"):
+        read_jsonl(str(tmp_path / "none.jsonl"))
+    with pytest.raises(DataError, match="slice"):
+        read_jsonl(f"{tmp_path}/none.jsonl@[1:2:3]")

@@ -1,0 +1,113 @@
+"""Scorers: per sample or per group, plain or async; whatever goes wrong is an error with a name, never a zero."""
+
+import asyncio
+import math
+import time
+
+import numpy as np
+import pytest
+
+from miles_core.errors import RewardError
+from miles_core.stages.reward import Scoring, weighted_sum
+from miles_core.testing.toy import toy_group
+from miles_core.types import Prompt
+
+PROMPT = Prompt(3, 9, "", (1,))
+
+
+def score(scorers, weights=None, combine=weighted_sum, timeout=5.0, samples=3):
+    """The group after the scorers."""
+    group = toy_group(PROMPT, 1, samples=samples)
+    for sample in group.samples:
+        sample.reward = None
+    weights = weights or dict.fromkeys(scorers, 1.0)
+    return asyncio.run(Scoring(scorers, weights, combine, timeout)(group))
+
+
+async def async_sample(sample):
+    await asyncio.sleep(0.02 * (2 - sample.index))  # finishes in reverse order
+    return sample.index
+
+
+async def async_group(samples):
+    return [sample.index for sample in samples]
+
+
+SCOPES = {"plain, sample": lambda sample: sample.index, "plain, group": lambda samples: [s.index for s in samples],
+          "async, sample": async_sample, "async, group": async_group,
+          "numbers of numpy": lambda samples: [np.float32(s.index) for s in samples]}  # fmt: skip
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+def test_every_scope_gives_each_sample_its_own_number(scope):
+    group = score({"one": SCOPES[scope]})
+    assert [sample.reward for sample in group.samples] == [0.0, 1.0, 2.0]
+    assert [sample.rewards for sample in group.samples] == [{"one": float(i)} for i in range(3)]
+
+
+def test_several_scorers_are_weighted_and_stay_visible():
+    group = score({"a": lambda sample: 1.0, "b": async_sample}, {"a": 0.5, "b": 10.0})
+    assert [sample.reward for sample in group.samples] == [0.5, 10.5, 20.5]
+    assert group.samples[2].rewards == {"a": 1.0, "b": 2.0}
+
+
+def test_a_combination_of_ones_own():
+    group = score({"a": lambda sample: 2.0, "b": lambda sample: 3.0}, combine=lambda sample, weights: max(sample.rewards.values()))
+    assert group.samples[0].reward == 3.0
+
+
+def test_plain_scorers_do_not_block_the_loop():
+    """Two groups that sleep in their scorers are scored side by side."""
+    async def main():
+        scoring = Scoring({"slow": lambda samples: time.sleep(0.2) or [0.0] * len(samples)}, {"slow": 1.0}, weighted_sum, 5.0)
+        begin = time.monotonic()
+        await asyncio.gather(*(scoring(toy_group(PROMPT, 1)) for _ in range(4)))
+        return time.monotonic() - begin
+
+    assert asyncio.run(main()) < 0.6
+
+
+async def hangs(sample):
+    await asyncio.sleep(60)
+
+
+def raises(sample):
+    raise ZeroDivisionError("by zero")
+
+
+BAD = {
+    "took longer": hangs, "ZeroDivisionError: by zero": raises, "one number for each of 3": lambda samples: [1.0],
+    "no finite number": lambda sample: math.nan, "gave train prompt 3": lambda sample: None,
+    "got 'right'": lambda sample: "right",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_a_failure_names_the_scorer_and_is_never_a_reward(message):
+    with pytest.raises(RewardError) as caught:
+        score({"fragile": BAD[message]}, timeout=0.1)
+    assert "'fragile'" in str(caught.value)
+    assert message.replace("got 'right'", "right") in str(caught.value)
+
+
+def test_a_plain_scorer_that_hangs_is_given_up():
+    begin = time.monotonic()
+    with pytest.raises(RewardError, match="took longer"):
+        score({"stuck": lambda sample: time.sleep(1.0)}, timeout=0.1)
+    assert time.monotonic() - begin < 1.0
+
+
+def test_a_combination_that_is_not_finite_is_an_error():
+    with pytest.raises(RewardError, match="combine_rewards"):
+        score({"a": lambda sample: 1.0}, combine=lambda sample, weights: math.inf)
+
+
+def test_without_a_scorer_the_generator_has_to_have_set_the_reward():
+    with pytest.raises(RewardError, match="nobody scored"):
+        score({})
+
+    async def main():
+        group = toy_group(PROMPT, 1, reward=0.25)
+        return await Scoring({}, {}, weighted_sum, 5.0)(group)
+
+    assert [sample.reward for sample in asyncio.run(main()).samples] == [0.25, 0.25]
