@@ -22,9 +22,8 @@ MILES = Path(sys.executable).with_name("miles")
 def one(model: str, seed: int) -> tuple[list[float], list[float], float, float]:
     """(accuracies, format validities, training seconds, largest log-prob difference) of one run."""
     with tempfile.TemporaryDirectory() as folder:
-        where = [f"--run-dir={folder}/run", f"--save={folder}/ck", f"--load={folder}/ck", f"--save-hf={folder}/hf"]
         subprocess.run([MILES, "run", "examples/demo.toml", "--no-live", f"--hf-checkpoint=examples/arithmetic/{model}",
-                        f"--seed={seed}", f"--rollout-seed={seed}", *where], check=True, stdout=subprocess.DEVNULL)
+                        f"--seed={seed}", f"--rollout-seed={seed}", f"--run-dir={folder}/run"], check=True, stdout=subprocess.DEVNULL)
         events = list(read(Path(folder) / "run" / "events.jsonl"))
     evals = [event["metrics"] for event in events if event["event"] == "eval"]
     steps = [event["metrics"] for event in events if event["event"] == "metrics"]

@@ -12,7 +12,7 @@ from miles_core import rng
 from miles_core.columns import Columns
 from miles_core.config.load import with_values
 from miles_core.config.tables import RunConfig
-from miles_core.errors import CheckpointError, ConfigError, DataError
+from miles_core.errors import CheckpointError, ConfigError, DataError, HookError
 from miles_core.evaluation import Dataset, Evaluation
 from miles_core.hosts import Handle, ProcessHost, ThreadHost
 from miles_core.plugins import bind
@@ -28,7 +28,7 @@ from miles_core.stages.prompts import JsonlPrompts, Rows
 from miles_core.stages.reward import Scoring
 from miles_core.stages.rollout import Engine, Generation, SamplingParams
 from miles_core.stages.step import Resume
-from miles_core.types import Group, Prompt
+from miles_core.types import Group, Prompt, Sample
 
 
 @dataclass(slots=True)
@@ -143,7 +143,11 @@ def _generator(parts: Parts, engine: Engine | None, params: SamplingParams, stre
             on_request=(lambda request: hooks.generate_request(request, prompt)) if hooks.generate_request else lambda request: request,
             on_response=hooks.generate_response or (lambda sample, response: sample),
         )  # fmt: skip
-        group = Group(prompt, await how(prompt, generation))
+        found = await how(prompt, generation)
+        if not (isinstance(found, list) and found and all(isinstance(sample, Sample) for sample in found)):
+            raise HookError("a generator should return a list of samples, at least one", got=repr(found)[:100],
+                            who=f"generator {config.rollout.generate!r}, {stream} prompt {prompt.uid}", fix="see docs/hooks.md")
+        group = Group(prompt, found)
         for sample in group.samples:
             columns.check(sample)
         return group
@@ -253,26 +257,34 @@ def _restore(parts: Parts, state: dict) -> None:
 
 
 class Untrained:
-    """Stands in for the trainer under --debug-rollout-only."""
+    """Stands in for the trainer under --debug-rollout-only: keeps the batch, and has no weights to save."""
 
     async def load(self) -> Resume:
         return Resume(0, None, "--hf-checkpoint, in the engine alone (--debug-rollout-only)")
 
-    async def take_batch(self, batch) -> None:
+    async def take_batch(self, batch: Batch) -> None:
         self.batch = batch
 
-    async def score(self) -> dict:
+    async def score(self) -> dict[str, float]:
         return {}
 
-    advantage = score
+    async def advantage(self) -> dict[str, float]:
+        return {}
 
-    async def end_batch(self):
+    async def end_batch(self) -> Batch:
         return self.batch
 
-    async def save(self, folder, rollout_id, state) -> None:
-        """There is nothing to save."""
+    async def hashes(self, batch: Batch) -> dict[str, str]:
+        return {}
 
-    export = close = score
+    async def save(self, folder: Path, rollout_id: int, state: dict) -> None:
+        """Nothing was trained."""
+
+    async def export(self, folder: Path) -> None:
+        """Nothing was trained."""
+
+    async def close(self) -> None:
+        """Nothing is held."""
 
 
 class Unsynced:

@@ -1,5 +1,7 @@
 """The tree of errors. Each says what is wrong, what was got, who is concerned and what to do.
 
+Exit codes are those of errors before the first rollout; once it has begun, every error is exit code 1.
+
     MilesError                     exit code 1
     ├── ConfigError                exit code 2: a key, a value or a relation between values
     │   ├── UnknownKeyError            nobody owns this key or flag

@@ -7,9 +7,10 @@ import importlib.metadata
 import os
 import signal
 import sys
+import tempfile
 import traceback
 
-from miles_core.errors import MilesError
+from miles_core.errors import CheckpointError, MilesError
 from miles_core.plugins.plan import Plan
 from miles_core.record.console import Console
 from miles_core.record.directory import RunDirectory, publish
@@ -34,7 +35,7 @@ def execute(plan: Plan, *, live: bool | None = None) -> int:
             return 130
         except MilesError as error:
             console.stop("failed")
-            if error.exit_code == 1 and error.__cause__ is not None:
+            if error.exit_code == 1 and not isinstance(error.__cause__, OSError | None):
                 for note in _blame(error.__cause__):
                     error.add_note(note)
                 error.add_note(_traceback(directory))
@@ -76,8 +77,9 @@ async def _run(plan: Plan, directory: RunDirectory, console: Console) -> int:
     found = parts(plan)
     journal = Journal(directory, console, trackers=found.driver.metrics, decode_piece=found.decode_piece,
                       print_every=plan.config.debug.debug_rollout_print_every)
-    run, status, error = None, "failed", None
+    run, status, error, begun = None, "failed", None, False
     try:
+        _prove_writable(plan)
         run = await build(plan, found, journal)
         journal.events.run_start(plan.digest, _versions(plan), resumed_from=run.first or None, rollouts=run.last)
         console.start({"run": plan.config.name, "model": plan.config.checkpoint.hf_checkpoint, "plan": plan.digest,
@@ -86,6 +88,7 @@ async def _run(plan: Plan, directory: RunDirectory, console: Console) -> int:
             journal.message("info", note)
         if run.first >= run.last:
             journal.message("info", f"nothing left to do: {run.first} of {run.last} rollouts are done; raise --num-rollout to go on")
+        begun = True
         await train(run)
         status = "completed"
     except (asyncio.CancelledError, KeyboardInterrupt):
@@ -93,6 +96,8 @@ async def _run(plan: Plan, directory: RunDirectory, console: Console) -> int:
         raise
     except BaseException as caught:
         error = caught
+        if begun:
+            error.exit_code = 1  # whatever it is, it was not there to be seen before the start
         raise
     finally:
         console.stop(status)
@@ -106,6 +111,25 @@ async def _run(plan: Plan, directory: RunDirectory, console: Console) -> int:
         for other in late if error is not None else ():  # the run's own error matters more
             error.add_note(f"while stopping: {other}")
     return 0
+
+
+def _prove_writable(plan: Plan) -> None:
+    """
+    Raises:
+        CheckpointError: --save or --save-hf cannot be written to; otherwise that would be found out after the rollouts.
+    """
+    given = plan.config.checkpoint
+    folders = {f"--save {given.save}": given.save,
+               f"--save-hf {given.save_hf}": given.save_hf and (os.path.dirname(given.save_hf.partition("{")[0]) or ".")}
+    for who, folder in folders.items():
+        if folder is None:
+            continue
+        try:
+            os.makedirs(folder, exist_ok=True)
+            tempfile.TemporaryFile(dir=folder).close()
+        except OSError as error:
+            raise CheckpointError("checkpoints cannot be written here", got=error.strerror, who=who,
+                                  fix="give a folder that you may write to, with space left") from error
 
 
 async def _stop(run, found) -> list[Exception]:

@@ -7,8 +7,12 @@ is built by the host from a factory and its arguments, so nothing alive is ever 
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import multiprocessing
+import os
 import queue
+import signal
+import sys
 import threading
 import traceback
 from collections.abc import Callable
@@ -100,14 +104,16 @@ class ThreadHost(Handle):
 class ProcessHost(Handle):
     """The object lives in a spawned process; arguments and results are pickled between the two, both our own code.
 
-    A process that dies ends the call that waits for it with its name and exit code.
+    A process that dies ends the call that waits for it with its name and exit code. It never outlives this one: an
+    orphan could publish a checkpoint beside a resumed run.
     """
 
     def __init__(self, name: str, factory: Callable, *args: object):
         super().__init__(name)
         context = multiprocessing.get_context("spawn")
         self._pipe, far = context.Pipe()
-        self._process = context.Process(target=_serve_process, args=(far, factory, args), name=name, daemon=True)
+        served = (far, os.getpid(), factory, args)
+        self._process = context.Process(target=_serve_process, args=served, name=name, daemon=True)
         self._process.start()
         far.close()
         self._turn = asyncio.Lock()
@@ -140,7 +146,18 @@ class ProcessHost(Handle):
         return result
 
 
-def _serve_process(pipe: Any, factory: Callable, args: tuple) -> None:
+def _die_with(parent: int) -> None:
+    """Have the kernel kill this process when the thread that started it ends, however it ends. Linux only."""
+    if sys.platform != "linux":
+        return
+    set_death_signal = 1
+    ctypes.CDLL(None).prctl(set_death_signal, signal.SIGKILL)
+    if os.getppid() != parent:  # it was gone before
+        os._exit(1)
+
+
+def _serve_process(pipe: Any, parent: int, factory: Callable, args: tuple) -> None:
+    _die_with(parent)
     hosted = failure = None
     try:
         hosted = factory(*args)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
@@ -61,6 +62,7 @@ class Run:
     clock: Callable[[], float] = time.perf_counter
     version: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
+    resumable: dict = field(default_factory=dict)
 
     def rollouts(self) -> Iterator[int]:
         """The rollouts that are left to do."""
@@ -144,6 +146,7 @@ class Run:
         self.version = version
         self.metrics["perf/update_weights_time"] = self.clock() - begin
         self.journal.event("weight_sync", rollout_id=rollout_id, version=version, seconds=self.clock() - begin, **figures)
+        self.resumable = self._state() if self.config.checkpoint.save else {}
         self._mark = self.clock()
         self.journal.stage("rollout")
 
@@ -177,12 +180,19 @@ class Run:
         """
         self.journal.stage("save")
         begin, checkpoint = self.clock(), self.config.checkpoint
-        prompts = self.buffer.state_dict() if self.prompts is None else self.prompts.state_dict(self.buffer.untrained())
-        state = {"prompts": prompts, "plugins": self.state()}
         if checkpoint.save_hf:
             await self.trainer.export(Path(checkpoint.save_hf.format(rollout_id=done)))
-        await self.trainer.save(Path(checkpoint.save), done, state)
+        await self.trainer.save(Path(checkpoint.save), done, self.resumable)
         self.journal.event("checkpoint", rollout_id=done - 1, path=checkpoint.save, seconds=self.clock() - begin)
+
+    def _state(self) -> dict:
+        """What a checkpoint has to hold beside the trainer's part.
+
+        Asked for after a sync, before the room comes back: at max_lag 0 nothing is under way then, so nothing that a
+        resumed run does again has left a trace in it.
+        """
+        prompts = self.buffer.state_dict() if self.prompts is None else self.prompts.state_dict(self.buffer.untrained())
+        return copy.deepcopy({"prompts": prompts, "plugins": self.state()})
 
     def _timed(self, name: str) -> None:
         now = self.clock()

@@ -78,17 +78,12 @@ async def serve(arguments: argparse.Namespace, plan, lines: JsonLines) -> None:
         elif done == arguments.warmup:
             lines.write({"ready": True, "framework": "miles", "cpu_s_start_to_first_step": gate.first, "config": vars(arguments)})
         if done >= arguments.warmup and not sys.stdin.readline():
-            run.buffer.batches = 0
             raise SystemExit
         mark = cpu_seconds()
         release()
 
     run.buffer.release = gate
-    try:
-        await train(run)
-    except SystemExit:
-        lines.write({"done": True, "peak_rss_mib": peak_rss_mib()})
-        os._exit(0)
+    await train(run)
 
 
 def main() -> None:
@@ -110,7 +105,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         plan = prepare(None, flags(WORKLOADS[arguments.workload], arguments.model.resolve(), Path(folder), arguments))
         arguments.model = str(arguments.model)
-        asyncio.run(serve(arguments, plan, lines))
+        try:
+            asyncio.run(serve(arguments, plan, lines))
+        except SystemExit:
+            lines.write({"done": True, "peak_rss_mib": peak_rss_mib()})
 
 
 if __name__ == "__main__":

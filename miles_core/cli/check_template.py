@@ -68,7 +68,7 @@ def command(model_dir: Path, chat_template_path: Path | None, messages: Path | N
     \b
     - the rendered text and the template agree on the ids, and they begin with one BOS at most
     - a prompt with the answer's opening is how the conversation with the answer begins
-    - every turn only adds to what came before (generators with several turns, and SFT on all turns, need this)
+    - every turn only adds to what came before (needed where a sample has several turns)
     - with --chat-template-path: prompt and first answer are those of the model's own template
 
     A failed check shows the first token that differs, with its neighbours.

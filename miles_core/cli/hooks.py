@@ -51,7 +51,7 @@ def text() -> str:
     lines += [f"| [`{name}`](#{name}) | {spec.kind} | {spec.role} | {_per(spec)} | {_offers(name)} |"
               for name, spec in specs.items()]
     for name, spec in specs.items():
-        lines += ["", f"## {name}", "", f"{spec.kind}, {_role(spec)}, {_how_often(spec)}", "",
+        lines += ["", f"## {name}", "", f"**{spec.kind}**, {_role(spec)}, {_how_often(spec)}", "",
                   "<!-- not run: a signature -->", "```python", _signature(spec), "```", "", inspect.getdoc(spec) or ""]
     return "\n".join(lines) + "\n"
 

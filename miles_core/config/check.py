@@ -17,7 +17,8 @@ def check(config: RunConfig) -> tuple[RunConfig, list[str]]:
         ConfigError: any other relation; says what, got, who and the fix.
     """
     notes: list[str] = []
-    for step in (_debug, _required, _batch, _rollout, _rewards, _evaluation, _algorithm, _layout, _checkpoints):
+    config = _in_run_dir(config)
+    for step in (_debug, _required, _positive, _batch, _rollout, _rewards, _evaluation, _algorithm, _layout, _checkpoints):
         config = step(config, notes.append)
     return config, notes
 
@@ -27,6 +28,18 @@ Note = Callable[[str], None]
 
 def _who(config: RunConfig, *keys: str) -> str:
     return ", ".join(f"{key} ({config.origin.get(key, 'default')})" for key in keys)
+
+
+def _in_run_dir(config: RunConfig) -> RunConfig:
+    """Fill {run_dir} in the paths that may hold it, so that a run moves with one flag."""
+    run_dir = config.checkpoint.run_dir or f"runs/{config.name}"
+    changed: dict[str, object] = {"checkpoint__run_dir": run_dir}
+    for table, key in (("checkpoint", "load"), ("checkpoint", "save"), ("checkpoint", "save_hf"), ("checkpoint", "ref_load"),
+                       ("debug", "save_debug_rollout_data"), ("debug", "load_debug_rollout_data")):
+        path = getattr(getattr(config, table), key)
+        if path is not None and "{run_dir}" in path:
+            changed[f"{table}__{key}"] = path.replace("{run_dir}", run_dir)
+    return with_values(config, "derived", **changed)
 
 
 def _debug(config: RunConfig, note: Note) -> RunConfig:
@@ -58,7 +71,28 @@ def _required(config: RunConfig, note: Note) -> RunConfig:
         if value is None:
             table, _, name = key.partition(".")
             raise ConfigError(f"{key} is needed", who="run file and flags",
-                              fix=f"write {name} = ... in [{table}], or --{name.replace('_', '-')} ...")
+                              fix=f"write {name} = ... in [{table}], or --{name.replace('_', '-')} VALUE")
+    return config
+
+
+AT_LEAST_ONE = (
+    "rollout.rollout_max_response_len", "rollout.rollout_max_prompt_len", "rollout.rollout_max_context_len",
+    "rollout.engine_max_batch", "rollout.max_over_sampling_waves", "eval.eval_interval", "eval.n_samples_per_eval_prompt",
+    "eval.eval_max_response_len", "eval.eval_max_prompt_len", "perf.micro_batch_size", "perf.max_tokens_per_gpu",
+    "perf.log_probs_max_tokens_per_gpu", "perf.log_probs_chunk_size", "perf.threads", "checkpoint.save_interval",
+    "debug.debug_rollout_print_every", "debug.debug_exit_after_rollout",
+)  # fmt: skip
+ABOVE_ZERO = ("rollout.rollout_timeout", "rollout.rm_timeout")
+
+
+def _positive(config: RunConfig, note: Note) -> RunConfig:
+    for key in (*AT_LEAST_ONE, *ABOVE_ZERO):
+        table, _, name = key.partition(".")
+        value = getattr(getattr(config, table), name)
+        if value is not None and not (value > 0 if key in ABOVE_ZERO else value >= 1):
+            least = "above 0" if key in ABOVE_ZERO else "at least 1"
+            raise ConfigError(f"{name} should be {least}", got=value, who=_who(config, key),
+                              fix="raise it, or leave it out for its default")
     return config
 
 
@@ -103,9 +137,9 @@ def _rollout(config: RunConfig, note: Note) -> RunConfig:
     if over < rollout.rollout_batch_size:
         raise BatchError("rollout.over_sampling_batch_size is below rollout_batch_size", got=over,
                          who=_who(config, "rollout.over_sampling_batch_size"), fix=f"at least {rollout.rollout_batch_size}")
-    if rollout.max_lag < 0 or rollout.max_over_sampling_waves < 1:
-        raise ConfigError("rollout.max_lag should not be negative and max_over_sampling_waves be at least 1",
-                          got=f"{rollout.max_lag}, {rollout.max_over_sampling_waves}", fix="max_lag = 0 is synchronous")
+    if rollout.max_lag < 0:
+        raise ConfigError("max_lag should not be negative", got=rollout.max_lag, who=_who(config, "rollout.max_lag"),
+                          fix="max_lag = 0 is synchronous")
     if rollout.max_lag and config.perf.placement == "shared":
         raise ConfigError("placement \"shared\" hands one piece of hardware back and forth and needs max_lag = 0",
                           got=f"max_lag = {rollout.max_lag}", who=_who(config, "rollout.max_lag"), fix="set max_lag = 0")
@@ -192,8 +226,6 @@ def _layout(config: RunConfig, note: Note) -> RunConfig:
     elif config.rollout.global_batch_size % config.perf.micro_batch_size:
         raise BatchError(f"global_batch_size {config.rollout.global_batch_size} does not divide by micro_batch_size {config.perf.micro_batch_size}",
                          who=_who(config, "rollout.global_batch_size", "perf.micro_batch_size"), fix="use a divisor, or --use-dynamic-batch-size")
-    if config.perf.log_probs_chunk_size < 1:
-        raise ConfigError("log_probs_chunk_size should be at least 1", got=config.perf.log_probs_chunk_size, fix="1024 is usual")
     return config
 
 
@@ -202,10 +234,15 @@ def _checkpoints(config: RunConfig, note: Note) -> RunConfig:
     for key in ("save_interval", "save_hf"):
         if getattr(checkpoint, key) is not None and checkpoint.save is None:
             raise ConfigError(f"{key} needs --save", who=_who(config, f"checkpoint.{key}"), fix="add --save FOLDER")
-    if checkpoint.save_interval is not None and checkpoint.save_interval < 1:
-        raise ConfigError("save_interval should be at least 1", got=checkpoint.save_interval, fix="1 saves after every rollout")
-    run_dir = checkpoint.run_dir or f"runs/{config.name}"
-    changed = {"checkpoint__run_dir": run_dir}
+    for key, value in (("checkpoint.save_hf", checkpoint.save_hf),
+                       ("debug.save_debug_rollout_data", config.debug.save_debug_rollout_data),
+                       ("debug.load_debug_rollout_data", config.debug.load_debug_rollout_data)):
+        try:
+            (value or "").format(rollout_id=0)
+        except (KeyError, IndexError, ValueError):
+            raise ConfigError("the only things in braces can be {rollout_id} and {run_dir}", got=value, who=_who(config, key),
+                              fix="write {rollout_id}, for instance hf/{rollout_id}") from None
+    changed: dict[str, object] = {}
     if config.algorithm.use_kl_loss and checkpoint.ref_load is None:
         note(f"the reference model is --hf-checkpoint {checkpoint.hf_checkpoint}, as --ref-load is not given")
         changed["checkpoint__ref_load"] = checkpoint.hf_checkpoint

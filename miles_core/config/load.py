@@ -189,6 +189,8 @@ def _read(path: Path | None) -> tuple[dict, dict[str, int]]:
         raise ConfigError("there is no such run file", who=str(path), fix="check the path") from None
     except IsADirectoryError:
         raise ConfigError("the run file is a folder", who=str(path), fix="name the .toml file in it") from None
+    except OSError as error:
+        raise ConfigError("the run file cannot be read", got=error.strerror, who=str(path), fix="check owner and mode") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError("the run file is not TOML", got=str(error), who=str(path), fix="mend the line it names") from None
     lines: dict[str, int] = {}

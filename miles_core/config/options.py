@@ -150,6 +150,8 @@ def convert(option: Option, value: object, origin: Origin) -> object:
         return _adapter(option.type).validate_python(value)
     except (ValidationError, ValueError) as error:
         reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else f"not {error}"
+        if option.is_list and isinstance(value, str):
+            reason = f"write [{json.dumps(value)}]"
         wanted = f"one of {', '.join(map(str, option.choices))}" if option.choices else option.type
         raise ConfigError(f"{option.key} should be {wanted}", got=repr(value), who=str(origin), fix=reason) from None
 

@@ -17,7 +17,7 @@ import pluggy
 
 from miles_core import hookspecs
 from miles_core.config.tables import RunConfig
-from miles_core.errors import HookError, MilesError, OwnerError, SharedStateError
+from miles_core.errors import HookError, MilesError, OwnerError, PluginError, SharedStateError
 from miles_core.plugins.load import load, marked
 from miles_core.plugins.select import Selected
 from miles_core.types import Drop
@@ -44,13 +44,13 @@ def bind(selected: Sequence[Selected], config: RunConfig, role: str) -> Hooks:
         kind = load(one.manifest)
         _check_class(one, kind)
         instance = instances[one.manifest.name] = _instance(one, kind, config)
-        _register(manager, one, instance)
         for offer in one.manifest.offers:
             spec = table[offer.hook]
+            function = _check(one, kind, offer.method, offer.hook, spec)
             if spec.role in ("every", role):
-                function = _check(one, kind, offer.method, offer.hook, spec)
                 bound = _adapt(getattr(instance, offer.method), spec, function)
                 implementations[offer.hook].append((one.manifest.name, offer.name, _blame(bound, one, offer.hook)))
+        _register(manager, one, instance)
     hooks = {name: _combine(name, spec, implementations[name]) for name, spec in table.items()}
     return Hooks(role=role, instances=instances, **hooks)
 
@@ -95,7 +95,13 @@ def _instance(one: Selected, kind: type, config: RunConfig) -> object:
     if unknown:
         raise HookError(f"the constructor of plugin {one.manifest.name!r} takes {', '.join(sorted(unknown))}",
                         who=one.manifest.plugin, fix="it may take `options` and `config`")
-    return kind(**given)
+    try:
+        return kind(**given)
+    except MilesError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise PluginError(f"plugin {one.manifest.name!r} cannot be made", got=f"{type(error).__name__}: {error}",
+                          who=one.manifest.plugin, fix="mend its __init__, or its options") from error
 
 
 def _register(manager: pluggy.PluginManager, one: Selected, instance: object) -> None:
@@ -190,13 +196,18 @@ def _combine(name: str, spec: Callable, found: list[tuple[str, str, Callable]]) 
         return None
     if spec.kind == "gather":
         return _gather(name, found, lists=spec.__annotations__["return"].startswith("Iterable"))
-    return {"chain": _chain, "observe": _observe, "around": _around}[spec.kind](calls)
+    if spec.kind == "chain":
+        return _chain(name, found)
+    return {"observe": _observe, "around": _around}[spec.kind](calls)
 
 
-def _chain(calls: list[Callable]) -> Callable:
+def _chain(name: str, found: list[tuple[str, str, Callable]]) -> Callable:
     def chained(value: object, *rest: object) -> object:
-        for call in calls:
-            value = call(value, *rest)
+        for plugin, _, call in found:
+            given, value = value, call(value, *rest)
+            if not isinstance(value, type(given) | Drop):
+                raise HookError(f"{name} should return what it is given, a {type(given).__name__}, changed or not",
+                                got=type(value).__name__, who=f"plugin {plugin}", fix="check for a path without `return`")
             if isinstance(value, Drop):
                 break
         return value

@@ -23,7 +23,7 @@ def load(manifest: Manifest) -> type:
     where, _, name = manifest.plugin.rpartition(":")
     try:
         module = _file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise PluginError(f"plugin {manifest.name!r} cannot be imported", got=f"{type(error).__name__}: {error}", who=where,
                           fix=f"install what it needs, or run without it: drop --plugin {manifest.name}") from error
     kind = getattr(module, name, None)

@@ -103,11 +103,16 @@ def _own(hook: str, name: str, key: str, owners: dict[tuple[str, str], str], con
         return Choice(hook, name, owners[hook, name], origin)
     known = [plugin for plugin, offers in KNOWN.items() if f"{hook}:{name}" in offers]
     offered = sorted(n for h, n in owners if h == hook)
-    near = difflib.get_close_matches(name, offered, 1, 0.6)
+    near = difflib.get_close_matches(name, [*offered, *_official(hook)], 1, 0.6)
     fix = f"add --plugin {known[0]} (pip install miles-{known[0]})" if known else (
         f"did you mean {near[0]!r}?" if near else "enable the plugin that offers it with --plugin")
     raise OwnerError(f"nobody enabled offers the {hook} {name!r}", got=f"offered: {', '.join(offered) or 'none'}",
                      who=f"{key} ({origin})", fix=fix)
+
+
+def _official(hook: str) -> list[str]:
+    """Names that official plugins offer for a hook; naming one enables its plugin."""
+    return [name for offers in KNOWN.values() for one, _, name in (offer.partition(":") for offer in offers) if one == hook]
 
 
 def _capabilities(selected: Sequence[Selected]) -> None:

@@ -106,7 +106,10 @@ class JsonlPrompts:
         self._again.extendleft(prompt.uid for prompt in reversed(prompts))
 
     def state_dict(self, untrained: list[Prompt]) -> dict:
-        return {"next": self._next, "again": [*(prompt.uid for prompt in untrained), *self._again]}
+        following, again = self._next, [*(prompt.uid for prompt in untrained), *self._again]
+        while again and again[-1] == following - 1:  # the same stream; how far sampling got is a matter of timing
+            following = again.pop()
+        return {"next": following, "again": again}
 
     def load_state_dict(self, state: dict) -> None:
         self._next, self._again = state["next"], deque(state["again"])

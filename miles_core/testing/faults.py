@@ -9,7 +9,8 @@ Python changes files; each call that concerns the folder is one numbered operati
     fsync                    of files and folders
     rename, unlink, mkdir, rmdir, link
 
-Writes to one file in a row are one operation: torch alone flushes after every tensor. A process is killed with SIGKILL
+What is written in a row to one of Python's files is one operation, since torch flushes after every tensor; each
+os.write is its own. A process is killed with SIGKILL
 right before an operation, so that killing at each of 1 .. N, and resuming what came to its end, shows every state that
 the folder goes through, but for files that are written in part: for those an operation can be torn, which means that
 only some of its bytes are written before the kill.
@@ -139,12 +140,18 @@ class _Tracer:
             return None
         return _PROCESS.sub(".PROCESS", os.path.relpath(full, self.root))
 
-    def at(self, kind: str, path: str, size: int = 0, tear: Callable[[int], object] | None = None) -> None:
-        """An operation is about to be done. `tear` does so many bytes of it."""
+    def at(self, kind: str, path: str, size: int = 0, tear: Callable[[int], object] | None = None,
+           file: object = None) -> None:
+        """An operation is about to be done.
+
+        Args:
+            tear: does so many bytes of it.
+            file: what it writes to belongs together with what this file wrote right before.
+        """
         with self._mutex:
-            if (kind, path) != self._last or not size:
+            if file is None or file is not self._last:
                 self._count, self._passed = self._count + 1, 0
-            self._last = (kind, path)
+            self._last = file
             self._note([self._count, kind, path, size])
             left, self._passed = self.faults.torn - self._passed, self._passed + size
             if self._count != self.faults.kill or (size and left >= size):
@@ -297,7 +304,7 @@ class _File(io.FileIO):
         view = memoryview(data).cast("B")
         if len(view):
             tear = super().write
-            self._tracer.at("write", self._path, len(view), lambda part: tear(view[:part]))
+            self._tracer.at("write", self._path, len(view), lambda part: tear(view[:part]), self)
         return super().write(data)
 
     def truncate(self, size: int | None = None) -> int:

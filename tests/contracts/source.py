@@ -27,8 +27,9 @@ def repository_files() -> Iterator[Path]:
     """Every file of the repository that a person wrote: neither hidden nor made by a tool."""
     for folder in ("miles_core", "plugins", "tests", "docs", "examples", "bench", "cookiecutter"):
         for path in (ROOT / folder).rglob("*"):
-            parts = path.relative_to(ROOT).parts
-            if path.is_file() and not any(p.startswith(".") or p == "__pycache__" or p.endswith(".egg-info") for p in parts):
+            made = any(part[0] == "." or part == "__pycache__" or part.endswith(".egg-info")
+                       for part in path.relative_to(ROOT).parts)
+            if path.is_file() and not made:
                 yield path
     yield from (path for path in ROOT.iterdir() if path.is_file() and not path.name.startswith("."))
 

@@ -24,9 +24,10 @@ from miles_core.record.directory import RunDirectory
 from miles_core.record.events import EventLog
 
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
-LINKED = sorted([*PAGES, *ROOT.glob("plugins/*/README.md"), *ROOT.glob("examples/**/*.md"), *ROOT.glob("bench/**/*.md")])
-BLOCK = re.compile(r"(?:^<!-- (?P<mark>file|quoted|not run): (?P<what>[^>]+?) -->\n)?^```(?P<language>\w+)\n(?P<text>.*?)^```$",
-                   re.MULTILINE | re.DOTALL)
+LINKED = sorted({*PAGES, *(path for where in ("plugins/*/README.md", "examples/**/*.md", "bench/**/*.md")
+                           for path in ROOT.glob(where))})
+MARK = r"(?:^<!-- (?P<mark>file|quoted|not run): (?P<what>[^>]+?) -->\n)?"
+BLOCK = re.compile(MARK + r"^```(?P<language>\w+)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
 GENERATED = ("flags.md", "hooks.md")
 
 
@@ -42,13 +43,18 @@ class Block:
 
 
 def blocks(page):
+    """The code blocks of a page, in order."""
     text = page.read_text(encoding="utf-8")
-    return [Block(m["language"], m["text"], m["mark"], m["what"], text[: m.start()].count("\n") + 1) for m in BLOCK.finditer(text)]
+    return [Block(found["language"], found["text"], found["mark"], found["what"], text[: found.start()].count("\n") + 1)
+            for found in BLOCK.finditer(text)]
 
 
 @pytest.fixture
 def place(tmp_path, monkeypatch):
-    """A folder that looks like the repository's root after a run: examples, plugins, three finished runs."""
+    """A folder that looks like the repository's root after some runs, with the files that the README makes."""
+    for block in blocks(ROOT / "README.md"):
+        if block.mark == "file":
+            (tmp_path / block.what).write_text(block.text)
     for name in ("examples", "plugins", "docs"):
         (tmp_path / name).symlink_to(ROOT / name)
     for name in ("demo", "a", "b"):
@@ -76,7 +82,7 @@ def test_code_blocks_run(page, place):
         if block.mark == "not run":
             continue
         if block.mark == "quoted":
-            assert block.text in (ROOT / block.what).read_text(encoding="utf-8"), f"{where} is not what {block.what} says"
+            assert block.text in (ROOT / block.what).read_text(), f"{where} is not what {block.what} says"
         elif block.language == "toml":
             tomllib.loads(block.text)
         elif block.language == "sh":
@@ -148,7 +154,8 @@ def test_flags_that_the_docs_name_exist(page):
     from miles_core.config.flags import miles_flags
 
     known = {flag for option in flags.options() for side in flags.spellings(option) for flag in side}
-    known |= {"--plugin", "--plan", "--json", "--live", "--no-live", "--help", "--version", "--messages", *miles_flags()}
+    known |= {"--plugin", "--plan", "--json", "--live", "--no-live", "--help", "--version", "--messages"}
+    known |= set(miles_flags())
     known |= {"--cut-off.most-truncated", "--most-truncated"}  # of the plugin that write-a-plugin.md makes
     named = set(FLAG.findall(page.read_text(encoding="utf-8")))
     assert not {flag for flag in named if flag.rstrip("-.") not in known and flag != "--no-"}

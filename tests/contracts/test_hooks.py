@@ -59,5 +59,6 @@ def test_a_generated_page_is_what_its_command_prints(page, text):
 
 def test_every_option_is_on_the_page_of_flags():
     page = (ROOT / "docs" / "flags.md").read_text(encoding="utf-8")
-    missing = [option.key for option in flags.options(plugins=False) if f"| `{flags.spellings(option)[0][0]}` |" not in page]
+    missing = [option.key for option in flags.options(plugins=False)
+               if f"| `{flags.spellings(option)[0][0]}` |" not in page]
     assert not missing

@@ -58,12 +58,19 @@ class Place:
         assert outcome.code == 0, outcome.err
         return self.path / "ckpt"
 
-    def refuses(self, code: int, words: str, *argv: str, **options) -> Outcome:
-        """Run into an error that `refused` finds decent, then do the run as it should have been."""
+    def refused(self, code: int, words: str, *argv: str, **options) -> Outcome:
+        """Run into an error that `decent` accepts."""
         outcome = self.run(*argv, **options)
-        refused(outcome, code, words)
+        decent(outcome, code, words)
+        return outcome
+
+    def refuses(self, code: int, words: str, *argv: str, **options) -> Outcome:
+        """`refused`, and then the run as it should have been."""
+        outcome = self.refused(code, words, *argv, **options)
         self.clean()
         return outcome
+
+    decent = staticmethod(lambda *arguments: decent(*arguments))
 
     def clean(self, *argv: str) -> Outcome:
         """The good run file in the same run directory; it has to succeed."""
@@ -73,7 +80,7 @@ class Place:
         return outcome
 
 
-def refused(outcome: Outcome, code: int, words: str) -> None:
+def decent(outcome: Outcome, code: int, words: str) -> None:
     """It ended with this code and one sentence that has a remedy and matches `words` (gaps are "..."), and no noise."""
     shown = f"code {outcome.code}, {outcome.seconds:.1f} s\n{outcome.out}\n{outcome.err}"
     print(shown)
@@ -82,12 +89,18 @@ def refused(outcome: Outcome, code: int, words: str) -> None:
     assert outcome.err.count("Fix: ") == 1, shown
     pattern = ".*".join(re.escape(word) for word in words.split(" ... "))
     assert re.search(pattern, outcome.err, re.DOTALL), f"{words!r} is not in\n{shown}"
-    quiet(outcome)
+    hushed(outcome)
 
 
-def quiet(outcome: Outcome) -> None:
+def hushed(outcome: Outcome) -> None:
     """Nothing was shown that somebody should have caught."""
     assert not [noise for noise in NOISE if noise in outcome.out + outcome.err], outcome
+
+
+@pytest.fixture
+def quiet():
+    """The check that Python showed nothing on its own."""
+    return hushed
 
 
 @pytest.fixture

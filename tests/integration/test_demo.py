@@ -36,8 +36,7 @@ class Shuffled:
 
 def run(folder: Path, *words: str) -> list[dict]:
     """Run examples/demo.toml with its output in `folder`; the events."""
-    where = ["--run-dir", folder / "run", "--save", folder / "ck", "--load", folder / "ck", "--save-hf", folder / "hf"]
-    outcome = miles(["run", "examples/demo.toml", "--no-live", *where, *words], ROOT, timeout=600)
+    outcome = miles(["run", "examples/demo.toml", "--no-live", "--run-dir", folder / "run", *words], ROOT, timeout=600)
     assert outcome.code == 0, outcome.err
     return list(read(folder / "run" / "events.jsonl"))
 
@@ -67,10 +66,10 @@ def test_grpo_raises_greedy_accuracy_and_transformers_agrees(tmp_path):
     accuracy, valid = evals(events), evals(events, "eval/sums/reward/format")
     assert 0.2 <= accuracy[0] <= 0.5 and min(valid) >= 0.95
     assert accuracy[-1] - accuracy[0] >= 0.20
-    assert transformers_accuracy(tmp_path / "hf") == pytest.approx(accuracy[-1], abs=1e-9)
+    assert transformers_accuracy(tmp_path / "run/hf") == pytest.approx(accuracy[-1], abs=1e-9)
     steps = [event["metrics"] for event in events if event["event"] == "metrics"]
     assert max(step["train/train_rollout_logprob_abs_diff_max"] for step in steps) <= 1e-5
-    assert (tmp_path / "ck" / "latest_checkpointed_iteration.txt").read_text() == "20"
+    assert (tmp_path / "run/checkpoints" / "latest_checkpointed_iteration.txt").read_text() == "20"
 
 
 @pytest.mark.slow

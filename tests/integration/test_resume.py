@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -53,6 +54,12 @@ def ahead(course, tmp_path):
     return course("--max-lag", "2", "--plugin", tmp_path / "picky.py", "--over-sampling-batch-size", "6")
 
 
+def rows(run: Path) -> list[int]:
+    """Rows of the dataset in the order in which they were trained on."""
+    files = sorted((run / "samples").glob("rollout_*.jsonl"))
+    return [json.loads(line)["row"] for file in files for line in file.read_text().splitlines()]
+
+
 def differences(ours: Path, theirs: Path) -> list[str]:
     return survival.problems(ours, theirs, rollouts=ROLLOUTS)
 
@@ -73,10 +80,54 @@ def test_starts_and_folders_do_not_matter_and_seeds_do(course):
     whole.finish("longer", "--num-rollout", "3", *steps)
     assert not survival.problems(whole.finish("longer", *steps), reference, rollouts=ROLLOUTS, ends=2)
 
-    for name, value in (("shuffled", "--rollout-seed"), ):
-        other = whole.finish(name, value, "7")
-        assert survival.checkpoint(other) != survival.checkpoint(reference)
-        assert survival.trained(other) != survival.trained(reference)
+    other = whole.finish("other", "--rollout-seed", "7")
+    assert survival.checkpoint(other) != survival.checkpoint(reference)
+    assert rows(other) != rows(reference)
+
+
+@pytest.mark.parametrize("family, flags", [("qwen3_moe", ()), ("qwen3", ("--bf16",))], ids=["experts", "bfloat16"])
+def test_other_models_and_precisions_go_on_where_they_were(run_file, tmp_path, family, flags):
+    course = Course(tmp_path, [run_file(family), "--threads", "1", *flags], rollouts=4)
+    reference = course.finish("reference")
+    course.finish("stopped", "--debug-exit-after-rollout", "2")
+    assert not survival.problems(course.finish("stopped"), reference, rollouts=4, ends=2)
+
+
+COUNTING = '''
+"""A plugin with a memory."""
+from miles_core import hookimpl
+
+
+class Counting:
+    """Counts the groups that it has seen."""
+
+    def __init__(self):
+        self.seen = 0
+
+    @hookimpl("filter_group")
+    def count(self, group):
+        """Keep all."""
+        self.seen += 1
+        return group
+
+    def state_dict(self):
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state):
+        self.seen = state["seen"]
+'''
+
+
+def test_what_a_plugin_remembers_is_of_the_checkpoint_and_not_of_what_runs_meanwhile(course, tiny, tmp_path):
+    """Sampling goes on during an evaluation; groups that a resumed run samples again must not have been counted."""
+    (tmp_path / "counting.py").write_text(COUNTING)
+    whole = course("--plugin", tmp_path / "counting.py", "--eval-prompt-data", "eval", tiny / "eval.jsonl",
+                   "--eval-interval", "1", "--eval-max-response-len", "40", rollouts=4)
+    saved = [operation for operation in whole.reference() if operation.path.endswith("iteration.txt")]
+    assert not whole.killed_at(saved[-1])
+    state = json.loads((whole.path / "reference/run/checkpoints/iter_0000002/miles.json").read_text())["state"]
+    assert state["plugins"]["counting"]["rollout"] == {"seen": 8}
+    assert state["prompts"] == {"next": 8, "again": []}
 
 
 def test_an_interrupt_is_a_kill_with_a_word(course):
@@ -90,8 +141,8 @@ def test_an_interrupt_is_a_kill_with_a_word(course):
 
         outcome = whole.start(name, while_running=interrupt)
         assert outcome.code == 130, outcome.err
-        ends = [event["status"] for event in read(whole.path / name / "run/events.jsonl") if event["event"] == "run_end"]
-        assert ends == ["interrupted"]
+        *_, last = read(whole.path / name / "run/events.jsonl")
+        assert (last["event"], last["status"]) == ("run_end", "interrupted")
         run = whole.finish(name)
         assert survival.checkpoint(run) == survival.checkpoint(reference)
         assert not survival.leftovers(run)
@@ -142,10 +193,11 @@ def test_a_trainer_in_a_process_of_its_own(course):
     reference, own = whole.finish("thread"), ("--trainer-host", "process")
 
     begin = time.monotonic()
-    outcome = whole.start("died", *own, while_running=lambda process: _kill_trainer(whole.path / "died/run", process.pid))
+    died = whole.path / "died/run"
+    outcome = whole.start("died", *own, while_running=lambda process: _kill_trainer(died, process.pid))
     assert outcome.code == 1 and "the process 'trainer' died in" in outcome.err and "exit code -9" in outcome.err
     assert time.monotonic() - begin < 60
-    events = list(read(whole.path / "died/run/events.jsonl"))
+    events = list(read(died / "events.jsonl"))
     assert events[-1]["event"] == "run_end" and events[-1]["status"] == "failed" and "trainer" in events[-1]["error"]
 
     run = whole.finish("died", *own)
@@ -155,21 +207,23 @@ def test_a_trainer_in_a_process_of_its_own(course):
 
 
 def test_a_killed_run_takes_its_trainer_process_along(course):
-    """Otherwise an orphan could still write a checkpoint while the resumed run writes the same one."""
+    """At once, whatever it is at: an orphan could publish a checkpoint beside the resumed run."""
     trainers: list[int] = []
 
     def kill(process) -> None:
         _wait_for_rollouts(whole.path / "orphan/run", 1)
         trainers.extend(_trainers(process.pid))
+        os.kill(trainers[0], signal.SIGSTOP)  # so that it cannot notice by itself
         process.kill()
 
     whole = course(rollouts=2)
     outcome = whole.start("orphan", "--trainer-host", "process", while_running=kill)
-    assert outcome.code == -9 and len(trainers) == 1
-    deadline = time.monotonic() + 2
-    while _alive(trainers[0]) and time.monotonic() < deadline:
+    deadline = time.monotonic() + 5
+    while (alive := _alive(trainers[0])) and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert not _alive(trainers[0])
+    if alive:
+        os.kill(trainers[0], signal.SIGKILL)
+    assert outcome.code == -9 and len(trainers) == 1 and not alive
 
 
 def _wait_for_rollouts(run: Path, count: int) -> None:

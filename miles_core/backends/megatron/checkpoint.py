@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
+import logging
 import pickle
 import re
 import warnings
@@ -38,6 +39,9 @@ from megatron.core.dist_checkpointing.core import CheckpointingException  # noqa
 from megatron.core.dist_checkpointing.mapping import ShardedObject  # noqa: E402
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy  # noqa: E402
 from megatron.core.utils import unwrap_model  # noqa: E402
+
+# It logs what it raises as well, and without a handler of the user's that would go to the terminal.
+logging.getLogger("megatron.core.dist_checkpointing").addHandler(logging.NullHandler())
 
 TRACKER = "latest_checkpointed_iteration.txt"
 STATE = "miles.json"

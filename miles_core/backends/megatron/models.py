@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 
 import torch
 
-from miles_core.backends.megatron import checkpoint, cpu, optimizer, weights
+from miles_core.backends.megatron import cpu, optimizer, weights
 from miles_core.backends.megatron.given import check_architecture, given_for
 from miles_core.backends.megatron.model import build, transformer_config
 from miles_core.config.tables import RunConfig
@@ -70,10 +71,10 @@ class Models:
         if self.config.algorithm.use_kl_loss:
             self._fill(given.ref_load)
             self._others["ref"] = self._copy()
-        if given.load and not checkpoint.never_saved(given.load):
+        if given.load and not _checkpoints().never_saved(given.load):
             # Made before loading, for the state to have a place; a fresh start makes it after, from the loaded weights.
             self._make_optimizer()
-            iteration, state = checkpoint.load(given.load, [self.wrapped], self._optimizer, self._scheduler)
+            iteration, state = _checkpoints().load(given.load, [self.wrapped], self._optimizer, self._scheduler)
             return Resume(iteration, state, f"{given.load} (rollout {iteration})")
         source = given.ref_load or given.hf_checkpoint
         self._fill(source)
@@ -112,7 +113,8 @@ class Models:
     def save(self, folder: Path, rollout_id: int, state: dict) -> None:
         """A checkpoint after which rollout `rollout_id` is the next."""
         whole = not self.config.checkpoint.no_save_optim
-        checkpoint.save(folder, rollout_id, [self.wrapped], *((self._optimizer, self._scheduler) if whole else ()), state=state)
+        trained = (self._optimizer, self._scheduler) if whole else ()
+        _checkpoints().save(folder, rollout_id, [self.wrapped], *trained, state=state)
 
     def export(self, folder: Path) -> None:
         """The actor as a Hugging Face directory."""
@@ -127,7 +129,7 @@ class Models:
         if (folder / "config.json").is_file():
             weights.load_hf(folder, self.model, self.weight_map)
         else:
-            checkpoint.load(folder, [self.wrapped])
+            _checkpoints().load(folder, [self.wrapped])
 
     def _copy(self) -> list[torch.Tensor]:
         return [parameter.detach().clone() for parameter in self.model.parameters()]
@@ -136,6 +138,13 @@ class Models:
         with torch.no_grad():
             for parameter, tensor in zip(self.model.parameters(), tensors, strict=True):
                 parameter.copy_(tensor)
+
+
+def _checkpoints() -> ModuleType:
+    """checkpoint.py, imported when a run first loads or saves: it brings torch.distributed.checkpoint (0.7 CPU s, 50 MiB)."""
+    from miles_core.backends.megatron import checkpoint
+
+    return checkpoint
 
 
 def _options(config: RunConfig) -> optimizer.OptimizerOptions:

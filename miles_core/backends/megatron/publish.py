@@ -98,7 +98,7 @@ def replace_folder(source: Path, target: Path) -> None:
 
 def write_error(target: Path, error: OSError) -> CheckpointError:
     """What went wrong with a write, as a CheckpointError."""
-    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     return CheckpointError(
         "the disk is full" if full else "a checkpoint could not be written",
         got=None if full else str(error),

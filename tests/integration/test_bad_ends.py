@@ -1,0 +1,223 @@
+"""Runs that are cut short: by a signal, a full disk, a second run, or by themselves. Each can be gone on with."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import resource
+import signal
+import subprocess
+import time
+
+import pytest
+
+from miles_core.record.events import read
+
+
+def events(place, kind: str) -> list[dict]:
+    """The events of a kind; none before the file is there."""
+    path = place.path / "runs/a/events.jsonl"
+    return [event for event in read(path, everything=True) if event["event"] == kind] if path.exists() else []
+
+
+def wait_for(place, kind: str, process) -> None:
+    """Until the run has told of one event of this kind."""
+    deadline = time.monotonic() + 60
+    while not events(place, kind):
+        assert process.is_alive() and time.monotonic() < deadline, f"the run ended or hung before its first {kind}"
+        time.sleep(0.02)
+
+
+# ---------------------------------------------------------------------------------------------------------- signals
+
+
+def interrupt(place, process, number: int = signal.SIGINT, after: str = "checkpoint") -> None:
+    wait_for(place, after, process)
+    os.kill(process.pid, number)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
+def test_interrupted_run_goes_on(place, quiet, number):
+    """It says how, its record ends as interrupted, and the checkpoint it leaves is where the next run begins."""
+    outcome = place.run("--save", "ckpt", "--save-interval", "1", "--num-rollout", "1000",
+                        while_running=functools.partial(interrupt, place, number=number))
+    quiet(outcome)
+    assert (outcome.code, outcome.err) == (130, "Interrupted. The same command with --load ckpt goes on from the last checkpoint.\n")
+    assert "interrupted" in outcome.out.splitlines()[-1]
+    assert [event["status"] for event in events(place, "run_end")] == ["interrupted"]
+    done = len([path for path in (place.path / "ckpt").iterdir() if path.name.startswith("iter_")])
+    place.clean("--load", "ckpt", "--num-rollout", str(done + 1))
+    assert events(place, "run_start")[-1]["resumed_from"] == done
+    assert events(place, "run_end")[-1]["status"] == "completed"
+
+
+def test_interrupted_run_that_saved_nothing(place, quiet):
+    outcome = place.run("--num-rollout", "1000", while_running=functools.partial(interrupt, place, after="metrics"))
+    quiet(outcome)
+    assert outcome.code == 130 and outcome.err.startswith("Interrupted. Nothing was saved; with --save FOLDER")
+    place.clean()
+
+
+def test_interrupt_while_a_scorer_hangs(place, quiet):
+    """Neither the scorer's thread nor a second Ctrl-C of an impatient user is in the way."""
+
+    def twice(process):
+        interrupt(place, process, after="weight_sync")
+        time.sleep(0.3)
+        if process.is_alive():
+            os.kill(process.pid, signal.SIGINT)
+
+    flags = place.plugin("import time\nfrom miles_core import hookimpl\n\n\nclass Bad:\n    @hookimpl('reward', name='bad')\n"
+                         "    def bad(self, sample):\n        time.sleep(1000)\n")
+    outcome = place.run(*flags, "--rm-type", "bad", while_running=twice)
+    quiet(outcome)
+    assert outcome.code == 130 and outcome.seconds < 30
+    place.clean()
+
+
+# ------------------------------------------------------------------------------------------------------ full disks
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A function that puts a file system of so many bytes at a folder; unmounted at the end."""
+    mounted = []
+
+    def mount(folder, size: int):
+        folder.mkdir()
+        done = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder], capture_output=True)
+        if done.returncode:
+            pytest.skip(f"mount is not permitted: {done.stderr.decode().strip()}")
+        mounted.append(folder)
+
+    yield mount
+    for folder in mounted:
+        subprocess.run(["umount", folder], check=True)
+
+
+def test_disk_full_while_saving(place, small_disk):
+    """The checkpoint of before stays; once there is room the run goes on from it."""
+    small_disk(place.path / "ckpt", 8 << 20)
+    place.saved()
+    filler = place.path / "ckpt/filler"
+    room = os.statvfs(filler.parent)
+    filler.write_bytes(b"\0" * (room.f_bavail * room.f_frsize - 100_000))
+    place.refused(1, "ckpt/iter_0000002: the disk is full ... free some space", "--save", "ckpt", "--load", "ckpt", "--num-rollout", "2")
+    assert (place.path / "ckpt/latest_checkpointed_iteration.txt").read_text() == "1\n"
+    assert not list((place.path / "ckpt").glob(".tmp-*")), "what was half written is gone and takes no room"
+    filler.unlink()
+    place.clean("--save", "ckpt", "--load", "ckpt", "--num-rollout", "2")
+    assert (place.path / "ckpt/latest_checkpointed_iteration.txt").read_text() == "2\n"
+
+
+def test_disk_full_while_recording(place, small_disk):
+    """The record holds whole lines up to where the disk was full, and goes on after them."""
+    small_disk(place.path / "runs", 1 << 20)
+    filler = place.path / "runs/filler"
+    filler.write_bytes(b"\0" * (900 << 10))
+    place.refused(1, "runs/a/ ... the disk is full ... free some space", "--save", "ckpt", "--save-interval", "20", "--num-rollout", "1000")
+    lines = (place.path / "runs/a/events.jsonl").read_bytes().splitlines(keepends=True)
+    assert all(json.loads(line) and line.endswith(b"\n") for line in lines)
+    filler.unlink()
+    done = int((place.path / "ckpt/latest_checkpointed_iteration.txt").read_text())
+    place.clean("--load", "ckpt", "--num-rollout", str(done + 1))
+
+
+def limit(size: int):
+    """No file larger than this: what a quota does, and it needs no mount."""
+    return functools.partial(resource.setrlimit, resource.RLIMIT_FSIZE, (size, size))
+
+
+def test_file_limit_while_saving(place):
+    place.saved()
+    place.refused(1, "ckpt/iter_0000002: the disk is full ... complete before still are",
+                  "--save", "ckpt", "--load", "ckpt", "--num-rollout", "2", before=limit(100_000))
+    place.clean("--load", "ckpt", "--num-rollout", "2")
+
+
+def test_file_limit_while_recording(place):
+    place.refused(1, "runs/a/ ... the disk is full", "--num-rollout", "1000", before=limit(25_000))
+    list(read(place.path / "runs/a/events.jsonl"))
+    place.clean()
+
+
+def test_file_limit_at_the_start(place):
+    place.refused(2, "runs/a/plan ... the disk is full", before=limit(1000))
+    place.clean()
+
+
+@pytest.mark.parametrize(("flags", "words"), [
+    (["--save", "run.toml"], "--save run.toml: checkpoints cannot be written here (got File exists)"),
+    (["--save", "/proc/nowhere"], "--save /proc/nowhere: checkpoints cannot be written here"),
+    (["--run-dir", "run.toml"], "run.toml: a file stands where a folder is needed"),
+    (["--run-dir", "/proc/nowhere"], "/proc/nowhere: cannot be written"),
+    (["--save", "ckpt", "--save-hf", "hf/{rollout}"], "checkpoint.save_hf (--save-hf): ... {rollout_id}"),
+    (["--save", "ckpt", "--save-hf", "run.toml/{rollout_id}"], "--save-hf run.toml/{rollout_id}: checkpoints cannot be written here (got File exists)"),
+], ids=lambda value: "".join(value) if isinstance(value, list) else "")  # fmt: skip
+def test_unwritable_folder(place, flags, words):
+    """Known before the first rollout, not when the first checkpoint is due."""
+    place.refuses(2, words, *flags)
+
+
+# ----------------------------------------------------------------------------------------------- a second run, and
+# ----------------------------------------------------------------------------------------------- runs without work
+
+
+def test_two_runs_in_one_directory(place, quiet):
+    """The second is refused and names the first, which does not notice."""
+    seen = []
+
+    def second(process):
+        wait_for(place, "metrics", process)
+        seen.append(place.run())
+        place.decent(seen[0], 2, f"runs/a: another run is writing here: process {process.pid} on ... --run-dir")
+        interrupt(place, process)
+
+    outcome = place.run("--num-rollout", "1000", "--save", "ckpt", "--save-interval", "1", while_running=second)
+    quiet(outcome)
+    assert seen and outcome.code == 130
+    done = [event["rollout_id"] for event in events(place, "metrics")]
+    assert done == list(range(len(done))) and len(events(place, "run_start")) == 1
+    place.clean()
+
+
+def test_nothing_left_to_do(place):
+    """A checkpoint that is as far as --num-rollout asks: said, and not an error."""
+    place.saved()
+    outcome = place.clean("--load", "ckpt", "--num-rollout", "1")
+    assert "nothing left to do: 1 of 1 rollouts are done; raise --num-rollout" in outcome.out
+
+
+HOOK = """
+import numpy as np
+from miles_core import hookimpl
+from miles_core.types import Drop, Sample
+
+
+class Bad:
+    @hookimpl({mark})
+    {define}(self, {arguments}):
+        return {body}
+"""
+
+
+@pytest.mark.parametrize(("mark", "define", "arguments", "body", "flags", "words"), [
+    ("", "def filter_group", "group", "Drop('dull', 'too easy')", ["--max-over-sampling-waves", "2"],
+     "filters dropped 8 groups (dull 8) and kept 0 of the 4 ... too easy ... look at the reward"),
+    ("name='bad'", "async def generate", "prompt, generation", "[]", ["--generate", "bad"],
+     "generator 'bad', train prompt 0: a generator should return a list of samples, at least one (got [])"),
+    ("name='bad'", "async def generate", "prompt, generation", "None", ["--generate", "bad"],
+     "generator 'bad', train prompt 0: a generator should return a list of samples, at least one (got None)"),
+    ("name='bad'", "def advantage", "batch", "[1.0]", ["--advantage-estimator", "bad", "--policy-loss", "grpo"],
+     "advantage ... 'bad' ... 16"),
+    ("name='bad'", "def advantage", "batch", "[float('nan')] * 16", ["--advantage-estimator", "bad", "--policy-loss", "grpo"],
+     "advantage ... 'bad' ... finite"),
+    ("name='bad'", "def combine_rewards", "sample, weights", "None", ["--combine-rewards", "bad"],
+     "no finite number (got None)"),
+    ("", "def finish", "", "1 / 0", ["--num-rollout", "1"], "plugin bad ... hook finish: ZeroDivisionError"),
+    ("", "def metrics", "rollout_id", "1 / 0", [], "plugin bad ... hook metrics: ZeroDivisionError"),
+], ids=["all-dropped", "no-samples", "none", "too-few", "nan", "combine", "finish", "metrics"])  # fmt: skip
+def test_hook_that_gives_nothing_to_train_on(place, mark, define, arguments, body, flags, words):
+    source = HOOK.format(mark=mark, define=define, arguments=arguments, body=body).replace("(self, )", "(self)")
+    place.refuses(1, words, *place.plugin(source), *flags)

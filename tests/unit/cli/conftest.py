@@ -1,0 +1,69 @@
+"""Shared by the tests of the command line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from miles_core.cli import cli, main
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def invoke(tmp_path, monkeypatch):
+    """(argv) -> click's Result, in a folder of its own; errors that are no click errors are raised."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(*argv: object) -> Result:
+        return CliRunner().invoke(cli, [str(word) for word in argv], catch_exceptions=False)
+
+    return call
+
+
+@pytest.fixture
+def call(tmp_path, monkeypatch, capfd):
+    """(argv) -> (exit code, stdout, stderr) of the console script's own entry point."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*argv: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["miles", *map(str, argv)])
+        code = 0
+        try:
+            main()
+        except SystemExit as leave:
+            code = leave.code or 0
+        return code, *capfd.readouterr()
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def tokenizer_dir(tmp_path_factory) -> Path:
+    """The tokenizer of the arithmetic example."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    subprocess.run([sys.executable, ROOT / "examples/arithmetic/make_tokenizer.py", folder], check=True)
+    return folder
+
+
+@pytest.fixture
+def changed_tokenizer(tokenizer_dir, tmp_path):
+    """(config changes, post-processor) -> a tokenizer folder with another configuration."""
+
+    def make(processor: dict | None = None, **changes: object) -> Path:
+        folder = tmp_path / "tokenizer"
+        folder.mkdir()
+        config = json.loads((tokenizer_dir / "tokenizer_config.json").read_text()) | changes
+        (folder / "tokenizer_config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
+        model = json.loads((tokenizer_dir / "tokenizer.json").read_text())
+        if processor is not None:
+            model["post_processor"] = processor
+        (folder / "tokenizer.json").write_text(json.dumps(model))
+        return folder
+
+    return make

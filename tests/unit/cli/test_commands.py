@@ -1,0 +1,159 @@
+"""The command line as a user meets it: help, versions, exit codes, misspelt words."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import re
+
+import pytest
+
+from miles_core.cli import COMMANDS, cli
+from miles_core.config.tables import TABLES
+
+GOOD = ("--hf-checkpoint", "tiny", "--prompt-data", "train.jsonl", "--rollout-batch-size", "4", "--num-rollout", "1",
+        "--rm-type", "math")  # fmt: skip
+
+
+def test_help_names_every_command_and_imports_none(invoke):
+    result = invoke("--help")
+    assert result.exit_code == 0
+    for name, text in COMMANDS.items():
+        assert re.search(rf"^  {name}\s+{re.escape(text)}$", result.output, re.MULTILINE)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_help(invoke, name):
+    result = invoke(name, "--help")
+    assert result.exit_code == 0
+    assert result.output.startswith(f"Usage: cli {name}")
+
+
+def test_the_help_of_run_has_all_nine_tables_and_every_option(invoke):
+    text = invoke("run", "--help").output
+    assert re.findall(r"^\[(\w+)\]", text, re.MULTILINE) == list(TABLES)
+    assert len(TABLES) == 9
+    words = set(re.findall(r"--[\w-]+", text))
+    from miles_core.cli.flags import options, spellings
+
+    assert {spellings(option)[0][0] for option in options(plugins=False)} <= words
+    assert "typing" not in text and "NoneType" not in text
+
+
+def test_the_help_of_run_fits_a_hundred_columns(invoke, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    assert max(map(len, invoke("run", "--help").output.splitlines())) <= 100
+
+
+def test_version(invoke):
+    assert invoke("--version").output.strip() == importlib.metadata.version("miles-core")
+
+
+def test_a_misspelt_command_is_answered_with_the_nearest(call):
+    code, _, err = call("repor")
+    assert code == 2
+    assert "Did you mean 'report'?" in err
+
+
+def test_a_command_that_resembles_none(call):
+    code, _, err = call("xyzzy")
+    assert code == 2 and "No such command 'xyzzy'" in err and "Did you mean" not in err
+
+
+def test_no_arguments_show_the_help(call):
+    code, out, err = call()
+    assert code == 2
+    assert "Commands:" in out + err
+
+
+def test_a_plan(call):
+    code, out, err = call("run", *GOOD, "--plan")
+    assert (code, err) == (0, "")
+    assert out.startswith("plan ")
+    assert "plugin math" in out and "rollout.rollout_batch_size = 4  (--rollout-batch-size)" in out
+
+
+def test_a_plan_as_json(call):
+    code, out, _ = call("run", *GOOD, "--plan", "--json")
+    assert code == 0
+    assert json.loads(out)["options"]["rollout.rollout_batch_size"] == 4
+
+
+@pytest.mark.parametrize("words, said", [
+    (("--rollout-batch-siz", "4"), "did you mean --rollout-batch-size"),
+    (("--rollout-batch-size", "many"), "--rollout-batch-size: rollout.rollout_batch_size should be"),
+    (("--engine-dtype", "int8"), "should be one of float32, bfloat16"),
+    (("--plugin", "gpro"), "did you mean 'grpo'"),
+    (("--plugin", "./nothing.py"), "cannot be read"),
+    (("--colocate",), "has no place here"),
+    (("--sglang-mem-fraction-static", "0.7"), "--sglang-mem-fraction-static"),
+    (("--num-steps-per-rollout", "3"), "do not divide"),
+    (("--prompt-source", "parquet"), "nobody enabled offers the prompt_source 'parquet'"),
+    (("--tensor-model-parallel-size", "2"), "one rank"),
+])  # fmt: skip
+def test_what_cannot_run_is_refused_with_exit_code_2_and_a_fix(call, words, said):
+    code, out, err = call("run", *GOOD, *words, "--plan")
+    assert (code, out) == (2, "")
+    assert err.startswith("Error: ") and said in err and "Fix: " in err
+    assert "Traceback" not in err
+
+
+def test_a_run_file_that_is_not_there(call):
+    code, _, err = call("run", "nowhere.toml")
+    assert code == 2 and "nowhere.toml: there is no such run file" in err
+
+
+def test_a_key_in_a_run_file_is_blamed_on_its_line(call, tmp_path):
+    (tmp_path / "bad.toml").write_text("[rollout]\nnum_rollout = 1\nrollout_batch_sise = 4\n")
+    code, _, err = call("run", "bad.toml")
+    assert code == 2 and "bad.toml:3" in err and "rollout_batch_size" in err
+
+
+def test_miles_toml_is_read_when_no_run_file_is_named(call, tmp_path):
+    (tmp_path / "miles.toml").write_text('[rollout]\nrollout_batch_size = 8\n')
+    code, out, _ = call("run", *[word for word in GOOD if word not in ("--rollout-batch-size", "4")], "--plan")
+    assert code == 0 and "rollout.rollout_batch_size = 8  (miles.toml:2)" in out
+
+
+def test_a_file_plugin_offers_named_parts(call, tmp_path):
+    (tmp_path / "best.py").write_text(
+        "from miles_core import hookimpl\n\n\nclass Best:\n    '''The best of the scores.'''\n\n    @hookimpl\n"
+        "    def combine_rewards(self, sample, weights):\n        return max(sample.rewards.values())\n"
+    )
+    code, out, _ = call("run", *GOOD, "--plugin", "./best.py", "--combine-rewards", "best", "--plan")
+    assert code == 0
+    assert re.search(r"combine_rewards +best +plugin best +\(--combine-rewards\)", out)
+
+
+def test_plugins_list(invoke):
+    text = invoke("plugins", "list").output
+    for name in ("grpo", "math", "sft", "dapo-filter", "tensorboard"):
+        assert re.search(rf"^{name} ", text, re.MULTILINE)
+
+
+def test_a_manifest_that_is_behind_its_code(call, tmp_path):
+    project = tmp_path / "miles-x"
+    package = project / "src" / "miles_x"
+    package.mkdir(parents=True)
+    (project / "pyproject.toml").write_text('[project.entry-points."miles.plugins"]\nx = "miles_x.plugin:X"\n')
+    (package / "plugin.py").write_text(
+        "from miles_core import hookimpl\n\n\nclass X:\n    '''X.'''\n\n    @hookimpl\n    def finish(self):\n"
+        "        pass\n")
+    code, _, err = call("plugins", "manifest", "--check", project)
+    assert code == 2 and "miles plugins manifest --write" in err
+    assert call("plugins", "manifest", "--write", project)[0] == 0
+    assert call("plugins", "manifest", "--check", project)[0] == 0
+
+
+def test_a_report_of_nothing(call):
+    code, _, err = call("report", "nowhere")
+    assert code == 2 and "there is no such folder" in err
+
+
+def test_flags_and_hooks_print_pages(invoke):
+    assert "# Flags" in invoke("flags").output
+    assert "# Hooks" in invoke("hooks").output
+
+
+def test_commands_are_lazy():
+    assert set(cli.commands) == set(), "nothing is registered, so nothing is imported"

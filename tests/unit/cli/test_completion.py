@@ -1,0 +1,64 @@
+"""Shell completion: the script is there, and completes commands, flags and values."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+
+import pytest
+from click.shell_completion import ShellComplete
+
+from miles_core.cli import cli
+
+
+def complete(*words: str) -> dict[str, str | None]:
+    """What is offered for the last word, with its help."""
+    items = ShellComplete(cli, {}, "miles", "_MILES_COMPLETE").get_completions(list(words[:-1]), words[-1])
+    return {item.value: item.help for item in items}
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_the_script_is_produced(invoke, shell):
+    result = invoke("completion", shell)
+    assert result.exit_code == 0
+    assert "_MILES_COMPLETE" in result.output and "miles" in result.output
+
+
+def test_bash_understands_its_script(invoke, tmp_path):
+    bash = shutil.which("bash")
+    if bash is None:
+        pytest.skip("there is no bash here")
+    (tmp_path / "script").write_text(invoke("completion", "bash").output)
+    assert subprocess.run([bash, "-n", tmp_path / "script"]).returncode == 0
+
+
+def test_an_unknown_shell(call):
+    code, _, err = call("completion", "tcsh")
+    assert code == 2 and "'bash', 'zsh', 'fish'" in err
+
+
+def test_commands():
+    assert set(complete("re")) == {"report"}
+
+
+def test_flags_of_every_table():
+    assert complete("run", "--rollout-batch")["--rollout-batch-size"] == "Prompts drawn per rollout."
+    assert "--advantage-estimator" in complete("run", "demo.toml", "--lr", "1e-6", "--adv")
+    assert {"--plan", "--plugin"} <= set(complete("run", "--pl"))
+    assert "--no-bf16" in complete("run", "--no-b")
+
+
+def test_flags_of_megatron_core_and_of_plugins():
+    assert "--tensor-model-parallel-size" in complete("run", "--tensor")
+    assert {"--grpo.std-normalization", "--grpo.no-std-normalization"} <= set(complete("run", "--grpo."))
+
+
+def test_values():
+    assert set(complete("run", "--kl-loss-type", "k")) == {"k1", "k2", "k3"}
+    assert set(complete("run", "--advantage-estimator", "")) == {"grpo", "sft"}
+    assert "dapo-filter" in complete("run", "demo.toml", "--plugin", "da")
+
+
+def test_anything_else_is_a_file():
+    items = ShellComplete(cli, {}, "miles", "_MILES_COMPLETE").get_completions(["run"], "examples/")
+    assert [item.type for item in items] == ["file"]

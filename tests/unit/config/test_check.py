@@ -1,0 +1,107 @@
+"""Relations between values: batch arithmetic as a table, and what does not start with the reason for it."""
+
+import pytest
+
+from miles_core.errors import BatchError, ConfigError, OwnerError
+
+# rollout_batch_size, n_samples_per_prompt, global_batch_size, num_steps_per_rollout -> batch, steps (None: refused)
+ARITHMETIC = [
+    (8, 4, None, None, (32, 1)), (8, 4, 32, None, (32, 1)), (8, 4, 16, None, (16, 2)), (8, 4, None, 4, (8, 4)),
+    (8, 4, 8, 4, (8, 4)), (8, 4, 1, None, (1, 32)), (1, 1, None, None, (1, 1)), (6, 5, 10, None, (10, 3)),
+    (8, 4, 5, None, None), (8, 4, None, 5, None), (8, 4, 16, 4, None), (8, 4, 64, None, None), (8, 4, 0, None, None),
+    (8, 4, None, 0, None), (0, 4, None, None, None), (8, 0, None, None, None), (-8, 4, None, None, None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("prompts", "answers", "batch", "steps", "expected"), ARITHMETIC)
+def test_batch_arithmetic(plan, prompts, answers, batch, steps, expected):
+    flags = ["--rollout-batch-size", prompts, "--n-samples-per-prompt", answers]
+    flags += ["--global-batch-size", batch] * (batch is not None) + ["--num-steps-per-rollout", steps] * (steps is not None)
+    if expected is None:
+        with pytest.raises(BatchError, match="batch|steps|n_samples"):
+            plan(*flags)
+        return
+    rollout = plan(*flags).config.rollout
+    assert (rollout.global_batch_size, rollout.num_steps_per_rollout) == expected
+    assert prompts * answers == rollout.global_batch_size * rollout.num_steps_per_rollout
+
+
+def test_the_message_names_all_knobs_and_who_set_them(plan):
+    with pytest.raises(BatchError) as caught:
+        plan("--global-batch-size", 5)
+    for part in ("rollout.rollout_batch_size (recipe.toml:8)", "rollout.n_samples_per_prompt (recipe.toml:9)",
+                 "rollout.global_batch_size (--global-batch-size)", "8 x 4 = 32"):
+        assert part in str(caught.value)
+
+
+REFUSED = {
+    "below rollout_batch_size": ["--over-sampling-batch-size", 4],
+    "max_lag should not be negative": ["--max-lag", -1],
+    "needs max_lag = 0": ["--placement", "shared", "--max-lag", 1],
+    "top_p lies in": ["--rollout-top-p", 0],
+    "3 weights": ["--rm-weights", 1, 2, 3],
+    "named twice": ["--rm-type", "math", "math"],
+    "no eval dataset": ["--eval-interval", 2],
+    "NAME PATH pairs": ["--eval-interval", 2, "--eval-prompt-data", "a", "a.jsonl", "b"],
+    "eps_clip_c should be above 1": ["--eps-clip-c", 1.0],
+    "no effect without --use-kl-loss": ["--kl-loss-coef", 0.1],
+    "one optimizer step per rollout": ["--skip-actor-forward-only", "--num-steps-per-rollout", 2],
+    "excludes use_rollout_logprobs": ["--skip-actor-forward-only", "--use-rollout-logprobs"],
+    "disagree": ["--calculate-per-token-loss", "--reduction", "sample"],
+    "trains on one rank": ["--tensor-model-parallel-size", 2],
+    "needs max_tokens_per_gpu": ["--use-dynamic-batch-size"],
+    "does not divide by micro_batch_size": ["--micro-batch-size", 5],
+    "log_probs_chunk_size should be at least 1": ["--log-probs-chunk-size", 0],
+    "save_interval needs --save": ["--save-interval", 1],
+    "nothing to train on": ["--debug-train-only"],
+    "no place for the rollout's number": ["--save-debug-rollout-data", "data"],
+    "exclude each other": ["--debug-rollout-only", "--load-debug-rollout-data", "{rollout_id}"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_impossible_relations_do_not_start(plan, message):
+    with pytest.raises(ConfigError) as caught:
+        plan(*REFUSED[message])
+    assert message in str(caught.value) and "Fix:" in str(caught.value)
+
+
+@pytest.mark.parametrize("line", ['hf_checkpoint = "models/tiny"', 'prompt_data = "train.jsonl"', "rollout_batch_size = 8",
+                                  "num_rollout = 3"])
+def test_what_is_needed_is_asked_for(plan, line):
+    with pytest.raises(ConfigError, match=f"{line.partition(' ')[0]} is needed"):
+        plan(**{line: ""})
+
+
+NOTED = {
+    "greedy": ["--rollout-temperature", 0], "uncut distribution": ["--rollout-top-p", 0.9],
+    "rides alone": ["--use-dynamic-batch-size", "--max-tokens-per-gpu", 100],
+    "--debug-train-only is implied": ["--load-debug-rollout-data", "data/{rollout_id}"],
+    "the reference model is --hf-checkpoint": ["--use-kl-loss"],
+    "overrides micro_batch_size": ["--use-dynamic-batch-size", "--max-tokens-per-gpu", 9999, "--micro-batch-size", 2],
+    "is not needed": ["--balance-data"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", NOTED)
+def test_documented_overrides_are_announced(plan, text):
+    made = plan(*NOTED[text])
+    assert any(text in note for note in made.notes) and text in made.to_text()
+
+
+def test_an_eval_dataset_knows_its_keys(plan, run_file):
+    from miles_core.config.check import check
+    from miles_core.config.load import load
+
+    text = "\n[[eval.datasets]]\nname = \"a\"\npath = \"a.jsonl\"\ntemprature = 0.5\n"
+    path = run_file()
+    path.write_text(path.read_text() + text)
+    with pytest.raises(ConfigError, match="no key 'temprature'"):
+        check(load(path).config)
+
+
+def test_parts_that_nobody_offers_name_the_nearest(plan):
+    with pytest.raises(OwnerError, match="did you mean 'local'"):
+        plan("--engine", "locl")
+    with pytest.raises(OwnerError, match="nobody enabled offers the policy_loss 'mine'"):
+        plan("--policy-loss", "mine")

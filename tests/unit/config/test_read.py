@@ -1,0 +1,46 @@
+"""Accepted but unread fails: every option that is declared is read from its own table by code that acts on it."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import miles_core
+from miles_core.config.options import options_of
+from miles_core.config.tables import TABLES
+
+PACKAGE = Path(miles_core.__file__).parent
+DECLARED = {(table, name): option for table, kind in TABLES.items() for name, option in options_of(table, kind).items()}
+
+BY_NAME = {"eval_temperature", "eval_top_p", "eval_top_k", "eval_max_response_len", "eval_min_new_tokens"}
+"""Read by getattr in build.sampling; tests/integration/test_evaluation.py shows that they act."""
+
+ONE_RANK = {"actor_num_nodes", "actor_num_gpus_per_node"}
+"""This version trains on one rank, so config/check.py refuses any other value; nothing else has to know."""
+
+
+@pytest.fixture(scope="module")
+def read() -> set[tuple[str, str]]:
+    """(table, option) of every attribute that is read from a thing called like a table; what only checks does not count."""
+    found = set()
+    for path in PACKAGE.rglob("*.py"):
+        if path.parent.name == "config" and path.name in ("tables.py", "check.py"):
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+                base = ast.unparse(node.value).rpartition(".")[2].rstrip("_")
+                tables = TABLES if base in ("given", "a") else [base]
+                found |= {(table, node.attr) for table in tables}
+    return found
+
+
+@pytest.mark.parametrize(("table", "name"), DECLARED)
+def test_every_option_is_read(read, table, name):
+    if len(DECLARED[table, name].choices) == 1 or name in BY_NAME | ONE_RANK:
+        return
+    assert (table, name) in read, f"[{table}] {name} is accepted, and nobody reads it"
+
+
+def test_the_exceptions_are_still_needed(read):
+    names = {name for _, name in DECLARED}
+    assert names >= BY_NAME | ONE_RANK and not (BY_NAME | ONE_RANK) & {name for _, name in read}
