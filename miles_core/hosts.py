@@ -7,15 +7,17 @@ is built by the host from a factory and its arguments, so nothing alive is ever 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import multiprocessing
 import os
+import pickle
 import queue
 import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from miles_core.errors import MilesError, TrainError
@@ -114,7 +116,8 @@ class ProcessHost(Handle):
         self._pipe, far = context.Pipe()
         served = (far, os.getpid(), factory, args)
         self._process = context.Process(target=_serve_process, args=served, name=name, daemon=True)
-        self._process.start()
+        with _without_interrupts():
+            self._process.start()
         far.close()
         self._turn = asyncio.Lock()
 
@@ -156,6 +159,19 @@ def _die_with(parent: int) -> None:
         os._exit(1)
 
 
+@contextlib.contextmanager
+def _without_interrupts() -> Iterator[None]:
+    """A process started inside ignores Ctrl-C, which a terminal sends to all: the driver alone decides what ends."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def _serve_process(pipe: Any, parent: int, factory: Callable, args: tuple) -> None:
     _die_with(parent)
     hosted = failure = None
@@ -171,7 +187,18 @@ def _serve_process(pipe: Any, parent: int, factory: Callable, args: tuple) -> No
             result = getattr(hosted, method)(*arguments)
             pipe.send((list(result) if hasattr(result, "__next__") else result, None, None))
         except BaseException as error:
-            pipe.send((None, error, traceback.format_exc()))
+            pipe.send((None, _portable(error), traceback.format_exc()))
+
+
+def _portable(error: BaseException) -> BaseException:
+    """The error, or one that says the same, if it does not survive pickling: a plugin's own class may not."""
+    try:
+        pickle.loads(pickle.dumps(error))
+        return error
+    except Exception:  # noqa: BLE001 - whatever its class does
+        other = RuntimeError(f"{type(error).__name__}: {error}")
+        other.__notes__ = getattr(error, "__notes__", [])
+        return other
 
 
 def _settle(answer: asyncio.Future, result: object, error: BaseException | None) -> None:

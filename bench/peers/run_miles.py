@@ -31,6 +31,9 @@ class Share:
         return float(sample.tokens[-sample.response_length:].mean()) / {vocabulary}
 '''
 
+MAX_TOKENS = {"large": 640, "small": 768}
+"""Whole sequences of a micro-batch: 8 of large's 256, all of small's 16. README.md has the figures."""
+
 
 def flags(workload: Workload, model: Path, folder: Path, arguments: argparse.Namespace) -> list[str]:
     """The run as a command line."""
@@ -95,10 +98,11 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--beta", type=float, default=0.0)
-    parser.add_argument("--max-tokens", type=int, default=2560)
+    parser.add_argument("--max-tokens", type=int, help="packed tokens per forward/backward (default: MAX_TOKENS)")
     parser.add_argument("--skip-old", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--interactive", action="store_true")
     arguments = parser.parse_args()
+    arguments.max_tokens = arguments.max_tokens or MAX_TOKENS[arguments.workload]
     lines = JsonLines()
     from miles_core.plugins.plan import prepare
 

@@ -163,7 +163,7 @@ class RunDirectory:
 
     def _sweep(self) -> None:
         """Remove what a killed run had half published; nobody else writes while the lock is held."""
-        for folder in (self.path, self.samples, self.debug):
+        for folder in (self.path, self.samples, self.logs, self.debug):
             for left in folder.glob(f".*{_TEMPORARY}"):
                 left.unlink(missing_ok=True)
 

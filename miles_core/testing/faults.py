@@ -198,7 +198,7 @@ class _Tracer:
         path = self.inside(file) if set(mode) & set("wax+") else None
         if path is None:
             return _real_open(file, mode, buffering, encoding, errors, newline, closefd, opener)
-        if not isinstance(file, int):
+        if not isinstance(file, int) and opener is None:  # an opener calls os.open
             self.at("open", path)
         with self._done_by_us():
             raw = _File(self, path, file, mode.replace("b", "").replace("t", ""), closefd, opener)

@@ -1,4 +1,4 @@
-"""Whole runs: engine and trainer agree on every token, the first ratio and the KL are exact, and weights arrive intact."""
+"""Whole runs: engine and trainer agree on every token, first ratio and KL are exact, weights arrive intact."""
 
 import pytest
 from safetensors.numpy import load_file
@@ -71,8 +71,8 @@ class Watched:
 def test_the_engine_starts_from_random_weights_and_then_has_the_trainers_bits(run_file, tiny, tmp_path, family):
     """Nothing of the engine's own weights is left, and each sync brings what the trainer exports, bit for bit."""
     (tmp_path / "watched.py").write_text(WATCHED)
-    go([run_file(family), "--plugin", tmp_path / "watched.py", "--engine", "watched", "--num-rollout", "2", "--save", "ck",
-        "--save-interval", "1", "--save-hf", "hf_{rollout_id}"], tmp_path)
+    go([run_file(family), "--plugin", tmp_path / "watched.py", "--engine", "watched", "--num-rollout", "2", "--save",
+        "ck", "--save-interval", "1", "--save-hf", "hf_{rollout_id}"], tmp_path)
     engine = {version: load_file(tmp_path / f"engine_{version}.safetensors") for version in range(4)}
     exported = [load_file(path / "model.safetensors") for path in (tiny / family, tmp_path / "hf_1", tmp_path / "hf_2")]
     for version, trained in enumerate(exported, 1):

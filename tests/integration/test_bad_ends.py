@@ -33,15 +33,16 @@ def wait_for(place, kind: str, process) -> None:
 
 
 def interrupt(place, process, number: int = signal.SIGINT, after: str = "checkpoint") -> None:
+    """To all processes of the run, as a terminal does; it leads a group of its own (before=os.setsid)."""
     wait_for(place, after, process)
-    os.kill(process.pid, number)
+    os.killpg(process.pid, number)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
-def test_interrupted_run_goes_on(place, quiet, number):
+@pytest.mark.parametrize(("number", "host"), [(signal.SIGINT, "thread"), (signal.SIGINT, "process"), (signal.SIGTERM, "thread")])
+def test_interrupted_run_goes_on(place, quiet, number, host):
     """It says how, its record ends as interrupted, and the checkpoint it leaves is where the next run begins."""
-    outcome = place.run("--save", "ckpt", "--save-interval", "1", "--num-rollout", "1000",
-                        while_running=functools.partial(interrupt, place, number=number))
+    outcome = place.run("--save", "ckpt", "--save-interval", "1", "--num-rollout", "1000", "--trainer-host", host,
+                        before=os.setsid, while_running=functools.partial(interrupt, place, number=number))
     quiet(outcome)
     assert (outcome.code, outcome.err) == (130, "Interrupted. The same command with --load ckpt goes on from the last checkpoint.\n")
     assert "interrupted" in outcome.out.splitlines()[-1]
@@ -53,7 +54,8 @@ def test_interrupted_run_goes_on(place, quiet, number):
 
 
 def test_interrupted_run_that_saved_nothing(place, quiet):
-    outcome = place.run("--num-rollout", "1000", while_running=functools.partial(interrupt, place, after="metrics"))
+    outcome = place.run("--num-rollout", "1000", before=os.setsid,
+                        while_running=functools.partial(interrupt, place, after="metrics"))
     quiet(outcome)
     assert outcome.code == 130 and outcome.err.startswith("Interrupted. Nothing was saved; with --save FOLDER")
     place.clean()
@@ -66,11 +68,11 @@ def test_interrupt_while_a_scorer_hangs(place, quiet):
         interrupt(place, process, after="weight_sync")
         time.sleep(0.3)
         if process.is_alive():
-            os.kill(process.pid, signal.SIGINT)
+            os.killpg(process.pid, signal.SIGINT)
 
     flags = place.plugin("import time\nfrom miles_core import hookimpl\n\n\nclass Bad:\n    @hookimpl('reward', name='bad')\n"
                          "    def bad(self, sample):\n        time.sleep(1000)\n")
-    outcome = place.run(*flags, "--rm-type", "bad", while_running=twice)
+    outcome = place.run(*flags, "--rm-type", "bad", before=os.setsid, while_running=twice)
     quiet(outcome)
     assert outcome.code == 130 and outcome.seconds < 30
     place.clean()
@@ -116,7 +118,7 @@ def test_disk_full_while_recording(place, small_disk):
     small_disk(place.path / "runs", 1 << 20)
     filler = place.path / "runs/filler"
     filler.write_bytes(b"\0" * (900 << 10))
-    place.refused(1, "runs/a/ ... the disk is full ... free some space", "--save", "ckpt", "--save-interval", "20", "--num-rollout", "1000")
+    place.refused(1, "runs/a/ ... the disk is full ... free some space", "--save", "ckpt", "--save-interval", "3", "--num-rollout", "1000")
     lines = (place.path / "runs/a/events.jsonl").read_bytes().splitlines(keepends=True)
     assert all(json.loads(line) and line.endswith(b"\n") for line in lines)
     filler.unlink()
@@ -153,7 +155,8 @@ def test_file_limit_at_the_start(place):
     (["--run-dir", "run.toml"], "run.toml: a file stands where a folder is needed"),
     (["--run-dir", "/proc/nowhere"], "/proc/nowhere: cannot be written"),
     (["--save", "ckpt", "--save-hf", "hf/{rollout}"], "checkpoint.save_hf (--save-hf): ... {rollout_id}"),
-    (["--save", "ckpt", "--save-hf", "run.toml/{rollout_id}"], "--save-hf run.toml/{rollout_id}: checkpoints cannot be written here (got File exists)"),
+    (["--save", "ckpt", "--save-hf", "run.toml/{rollout_id}"],
+     "--save-hf run.toml/{rollout_id}: checkpoints cannot be written here (got File exists)"),
 ], ids=lambda value: "".join(value) if isinstance(value, list) else "")  # fmt: skip
 def test_unwritable_folder(place, flags, words):
     """Known before the first rollout, not when the first checkpoint is due."""
@@ -174,7 +177,7 @@ def test_two_runs_in_one_directory(place, quiet):
         place.decent(seen[0], 2, f"runs/a: another run is writing here: process {process.pid} on ... --run-dir")
         interrupt(place, process)
 
-    outcome = place.run("--num-rollout", "1000", "--save", "ckpt", "--save-interval", "1", while_running=second)
+    outcome = place.run("--num-rollout", "1000", "--save", "ckpt", "--save-interval", "1", before=os.setsid, while_running=second)
     quiet(outcome)
     assert seen and outcome.code == 130
     done = [event["rollout_id"] for event in events(place, "metrics")]

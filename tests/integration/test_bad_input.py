@@ -144,10 +144,13 @@ ROW = {"prompt": "1+1=", "label": "2"}
 
 
 @pytest.mark.parametrize(("lines", "words"), [
-    ([ROW, '{"prompt": "1+', ROW], "data.jsonl, line 2: the line is not JSON (got Unterminated string starting at column 12) ... one JSON object a line"),
+    ([ROW, '{"prompt": "1+', ROW],
+     "data.jsonl, line 2: the line is not JSON (got Unterminated string starting at column 12)"
+     " ... one JSON object a line"),
     ([ROW, "", ["1+1=", "2"]], "data.jsonl, line 3: the line is not a JSON object (got list)"),
     ([], "data.jsonl: no prompt is left ... the file is empty"),
-    ([ROW | {"prompt": "1+" * 200}], "data.jsonl, line 1: the prompt has ... tokens ... context of 128 ... --rollout-max-prompt-len"),
+    ([ROW | {"prompt": "1+" * 200}],
+     "data.jsonl, line 1: the prompt has ... tokens ... context of 128 ... --rollout-max-prompt-len"),
     ([ROW | {"prompt": 5}], "data.jsonl, line 1: 'prompt' should be text or a list of chat messages (got int)"),
     ([ROW | {"prompt": []}], "data.jsonl, line 1: 'prompt' should be text or a list of chat messages (got nothing)"),
     ([ROW | {"prompt": [{"role": "user"}]}], "data.jsonl, line 1: the chat template refuses the messages"),
@@ -167,10 +170,13 @@ def test_data_that_is_not_utf8(place):
     (["--prompt-data", "nowhere.jsonl"], "nowhere.jsonl: there is no such prompt file ... --prompt-data"),
     (["--prompt-data", "."], "--prompt-data"),
     (["--label-key", "answer"], "train.jsonl, line 1: the row has no key 'answer' (got prompt, label) ... --label-key"),
-    (["--input-key", "question"], "train.jsonl, line 1: the row has no key 'question' (got prompt, label) ... --input-key"),
-    (["--no-apply-chat-template"], "train.jsonl, line 1: 'prompt' is a list of chat messages ... --apply-chat-template"),
+    (["--input-key", "question"],
+     "train.jsonl, line 1: the row has no key 'question' (got prompt, label) ... --input-key"),
+    (["--no-apply-chat-template"],
+     "train.jsonl, line 1: 'prompt' is a list of chat messages ... --apply-chat-template"),
     (["--chat-template-path", "nowhere.jinja"], "--chat-template-path nowhere.jinja: the chat template cannot be read"),
-    (["--eval-interval", "1", "--eval-prompt-data", "math", "nowhere.jsonl"], "nowhere.jsonl: there is no such prompt file ... --eval"),
+    (["--eval-interval", "1", "--eval-prompt-data", "math", "nowhere.jsonl"],
+     "nowhere.jsonl: there is no such prompt file ... --eval"),
     (["--rollout-max-context-len", "4096"], "rollout_max_context_len is beyond ... at most 128"),
 ], ids=lambda value: value[0] if isinstance(value, list) else "")  # fmt: skip
 def test_data_flags(place, flags, words):
@@ -192,13 +198,16 @@ class Bad:
 
 
 @pytest.mark.parametrize(("body", "argument", "words"), [
-    ("return 1 / 0", "sample", "scorer 'bad' failed on train prompt 0 (row 0) (got ZeroDivisionError: ... mend the scorer ... in plugin bad ... (file), hook reward ... logs/traceback.txt"),
+    ("return 1 / 0", "sample",
+     "scorer 'bad' failed on train prompt 0 (row 0) (got ZeroDivisionError: ... mend the scorer"
+     " ... in plugin bad ... (file), hook reward ... logs/traceback.txt"),
     ("return float('nan')", "sample", "scorer 'bad' gave train prompt 0 (row 0), sample 0 no finite number (got nan)"),
     ("pass", "sample", "scorer 'bad' gave train prompt 0 (row 0), sample 0 no finite number (got None)"),
     ("time.sleep(1000)", "sample", "scorer 'bad' took longer than 0.5 s for train prompt 0 ... --rm-timeout"),
     ("return [1.0]", "samples", "scorer 'bad' should answer with one number for each of 4 samples (got [1.0])"),
     ("return 1.0", "samples", "scorer 'bad' should answer with one number for each of 4 samples (got 1.0)"),
-    ("raise SystemExit(3)", "sample", "scorer 'bad' failed on train prompt 0 ... SystemExit: 3 ... in plugin bad ... logs/traceback.txt"),
+    ("raise SystemExit(3)", "sample",
+     "scorer 'bad' failed on train prompt 0 ... SystemExit: 3 ... in plugin bad ... logs/traceback.txt"),
 ], ids=["raises", "nan", "nothing", "hangs", "too-few", "no-list", "exits"])  # fmt: skip
 @pytest.mark.parametrize("define", ["def", "async def"])
 def test_bad_reward(place, define, body, argument, words):

@@ -12,11 +12,13 @@ import pytest
     (["--global-batch-size", "5"], "4 x 4 = 16 samples do not divide by global_batch_size 5"),
     (["--global-batch-size", "32"], "4 x 4 = 16 samples do not divide by global_batch_size 32"),
     (["--global-batch-size", "4", "--num-steps-per-rollout", "2"], "is 16 ... is 8 ... drop one"),
-    (["--no-use-dynamic-batch-size", "--micro-batch-size", "3"], "global_batch_size 16 does not divide by micro_batch_size 3"),
+    (["--no-use-dynamic-batch-size", "--micro-batch-size", "3"],
+     "global_batch_size 16 does not divide by micro_batch_size 3"),
     (["--no-use-dynamic-batch-size", "--micro-batch-size", "0"], "micro_batch_size should be at least 1 (got 0)"),
     (["--max-tokens-per-gpu", "none"], "use_dynamic_batch_size needs max_tokens_per_gpu"),
     (["--max-tokens-per-gpu", "0"], "max_tokens_per_gpu should be at least 1 (got 0)"),
-    (["--over-sampling-batch-size", "2"], "over_sampling_batch_size is below rollout_batch_size (got 2) ... at least 4"),
+    (["--over-sampling-batch-size", "2"],
+     "over_sampling_batch_size is below rollout_batch_size (got 2) ... at least 4"),
     (["--rollout-batch-size", "0"], "rollout_batch_size should be at least 1 (got 0)"),
     (["--rollout-max-response-len", "0"], "rollout_max_response_len should be at least 1 (got 0)"),
     (["--num-rollout", "-1"], "num_rollout should not be negative (got -1)"),
@@ -35,7 +37,8 @@ def test_sizes(place, flags, words):
     (["-num-rollout", "3"], "-num-rollout"),
     (["--plugin", "grpoo"], "--plugin: there is no plugin 'grpoo' ... did you mean 'grpo'?"),
     (["--plugin", "./nowhere.py"], "nowhere.py: the plugin file cannot be read ... check the path"),
-    (["--rm-type", "digit"], "rollout.rm_type (--rm-type): nobody enabled offers the reward 'digit' ... did you mean 'digits'?"),
+    (["--rm-type", "digit"],
+     "rollout.rm_type (--rm-type): nobody enabled offers the reward 'digit' ... did you mean 'digits'?"),
     (["--advantage-estimator", "grop"], "nobody enabled offers the advantage 'grop' ... did you mean 'grpo'?"),
     (["--engine", "sglang"], "nobody enabled offers the engine 'sglang' (got offered: local)"),
     (["--save-interval", "1"], "save_interval needs --save"),
@@ -47,15 +50,19 @@ def test_flags(place, flags, words):
 
 
 @pytest.mark.parametrize(("old", "new", "words"), [
-    ("rollout_batch_size =", "rolout_batch_size =", "bad.toml:13: [rollout] has no key 'rolout_batch_size' ... did you mean 'rollout_batch_size'?"),
-    ("rollout_batch_size = 4", 'rollout_batch_size = "four"', "bad.toml:13: rollout.rollout_batch_size should be int ... (got 'four')"),
+    ("rollout_batch_size =", "rolout_batch_size =",
+     "bad.toml:13: [rollout] has no key 'rolout_batch_size' ... did you mean 'rollout_batch_size'?"),
+    ("rollout_batch_size = 4", 'rollout_batch_size = "four"',
+     "bad.toml:13: rollout.rollout_batch_size should be int ... (got 'four')"),
     ("[rollout]", "[rolout]", "bad.toml:8: there is no table [rolout] ... did you mean [rollout]?"),
     ("[checkpoint]", "[checkpoint", "bad.toml: the run file is not TOML ... line 4"),
     ("hf_checkpoint =", "model_name =", "bad.toml:5: [checkpoint] has no key 'model_name' ... it belongs in [model]"),
     ("prompt_data =", "# prompt_data =", "rollout.prompt_data is needed ... --prompt-data"),
     ("plugins = [", "plugins = 5 # [", "bad.toml: plugins should be a list of names (got 5)"),
-    ("[perf]", "[tensorboard]", "bad.toml:19: the table [tensorboard] belongs to a plugin that is not enabled ... --plugin tensorboard"),
-    ('rm_type = ["digits"]', 'rm_type = "digits"', 'bad.toml:16: rollout.rm_type should be list[str] ... write ["digits"]'),
+    ("[perf]", "[tensorboard]",
+     "bad.toml:19: the table [tensorboard] belongs to a plugin that is not enabled ... --plugin tensorboard"),
+    ('rm_type = ["digits"]', 'rm_type = "digits"',
+     'bad.toml:16: rollout.rm_type should be list[str] ... write ["digits"]'),
 ], ids=["key", "type", "table", "toml", "home", "needed", "plugins", "absent", "list"])  # fmt: skip
 def test_run_file(place, old, new, words):
     place.rewrite(old, new)
@@ -99,11 +106,13 @@ class Bad:
 
 @pytest.mark.parametrize(("part", "text", "words"), [
     ("top", "def broken(:", "bad.py: the plugin file is not Python (got line 2: invalid syntax)"),
-    ("top", "import nowhere_to_be_found", "bad.py: plugin 'bad' cannot be imported (got ModuleNotFoundError: No module named"),
+    ("top", "import nowhere_to_be_found",
+     "bad.py: plugin 'bad' cannot be imported (got ModuleNotFoundError: No module named"),
     ("top", "1 / 0", "bad.py: plugin 'bad' cannot be imported (got ZeroDivisionError"),
     ("top", "raise SystemExit(3)", "bad.py: plugin 'bad' cannot be imported (got SystemExit: 3)"),
     ("init", "1 / 0", "bad.py:Bad: plugin 'bad' cannot be made (got ZeroDivisionError"),
-    ("argument", "groups", "filter_group: it takes 'groups', which filter_group does not have ... filter_group has: group"),
+    ("argument", "groups",
+     "filter_group: it takes 'groups', which filter_group does not have ... filter_group has: group"),
 ], ids=["syntax", "import", "raises", "exits", "constructor", "argument"])  # fmt: skip
 def test_plugin_that_does_not_load(place, part, text, words):
     parts = {"top": "", "init": "pass", "argument": "group", "body": "pass"} | {part: text}
@@ -111,7 +120,8 @@ def test_plugin_that_does_not_load(place, part, text, words):
 
 
 def test_plugin_without_a_hook(place):
-    place.refuses(2, "bad.py: a plugin file needs exactly one class ... hookimpl", *place.plugin("class Bad:\n    pass\n"))
+    flags = place.plugin("class Bad:\n    pass\n")
+    place.refuses(2, "bad.py: a plugin file needs exactly one class ... hookimpl", *flags)
 
 
 @pytest.mark.parametrize(("body", "words"), [
@@ -130,8 +140,10 @@ def test_plugin_that_fails_in_the_run(place, body, words):
 
 
 def test_trainer_plugin_that_fails_in_a_worker_process(place):
-    """The same from another process: nothing of the worker's own traceback reaches the terminal."""
+    """The same from another process, with an error that cannot be pickled; its traceback is in the logs."""
+    error = "class Odd(Exception):\n    def __init__(self, one, two):\n        super().__init__(f'{one} and {two}')\n"
     source = FILTER.replace("filter_group(self, {argument})", "microbatch(self, proceed, packed)")
-    source = source.format(top="", init="pass", body="1 / 0").replace("return group", "return proceed(packed)")
-    outcome = place.refuses(1, "plugin bad ... hook microbatch: ZeroDivisionError", *place.plugin(source), "--trainer-host", "process")
-    assert "in process trainer" in (place.path / "runs/a/logs/traceback.txt").read_text(), outcome.err
+    flags = place.plugin(source.format(top=error, init="pass", body="raise Odd(1, 2)").replace("group", "proceed(packed)"))
+    place.refuses(1, "plugin bad ... hook microbatch: ... Odd: 1 and 2", *flags, "--trainer-host", "process")
+    trace = (place.path / "runs/a/logs/traceback.txt").read_text()
+    assert "in process trainer" in trace and "bad.py" in trace

@@ -77,7 +77,8 @@ def test_a_replay_trains_bit_for_bit_without_an_engine(run_file, tmp_path):
     """Saved rollouts give the same metrics and weights; replaying implies train-only, and says so."""
     (tmp_path / "bomb.py").write_text(BOMB)
     common = [run_file(), "--use-kl-loss", "--kl-loss-coef", "0.1", "--num-steps-per-rollout", "2"]
-    first = go([*common, "--save-debug-rollout-data", "data/{rollout_id}", "--save", "a", "--save-hf", "hf_a"], tmp_path, "a")
+    first = go([*common, "--save-debug-rollout-data", "data/{rollout_id}", "--save", "a", "--save-hf", "hf_a"],
+               tmp_path, "a")
     assert sorted(path.name for path in (tmp_path / "data").iterdir()) == ["0", "1", "2"]
     again = go([*common, "--load-debug-rollout-data", "data/{rollout_id}", "--save", "b", "--save-hf", "hf_b",
                 "--plugin", tmp_path / "bomb.py", "--engine", "bomb"], tmp_path, "b")

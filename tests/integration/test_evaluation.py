@@ -47,7 +47,7 @@ def test_both_ends_by_interval_each_dataset_its_own_way_and_repeatable(run_file,
     """A learning rate of 0 keeps the weights, so every evaluation has to draw the same tokens."""
     path = run_file(**{"\n[perf]": DATASETS.format(tiny=tiny)})
     found = evals(go([path, "--lr", "0", "--weight-decay", "0"], tmp_path))
-    assert sorted({rollout_id for rollout_id, _ in found}) == [0, 2, 3], "before the first, every second, after the last"
+    assert sorted({rollout_id for rollout_id, _ in found}) == [0, 2, 3], "before the first, every second, the last"
     assert len(found) == 6
     short, greedy = ([metrics for _, metrics in found if f"eval/{name}" in metrics] for name in ("short", "greedy"))
     assert all("eval/short-pass@4" in one and one["eval/short/response_len/max"] <= 3 for one in short)
@@ -97,13 +97,14 @@ def test_whoever_watches_training_gives_the_same_bits(run_file, tiny, tmp_path):
 
 
 def test_no_rollouts_at_all_is_one_evaluation(run_file, tiny, tmp_path):
-    events = go([run_file(), "--num-rollout", "0", "--eval-interval", "1", "--eval-prompt-data", f"{tiny}/eval.jsonl"], tmp_path)
+    data = f"{tiny}/eval.jsonl"
+    events = go([run_file(), "--num-rollout", "0", "--eval-interval", "1", "--eval-prompt-data", data], tmp_path)
     [(rollout_id, metrics)] = evals(events)
     assert rollout_id == 0 and metrics["eval/eval"] == pytest.approx(metrics["eval/eval/reward/digits"])
     assert not [event for event in events if event["event"] == "metrics"]
 
 
 def test_the_first_evaluation_can_be_skipped(run_file, tiny, tmp_path):
-    events = go([run_file(), "--num-rollout", "1", "--eval-interval", "5", "--skip-eval-before-train", "--eval-prompt-data",
-                 "sums", f"{tiny}/eval.jsonl"], tmp_path)
+    events = go([run_file(), "--num-rollout", "1", "--eval-interval", "5", "--skip-eval-before-train",
+                 "--eval-prompt-data", "sums", f"{tiny}/eval.jsonl"], tmp_path)
     assert [rollout_id for rollout_id, _ in evals(events)] == [1]

@@ -29,7 +29,7 @@ from miles_core.types import Batch, Group, Prompt, Sample, Status
 LOSS = GRADIENT = SPLIT = 1e-6
 # A single parameter's worst element is fp32's own rounding, amplified where the gradient is a sum that nearly cancels
 # (norms and projections of q and k): transformers' fp32 backward is no closer to float64. The test prints both.
-WORST_PARAMETER = 4e-6
+WORST_PARAMETER = 3e-6
 
 OBJECTIVES = {
     "plain": {},
@@ -54,7 +54,8 @@ class InFloat64(TorchFunctionMode):
 def make_batch() -> Batch:
     """Ten samples of unequal lengths in three groups: masks with holes, siblings, advantages of both signs and zero."""
     draw = np.random.default_rng(7)
-    groups, shapes = [], [[(5, 9), (5, 1), (5, 30)], [(11, 17), (11, 40), (11, 3), (11, 8)], [(3, 21), (3, 12), (3, 60)]]
+    groups = []
+    shapes = [[(5, 9), (5, 1), (5, 30)], [(11, 17), (11, 40), (11, 3), (11, 8)], [(3, 21), (3, 12), (3, 60)]]
     for uid, sizes in enumerate(shapes):
         ids = draw.integers(0, 256, sizes[0][0]).astype(np.int32)
         prompt = Prompt(uid, uid, "", tuple(ids.tolist()))
@@ -243,7 +244,8 @@ def test_loss_and_gradients_are_those_of_float64(bench, name, record_property):
 @pytest.fixture(scope="module")
 def one_pass(bench):
     """(metrics, gradients) of everything in one micro-batch: what all other packings are compared with."""
-    bench.configure(OBJECTIVES["dual-clip, KL and entropy"], {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 9999})
+    bench.configure(OBJECTIVES["dual-clip, KL and entropy"],
+                    {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 9999})
     found = bench.step(make_batch())
     return lambda: found
 
@@ -261,8 +263,8 @@ def test_no_packing_changes_the_step(bench, one_pass, order, limit, size, multip
     batch.groups = [Group(samples[i].prompt, [samples[i]]) for i in order]
     metrics, found = bench.step(batch)
     expected_metrics, expected = one_pass()
-    for key in ("train/loss", "train/pg_loss", "train/kl_loss", "train/entropy_loss", "train/pg_clipfrac", "train/ppo_kl"):
-        assert metrics[key] == pytest.approx(expected_metrics[key], rel=SPLIT, abs=1e-9), key
+    for name in ("loss", "pg_loss", "kl_loss", "entropy_loss", "pg_clipfrac", "ppo_kl"):
+        assert metrics[f"train/{name}"] == pytest.approx(expected_metrics[f"train/{name}"], rel=SPLIT, abs=1e-9), name
     assert overall(found, expected) <= SPLIT
     assert worst(found, expected) <= WORST_PARAMETER
 

@@ -17,6 +17,8 @@ from miles_core.testing.survival import Course
 pytestmark = pytest.mark.integration
 
 ROLLOUTS = 6
+PARTS = 2
+"""How many tests share the operations of one setting, for as many processes (pytest -n)."""
 COMMON = ["--rollout-shuffle", "--lr-decay-style", "linear", "--threads", "1"]
 ONE_STEP, TWO_STEPS = "one step", "two steps, filter, eval, export"
 
@@ -68,10 +70,13 @@ def test_a_sample_of_kills(course):
 
 
 @pytest.mark.slow
-def test_a_kill_at_every_operation(course, capsys):
+@pytest.mark.parametrize("part", range(PARTS))
+def test_a_kill_at_every_operation(course, part, capsys):
     """The folder's every state: before each operation, in the middle of each write, and after the last operation."""
     recorded = course.reference()
-    points = [(operation, False) for operation in recorded] + [(o, True) for o in recorded if o.tearable]
+    assert len(recorded) > 200
+    mine = recorded[part::PARTS]
+    points = [(operation, False) for operation in mine] + [(o, True) for o in mine if o.tearable]
     begin, killed, failures = time.monotonic(), 0, {}
     for count, (operation, torn) in enumerate(points, 1):
         wrong = course.killed_at(operation, torn=torn)
@@ -79,10 +84,11 @@ def test_a_kill_at_every_operation(course, capsys):
         if wrong:
             failures[f"{'torn ' * torn}{operation}"] = wrong
         if count % 20 == 0 or wrong or count == len(points):
-            _tell(capsys, f"{count} of {len(points)} kills, {len(failures)} failures, {time.monotonic() - begin:.0f} s"
-                          + (f"; {operation}: {wrong}" if wrong else ""))
+            _tell(capsys, f"part {part}: {count} of {len(points)} kills, {len(failures)} failures, "
+                          f"{time.monotonic() - begin:.0f} s" + (f"; {operation}: {wrong}" if wrong else ""))
+    _tell(capsys, f"part {part}: killed at {killed} of {len(mine)} of {len(recorded)} operations")
     assert not failures
-    assert killed == len(recorded) > 100
+    assert killed == len(mine)
     assert course.finish("reference"), "nothing is left to do"
 
 

@@ -34,8 +34,8 @@ def trained(run_file, tmp_path, name: str, seed: str, *flags: str):
     folder.mkdir()
     plugin = folder / "slow.py"
     plugin.write_text(SLOW.replace("SEED", seed))
-    outcome = miles(["run", run_file(**{'"digits"': '"slow"'}), "--plugin", plugin, "--over-sampling-batch-size", "7", "--save",
-                     "ck", "--save-hf", "hf", "--run-dir", "run", "--no-live", *flags], folder)
+    outcome = miles(["run", run_file(**{'"digits"': '"slow"'}), "--plugin", plugin, "--over-sampling-batch-size", "7",
+                     "--save", "ck", "--save-hf", "hf", "--run-dir", "run", "--no-live", *flags], folder)
     assert outcome.code == 0, outcome.err
     metrics = [{key: value for key, value in event["metrics"].items() if not key.startswith("perf/")}
                for event in read(folder / "run/events.jsonl") if event["event"] == "metrics"]

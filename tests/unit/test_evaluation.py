@@ -48,7 +48,8 @@ def test_one_answer_per_prompt_has_no_pass_at_k():
 ])  # fmt: skip
 def test_due_at_both_ends_and_by_interval(interval, skip, expected):
     evaluation = Evaluation([object()], None, interval, skip)
-    found = ["before"] * evaluation.due(0, 5, before=True) + [n for n in range(1, 6) if evaluation.due(n, 5, before=False)]
+    found = ["before"] * evaluation.due(0, 5, before=True)
+    found += [n for n in range(1, 6) if evaluation.due(n, 5, before=False)]
     assert found == expected
 
 
@@ -63,11 +64,9 @@ def test_every_prompt_of_every_dataset_is_generated_and_scored_once():
         seen.append((prompt.stream, prompt.uid))
         return toy_group(prompt, 1)
 
-    class Prompts(list):
-        pass
-
-    datasets = [Dataset(name, Prompts(Prompt(i, i, "", (1,), stream=name) for i in range(3)), generate, 2) for name in "ab"]
+    datasets = [Dataset(name, [Prompt(i, i, "", (1,), stream=name) for i in range(3)], generate, 2) for name in "ab"]
     scoring = Scoring({"one": lambda sample: 1.0}, {"one": 1.0}, weighted_sum, 5.0)
     found = asyncio.run(Evaluation(datasets, scoring, 1)(None))
     assert sorted(seen) == [(name, uid) for name in "ab" for uid in range(3)]
-    assert [(name, metrics[f"eval/{name}"], len(samples)) for name, metrics, samples in found] == [("a", 1.0, 6), ("b", 1.0, 6)]
+    figures = [(name, metrics[f"eval/{name}"], len(samples)) for name, metrics, samples in found]
+    assert figures == [("a", 1.0, 6), ("b", 1.0, 6)]

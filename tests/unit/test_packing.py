@@ -47,8 +47,9 @@ def test_the_order_of_samples_changes_no_bins_contents(lengths, capacity, random
     """As multisets of lengths: a shuffled batch is packed alike."""
     shuffled = list(lengths)
     random.shuffle(shuffled)
-    contents = [sorted(sorted(of[i] for i in part) for part in first_fit_decreasing(of, capacity)) for of in (lengths, shuffled)]
-    assert contents[0] == contents[1]
+    one, other = (sorted(sorted(of[i] for i in part) for part in first_fit_decreasing(of, capacity))
+                  for of in (lengths, shuffled))
+    assert one == other
 
 
 @settings(deadline=None, max_examples=60)

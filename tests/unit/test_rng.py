@@ -5,7 +5,8 @@ from hypothesis import strategies as st
 
 from miles_core import rng
 
-PLACE = st.tuples(st.integers(0, 2**31), st.text(st.characters(min_codepoint=32), max_size=12), st.lists(st.integers(0, 2**40), max_size=4).map(tuple))
+STREAM = st.text(st.characters(min_codepoint=32), max_size=12)
+PLACE = st.tuples(st.integers(0, 2**31), STREAM, st.lists(st.integers(0, 2**40), max_size=4).map(tuple))
 
 
 def test_pinned_values():

@@ -146,6 +146,8 @@ class Batch:
             for hole, mover in zip(holes, movers, strict=True):
                 self.flights[hole] = self.flights[mover]
         del self.flights[count:]
+        if not self.flights:
+            self._cache.clear()
 
     def _take(self, rows: slice, tokens: np.ndarray, log_probs: np.ndarray, version: int) -> list[tuple[Flight, str]]:
         """Record one drawn token per row; returns the rows that end with it."""

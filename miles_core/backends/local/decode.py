@@ -14,6 +14,8 @@ tests/unit/backends/local/ holds this to exact equality.
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -93,13 +95,20 @@ class Cache:
     """Keys and values of the rows that decode together: per layer two tensors [rows, kv_heads, width, head_dim].
 
     Always float32 (values are rounded to the model's dtype before they are stored), zero where nothing was written,
-    left-aligned: position p of a row lies in column p. It grows as needed, to at most `max_rows`, and never shrinks.
+    left-aligned: position p of a row lies in column p. It grows as needed, to at most `max_rows`.
+
+    Its memory is mapped, not taken from the allocator: pages that nobody writes cost nothing, and what is let go is the
+    system's again at once, rather than lost to the trainer in another thread's heap.
     """
 
     def __init__(self, shape: ModelShape, max_rows: int):
         self._shape, self._max_rows = shape, round_up(max_rows)
+        self.clear()
+
+    def clear(self) -> None:
+        """Let the memory go."""
         self.rows = self.width = 0
-        self.k = [torch.zeros(0, shape.kv_heads, 0, shape.head_dim) for _ in range(shape.layers)]
+        self.k = [torch.zeros(0, self._shape.kv_heads, 0, self._shape.head_dim) for _ in range(self._shape.layers)]
         self.v = list(self.k)
 
     def reserve(self, rows: int, width: int) -> None:
@@ -112,7 +121,7 @@ class Cache:
         self.width = max(old_width, round_up(width, 64))
         for tensors in (self.k, self.v):
             for index, old in enumerate(tensors):
-                new = torch.zeros(self.rows, self._shape.kv_heads, self.width, self._shape.head_dim)
+                new = _mapped(self.rows, self._shape.kv_heads, self.width, self._shape.head_dim)
                 new[:old_rows, :, :old_width] = old
                 tensors[index] = new
 
@@ -127,6 +136,12 @@ class Cache:
         for mine, theirs in ((self.k, k), (self.v, v)):
             for tensor, new in zip(mine, theirs, strict=True):
                 tensor[rows, :, :width] = new[picks][:, :, :width]
+
+
+def _mapped(*shape: int) -> torch.Tensor:
+    """Zeros in pages of their own."""
+    count = math.prod(shape)
+    return torch.frombuffer(mmap.mmap(-1, 4 * count), dtype=torch.float32, count=count).view(shape)
 
 
 @dataclass(slots=True)

@@ -302,7 +302,7 @@ def _present(folder: Path) -> str:
 
 
 def _first_line(error: BaseException) -> str:
-    if isinstance(error, CheckpointException) and error.failures:  # torch's collective wrapper; its own text says nothing
+    if isinstance(error, CheckpointException) and error.failures:  # torch's wrapper, which says nothing
         return _first_line(next(iter(error.failures.values()))[0])
     text = str(error).strip() or type(error).__name__
     return next(line for line in text.splitlines() if line.strip())[:300]

@@ -51,8 +51,8 @@ def check_architecture(given: Mapping[str, object], spec: ModelSpec) -> None:
     }  # fmt: skip
     for name, value in given.items():
         if name in fixed and value != fixed[name]:
-            raise ConfigError(f"{name} disagrees with the checkpoint, which says {fixed[name]}", got=value, who=spec.source,
-                              fix=f"leave {name} out, or use a checkpoint with that value")
+            raise ConfigError(f"{name} disagrees with the checkpoint, which says {fixed[name]}", got=value,
+                              who=spec.source, fix=f"leave {name} out, or use a checkpoint with that value")
         owner = surface()[name].owner
         if owner == "MLATransformerConfig" or (owner == "GPTModel" and name not in fixed):
             raise ConfigError(f"{name} is of an architecture that this checkpoint is not", got=value, who=spec.source,

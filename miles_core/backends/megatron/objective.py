@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable
-
 import torch
 
 from miles_core.backends.megatron.logprob import token_log_probs
@@ -52,8 +49,9 @@ class Objective:
         inputs = self._inputs(hidden, weight, batch)
         per_token, metrics = self._policy_loss(inputs)
         if per_token.shape != inputs.log_probs.shape:  # a scalar would be broadcast, and train on something else
-            raise TrainError("the loss should have one value for each token", got=f"shape {list(per_token.shape)}",
-                             who=f"policy loss {self._name!r}", fix=f"return shape {list(inputs.log_probs.shape)}; the core reduces")
+            raise TrainError("the loss should have one value for each token", who=f"policy loss {self._name!r}",
+                             got=f"shape {list(per_token.shape)}",
+                             fix=f"return shape {list(inputs.log_probs.shape)}; the core reduces")
         total, share = per_token, {"pg_loss": per_token, **metrics}
         for name, (coefficient, term) in (self._terms(inputs) if self._terms else {}).items():
             share[name] = term

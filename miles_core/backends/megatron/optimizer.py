@@ -101,12 +101,13 @@ def wrap(
     with _refusals("[perf] and [optimizer]"):
         ddp = DistributedDataParallelConfig(**_fields(
             DistributedDataParallelConfig, options.megatron,
-            use_distributed_optimizer=options.use_distributed_optimizer, grad_reduce_in_fp32=options.grad_reduce_in_fp32,
+            use_distributed_optimizer=options.use_distributed_optimizer,
+            grad_reduce_in_fp32=options.grad_reduce_in_fp32,
             overlap_grad_reduce=options.overlap_grad_reduce, overlap_param_gather=options.overlap_param_gather,
         ))  # fmt: skip
         wrapped = [
-            DistributedDataParallel(config, ddp, Float16Module(config, chunk) if low else chunk, disable_bucketing=i > 0)
-            for i, chunk in enumerate(chunks)
+            DistributedDataParallel(config, ddp, Float16Module(config, part) if low else part, disable_bucketing=i > 0)
+            for i, part in enumerate(chunks)
         ]
     if ddp.overlap_grad_reduce:
         # Only a step's last micro-batch may start the reduction.

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from miles_core.backends.megatron import cpu, weights
+from miles_core.backends.megatron import cpu, memory, weights
 from miles_core.backends.megatron.layers import packed_rows
 from miles_core.backends.megatron.microbatch import MicroBatch, assemble
 from miles_core.backends.megatron.models import Models
@@ -98,6 +98,7 @@ class MegatronTrainer:
 
     def end_batch(self) -> Batch:
         batch, self.batch = self.batch, None
+        memory.give_back()
         return batch
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -16,7 +16,8 @@ ARITHMETIC = [
 @pytest.mark.parametrize(("prompts", "answers", "batch", "steps", "expected"), ARITHMETIC)
 def test_batch_arithmetic(plan, prompts, answers, batch, steps, expected):
     flags = ["--rollout-batch-size", prompts, "--n-samples-per-prompt", answers]
-    flags += ["--global-batch-size", batch] * (batch is not None) + ["--num-steps-per-rollout", steps] * (steps is not None)
+    for flag, value in (("--global-batch-size", batch), ("--num-steps-per-rollout", steps)):
+        flags += [flag, value] if value is not None else []
     if expected is None:
         with pytest.raises(BatchError, match="batch|steps|n_samples"):
             plan(*flags)
@@ -66,8 +67,8 @@ def test_impossible_relations_do_not_start(plan, message):
     assert message in str(caught.value) and "Fix:" in str(caught.value)
 
 
-@pytest.mark.parametrize("line", ['hf_checkpoint = "models/tiny"', 'prompt_data = "train.jsonl"', "rollout_batch_size = 8",
-                                  "num_rollout = 3"])
+@pytest.mark.parametrize("line", ['hf_checkpoint = "models/tiny"', 'prompt_data = "train.jsonl"',
+                                  "rollout_batch_size = 8", "num_rollout = 3"])
 def test_what_is_needed_is_asked_for(plan, line):
     with pytest.raises(ConfigError, match=f"{line.partition(' ')[0]} is needed"):
         plan(**{line: ""})

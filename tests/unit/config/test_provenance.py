@@ -1,4 +1,4 @@
-"""Every value knows who set it; flags win over the file and the file over defaults; the defaults that matter are pinned."""
+"""Every value knows who set it; flags win over the file and the file over defaults; defaults are pinned."""
 
 import pytest
 
@@ -53,13 +53,16 @@ def test_the_text_of_a_plan_is_the_same_bytes_every_time(plan):
 
 DEFAULTS = {
     "algorithm.advantage_estimator": "grpo", "algorithm.eps_clip": 0.2, "algorithm.eps_clip_high": 0.28,
-    "algorithm.eps_clip_c": None, "algorithm.use_kl_loss": False, "algorithm.kl_loss_coef": 0.0, "algorithm.entropy_coef": 0.0,
+    "algorithm.eps_clip_c": None, "algorithm.use_kl_loss": False, "algorithm.kl_loss_coef": 0.0,
+    "algorithm.entropy_coef": 0.0,
     "algorithm.kl_loss_type": "k1", "algorithm.calculate_per_token_loss": False, "optimizer.lr": 1e-6,
     "optimizer.lr_decay_style": "constant", "optimizer.lr_warmup_iters": 0, "optimizer.weight_decay": 0.0,
     "optimizer.adam_beta1": 0.9, "optimizer.adam_beta2": 0.95, "optimizer.clip_grad": 1.0, "rollout.max_lag": 0,
-    "rollout.rollout_temperature": 1.0, "rollout.rollout_top_p": 1.0, "rollout.rollout_top_k": -1, "rollout.rollout_seed": 42,
+    "rollout.rollout_temperature": 1.0, "rollout.rollout_top_p": 1.0, "rollout.rollout_top_k": -1,
+    "rollout.rollout_seed": 42,
     "rollout.rollout_shuffle": False, "rollout.n_samples_per_prompt": 1, "perf.bf16": True, "perf.micro_batch_size": 1,
-    "perf.use_dynamic_batch_size": False, "perf.trainer": "megatron", "perf.weight_sync": "in-process", "optimizer.seed": 1234,
+    "perf.use_dynamic_batch_size": False, "perf.trainer": "megatron", "perf.weight_sync": "in-process",
+    "optimizer.seed": 1234,
 }  # fmt: skip
 
 
@@ -78,7 +81,7 @@ def test_defaults_that_a_plan_derives(plan):
 
 
 def test_the_buffer_is_first_in_first_out(plan):
-    """The only buffer there is takes batches in the order in which their groups were started (tests/unit/test_loop.py)."""
+    """The only buffer there is takes batches in the order in which groups were started (tests/unit/test_loop.py)."""
     from miles_core import hookspecs
 
     assert "buffer" not in hookspecs.specs()

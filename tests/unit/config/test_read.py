@@ -21,7 +21,7 @@ ONE_RANK = {"actor_num_nodes", "actor_num_gpus_per_node"}
 
 @pytest.fixture(scope="module")
 def read() -> set[tuple[str, str]]:
-    """(table, option) of every attribute that is read from a thing called like a table; what only checks does not count."""
+    """(table, option) of every attribute that is read from a thing called like a table; checks do not count."""
     found = set()
     for path in PACKAGE.rglob("*.py"):
         if path.parent.name == "config" and path.name in ("tables.py", "check.py"):

@@ -43,7 +43,8 @@ def test_a_step_without_trained_tokens_has_finite_weights(reduction):
     assert np.isfinite(reduction([sample([0, 0]), sample([0])])).all()
 
 
-MASKS = st.lists(st.tuples(st.lists(st.integers(0, 1), min_size=1, max_size=6), st.sampled_from([None, 1, 2])), min_size=1, max_size=8)
+MASK = st.lists(st.integers(0, 1), min_size=1, max_size=6)
+MASKS = st.lists(st.tuples(MASK, st.sampled_from([None, 1, 2])), min_size=1, max_size=8)
 
 
 @given(MASKS)

@@ -119,7 +119,8 @@ def test_long_prompts_are_left_out_or_refused(source):
 
 @pytest.mark.parametrize(("text", "message"), [
     ('{"q": "a"}\n{"q": \n', "line 2"), ('{"q": "a"}\n[1]\n', "not a JSON object"), ("", "no prompt is left"),
-    ('{"p": "a"}\n', "no key 'q'"), ('{"q": 3}\n', "text or a list"), ('{"q": [{"role": "user", "content": "a"}]}\n', "chat"),
+    ('{"p": "a"}\n', "no key 'q'"), ('{"q": 3}\n', "text or a list"),
+    ('{"q": [{"role": "user", "content": "a"}]}\n', "chat"),
 ])  # fmt: skip
 def test_unusable_files_are_refused_with_their_line(source, text, message):
     with pytest.raises(DataError, match=message):

@@ -52,14 +52,16 @@ def test_several_scorers_are_weighted_and_stay_visible():
 
 
 def test_a_combination_of_ones_own():
-    group = score({"a": lambda sample: 2.0, "b": lambda sample: 3.0}, combine=lambda sample, weights: max(sample.rewards.values()))
+    scorers = {"a": lambda sample: 2.0, "b": lambda sample: 3.0}
+    group = score(scorers, combine=lambda sample, weights: max(sample.rewards.values()))
     assert group.samples[0].reward == 3.0
 
 
 def test_plain_scorers_do_not_block_the_loop():
-    """Two groups that sleep in their scorers are scored side by side."""
+    """Four groups that sleep in their scorers are scored side by side."""
     async def main():
-        scoring = Scoring({"slow": lambda samples: time.sleep(0.2) or [0.0] * len(samples)}, {"slow": 1.0}, weighted_sum, 5.0)
+        scorers = {"slow": lambda samples: time.sleep(0.2) or [0.0] * len(samples)}
+        scoring = Scoring(scorers, {"slow": 1.0}, weighted_sum, 5.0)
         begin = time.monotonic()
         await asyncio.gather(*(scoring(toy_group(PROMPT, 1)) for _ in range(4)))
         return time.monotonic() - begin

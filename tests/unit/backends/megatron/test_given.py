@@ -9,8 +9,8 @@ from miles_core.errors import ConfigError
 
 FIELDS = {
     "TransformerConfig": {"attention_dropout": 0.25, "moe_router_bias_update_rate": 0.5, "init_method_std": 0.5,
-                          "recompute_granularity": "full", "deterministic_mode": True, "attention_softmax_in_fp32": True,
-                          "attention_backend": "unfused"},
+                          "recompute_granularity": "full", "deterministic_mode": True,
+                          "attention_softmax_in_fp32": True, "attention_backend": "unfused"},
     "OptimizerConfig": {"decoupled_lr": 0.5, "decoupled_min_lr": 0.25, "apply_wd_to_qk_layernorm": True,
                         "decoupled_weight_decay": False, "sgd_momentum": 0.5, "use_distributed_optimizer": False,
                         "log_num_zeros_in_grad": True},
@@ -18,6 +18,12 @@ FIELDS = {
                                       "check_for_large_grads": True, "use_distributed_optimizer": False,
                                       "align_param_gather": False},
 }  # fmt: skip
+
+
+def forget():
+    """Megatron notes the attention backend in the environment, and refuses another one later."""
+    for name in ("FLASH", "FUSED", "UNFUSED"):
+        os.environ.pop(f"NVTE_{name}_ATTN", None)
 
 
 @pytest.fixture(scope="module")
@@ -34,9 +40,9 @@ def parts(megatron, hf_model):
     def make(**given):
         layout = model.transformer_config(spec, given_for(TransformerConfig, given))
         options = optimizer.OptimizerOptions(megatron=given)
+        forget()
         chunk = model.build(layout, spec)
-        for name in ("FLASH", "FUSED", "UNFUSED"):
-            os.environ.pop(f"NVTE_{name}_ATTN", None)  # Megatron sets them for good, and refuses another value later
+        forget()
         [wrapped] = optimizer.wrap([chunk], layout, options)
         made, _ = optimizer.make_optimizer([wrapped], options)
         return layout, wrapped.ddp_config, made.config
