@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -43,7 +44,7 @@ class Parts:
     @property
     def decode_piece(self) -> Callable[[int], str]:
         """The text of one token id."""
-        return lambda token: self.tokenizer.decode([token])
+        return functools.lru_cache(2**16)(lambda token: self.tokenizer.decode([token]))
 
 
 def parts(plan: Plan) -> Parts:

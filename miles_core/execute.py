@@ -107,6 +107,7 @@ async def _run(plan: Plan, directory: RunDirectory, console: Console) -> int:
         except MilesError as full:
             late.append(full)
         if late and status == "completed":
+            late[0].exit_code = 1
             raise late[0]
         for other in late if error is not None else ():  # the run's own error matters more
             error.add_note(f"while stopping: {other}")

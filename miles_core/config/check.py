@@ -212,6 +212,9 @@ LAYOUT = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual
 
 
 def _layout(config: RunConfig, note: Note) -> RunConfig:
+    if config.perf.trainer == "fsdp":
+        raise ConfigError("there is one trainer, megatron-core, and it has no FSDP", who=_who(config, "perf.trainer"),
+                          fix="leave the flag out; sharding is Megatron's distributed optimizer")
     ranks = config.perf.actor_num_nodes * config.perf.actor_num_gpus_per_node
     wide = {key: config.megatron[key] for key in LAYOUT if config.megatron.get(key) not in (None, 1)}
     if ranks != 1 or wide:

@@ -114,8 +114,7 @@ class Eval:
 class Perf:
     """Parallelism, memory and hosts. Megatron-core's ModelParallelConfig and recompute fields belong here too."""
 
-    trainer: str = option("megatron", "Which trainer.")
-    train_backend: Literal["megatron"] = option("megatron", "Miles's name for --trainer; there is one backend.")
+    trainer: str = option("megatron", "Which trainer.", flags=("--train-backend",))
     trainer_host: Literal["thread", "process"] = option("thread", "Run the trainer in a thread or a spawned process.")
     placement: str = option("local", "How hardware is shared between rollout and training.")
     weight_sync: str = option("in-process", "How weights reach the engine.")

@@ -21,6 +21,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from urllib.parse import quote, unquote
 
+import numpy as np
+
 from miles_core.errors import RunDirectoryError
 from miles_core.record.directory import publish
 from miles_core.types import Sample
@@ -109,7 +111,10 @@ def _record(sample: Sample, pieces: dict[int, str], decode_piece: Callable[[int]
 def _column(sample: Sample, name: str) -> list | None:
     """A per-token column as a list; None when the sample has none (an aborted one, or no engine)."""
     array = sample.columns.get(name)
-    return None if array is None else [_finite(value) for value in array.tolist()]
+    if array is None or not np.issubdtype(array.dtype, np.floating):
+        return None if array is None else array.tolist()
+    rounded = array.astype(np.float64).round(6).tolist()
+    return rounded if np.isfinite(array).all() else [_finite(value) for value in rounded]
 
 
 def _advantage(sample: Sample) -> float | None:

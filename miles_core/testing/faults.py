@@ -10,10 +10,10 @@ Python changes files; each call that concerns the folder is one numbered operati
     rename, unlink, mkdir, rmdir, link
 
 What is written in a row to one of Python's files is one operation, since torch flushes after every tensor; each
-os.write is its own. A process is killed with SIGKILL
-right before an operation, so that killing at each of 1 .. N, and resuming what came to its end, shows every state that
-the folder goes through, but for files that are written in part: for those an operation can be torn, which means that
-only some of its bytes are written before the kill.
+os.write is its own. A process is killed with SIGKILL right before an operation, so that killing at each of 1 .. N, and
+resuming what came to its end, shows every state that the folder goes through, but for files that are written in part:
+for those an operation can be torn, which means that only some of its bytes are written before the kill. (What was
+written and not flushed to disk outlives a killed process; a power failure is another matter, and not tested here.)
 
 Seen as well: torch's zip writer, whose output goes through a Python file here also when it is given a path. Not seen:
 reads, locks, times and modes, other processes, and code in C that is given a path; `untraced` tells of files that

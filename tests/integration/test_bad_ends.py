@@ -38,13 +38,15 @@ def interrupt(place, process, number: int = signal.SIGINT, after: str = "checkpo
     os.killpg(process.pid, number)
 
 
-@pytest.mark.parametrize(("number", "host"), [(signal.SIGINT, "thread"), (signal.SIGINT, "process"), (signal.SIGTERM, "thread")])
+@pytest.mark.parametrize(("number", "host"), [(signal.SIGINT, "thread"), (signal.SIGINT, "process"),
+                                              (signal.SIGTERM, "thread")])  # fmt: skip
 def test_interrupted_run_goes_on(place, quiet, number, host):
     """It says how, its record ends as interrupted, and the checkpoint it leaves is where the next run begins."""
     outcome = place.run("--save", "ckpt", "--save-interval", "1", "--num-rollout", "1000", "--trainer-host", host,
                         before=os.setsid, while_running=functools.partial(interrupt, place, number=number))
     quiet(outcome)
-    assert (outcome.code, outcome.err) == (130, "Interrupted. The same command with --load ckpt goes on from the last checkpoint.\n")
+    assert outcome.code == 130
+    assert outcome.err == "Interrupted. The same command with --load ckpt goes on from the last checkpoint.\n"
     assert "interrupted" in outcome.out.splitlines()[-1]
     assert [event["status"] for event in events(place, "run_end")] == ["interrupted"]
     done = len([path for path in (place.path / "ckpt").iterdir() if path.name.startswith("iter_")])
@@ -70,8 +72,8 @@ def test_interrupt_while_a_scorer_hangs(place, quiet):
         if process.is_alive():
             os.killpg(process.pid, signal.SIGINT)
 
-    flags = place.plugin("import time\nfrom miles_core import hookimpl\n\n\nclass Bad:\n    @hookimpl('reward', name='bad')\n"
-                         "    def bad(self, sample):\n        time.sleep(1000)\n")
+    flags = place.plugin("import time\nfrom miles_core import hookimpl\n\n\nclass Bad:\n"
+                         "    @hookimpl('reward', name='bad')\n    def bad(self, sample):\n        time.sleep(1000)\n")
     outcome = place.run(*flags, "--rm-type", "bad", before=os.setsid, while_running=twice)
     quiet(outcome)
     assert outcome.code == 130 and outcome.seconds < 30
@@ -105,7 +107,8 @@ def test_disk_full_while_saving(place, small_disk):
     filler = place.path / "ckpt/filler"
     room = os.statvfs(filler.parent)
     filler.write_bytes(b"\0" * (room.f_bavail * room.f_frsize - 100_000))
-    place.refused(1, "ckpt/iter_0000002: the disk is full ... free some space", "--save", "ckpt", "--load", "ckpt", "--num-rollout", "2")
+    place.refused(1, "ckpt/iter_0000002: the disk is full ... free some space",
+                  "--save", "ckpt", "--load", "ckpt", "--num-rollout", "2")
     assert (place.path / "ckpt/latest_checkpointed_iteration.txt").read_text() == "1\n"
     assert not list((place.path / "ckpt").glob(".tmp-*")), "what was half written is gone and takes no room"
     filler.unlink()
@@ -118,7 +121,8 @@ def test_disk_full_while_recording(place, small_disk):
     small_disk(place.path / "runs", 1 << 20)
     filler = place.path / "runs/filler"
     filler.write_bytes(b"\0" * (900 << 10))
-    place.refused(1, "runs/a/ ... the disk is full ... free some space", "--save", "ckpt", "--save-interval", "3", "--num-rollout", "1000")
+    place.refused(1, "runs/a/ ... the disk is full ... free some space",
+                  "--save", "ckpt", "--save-interval", "3", "--num-rollout", "1000")
     lines = (place.path / "runs/a/events.jsonl").read_bytes().splitlines(keepends=True)
     assert all(json.loads(line) and line.endswith(b"\n") for line in lines)
     filler.unlink()
@@ -175,9 +179,9 @@ def test_two_runs_in_one_directory(place, quiet):
         wait_for(place, "metrics", process)
         seen.append(place.run())
         place.decent(seen[0], 2, f"runs/a: another run is writing here: process {process.pid} on ... --run-dir")
-        interrupt(place, process)
+        interrupt(place, process, after="metrics")
 
-    outcome = place.run("--num-rollout", "1000", "--save", "ckpt", "--save-interval", "1", before=os.setsid, while_running=second)
+    outcome = place.run("--num-rollout", "1000", before=os.setsid, while_running=second)
     quiet(outcome)
     assert seen and outcome.code == 130
     done = [event["rollout_id"] for event in events(place, "metrics")]
@@ -214,7 +218,8 @@ class Bad:
      "generator 'bad', train prompt 0: a generator should return a list of samples, at least one (got None)"),
     ("name='bad'", "def advantage", "batch", "[1.0]", ["--advantage-estimator", "bad", "--policy-loss", "grpo"],
      "advantage ... 'bad' ... 16"),
-    ("name='bad'", "def advantage", "batch", "[float('nan')] * 16", ["--advantage-estimator", "bad", "--policy-loss", "grpo"],
+    ("name='bad'", "def advantage", "batch", "[float('nan')] * 16",
+     ["--advantage-estimator", "bad", "--policy-loss", "grpo"],
      "advantage ... 'bad' ... finite"),
     ("name='bad'", "def combine_rewards", "sample, weights", "None", ["--combine-rewards", "bad"],
      "no finite number (got None)"),

@@ -58,13 +58,15 @@ def test_unknown_architecture(place, kind):
 
 def test_missing_tokenizer(place):
     (place.model() / "tokenizer.json").unlink()
-    place.refuses(2, "--hf-checkpoint model: the tokenizer cannot be loaded ... tokenizer.json", "--hf-checkpoint", "model")
+    words = "--hf-checkpoint model: the tokenizer cannot be loaded ... tokenizer.json"
+    place.refuses(2, words, "--hf-checkpoint", "model")
 
 
 def test_truncated_tokenizer(place):
     tokenizer = place.model() / "tokenizer.json"
     tokenizer.write_text(tokenizer.read_text()[:500])
-    place.refuses(2, "--hf-checkpoint model: the tokenizer cannot be loaded ... tokenizer.json", "--hf-checkpoint", "model")
+    words = "--hf-checkpoint model: the tokenizer cannot be loaded ... tokenizer.json"
+    place.refuses(2, words, "--hf-checkpoint", "model")
 
 
 def test_tokenizer_without_a_chat_template(place):
@@ -80,8 +82,8 @@ def test_load_of_one_iteration(place):
 
 def test_tracker_of_a_missing_iteration(place):
     (place.saved() / "latest_checkpointed_iteration.txt").write_text("7\n")
-    place.refuses(2, "latest_checkpointed_iteration.txt: the tracker names iteration 7, which is not there ... iter_0000001",
-                  "--load", "ckpt")
+    place.refuses(2, "latest_checkpointed_iteration.txt: the tracker names iteration 7, which is not there "
+                  "... iter_0000001", "--load", "ckpt")
 
 
 def test_incomplete_iteration(place):
@@ -114,7 +116,8 @@ def test_unpublished_iteration_is_ignored(place):
     outcome = place.run("--save", "ckpt", "--load", "ckpt", "--num-rollout", "2")
     assert (outcome.code, outcome.err) == (0, "")
     assert "rollout 2/2" in outcome.out and "rollout 1/2" not in outcome.out
-    assert sorted(path.name for path in ckpt.iterdir()) == ["iter_0000001", "iter_0000002", "latest_checkpointed_iteration.txt"]
+    names = sorted(path.name for path in ckpt.iterdir())
+    assert names == ["iter_0000001", "iter_0000002", "latest_checkpointed_iteration.txt"]
 
 
 def test_checkpoint_of_plugin_state_without_the_plugin(place):

@@ -143,7 +143,8 @@ def test_trainer_plugin_that_fails_in_a_worker_process(place):
     """The same from another process, with an error that cannot be pickled; its traceback is in the logs."""
     error = "class Odd(Exception):\n    def __init__(self, one, two):\n        super().__init__(f'{one} and {two}')\n"
     source = FILTER.replace("filter_group(self, {argument})", "microbatch(self, proceed, packed)")
-    flags = place.plugin(source.format(top=error, init="pass", body="raise Odd(1, 2)").replace("group", "proceed(packed)"))
+    source = source.format(top=error, init="pass", body="raise Odd(1, 2)").replace("group", "proceed(packed)")
+    flags = place.plugin(source)
     place.refuses(1, "plugin bad ... hook microbatch: ... Odd: 1 and 2", *flags, "--trainer-host", "process")
     trace = (place.path / "runs/a/logs/traceback.txt").read_text()
     assert "in process trainer" in trace and "bad.py" in trace

@@ -36,24 +36,22 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, eps):
-        ctx.save_for_backward(x, weight)
-        ctx.eps = eps
-        if x.dtype != torch.bfloat16:
-            return F.rms_norm(x, x.shape[-1:], weight, eps)
-        return F.rms_norm(x.float(), x.shape[-1:], None, eps).to(x.dtype).mul_(weight)
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        # The engine's steps, and so its bits (backends/local/decode.py).
+        norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+        scale = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, scale)
+        return (wide * scale).to(x.dtype).mul_(weight)
 
     @staticmethod
     def backward(ctx, grad):
-        x, weight = ctx.saved_tensors
-        wide = torch.promote_types(x.dtype, torch.float32)
-        normed, grad = x.to(wide), grad.to(wide)
-        scale = torch.linalg.vector_norm(normed, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(ctx.eps).rsqrt_()
-        normed = normed * scale
+        x, weight, scale = ctx.saved_tensors
+        grad, normed = grad.to(scale.dtype), x * scale
         product = normed * grad
         grad_weight = product.flatten(0, -2).sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None
         along = (product @ weight.to(product.dtype)).div_(x.shape[-1]).unsqueeze(-1)
         # d x = (weight * grad - normed * mean(weight * grad * normed)) / rms
-        grad_x = torch.mul(grad, weight).sub_(normed.mul_(along)).mul_(scale)
+        grad_x = torch.mul(grad, weight).addcmul_(normed, along, value=-1).mul_(scale)
         return grad_x.to(x.dtype), grad_weight, None
 
 
