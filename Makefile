@@ -23,8 +23,8 @@ demo: $(READY)  ## Train a tiny Qwen3 with GRPO on sums until it gets them right
 test: $(READY)  ## Run the tests (about ten minutes on two cores).
 	$(BIN)/pytest -q -n 2
 
-test-slow: $(READY)  ## Run the tests that take longer: kills, controls.
-	$(BIN)/pytest -q -m slow
+test-slow: $(READY)  ## Run the tests that take longer (half an hour): kills at every file operation, controls.
+	$(BIN)/pytest -q -n 2 -m slow
 
 lint: $(READY)  ## Check style and the manifests of the plugins.
 	$(BIN)/ruff check .

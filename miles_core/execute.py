@@ -14,6 +14,7 @@ from miles_core.errors import CheckpointError, MilesError
 from miles_core.plugins.plan import Plan
 from miles_core.record.console import Console
 from miles_core.record.directory import RunDirectory, publish
+from miles_core.record.journal import Journal, Views
 
 
 def execute(plan: Plan, *, live: bool | None = None) -> int:
@@ -23,8 +24,8 @@ def execute(plan: Plan, *, live: bool | None = None) -> int:
         MilesError: what ended the run; it is in events.jsonl as well.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # torch's threads must not spin beside the engine's
-    console = Console(live)
-    with RunDirectory(plan.config.checkpoint.run_dir).acquire() as directory:
+    with RunDirectory(plan.config.checkpoint.run_dir).acquire() as directory, directory.open_log("run.log") as log:
+        console = Views(Console(live), Console(False, log))
         publish(directory.plan_text, plan.to_text())
         publish(directory.plan_json, _json(plan))
         try:
@@ -68,10 +69,9 @@ def _traceback(directory: RunDirectory) -> str:
         return f"the traceback could not be kept: {error.what}"
 
 
-async def _run(plan: Plan, directory: RunDirectory, console: Console) -> int:
+async def _run(plan: Plan, directory: RunDirectory, console: Views) -> int:
     from miles_core.build import build, parts
     from miles_core.loop import train
-    from miles_core.record.journal import Journal
 
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, _interrupt)
     found = parts(plan)

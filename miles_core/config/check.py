@@ -201,6 +201,10 @@ def _algorithm(config: RunConfig, note: Note) -> RunConfig:
     if algorithm.skip_actor_forward_only and (algorithm.use_rollout_logprobs or config.rollout.max_lag):
         raise ConfigError("skip_actor_forward_only excludes use_rollout_logprobs and max_lag above 0",
                           who=_who(config, "algorithm.skip_actor_forward_only"), fix="drop one of them")
+    for key in ("hidden_dropout", "attention_dropout"):
+        if config.megatron.get(key):
+            raise ConfigError(f"{key} above 0 would make the old policy's log-probs those of another model than the one that is trained",
+                              got=config.megatron[key], who=_who(config, f"megatron.{key}"), fix="leave it at 0")
     if algorithm.calculate_per_token_loss and algorithm.reduction == "sample":
         raise ConfigError("calculate_per_token_loss and reduction = \"sample\" disagree",
                           who=_who(config, "algorithm.calculate_per_token_loss", "algorithm.reduction"), fix="drop one")

@@ -22,6 +22,7 @@ import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TextIO
 
 from miles_core.errors import RunDirectoryError
 
@@ -112,6 +113,15 @@ class RunDirectory:
         self._lock = lock
         _held.add(self)
         return self
+
+    def open_log(self, name: str) -> TextIO:
+        """A file under logs/ to append lines to.
+
+        Raises:
+            RunDirectoryError: it cannot be written, or the disk is full.
+        """
+        with explained(self.logs / name):
+            return open(self.logs / name, "a", encoding="utf-8", errors="backslashreplace", buffering=1)
 
     def release(self) -> None:
         """Let another run have the directory. The lock file stays: removing it would let two runs hold two files."""

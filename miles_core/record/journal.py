@@ -11,6 +11,20 @@ from miles_core.record.samples import write_samples
 from miles_core.types import Batch, Sample
 
 
+class Views:
+    """Several views of a run as one: every call goes to each. The terminal's, and logs/run.log."""
+
+    def __init__(self, *views: Console):
+        self._views = views
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        def call(*args: object, **kwargs: object) -> None:
+            for view in self._views:
+                getattr(view, name)(*args, **kwargs)
+
+        return call
+
+
 class Journal:
     """Where the run's figures go.
 
@@ -20,7 +34,7 @@ class Journal:
         print_every: print a sample of every N-th rollout.
     """
 
-    def __init__(self, directory: RunDirectory, console: Console, *, trackers: Callable | None = None,
+    def __init__(self, directory: RunDirectory, console: Console | Views, *, trackers: Callable | None = None,
                  decode_piece: Callable[[int], str] = str, print_every: int | None = None):
         self.directory, self.console, self.events = directory, console, EventLog(directory.events)
         self._trackers, self._decode_piece, self._print_every = trackers, decode_piece, print_every

@@ -151,14 +151,20 @@ def test_an_interrupt_is_a_kill_with_a_word(course):
 def kill_ahead(course: Course, name: str, rollouts: int, seed: int) -> None:
     """Kill a run some time after so many rollouts, resume it, and account for every prompt."""
 
-    def kill(process) -> None:
-        _wait_for_rollouts(course.path / name / "run", rollouts)
-        process.join(random.Random(seed).uniform(0, 0.3))
-        process.kill()
+    draw = random.Random(seed)
+    for attempt in range(10):  # it may have ended before it is killed
+        folder = f"{name}-{attempt}"
 
-    outcome = course.start(name, while_running=kill)
-    assert outcome.code == -9, "it ended before it was killed"
-    run = course.finish(name)
+        def kill(process, folder=folder) -> None:
+            _wait_for_rollouts(course.path / folder / "run", rollouts)
+            process.join(draw.uniform(0, 0.1))
+            process.kill()
+
+        if course.start(folder, while_running=kill).code == -9:
+            break
+    else:
+        raise AssertionError("it always ended before it was killed")
+    run = course.finish(folder)
     events = list(read(run / "events.jsonl"))
     metrics = [event for event in events if event["event"] == "metrics"]
     assert [event["rollout_id"] for event in metrics] == list(range(ROLLOUTS))

@@ -125,7 +125,7 @@ def _eos_ids(config, folder: Path) -> frozenset[int]:
 
 
 def _matrix(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-    """[..., out, in] whose memory is [..., in, out] in float32: products of a few rows then take two thirds of the time.
+    """[..., out, in]; in float32 its memory is [..., in, out]: products of 16 rows then take two thirds of the time.
 
     The bits are those of the other order of memory, which the trainer has (tests/integration/test_on_policy.py).
     """

@@ -17,9 +17,10 @@ class AdamW(torch.optim.AdamW):
     def __init__(self, params, **options):
         super().__init__(params, fused=True, **options)
 
-    add_param_group, zero_grad, state_dict, load_state_dict = (
-        inspect.unwrap(getattr(torch.optim.AdamW, name)) for name in ("add_param_group", "zero_grad", "state_dict", "load_state_dict")
-    )
+    add_param_group = inspect.unwrap(torch.optim.AdamW.add_param_group)
+    zero_grad = inspect.unwrap(torch.optim.AdamW.zero_grad)
+    state_dict = inspect.unwrap(torch.optim.AdamW.state_dict)
+    load_state_dict = inspect.unwrap(torch.optim.AdamW.load_state_dict)
 
     @torch.no_grad()
     def step(self, closure=None):

@@ -141,7 +141,7 @@ class Models:
 
 
 def _checkpoints() -> ModuleType:
-    """checkpoint.py, imported when a run first loads or saves: it brings torch.distributed.checkpoint (0.7 CPU s, 50 MiB)."""
+    """checkpoint.py, which brings torch.distributed.checkpoint (0.7 CPU s, 50 MiB): only once a run loads or saves."""
     from miles_core.backends.megatron import checkpoint
 
     return checkpoint

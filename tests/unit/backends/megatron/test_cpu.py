@@ -15,7 +15,8 @@ def core() -> Path:
 
 
 def source_of(module: str) -> str:
-    return Path(core().parent, *module.split(".")[1:]).with_suffix(".py").read_text()
+    path = Path(core().parent, *module.split(".")[1:])
+    return (path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text()
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +67,34 @@ def test_install_after_megatron_is_refused():
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ.copy(),
                          cwd=Path(cpu.__file__).parents[3], check=True).stdout  # fmt: skip
     assert "megatron.core was imported before" in out and "Fix:" in out
+
+
+HEAVY = ("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "torch.distributed.fsdp", "sympy",
+         "torch.distributed.checkpoint", "torch.utils.tensorboard", "torch.utils.cpp_extension")
+
+
+@pytest.mark.skipif(not cpu.no_cuda(), reason="with CUDA these are wanted")
+def test_the_trainer_imports_nothing_that_it_does_not_use():
+    code = (
+        "import sys\nfrom miles_core.backends.megatron import cpu, step\n"
+        "import torch\nfrom miles_core.backends.megatron.adam import AdamW\n"
+        "weight = torch.nn.Parameter(torch.ones(3)); weight.grad = torch.ones(3)\n"
+        "optimizer = AdamW([{'params': [weight]}], lr=0.1)\n"
+        "optimizer.step(); optimizer.zero_grad(); optimizer.state_dict()\n"
+        f"print([name for name in {HEAVY} if name in sys.modules])"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True,
+                         cwd=Path(cpu.__file__).parents[3]).stdout  # fmt: skip
+    assert out.strip() == "[]"
+
+
+def test_what_is_left_out_is_refused_with_a_sentence(megatron):
+    from megatron.core import utils
+    from megatron.core.distributed.fsdp import mcore_fsdp_adapter
+
+    if cpu.no_cuda():
+        assert not utils.HAVE_DTENSOR and not mcore_fsdp_adapter.HAVE_MEGATRON_FSDP
+        assert "does not train with FSDP" in str(mcore_fsdp_adapter.IMPORT_MEGATRON_FSDP_ERROR)
 
 
 def test_one_process_needs_no_port(megatron):

@@ -53,8 +53,9 @@ def test_rotation_is_hugging_faces_and_backward_turns_back(layers):
 
 
 @pytest.mark.parametrize("length", [1, 7, 8, 9, 80, 81, 130, 1000, 1025, 8193])
-def test_a_bucket_wastes_seven_rows_or_an_eighth(layers, length):
-    assert length <= layers._padded(length) <= max(length + 7, length * 9 / 8)
+def test_a_bucket_holds_whole_kernels_and_wastes_fifteen_rows_or_an_eighth(layers, length):
+    assert length <= layers._padded(length) <= max(length + layers.ROWS - 1, length * 9 / 8)
+    assert layers._padded(length) % layers.ROWS == 0
 
 
 def test_a_plan_covers_every_row_once(layers):
