@@ -53,7 +53,7 @@ class Watched:
 
         class Engine(LocalEngine):
             def dump(self):
-                tensors = {name: place.clone() for name, (place, _) in self._weights.slots().items()}
+                tensors = {name: place.clone().contiguous() for name, (place, _) in self._weights.slots().items()}
                 save_file(tensors, f"engine_{self.version}.safetensors")
 
             async def update_weights(self, weights, version):

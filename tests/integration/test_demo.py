@@ -69,7 +69,7 @@ def test_grpo_raises_greedy_accuracy_and_transformers_agrees(tmp_path):
     assert transformers_accuracy(tmp_path / "run/hf") == pytest.approx(accuracy[-1], abs=1e-9)
     steps = [event["metrics"] for event in events if event["event"] == "metrics"]
     assert max(step["train/train_rollout_logprob_abs_diff_max"] for step in steps) <= 1e-5
-    assert (tmp_path / "run/checkpoints" / "latest_checkpointed_iteration.txt").read_text() == "20"
+    assert (tmp_path / "run/checkpoints" / "latest_checkpointed_iteration.txt").read_text().strip() == "20"
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ ALIKE = {"a launch script": SCRIPT.split(),
          "overlap": ["--overlap-grad-reduce", "--overlap-param-gather"],
          "no distributed optimizer": ["--no-use-distributed-optimizer"], "buckets": ["--ddp-bucket-size", "1000"],
          "recompute": RECOMPUTE.split()}
-ACTING = {"dropout": ["--hidden-dropout", "0.5"], "betas": ["--adam-beta1", "0.5"],
+ACTING = {"betas": ["--adam-beta1", "0.5"],
           "coupled weight decay": ["--weight-decay", "0.1", "--no-decoupled-weight-decay"],
           "clipping": ["--clip-grad", "0.001", "--adam-eps", "0.1"]}  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Freed memory goes back to the system between a rollout's training and the next rollout's decoding.
+"""Freed memory goes back to the system between decoding and training.
 
 glibc keeps what a thread frees for that thread: without this, a process that decodes and trains in turn holds the peak
 of both at once, and the holes between a step's activations grow from step to step.

@@ -56,6 +56,7 @@ class MegatronTrainer:
         for sample in batch.samples:
             self.columns.check(sample)
         self.batch = batch
+        memory.give_back()
 
     def score(self) -> dict[str, float]:
         """Old and reference log-probs, with the packing that the steps will use: then the first ratio is exactly 1."""

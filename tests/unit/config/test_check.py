@@ -56,6 +56,8 @@ REFUSED = {
     "save_interval needs --save": ["--save-interval", 1],
     "nothing to train on": ["--debug-train-only"],
     "no place for the rollout's number": ["--save-debug-rollout-data", "data"],
+    "old policy's log-probs": ["--hidden-dropout", 0.1],
+    "it has no FSDP": ["--train-backend", "fsdp"],
     "exclude each other": ["--debug-rollout-only", "--load-debug-rollout-data", "{rollout_id}"],
 }  # fmt: skip
 
