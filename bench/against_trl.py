@@ -18,6 +18,9 @@ from pathlib import Path
 
 PEERS = Path(__file__).parent / "peers"
 BARS = {"large": {"cpu_s": 1.15, "peak": 0.6}, "small": {"cpu_s": 0.8}}
+TURNS = {"large": 1, "small": 7}
+"""Alternations of each workload for one of --rounds: a step of a tenth of a second needs more of them to be told
+apart."""
 FIRST_STEP = 12.0
 """CPU seconds from process start to the end of the first optimizer step."""
 
@@ -27,7 +30,8 @@ class Peer:
 
     def __init__(self, python: str, script: str, workload: str, model: Path, extra: list[str]):
         command = [python, PEERS / script, "--workload", workload, "--model", model, "--interactive", *extra]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                                        stderr=subprocess.DEVNULL, text=True)
         self.steps: list[dict] = []
 
     def line(self) -> dict:
@@ -56,7 +60,7 @@ def compare(workload: str, arguments: argparse.Namespace, folder: Path) -> list[
     our_start = ours.line()
     theirs = Peer(arguments.trl_python, "trl_grpo.py", workload, folder, beta)
     their_start = theirs.line()
-    for turn in range(arguments.rounds):
+    for turn in range(arguments.rounds * TURNS[workload]):
         for peer in (ours, theirs)[:: 1 if turn % 2 == 0 else -1]:
             peer.step()
     ends = []
@@ -66,7 +70,8 @@ def compare(workload: str, arguments: argparse.Namespace, folder: Path) -> list[
         peer.process.wait(60)
     first = [start["cpu_s_start_to_first_step"] for start in (our_start, their_start)]
     peak = [end["peak_rss_mib"] for end in ends]
-    rows = [("CPU s per step", ours.median(), theirs.median()), ("peak memory, MiB", *peak), ("start to first step, CPU s", *first)]
+    rows = [("CPU s per step", ours.median(), theirs.median()), ("peak memory, MiB", *peak),
+            ("start to first step, CPU s", *first)]
     return [(name, a, b, a / b) for name, a, b in rows]
 
 

@@ -23,7 +23,8 @@ def one(model: str, seed: int) -> tuple[list[float], list[float], float, float]:
     """(accuracies, format validities, training seconds, largest log-prob difference) of one run."""
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run([MILES, "run", "examples/demo.toml", "--no-live", f"--hf-checkpoint=examples/arithmetic/{model}",
-                        f"--seed={seed}", f"--rollout-seed={seed}", f"--run-dir={folder}/run"], check=True, stdout=subprocess.DEVNULL)
+                        f"--seed={seed}", f"--rollout-seed={seed}", f"--run-dir={folder}/run"], check=True,
+                       stdout=subprocess.DEVNULL)
         events = list(read(Path(folder) / "run" / "events.jsonl"))
     evals = [event["metrics"] for event in events if event["event"] == "eval"]
     steps = [event["metrics"] for event in events if event["event"] == "metrics"]
@@ -48,7 +49,8 @@ def main() -> None:
             print(f"| {model} | {seed} | {accuracy[0]:.3f} | {accuracy[-1]:.3f} | {gain:+.3f} | {min(valid):.3f} | "
                   f"{seconds:.1f} | {gap:.1e} |", flush=True)
     met = worst["tiny-qwen3"] >= 0.20 and worst["tiny-qwen3-moe"] >= 0.10
-    print(f"\n{'met' if met else 'NOT met'}: dense >= +0.20 for every seed, mixture of experts >= +0.10, within 90 s of training")
+    print(f"\n{'met' if met else 'NOT met'}: dense >= +0.20 for every seed, mixture of experts >= +0.10, "
+          "within 90 s of training")
     raise SystemExit(not met)
 
 

@@ -29,7 +29,7 @@ from miles_core.stages.prompts import JsonlPrompts, Rows
 from miles_core.stages.reward import Scoring
 from miles_core.stages.rollout import Engine, Generation, SamplingParams
 from miles_core.stages.step import Resume
-from miles_core.types import Group, Prompt, Sample
+from miles_core.types import Batch, Group, Prompt, Sample
 
 
 @dataclass(slots=True)
@@ -73,14 +73,17 @@ async def build(plan: Plan, parts: Parts, journal: Journal) -> Run:
         _restore(parts, resume.state.get("plugins", {}))
     engine: Engine | None = None if only_train else parts.rollout.engine[chosen(config, "engine")](config, tokenizer)
     rollout = config.rollout
-    last = rollout.num_rollout if rollout.num_rollout is not None else rollout.num_epoch * len(prompts) // rollout.rollout_batch_size
+    last = rollout.num_rollout
+    if last is None:
+        last = rollout.num_epoch * len(prompts) // rollout.rollout_batch_size
     first = rollout.start_rollout_id if rollout.start_rollout_id is not None else resume.rollout_id
     if config.debug.debug_exit_after_rollout is not None:
         last = min(last, first + config.debug.debug_exit_after_rollout)
     buffer = Replay(config.debug.load_debug_rollout_data, first) if only_train else Buffer(
         rollout.rollout_batch_size, rollout.max_lag, batches=max(last - first, 0),
         credit=rollout.over_sampling_batch_size - rollout.rollout_batch_size,
-        most_drops=rollout.max_over_sampling_waves * rollout.over_sampling_batch_size, give_back=prompts.give_back)  # fmt: skip
+        most_drops=rollout.max_over_sampling_waves * rollout.over_sampling_batch_size,
+        give_back=prompts.give_back)  # fmt: skip
     combine = parts.rollout.combine_rewards[rollout.combine_rewards]
     scorers = {name: parts.rollout.reward[name] for name in rollout.rm_type}
     scoring = Scoring(scorers, dict(zip(rollout.rm_type, rollout.rm_weights, strict=True)), combine, rollout.rm_timeout)
@@ -88,8 +91,9 @@ async def build(plan: Plan, parts: Parts, journal: Journal) -> Run:
     return Run(
         config=config, first=first, last=last, steps=0 if only_rollout else rollout.num_steps_per_rollout,
         prompts=prompts, generate=_generator(parts, engine, sampling(config), "train", rollout.n_samples_per_prompt),
-        scoring=scoring, chain=parts.rollout.filter_group, shape=parts.rollout.shape_rewards, buffer=buffer, engine=engine,
-        trainer=trainer, weight_sync=sync, placement=parts.driver.placement[config.perf.placement](config),
+        scoring=scoring, chain=parts.rollout.filter_group, shape=parts.rollout.shape_rewards, buffer=buffer,
+        engine=engine, trainer=trainer, weight_sync=sync,
+        placement=parts.driver.placement[config.perf.placement](config),
         evaluation=Evaluation([] if only_train else _datasets(parts, engine), scoring, config.eval.eval_interval,
                               config.eval.skip_eval_before_train),
         journal=journal, state=lambda: _states(parts),
@@ -114,8 +118,9 @@ def _host(selected: Sequence[Selected], parts: Parts) -> Handle:
 def sampling(config: RunConfig, dataset: dict | None = None) -> SamplingParams:
     """Sampling parameters of training, or of an eval dataset: its own, else [eval]'s, else [rollout]'s."""
     rollout, eval_ = config.rollout, config.eval
-    values = {"temperature": rollout.rollout_temperature, "top_p": rollout.rollout_top_p, "top_k": rollout.rollout_top_k,
-              "max_new_tokens": rollout.rollout_max_response_len, "min_new_tokens": rollout.rollout_min_new_tokens}
+    values = {"temperature": rollout.rollout_temperature, "top_p": rollout.rollout_top_p,
+              "top_k": rollout.rollout_top_k, "max_new_tokens": rollout.rollout_max_response_len,
+              "min_new_tokens": rollout.rollout_min_new_tokens}
     if dataset is not None:
         for key, name in (("temperature", "temperature"), ("top_p", "top_p"), ("top_k", "top_k"),
                           ("max_new_tokens", "max_response_len"), ("min_new_tokens", "min_new_tokens")):
@@ -136,18 +141,20 @@ def _generator(parts: Parts, engine: Engine | None, params: SamplingParams, stre
         return tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     async def generate(prompt: Prompt) -> Group:
+        on_request = (lambda request: hooks.generate_request(request, prompt)) if hooks.generate_request else None
         room = min(params.max_new_tokens, context - len(prompt.token_ids))
         generation = Generation(
             engine=engine, sampling=replace(params, max_new_tokens=room), samples=samples,
             key=lambda index, turn: rng.key(config.rollout.rollout_seed, stream, prompt.uid, index, turn),
             decode=decode, timeout=config.rollout.rollout_timeout,
-            on_request=(lambda request: hooks.generate_request(request, prompt)) if hooks.generate_request else lambda request: request,
+            on_request=on_request or (lambda request: request),
             on_response=hooks.generate_response or (lambda sample, response: sample),
         )  # fmt: skip
         found = await how(prompt, generation)
         if not (isinstance(found, list) and found and all(isinstance(sample, Sample) for sample in found)):
             raise HookError("a generator should return a list of samples, at least one", got=repr(found)[:100],
-                            who=f"generator {config.rollout.generate!r}, {stream} prompt {prompt.uid}", fix="see docs/hooks.md")
+                            who=f"generator {config.rollout.generate!r}, {stream} prompt {prompt.uid}",
+                            fix="see docs/hooks.md")
         group = Group(prompt, found)
         for sample in group.samples:
             columns.check(sample)
@@ -165,11 +172,12 @@ def _datasets(parts: Parts, engine: Engine | None) -> list[Dataset]:
     for dataset in [*given, *config.eval.datasets]:
         stream = f"eval/{dataset['name']}"
         rows = Rows(
-            path=dataset["path"], input_key=dataset.get("input_key") or config.eval.eval_input_key or config.rollout.input_key,
+            path=dataset["path"], stream=stream,
+            input_key=dataset.get("input_key") or config.eval.eval_input_key or config.rollout.input_key,
             label_key=dataset.get("label_key") or config.eval.eval_label_key or config.rollout.label_key,
             metadata_key=config.rollout.metadata_key, context=config.rollout.rollout_max_context_len,
             max_prompt_len=config.eval.eval_max_prompt_len or config.rollout.rollout_max_prompt_len,
-            template=(config.rollout.apply_chat_template_kwargs or {}) if config.rollout.apply_chat_template else None, stream=stream,
+            template=(config.rollout.apply_chat_template_kwargs or {}) if config.rollout.apply_chat_template else None,
         )  # fmt: skip
         samples = dataset.get("n_samples") or config.eval.n_samples_per_eval_prompt
         generate = _generator(parts, engine, sampling(config, dataset), stream, samples)
@@ -202,14 +210,16 @@ def with_context(config: RunConfig, architectures: Sequence[str] = ()) -> RunCon
         raise CheckpointError("config.json cannot be read", got=str(error), who=who, fix=fix) from None
     name = config.model.model_name or constants.get("model_type")
     if architectures and name not in architectures:
-        raise CheckpointError(f"no enabled plugin builds the architecture {name!r}", got=f"offered: {', '.join(architectures)}",
-                              who=who, fix="enable the plugin that offers this model_spec, or take another checkpoint")
+        raise CheckpointError(f"no enabled plugin builds the architecture {name!r}",
+                              got=f"offered: {', '.join(architectures)}", who=who,
+                              fix="enable the plugin that offers this model_spec, or take another checkpoint")
     most = constants.get("max_position_embeddings")
     if most is None:
         raise CheckpointError("config.json has no max_position_embeddings", who=who, fix=fix)
     given = config.rollout.rollout_max_context_len
     if given is not None and given > most:
-        raise ConfigError("rollout_max_context_len is beyond what the model was made for", got=given, who=who, fix=f"at most {most}")
+        raise ConfigError("rollout_max_context_len is beyond what the model was made for", got=given, who=who,
+                          fix=f"at most {most}")
     return with_values(config, "config.json", rollout__rollout_max_context_len=given or most)
 
 
@@ -225,14 +235,15 @@ def load_tokenizer(config: RunConfig) -> Any:
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
-        raise DataError("the tokenizer cannot be loaded", got=str(error).splitlines()[0], who=f"--hf-checkpoint {folder}",
+        raise DataError("the tokenizer cannot be loaded", got=str(error).splitlines()[0],
+                        who=f"--hf-checkpoint {folder}",
                         fix="the folder needs tokenizer.json and tokenizer_config.json") from error
     if template := config.rollout.chat_template_path:
         try:
             tokenizer.chat_template = Path(template).read_text(encoding="utf-8")
         except OSError as error:
-            raise DataError("the chat template cannot be read", got=error.strerror, who=f"--chat-template-path {template}",
-                            fix="name a Jinja file") from None
+            raise DataError("the chat template cannot be read", got=error.strerror,
+                            who=f"--chat-template-path {template}", fix="name a Jinja file") from None
     return tokenizer
 
 

@@ -198,8 +198,8 @@ def split(packed: Packed, rank: int, size: int) -> Packed:
     for start, stop in bounds:
         chunk, rest = divmod(int(stop - start), 2 * size)
         if rest:
-            raise ColumnError("a packed sample does not divide for context parallelism", got=int(stop - start), who="core",
-                              fix=f"pack with multiple={2 * size}")
+            raise ColumnError("a packed sample does not divide for context parallelism", got=int(stop - start),
+                              who="core", fix=f"pack with multiple={2 * size}")
         for piece in (rank, 2 * size - 1 - rank):
             parts.append(np.arange(start + piece * chunk, start + (piece + 1) * chunk))
     index = np.concatenate(parts) if parts else np.zeros(0, np.int64)

@@ -44,7 +44,8 @@ def execute(plan: Plan, *, live: bool | None = None) -> int:
         except (Exception, SystemExit) as error:
             console.stop("failed")
             text = next((line for line in str(error).splitlines() if line.strip()), "no message")
-            raise MilesError(f"{type(error).__name__}: {text}", who=" ".join(_blame(error)).removeprefix("in ") or "miles",
+            raise MilesError(f"{type(error).__name__}: {text}",
+                             who=" ".join(_blame(error)).removeprefix("in ") or "miles",
                              fix=f"mend it; {_traceback(directory)}") from error
 
 
@@ -87,7 +88,8 @@ async def _run(plan: Plan, directory: RunDirectory, console: Views) -> int:
         for note in plan.notes:
             journal.message("info", note)
         if run.first >= run.last:
-            journal.message("info", f"nothing left to do: {run.first} of {run.last} rollouts are done; raise --num-rollout to go on")
+            journal.message("info", f"nothing left to do: {run.first} of {run.last} rollouts are done; "
+                                    "raise --num-rollout to go on")
         begun = True
         await train(run)
         status = "completed"
@@ -120,8 +122,8 @@ def _prove_writable(plan: Plan) -> None:
         CheckpointError: --save or --save-hf cannot be written to; otherwise that would be found out after the rollouts.
     """
     given = plan.config.checkpoint
-    folders = {f"--save {given.save}": given.save,
-               f"--save-hf {given.save_hf}": given.save_hf and (os.path.dirname(given.save_hf.partition("{")[0]) or ".")}
+    exports = given.save_hf and (os.path.dirname(given.save_hf.partition("{")[0]) or ".")
+    folders = {f"--save {given.save}": given.save, f"--save-hf {given.save_hf}": exports}
     for who, folder in folders.items():
         if folder is None:
             continue

@@ -8,8 +8,9 @@
     around    takes the next callable first and returns its result; may change what it passes on
 
 A plugin is a class whose methods, marked with `@hookimpl`, are the behaviour; an implementation may take fewer
-arguments than its hook, never others. `role` says which of the plugin's instances is called: driver, rollout or trainer.
-A named hook marked `part` returns the object that plays the part; the others are called for each unit in `per`.
+arguments than its hook, never others. `role` says which of the plugin's instances is called: driver, rollout or
+trainer. A named hook marked `part` returns the object that plays the part; the others are called for each unit in
+`per`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import pluggy
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Iterable, Sequence
+    from collections.abc import Iterable, Sequence
     from pathlib import Path
 
     import numpy as np
@@ -101,7 +102,8 @@ def engine(config: RunConfig, tokenizer: Any) -> Engine:
 
 @hookspec("named", role="rollout", per="group")
 async def generate(prompt: Prompt, generation: Generation) -> list[Sample]:
-    """2: one prompt and an engine become the samples of a group. Default "single-turn". (--custom-generate-function-path)"""
+    """2: one prompt and an engine become the samples of a group. Default "single-turn".
+    (--custom-generate-function-path)"""
 
 
 @hookspec("chain", role="rollout", per="request")

@@ -50,12 +50,10 @@ async def in_daemon_thread(work: Callable[[], object]) -> object:
     def run() -> None:
         try:
             result, error = work(), None
-        except BaseException as caught:
+        except BaseException as caught:  # noqa: BLE001 - whatever it is, it is raised where the answer is awaited
             result, error = None, caught
-        try:
+        with contextlib.suppress(RuntimeError):  # the run ended while the work went on; nobody waits for its answer
             loop.call_soon_threadsafe(_settle, answer, result, error)
-        except RuntimeError:
-            pass  # the run ended while the work went on; nobody waits for its answer
 
     threading.Thread(target=run, daemon=True).start()
     return await answer
@@ -87,7 +85,7 @@ class ThreadHost(Handle):
         hosted = failure = None
         try:
             hosted = factory(*args)
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - whatever it is, every call raises it
             failure = error
         while (task := self._inbox.get()) is not None:
             loop, answer, method, arguments = task
@@ -95,7 +93,7 @@ class ThreadHost(Handle):
                 if failure is not None:
                     raise failure
                 result, error = getattr(hosted, method)(*arguments), None
-            except BaseException as caught:
+            except BaseException as caught:  # noqa: BLE001 - whatever it is, the caller's await raises it
                 result, error = None, caught
             try:
                 loop.call_soon_threadsafe(_settle, answer, result, error)
@@ -126,10 +124,8 @@ class ProcessHost(Handle):
             return await asyncio.get_running_loop().run_in_executor(None, self._ask, method, args)
 
     async def close(self) -> None:
-        try:
+        with contextlib.suppress(OSError):
             self._pipe.send(None)
-        except OSError:
-            pass
         await asyncio.get_running_loop().run_in_executor(None, self._process.join, 5)
         if self._process.is_alive():
             self._process.kill()
@@ -140,8 +136,10 @@ class ProcessHost(Handle):
             result, error, trace = self._pipe.recv()
         except (EOFError, OSError):
             self._process.join(5)
-            raise TrainError(f"the process {self._name!r} died in {method}()", got=f"exit code {self._process.exitcode}",
-                             fix="look at its output above; a negative code is a signal, -9 often a lack of memory") from None
+            raise TrainError(f"the process {self._name!r} died in {method}()",
+                             got=f"exit code {self._process.exitcode}",
+                             fix="look at its output above; a negative code is a signal, "
+                                 "-9 often a lack of memory") from None
         if error is not None:
             if not isinstance(error, MilesError):
                 error.add_note(f"in process {self._name}:\n{trace}")
@@ -177,7 +175,7 @@ def _serve_process(pipe: Any, parent: int, factory: Callable, args: tuple) -> No
     hosted = failure = None
     try:
         hosted = factory(*args)
-    except BaseException as error:
+    except BaseException as error:  # noqa: BLE001 - whatever it is, every call raises it
         failure = error
     while (task := pipe.recv()) is not None:
         method, arguments = task
@@ -186,7 +184,7 @@ def _serve_process(pipe: Any, parent: int, factory: Callable, args: tuple) -> No
                 raise failure
             result = getattr(hosted, method)(*arguments)
             pipe.send((list(result) if hasattr(result, "__next__") else result, None, None))
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - whatever it is, it is sent to the caller and raised there
             pipe.send((None, _portable(error), traceback.format_exc()))
 
 

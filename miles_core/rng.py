@@ -13,4 +13,4 @@ def key(seed: int, stream: str, *where: int) -> int:
         where: any integers that name the draw's place.
     """
     text = "\x1f".join([str(seed), stream, *map(str, where)])
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")

@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 
 from miles_core.config.tables import RunConfig
+from miles_core.evaluation import Evaluation
 from miles_core.hosts import Handle
 from miles_core.record.journal import Journal
 from miles_core.record.replay import save_batch
 from miles_core.stages.buffer import Buffer, Taken
-from miles_core.evaluation import Evaluation
 from miles_core.stages.filter import filter_group
 from miles_core.stages.prompts import PromptSource
 from miles_core.stages.reward import Scoring
@@ -137,7 +137,10 @@ class Run:
                 self.metrics[key] = (old * index + value) / (index + 1) if summed else value
 
     async def sync(self, rollout_id: int) -> None:
-        """Stage 9: weights that `rollout_id` samples from. Version n serves rollout n-1, so 0 is never a trained one."""
+        """Stage 9: weights that `rollout_id` samples from.
+
+        Version n serves rollout n-1, so 0 is never a trained one.
+        """
         self._timed("train_time")
         version = rollout_id + 1
         self.journal.stage("sync")
@@ -145,7 +148,8 @@ class Run:
         figures = await self.weight_sync.sync(self.trainer, self.engine, version)
         self.version = version
         self.metrics["perf/update_weights_time"] = self.clock() - begin
-        self.journal.event("weight_sync", rollout_id=rollout_id, version=version, seconds=self.clock() - begin, **figures)
+        self.journal.event("weight_sync", rollout_id=rollout_id, version=version, seconds=self.clock() - begin,
+                           **figures)
         self.resumable = self._state() if self.config.checkpoint.save else {}
         self._mark = self.clock()
         self.journal.stage("rollout")
@@ -163,14 +167,17 @@ class Run:
     async def finish(self, batch: Batch) -> None:
         """Report the rollout, evaluate and save when due."""
         done = batch.rollout_id + 1
-        self.metrics["perf/step_time"] = sum(self.metrics.get(f"perf/{k}", 0.0) for k in ("rollout_time", "train_time", "update_weights_time"))
+        parts = ("rollout_time", "train_time", "update_weights_time")
+        self.metrics["perf/step_time"] = sum(self.metrics.get(f"perf/{part}", 0.0) for part in parts)
         self.journal.rollout(batch, self.metrics)
         norm, self.metrics = self.metrics.get("train/grad_norm"), {}
         if self.config.debug.debug_determinism and self.steps:
-            self.journal.event("hashes", rollout_id=batch.rollout_id, grad_norm=norm, **await self.trainer.hashes(batch))
+            hashes = await self.trainer.hashes(batch)
+            self.journal.event("hashes", rollout_id=batch.rollout_id, grad_norm=norm, **hashes)
         await self.evaluate(done)
         checkpoint = self.config.checkpoint
-        if checkpoint.save and (done == self.last or (checkpoint.save_interval and done % checkpoint.save_interval == 0)):
+        due = checkpoint.save_interval and done % checkpoint.save_interval == 0
+        if checkpoint.save and (done == self.last or due):
             await self.save(done)
 
     async def save(self, done: int) -> None:

@@ -12,7 +12,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-import pytest  # noqa: E402 - after the environment that torch reads
+import pytest  # after the environment that torch reads
 
 ROOT = Path(__file__).parents[1]
 EXAMPLE = ROOT / "examples" / "arithmetic"
@@ -32,15 +32,16 @@ def tiny(tmp_path_factory) -> Path:
     torch.manual_seed(0)
     models = {
         "qwen3": Qwen3ForCausalLM(Qwen3Config(**CONSTANTS)),
-        "qwen3_moe": Qwen3MoeForCausalLM(Qwen3MoeConfig(**CONSTANTS, num_experts=4, num_experts_per_tok=2,
-                                                        moe_intermediate_size=24, norm_topk_prob=True, decoder_sparse_step=1)),
+        "qwen3_moe": Qwen3MoeForCausalLM(Qwen3MoeConfig(
+            **CONSTANTS, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, norm_topk_prob=True,
+            decoder_sparse_step=1)),
     }
     for name, model in models.items():
         model.save_pretrained(folder / name)
         subprocess.run([sys.executable, EXAMPLE / "make_tokenizer.py", folder / name], check=True)
     for name, start, count in (("train", 10, 64), ("eval", 80, 8)):
-        rows = [{"prompt": [{"role": "user", "content": f"{start + i % 9}+{start + i // 9}="}], "label": str(2 * start + i % 9 + i // 9)}
-                for i in range(count)]
+        rows = [{"prompt": [{"role": "user", "content": f"{start + i % 9}+{start + i // 9}="}],
+                 "label": str(2 * start + i % 9 + i // 9)} for i in range(count)]
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
 

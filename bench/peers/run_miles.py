@@ -12,12 +12,13 @@ import os
 import sys
 import tempfile
 from pathlib import Path
+from typing import TextIO
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 sys.path.insert(0, str(Path(__file__).parent))
 
-from metering import JsonLines, cpu_seconds, peak_rss_mib  # noqa: E402 - beside this file
-from workloads import WORKLOADS, Workload  # noqa: E402
+from metering import JsonLines, cpu_seconds, peak_rss_mib  # beside this file
+from workloads import WORKLOADS, Workload
 
 REWARD = '''
 from miles_core import hookimpl
@@ -52,8 +53,8 @@ def flags(workload: Workload, model: Path, folder: Path, arguments: argparse.Nam
     return words.split()
 
 
-async def serve(arguments: argparse.Namespace, plan, lines: JsonLines) -> None:
-    """Drive the shipped loop, one step per line of standard input."""
+async def serve(arguments: argparse.Namespace, plan, lines: JsonLines, silent: TextIO) -> None:
+    """Drive the shipped loop, one step per line of standard input; the console goes to `silent`."""
     import torch
 
     from miles_core.build import build, parts
@@ -64,7 +65,7 @@ async def serve(arguments: argparse.Namespace, plan, lines: JsonLines) -> None:
 
     torch.set_num_threads(arguments.threads)
     found = parts(plan)
-    journal = Journal(RunDirectory(plan.config.checkpoint.run_dir).acquire(), Console(False, open(os.devnull, "w")),
+    journal = Journal(RunDirectory(plan.config.checkpoint.run_dir).acquire(), Console(False, silent),
                       decode_piece=found.decode_piece)
     run = await build(plan, found, journal)
     release, done, mark = run.buffer.release, 0, 0.0
@@ -79,7 +80,8 @@ async def serve(arguments: argparse.Namespace, plan, lines: JsonLines) -> None:
             lines.write({"step": done - arguments.warmup, "cpu_s": now - mark, "peak_rss_mib": peak_rss_mib(),
                          **{key: round(value, 4) for key, value in run.metrics.items() if key.startswith("perf/")}})
         elif done == arguments.warmup:
-            lines.write({"ready": True, "framework": "miles", "cpu_s_start_to_first_step": gate.first, "config": vars(arguments)})
+            lines.write({"ready": True, "framework": "miles", "cpu_s_start_to_first_step": gate.first,
+                         "config": vars(arguments)})
         if done >= arguments.warmup and not sys.stdin.readline():
             raise SystemExit
         mark = cpu_seconds()
@@ -106,11 +108,11 @@ def main() -> None:
     lines = JsonLines()
     from miles_core.plugins.plan import prepare
 
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as silent:
         plan = prepare(None, flags(WORKLOADS[arguments.workload], arguments.model.resolve(), Path(folder), arguments))
         arguments.model = str(arguments.model)
         try:
-            asyncio.run(serve(arguments, plan, lines))
+            asyncio.run(serve(arguments, plan, lines, silent))
         except SystemExit:
             lines.write({"done": True, "peak_rss_mib": peak_rss_mib()})
 

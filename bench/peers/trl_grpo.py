@@ -94,10 +94,21 @@ def build_trainer(args: argparse.Namespace, workload: Workload, micro_batch: int
         logging_nan_inf_filter=False, dataloader_num_workers=0, dataloader_pin_memory=False,
         shuffle_dataset=False, seed=args.seed,
     )  # fmt: skip
-    rows = [json.loads(line) for line in open(Path(args.model) / "prompts.jsonl")]
+    with open(Path(args.model) / "prompts.jsonl") as lines:
+        rows = [json.loads(line) for line in lines]
     assert len(rows) == workload.prompts_per_step * PROMPT_BATCHES, "the prompts are those of another workload"
     prompts = Dataset.from_list([{"prompt": row["prompt"]} for row in rows])
     return MeteredTrainer(model=args.model, reward_funcs=mean_id_reward, args=config, train_dataset=prompts)
+
+
+def wait(args: argparse.Namespace, channel: JsonLines, state, control, ready: dict) -> None:
+    """At a boundary of an interactive run: announce the end of the warmup, and wait for a line of standard input."""
+    if not args.interactive or state.global_step < args.warmup:
+        return
+    if state.global_step == args.warmup:
+        channel.write(ready)
+    if not sys.stdin.readline():
+        control.should_training_stop = True
 
 
 def make_meter(args: argparse.Namespace, workload: Workload, channel: JsonLines, header: dict):
@@ -140,11 +151,8 @@ def make_meter(args: argparse.Namespace, workload: Workload, channel: JsonLines,
                 self.steps.append(step)
                 if args.interactive:
                     channel.write(step)
-            if args.interactive and state.global_step >= args.warmup:
-                if state.global_step == args.warmup:
-                    channel.write({"ready": True, **header, **self.start, "peak_rss_mib": step["peak_rss_mib"]})
-                if not sys.stdin.readline():
-                    control.should_training_stop = True
+            ready = {"ready": True, **header, **self.start, "peak_rss_mib": step["peak_rss_mib"]}
+            wait(args, channel, state, control, ready)
             self._mark()
             return control
 

@@ -18,7 +18,8 @@ def check(config: RunConfig) -> tuple[RunConfig, list[str]]:
     """
     notes: list[str] = []
     config = _in_run_dir(config)
-    for step in (_debug, _required, _positive, _batch, _rollout, _rewards, _evaluation, _algorithm, _layout, _checkpoints):
+    for step in (_debug, _required, _positive, _batch, _rollout, _rewards, _evaluation, _algorithm, _layout,
+                 _checkpoints):
         config = step(config, notes.append)
     return config, notes
 
@@ -34,8 +35,9 @@ def _in_run_dir(config: RunConfig) -> RunConfig:
     """Fill {run_dir} in the paths that may hold it, so that a run moves with one flag."""
     run_dir = config.checkpoint.run_dir or f"runs/{config.name}"
     changed: dict[str, object] = {"checkpoint__run_dir": run_dir}
-    for table, key in (("checkpoint", "load"), ("checkpoint", "save"), ("checkpoint", "save_hf"), ("checkpoint", "ref_load"),
-                       ("debug", "save_debug_rollout_data"), ("debug", "load_debug_rollout_data")):
+    for table, key in (("checkpoint", "load"), ("checkpoint", "save"), ("checkpoint", "save_hf"),
+                       ("checkpoint", "ref_load"), ("debug", "save_debug_rollout_data"),
+                       ("debug", "load_debug_rollout_data")):
         path = getattr(getattr(config, table), key)
         if path is not None and "{run_dir}" in path:
             changed[f"{table}__{key}"] = path.replace("{run_dir}", run_dir)
@@ -77,9 +79,10 @@ def _required(config: RunConfig, note: Note) -> RunConfig:
 
 AT_LEAST_ONE = (
     "rollout.rollout_max_response_len", "rollout.rollout_max_prompt_len", "rollout.rollout_max_context_len",
-    "rollout.engine_max_batch", "rollout.max_over_sampling_waves", "eval.eval_interval", "eval.n_samples_per_eval_prompt",
-    "eval.eval_max_response_len", "eval.eval_max_prompt_len", "perf.micro_batch_size", "perf.max_tokens_per_gpu",
-    "perf.log_probs_max_tokens_per_gpu", "perf.log_probs_chunk_size", "perf.threads", "checkpoint.save_interval",
+    "rollout.engine_max_batch", "rollout.max_over_sampling_waves", "eval.eval_interval",
+    "eval.n_samples_per_eval_prompt", "eval.eval_max_response_len", "eval.eval_max_prompt_len",
+    "perf.micro_batch_size", "perf.max_tokens_per_gpu", "perf.log_probs_max_tokens_per_gpu",
+    "perf.log_probs_chunk_size", "perf.threads", "checkpoint.save_interval",
     "debug.debug_rollout_print_every", "debug.debug_exit_after_rollout",
 )  # fmt: skip
 ABOVE_ZERO = ("rollout.rollout_timeout", "rollout.rm_timeout")
@@ -103,7 +106,8 @@ def _batch(config: RunConfig, note: Note) -> RunConfig:
     for key in positive:
         value = getattr(rollout, key)
         if value is not None and value < 1:
-            raise BatchError(f"rollout.{key} should be at least 1", got=value, who=_who(config, f"rollout.{key}"), fix="raise it")
+            raise BatchError(f"rollout.{key} should be at least 1", got=value, who=_who(config, f"rollout.{key}"),
+                             fix="raise it")
     if rollout.num_rollout is not None and rollout.num_rollout < 0:
         raise BatchError("rollout.num_rollout should not be negative", got=rollout.num_rollout, fix="0 evaluates only")
     total = rollout.rollout_batch_size * rollout.n_samples_per_prompt
@@ -116,14 +120,16 @@ def _batch(config: RunConfig, note: Note) -> RunConfig:
         rest, divisor = total % steps, f"num_steps_per_rollout {steps}"
     if rest or steps == 0:
         raise BatchError(
-            f"a rollout's {rollout.rollout_batch_size} x {rollout.n_samples_per_prompt} = {total} samples do not divide by {divisor}",
+            f"a rollout's {rollout.rollout_batch_size} x {rollout.n_samples_per_prompt} = {total} samples do not "
+            f"divide by {divisor}",
             who=_who(config, "rollout.rollout_batch_size", "rollout.n_samples_per_prompt", "rollout.global_batch_size",
                      "rollout.num_steps_per_rollout"),
             fix="rollout_batch_size x n_samples_per_prompt = global_batch_size x num_steps_per_rollout",
         )
     if batch is not None and batch * steps != total:
         raise BatchError(
-            f"rollout_batch_size x n_samples_per_prompt is {total}, global_batch_size x num_steps_per_rollout is {batch * steps}",
+            f"rollout_batch_size x n_samples_per_prompt is {total}, "
+            f"global_batch_size x num_steps_per_rollout is {batch * steps}",
             who=_who(config, "rollout.global_batch_size", "rollout.num_steps_per_rollout"),
             fix="drop one of the last two: it follows from the other three",
         )
@@ -136,24 +142,27 @@ def _rollout(config: RunConfig, note: Note) -> RunConfig:
     over = rollout.over_sampling_batch_size or rollout.rollout_batch_size
     if over < rollout.rollout_batch_size:
         raise BatchError("rollout.over_sampling_batch_size is below rollout_batch_size", got=over,
-                         who=_who(config, "rollout.over_sampling_batch_size"), fix=f"at least {rollout.rollout_batch_size}")
+                         who=_who(config, "rollout.over_sampling_batch_size"),
+                         fix=f"at least {rollout.rollout_batch_size}")
     if rollout.max_lag < 0:
         raise ConfigError("max_lag should not be negative", got=rollout.max_lag, who=_who(config, "rollout.max_lag"),
                           fix="max_lag = 0 is synchronous")
     if rollout.max_lag and config.perf.placement == "shared":
         raise ConfigError("placement \"shared\" hands one piece of hardware back and forth and needs max_lag = 0",
-                          got=f"max_lag = {rollout.max_lag}", who=_who(config, "rollout.max_lag"), fix="set max_lag = 0")
+                          got=f"max_lag = {rollout.max_lag}", who=_who(config, "rollout.max_lag"),
+                          fix="set max_lag = 0")
     if not 0 < rollout.rollout_top_p <= 1 or rollout.rollout_temperature < 0:
         raise ConfigError("rollout_top_p lies in (0, 1] and rollout_temperature is not negative",
-                          got=f"{rollout.rollout_top_p}, {rollout.rollout_temperature}", who="[rollout]", fix="use 1.0 for both")
+                          got=f"{rollout.rollout_top_p}, {rollout.rollout_temperature}", who="[rollout]",
+                          fix="use 1.0 for both")
     if rollout.rollout_temperature == 0 and rollout.n_samples_per_prompt > 1:
         note("rollout_temperature 0 is greedy: all answers of a group will be the same and no advantage is left")
     if rollout.rollout_top_p < 1 or rollout.rollout_top_k > 0:
         note("top-p and top-k restrict what is drawn; log-probs stay those of the uncut distribution on both sides")
     limit = config.perf.max_tokens_per_gpu
     if limit is not None and rollout.rollout_max_response_len > limit:
-        note(f"rollout_max_response_len {rollout.rollout_max_response_len} is above max_tokens_per_gpu {limit}: a longer "
-             "sample rides alone in a micro-batch that exceeds the budget")
+        note(f"rollout_max_response_len {rollout.rollout_max_response_len} is above max_tokens_per_gpu {limit}: "
+             "a longer sample rides alone in a micro-batch that exceeds the budget")
     return with_values(config, "rollout_batch_size", rollout__over_sampling_batch_size=over)
 
 
@@ -161,11 +170,12 @@ def _rewards(config: RunConfig, note: Note) -> RunConfig:
     rollout = config.rollout
     weights = rollout.rm_weights or [1.0] * len(rollout.rm_type)
     if len(weights) != len(rollout.rm_type):
-        raise ConfigError(f"{len(rollout.rm_type)} scorers and {len(weights)} weights", who=_who(config, "rollout.rm_type", "rollout.rm_weights"),
+        raise ConfigError(f"{len(rollout.rm_type)} scorers and {len(weights)} weights",
+                          who=_who(config, "rollout.rm_type", "rollout.rm_weights"),
                           fix="one weight for each scorer, in the same order")
     if len(set(rollout.rm_type)) != len(rollout.rm_type):
-        raise ConfigError("a scorer is named twice", got=", ".join(rollout.rm_type), who=_who(config, "rollout.rm_type"),
-                          fix="name it once; weights make it count more")
+        raise ConfigError("a scorer is named twice", got=", ".join(rollout.rm_type),
+                          who=_who(config, "rollout.rm_type"), fix="name it once; weights make it count more")
     return with_values(config, "rm_type", rollout__rm_weights=weights)
 
 
@@ -173,37 +183,45 @@ def _evaluation(config: RunConfig, note: Note) -> RunConfig:
     eval_ = config.eval
     pairs = eval_.eval_prompt_data
     if len(pairs) > 1 and len(pairs) % 2:
-        raise ConfigError("eval_prompt_data should be NAME PATH pairs", got=" ".join(pairs), who=_who(config, "eval.eval_prompt_data"),
+        raise ConfigError("eval_prompt_data should be NAME PATH pairs", got=" ".join(pairs),
+                          who=_who(config, "eval.eval_prompt_data"),
                           fix="--eval-prompt-data gsm8k data/gsm8k.jsonl math data/math.jsonl")
     if eval_.eval_interval is not None and not (pairs or eval_.datasets):
         raise ConfigError("eval_interval is given but no eval dataset", who=_who(config, "eval.eval_interval"),
                           fix="add --eval-prompt-data NAME PATH")
-    allowed = {"name", "path", "input_key", "label_key", "n_samples", "temperature", "top_p", "top_k", "max_response_len"}
+    allowed = {"name", "path", "input_key", "label_key", "n_samples", "temperature", "top_p", "top_k",
+               "max_response_len"}
     for dataset in eval_.datasets:
         if unknown := sorted(set(dataset) - allowed):
-            raise ConfigError(f"[[eval.datasets]] has no key {unknown[0]!r}", who=_who(config, "eval.datasets"), fix=f"keys are {', '.join(sorted(allowed))}")
+            raise ConfigError(f"[[eval.datasets]] has no key {unknown[0]!r}", who=_who(config, "eval.datasets"),
+                              fix=f"keys are {', '.join(sorted(allowed))}")
         if "name" not in dataset or "path" not in dataset:
-            raise ConfigError("[[eval.datasets]] needs name and path", got=dataset, who=_who(config, "eval.datasets"), fix="add them")
+            raise ConfigError("[[eval.datasets]] needs name and path", got=dataset, who=_who(config, "eval.datasets"),
+                              fix="add them")
     return config
 
 
 def _algorithm(config: RunConfig, note: Note) -> RunConfig:
     algorithm = config.algorithm
     if algorithm.eps_clip_c is not None and algorithm.eps_clip_c <= 1:
-        raise ConfigError("eps_clip_c should be above 1", got=algorithm.eps_clip_c, who=_who(config, "algorithm.eps_clip_c"), fix="3.0 is usual")
+        raise ConfigError("eps_clip_c should be above 1", got=algorithm.eps_clip_c,
+                          who=_who(config, "algorithm.eps_clip_c"), fix="3.0 is usual")
     if algorithm.kl_loss_coef and not algorithm.use_kl_loss:
         raise ConfigError("kl_loss_coef has no effect without --use-kl-loss", got=algorithm.kl_loss_coef,
-                          who=_who(config, "algorithm.kl_loss_coef"), fix="add --use-kl-loss, which loads the reference model")
+                          who=_who(config, "algorithm.kl_loss_coef"),
+                          fix="add --use-kl-loss, which loads the reference model")
     if algorithm.skip_actor_forward_only and config.rollout.num_steps_per_rollout != 1:
         raise ConfigError("skip_actor_forward_only makes the ratio 1, which holds for one optimizer step per rollout",
                           got=f"num_steps_per_rollout = {config.rollout.num_steps_per_rollout}",
-                          who=_who(config, "algorithm.skip_actor_forward_only"), fix="drop it, or set num_steps_per_rollout = 1")
+                          who=_who(config, "algorithm.skip_actor_forward_only"),
+                          fix="drop it, or set num_steps_per_rollout = 1")
     if algorithm.skip_actor_forward_only and (algorithm.use_rollout_logprobs or config.rollout.max_lag):
         raise ConfigError("skip_actor_forward_only excludes use_rollout_logprobs and max_lag above 0",
                           who=_who(config, "algorithm.skip_actor_forward_only"), fix="drop one of them")
     for key in ("hidden_dropout", "attention_dropout"):
         if config.megatron.get(key):
-            raise ConfigError(f"{key} above 0 would make the old policy's log-probs those of another model than the one that is trained",
+            raise ConfigError(f"{key} above 0 would make the old policy's log-probs those of another model than the "
+                              "one that is trained",
                               got=config.megatron[key], who=_who(config, f"megatron.{key}"), fix="leave it at 0")
     if algorithm.calculate_per_token_loss and algorithm.reduction == "sample":
         raise ConfigError("calculate_per_token_loss and reduction = \"sample\" disagree",
@@ -223,16 +241,19 @@ def _layout(config: RunConfig, note: Note) -> RunConfig:
     wide = {key: config.megatron[key] for key in LAYOUT if config.megatron.get(key) not in (None, 1)}
     if ranks != 1 or wide:
         given = ", ".join(f"{key} = {value}" for key, value in wide.items()) or f"{ranks} ranks"
-        raise BatchError("this version trains on one rank", got=given, who="[perf]", fix="leave the parallel sizes at 1")
+        raise BatchError("this version trains on one rank", got=given, who="[perf]",
+                         fix="leave the parallel sizes at 1")
+    batch, micro_batch = config.rollout.global_batch_size, config.perf.micro_batch_size
     if config.perf.use_dynamic_batch_size:
         if config.perf.max_tokens_per_gpu is None:
-            raise BatchError("use_dynamic_batch_size needs max_tokens_per_gpu", who=_who(config, "perf.use_dynamic_batch_size"),
-                             fix="--max-tokens-per-gpu 8192")
+            raise BatchError("use_dynamic_batch_size needs max_tokens_per_gpu",
+                             who=_who(config, "perf.use_dynamic_batch_size"), fix="--max-tokens-per-gpu 8192")
         if "perf.micro_batch_size" in config.origin:
             note("use_dynamic_batch_size overrides micro_batch_size")
-    elif config.rollout.global_batch_size % config.perf.micro_batch_size:
-        raise BatchError(f"global_batch_size {config.rollout.global_batch_size} does not divide by micro_batch_size {config.perf.micro_batch_size}",
-                         who=_who(config, "rollout.global_batch_size", "perf.micro_batch_size"), fix="use a divisor, or --use-dynamic-batch-size")
+    elif batch % micro_batch:
+        raise BatchError(f"global_batch_size {batch} does not divide by micro_batch_size {micro_batch}",
+                         who=_who(config, "rollout.global_batch_size", "perf.micro_batch_size"),
+                         fix="use a divisor, or --use-dynamic-batch-size")
     return config
 
 
@@ -247,8 +268,8 @@ def _checkpoints(config: RunConfig, note: Note) -> RunConfig:
         try:
             (value or "").format(rollout_id=0)
         except (KeyError, IndexError, ValueError):
-            raise ConfigError("the only things in braces can be {rollout_id} and {run_dir}", got=value, who=_who(config, key),
-                              fix="write {rollout_id}, for instance hf/{rollout_id}") from None
+            raise ConfigError("the only things in braces can be {rollout_id} and {run_dir}", got=value,
+                              who=_who(config, key), fix="write {rollout_id}, for instance hf/{rollout_id}") from None
     changed: dict[str, object] = {}
     if config.algorithm.use_kl_loss and checkpoint.ref_load is None:
         note(f"the reference model is --hf-checkpoint {checkpoint.hf_checkpoint}, as --ref-load is not given")

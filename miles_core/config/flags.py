@@ -89,7 +89,8 @@ def split(argv: Sequence[str]) -> list[Given]:
     return [Given(flag, tuple(words)) for flag, words in found]
 
 
-def assign(given: Sequence[Given], spellings: Spellings, plugins: Mapping[str, str]) -> tuple[list[Assignment], list[str]]:
+def assign(given: Sequence[Given], spellings: Spellings,
+           plugins: Mapping[str, str]) -> tuple[list[Assignment], list[str]]:
     """The assignments that the flags make, and notes about flags that are not needed.
 
     Args:
@@ -119,9 +120,11 @@ def _value(one: Given, option: Option, off: bool) -> object:
             raise ConfigError(f"{one.flag} takes no value, or true or false", got=given, fix="write the flag alone")
         return (given in ("true", "1", "yes")) != off
     if option.is_list:
-        return [_number(word) for word in one.words] if "int" in option.type or "float" in option.type else list(one.words)
+        numbers = "int" in option.type or "float" in option.type
+        return [_number(word) if numbers else word for word in one.words]
     if len(one.words) != 1:
-        raise ConfigError(f"{one.flag} takes one value", got=" ".join(one.words) or "none", fix=f"write {one.flag} VALUE")
+        raise ConfigError(f"{one.flag} takes one value", got=" ".join(one.words) or "none",
+                          fix=f"write {one.flag} VALUE")
     return one.words[0]
 
 
@@ -195,9 +198,11 @@ def _unknown(flag: str, spellings: Spellings, plugins: Mapping[str, str]) -> Unk
     name = flag[2:].partition(".")[0]
     if name in plugins:
         return UnknownKeyError(f"{flag} belongs to plugin {name!r}, which is not enabled", fix=plugins[name])
-    known = [*spellings, *miles_flags(), *megatron.megatron_lm_flags(), *("--" + n.replace("_", "-") for n in surface())]
+    fields = ("--" + n.replace("_", "-") for n in surface())
+    known = [*spellings, *miles_flags(), *megatron.megatron_lm_flags(), *fields]
     near = difflib.get_close_matches(flag, known, 1, 0.6)
-    return UnknownKeyError(f"there is no flag {flag}", fix=f"did you mean {near[0]}?" if near else "see miles run --help")
+    return UnknownKeyError(f"there is no flag {flag}",
+                           fix=f"did you mean {near[0]}?" if near else "see miles run --help")
 
 
 def miles_flags() -> Mapping[str, Mapping[str, object]]:

@@ -95,7 +95,8 @@ def _of(values: Mapping[str, object], table: str) -> dict[str, Any]:
     return {key.partition(".")[2]: value for key, value in values.items() if key.partition(".")[0] == table}
 
 
-def _typed(one: Assignment, tables: Mapping[str, Mapping[str, Option]], absent: Mapping[str, str]) -> tuple[str, object]:
+def _typed(one: Assignment, tables: Mapping[str, Mapping[str, Option]],
+           absent: Mapping[str, str]) -> tuple[str, object]:
     table, _, name = one.key.partition(".")
     if table == "megatron" and table not in tables:
         raise ConfigError("internal: the trainer's table is missing")
@@ -108,8 +109,8 @@ def _typed(one: Assignment, tables: Mapping[str, Mapping[str, Option]], absent: 
             raise UnknownKeyError(f"the table [{table}] belongs to a plugin that is not enabled", who=str(one.origin),
                                   fix=absent[table])
         near = difflib.get_close_matches(table, tables, 1)
-        raise UnknownKeyError(f"there is no table [{table}]", who=str(one.origin),
-                              fix=f"did you mean [{near[0]}]?" if near else f"tables are {', '.join(TABLES)} and plugins")
+        fix = f"did you mean [{near[0]}]?" if near else f"tables are {', '.join(TABLES)} and plugins"
+        raise UnknownKeyError(f"there is no table [{table}]", who=str(one.origin), fix=fix)
     raise _unknown_key(one, table, name, tables)
 
 
@@ -190,9 +191,11 @@ def _read(path: Path | None) -> tuple[dict, dict[str, int]]:
     except IsADirectoryError:
         raise ConfigError("the run file is a folder", who=str(path), fix="name the .toml file in it") from None
     except OSError as error:
-        raise ConfigError("the run file cannot be read", got=error.strerror, who=str(path), fix="check owner and mode") from None
+        raise ConfigError("the run file cannot be read", got=error.strerror, who=str(path),
+                          fix="check owner and mode") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError("the run file is not TOML", got=str(error), who=str(path), fix="mend the line it names") from None
+        raise ConfigError("the run file is not TOML", got=str(error), who=str(path),
+                          fix="mend the line it names") from None
     lines: dict[str, int] = {}
     table = ""
     for number, line in enumerate(text.splitlines(), 1):

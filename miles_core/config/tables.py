@@ -31,7 +31,9 @@ class Checkpoint:
     load: str | None = option(None, "Checkpoint directory to resume from; usually the same as --save.")
     save: str | None = option(None, "Checkpoint directory to write to; saves at the end and every --save-interval.")
     save_interval: int | None = option(None, "Rollouts between checkpoints; needs --save.")
-    save_hf: str | None = option(None, "Hugging Face export at each save; may hold {rollout_id} and, like other paths, {run_dir}.")
+    save_hf: str | None = option(
+        None, "Hugging Face export at each save; may hold {rollout_id} and, like other paths, {run_dir}."
+    )
     no_save_optim: bool = option(False, "Leave the optimizer out of checkpoints: smaller, but no exact resume.")
     run_dir: str | None = option(None, "Plan, events, samples and logs of the run; default: runs/NAME-OF-RUN-FILE.")
 

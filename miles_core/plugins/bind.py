@@ -76,8 +76,8 @@ def check_roles_apart(roles: Sequence[Hooks]) -> None:
                     raise SharedStateError(
                         f"plugin {name!r} shares {where} between its roles {first[1]} and {hooks.role}",
                         got=type(value).__name__,
-                        fix="create it in __init__, which runs once per role; constants belong in a tuple, frozenset or "
-                        "types.MappingProxyType; data goes from role to role in columns",
+                        fix="create it in __init__, which runs once per role; constants belong in a tuple, frozenset "
+                        "or types.MappingProxyType; data goes from role to role in columns",
                     )
 
 
@@ -119,10 +119,11 @@ def _check_class(one: Selected, kind: type) -> None:
         if name.startswith("_") or name in ("provides", "requires", "conflicts"):
             continue
         if inspect.isfunction(value) and name in table and name not in methods:
-            raise HookError(f"{one.manifest.plugin}.{name} has a hook's name but no @hookimpl", who=f"plugin {one.manifest.name}",
-                            fix="mark it, or rename it")
+            raise HookError(f"{one.manifest.plugin}.{name} has a hook's name but no @hookimpl",
+                            who=f"plugin {one.manifest.name}", fix="mark it, or rename it")
         if _mutable(value):
-            raise SharedStateError(f"plugin {one.manifest.name!r} keeps {name} on its class, where every role would share it",
+            raise SharedStateError(f"plugin {one.manifest.name!r} keeps {name} on its class, "
+                                   "where every role would share it",
                                    got=type(value).__name__, who=one.manifest.plugin, fix="create it in __init__")
 
 
@@ -135,9 +136,11 @@ def _check(one: Selected, kind: type, method: str, hook: str, spec: Callable) ->
     if refused:
         problem, fix = f"@hookimpl({refused[0]}=...) is not used here", "order is the order of the run file"
     elif unknown := [p.name for p in parameters if p.name not in allowed]:
-        problem, fix = f"it takes {unknown[0]!r}, which {hook} does not have", f"{hook} has: {', '.join(allowed) or 'none'}"
+        problem = f"it takes {unknown[0]!r}, which {hook} does not have"
+        fix = f"{hook} has: {', '.join(allowed) or 'none'}"
     elif [p for p in parameters if p.default is not p.empty or p.kind is not p.POSITIONAL_OR_KEYWORD]:
-        problem, fix = "its arguments have defaults or are keyword-only", "take plain arguments; leave out what you do not need"
+        problem = "its arguments have defaults or are keyword-only"
+        fix = "take plain arguments; leave out what you do not need"
     elif inspect.iscoroutinefunction(spec) and not inspect.iscoroutinefunction(function):
         problem, fix = f"{hook} is async and this is not", "write async def"
     elif hook != "reward" and inspect.iscoroutinefunction(function) and not inspect.iscoroutinefunction(spec):
@@ -207,7 +210,8 @@ def _chain(name: str, found: list[tuple[str, str, Callable]]) -> Callable:
             given, value = value, call(value, *rest)
             if not isinstance(value, type(given) | Drop):
                 raise HookError(f"{name} should return what it is given, a {type(given).__name__}, changed or not",
-                                got=type(value).__name__, who=f"plugin {plugin}", fix="check for a path without `return`")
+                                got=type(value).__name__, who=f"plugin {plugin}",
+                                fix="check for a path without `return`")
             if isinstance(value, Drop):
                 break
         return value

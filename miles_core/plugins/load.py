@@ -24,7 +24,8 @@ def load(manifest: Manifest) -> type:
     try:
         module = _file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
     except (Exception, SystemExit) as error:
-        raise PluginError(f"plugin {manifest.name!r} cannot be imported", got=f"{type(error).__name__}: {error}", who=where,
+        raise PluginError(f"plugin {manifest.name!r} cannot be imported", got=f"{type(error).__name__}: {error}",
+                          who=where,
                           fix=f"install what it needs, or run without it: drop --plugin {manifest.name}") from error
     kind = getattr(module, name, None)
     found = {Offer(hook, given or manifest.name, method) for method, (hook, given, _) in marked(kind).items()}

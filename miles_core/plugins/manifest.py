@@ -1,7 +1,7 @@
 """Manifests: what a plugin states about itself, known without importing it.
 
-A packaged plugin carries the statement as `miles-plugin.toml` beside its top-level package; a single file and the core's
-own parts are read from their source by AST. Both give the same Manifest, and a test holds them together.
+A packaged plugin carries the statement as `miles-plugin.toml` beside its top-level package; a single file and the
+core's own parts are read from their source by AST. Both give the same Manifest, and a test holds them together.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ def of_source(path: Path, *, name: str | None = None, module: str | None = None)
     try:
         tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
     except OSError as error:
-        raise ManifestError("the plugin file cannot be read", got=error.strerror, who=str(path), fix="check the path") from None
+        raise ManifestError("the plugin file cannot be read", got=error.strerror, who=str(path),
+                            fix="check the path") from None
     except SyntaxError as error:
         raise ManifestError("the plugin file is not Python", got=f"line {error.lineno}: {error.msg}", who=str(path),
                             fix="mend the file") from None
@@ -71,7 +72,8 @@ def of_source(path: Path, *, name: str | None = None, module: str | None = None)
                             got=", ".join(p.name for p in plugins) or "none", who=str(path),
                             fix="from miles_core import hookimpl, and mark the methods of one class")
     node = plugins[0]
-    constants = {t.id: s.value for s in node.body if isinstance(s, ast.Assign) for t in s.targets if isinstance(t, ast.Name)}
+    constants = {t.id: s.value for s in node.body if isinstance(s, ast.Assign)
+                 for t in s.targets if isinstance(t, ast.Name)}
     name = name or _literal(constants.get("name"), path) or path.stem.replace("_", "-")
     words = {key: tuple(_literal(constants.get(key), path) or ()) for key in ("provides", "requires", "conflicts")}
     return Manifest(
@@ -128,7 +130,8 @@ def to_toml(manifest: Manifest) -> str:
 
     lines = ["# Generated from the code by `miles plugins manifest --write`; a test compares the two.",
              *(f"{key} = {value(getattr(manifest, key))}" for key in ("name", "plugin", "summary", "api"))]
-    lines += [f"{key} = {value(getattr(manifest, key))}" for key in ("provides", "requires", "conflicts") if getattr(manifest, key)]
+    lines += [f"{key} = {value(words)}" for key in ("provides", "requires", "conflicts")
+              if (words := getattr(manifest, key))]
     for offer in manifest.offers:
         lines += ["", "[[offers]]", *(f"{key} = {value(getattr(offer, key))}" for key in ("hook", "name", "method"))]
     for option in manifest.options.values():
@@ -177,8 +180,8 @@ def _options(table: str, node: ast.ClassDef, classes: dict[str, ast.ClassDef], p
         if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
             call = item.value
             if not (isinstance(call, ast.Call) and call.args and len(call.args) == 2):
-                raise ManifestError(f"option {item.target.id!r} should be declared as option(default, help)", who=str(path),
-                                    fix="option(0.2, 'One sentence.', flags=('--eps',))")
+                raise ManifestError(f"option {item.target.id!r} should be declared as option(default, help)",
+                                    who=str(path), fix="option(0.2, 'One sentence.', flags=('--eps',))")
             default, text = (_literal(arg, path) for arg in call.args)
             more = {k.arg: tuple(_literal(k.value, path)) for k in call.keywords}
             found[item.target.id] = Option(table, item.target.id, ast.unparse(item.annotation), default, text, **more)
@@ -192,4 +195,5 @@ def _literal(node: ast.expr | None, path: Path) -> object:
         return ast.literal_eval(node)
     except ValueError:
         raise ManifestError("a plugin's hooks, names and options are written as literals", got=ast.unparse(node),
-                            who=f"{path}, line {node.lineno}", fix="so that they can be read without running the file") from None
+                            who=f"{path}, line {node.lineno}",
+                            fix="so that they can be read without running the file") from None

@@ -91,7 +91,8 @@ def _values(plan: Plan) -> list[tuple[str, object, str]]:
     config, found = plan.config, []
     for table, kind in TABLES.items():
         for name, option in options_of(table, kind).items():
-            found.append((option.key, getattr(getattr(config, table), name), str(config.origin.get(option.key, "default"))))
+            value = getattr(getattr(config, table), name)
+            found.append((option.key, value, str(config.origin.get(option.key, "default"))))
     for name, value in config.megatron.items():
         found.append((f"megatron.{name}", value, str(config.origin.get(f"megatron.{name}") or "run file")))
     for one in plan.selected:
@@ -109,16 +110,18 @@ def _text(plan: Plan) -> list[str]:
     lines += [f"  {c.hook:<18}{c.name:<16}plugin {c.plugin}  ({c.origin})" for c in plan.choices]
     lines += ["", "call order"]
     lines += [f"  {hook:<18}{' -> '.join(names)}" for hook, names in _order(plan.selected).items()]
-    total = rollout.rollout_batch_size * rollout.n_samples_per_prompt
+    size, samples, over = rollout.rollout_batch_size, rollout.n_samples_per_prompt, rollout.over_sampling_batch_size
+    batch, steps = rollout.global_batch_size, rollout.num_steps_per_rollout
     lines += ["", "batch arithmetic",
-              f"  rollout_batch_size {rollout.rollout_batch_size} x n_samples_per_prompt {rollout.n_samples_per_prompt} = {total}"
-              f" = global_batch_size {rollout.global_batch_size} x num_steps_per_rollout {rollout.num_steps_per_rollout}",
-              f"  in flight at most {rollout.rollout_batch_size * (rollout.max_lag + 1) + rollout.over_sampling_batch_size - rollout.rollout_batch_size}"
-              f" groups (max_lag {rollout.max_lag}, over_sampling_batch_size {rollout.over_sampling_batch_size})",
+              f"  rollout_batch_size {size} x n_samples_per_prompt {samples} = {size * samples}"
+              f" = global_batch_size {batch} x num_steps_per_rollout {steps}",
+              f"  in flight at most {size * (rollout.max_lag + 1) + over - size}"
+              f" groups (max_lag {rollout.max_lag}, over_sampling_batch_size {over})",
               _micro_batches(config)]
-    lines += ["", "layout", f"  1 trainer rank in a {config.perf.trainer_host}, tp 1, pp 1, cp 1, ep 1, dp 1, "
-              f"{'bfloat16' if config.perf.bf16 else 'float32'}", f"  engine {plan.owner('engine').name} in the driver's process, "
-              f"{rollout.engine_dtype or ('bfloat16' if config.perf.bf16 else 'float32')}"]
+    dtype = "bfloat16" if config.perf.bf16 else "float32"
+    lines += ["", "layout",
+              f"  1 trainer rank in a {config.perf.trainer_host}, tp 1, pp 1, cp 1, ep 1, dp 1, {dtype}",
+              f"  engine {plan.owner('engine').name} in the driver's process, {rollout.engine_dtype or dtype}"]
     given = [(k, v, o) for k, v, o in _values(plan) if o != "default"]
     lines += ["", "options that are not defaults"]
     lines += [f"  {key} = {value!r}  ({origin})" for key, value, origin in given]
@@ -130,4 +133,5 @@ def _text(plan: Plan) -> list[str]:
 def _micro_batches(config: RunConfig) -> str:
     if config.perf.use_dynamic_batch_size:
         return f"  micro-batches of at most {config.perf.max_tokens_per_gpu} tokens"
-    return f"  micro-batches of {config.perf.micro_batch_size} samples: {config.rollout.global_batch_size // config.perf.micro_batch_size} per step"
+    size = config.perf.micro_batch_size
+    return f"  micro-batches of {size} samples: {config.rollout.global_batch_size // size} per step"

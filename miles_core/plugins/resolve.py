@@ -91,7 +91,8 @@ def resolve(selected: Sequence[Selected], config: RunConfig) -> list[Choice]:
             if specs[offer.hook].kind == "named":
                 first = owners.setdefault((offer.hook, offer.name), one.manifest.name)
                 if first != one.manifest.name:
-                    raise OwnerError(f"two plugins offer the {offer.hook} {offer.name!r}: {first} and {one.manifest.name}",
+                    raise OwnerError(f"two plugins offer the {offer.hook} {offer.name!r}: "
+                                     f"{first} and {one.manifest.name}",
                                      fix="enable one of them, or rename one offer")
     _capabilities(selected)
     return [_own(hook, name, key, owners, config) for hook, name, key in choices(config)]
@@ -112,7 +113,8 @@ def _own(hook: str, name: str, key: str, owners: dict[tuple[str, str], str], con
 
 def _official(hook: str) -> list[str]:
     """Names that official plugins offer for a hook; naming one enables its plugin."""
-    return [name for offers in KNOWN.values() for one, _, name in (offer.partition(":") for offer in offers) if one == hook]
+    offered = (offer.partition(":") for offers in KNOWN.values() for offer in offers)
+    return [name for one, _, name in offered if one == hook]
 
 
 def _capabilities(selected: Sequence[Selected]) -> None:

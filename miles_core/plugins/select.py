@@ -55,7 +55,8 @@ def select(named: Sequence[tuple[str, str]], chosen: Sequence[Selected]) -> list
         clash = next((old for old in chosen if old.manifest.name == new.manifest.name), None)
         if clash is not None:
             raise OwnerError(f"two plugins are called {new.manifest.name!r}: {clash.source} ({clash.origin}) and "
-                             f"{new.source} ({origin})", fix="name it once, or rename the file's class attribute `name`")
+                             f"{new.source} ({origin})",
+                             fix="name it once, or rename the file's class attribute `name`")
         chosen.append(new)
     return chosen
 
@@ -89,5 +90,5 @@ def _unknown(text: str, name: str, origin: str, have: Sequence[Installed]) -> Un
         return UnknownPluginError(f"plugin {name!r} is not installed", who=origin, fix=f"pip install miles-{name}")
     near = difflib.get_close_matches(name, [*KNOWN, *(one.name for one in have)], 1, 0.6)
     there = ", ".join(one.name for one in have) or "none"
-    return UnknownPluginError(f"there is no plugin {text!r}", got=f"installed: {there}", who=origin,
-                              fix=f"did you mean {near[0]!r}?" if near else "pip install it, or pass a file: ./my_plugin.py")
+    fix = f"did you mean {near[0]!r}?" if near else "pip install it, or pass a file: ./my_plugin.py"
+    return UnknownPluginError(f"there is no plugin {text!r}", got=f"installed: {there}", who=origin, fix=fix)

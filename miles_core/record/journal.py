@@ -63,8 +63,8 @@ class Journal:
         self.console.rollout(rollout_id, metrics)
         if self._print_every and rollout_id % self._print_every == 0 and batch.samples:
             sample = batch.samples[0]
-            self.message("info", f"rollout {rollout_id}: {sample.prompt.text!r} -> {sample.text!r}  reward {sample.reward}  "
-                                 f"label {sample.prompt.label!r}")
+            self.message("info", f"rollout {rollout_id}: {sample.prompt.text!r} -> {sample.text!r}  "
+                                 f"reward {sample.reward}  label {sample.prompt.label!r}")
 
     def evaluation(self, name: str, rollout_id: int, metrics: Mapping[str, float], samples: Sequence[Sample]) -> None:
         """A dataset has been evaluated with the weights that rollout `rollout_id` samples from."""

@@ -19,10 +19,12 @@ from miles_core.types import Batch, Group, Prompt, Sample, Status
 def save_batch(template: str, batch: Batch) -> Path:
     """Write one rollout; `template` holds {rollout_id}."""
     path = Path(template.format(rollout_id=batch.rollout_id))
-    arrays = {f"{i}.{name}": np.ascontiguousarray(array) for i, sample in enumerate(batch.samples) for name, array in sample.columns.items()}
+    arrays = {f"{i}.{name}": np.ascontiguousarray(array) for i, sample in enumerate(batch.samples)
+              for name, array in sample.columns.items()}
     groups = [[_record(sample) for sample in group.samples] for group in batch.groups]
+    meta = {"rollout_id": batch.rollout_id, "version": batch.version, "groups": groups}
     path.parent.mkdir(parents=True, exist_ok=True)
-    publish(path, save(arrays, {"miles": json.dumps({"rollout_id": batch.rollout_id, "version": batch.version, "groups": groups})}))
+    publish(path, save(arrays, {"miles": json.dumps(meta)}))
     return path
 
 
@@ -38,7 +40,8 @@ def load_batch(template: str, rollout_id: int) -> Batch:
         header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
         meta, arrays = json.loads(header["__metadata__"]["miles"]), load(data)
     except FileNotFoundError:
-        raise DataError("there is no saved rollout", who=str(path), fix="check --load-debug-rollout-data and --num-rollout") from None
+        raise DataError("there is no saved rollout", who=str(path),
+                        fix="check --load-debug-rollout-data and --num-rollout") from None
     except (SafetensorError, ValueError, KeyError) as error:
         raise DataError("this is no saved rollout", got=str(error), who=str(path),
                         fix="write it with --save-debug-rollout-data") from None
@@ -87,9 +90,9 @@ def _record(sample: Sample) -> dict:
     prompt = sample.prompt
     return {
         "uid": prompt.uid, "row": prompt.row, "text": prompt.text, "label": prompt.label, "stream": prompt.stream,
-        "metadata": json.loads(json.dumps(dict(prompt.metadata), default=str)), "index": sample.index, "response": sample.text,
-        "response_length": sample.response_length, "status": str(sample.status), "rewards": sample.rewards,
-        "reward": sample.reward, "rollout": sample.rollout,
+        "metadata": json.loads(json.dumps(dict(prompt.metadata), default=str)), "index": sample.index,
+        "response": sample.text, "response_length": sample.response_length, "status": str(sample.status),
+        "rewards": sample.rewards, "reward": sample.reward, "rollout": sample.rollout,
     }  # fmt: skip
 
 
@@ -97,5 +100,5 @@ def _sample(record: dict, columns: dict[str, np.ndarray]) -> Sample:
     size = len(columns["tokens"]) - record["response_length"]
     prompt = Prompt(record["uid"], record["row"], record["text"], tuple(int(t) for t in columns["tokens"][:size]),
                     record["label"], record["metadata"], None, record["stream"])
-    return Sample(prompt, record["index"], columns, record["response_length"], record["response"], Status(record["status"]),
-                  record["rewards"], record["reward"], record["rollout"])
+    return Sample(prompt, record["index"], columns, record["response_length"], record["response"],
+                  Status(record["status"]), record["rewards"], record["reward"], record["rollout"])

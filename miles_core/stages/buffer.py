@@ -87,7 +87,7 @@ class Buffer:
         """Around the sampling of a slot: any error ends the whole run with that very error."""
         try:
             yield
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - whatever it is, it ends the run: `take` and `reserve` raise it
             self.fail(error)
         finally:
             self._wake()
@@ -149,8 +149,8 @@ class Buffer:
         kept = sum(isinstance(slot.outcome, Group) for slot in self._slots)
         detail = next((d.detail for d in reversed(dropped) if d.detail), "")
         return StarvedError(
-            f"filters dropped {len(dropped)} groups ({reasons}) and kept {kept} of the {self.batch_size} that a rollout "
-            f"needs{'; last: ' + detail if detail else ''}",
+            f"filters dropped {len(dropped)} groups ({reasons}) and kept {kept} of the {self.batch_size} that a "
+            f"rollout needs{'; last: ' + detail if detail else ''}",
             fix="look at the reward first: when every answer of a group scores the same there is nothing to learn from "
             "(wrong --label-key, a scorer that never matches, or a task that is too hard or too easy)",
         )

@@ -50,7 +50,8 @@ class Core:
 
         algorithm, terms = self.config.algorithm, {}
         if inputs.ref_log_probs is not None:
-            terms["kl_loss"] = (algorithm.kl_loss_coef, approximate_kl(inputs.log_probs, inputs.ref_log_probs, algorithm.kl_loss_type))
+            divergence = approximate_kl(inputs.log_probs, inputs.ref_log_probs, algorithm.kl_loss_type)
+            terms["kl_loss"] = (algorithm.kl_loss_coef, divergence)
         if inputs.entropy is not None:
             terms["entropy_loss"] = (-algorithm.entropy_coef, inputs.entropy)
         return terms

@@ -146,7 +146,8 @@ class JsonlPrompts:
         chat = isinstance(source, list) and source and all(isinstance(m, dict) and "role" in m for m in source)
         if not (chat or isinstance(source, str)):
             raise DataError(f"{self._rows.input_key!r} should be text or a list of chat messages", who=self._where(row),
-                            got=type(source).__name__ if source else "nothing", fix='write "..." or [{"role": "user", "content": "..."}]')
+                            got=type(source).__name__ if source else "nothing",
+                            fix='write "..." or [{"role": "user", "content": "..."}]')
         if chat and self._rows.template is None:
             raise DataError(f"{self._rows.input_key!r} is a list of chat messages", who=self._where(row),
                             fix="add --apply-chat-template")
@@ -172,8 +173,8 @@ class JsonlPrompts:
         label = self._field(row, record, key, "--label-key") if key is not None else None
         metadata = record.get(self._rows.metadata_key) or {}
         if not isinstance(metadata, dict):
-            raise DataError(f"{self._rows.metadata_key!r} should be an object", got=type(metadata).__name__, who=self._where(row),
-                            fix="write {...}, or name another key with --metadata-key")
+            raise DataError(f"{self._rows.metadata_key!r} should be an object", got=type(metadata).__name__,
+                            who=self._where(row), fix="write {...}, or name another key with --metadata-key")
         return Prompt(row, row, text, tuple(ids), None if label is None else str(label),
                       {k: v for k, v in record.items() if k not in (self._rows.input_key, key)} | metadata,
                       None if messages is None else tuple(messages), self._rows.stream)

@@ -26,7 +26,8 @@ class Scoring:
         timeout: seconds that one scorer may take for one group.
     """
 
-    def __init__(self, scorers: Mapping[str, Callable], weights: Mapping[str, float], combine: Callable, timeout: float):
+    def __init__(self, scorers: Mapping[str, Callable], weights: Mapping[str, float], combine: Callable,
+                 timeout: float):
         self._scorers, self._weights, self._combine, self._timeout = dict(scorers), dict(weights), combine, timeout
 
     async def __call__(self, group: Group) -> Group:
@@ -54,7 +55,8 @@ class Scoring:
                     calls = [scorer(samples)] if whole else [scorer(sample) for sample in samples]
                     answers = list(await asyncio.gather(*calls))
                 else:
-                    answers = await in_daemon_thread(lambda: [scorer(samples)] if whole else [scorer(s) for s in samples])
+                    answers = await in_daemon_thread(
+                        lambda: [scorer(samples)] if whole else [scorer(sample) for sample in samples])
         except TimeoutError:
             raise RewardError(f"scorer {name!r} took longer than {self._timeout:g} s for {samples[0].prompt.stream} "
                               f"prompt {samples[0].prompt.uid}", fix="mend the scorer, or raise --rm-timeout") from None
@@ -66,8 +68,8 @@ class Scoring:
                               fix="mend the scorer; a failure is not a reward of 0") from error
         answers = answers[0] if whole else answers
         if not isinstance(answers, Sequence) or len(answers) != len(samples):
-            raise RewardError(f"scorer {name!r} should answer with one number for each of {len(samples)} samples", got=repr(answers),
-                              fix="return a list as long as `samples`, in its order")
+            raise RewardError(f"scorer {name!r} should answer with one number for each of {len(samples)} samples",
+                              got=repr(answers), fix="return a list as long as `samples`, in its order")
         return list(answers)
 
 

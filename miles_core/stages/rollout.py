@@ -191,7 +191,8 @@ async def call_engine(generation: Generation, request: Request) -> Response:
                           fix="raise --rollout-timeout, or look at the engine's log") from None
     lengths = {len(response.output_ids), len(response.log_probs), len(response.versions)}
     if len(lengths) != 1:
-        raise EngineError(f"the engine's answer to request {request.id} has parts of different lengths", got=sorted(lengths))
+        raise EngineError(f"the engine's answer to request {request.id} has parts of different lengths",
+                          got=sorted(lengths))
     if len(response.log_probs) and not np.isfinite(response.log_probs).all():
         raise EngineError(f"the engine's answer to request {request.id} has log-probs that are not finite")
     return response
@@ -207,7 +208,7 @@ def to_sample(prompt: Prompt, index: int, request: Request, response: Response) 
         text=response.text,
         status=status,
         columns={
-            "tokens": np.concatenate([np.asarray(request.input_ids, np.int32), np.asarray(response.output_ids, np.int32)]),
+            "tokens": np.concatenate([np.asarray(ids, np.int32) for ids in (request.input_ids, response.output_ids)]),
             "loss_mask": np.ones(len(response.output_ids), np.uint8),
             "rollout_log_probs": np.asarray(response.log_probs, np.float32),
             "versions": np.asarray(response.versions, np.int32),

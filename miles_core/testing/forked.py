@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PRELOAD = [
-    "torch", "transformers", "transformers.models.auto.tokenization_auto", "transformers.models.qwen3.configuration_qwen3",
+    "torch", "transformers", "transformers.models.auto.tokenization_auto",
+    "transformers.models.qwen3.configuration_qwen3",
     "miles_core.cli.run", "miles_core.build", "miles_core.execute", "miles_core.backends.megatron.step",
     "miles_core.backends.local.engine", "miles_core.backends.megatron.checkpoint", "miles_core.loop",
     "pydantic.main", "pydantic.type_adapter",
@@ -70,7 +71,8 @@ def _main(argv: list[str], cwd: str, out: str, err: str, before: Callable[[], No
     os.chdir(cwd)
     for number, path in ((1, out), (2, err)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644), number)
-    sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
+    sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115 - stays open until the process ends
+    sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115 - stays open until the process ends
     sys.argv = ["miles", *argv]
     from miles_core.cli import main
 

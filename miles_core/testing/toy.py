@@ -1,4 +1,4 @@
-"""Parts that stand in for prompts, engine and trainer, so that the shipped loop, buffer and leases can be driven alone."""
+"""Stand-ins for prompts, engine and trainer, so that the shipped loop, buffer and leases can be driven alone."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ def toy_group(prompt: Prompt, version: int, samples: int = 2, reward: float | No
     def sample(index: int) -> Sample:
         columns = {"tokens": np.array([*prompt.token_ids, 4, 5], np.int32), "loss_mask": np.ones(2, np.uint8),
                    "rollout_log_probs": np.full(2, -1.0, np.float32), "versions": np.full(2, version, np.int32)}
-        return Sample(prompt, index, columns, 2, "a", Status.COMPLETED, reward=float(index) if reward is None else reward)
+        return Sample(prompt, index, columns, 2, "a", Status.COMPLETED,
+                      reward=float(index) if reward is None else reward)
 
     return Group(prompt, [sample(index) for index in range(samples)])
 
@@ -130,7 +131,8 @@ def toy_run(*, rollouts: int, batch_size: int, max_lag: int, duration: Callable[
         config=RunConfig(), first=0, last=rollouts, steps=1, prompts=prompts, generate=generate,
         scoring=Scoring({}, {}, lambda sample, weights: 0.0, 60.0),
         chain=lambda group: Drop("chosen") if dropped(group.prompt.uid) else group, shape=None,
-        buffer=buffer(batch_size, max_lag, batches=rollouts, credit=credit, give_back=prompts.give_back, most_drops=most_drops),
+        buffer=buffer(batch_size, max_lag, batches=rollouts, credit=credit, give_back=prompts.give_back,
+                      most_drops=most_drops),
         engine=None, trainer=ToyTrainer(train), weight_sync=ToySync(), placement=placement or Local(),
         evaluation=Evaluation([], None, None), journal=ToyJournal(), clock=lambda: asyncio.get_running_loop().time(),
     )  # fmt: skip

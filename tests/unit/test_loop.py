@@ -1,4 +1,4 @@
-"""The shipped loop, buffer and leases on virtual time: the staleness bound, exactness at max_lag 0, and how runs end."""
+"""The shipped loop, buffer and leases on virtual time: the staleness bound, exactness at max_lag 0, how runs end."""
 
 import asyncio
 import random
@@ -58,11 +58,13 @@ def test_the_bound_is_reached_when_training_is_the_slow_side(max_lag):
 
 @pytest.mark.parametrize("credit", [0, 2, 8])
 def test_at_max_lag_0_no_timing_changes_what_is_trained_on(credit):
-    runs = [go(rollouts=8, batch_size=4, max_lag=0, credit=credit, duration=uneven(seed), dropped=third) for seed in range(6)]
+    runs = [go(rollouts=8, batch_size=4, max_lag=0, credit=credit, duration=uneven(seed), dropped=third)
+            for seed in range(6)]
     assert len({str(trained(run)) for run in runs}) == 1
     kept = [uid for uid in range(200) if not third(uid)]
     assert trained(runs[0]) == [kept[i : i + 4] for i in range(0, 32, 4)], "prompts in order, none skipped"
-    reported = [[{k: v for k, v in m.items() if not k.startswith("perf/")} for _, m in run.journal.rollouts] for run in runs]
+    reported = [[{k: v for k, v in m.items() if not k.startswith("perf/")} for _, m in run.journal.rollouts]
+                for run in runs]
     assert all(one == reported[0] for one in reported), "drop counts must not depend on timing either"
 
 

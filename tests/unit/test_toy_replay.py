@@ -34,7 +34,8 @@ class Replay:
     @hookimpl
     def columns(self):
         from miles_core.columns import Align, Column
-        return [Column("routes", Align.PREDICTION, "int16", axes=("layer", "topk"), pad=-1, missing="pad", owner="replay")]
+        return [Column("routes", Align.PREDICTION, "int16", axes=("layer", "topk"), pad=-1, missing="pad",
+                       owner="replay")]
 
     @hookimpl
     def generate_request(self, request):
@@ -76,7 +77,8 @@ class Engine:
         count = 3 + request.key % 4
         rows = len(request.input_ids) + count - 1
         ids = np.arange(rows * 4 * 2).reshape(rows, 4, 2) + 100 * (request.key % 7)
-        return Response(np.arange(count), np.full(count, -1.0), np.ones(count, np.int32), "stop", "", {"routed_experts": ids})
+        return Response(np.arange(count), np.full(count, -1.0), np.ones(count, np.int32), "stop", "",
+                        {"routed_experts": ids})
 
 
 @pytest.fixture
@@ -95,7 +97,8 @@ def test_ids_reach_the_consumer_through_generator_filter_buffer_packing_and_spli
     run = toy_run(rollouts=2, batch_size=3, max_lag=0, duration=lambda uid, tries: 1.0, dropped=lambda uid: uid == 1)
 
     async def generate(prompt):
-        generation = Generation(Engine(), SamplingParams(), 2, lambda index, turn: prompt.uid * 31 + index, lambda ids, skip: "", 9.0,
+        generation = Generation(Engine(), SamplingParams(), 2, lambda index, turn: prompt.uid * 31 + index,
+                                lambda ids, skip: "", 9.0,
                                 lambda request: rollout.generate_request(request, prompt), rollout.generate_response)
         group = Group(prompt, await single_turn(prompt, generation))
         await asyncio.sleep(1.0 + prompt.uid % 3)
@@ -118,7 +121,8 @@ def test_ids_reach_the_consumer_through_generator_filter_buffer_packing_and_spli
             assert trainer.microbatch(lambda given: "hidden", part, "actor") == "hidden"
         consumed = trainer.instances["replay"].seen[-2:]
         # Token t of a sample and the ids of its prediction stand in the same row, on whichever side of the split.
-        pairs = {(int(t), tuple(r.ravel())) for part, rows in zip(parts, consumed) for t, r in zip(part.rows["tokens"], rows)}
+        pairs = {(int(t), tuple(r.ravel())) for part, rows in zip(parts, consumed)
+                 for t, r in zip(part.rows["tokens"], rows)}
         for sample in batch.samples:
             for t, ids in zip(sample.tokens, sample.columns["routes"]):
                 assert (int(t), tuple(ids.ravel())) in pairs
@@ -149,7 +153,8 @@ def test_two_owners_of_one_name_are_both_named(plugin, tmp_path):
 SHARING = {
     "on the class": ("class Shares:\n    memory = {}\n", "keeps memory on its class"),
     "in the module": ("MEMORY = []\nclass Shares:\n", "MEMORY between its roles"),
-    "through a default": ("def made(memory=[]):\n    return memory\nclass Shares:\n    def __init__(self):\n        self.memory = made()\n",
+    "through a default": ("def made(memory=[]):\n    return memory\n"
+                          "class Shares:\n    def __init__(self):\n        self.memory = made()\n",
                           "self.memory between its roles"),
 }
 
@@ -172,4 +177,5 @@ def test_a_plugin_that_shares_state_between_roles_is_caught(how, tmp_path):
     path.write_text("from miles_core import hookimpl\n" + head + body)
     selected = select.select([(str(path), "--plugin")], [])
     with pytest.raises(SharedStateError, match=message):
-        bind.check_roles_apart([bind.bind(selected, config(selected), role) for role in ("driver", "rollout", "trainer")])
+        bind.check_roles_apart([bind.bind(selected, config(selected), role)
+                                for role in ("driver", "rollout", "trainer")])

@@ -17,7 +17,7 @@ from miles_core.backends.megatron import cpu, optimizer, weights
 from miles_core.backends.megatron.given import check_architecture, given_for
 from miles_core.backends.megatron.model import build, transformer_config
 from miles_core.config.tables import RunConfig
-from miles_core.errors import CheckpointError, ConfigError, NonFiniteError
+from miles_core.errors import ConfigError, NonFiniteError
 from miles_core.plugins.bind import Hooks
 from miles_core.stages.step import Resume
 
@@ -42,8 +42,9 @@ class Models:
         hf = AutoConfig.from_pretrained(self._source, local_files_only=True)
         name = config.model.model_name or hf.model_type
         if name not in hooks.model_spec:
-            raise ConfigError(f"no enabled plugin builds the architecture {name!r}", got=", ".join(sorted(hooks.model_spec)),
-                              who=f"config.json of {self._source}", fix="enable the plugin that offers this model_spec")
+            raise ConfigError(f"no enabled plugin builds the architecture {name!r}",
+                              got=", ".join(sorted(hooks.model_spec)), who=f"config.json of {self._source}",
+                              fix="enable the plugin that offers this model_spec")
         family = hooks.model_spec[name](hf)
         spec, self.weight_map = family.model_spec(hf), family.weight_map(hf)
         cpu.initialize(seed=config.optimizer.seed)
@@ -153,6 +154,6 @@ def _options(config: RunConfig) -> optimizer.OptimizerOptions:
     return optimizer.OptimizerOptions(
         lr=given.lr, min_lr=given.min_lr, lr_decay_style=given.lr_decay_style, lr_warmup_iters=given.lr_warmup_iters,
         lr_decay_iters=given.lr_decay_iters, train_iters=max(1, rollouts * config.rollout.num_steps_per_rollout),
-        weight_decay=given.weight_decay, adam_beta1=given.adam_beta1, adam_beta2=given.adam_beta2, adam_eps=given.adam_eps,
-        clip_grad=given.clip_grad, megatron=config.megatron,
+        weight_decay=given.weight_decay, adam_beta1=given.adam_beta1, adam_beta2=given.adam_beta2,
+        adam_eps=given.adam_eps, clip_grad=given.clip_grad, megatron=config.megatron,
     )  # fmt: skip

@@ -65,7 +65,8 @@ class Objective:
                              fix="compute it from inputs.log_probs, without detach()")
         share["loss"] = total
         share["train_rollout_logprob_abs_diff"] = (inputs.log_probs - inputs.rollout_log_probs).abs()
-        summed = {key: loss.reduce(term.detach().to(torch.float64), token_weights, inputs.mask) for key, term in share.items()}
+        summed = {key: loss.reduce(term.detach().to(torch.float64), token_weights, inputs.mask)
+                  for key, term in share.items()}
         return value, summed
 
     def _inputs(self, hidden: torch.Tensor, weight: torch.Tensor, batch: MicroBatch) -> LossInputs:
@@ -89,5 +90,6 @@ class Objective:
         return NonFiniteError(
             f"the loss of {sample.name} is not finite", got=f"{float(total.detach()[row])} at its trained token {row}",
             who=f"policy loss {self._name!r}",
-            fix="look at the sample's log-probs and reward; the optimizer has not seen it, so the last checkpoint is good",
+            fix="look at the sample's log-probs and reward; the optimizer has not seen it, so the last checkpoint is "
+            "good",
         )

@@ -135,11 +135,14 @@ class MegatronTrainer:
         if not perf.use_dynamic_batch_size:
             plan = fixed(len(samples), perf.micro_batch_size)
         else:
-            limit = perf.max_tokens_per_gpu if gradient else perf.log_probs_max_tokens_per_gpu or perf.max_tokens_per_gpu
+            limit = perf.max_tokens_per_gpu
+            if not gradient:
+                limit = perf.log_probs_max_tokens_per_gpu or limit
             plan = first_fit_decreasing([sample.length for sample in samples], limit)
         return [[samples[i] for i in part] for part in plan]
 
-    def _run(self, parts: Sequence[Sequence[Sample]], loss_of: Callable, model: str, *, forward_only: bool = False) -> None:
+    def _run(self, parts: Sequence[Sequence[Sample]], loss_of: Callable, model: str, *,
+             forward_only: bool = False) -> None:
         """One pass of Megatron's schedule over micro-batches; loss_of(hidden, batch) -> this micro-batch's loss."""
         around = self.hooks.microbatch
 
@@ -160,8 +163,8 @@ class MegatronTrainer:
 
         batches = (assemble(self.columns, part) for part in parts)
         get_forward_backward_func()(
-            forward_step_func=forward_step, data_iterator=batches, model=self.models.wrapped, num_microbatches=len(parts),
-            seq_length=1, micro_batch_size=1, forward_only=forward_only,
+            forward_step_func=forward_step, data_iterator=batches, model=self.models.wrapped,
+            num_microbatches=len(parts), seq_length=1, micro_batch_size=1, forward_only=forward_only,
         )  # fmt: skip
 
     def _forward_only(self, column: str, model: str) -> None:
@@ -189,4 +192,5 @@ class MegatronTrainer:
         if not gap.size:
             return {}
         return {"train/train_rollout_logprob_abs_diff_max": float(gap.max()),
-                "rollout/log_probs": self._mean("log_probs"), "rollout/rollout_log_probs": self._mean("rollout_log_probs")}
+                "rollout/log_probs": self._mean("log_probs"),
+                "rollout/rollout_log_probs": self._mean("rollout_log_probs")}

@@ -18,7 +18,8 @@ def plugins(tmp_path):
         paths = []
         for name, body in bodies.items():
             path = tmp_path / f"{name}.py"
-            path.write_text(HEAD + f"class {name.title()}:\n" + "".join(f"    {line}\n" for line in body.strip().splitlines()))
+            lines = "".join(f"    {line}\n" for line in body.strip().splitlines())
+            path.write_text(HEAD + f"class {name.title()}:\n" + lines)
             paths.append((str(path), "--plugin"))
         return select.select(paths, [])
 
@@ -62,7 +63,8 @@ def test_gathered_keys_have_one_owner(plugins):
 
 
 def test_each_role_has_an_instance_of_its_own(plugins):
-    selected = plugins(a="def __init__(self):\n    self.seen = []\n@hookimpl\ndef filter_group(self, group):\n    return group\n"
+    selected = plugins(a="def __init__(self):\n    self.seen = []\n"
+                         "@hookimpl\ndef filter_group(self, group):\n    return group\n"
                          "@hookimpl\ndef loss_terms(self, inputs):\n    return {}")
     rollout, trainer = bound(selected), bound(selected, "trainer")
     rollout.instances["a"].seen.append(1)
@@ -71,16 +73,23 @@ def test_each_role_has_an_instance_of_its_own(plugins):
 
 
 WRONG = {
-    "there is no marker": ("def filter_group(self, group):\n    return group\n@hookimpl\ndef finish(self):\n    pass", HookError, "no @hookimpl"),
+    "there is no marker": ("def filter_group(self, group):\n    return group\n@hookimpl\ndef finish(self):\n    pass",
+                           HookError, "no @hookimpl"),
     "an unknown argument": ("@hookimpl\ndef filter_group(self, groop):\n    return groop", HookError, "groop"),
-    "a default": ("@hookimpl\ndef filter_group(self, group=None):\n    return group", HookError, "defaults or are keyword-only"),
+    "a default": ("@hookimpl\ndef filter_group(self, group=None):\n    return group",
+                  HookError, "defaults or are keyword-only"),
     "keyword-only": ("@hookimpl\ndef filter_group(self, *, group):\n    return group", HookError, "keyword-only"),
-    "tryfirst": ("@hookimpl(tryfirst=True)\ndef filter_group(self, group):\n    return group", HookError, "order of the run file"),
-    "a wrapper": ("@hookimpl(wrapper=True)\ndef filter_group(self, group):\n    yield", HookError, "order of the run file"),
-    "not async": ("@hookimpl(name='g')\ndef generate(self, prompt, generation):\n    return []", HookError, "is async and this is not"),
-    "async": ("@hookimpl\nasync def filter_group(self, group):\n    return group", HookError, "is not async and this is"),
+    "tryfirst": ("@hookimpl(tryfirst=True)\ndef filter_group(self, group):\n    return group",
+                 HookError, "order of the run file"),
+    "a wrapper": ("@hookimpl(wrapper=True)\ndef filter_group(self, group):\n    yield",
+                  HookError, "order of the run file"),
+    "not async": ("@hookimpl(name='g')\ndef generate(self, prompt, generation):\n    return []",
+                  HookError, "is async and this is not"),
+    "async": ("@hookimpl\nasync def filter_group(self, group):\n    return group",
+              HookError, "is not async and this is"),
     "a scorer of nothing": ("@hookimpl('reward', name='r')\ndef f(self):\n    return 1.0", HookError, "takes `sample`"),
-    "a constructor that wants more": ("def __init__(self, magic):\n    pass\n@hookimpl\ndef finish(self):\n    pass", HookError, "magic"),
+    "a constructor that wants more": ("def __init__(self, magic):\n    pass\n@hookimpl\ndef finish(self):\n    pass",
+                                      HookError, "magic"),
 }
 
 

@@ -68,12 +68,14 @@ def test_a_plan_with_a_plugin_file_does_not_execute_it(hostile, tmp_path):
 @pytest.mark.parametrize(("text", "message"), [
     ("def broken(:", "not Python.*line 1"),
     ("x = 1", "exactly one class.*none"),
-    ("from miles_core import hookimpl\nclass A:\n @hookimpl\n def finish(self): ...\nclass B:\n @hookimpl\n def finish(self): ...",
-     "exactly one class.*A, B"),
-    ("from miles_core import hookimpl\nN = 'x'\nclass A:\n @hookimpl('reward', name=N)\n def f(self, sample): ...", "written as literals"),
-    ("from miles_core import hookimpl\nclass A:\n def __init__(self, options): ...\n @hookimpl\n def finish(self): ...", "annotate `options`"),
-    ("from miles_core import hookimpl\nclass O:\n a: int = 3\nclass A:\n def __init__(self, options: O): ...\n @hookimpl\n def finish(self): ...",
-     "option\\(default, help\\)"),
+    ("from miles_core import hookimpl\nclass A:\n @hookimpl\n def finish(self): ...\n"
+     "class B:\n @hookimpl\n def finish(self): ...", "exactly one class.*A, B"),
+    ("from miles_core import hookimpl\nN = 'x'\nclass A:\n @hookimpl('reward', name=N)\n def f(self, sample): ...",
+     "written as literals"),
+    ("from miles_core import hookimpl\nclass A:\n def __init__(self, options): ...\n @hookimpl\n def finish(self): ...",
+     "annotate `options`"),
+    ("from miles_core import hookimpl\nclass O:\n a: int = 3\n"
+     "class A:\n def __init__(self, options: O): ...\n @hookimpl\n def finish(self): ...", "option\\(default, help\\)"),
 ])
 def test_what_cannot_be_read_says_where_and_how_to_write_it(tmp_path, text, message):
     path = tmp_path / "plugin.py"
@@ -83,8 +85,8 @@ def test_what_cannot_be_read_says_where_and_how_to_write_it(tmp_path, text, mess
 
 
 words = st.text(st.characters(codec="utf-8", exclude_categories=("Cs", "Cc")), min_size=1, max_size=12)
-values = st.one_of(st.none(), st.booleans(), st.integers(-10**6, 10**6), st.floats(allow_nan=False, allow_infinity=False), words,
-                   st.lists(words, max_size=3))
+values = st.one_of(st.none(), st.booleans(), st.integers(-10**6, 10**6),
+                   st.floats(allow_nan=False, allow_infinity=False), words, st.lists(words, max_size=3))
 options = st.builds(lambda name, default, help, flags: Option("p", name, "str", default, help, tuple(flags)),
                     st.from_regex("[a-z][a-z_]{0,8}", fullmatch=True), values, words, st.lists(words, max_size=2))
 
@@ -97,7 +99,8 @@ def test_a_manifest_survives_its_toml(summary, found, provides):
     assert of_toml(tomllib.loads(to_toml(one)), "here") == one
 
 
-@pytest.mark.parametrize("project", sorted(Path(__file__).parents[3].glob("plugins/miles-*")), ids=lambda path: path.name)
+@pytest.mark.parametrize("project", sorted(Path(__file__).parents[3].glob("plugins/miles-*")),
+                         ids=lambda path: path.name)
 def test_the_manifests_of_the_official_plugins_are_what_their_code_says(project):
     import tomllib
 
