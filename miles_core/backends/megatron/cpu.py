@@ -111,15 +111,15 @@ RULES = (
          "torch.compile as a decorator imports dynamo and inductor (1.4 CPU s, 70 MiB), and compiles at the first step",
          "megatron.core.jit"),
     Rule("sharded by torch", re.compile(
-             r"(    )from (?:torch\.distributed\.(?:_tensor|fsdp)|megatron\.core\.distributed\.fsdp\.src\.megatron_fsdp) "
-             r"import [^(\n]+\n"), r'\1raise ImportError("left out: miles does not train with FSDP")\n',
+            r"(    )from (?:torch\.distributed\.(?:_tensor|fsdp)|megatron\.core\.distributed\.fsdp\.src\.megatron_fsdp)"
+            r" import [^(\n]+\n"), r'\1raise ImportError("left out: miles does not train with FSDP")\n',
          no_cuda,
          "Megatron works without DTensor and FSDP, which import half a second of torch and 40 MiB for nothing"),
     Rule("FSDP planner", re.compile(r"\nfrom torch\.distributed\.checkpoint import default_planner\n"), "\n", no_cuda,
          "one function of FSDP's wants it; torch.distributed.checkpoint then waits until a run loads or saves",
          "megatron.core.transformer.fsdp_dtensor_checkpoint"),
-    Rule("C++ extensions", re.compile(r"\nfrom torch\.utils(?: import cpp_extension|\.cpp_extension import .*)\n"), "\n",
-         no_cuda, "allocators for CUDA are built with it, and it imports setuptools (0.1 CPU s)"),
+    Rule("C++ extensions", re.compile(r"\nfrom torch\.utils(?: import cpp_extension|\.cpp_extension import .*)\n"),
+         "\n", no_cuda, "allocators for CUDA are built with it, and it imports setuptools (0.1 CPU s)"),
     Rule("tensorboard", re.compile(r"(    )from torch\.utils\.tensorboard import SummaryWriter\n"),
          r'\1raise ImportError("left out: miles keeps its own metrics")\n', no_cuda,
          "Megatron's timers could write there, and importing it costs 0.1 s", "megatron.core.timers"),

@@ -369,7 +369,8 @@ class PackedAttention(torch.nn.Module):
         causal = torch.full((queries, keys), -torch.inf).triu_(1)
         query, key, value = (x.reshape(count * groups, -1, dim) for x in (query, key, value))
         scores = torch.bmm(query, key.transpose(1, 2)).mul_(self.scale).view(count * heads, queries, keys).add_(causal)
-        return torch.bmm(torch.softmax(scores, -1).view(count * groups, -1, keys), value).view(count, heads, queries, dim)
+        shares = torch.softmax(scores, -1).view(count * groups, -1, keys)
+        return torch.bmm(shares, value).view(count, heads, queries, dim)
 
     def _batched(self, query, key, value, attention_mask):
         if attention_mask is not None or self.group.size() > 1:
