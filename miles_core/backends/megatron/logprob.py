@@ -1,7 +1,8 @@
 """Log-probabilities and entropy of tokens from hidden states, in chunks: the logits of a batch never exist.
 
-Backward makes each chunk's logits again. Peak memory is chunk x V beside the inputs and the gradients. The softmax is in fp32 for bf16 inputs and in float64 for float64 ones; bf16 logits are
-rounded to bf16 first, as Hugging Face and the engines do.
+Backward makes each chunk's logits again. Peak memory is chunk x V beside the inputs and the gradients. The softmax is
+in fp32 for bf16 inputs and in float64 for float64 ones; bf16 logits are rounded to bf16 first, as Hugging Face and the
+engines do.
 
 For tensor parallelism the vocabulary is cut by rank: maximum, normaliser, sum of p x logit and the target's logit of
 each row then want an all-reduce over the group each, in place of `_log_softmax`.

@@ -154,6 +154,7 @@ def _options(config: RunConfig) -> optimizer.OptimizerOptions:
     return optimizer.OptimizerOptions(
         lr=given.lr, min_lr=given.min_lr, lr_decay_style=given.lr_decay_style, lr_warmup_iters=given.lr_warmup_iters,
         lr_decay_iters=given.lr_decay_iters, train_iters=max(1, rollouts * config.rollout.num_steps_per_rollout),
-        weight_decay=given.weight_decay, adam_beta1=given.adam_beta1, adam_beta2=given.adam_beta2,
+        optimizer=given.optimizer, weight_decay=given.weight_decay,
+        adam_beta1=given.adam_beta1, adam_beta2=given.adam_beta2,
         adam_eps=given.adam_eps, clip_grad=given.clip_grad, megatron=config.megatron,
     )  # fmt: skip

@@ -53,6 +53,7 @@ class OptimizerOptions:
     lr_decay_iters: int | None = None
     train_iters: int = 1
     weight_decay: float = 0.01
+    optimizer: str = "adam"
     adam_beta1: float = 0.9
     adam_beta2: float = 0.999
     adam_eps: float = 1e-8
@@ -138,7 +139,7 @@ def make_optimizer(
     with _refusals("[optimizer]"):
         settings = OptimizerConfig(**_fields(
             OptimizerConfig, options.megatron,
-            optimizer="adam", lr=options.lr, min_lr=options.min_lr, weight_decay=options.weight_decay,
+            optimizer=options.optimizer, lr=options.lr, min_lr=options.min_lr, weight_decay=options.weight_decay,
             adam_beta1=options.adam_beta1, adam_beta2=options.adam_beta2, adam_eps=options.adam_eps,
             clip_grad=options.clip_grad, bf16=config.bf16, params_dtype=config.params_dtype,
             use_distributed_optimizer=options.use_distributed_optimizer,
