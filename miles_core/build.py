@@ -109,6 +109,7 @@ def trainer_part(selected: Sequence[Selected], config: RunConfig, hooks: Hooks |
 
 def _host(selected: Sequence[Selected], parts: Parts) -> Handle:
     if parts.config.perf.trainer_host == "process":
+        bind.check_roles_apart([parts.driver, parts.rollout])
         return ProcessHost("trainer", trainer_part, selected, parts.config)
     hooks = bind.bind(selected, parts.config, "trainer")
     bind.check_roles_apart([parts.driver, parts.rollout, hooks])

@@ -264,13 +264,17 @@ _CONSTANT = (str, bytes, int, float, complex, bool, type(None), type, property, 
              types.MappingProxyType, types.GenericAlias, types.UnionType, RunConfig)
 
 
+_HARMLESS = frozenset({"typing", "re", "enum", "pathlib", "logging", "_thread"})
+"""Modules of the standard library whose objects roles may share: patterns, paths, loggers, locks."""
+
+
 def _mutable(value: object) -> bool:
     if isinstance(value, tuple | frozenset):
         return any(_mutable(item) for item in value)
     parameters = getattr(type(value), "__dataclass_params__", None)
     if isinstance(value, _CONSTANT) or (parameters is not None and parameters.frozen):
         return False
-    return not type(value).__module__.startswith(("typing", "re", "enum", "pathlib", "logging", "_thread"))
+    return type(value).__module__.partition(".")[0] not in _HARMLESS
 
 
 def _globals(kind: type, role: str) -> dict[str, object]:

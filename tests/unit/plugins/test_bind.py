@@ -72,6 +72,16 @@ def test_each_role_has_an_instance_of_its_own(plugins):
     bind.check_roles_apart([rollout, trainer])
 
 
+def test_what_roles_may_share_is_told_by_whole_module_names():
+    import logging
+    import re
+
+    kind = type("Memory", (), {"__module__": "research.memory"})
+    assert bind._mutable(kind()) and bind._mutable(([],)) and bind._mutable({})
+    harmless = (re.compile("x"), logging.getLogger("x"), (1, "a"), frozenset({2}), None)
+    assert not any(map(bind._mutable, harmless))
+
+
 WRONG = {
     "there is no marker": ("def filter_group(self, group):\n    return group\n@hookimpl\ndef finish(self):\n    pass",
                            HookError, "no @hookimpl"),
