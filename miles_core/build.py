@@ -64,6 +64,7 @@ async def build(plan: Plan, parts: Parts, journal: Journal) -> Run:
     config, tokenizer = parts.config, parts.tokenizer
     only_rollout, only_train = config.debug.debug_rollout_only, config.debug.debug_train_only
     trainer = Untrained() if only_rollout else _host(plan.selected, parts)
+    trainer.timeout = config.perf.trainer_timeout
     resume = await trainer.load()
     journal.console.loaded(resume.source)
     prompts = None if only_train else parts.rollout.prompt_source[config.rollout.prompt_source](config, tokenizer)

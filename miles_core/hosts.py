@@ -20,11 +20,16 @@ import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from miles_core.errors import MilesError, TrainError
+from miles_core.errors import MilesError, TrainError, WaitError
 
 
 class Handle:
-    """The asynchronous face of a hosted object."""
+    """The asynchronous face of a hosted object.
+
+    `timeout` bounds every call, in seconds; None waits for ever. What is still running when it expires is abandoned.
+    """
+
+    timeout: float | None = None
 
     def __init__(self, name: str):
         self._name = name
@@ -39,7 +44,21 @@ class Handle:
     def __getattr__(self, method: str) -> Callable:
         if method.startswith("_"):
             raise AttributeError(method)
-        return lambda *args: self.call(method, *args)
+        return lambda *args: self._bounded(method, *args)
+
+    async def _bounded(self, method: str, *args: object) -> Any:
+        """
+        Raises:
+            WaitError: the call took longer than `timeout`.
+        """
+        try:
+            async with asyncio.timeout(self.timeout) as bound:
+                return await self.call(method, *args)
+        except TimeoutError:
+            if not bound.expired():
+                raise
+            raise WaitError(f"the {self._name} did not finish {method}() within {self.timeout:g} s",
+                            fix="look at what it was doing (logs/run.log), or raise --trainer-timeout") from None
 
 
 async def in_daemon_thread(work: Callable[[], object]) -> object:

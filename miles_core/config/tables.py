@@ -118,6 +118,7 @@ class Perf:
 
     trainer: str = option("megatron", "Which trainer.", flags=("--train-backend",))
     trainer_host: Literal["thread", "process"] = option("thread", "Run the trainer in a thread or a spawned process.")
+    trainer_timeout: float = option(3600.0, "Seconds that one call of the trainer may take: a pass, a step, a save.")
     placement: str = option("local", "How hardware is shared between rollout and training.")
     weight_sync: str = option("in-process", "How weights reach the engine.")
     actor_num_nodes: int = option(1, "Nodes of the trainer.")

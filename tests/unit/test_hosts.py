@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from miles_core.errors import TrainError
+from miles_core.errors import TrainError, WaitError
 from miles_core.hosts import ProcessHost, ThreadHost, in_daemon_thread
 
 
@@ -134,3 +134,16 @@ def test_work_in_a_daemon_thread_answers_or_raises():
             await in_daemon_thread(lambda: 1 / 0)
 
     asyncio.run(main())
+
+
+@HOSTS
+def test_a_call_that_hangs_is_bounded_and_named(host):
+    async def work(handle):
+        assert await handle.add(1) == 1
+        handle.timeout = 0.2
+        begin = time.monotonic()
+        with pytest.raises(WaitError, match=r"the trainer did not finish add\(\) within 0\.2 s"):
+            await handle.add(1, 1.0)
+        return time.monotonic() - begin
+
+    assert run(host, work) < 0.9
