@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from miles_core.config.tables import RunConfig
+from miles_core.errors import WaitError
 from miles_core.evaluation import Evaluation
 from miles_core.hosts import Handle
 from miles_core.record.journal import Journal
@@ -145,7 +146,16 @@ class Run:
         version = rollout_id + 1
         self.journal.stage("sync")
         begin = self.clock()
-        figures = await self.weight_sync.sync(self.trainer, self.engine, version)
+        limit = self.config.perf.weight_sync_timeout
+        try:
+            async with asyncio.timeout(limit) as bound:
+                figures = await self.weight_sync.sync(self.trainer, self.engine, version)
+        except TimeoutError:
+            if not bound.expired():
+                raise
+            raise WaitError(f"the weight sync to version {version} did not finish within {limit:g} s",
+                            who=f"weight_sync {self.config.perf.weight_sync!r}",
+                            fix="look at the engine's log, or raise --weight-sync-timeout") from None
         self.version = version
         self.metrics["perf/update_weights_time"] = self.clock() - begin
         self.journal.event("weight_sync", rollout_id=rollout_id, version=version, seconds=self.clock() - begin,

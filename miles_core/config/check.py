@@ -85,7 +85,8 @@ AT_LEAST_ONE = (
     "perf.log_probs_chunk_size", "perf.threads", "checkpoint.save_interval",
     "debug.debug_rollout_print_every", "debug.debug_exit_after_rollout",
 )  # fmt: skip
-ABOVE_ZERO = ("rollout.rollout_timeout", "rollout.rm_timeout", "perf.trainer_timeout")
+ABOVE_ZERO = ("rollout.rollout_timeout", "rollout.rm_timeout", "perf.trainer_timeout",
+              "perf.weight_sync_timeout")
 
 
 def _positive(config: RunConfig, note: Note) -> RunConfig:

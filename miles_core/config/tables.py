@@ -121,6 +121,7 @@ class Perf:
     trainer_timeout: float = option(3600.0, "Seconds that one call of the trainer may take: a pass, a step, a save.")
     placement: str = option("local", "How hardware is shared between rollout and training.")
     weight_sync: str = option("in-process", "How weights reach the engine.")
+    weight_sync_timeout: float = option(600.0, "Seconds that one weight sync may take.")
     actor_num_nodes: int = option(1, "Nodes of the trainer.")
     actor_num_gpus_per_node: int = option(1, "Ranks of the trainer on each node; on a CPU, processes.")
     bf16: bool = option(True, "Train in bfloat16 with float32 master weights; --no-bf16 trains in float32.")

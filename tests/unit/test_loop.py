@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from miles_core.errors import StarvedError
+from miles_core.errors import StarvedError, WaitError
 from miles_core.loop import train
 from miles_core.stages.buffer import Buffer, Taken
 from miles_core.stages.sync import Shared
@@ -88,6 +88,13 @@ def test_a_weight_sync_before_the_first_rollout_and_one_after_each():
     run = go(rollouts=5, batch_size=4, max_lag=0, duration=uneven(0))
     assert run.weight_sync.versions == [1, 2, 3, 4, 5, 6]
     assert [batch.version for batch in run.trainer.batches] == [1, 2, 3, 4, 5]
+
+
+def test_a_weight_sync_that_stalls_is_bounded_and_named():
+    run = toy_run(rollouts=3, batch_size=4, max_lag=0, duration=uneven(0))
+    run.weight_sync.seconds = 601
+    with pytest.raises(WaitError, match="weight sync to version 1 did not finish within 600 s"):
+        run_virtual(lambda: train(run))
 
 
 def test_sampling_goes_on_while_training_only_above_max_lag_0():
