@@ -17,7 +17,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 from miles_core.errors import MilesError, TrainError, WaitError
@@ -51,14 +51,28 @@ class Handle:
         Raises:
             WaitError: the call took longer than `timeout`.
         """
-        try:
-            async with asyncio.timeout(self.timeout) as bound:
-                return await self.call(method, *args)
-        except TimeoutError:
-            if not bound.expired():
-                raise
-            raise WaitError(f"the {self._name} did not finish {method}() within {self.timeout:g} s",
-                            fix="look at what it was doing (logs/run.log), or raise --trainer-timeout") from None
+        def late() -> WaitError:
+            return WaitError(f"the {self._name} did not finish {method}() within {self.timeout:g} s",
+                             fix="look at what it was doing (logs/run.log), or raise --trainer-timeout")
+
+        async with within(self.timeout, late):
+            return await self.call(method, *args)
+
+
+@contextlib.asynccontextmanager
+async def within(seconds: float | None, late: Callable[[], MilesError]) -> AsyncIterator[None]:
+    """Bound the waits of a block; None waits for ever.
+
+    Raises:
+        what `late` makes, once `seconds` are over. A TimeoutError from inside the block stays what it is.
+    """
+    try:
+        async with asyncio.timeout(seconds) as bound:
+            yield
+    except TimeoutError:
+        if not bound.expired():
+            raise
+        raise late() from None
 
 
 async def in_daemon_thread(work: Callable[[], object]) -> object:

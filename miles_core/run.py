@@ -17,7 +17,7 @@ import numpy as np
 from miles_core.config.tables import RunConfig
 from miles_core.errors import WaitError
 from miles_core.evaluation import Evaluation
-from miles_core.hosts import Handle
+from miles_core.hosts import Handle, within
 from miles_core.record.journal import Journal
 from miles_core.record.replay import save_batch
 from miles_core.stages.buffer import Buffer, Taken
@@ -64,6 +64,7 @@ class Run:
     version: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
     resumable: dict = field(default_factory=dict)
+    _mark: float | None = None
 
     def rollouts(self) -> Iterator[int]:
         """The rollouts that are left to do."""
@@ -146,16 +147,15 @@ class Run:
         version = rollout_id + 1
         self.journal.stage("sync")
         begin = self.clock()
-        limit = self.config.perf.weight_sync_timeout
-        try:
-            async with asyncio.timeout(limit) as bound:
-                figures = await self.weight_sync.sync(self.trainer, self.engine, version)
-        except TimeoutError:
-            if not bound.expired():
-                raise
-            raise WaitError(f"the weight sync to version {version} did not finish within {limit:g} s",
-                            who=f"weight_sync {self.config.perf.weight_sync!r}",
-                            fix="look at the engine's log, or raise --weight-sync-timeout") from None
+        perf = self.config.perf
+
+        def late() -> WaitError:
+            return WaitError(f"the weight sync to version {version} did not finish within "
+                             f"{perf.weight_sync_timeout:g} s", who=f"weight_sync {perf.weight_sync!r}",
+                             fix="look at the engine's log, or raise --weight-sync-timeout")
+
+        async with within(perf.weight_sync_timeout, late):
+            figures = await self.weight_sync.sync(self.trainer, self.engine, version)
         self.version = version
         self.metrics["perf/update_weights_time"] = self.clock() - begin
         self.journal.event("weight_sync", rollout_id=rollout_id, version=version, seconds=self.clock() - begin,
@@ -213,7 +213,7 @@ class Run:
 
     def _timed(self, name: str) -> None:
         now = self.clock()
-        self.metrics[f"perf/{name}"] = now - getattr(self, "_mark", now)
+        self.metrics[f"perf/{name}"] = 0.0 if self._mark is None else now - self._mark
         self._mark = now
 
     def _drops(self, rollout_id: int, drops: Counter[str]) -> None:

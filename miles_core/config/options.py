@@ -10,7 +10,6 @@ import ast
 import dataclasses
 import functools
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin
 
@@ -41,9 +40,6 @@ class Origin:
 
     def __str__(self) -> str:
         return self.where or self.kind
-
-
-DEFAULT = Origin("default")
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,8 +150,3 @@ def convert(option: Option, value: object, origin: Origin) -> object:
             reason = f"write [{json.dumps(value)}]"
         wanted = f"one of {', '.join(map(str, option.choices))}" if option.choices else option.type
         raise ConfigError(f"{option.key} should be {wanted}", got=repr(value), who=str(origin), fix=reason) from None
-
-
-def build(kind: type, values: Mapping[str, object]) -> Any:
-    """An instance of an options class from typed values."""
-    return kind(**values)

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 from miles_core.errors import RewardError
-from miles_core.hosts import in_daemon_thread
+from miles_core.hosts import in_daemon_thread, within
 from miles_core.types import Group, Sample
 
 
@@ -49,17 +49,19 @@ class Scoring:
 
     async def _ask(self, name: str, scorer: Callable, samples: Sequence[Sample]) -> list[object]:
         whole = "samples" in inspect.signature(scorer).parameters
+
+        def late() -> RewardError:
+            return RewardError(f"scorer {name!r} took longer than {self._timeout:g} s for {samples[0].prompt.stream} "
+                               f"prompt {samples[0].prompt.uid}", fix="mend the scorer, or raise --rm-timeout")
+
         try:
-            async with asyncio.timeout(self._timeout):
+            async with within(self._timeout, late):
                 if inspect.iscoroutinefunction(scorer):
                     calls = [scorer(samples)] if whole else [scorer(sample) for sample in samples]
                     answers = list(await asyncio.gather(*calls))
                 else:
                     answers = await in_daemon_thread(
                         lambda: [scorer(samples)] if whole else [scorer(sample) for sample in samples])
-        except TimeoutError:
-            raise RewardError(f"scorer {name!r} took longer than {self._timeout:g} s for {samples[0].prompt.stream} "
-                              f"prompt {samples[0].prompt.uid}", fix="mend the scorer, or raise --rm-timeout") from None
         except RewardError:
             raise
         except Exception as error:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 import numpy as np
 
 from miles_core.errors import EngineError
+from miles_core.hosts import within
 from miles_core.types import Prompt, Sample, Status
 
 if TYPE_CHECKING:
@@ -183,12 +184,12 @@ async def call_engine(generation: Generation, request: Request) -> Response:
     Raises:
         EngineError: too slow, or an answer whose parts do not fit together.
     """
-    try:
-        async with asyncio.timeout(generation.timeout):
-            response = await generation.engine.generate(request)
-    except TimeoutError:
-        raise EngineError(f"the engine did not answer request {request.id} within {generation.timeout:g} s",
-                          fix="raise --rollout-timeout, or look at the engine's log") from None
+    def late() -> EngineError:
+        return EngineError(f"the engine did not answer request {request.id} within {generation.timeout:g} s",
+                           fix="raise --rollout-timeout, or look at the engine's log")
+
+    async with within(generation.timeout, late):
+        response = await generation.engine.generate(request)
     lengths = {len(response.output_ids), len(response.log_probs), len(response.versions)}
     if len(lengths) != 1:
         raise EngineError(f"the engine's answer to request {request.id} has parts of different lengths",

@@ -65,6 +65,3 @@ class Trainer(Protocol):
 
     def export(self, folder: Path) -> None:
         """Write a Hugging Face directory."""
-
-    def stop(self) -> None:
-        """Free what is held."""

@@ -107,3 +107,28 @@ def quiet():
 def place(tmp_path, run_file, tiny) -> Place:
     """The folder."""
     return Place(tmp_path, run_file(), tiny)
+
+
+PICKY = '''
+"""A filter that looks at what the weights of the moment answer."""
+from miles_core import hookimpl
+from miles_core.types import Drop
+
+
+class Picky:
+    """Drops about a third of the groups."""
+
+    @hookimpl("filter_group")
+    def choose(self, group):
+        """Keep or drop."""
+        sample = group.samples[0]
+        return Drop("unlucky") if sample.tokens[-sample.response_length:].sum() % 3 == 0 else group
+'''
+
+
+@pytest.fixture
+def picky(tmp_path) -> Path:
+    """A plugin file whose filter drops groups, and others as the weights change."""
+    path = tmp_path / "picky.py"
+    path.write_text(PICKY)
+    return path

@@ -18,21 +18,6 @@ from miles_core.testing.survival import Course
 pytestmark = pytest.mark.integration
 
 ROLLOUTS = 6
-PICKY = '''
-"""A filter that looks at what the weights of the moment answer."""
-from miles_core import hookimpl
-from miles_core.types import Drop
-
-
-class Picky:
-    """Drops about a third of the groups."""
-
-    @hookimpl("filter_group")
-    def choose(self, group):
-        """Keep or drop."""
-        sample = group.samples[0]
-        return Drop("unlucky") if sample.tokens[-sample.response_length:].sum() % 3 == 0 else group
-'''
 
 
 @pytest.fixture
@@ -48,10 +33,9 @@ def course(run_file, tmp_path):
 
 
 @pytest.fixture
-def ahead(course, tmp_path):
+def ahead(course, picky):
     """Sampling runs up to two rollouts ahead and a filter drops some groups."""
-    (tmp_path / "picky.py").write_text(PICKY)
-    return course("--max-lag", "2", "--plugin", tmp_path / "picky.py", "--over-sampling-batch-size", "6")
+    return course("--max-lag", "2", "--plugin", picky, "--over-sampling-batch-size", "6")
 
 
 def rows(run: Path) -> list[int]:

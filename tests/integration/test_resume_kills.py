@@ -22,33 +22,16 @@ PARTS = 2
 COMMON = ["--rollout-shuffle", "--lr-decay-style", "linear", "--threads", "1"]
 ONE_STEP, TWO_STEPS = "one step", "two steps, filter, eval, export"
 
-PICKY = '''
-"""A filter that looks at what the weights of the moment answer."""
-from miles_core import hookimpl
-from miles_core.types import Drop
-
-
-class Picky:
-    """Drops about a third of the groups."""
-
-    @hookimpl("filter_group")
-    def choose(self, group):
-        """Keep or drop."""
-        sample = group.samples[0]
-        return Drop("unlucky") if sample.tokens[-sample.response_length:].sum() % 3 == 0 else group
-'''
-
 
 @pytest.fixture(params=[ONE_STEP, TWO_STEPS])
-def course(request, run_file, tiny, tmp_path) -> Course:
+def course(request, run_file, tiny, tmp_path, picky) -> Course:
     """A checkpoint after each rollout of one step; or after every second one, of two steps, with all that can be on."""
     argv = [run_file(), *COMMON]
     if request.param == ONE_STEP:
         argv += ["--save-interval", "1", "--num-steps-per-rollout", "1"]
     else:
-        (tmp_path / "picky.py").write_text(PICKY)
         argv += ["--save-interval", "2", "--num-steps-per-rollout", "2", "--save-hf", "run/hf/{rollout_id}",
-                 "--plugin", tmp_path / "picky.py", "--over-sampling-batch-size", "6",
+                 "--plugin", picky, "--over-sampling-batch-size", "6",
                  "--eval-prompt-data", "eval", tiny / "eval.jsonl", "--eval-interval", "2"]
     return Course(tmp_path, argv, rollouts=ROLLOUTS)
 

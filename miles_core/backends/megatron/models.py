@@ -69,16 +69,18 @@ class Models:
             CheckpointError: names the folder and what is wrong with it.
         """
         given = self.config.checkpoint
-        if self.config.algorithm.use_kl_loss:
-            self._fill(given.ref_load)
+        source = given.ref_load or given.hf_checkpoint
+        reference = self.config.algorithm.use_kl_loss  # then there is a --ref-load (config/check.py)
+        if reference:
+            self._fill(source)
             self._others["ref"] = self._copy()
         if given.load and not _checkpoints().never_saved(given.load):
             # Made before loading, for the state to have a place; a fresh start makes it after, from the loaded weights.
             self._make_optimizer()
             iteration, state = _checkpoints().load(given.load, [self.wrapped], self._optimizer, self._scheduler)
             return Resume(iteration, state, f"{given.load} (rollout {iteration})")
-        source = given.ref_load or given.hf_checkpoint
-        self._fill(source)
+        if not reference:  # else its weights are in place already
+            self._fill(source)
         self._make_optimizer()
         return Resume(0, None, source)
 

@@ -123,9 +123,6 @@ class MegatronTrainer:
                 data.update(np.ascontiguousarray(sample.columns[name]).tobytes())
         return {"weights": state.hexdigest()[:16], "batch": data.hexdigest()[:16]}
 
-    def stop(self) -> None:
-        self.models = None
-
     def _part(self, index: int) -> list[Sample]:
         size = len(self.batch.samples) // self.config.rollout.num_steps_per_rollout
         return self.batch.samples[index * size : (index + 1) * size]
