@@ -15,7 +15,7 @@ from miles_core.config.load import with_values
 from miles_core.config.tables import RunConfig
 from miles_core.errors import CheckpointError, ConfigError, DataError, HookError
 from miles_core.evaluation import Dataset, Evaluation
-from miles_core.hosts import Handle, ProcessHost, ThreadHost
+from miles_core.hosts import Handle, ThreadHost, cpus, process_group
 from miles_core.plugins import bind
 from miles_core.plugins.bind import Hooks
 from miles_core.plugins.plan import Plan
@@ -29,7 +29,7 @@ from miles_core.stages.prompts import JsonlPrompts, Rows
 from miles_core.stages.reward import Scoring
 from miles_core.stages.rollout import Engine, Generation, SamplingParams
 from miles_core.stages.step import Resume
-from miles_core.types import Batch, Group, Prompt, Sample
+from miles_core.types import Batch, Group, Prompt, Rank, Sample
 
 
 @dataclass(slots=True)
@@ -54,7 +54,7 @@ def parts(plan: Plan) -> Parts:
         PluginError: a plugin that does not import, does not fit its hooks, or shares state between roles.
         CheckpointError, DataError: --hf-checkpoint is not one.
     """
-    config = with_context(plan.config, _architectures(plan))
+    config = with_context(plan.config)
     hooks = {role: bind.bind(plan.selected, config, role) for role in ("driver", "rollout")}
     return Parts(config, hooks["driver"], hooks["rollout"], load_tokenizer(config))
 
@@ -101,20 +101,28 @@ async def build(plan: Plan, parts: Parts, journal: Journal) -> Run:
     )  # fmt: skip
 
 
-def trainer_part(selected: Sequence[Selected], config: RunConfig, hooks: Hooks | None = None) -> Any:
+def trainer_part(selected: Sequence[Selected], config: RunConfig, rank: Rank, hooks: Hooks | None = None) -> Any:
     """The trainer of one rank, made where it runs."""
     hooks = hooks or bind.bind(selected, config, "trainer")
     columns = Columns(hooks.columns() if hooks.columns else ())
-    return hooks.trainer[config.perf.trainer](config, hooks, columns)
+    return hooks.trainer[config.perf.trainer](config, hooks, columns, rank)
 
 
 def _host(selected: Sequence[Selected], parts: Parts) -> Handle:
-    if parts.config.perf.trainer_host == "process":
-        bind.check_roles_apart([parts.driver, parts.rollout])
-        return ProcessHost("trainer", trainer_part, selected, parts.config)
-    hooks = bind.bind(selected, parts.config, "trainer")
-    bind.check_roles_apart([parts.driver, parts.rollout, hooks])
-    return ThreadHost("trainer", trainer_part, selected, parts.config, hooks)
+    """The trainer's ranks where --trainer-host puts them."""
+    perf, config = parts.config.perf, parts.config
+    ranks = perf.actor_num_nodes * perf.actor_num_gpus_per_node
+    if perf.trainer_host == "thread":
+        hooks = bind.bind(selected, config, "trainer")
+        bind.check_roles_apart([parts.driver, parts.rollout, hooks])
+        return ThreadHost("trainer", trainer_part, selected, config, Rank(), hooks)
+    bind.check_roles_apart([parts.driver, parts.rollout])
+    config = with_values(config, "CPUs / ranks", perf__threads=perf.threads or max(1, cpus() // ranks))
+    if perf.trainer_host == "ray":
+        from miles_core.backends.ray.host import ray_group
+
+        return ray_group("trainer", ranks, trainer_part, selected, config)
+    return process_group("trainer", ranks, trainer_part, selected, config)
 
 
 def sampling(config: RunConfig, dataset: dict | None = None) -> SamplingParams:
@@ -187,16 +195,11 @@ def _datasets(parts: Parts, engine: Engine | None) -> list[Dataset]:
     return found
 
 
-def _architectures(plan: Plan) -> list[str]:
-    """What the plan's plugins build; known without importing them."""
-    return sorted(offer.name for one in plan.selected for offer in one.manifest.offers if offer.hook == "model_spec")
-
-
-def with_context(config: RunConfig, architectures: Sequence[str] = ()) -> RunConfig:
+def with_context(config: RunConfig) -> RunConfig:
     """Fill rollout_max_context_len from the checkpoint's config.json.
 
     Raises:
-        CheckpointError: --hf-checkpoint is missing, has no readable config.json, or is of another architecture.
+        CheckpointError: --hf-checkpoint is missing or has no readable config.json.
     """
     folder = Path(config.checkpoint.hf_checkpoint)
     who, fix = f"--hf-checkpoint {folder}", "name a folder with config.json, tokenizer files and *.safetensors"
@@ -210,11 +213,6 @@ def with_context(config: RunConfig, architectures: Sequence[str] = ()) -> RunCon
         raise CheckpointError("the folder has no config.json", who=who, fix=fix) from None
     except (OSError, ValueError) as error:
         raise CheckpointError("config.json cannot be read", got=str(error), who=who, fix=fix) from None
-    name = config.model.model_name or constants.get("model_type")
-    if architectures and name not in architectures:
-        raise CheckpointError(f"no enabled plugin builds the architecture {name!r}",
-                              got=f"offered: {', '.join(architectures)}", who=who,
-                              fix="enable the plugin that offers this model_spec, or take another checkpoint")
     most = constants.get("max_position_embeddings")
     if most is None:
         raise CheckpointError("config.json has no max_position_embeddings", who=who, fix=fix)

@@ -189,13 +189,14 @@ def split(packed: Packed, rank: int, size: int) -> Packed:
     """One rank's part under context parallelism: every sample is cut in 2 x size chunks, rank r holds r and 2size-1-r.
 
     The zig-zag evens out causal attention (Megatron-core's layout). Each sample's padded length must be a multiple of
-    2 x size, which `pack(multiple=2 * size)` sees to.
+    2 x size, which `pack(multiple=2 * size)` sees to; rows after the last sample are cut alike.
     """
     if size == 1:
         return packed
-    bounds = list(zip(packed.cu_seqlens[:-1], packed.cu_seqlens[1:], strict=True))
+    total = len(next(iter(packed.rows.values())))
+    bounds = sorted({*packed.cu_seqlens.tolist(), total})
     parts = []
-    for start, stop in bounds:
+    for start, stop in zip(bounds[:-1], bounds[1:], strict=True):
         chunk, rest = divmod(int(stop - start), 2 * size)
         if rest:
             raise ColumnError("a packed sample does not divide for context parallelism", got=int(stop - start),

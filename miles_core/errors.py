@@ -21,7 +21,8 @@ Exit codes are those of errors before the first rollout; once it has begun, ever
     │   ├── RewardError                a scorer raised, hung, or gave no finite number
     │   └── StarvedError               filters leave too few groups to fill a batch
     ├── TrainError                 exit code 1
-    │   └── NonFiniteError             a loss or gradient that must not reach the optimizer
+    │   ├── NonFiniteError             a loss or gradient that must not reach the optimizer
+    │   └── DiedError                  a process of the trainer ended on its own
     └── WaitError                  exit code 1: a bounded wait expired; names the culprit
 """
 
@@ -134,6 +135,10 @@ class TrainError(MilesError):
 
 
 class NonFiniteError(TrainError):
+    pass
+
+
+class DiedError(TrainError):
     pass
 
 

@@ -29,10 +29,11 @@ if TYPE_CHECKING:
 
     from miles_core.columns import Column, Packed
     from miles_core.config import RunConfig
-    from miles_core.stages.loss import LossInputs, Metrics
+    from miles_core.stages.loss import LossInputs, Metrics, TokenWeights
+    from miles_core.stages.models import Model
     from miles_core.stages.prompts import PromptSource
     from miles_core.stages.rollout import Engine, Generation, Request, Response
-    from miles_core.stages.step import Trainer
+    from miles_core.stages.step import Rank, Trainer, TrainerAccess
     from miles_core.stages.sync import Placement, WeightSync
     from miles_core.types import Batch, Drop, Group, Prompt, Sample
 
@@ -141,8 +142,18 @@ def shape_rewards(groups: list[Group]) -> list[Group]:
 
 
 @hookspec("named", role="trainer", per="run", part=True)
-def trainer(config: RunConfig, hooks: Any, columns: Any) -> Trainer:
+def trainer(config: RunConfig, hooks: Any, columns: Any, rank: Rank) -> Trainer:
     """6 to 8: the trainer of one rank. Default "megatron"."""
+
+
+@hookspec("observe", role="trainer", per="run")
+def megatron_init(config: RunConfig) -> None:
+    """Megatron's process groups exist, no model yet. (--custom-megatron-init-path)"""
+
+
+@hookspec("gather", role="trainer", per="run")
+def models() -> dict[str, Model]:
+    """Models that the trainer holds beside the actor, by name: reference, critic, teacher."""
 
 
 @hookspec("named", role="trainer", per="run", part=True)
@@ -150,9 +161,26 @@ def model_spec(hf_config: Any) -> Any:
     """8: an architecture, named by its Hugging Face model_type: how Megatron-core builds it, how its weights map."""
 
 
+@hookspec("around", role="trainer", per="rollout")
+def log_prob(proceed: Callable[[], Metrics], access: TrainerAccess) -> Metrics:
+    """6: around the scoring passes, which fill log_probs and ref_log_probs; `access.forward` makes further ones.
+    (--custom-megatron-before-log-prob-hook-path)"""
+
+
 @hookspec("named", role="trainer", per="rollout")
 def advantage(batch: Batch) -> Sequence[float | np.ndarray]:
     """6: one number or [R] array per sample of `batch.samples`, groups unsplit. Chosen by --advantage-estimator."""
+
+
+@hookspec("chain", role="trainer", per="rollout")
+def shape_advantages(batch: Batch) -> Batch:
+    """6: the column `advantages` after the estimator and before --normalize-advantages."""
+
+
+@hookspec("around", role="trainer", per="step")
+def train_step(proceed: Callable[[], Metrics], access: TrainerAccess) -> Metrics:
+    """7, 8: around the actor's optimizer step; `access.step` makes another model's.
+    (--custom-megatron-before-train-step-hook-path)"""
 
 
 @hookspec("around", role="trainer", per="micro-batch")
@@ -165,6 +193,11 @@ def policy_loss(inputs: LossInputs) -> tuple[torch.Tensor, Metrics]:
     """7: [N] per-token loss and per-token metrics; never reduces. Chosen by --policy-loss."""
 
 
+@hookspec("chain", role="trainer", per="micro-batch")
+def token_weights(weights: TokenWeights, inputs: LossInputs) -> TokenWeights:
+    """7: a factor and a mask for each token of the policy loss: TIS, IcePop, rejection. Denominators stay."""
+
+
 @hookspec("gather", role="trainer", per="micro-batch")
 def loss_terms(inputs: LossInputs) -> dict[str, tuple[float, torch.Tensor]]:
     """7: name -> (coefficient, [N] term), added to the policy loss. The core's own: kl_loss, entropy_loss."""
@@ -172,7 +205,7 @@ def loss_terms(inputs: LossInputs) -> dict[str, tuple[float, torch.Tensor]]:
 
 @hookspec("named", role="trainer", per="step")
 def reduction(samples: Sequence[Sample]) -> np.ndarray:
-    """7: [samples] weight of one token of each, fixed before any rejection. "sample" (default) or "token"."""
+    """7: [samples] weight of one token of each, fixed before any rejection. "sample" (default), "token", "constant"."""
 
 
 # -------------------------------------------------------------------------------------------------------- driver

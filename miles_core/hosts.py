@@ -15,12 +15,14 @@ import pickle
 import queue
 import signal
 import sys
+import tempfile
 import threading
 import traceback
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any
 
-from miles_core.errors import MilesError, TrainError, WaitError
+from miles_core.errors import DiedError, MilesError, TrainError, WaitError
+from miles_core.types import Rank
 
 
 class Handle:
@@ -154,12 +156,16 @@ class ProcessHost(Handle):
 
     async def call(self, method: str, *args: object) -> Any:
         async with self._turn:
-            return await asyncio.get_running_loop().run_in_executor(None, self._ask, method, args)
+            # Not the loop's executor: it has fewer threads than a trainer may have ranks, which wait for one another.
+            return await in_daemon_thread(lambda: self._ask(method, args))
 
     async def close(self) -> None:
         with contextlib.suppress(OSError):
             self._pipe.send(None)
-        await asyncio.get_running_loop().run_in_executor(None, self._process.join, 5)
+        await in_daemon_thread(lambda: self._process.join(5))
+        self.kill()
+
+    def kill(self) -> None:
         if self._process.is_alive():
             self._process.kill()
 
@@ -169,15 +175,111 @@ class ProcessHost(Handle):
             result, error, trace = self._pipe.recv()
         except (EOFError, OSError):
             self._process.join(5)
-            raise TrainError(f"the process {self._name!r} died in {method}()",
-                             got=f"exit code {self._process.exitcode}",
-                             fix="look at its output above; a negative code is a signal, "
-                                 "-9 often a lack of memory") from None
-        if error is not None:
-            if not isinstance(error, MilesError):
-                error.add_note(f"in process {self._name}:\n{trace}")
-            raise error
+            raise DiedError(f"the process {self._name!r} died in {method}()",
+                            got=f"exit code {self._process.exitcode}",
+                            fix="look at its output above; a negative code is a signal, "
+                                "-9 often a lack of memory") from None
+        return unpacked(self._name, result, error, trace)
+
+
+class RankGroup(Handle):
+    """The ranks of a trainer behind one handle: a call goes to all of them and is over when all have answered.
+
+    Answers are one: of dicts the first rank that has a key gives its value, of others the first that is not None
+    counts. An error of one rank leaves the others waiting in a collective, so it ends them all and every later call.
+
+    Args:
+        ranks: their handles, each with `kill()`.
+        release: called when the group is closed.
+    """
+
+    GRACE = 2.0
+    """Seconds to wait for the errors of other ranks: the first to be heard of is often a victim, not the culprit."""
+
+    def __init__(self, name: str, ranks: Sequence[Handle], release: Callable[[], object] = lambda: None):
+        super().__init__(name)
+        self._ranks, self._release, self._broken = ranks, release, None
+
+    async def call(self, method: str, *args: object) -> Any:
+        if self._broken is not None:
+            raise self._broken
+        calls = [asyncio.ensure_future(rank.call(method, *args)) for rank in self._ranks]
+        try:
+            done, pending = await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
+            if any(call.exception() for call in done) and pending:
+                more, _ = await asyncio.wait(pending, timeout=self.GRACE)
+                done |= more
+        except asyncio.CancelledError:
+            self._end(TrainError(f"the {self._name} was abandoned in {method}()", fix="see the error before this one"))
+            raise
+        errors = [call.exception() for call in calls if call in done and call.exception()]
+        if errors:
+            raise self._end(_culprit(errors))
+        return _one([call.result() for call in calls])
+
+    async def close(self) -> None:
+        if self._broken is None:
+            await asyncio.gather(*(rank.close() for rank in self._ranks))
+        self._release()
+
+    def _end(self, error: BaseException) -> BaseException:
+        self._broken = error
+        for rank in self._ranks:
+            rank.kill()
+        return error
+
+
+def process_group(name: str, ranks: int, factory: Callable, *args: object) -> Handle:
+    """A spawned process for each rank; `factory(*args, rank)` is made in each. They find each other by a file."""
+    if ranks == 1:
+        return ProcessHost(name, factory, *args, Rank())
+    folder = tempfile.TemporaryDirectory(prefix="miles-")
+    at = f"file://{folder.name}/ranks"
+    hosts = [ProcessHost(f"{name} rank {i}", factory, *args, Rank(i, ranks, i, at)) for i in range(ranks)]
+    return RankGroup(name, hosts, folder.cleanup)
+
+
+def cpus() -> int:
+    """CPUs that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _culprit(errors: Sequence[BaseException]) -> BaseException:
+    """An error of ours before one of a collective that lost its peer; a death before both."""
+    def weight(error: BaseException) -> tuple[bool, bool]:
+        return not isinstance(error, DiedError), not isinstance(error, MilesError)
+
+    first, *others = sorted(errors, key=weight)
+    if others:
+        first.add_note(f"{len(others)} other rank(s) ended with it, the first by: {str(others[0])[:200]}")
+    return first
+
+
+def _one(answers: Sequence[Any]) -> Any:
+    known = [answer for answer in answers if answer is not None]
+    if known and isinstance(known[0], dict):
+        return {key: value for answer in reversed(known) for key, value in answer.items()}
+    return known[0] if known else None
+
+
+def answer(hosted: Any, failure: BaseException | None, method: str, args: tuple) -> tuple[Any, Any, str | None]:
+    """Call a hosted object; (result, error, traceback) in a form that survives pickling. See `unpacked`."""
+    try:
+        if failure is not None:
+            raise failure
+        result = getattr(hosted, method)(*args)
+        return (list(result) if hasattr(result, "__next__") else result), None, None
+    except BaseException as error:  # noqa: BLE001 - whatever it is, it is sent to the caller and raised there
+        return None, _portable(error), traceback.format_exc()
+
+
+def unpacked(name: str, result: Any, error: BaseException | None, trace: str | None) -> Any:
+    """The result of an `answer`, or its error with a note of where it happened."""
+    if error is None:
         return result
+    if not isinstance(error, MilesError):
+        error.add_note(f"in process {name}:\n{trace}")
+    raise error
 
 
 def _die_with(parent: int) -> None:
@@ -211,14 +313,7 @@ def _serve_process(pipe: Any, parent: int, factory: Callable, args: tuple) -> No
     except BaseException as error:  # noqa: BLE001 - whatever it is, every call raises it
         failure = error
     while (task := pipe.recv()) is not None:
-        method, arguments = task
-        try:
-            if failure is not None:
-                raise failure
-            result = getattr(hosted, method)(*arguments)
-            pipe.send((list(result) if hasattr(result, "__next__") else result, None, None))
-        except BaseException as error:  # noqa: BLE001 - whatever it is, it is sent to the caller and raised there
-            pipe.send((None, _portable(error), traceback.format_exc()))
+        pipe.send(answer(hosted, failure, *task))
 
 
 def _portable(error: BaseException) -> BaseException:

@@ -1,8 +1,12 @@
-"""Packing: which samples share a micro-batch. Integers in, indices out."""
+"""Packing and balancing: which samples share a micro-batch, and which rank gets it. Numbers in, indices out."""
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
+from itertools import count
+
+from miles_core.errors import BatchError
 
 
 def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]]:
@@ -28,3 +32,135 @@ def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int
 def fixed(count: int, size: int) -> list[list[int]]:
     """Consecutive bins of `size` indices; the last may be smaller."""
     return [list(range(start, min(start + size, count))) for start in range(0, count, size)]
+
+
+def oversized(lengths: Sequence[int], capacity: int | None) -> list[int]:
+    """Indices of the samples that exceed the capacity on their own; none where there is no capacity."""
+    return [] if capacity is None else [index for index, length in enumerate(lengths) if length > capacity]
+
+
+def karmarkar_karp(loads: Sequence[float], parts: int, *, equal: bool) -> list[list[int]]:
+    """Parts of about the same load: the largest differencing method (Karmarkar and Karp, UCB/CSD-82-113, 1982).
+
+    Of all partial solutions the two whose loads differ most are merged, the heaviest part of one with the lightest of
+    the other, until one is left. Ties go to the lower index, so the result depends on the loads alone.
+
+    With `equal` every partial solution starts with one item in each part, taken from the loads in order (balanced
+    largest differencing, Michiels et al., 2003); a merge never spreads further than the wider of its two.
+
+    Args:
+        loads: not negative.
+        equal: whether every part has the same number of items.
+
+    Returns:
+        `parts` lists of ascending indices, the heaviest first.
+
+    Raises:
+        ValueError: `equal`, and the items do not divide among the parts.
+    """
+    if equal and len(loads) % parts:
+        raise ValueError(f"{len(loads)} items do not divide into {parts} parts of the same size")
+    order = sorted(range(len(loads)), key=lambda i: -loads[i])
+    step = parts if equal else 1
+    starts = [[(loads[i], [i]) for i in order[at : at + step]] for at in range(0, len(order), step)]
+    number = count()  # the older solution first where two are equally wide
+    heap = [(_spread(start, parts), next(number), start) for start in starts]
+    heapq.heapify(heap)
+    while len(heap) > 1:
+        wide, other = heapq.heappop(heap)[2], heapq.heappop(heap)[2]
+        merged = _merge(wide, other, parts)
+        heapq.heappush(heap, (_spread(merged, parts), next(number), merged))
+    final = heap[0][2] if heap else []
+    return [sorted(items) for _, items in final] + [[] for _ in range(parts - len(final))]
+
+
+Solution = list[tuple[float, list[int]]]
+"""(load, items) of each part that is not empty, the heaviest first."""
+
+
+def _spread(solution: Solution, parts: int) -> float:
+    """Minus the distance from the heaviest part to the lightest: the widest solution comes off a heap first."""
+    return (solution[-1][0] if len(solution) == parts else 0) - solution[0][0]
+
+
+def _merge(one: Solution, other: Solution, parts: int) -> Solution:
+    empty: tuple[float, list[int]] = (0, [])
+    one, other = (solution + [empty] * (parts - len(solution)) for solution in (one, other))
+    pairs = zip(one, reversed(other), strict=True)
+    merged = [(a + b, items + more) for (a, items), (b, more) in pairs if items or more]
+    return sorted(merged, key=lambda part: -part[0])
+
+
+def schedule(lengths: Sequence[int], *, data: int, capacity: int | None, micro_batch_size: int, multiple: int = 1,
+             loads: Sequence[float] | None = None, balance: bool = True) -> list[list[list[int]]]:
+    """The micro-batches of one optimizer step for each data-parallel rank; every rank gets the same number.
+
+    With a capacity: first-fit-decreasing bins, then the heaviest bin of several samples is halved until the number of
+    bins is a multiple of data x multiple. Without: consecutive micro-batches of `micro_batch_size` samples. They are
+    dealt by Karmarkar and Karp over the loads, and each rank runs its heaviest first, so that micro-batches which run
+    at the same time are alike. One rank keeps the order in which they were packed.
+
+    Args:
+        lengths: tokens of each of the step's samples.
+        data: data-parallel ranks.
+        capacity: tokens of a micro-batch, max_tokens_per_gpu x context-parallel size; a longer sample rides alone
+            (`oversized` names those). None for micro-batches of a fixed size.
+        micro_batch_size: samples of a micro-batch where there is no capacity.
+        multiple: each rank's number of micro-batches is a multiple of it (Layout.micro_batch_multiple).
+        loads: what to balance, for each sample; its tokens by default.
+        balance: False deals the micro-batches in turn, in the order in which they were packed.
+
+    Returns:
+        rank -> micro-batches -> ascending indices into `lengths`.
+
+    Raises:
+        BatchError: there are too few samples to give every rank its share.
+    """
+    loads = lengths if loads is None else loads
+    unit = data * multiple
+    packed = fixed(len(lengths), micro_batch_size) if capacity is None else (
+        _split(first_fit_decreasing(lengths, capacity), loads, unit))
+    if not packed or len(packed) % unit:
+        each = f"micro-batches of {micro_batch_size}" if capacity is None else f"at most {capacity} tokens each"
+        raise BatchError(f"a step's micro-batches cannot be dealt to {data} ranks, which take a multiple of {unit}",
+                         got=f"{len(lengths)} samples, {each}, hence {len(packed)}", who="rollout.global_batch_size",
+                         fix=f"make global_batch_size a multiple of {unit}, at least {unit}")
+    if data == 1:
+        return [packed]
+    if not balance:
+        return [packed[rank::data] for rank in range(data)]
+    weights = [sum(loads[i] for i in part) for part in packed]
+    dealt = karmarkar_karp(weights, data, equal=True)
+    return [[packed[i] for i in sorted(part, key=lambda i: -weights[i])] for part in dealt]
+
+
+def _split(bins: list[list[int]], loads: Sequence[float], unit: int) -> list[list[int]]:
+    """Halve the heaviest bin of several samples until the bins are a multiple of `unit`, or all samples are alone."""
+    bins = list(bins)
+    while len(bins) % unit:
+        several = [b for b, items in enumerate(bins) if len(items) > 1]
+        if not several:
+            break
+        heaviest = max(several, key=lambda b: sum(loads[i] for i in bins[b]))
+        items = bins[heaviest]
+        halves = karmarkar_karp([loads[i] for i in items], 2, equal=False)
+        bins[heaviest : heaviest + 1] = [[items[i] for i in half] for half in halves]
+    return bins
+
+
+def flops(length: int, *, parameters: int, attention: int) -> int:
+    """Floating-point operations of one sequence, forward and backward, without recomputation.
+
+        6 x parameters x length + 6 x attention x length^2
+
+    A multiply-add is 2 operations and a backward pass twice a forward one. The first term is that of the matrices; the
+    second that of scores and weighted values, halved because a token sees only those before it (Chowdhery et al.,
+    arXiv:2204.02311, appendix B, which counts all pairs).
+
+    Args:
+        length: tokens.
+        parameters: of all matrices that a token is multiplied with, the output layer's included; of a mixture of
+            experts, those of the experts that a token goes to.
+        attention: layers x heads x size of a head.
+    """
+    return 6 * length * (parameters + attention * length)

@@ -183,7 +183,7 @@ class Run:
         norm, self.metrics = self.metrics.get("train/grad_norm"), {}
         if self.config.debug.debug_determinism and self.steps:
             hashes = await self.trainer.hashes(batch)
-            self.journal.event("hashes", rollout_id=batch.rollout_id, grad_norm=norm, **hashes)
+            self.journal.hashes(batch.rollout_id, hashes["weights"], hashes["batch"], norm)
         await self.evaluate(done)
         checkpoint = self.config.checkpoint
         due = checkpoint.save_interval and done % checkpoint.save_interval == 0

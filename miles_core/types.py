@@ -146,3 +146,20 @@ class Batch:
         for group in self.groups:
             yield slice(start, start + len(group.samples))
             start += len(group.samples)
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """Which of a trainer's processes this is.
+
+    Args:
+        index: 0 .. size-1.
+        size: processes in all.
+        local: index among those of its node, which is also the GPU to use.
+        rendezvous: where the processes find each other, as torch.distributed's init_method; None for one process.
+    """
+
+    index: int = 0
+    size: int = 1
+    local: int = 0
+    rendezvous: str | None = None

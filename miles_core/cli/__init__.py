@@ -9,6 +9,7 @@ import click
 COMMANDS = {
     "run": "Train, or show with --plan what would be done.",
     "report": "Write one HTML page about a run.",
+    "diff": "Name the first difference between two runs.",
     "check-template": "Check a chat template by the token ids that it gives.",
     "plugins": "What is installed; write or check manifests.",
     "flags": "Every flag, as Markdown.",
@@ -53,6 +54,7 @@ def cli() -> None:
       miles run examples/demo.toml --plan         what would run, and why
       miles run examples/demo.toml --lr 1e-4      run it, one value changed
       miles report runs/demo                      a page about it
+      miles diff runs/a runs/b                    where two runs part
       miles plugins list                          what is installed
 
     Plugins are named by a run: plugins = ["grpo", "math"] in its file, or --plugin NAME. Installed never means active.

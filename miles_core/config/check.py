@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from miles_core.config.load import with_values
+from miles_core.config.algorithm import check_algorithm, needs_reference
+from miles_core.config.architecture import architecture_of
+from miles_core.config.layout import check_layout, layout_of
+from miles_core.config.load import who, with_values
 from miles_core.config.tables import RunConfig
 from miles_core.errors import BatchError, ConfigError
 
@@ -13,22 +16,18 @@ def check(config: RunConfig) -> tuple[RunConfig, list[str]]:
     """The configuration with everything derived that can be, and what has to be announced.
 
     Raises:
-        BatchError: the batch knobs do not fit together, or a layout that this version cannot train.
+        BatchError: the batch knobs do not fit together, or a layout that cannot be trained.
         ConfigError: any other relation; says what, got, who and the fix.
     """
     notes: list[str] = []
     config = _in_run_dir(config)
-    for step in (_debug, _required, _positive, _batch, _rollout, _rewards, _evaluation, _algorithm, _layout,
+    for step in (_debug, _profile, _required, _positive, _batch, _rollout, _rewards, _evaluation, _algorithm, _layout,
                  _checkpoints):
         config = step(config, notes.append)
     return config, notes
 
 
 Note = Callable[[str], None]
-
-
-def _who(config: RunConfig, *keys: str) -> str:
-    return ", ".join(f"{key} ({config.origin.get(key, 'default')})" for key in keys)
 
 
 def _in_run_dir(config: RunConfig) -> RunConfig:
@@ -50,16 +49,38 @@ def _debug(config: RunConfig, note: Note) -> RunConfig:
         note("--load-debug-rollout-data replays saved rollouts: --debug-train-only is implied")
         config = with_values(config, "--load-debug-rollout-data", debug__debug_train_only=True)
     elif debug.debug_train_only:
-        raise ConfigError("--debug-train-only has nothing to train on", who=_who(config, "debug.debug_train_only"),
+        raise ConfigError("--debug-train-only has nothing to train on", who=who(config, "debug.debug_train_only"),
                           fix="name saved rollouts with --load-debug-rollout-data PATH/{rollout_id}")
     if config.debug.debug_train_only and debug.debug_rollout_only:
         raise ConfigError("--debug-rollout-only and --debug-train-only exclude each other",
-                          who=_who(config, "debug.debug_rollout_only", "debug.debug_train_only"), fix="drop one")
+                          who=who(config, "debug.debug_rollout_only", "debug.debug_train_only"), fix="drop one")
     for key in ("save_debug_rollout_data", "load_debug_rollout_data"):
         value = getattr(debug, key)
         if value is not None and "{rollout_id}" not in value:
             raise ConfigError(f"--{key.replace('_', '-')} has no place for the rollout's number", got=value,
-                              who=_who(config, f"debug.{key}"), fix="write {rollout_id} into the path")
+                              who=who(config, f"debug.{key}"), fix="write {rollout_id} into the path")
+    return config
+
+
+def _profile(config: RunConfig, note: Note) -> RunConfig:
+    debug, last = config.debug, config.rollout.num_rollout
+    start, end, keys = debug.profile_step_start, debug.profile_step_end, ("profile_step_start", "profile_step_end")
+    given = [f"debug.{key}" for key in (*keys, "profile_target") if f"debug.{key}" in config.origin]
+    if given and not debug.use_pytorch_profiler:
+        raise ConfigError("nothing is traced without --use-pytorch-profiler", who=who(config, *given), fix="add it")
+    if debug.use_pytorch_profiler and debug.debug_rollout_only:
+        raise ConfigError("the profiler traces the trainer, and --debug-rollout-only has none",
+                          who=who(config, "debug.use_pytorch_profiler"), fix="drop one")
+    if not 0 <= start < end:
+        raise ConfigError("profile_step_end should be above profile_step_start, and both from 0 on",
+                          got=f"{start} to {end}", who=who(config, *(f"debug.{key}" for key in keys)),
+                          fix=f"--profile-step-end {max(start, 0) + 1} traces one rollout")
+    if debug.use_pytorch_profiler and last is not None and start >= last:
+        raise ConfigError(f"the run ends before profile_step_start: its last rollout is {last - 1}", got=start,
+                          who=who(config, "debug.profile_step_start"),
+                          fix="--profile-step-start 1 --profile-step-end 2 traces the second rollout")
+    if not debug.profile_target:
+        raise ConfigError("profile_target names nothing", who=who(config, "debug.profile_target"), fix="leave it out")
     return config
 
 
@@ -81,12 +102,13 @@ AT_LEAST_ONE = (
     "rollout.rollout_max_response_len", "rollout.rollout_max_prompt_len", "rollout.rollout_max_context_len",
     "rollout.engine_max_batch", "rollout.max_over_sampling_waves", "eval.eval_interval",
     "eval.n_samples_per_eval_prompt", "eval.eval_max_response_len", "eval.eval_max_prompt_len",
-    "perf.micro_batch_size", "perf.max_tokens_per_gpu", "perf.log_probs_max_tokens_per_gpu",
+    "perf.actor_num_nodes", "perf.actor_num_gpus_per_node", "perf.micro_batch_size", "perf.max_tokens_per_gpu",
+    "perf.log_probs_max_tokens_per_gpu",
     "perf.log_probs_chunk_size", "perf.threads", "checkpoint.save_interval",
     "debug.debug_rollout_print_every", "debug.debug_exit_after_rollout",
 )  # fmt: skip
 ABOVE_ZERO = ("rollout.rollout_timeout", "rollout.rm_timeout", "perf.trainer_timeout",
-              "perf.weight_sync_timeout")
+              "perf.weight_sync_timeout", "algorithm.reduction_constant")
 
 
 def _positive(config: RunConfig, note: Note) -> RunConfig:
@@ -95,7 +117,7 @@ def _positive(config: RunConfig, note: Note) -> RunConfig:
         value = getattr(getattr(config, table), name)
         if value is not None and not (value > 0 if key in ABOVE_ZERO else value >= 1):
             least = "above 0" if key in ABOVE_ZERO else "at least 1"
-            raise ConfigError(f"{name} should be {least}", got=value, who=_who(config, key),
+            raise ConfigError(f"{name} should be {least}", got=value, who=who(config, key),
                               fix="raise it, or leave it out for its default")
     return config
 
@@ -107,7 +129,7 @@ def _batch(config: RunConfig, note: Note) -> RunConfig:
     for key in positive:
         value = getattr(rollout, key)
         if value is not None and value < 1:
-            raise BatchError(f"rollout.{key} should be at least 1", got=value, who=_who(config, f"rollout.{key}"),
+            raise BatchError(f"rollout.{key} should be at least 1", got=value, who=who(config, f"rollout.{key}"),
                              fix="raise it")
     if rollout.num_rollout is not None and rollout.num_rollout < 0:
         raise BatchError("rollout.num_rollout should not be negative", got=rollout.num_rollout, fix="0 evaluates only")
@@ -123,7 +145,7 @@ def _batch(config: RunConfig, note: Note) -> RunConfig:
         raise BatchError(
             f"a rollout's {rollout.rollout_batch_size} x {rollout.n_samples_per_prompt} = {total} samples do not "
             f"divide by {divisor}",
-            who=_who(config, "rollout.rollout_batch_size", "rollout.n_samples_per_prompt", "rollout.global_batch_size",
+            who=who(config, "rollout.rollout_batch_size", "rollout.n_samples_per_prompt", "rollout.global_batch_size",
                      "rollout.num_steps_per_rollout"),
             fix="rollout_batch_size x n_samples_per_prompt = global_batch_size x num_steps_per_rollout",
         )
@@ -131,7 +153,7 @@ def _batch(config: RunConfig, note: Note) -> RunConfig:
         raise BatchError(
             f"rollout_batch_size x n_samples_per_prompt is {total}, "
             f"global_batch_size x num_steps_per_rollout is {batch * steps}",
-            who=_who(config, "rollout.global_batch_size", "rollout.num_steps_per_rollout"),
+            who=who(config, "rollout.global_batch_size", "rollout.num_steps_per_rollout"),
             fix="drop one of the last two: it follows from the other three",
         )
     return with_values(config, "batch arithmetic", rollout__global_batch_size=total // steps,
@@ -143,14 +165,14 @@ def _rollout(config: RunConfig, note: Note) -> RunConfig:
     over = rollout.over_sampling_batch_size or rollout.rollout_batch_size
     if over < rollout.rollout_batch_size:
         raise BatchError("rollout.over_sampling_batch_size is below rollout_batch_size", got=over,
-                         who=_who(config, "rollout.over_sampling_batch_size"),
+                         who=who(config, "rollout.over_sampling_batch_size"),
                          fix=f"at least {rollout.rollout_batch_size}")
     if rollout.max_lag < 0:
-        raise ConfigError("max_lag should not be negative", got=rollout.max_lag, who=_who(config, "rollout.max_lag"),
+        raise ConfigError("max_lag should not be negative", got=rollout.max_lag, who=who(config, "rollout.max_lag"),
                           fix="max_lag = 0 is synchronous")
     if rollout.max_lag and config.perf.placement == "shared":
         raise ConfigError("placement \"shared\" hands one piece of hardware back and forth and needs max_lag = 0",
-                          got=f"max_lag = {rollout.max_lag}", who=_who(config, "rollout.max_lag"),
+                          got=f"max_lag = {rollout.max_lag}", who=who(config, "rollout.max_lag"),
                           fix="set max_lag = 0")
     if not 0 < rollout.rollout_top_p <= 1 or rollout.rollout_temperature < 0:
         raise ConfigError("rollout_top_p lies in (0, 1] and rollout_temperature is not negative",
@@ -160,10 +182,6 @@ def _rollout(config: RunConfig, note: Note) -> RunConfig:
         note("rollout_temperature 0 is greedy: all answers of a group will be the same and no advantage is left")
     if rollout.rollout_top_p < 1 or rollout.rollout_top_k > 0:
         note("top-p and top-k restrict what is drawn; log-probs stay those of the uncut distribution on both sides")
-    limit = config.perf.max_tokens_per_gpu
-    if limit is not None and rollout.rollout_max_response_len > limit:
-        note(f"rollout_max_response_len {rollout.rollout_max_response_len} is above max_tokens_per_gpu {limit}: "
-             "a longer sample rides alone in a micro-batch that exceeds the budget")
     return with_values(config, "rollout_batch_size", rollout__over_sampling_batch_size=over)
 
 
@@ -172,11 +190,11 @@ def _rewards(config: RunConfig, note: Note) -> RunConfig:
     weights = rollout.rm_weights or [1.0] * len(rollout.rm_type)
     if len(weights) != len(rollout.rm_type):
         raise ConfigError(f"{len(rollout.rm_type)} scorers and {len(weights)} weights",
-                          who=_who(config, "rollout.rm_type", "rollout.rm_weights"),
+                          who=who(config, "rollout.rm_type", "rollout.rm_weights"),
                           fix="one weight for each scorer, in the same order")
     if len(set(rollout.rm_type)) != len(rollout.rm_type):
         raise ConfigError("a scorer is named twice", got=", ".join(rollout.rm_type),
-                          who=_who(config, "rollout.rm_type"), fix="name it once; weights make it count more")
+                          who=who(config, "rollout.rm_type"), fix="name it once; weights make it count more")
     return with_values(config, "rm_type", rollout__rm_weights=weights)
 
 
@@ -185,76 +203,37 @@ def _evaluation(config: RunConfig, note: Note) -> RunConfig:
     pairs = eval_.eval_prompt_data
     if len(pairs) > 1 and len(pairs) % 2:
         raise ConfigError("eval_prompt_data should be NAME PATH pairs", got=" ".join(pairs),
-                          who=_who(config, "eval.eval_prompt_data"),
+                          who=who(config, "eval.eval_prompt_data"),
                           fix="--eval-prompt-data gsm8k data/gsm8k.jsonl math data/math.jsonl")
     if eval_.eval_interval is not None and not (pairs or eval_.datasets):
-        raise ConfigError("eval_interval is given but no eval dataset", who=_who(config, "eval.eval_interval"),
+        raise ConfigError("eval_interval is given but no eval dataset", who=who(config, "eval.eval_interval"),
                           fix="add --eval-prompt-data NAME PATH")
     allowed = {"name", "path", "input_key", "label_key", "n_samples", "temperature", "top_p", "top_k",
                "max_response_len"}
     for dataset in eval_.datasets:
         if unknown := sorted(set(dataset) - allowed):
-            raise ConfigError(f"[[eval.datasets]] has no key {unknown[0]!r}", who=_who(config, "eval.datasets"),
+            raise ConfigError(f"[[eval.datasets]] has no key {unknown[0]!r}", who=who(config, "eval.datasets"),
                               fix=f"keys are {', '.join(sorted(allowed))}")
         if "name" not in dataset or "path" not in dataset:
-            raise ConfigError("[[eval.datasets]] needs name and path", got=dataset, who=_who(config, "eval.datasets"),
+            raise ConfigError("[[eval.datasets]] needs name and path", got=dataset, who=who(config, "eval.datasets"),
                               fix="add them")
     return config
 
 
 def _algorithm(config: RunConfig, note: Note) -> RunConfig:
-    algorithm = config.algorithm
-    if algorithm.eps_clip_c is not None and algorithm.eps_clip_c <= 1:
-        raise ConfigError("eps_clip_c should be above 1", got=algorithm.eps_clip_c,
-                          who=_who(config, "algorithm.eps_clip_c"), fix="3.0 is usual")
-    if algorithm.kl_loss_coef and not algorithm.use_kl_loss:
-        raise ConfigError("kl_loss_coef has no effect without --use-kl-loss", got=algorithm.kl_loss_coef,
-                          who=_who(config, "algorithm.kl_loss_coef"),
-                          fix="add --use-kl-loss, which loads the reference model")
-    if algorithm.skip_actor_forward_only and config.rollout.num_steps_per_rollout != 1:
-        raise ConfigError("skip_actor_forward_only makes the ratio 1, which holds for one optimizer step per rollout",
-                          got=f"num_steps_per_rollout = {config.rollout.num_steps_per_rollout}",
-                          who=_who(config, "algorithm.skip_actor_forward_only"),
-                          fix="drop it, or set num_steps_per_rollout = 1")
-    if algorithm.skip_actor_forward_only and (algorithm.use_rollout_logprobs or config.rollout.max_lag):
-        raise ConfigError("skip_actor_forward_only excludes use_rollout_logprobs and max_lag above 0",
-                          who=_who(config, "algorithm.skip_actor_forward_only"), fix="drop one of them")
-    for key in ("hidden_dropout", "attention_dropout"):
-        if config.megatron.get(key):
-            raise ConfigError(f"{key} above 0 would make the old policy's log-probs those of another model than the "
-                              "one that is trained",
-                              got=config.megatron[key], who=_who(config, f"megatron.{key}"), fix="leave it at 0")
-    if algorithm.calculate_per_token_loss and algorithm.reduction == "sample":
-        raise ConfigError("calculate_per_token_loss and reduction = \"sample\" disagree",
-                          who=_who(config, "algorithm.calculate_per_token_loss", "algorithm.reduction"), fix="drop one")
+    check_algorithm(config)
     return config
-
-
-LAYOUT = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size",
-          "context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size")
 
 
 def _layout(config: RunConfig, note: Note) -> RunConfig:
     if config.perf.trainer == "fsdp":
-        raise ConfigError("there is one trainer, megatron-core, and it has no FSDP", who=_who(config, "perf.trainer"),
+        raise ConfigError("there is one trainer, megatron-core, and it has no FSDP", who=who(config, "perf.trainer"),
                           fix="leave the flag out; sharding is Megatron's distributed optimizer")
-    ranks = config.perf.actor_num_nodes * config.perf.actor_num_gpus_per_node
-    wide = {key: config.megatron[key] for key in LAYOUT if config.megatron.get(key) not in (None, 1)}
-    if ranks != 1 or wide:
-        given = ", ".join(f"{key} = {value}" for key, value in wide.items()) or f"{ranks} ranks"
-        raise BatchError("this version trains on one rank", got=given, who="[perf]",
-                         fix="leave the parallel sizes at 1")
-    batch, micro_batch = config.rollout.global_batch_size, config.perf.micro_batch_size
-    if config.perf.use_dynamic_batch_size:
-        if config.perf.max_tokens_per_gpu is None:
-            raise BatchError("use_dynamic_batch_size needs max_tokens_per_gpu",
-                             who=_who(config, "perf.use_dynamic_batch_size"), fix="--max-tokens-per-gpu 8192")
-        if "perf.micro_batch_size" in config.origin:
-            note("use_dynamic_batch_size overrides micro_batch_size")
-    elif batch % micro_batch:
-        raise BatchError(f"global_batch_size {batch} does not divide by micro_batch_size {micro_batch}",
-                         who=_who(config, "rollout.global_batch_size", "perf.micro_batch_size"),
-                         fix="use a divisor, or --use-dynamic-batch-size")
+    layout = layout_of(config)
+    for text in check_layout(layout, architecture_of(config), config):
+        note(text)
+    if config.perf.trainer_host is None:
+        config = with_values(config, "number of ranks", perf__trainer_host="process" if layout.world > 1 else "thread")
     return config
 
 
@@ -262,7 +241,7 @@ def _checkpoints(config: RunConfig, note: Note) -> RunConfig:
     checkpoint = config.checkpoint
     for key in ("save_interval", "save_hf"):
         if getattr(checkpoint, key) is not None and checkpoint.save is None:
-            raise ConfigError(f"{key} needs --save", who=_who(config, f"checkpoint.{key}"), fix="add --save FOLDER")
+            raise ConfigError(f"{key} needs --save", who=who(config, f"checkpoint.{key}"), fix="add --save FOLDER")
     for key, value in (("checkpoint.save_hf", checkpoint.save_hf),
                        ("debug.save_debug_rollout_data", config.debug.save_debug_rollout_data),
                        ("debug.load_debug_rollout_data", config.debug.load_debug_rollout_data)):
@@ -270,9 +249,9 @@ def _checkpoints(config: RunConfig, note: Note) -> RunConfig:
             (value or "").format(rollout_id=0)
         except (KeyError, IndexError, ValueError):
             raise ConfigError("the only things in braces can be {rollout_id} and {run_dir}", got=value,
-                              who=_who(config, key), fix="write {rollout_id}, for instance hf/{rollout_id}") from None
+                              who=who(config, key), fix="write {rollout_id}, for instance hf/{rollout_id}") from None
     changed: dict[str, object] = {}
-    if config.algorithm.use_kl_loss and checkpoint.ref_load is None:
+    if needs_reference(config) and checkpoint.ref_load is None:
         note(f"the reference model is --hf-checkpoint {checkpoint.hf_checkpoint}, as --ref-load is not given")
         changed["checkpoint__ref_load"] = checkpoint.hf_checkpoint
     return with_values(config, "derived", **changed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -61,7 +62,11 @@ def load(run_file: Path | None, argv: Sequence[str] = ()) -> Loaded:
     first = _build(from_file, given, selected, named, path, lenient=True)
     more = resolve.missing(selected, first.config)
     selected = select.select(more, selected)
-    return _build(from_file, given, selected, named, path, lenient=False)
+    loaded = _build(from_file, given, selected, named, path, lenient=False)
+    if loaded.config.algorithm.policy_loss is None:
+        name, reason = resolve.policy_loss(selected, loaded.config)
+        loaded.config = with_values(loaded.config, reason, algorithm__policy_loss=name)
+    return loaded
 
 
 def _build(from_file: Sequence[Assignment], given: Sequence[Given], selected: list[Selected],
@@ -88,7 +93,19 @@ def _build(from_file: Sequence[Assignment], given: Sequence[Given], selected: li
         origin=origin,
         name=path.stem if path else "run",
     )
-    return Loaded(config, selected, notes)
+    return Loaded(_with_model_name(config), selected, notes)
+
+
+def _with_model_name(config: RunConfig) -> RunConfig:
+    """The architecture that config.json names, so that its plugin is known; what is wrong with it the start says."""
+    path = Path(config.checkpoint.hf_checkpoint or "") / "config.json"
+    try:
+        name = json.loads(path.read_text(encoding="utf-8"))["model_type"]
+    except (OSError, ValueError, KeyError, TypeError):
+        name = None
+    if config.model.model_name is not None or not isinstance(name, str):
+        return config
+    return with_values(config, str(path), model__model_name=name)
 
 
 def _of(values: Mapping[str, object], table: str) -> dict[str, Any]:
@@ -217,3 +234,8 @@ def with_values(config: RunConfig, origin: str, **values: object) -> RunConfig:
         origins.setdefault(f"{table}.{key}", Origin("derived", origin))
     tables = {table: dataclasses.replace(getattr(config, table), **keys) for table, keys in changed.items()}
     return dataclasses.replace(config, **tables, origin=origins)
+
+
+def who(config: RunConfig, *keys: str) -> str:
+    """Each dotted key with who set it, for messages."""
+    return ", ".join(f"{key} ({config.origin.get(key, 'default')})" for key in keys)

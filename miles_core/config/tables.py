@@ -117,7 +117,9 @@ class Perf:
     """Parallelism, memory and hosts. Megatron-core's ModelParallelConfig and recompute fields belong here too."""
 
     trainer: str = option("megatron", "Which trainer.", flags=("--train-backend",))
-    trainer_host: Literal["thread", "process"] = option("thread", "Run the trainer in a thread or a spawned process.")
+    trainer_host: Literal["thread", "process", "ray"] | None = option(
+        None, "Run the trainer in a thread, spawned processes or Ray actors; default: a thread for one rank."
+    )
     trainer_timeout: float = option(3600.0, "Seconds that one call of the trainer may take: a pass, a step, a save.")
     placement: str = option("local", "How hardware is shared between rollout and training.")
     weight_sync: str = option("in-process", "How weights reach the engine.")
@@ -132,6 +134,8 @@ class Perf:
     )
     log_probs_chunk_size: int = option(1024, "Rows of logits that exist at once.")
     micro_batch_size: int = option(1, "Samples of a micro-batch when the batch size is not dynamic.")
+    balance_data: bool = option(True, "Deal micro-batches to data-parallel ranks by load; --no-balance-data: in turn.")
+    balance_by_flops: bool = option(False, "The load is floating-point operations instead of tokens.")
     threads: int | None = option(None, "Threads of torch in each process; default: the CPUs of this process.")
 
 
@@ -140,16 +144,34 @@ class Algorithm:
     """The objective. A swap of algorithm changes one word, because these options belong to the core."""
 
     advantage_estimator: str = option("grpo", "Which advantage estimator.")
-    policy_loss: str | None = option(None, "Which policy loss; default: the estimator's namesake.")
+    policy_loss: str | None = option(None, "Which policy loss; default: the estimator's namesake, else clip.")
     loss_type: Literal["policy_loss", "sft_loss"] = option("policy_loss", "sft_loss needs plugin sft.")
-    reduction: Literal["sample", "token"] | None = option(None, 'Which reduction; default "sample".')
+    rewards_normalization: bool = option(
+        True, "Subtract the mean reward of the group; for estimators that compare within it.",
+        off=("--disable-rewards-normalization",),
+    )
+    std_normalization: bool = option(
+        True, "Divide by the group's standard deviation too; off is the Dr. GRPO estimator.",
+        off=("--disable-grpo-std-normalization",),
+    )
+    normalize_advantages: bool = option(False, "Whiten the advantages over all trained tokens of the rollout.")
+    gamma: float = option(1.0, "Discount per token, for estimators with returns.")
+    lambd: float = option(1.0, "Lambda of generalised advantage estimation.")
+    kl_coef: float = option(0.0, "Weight of the KL divergence to the reference in the reward of each token.")
+    reduction: str | None = option(None, 'Which reduction: "sample" (default), "token" or "constant".')
     calculate_per_token_loss: bool = option(False, 'Miles\'s name for --reduction token.')
+    reduction_constant: float | None = option(
+        None, "Divisor of each rollout with --reduction constant; default: --rollout-max-response-len."
+    )
     eps_clip: float = option(0.2, "Lower width of the clip band.")
     eps_clip_high: float = option(0.28, "Upper width of the clip band.")
     eps_clip_c: float | None = option(None, "Dual-clip constant, above 1.")
     use_kl_loss: bool = option(False, "Load the reference model and report the KL divergence to it.")
     kl_loss_coef: float = option(0.0, "Its weight in the loss; 0 makes it a monitor.")
-    kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = option("k1", "Estimator of the KL divergence.")
+    kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = option(
+        "k1", "Estimator of the KL divergence, in the loss and in the reward."
+    )
+    use_unbiased_kl: bool = option(False, "Multiply the KL term of the loss by policy / old policy, with gradient.")
     entropy_coef: float = option(0.0, "Weight of the entropy bonus.")
     observe_training_entropy: bool = option(False, "Report the entropy although its coefficient is 0.")
     use_rollout_logprobs: bool = option(False, "The engine's log-probs are the old policy; no pass to recompute them.")
@@ -189,9 +211,15 @@ class Debug:
     debug_train_only: bool = option(False, "Train on saved rollouts; no engine.")
     save_debug_rollout_data: str | None = option(None, "Folder to save each rollout in; holds {rollout_id}.")
     load_debug_rollout_data: str | None = option(None, "Folder to replay; implies --debug-train-only.")
-    debug_determinism: bool = option(False, "Record hashes of batch, weights and gradient norm at every step.")
+    debug_determinism: bool = option(False, "Record hashes of every weight and batch column, for `miles diff`.")
     debug_rollout_print_every: int | None = option(None, "Print a sample of every N-th rollout.")
     debug_exit_after_rollout: int | None = option(None, "Stop after N rollouts of this start.")
+    use_pytorch_profiler: bool = option(False, "Write traces of the trainer's phases to profile/ in the run directory.")
+    profile_step_start: int = option(10, "First rollout that is traced.")
+    profile_step_end: int = option(12, "First rollout after it that is not traced any more.")
+    profile_target: list[Literal["train_overall", "train_actor", "train_log_probs"]] = option(
+        ["train_overall"], "What is traced: every phase of the trainer, optimizer steps, passes for log-probs."
+    )
 
 
 TABLES: dict[str, type] = {

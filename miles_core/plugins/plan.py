@@ -13,6 +13,7 @@ from pathlib import Path
 
 from miles_core import hookspecs
 from miles_core.config import check as checks
+from miles_core.config.layout import Layout, layout_of
 from miles_core.config.load import load
 from miles_core.config.options import options_of
 from miles_core.config.tables import TABLES, RunConfig
@@ -103,7 +104,7 @@ def _values(plan: Plan) -> list[tuple[str, object, str]]:
 
 
 def _text(plan: Plan) -> list[str]:
-    config, rollout = plan.config, plan.config.rollout
+    config, rollout, layout = plan.config, plan.config.rollout, layout_of(plan.config)
     lines = [f"plan {plan.digest}", "", "plugins, in order"]
     lines += [f"  {s.manifest.name:<14}{s.source} {s.version}  ({s.origin})" for s in plan.selected]
     lines += ["", "owners"]
@@ -117,10 +118,10 @@ def _text(plan: Plan) -> list[str]:
               f" = global_batch_size {batch} x num_steps_per_rollout {steps}",
               f"  in flight at most {size * (rollout.max_lag + 1) + over - size}"
               f" groups (max_lag {rollout.max_lag}, over_sampling_batch_size {over})",
-              _micro_batches(config)]
+              _micro_batches(config, layout)]
     dtype = "bfloat16" if config.perf.bf16 else "float32"
     lines += ["", "layout",
-              f"  1 trainer rank in a {config.perf.trainer_host}, tp 1, pp 1, cp 1, ep 1, dp 1, {dtype}",
+              f"  {_ranks(config, layout)}: {layout.sizes}, {dtype}",
               f"  engine {plan.owner('engine').name} in the driver's process, {rollout.engine_dtype or dtype}"]
     given = [(k, v, o) for k, v, o in _values(plan) if o != "default"]
     lines += ["", "options that are not defaults"]
@@ -130,8 +131,25 @@ def _text(plan: Plan) -> list[str]:
     return lines
 
 
-def _micro_batches(config: RunConfig) -> str:
-    if config.perf.use_dynamic_batch_size:
-        return f"  micro-batches of at most {config.perf.max_tokens_per_gpu} tokens"
-    size = config.perf.micro_batch_size
-    return f"  micro-batches of {size} samples: {config.rollout.global_batch_size // size} per step"
+def _ranks(config: RunConfig, layout: Layout) -> str:
+    one, several = {"thread": ("a thread", "threads"), "process": ("a process", "processes"),
+                    "ray": ("a Ray actor", "Ray actors")}[config.perf.trainer_host]
+    return f"1 trainer rank in {one}" if layout.world == 1 else f"{layout.world} trainer ranks in {several}"
+
+
+def _micro_batches(config: RunConfig, layout: Layout) -> str:
+    """What each data-parallel rank runs in a step."""
+    perf, data, multiple = config.perf, layout.data, layout.micro_batch_multiple
+    if perf.use_dynamic_batch_size:
+        size = f"at most {perf.max_tokens_per_gpu * layout.context} tokens"
+        size += f" ({perf.max_tokens_per_gpu} x cp {layout.context})" if layout.context > 1 else ""
+        number = f"a multiple of {multiple} per step" if multiple > 1 else "the same number per step" * (data > 1)
+    else:
+        size = f"{perf.micro_batch_size} samples"
+        number = f"{config.rollout.global_batch_size // (perf.micro_batch_size * data)} per step"
+    text = f"  micro-batches of {size}" + (f": {number}" if number else "")
+    if data == 1:
+        return text
+    load = "operations" if perf.balance_by_flops else "tokens"
+    dealt = f"balanced by {load}" if perf.balance_data else "dealt in turn"
+    return f"{text} on each of {data} data-parallel ranks, {dealt}"

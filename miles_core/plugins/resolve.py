@@ -37,13 +37,14 @@ def choices(config: RunConfig) -> list[tuple[str, str, str]]:
         ("placement", perf.placement, "perf.placement"),
     ]
     if not config.debug.debug_rollout_only:
-        token = algorithm.calculate_per_token_loss or algorithm.reduction == "token"
+        reduction = algorithm.reduction or ("token" if algorithm.calculate_per_token_loss else "sample")
         picked += [
             ("trainer", perf.trainer, "perf.trainer"),
             ("advantage", estimator, "algorithm.advantage_estimator"),
             ("policy_loss", algorithm.policy_loss or estimator, "algorithm.policy_loss"),
-            ("reduction", "token" if token else "sample", "algorithm.reduction"),
+            ("reduction", reduction, "algorithm.reduction"),
             ("weight_sync", perf.weight_sync, "perf.weight_sync"),
+            *((("model_spec", config.model.model_name, "model.model_name"),) if config.model.model_name else ()),
         ]
     return picked
 
@@ -51,6 +52,14 @@ def choices(config: RunConfig) -> list[tuple[str, str, str]]:
 def chosen(config: RunConfig, hook: str) -> str:
     """The name picked for a hook that has one owner."""
     return next(name for one, name, _ in choices(config) if one == hook)
+
+
+def policy_loss(selected: Sequence[Selected], config: RunConfig) -> tuple[str, str]:
+    """(name, why) of the policy loss of a run that names none: the estimator's namesake where there is one."""
+    estimator = next((name for hook, name, _ in choices(config) if hook == "advantage"), None)
+    if any((offer.hook, offer.name) == ("policy_loss", estimator) for one in selected for offer in one.manifest.offers):
+        return estimator, "namesake of the estimator"
+    return "clip", "the estimator brings none"
 
 
 def missing(selected: Sequence[Selected], config: RunConfig) -> list[tuple[str, str]]:
@@ -102,6 +111,11 @@ def _own(hook: str, name: str, key: str, owners: dict[tuple[str, str], str], con
     origin = str(config.origin.get(key, "default"))
     if (hook, name) in owners:
         return Choice(hook, name, owners[hook, name], origin)
+    if hook == "model_spec":  # an official plugin that has it would be enabled by now (`missing`)
+        built = sorted({*_official(hook), *(n for h, n in owners if h == hook)})
+        raise OwnerError(f"no plugin builds the architecture {name!r}", got=f"there are {', '.join(built)}",
+                         who=f"{key} ({origin})", fix="take another checkpoint, or add the family in a plugin of about "
+                         "fifty lines: docs/model-families.md")
     known = [plugin for plugin, offers in KNOWN.items() if f"{hook}:{name}" in offers]
     offered = sorted(n for h, n in owners if h == hook)
     near = difflib.get_close_matches(name, [*offered, *_official(hook)], 1, 0.6)

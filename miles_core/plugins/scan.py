@@ -16,11 +16,19 @@ BUILT_IN = {
 """The core's own parts, through the same door; always there, imported only when a run needs them."""
 
 KNOWN = {
-    "grpo": ("advantage:grpo", "policy_loss:grpo"),
+    "grpo": ("advantage:grpo",),
+    "gspo": ("advantage:gspo", "policy_loss:gspo"),
+    "cispo": ("advantage:cispo", "policy_loss:cispo"),
+    "reinforce": ("advantage:reinforce_plus_plus", "advantage:reinforce_plus_plus_baseline", "advantage:rloo"),
+    "tis": ("token_weights:tis", "train_step:tis"),
     "math": ("reward:math", "reward:boxed_math", "reward:format"),
     "sft": ("generate:sft", "advantage:sft", "policy_loss:sft"),
     "dapo-filter": ("filter_group:dapo-filter",),
     "tensorboard": ("metrics:tensorboard",),
+    "specs-llama": ("model_spec:llama", "model_spec:mistral"),
+    "specs-qwen2": ("model_spec:qwen2",),
+    "specs-glm": ("model_spec:glm4",),
+    "specs-gemma": ("model_spec:gemma2", "model_spec:gemma3_text"),
 }
 """Official plugins and what they offer, so that an error can name the one to install or to enable."""
 

@@ -2,7 +2,9 @@
 
     plan.json, plan.txt    what the run was resolved to, for programs and for people
     events.jsonl           what happened, one object a line (events.py)
+    hashes.jsonl           hashes of every tensor and column, with --debug-determinism (journal.py)
     samples/               answers with their tokens, one file per rollout or evaluation (samples.py)
+    profile/               traces, with --use-pytorch-profiler
     logs/  debug/          text of worker processes; whatever --debug-... writes
     .lock                  held by the run that writes here; the kernel frees it when that process dies
 
@@ -60,12 +62,20 @@ class RunDirectory:
         return self.path / "events.jsonl"
 
     @property
+    def hashes(self) -> Path:
+        return self.path / "hashes.jsonl"
+
+    @property
     def samples(self) -> Path:
         return self.path / "samples"
 
     @property
     def logs(self) -> Path:
         return self.path / "logs"
+
+    @property
+    def profile(self) -> Path:
+        return self.path / "profile"
 
     @property
     def debug(self) -> Path:
@@ -173,7 +183,7 @@ class RunDirectory:
 
     def _sweep(self) -> None:
         """Remove what a killed run had half published; nobody else writes while the lock is held."""
-        for folder in (self.path, self.samples, self.logs, self.debug):
+        for folder in (self.path, self.samples, self.logs, self.profile, self.debug):
             for left in folder.glob(f".*{_TEMPORARY}"):
                 left.unlink(missing_ok=True)
 
@@ -214,25 +224,35 @@ def explained(path: str | os.PathLike[str]) -> Iterator[None]:
         raise RunDirectoryError(what, got=error.strerror or error, who=os.fspath(path), fix=fix) from error
 
 
+@contextlib.contextmanager
+def publishing(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Where to write a file that shall take the place of `path` when the block ends, whole or not at all.
+
+    Raises:
+        RunDirectoryError: it cannot be written, or the disk is full; the old file is then still there.
+    """
+    path = Path(path)
+    # In the same folder, since os.replace is atomic only within one file system.
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{next(_serial)}{_TEMPORARY}")
+    with explained(path):
+        try:
+            yield temporary
+            with open(temporary, "rb") as file:
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+
+
 def publish(path: str | os.PathLike[str], content: bytes | str) -> Path:
     """Write a file so that a reader, or a kill, sees the old content or the new one and never half of either.
 
     Raises:
         RunDirectoryError: it cannot be written, or the disk is full; the old file is then still there.
     """
-    path = Path(path)
     # errors: a lone surrogate in generated text becomes the escape \\udc80, which JSON reads back as what it was.
     data = content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content
-    # In the same folder, since os.replace is atomic only within one file system.
-    temporary = path.with_name(f".{path.name}.{os.getpid()}-{next(_serial)}{_TEMPORARY}")
-    with explained(path):
-        try:
-            with open(temporary, "xb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
-    return path
+    with publishing(path) as temporary:
+        temporary.write_bytes(data)
+    return Path(path)

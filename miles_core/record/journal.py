@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 
 from miles_core.record.console import Console
@@ -37,6 +38,7 @@ class Journal:
     def __init__(self, directory: RunDirectory, console: Console | Views, *, trackers: Callable | None = None,
                  decode_piece: Callable[[int], str] = str, print_every: int | None = None):
         self.directory, self.console, self.events = directory, console, EventLog(directory.events)
+        self._hashes: EventLog | None = None
         self._trackers, self._decode_piece, self._print_every = trackers, decode_piece, print_every
 
     def stage(self, name: str) -> None:
@@ -66,6 +68,17 @@ class Journal:
             self.message("info", f"rollout {rollout_id}: {sample.prompt.text!r} -> {sample.text!r}  "
                                  f"reward {sample.reward}  label {sample.prompt.label!r}")
 
+    def hashes(self, rollout_id: int, weights: Mapping[str, str], batch: Mapping[str, str],
+               grad_norm: float | None) -> None:
+        """Hash of every tensor after the rollout's steps and of every column of its batch, and one total of each.
+
+        The totals are an event. The many go to a file of their own, and first: a rollout with totals has them there.
+        """
+        if self._hashes is None:
+            self._hashes = EventLog(self.directory.hashes)
+        self._hashes.append("hashes", rollout_id, weights=weights, batch=batch)
+        self.events.append("hashes", rollout_id, weights=_total(weights), batch=_total(batch), grad_norm=grad_norm)
+
     def evaluation(self, name: str, rollout_id: int, metrics: Mapping[str, float], samples: Sequence[Sample]) -> None:
         """A dataset has been evaluated with the weights that rollout `rollout_id` samples from."""
         self.events.eval(rollout_id, metrics)
@@ -76,3 +89,8 @@ class Journal:
     def _track(self, rollout_id: int, metrics: Mapping[str, float]) -> None:
         if self._trackers is not None:
             self._trackers(rollout_id, dict(metrics), self.directory.path)
+
+
+def _total(hashes: Mapping[str, str]) -> str:
+    """One hash of many named ones."""
+    return hashlib.sha256("".join(f"{name} {value}\n" for name, value in hashes.items()).encode()).hexdigest()[:16]

@@ -1,16 +1,30 @@
-"""Stage 6, advantage: rewards (and whatever columns) of a whole rollout become one advantage per response token."""
+"""Stage 6, advantage: rewards (and whatever columns) of a whole rollout become one advantage per response token.
+
+What estimators share is here: the reward of each rollout of a group, rewards relative to their group, the KL penalty
+per token, and whitening. A rollout is not a sample: siblings, the samples that one execution produced, carry one number
+in `Sample.rollout`, share one reward, count once and all receive their rollout's advantage.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from miles_core.errors import TrainError
-from miles_core.types import Batch
+from miles_core.config.tables import Algorithm
+from miles_core.errors import RewardError, TrainError
+from miles_core.types import Batch, Group, Sample, Status
+
+DDOF = 1
+STD_EPSILON = 1e-6
+WHITEN_EPSILON = 1e-8
+
+Values = Sequence[float | np.ndarray]
+"""What an estimator answers: a number or an [R] array for each of `batch.samples`."""
 
 
-def fill(batch: Batch, values: Sequence[float | np.ndarray], estimator: str) -> dict[str, float]:
+def fill(batch: Batch, values: Values, estimator: str) -> dict[str, float]:
     """Write the column `advantages` from an estimator's answer: a number or [R] array per sample.
 
     Raises:
@@ -24,12 +38,170 @@ def fill(batch: Batch, values: Sequence[float | np.ndarray], estimator: str) -> 
         array = np.asarray(value, np.float32)
         if array.ndim == 0:
             array = np.full(sample.response_length, array, np.float32)
-        if array.shape != (sample.response_length,) or not np.isfinite(array).all():
-            raise TrainError(
-                f"advantage estimator {estimator!r} gave {sample.name} what is not [R] finite numbers",
-                got=f"shape {list(array.shape)} for R = {sample.response_length}",
-                fix="look at the rewards of its group",
-            )
         sample.columns["advantages"] = array
-    kept = np.concatenate([s.columns["advantages"][s.columns["loss_mask"] > 0] for s in samples])
+    check(batch, f"advantage estimator {estimator!r}", fix="look at the rewards of its group")
+    kept = _trained(batch)
     return {"rollout/advantages": float(kept.mean()) if kept.size else 0.0}
+
+
+def check(batch: Batch, who: str, fix: str = "return one finite number for each response token") -> None:
+    """Refuse a column `advantages` that is missing, not [R] or not finite: after the estimator and each further change.
+
+    Raises:
+        TrainError: names the sample and `who` did it.
+    """
+    for sample in batch.samples:
+        array = np.asarray(sample.columns.get("advantages", np.nan))
+        if array.shape != (sample.response_length,) or not np.isfinite(array).all():
+            raise TrainError(f"{who} gave {sample.name} what is not [R] finite numbers",
+                             got=f"shape {list(array.shape)} for R = {sample.response_length}", fix=fix)
+
+
+def whiten(batch: Batch) -> None:
+    """(A - mean) / sqrt(var + 1e-8) over all trained tokens of the rollout, var with n - 1; in place.
+
+    The batch is whole on every rank, and so are the statistics (float64). Rows that are not trained on get the same
+    map, as nobody looks at them. (--normalize-advantages)
+    """
+    kept = _trained(batch).astype(np.float64)
+    if not kept.size:
+        return
+    mean, var = kept.mean(), kept.var(ddof=DDOF) if kept.size > DDOF else 0.0
+    scale = 1.0 / math.sqrt(var + WHITEN_EPSILON)
+    for sample in batch.samples:
+        sample.columns["advantages"] = ((sample.columns["advantages"] - mean) * scale).astype(np.float32)
+
+
+def group_relative(batch: Batch, algorithm: Algorithm, *, divide: bool = True) -> list[float]:
+    """Each sample's reward relative to the rollouts of its group: GRPO, arXiv:2402.03300, section 4.1.2.
+
+        A_i = (r_i - mean(r)) / (std(r) + 1e-6)        std with n - 1
+
+    Args:
+        algorithm: `rewards_normalization` off gives the raw rewards, `std_normalization` off leaves the division out.
+        divide: False leaves it out whatever the options say.
+
+    Raises:
+        TrainError, RewardError: see `rollout_rewards`.
+    """
+    divide, values = divide and algorithm.std_normalization, []
+    for group in batch.groups:
+        rewards = rollout_rewards(group)
+        numbers = list(rewards.values())
+        if algorithm.rewards_normalization:
+            numbers = normalized(numbers, divide=divide)
+        values += to_samples(group, dict(zip(rewards, numbers, strict=True)))
+    return values
+
+
+def normalized(rewards: Sequence[float], *, divide: bool = True) -> list[float]:
+    """(r - mean) / (std + 1e-6) of one group's rollouts; the order of the rewards has no effect on any bit.
+
+    Equal rewards give exactly 0: with rounding left to itself, three times 0.1 would not. A group of one is centred
+    only, which is 0.
+    """
+    if all(reward == rewards[0] for reward in rewards):
+        return [0.0 for _ in rewards]
+    mean = math.fsum(rewards) / len(rewards)
+    centred = [reward - mean for reward in rewards]
+    if not divide:
+        return centred
+    std = math.sqrt(math.fsum(c * c for c in centred) / (len(rewards) - DDOF))
+    return [c / (std + STD_EPSILON) for c in centred]
+
+
+def rollout_rewards(group: Group) -> dict[object, float]:
+    """The reward of each rollout of a group, by its key (`rollout_keys`).
+
+    Raises:
+        TrainError: a sample that was aborted, failed or never finished.
+        RewardError: a missing or non-finite reward, or siblings whose rewards differ.
+    """
+    rewards: dict[object, float] = {}
+    for key, sample in zip(rollout_keys(group), group.samples, strict=True):
+        reward = _trainable_reward(sample)
+        if rewards.setdefault(key, reward) != reward:
+            raise RewardError(
+                f"{sample.name} belongs to rollout {sample.rollout}, whose other samples have another reward",
+                got=f"{rewards[key]} and {reward}",
+                fix="give every sample of one rollout the same reward, or different rollout numbers",
+            )
+    return rewards
+
+
+def rollout_keys(group: Group) -> list[tuple[str, int]]:
+    """Which rollout each sample belongs to: a number that it shares with its siblings, or its own position."""
+    return [("rollout", s.rollout) if s.rollout is not None else ("own", i) for i, s in enumerate(group.samples)]
+
+
+def to_samples(group: Group, by_rollout: dict[object, float]) -> list[float]:
+    """Numbers of rollouts, given to each of their samples, in the order of `group.samples`."""
+    return [by_rollout[key] for key in rollout_keys(group)]
+
+
+def kl_penalties(batch: Batch, algorithm: Algorithm) -> list[np.ndarray]:
+    """-kl_coef x KL(policy || reference) at each response token, [R] float64 per sample; 0 where it is not trained on.
+
+    The estimate is that of `kl_loss_type`; the policy is the one whose log-probs are the denominators of the ratio.
+    """
+    if not algorithm.kl_coef:
+        return [np.zeros(sample.response_length) for sample in batch.samples]
+    import torch
+
+    from miles_core.kl import approximate_kl
+
+    column, penalties = "rollout_log_probs" if algorithm.use_rollout_logprobs else "log_probs", []
+    for sample in batch.samples:
+        policy, reference = (torch.as_tensor(sample.columns[name], dtype=torch.float64)
+                             for name in (column, "ref_log_probs"))
+        divergence = approximate_kl(policy, reference, algorithm.kl_loss_type).numpy()
+        penalties.append(np.where(sample.columns["loss_mask"] > 0, -algorithm.kl_coef * divergence, 0.0))
+    return penalties
+
+
+def penalised(batch: Batch, values: Values, algorithm: Algorithm) -> Values:
+    """Advantages less kl_coef x KL at each token: the penalty of estimators that give a sample one number."""
+    if not algorithm.kl_coef:
+        return values
+    return [value + penalty for value, penalty in zip(values, kl_penalties(batch, algorithm), strict=True)]
+
+
+def token_rewards(batch: Batch, algorithm: Algorithm) -> list[np.ndarray]:
+    """[R] float64 per sample: the KL penalty at each token, and the sample's reward on top at the last trained one.
+
+    A sample without a trained token has rewards of 0.
+
+    Raises:
+        TrainError, RewardError: see `rollout_rewards`.
+    """
+    found = kl_penalties(batch, algorithm)
+    rewards = (reward for group in batch.groups for reward in to_samples(group, rollout_rewards(group)))
+    for sample, row, reward in zip(batch.samples, found, rewards, strict=True):
+        trained = np.flatnonzero(sample.columns["loss_mask"])
+        if trained.size:
+            row[trained[-1]] += reward
+    return found
+
+
+def discounted(rewards: np.ndarray, gamma: float) -> np.ndarray:
+    """Returns G_t = u_t + gamma G_{t+1} of [R] rewards, [R] float64."""
+    found, following = np.empty(len(rewards)), 0.0
+    for t in range(len(rewards) - 1, -1, -1):
+        found[t] = following = float(rewards[t]) + gamma * following
+    return found
+
+
+def _trained(batch: Batch) -> np.ndarray:
+    """The advantages of all tokens that are trained on."""
+    rows: Iterable[np.ndarray] = (s.columns["advantages"][s.columns["loss_mask"] > 0] for s in batch.samples)
+    return np.concatenate([np.zeros(0, np.float32), *rows])
+
+
+def _trainable_reward(sample: Sample) -> float:
+    if sample.status not in (Status.COMPLETED, Status.TRUNCATED):
+        raise TrainError(f"{sample.name} must not be trained on", got=f"status {sample.status}",
+                         fix="drop unfinished samples before the advantage stage")
+    if sample.reward is None or not math.isfinite(sample.reward):
+        raise RewardError(f"{sample.name} has no finite reward", got=repr(sample.reward),
+                          fix="name a scorer with --rm-type, or let the generator set sample.reward")
+    return sample.reward

@@ -7,7 +7,7 @@ from miles_core.hookspecs import hookimpl
 
 
 class Core:
-    """Defaults of the loop: JSONL prompts, single-turn generation, weighted sum, KL and entropy terms, reductions."""
+    """Defaults of the loop: prompts, single-turn generation, weighted sum, clipped surrogate, KL, reductions."""
 
     def __init__(self, config: RunConfig):
         self.config = config
@@ -43,14 +43,23 @@ class Core:
 
         return weighted_sum(sample, weights)
 
+    @hookimpl("policy_loss", name="clip")
+    def clipped_surrogate(self, inputs):
+        """The clipped surrogate of PPO, for estimators without a policy loss of their own."""
+        from miles_core.stages.loss import clipped_surrogate
+
+        return clipped_surrogate(inputs)
+
     @hookimpl
     def loss_terms(self, inputs):
         """KL to the reference and entropy; a coefficient of 0 makes each a monitor."""
-        from miles_core.stages.loss import approximate_kl
+        from miles_core.kl import approximate_kl
+        from miles_core.stages.loss import bounded_exp, log_ratio
 
         algorithm, terms = self.config.algorithm, {}
         if inputs.ref_log_probs is not None:
-            divergence = approximate_kl(inputs.log_probs, inputs.ref_log_probs, algorithm.kl_loss_type)
+            ratio = bounded_exp(log_ratio(inputs)) if algorithm.use_unbiased_kl else None
+            divergence = approximate_kl(inputs.log_probs, inputs.ref_log_probs, algorithm.kl_loss_type, ratio)
             terms["kl_loss"] = (algorithm.kl_loss_coef, divergence)
         if inputs.entropy is not None:
             terms["entropy_loss"] = (-algorithm.entropy_coef, inputs.entropy)
@@ -69,6 +78,14 @@ class Core:
         from miles_core.stages.loss import per_token
 
         return per_token(samples)
+
+    @hookimpl("reduction", name="constant")
+    def per_constant(self, samples):
+        """Sum over tokens / (rollouts x reduction_constant), Dr. GRPO's."""
+        from miles_core.stages.loss import per_constant
+
+        constant = self.config.algorithm.reduction_constant or self.config.rollout.rollout_max_response_len
+        return per_constant(samples, constant)
 
     @hookimpl(name="in-process")
     def weight_sync(self, config):

@@ -13,7 +13,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from miles_core.errors import ConfigError
 from miles_core.types import Sample
+
+LOG_RATIO_BOUND = 20.0
 
 Metrics = dict[str, torch.Tensor]
 """Name -> [N] per-token values; the core averages them with the run's reduction."""
@@ -36,6 +39,8 @@ class LossInputs:
         segment_sum: [N, ...] -> [samples, ...], sums over the rows of each sample, exact under context parallelism.
         eps_clip, eps_clip_high, eps_clip_c: lower and upper width of the clip band, dual-clip constant or None.
         rows: further columns on the same N rows, by name.
+        values: [N] of a model with a value head, with gradient; log_probs then are the column's, without.
+        samples: which sample each entry of `segment_sum` is.
     """
 
     log_probs: torch.Tensor
@@ -51,6 +56,23 @@ class LossInputs:
     eps_clip_high: float
     eps_clip_c: float | None
     rows: dict[str, torch.Tensor]
+    values: torch.Tensor | None = None
+    samples: Sequence[Sample] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TokenWeights:
+    """What multiplies the policy loss of each of N tokens, and which tokens are left out of its numerator.
+
+    Args:
+        weight: [N] without gradient.
+        keep: [N] bool.
+        metrics: [N] values by name; averaged like the losses.
+    """
+
+    weight: torch.Tensor
+    keep: torch.Tensor
+    metrics: Metrics
 
 
 PolicyLoss = Callable[[LossInputs], tuple[torch.Tensor, Metrics]]
@@ -79,6 +101,14 @@ def per_token(samples: Sequence[Sample]) -> np.ndarray:
     return np.full(len(samples), 1.0 / max(total, 1))
 
 
+def per_constant(samples: Sequence[Sample], constant: float) -> np.ndarray:
+    """sum over all tokens / (number of rollouts x constant): a token counts the same in short and long answers.
+
+    Dr. GRPO, arXiv:2503.20783, section 3.2.
+    """
+    return np.full(len(samples), 1.0 / (max(len(set(_rollouts(samples))), 1) * constant))
+
+
 def _rollouts(samples: Sequence[Sample]) -> list[object]:
     """A rollout is not a sample: siblings carry one number, every other sample stands for itself."""
     return [
@@ -98,20 +128,68 @@ def reduce(values: torch.Tensor, weights: torch.Tensor, mask: torch.Tensor) -> t
     return (torch.where(mask > 0, values, torch.zeros_like(values)) * weights).sum()
 
 
-def approximate_kl(log_probs: torch.Tensor, base: torch.Tensor, kind: str) -> torch.Tensor:
-    """Per-token estimates of KL(policy || base) from tokens drawn from the policy.
+def log_ratio(inputs: LossInputs) -> torch.Tensor:
+    """log_probs - old_log_probs [N] with gradient; 0 where the mask is 0, whatever those rows hold."""
+    return at_trained(inputs, inputs.log_probs - inputs.old_log_probs)
 
-    With d = log_probs - base: k1 = d, k2 = d^2/2, k3 = exp(-d) - 1 + d (http://joschu.net/blog/kl-approx.html);
-    low_var_kl is k3 with d clamped to [-20, 20] and the result to [-10, 10].
+
+def at_trained(inputs: LossInputs, values: torch.Tensor) -> torch.Tensor:
+    """[N] values, 0 and without gradient where the mask is 0: selected, for a NaN times 0 is a NaN."""
+    return torch.where(inputs.mask > 0, values, torch.zeros_like(values))
+
+
+def bounded_exp(values: torch.Tensor) -> torch.Tensor:
+    """exp of a log-ratio clamped to [-20, 20], beyond which it has no gradient."""
+    return values.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
+
+
+def sample_sum(inputs: LossInputs, values: torch.Tensor) -> torch.Tensor:
+    """[N] values that are 0 at masked rows -> [N]: at each row the sum over its whole sample.
+
+    Exact where a sample is cut over ranks, and so is its gradient. Every rank has to call it equally often.
     """
-    d = log_probs - base
-    if kind == "k1":
-        return d
-    if kind == "k2":
-        return d.square() / 2
-    if kind == "k3":
-        return torch.expm1(-d) + d
-    if kind == "low_var_kl":
-        d = torch.nan_to_num(d).clamp(-20, 20)
-        return (torch.expm1(-d) + d).clamp(-10, 10)
-    raise ValueError(f"unknown KL estimator {kind!r}")
+    return inputs.segment_sum(values)[inputs.sample]
+
+
+def sample_mean(inputs: LossInputs, values: torch.Tensor) -> torch.Tensor:
+    """[N] values that are 0 at masked rows -> [N]: at each row the mean over its sample's trained tokens."""
+    return sample_sum(inputs, values) / sample_sum(inputs, inputs.mask).clamp(min=1)
+
+
+def clip(ratio: torch.Tensor, inputs: LossInputs) -> torch.Tensor:
+    """[N] ratios, clamped to the run's band [1 - eps_clip, 1 + eps_clip_high]."""
+    return ratio.clamp(1 - inputs.eps_clip, 1 + inputs.eps_clip_high)
+
+
+def clipped_surrogate(inputs: LossInputs, log_ratios: torch.Tensor | None = None) -> tuple[torch.Tensor, Metrics]:
+    """The clipped policy loss of N tokens: PPO (arXiv:1707.06347, eq. 7) with three refinements.
+
+        ratio = exp(clamp(log_prob - old_log_prob, -20, 20))
+        loss  = max(-ratio A, -clip(ratio, 1 - eps_clip, 1 + eps_clip_high) A)
+        loss  = min(-eps_clip_c A, loss)    where A < 0 and a dual-clip constant is given
+
+    An asymmetric band is DAPO's clip-higher (arXiv:2503.14476, eq. 10); the dual clip bounds what a token with a
+    negative advantage and a large ratio can do (arXiv:1912.09729, eq. 5). A NaN on a trained row stays one, so that the
+    step is refused instead of going on without that token.
+
+    Args:
+        log_ratios: [N] to take in place of `log_ratio(inputs)`, for instance one for each sequence.
+
+    Returns:
+        [N] loss with gradient to `inputs.log_probs`, and per-token metrics without: pg_clipfrac (1 where the clipped
+        branch holds) and ppo_kl (the log-ratio, negated).
+
+    Raises:
+        ConfigError: a dual-clip constant of 1 or less.
+    """
+    if inputs.eps_clip_c is not None and not inputs.eps_clip_c > 1:
+        raise ConfigError("the dual-clip constant should be above 1", got=inputs.eps_clip_c, who="algorithm.eps_clip_c",
+                          fix="--eps-clip-c 3, or leave it out")
+    log_ratios = log_ratio(inputs) if log_ratios is None else log_ratios
+    advantages = at_trained(inputs, inputs.advantages)
+    ratio = bounded_exp(log_ratios)
+    plain, clipped = -ratio * advantages, -clip(ratio, inputs) * advantages
+    loss = torch.maximum(plain, clipped)
+    if inputs.eps_clip_c is not None:
+        loss = torch.where(advantages < 0, torch.minimum(-inputs.eps_clip_c * advantages, loss), loss)
+    return loss, {"pg_clipfrac": (clipped > plain).to(loss.dtype), "ppo_kl": -log_ratios.detach()}

@@ -6,15 +6,17 @@ optimizer step, `end_batch`; `weights` whenever the engine is synced, `save` whe
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from miles_core.types import Batch
+from miles_core.types import Batch, Sample
 
 if TYPE_CHECKING:
     import torch
+
+    from miles_core.stages.loss import PolicyLoss
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +32,51 @@ class Resume:
     rollout_id: int
     state: dict | None
     source: str
+
+
+class ScoredRows(Protocol):
+    """What one forward of a model says about the N trained rows of a micro-batch; without gradient in scoring passes.
+
+    `rows` holds every per-token column on the same rows, [N, *axes].
+    """
+
+    rows: Mapping[str, torch.Tensor]
+
+    def log_probs(self, tokens: torch.Tensor | None = None) -> torch.Tensor:
+        """log p [N] of the row's own target, or [N, K] of `tokens` [N, K]; temperature-scaled, untruncated."""
+
+    def top_k(self, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The k likeliest tokens of each row, [N, k] int64, and their log-probs [N, k]."""
+
+    def values(self) -> torch.Tensor:
+        """[N] of a model with a value head."""
+
+
+class TrainerAccess(Protocol):
+    """What a plugin may do on a trainer rank inside `log_prob` and `train_step`; every rank has to do the same.
+
+    Args:
+        batch: the whole rollout, the same on every rank.
+        index: the optimizer step within the rollout; None while scoring.
+        samples: what this step trains on, or the whole batch while scoring.
+    """
+
+    batch: Batch
+    index: int | None
+    samples: Sequence[Sample]
+
+    def forward(self, model: str, read: Callable[[ScoredRows], Mapping[str, torch.Tensor]]) -> None:
+        """A pass without gradient over `samples`: what `read` returns, [N, ...] by column, is put into the columns of
+        all samples on all ranks; rows that are not trained on hold 0."""
+
+    def step(self, model: str, loss: PolicyLoss) -> dict[str, float]:
+        """One optimizer step of a trainable model; metrics are named MODEL/... for others than the actor."""
+
+    def chunks(self, model: str) -> Sequence[torch.nn.Module]:
+        """This rank's part of the model: one module, or one for each virtual pipeline stage."""
+
+    def optimizer(self, model: str) -> object:
+        """Megatron's optimizer of a trainable model."""
 
 
 class Trainer(Protocol):

@@ -62,7 +62,7 @@ def place(tmp_path, monkeypatch):
             log = EventLog(directory.events)
             log.run_start("0", {})
             log.metrics(0, {"rollout/raw_reward": 0.5})
-            log.append("hashes", 0, weights=name, batch="0")
+            log.append("hashes", 0, weights="0", batch="0")
             log.run_end("completed")
             log.close()
     monkeypatch.chdir(tmp_path)

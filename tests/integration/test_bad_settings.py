@@ -22,7 +22,7 @@ import pytest
     (["--rollout-batch-size", "0"], "rollout_batch_size should be at least 1 (got 0)"),
     (["--rollout-max-response-len", "0"], "rollout_max_response_len should be at least 1 (got 0)"),
     (["--num-rollout", "-1"], "num_rollout should not be negative (got -1)"),
-    (["--tensor-model-parallel-size", "2"], "this version trains on one rank (got tensor_model_parallel_size = 2)"),
+    (["--tensor-model-parallel-size", "2"], "1 rank does not divide by tensor_model_parallel_size 2 ... multiple of 2"),
     (["--lr", "-1"], "lr cannot be negative"),
     (["--rm-timeout", "0"], "rm_timeout should be above 0 (got 0.0)"),
 ], ids=lambda value: "".join(value) if isinstance(value, list) else "")  # fmt: skip

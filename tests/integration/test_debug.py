@@ -1,5 +1,7 @@
 """[debug]: one side alone, replay bit for bit, hashes, printed samples, stopping early and going on."""
 
+import gzip
+import json
 import subprocess
 import sys
 
@@ -93,16 +95,47 @@ def test_a_replay_trains_bit_for_bit_without_an_engine(run_file, tmp_path):
     assert uids == {12, 13, 14, 15}, "sampling goes on after the prompts that were replayed"
 
 
-def test_determinism_is_on_record(run_file, tmp_path):
-    """Hashes of weights and batches: equal for equal runs, in every rollout different for another seed."""
+def test_determinism_is_on_record_and_a_diff_names_what_differs(run_file, tmp_path):
+    """Equal for equal runs, one of them in two starts; the seed shows in the tokens, the rate in the weights alone."""
     def hashes(name, *flags):
         events = go([run_file(), "--debug-determinism", *flags], tmp_path, name)
         return [(e["weights"], e["batch"], e["grad_norm"]) for e in events if e["event"] == "hashes"]
 
-    one, same, other = hashes("a"), hashes("b"), hashes("c", "--rollout-seed", "43")
+    def diff(a, b):
+        outcome = miles(["diff", f"runs/{a}", f"runs/{b}", "--json"], tmp_path)
+        found = json.loads(outcome.out)
+        return outcome.code, found["first"], [label for label, *_ in found["facts"]]
+
+    one, other = hashes("a"), hashes("c", "--rollout-seed", "43")
     assert len(one) == 3 and len({weights for weights, _, _ in one}) == 3
-    assert one == same
     assert all(a[place] != b[place] for a, b in zip(one, other, strict=True) for place in range(3))
+    hashes("b", "--save", "saved", "--debug-exit-after-rollout", "2")
+    assert hashes("b", "--save", "saved", "--load", "saved") == one
+    code, first, _ = diff("a", "b")
+    assert (code, first) == (0, None)
+    code, first, facts = diff("a", "c")
+    assert (code, first["rollout_id"], first["part"], first["names"][0]) == (1, 0, "batch", "tokens")
+    assert facts == ["rollout.rollout_seed"]
+    hashes("d", "--lr", "1e-3")
+    code, first, facts = diff("a", "d")
+    assert (code, first["rollout_id"], first["part"], first["side"]) == (1, 0, "weights", "step")
+    assert first["names"][0] == "model.embed_tokens.weight" and len(first["names"]) == first["of"]
+    assert facts == ["optimizer.lr"]
+
+
+def test_a_traced_run_has_the_stages_in_its_traces_and_the_same_weights(run_file, tmp_path):
+    common = [run_file(), "--use-kl-loss", "--num-steps-per-rollout", "2", "--save"]
+    go([*common, "a", "--save-hf", "hf_a"], tmp_path, "plain")
+    go([*common, "b", "--save-hf", "hf_b", "--use-pytorch-profiler", "--profile-step-start", "1",
+        "--profile-step-end", "2"], tmp_path, "traced")
+    assert weights(tmp_path / "hf_a") == weights(tmp_path / "hf_b")
+    assert not (tmp_path / "runs/plain/profile").exists()
+    traces = {path.name.removesuffix(".json.gz"): json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+              for path in (tmp_path / "runs/traced/profile").iterdir()}
+    phases = ("log_probs", "ref_log_probs", "advantage", "step-0", "step-1")
+    assert set(traces) == {f"rank-0-rollout-1-{phase}" for phase in phases}
+    step = {event["name"] for event in traces["rank-0-rollout-1-step-1"]}
+    assert {"step 1", "forward/backward", "optimizer", "aten::mm"} <= step
 
 
 def test_a_sample_of_every_second_rollout_is_printed(run_file, tmp_path):

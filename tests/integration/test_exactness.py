@@ -21,10 +21,10 @@ from torch.overrides import TorchFunctionMode
 from miles_core.build import trainer_part, with_context
 from miles_core.columns import Columns
 from miles_core.config.load import with_values
+from miles_core.kl import approximate_kl
 from miles_core.plugins import bind
 from miles_core.plugins.plan import prepare
-from miles_core.stages.loss import approximate_kl
-from miles_core.types import Batch, Group, Prompt, Sample, Status
+from miles_core.types import Batch, Group, Prompt, Rank, Sample, Status
 
 LOSS = GRADIENT = SPLIT = 1e-6
 # A single parameter's worst element is fp32's own rounding, amplified where the gradient is a sum that nearly cancels
@@ -149,7 +149,7 @@ class Bench:
 
     def __init__(self, plan):
         self.selected, self.config = plan.selected, with_context(plan.config)
-        self.trainer = trainer_part(self.selected, self.config)
+        self.trainer = trainer_part(self.selected, self.config, Rank())
         self.trainer.load()
         self.models = self.trainer.models
 
@@ -157,7 +157,7 @@ class Bench:
         """Another trainer over the same models."""
         config = with_values(self.config, "test", **{f"algorithm__{k}": v for k, v in (algorithm or {}).items()},
                              **{f"perf__{k}": v for k, v in (perf or {}).items()})
-        self.trainer = type(self.trainer)(config, bind.bind(self.selected, config, "trainer"), Columns())
+        self.trainer = type(self.trainer)(config, bind.bind(self.selected, config, "trainer"), Columns(), Rank())
         self.trainer.models = self.models
 
     def step(self, batch: Batch) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
@@ -167,7 +167,7 @@ class Bench:
         metrics = self.trainer.step(0)
         self.trainer.end_batch()
         with torch.no_grad():
-            parameters = list(self.models.model.parameters())
+            parameters = list(self.models.actor.parameters())
             kept = [parameter.detach().clone() for parameter in parameters]
             for parameter in parameters:
                 parameter.copy_(parameter.main_grad)
@@ -180,7 +180,7 @@ class Bench:
         """Pad samples to a multiple, as context parallelism would, and micro-batches to several times the usual."""
 
         class Padded(Columns):
-            def pack(self, samples, *, total_multiple):
+            def pack(self, samples, *, total_multiple, **_):
                 return super().pack(samples, multiple=multiple, total_multiple=total_multiple * times)
 
         self.trainer.columns = Padded()

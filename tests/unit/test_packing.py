@@ -1,11 +1,17 @@
-"""Packing: every index once, within the capacity, the same every time, and not far from the fewest bins."""
+"""Packing: every index once, within the capacity, the same every time, and not far from the best that there is."""
 
+import heapq
+import itertools
+
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from miles_core.packing import first_fit_decreasing, fixed
+from miles_core.errors import BatchError
+from miles_core.packing import first_fit_decreasing, fixed, flops, karmarkar_karp, oversized, schedule
 
 LENGTHS = st.lists(st.integers(1, 60), max_size=60)
+LOADS = st.lists(st.integers(0, 100), max_size=40)
 
 
 def fewest(lengths, capacity):
@@ -70,3 +76,143 @@ def test_fixed_cuts_consecutive_parts(count, size):
     parts = fixed(count, size)
     assert [index for part in parts for index in part] == list(range(count))
     assert all(len(part) == size for part in parts[:-1])
+
+
+def sums(loads, parts):
+    """The load of each part."""
+    return [sum(loads[i] for i in part) for part in parts]
+
+
+def spread(loads, parts):
+    """From the heaviest part to the lightest."""
+    return max(sums(loads, parts)) - min(sums(loads, parts))
+
+
+def differencing(loads):
+    """The difference of two parts, as Karmarkar and Karp write it: replace the two largest by their difference."""
+    heap = [-load for load in loads]
+    heapq.heapify(heap)
+    while len(heap) > 1:
+        first, second = heapq.heappop(heap), heapq.heappop(heap)
+        heapq.heappush(heap, first - second)
+    return -heap[0] if heap else 0
+
+
+@given(LOADS, st.integers(1, 9))
+def test_karmarkar_karp_has_every_index_once_and_parts_within_one_item(loads, parts):
+    found = karmarkar_karp(loads, parts, equal=False)
+    assert len(found) == parts
+    assert sorted(index for part in found for index in part) == list(range(len(loads)))
+    assert sums(loads, found) == sorted(sums(loads, found), reverse=True)
+    assert spread(loads, found) <= max(loads, default=0)
+    assert sum(map(bool, found)) == min(parts, len(loads))  # no part is empty while there are items
+    assert found == karmarkar_karp(tuple(loads), parts, equal=False)
+
+
+@given(LOADS)
+def test_two_parts_differ_by_what_the_differencing_of_numbers_leaves(loads):
+    assert spread(loads, karmarkar_karp(loads, 2, equal=False)) == differencing(loads)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=7), st.integers(2, 3))
+def test_the_heaviest_part_is_near_the_best(loads, parts):
+    """At most 4/3 - 1/(3 parts) of the optimum (Michiels et al., 2003)."""
+    best = min(max(sums(loads, [[i for i, to in enumerate(dealt) if to == part] for part in range(parts)]))
+               for dealt in itertools.product(range(parts), repeat=len(loads)))
+    assert max(sums(loads, karmarkar_karp(loads, parts, equal=False))) <= (4 / 3 - 1 / (3 * parts)) * best + 1e-9
+
+
+@given(st.integers(1, 9), st.integers(0, 6), st.data())
+def test_equal_parts_are_equal_and_spread_no_further_than_strided_dealing(parts, size, data):
+    loads = data.draw(st.lists(st.integers(0, 100), min_size=parts * size, max_size=parts * size))
+    found = karmarkar_karp(loads, parts, equal=True)
+    assert [len(part) for part in found] == [size] * parts
+    assert sorted(index for part in found for index in part) == list(range(len(loads)))
+    order = sorted(range(len(loads)), key=lambda i: -loads[i])
+    rounds = [order[i : i + parts] for i in range(0, len(order), parts)]
+    assert spread(loads, found) <= spread(loads, [order[part::parts] for part in range(parts)])
+    assert spread(loads, found) <= max((loads[turn[0]] - loads[turn[-1]] for turn in rounds), default=0)
+
+
+def test_karmarkar_karp_by_hand():
+    assert sums([4, 5, 6, 7, 8], karmarkar_karp([4, 5, 6, 7, 8], 2, equal=False)) == [16, 14]  # the paper's example
+    assert karmarkar_karp([], 3, equal=True) == [[], [], []]
+    with pytest.raises(ValueError, match="5 items do not divide into 2 parts"):
+        karmarkar_karp([1, 2, 3, 4, 5], 2, equal=True)
+
+
+STEP = st.lists(st.integers(1, 60), min_size=15, max_size=60)
+
+
+@given(STEP, st.integers(10, 80), st.booleans(), st.integers(1, 5), st.integers(1, 3))
+def test_a_schedule_has_every_index_once_within_the_capacity_and_the_same_number_for_each_rank(
+        lengths, capacity, balance, data, multiple):
+    lengths = lengths[: len(lengths) // (data * multiple) * data * multiple]
+    options = dict(data=data, capacity=capacity, micro_batch_size=1, multiple=multiple, balance=balance)
+    ranks = schedule(lengths, **options)
+    assert len(ranks) == data and len({len(parts) for parts in ranks}) == 1 and len(ranks[0]) % multiple == 0
+    assert sorted(index for parts in ranks for part in parts for index in part) == list(range(len(lengths)))
+    for part in itertools.chain(*ranks):
+        assert part and part == sorted(part)
+        assert sum(lengths[i] for i in part) <= capacity or part[0] in oversized(lengths, capacity) and len(part) == 1
+    assert ranks == schedule(tuple(lengths), **options)
+
+
+@given(STEP, st.integers(10, 80), st.integers(2, 5))
+def test_dealing_by_load_is_no_worse_than_in_turns_of_falling_load(lengths, capacity, data):
+    lengths = lengths[: len(lengths) // data * data]
+    ranks = schedule(lengths, data=data, capacity=capacity, micro_batch_size=1)
+    packed = sorted((sum(lengths[i] for i in part) for parts in ranks for part in parts), reverse=True)
+    totals = [sum(sums(lengths, parts)) for parts in ranks]
+    turns = [sum(packed[rank::data]) for rank in range(data)]
+    assert max(totals) - min(totals) <= max(turns) - min(turns)
+    for parts in ranks:
+        assert sums(lengths, parts) == sorted(sums(lengths, parts), reverse=True)
+
+
+@given(LENGTHS.filter(len), st.integers(1, 80), st.integers(1, 9))
+def test_one_rank_runs_what_was_packed_in_the_order_in_which_it_was(lengths, capacity, size):
+    assert schedule(lengths, data=1, capacity=capacity, micro_batch_size=1) == [first_fit_decreasing(lengths, capacity)]
+    assert schedule(lengths, data=1, capacity=None, micro_batch_size=size) == [fixed(len(lengths), size)]
+
+
+def test_schedules_by_hand():
+    lengths = [9, 1, 8, 2, 7, 3, 6, 4]
+    assert schedule(lengths, data=2, capacity=None, micro_batch_size=2, balance=False) == [[[0, 1], [4, 5]],
+                                                                                          [[2, 3], [6, 7]]]
+    assert schedule([9, 1, 9, 1], data=2, capacity=None, micro_batch_size=1, balance=False) == [[[0], [2]], [[1], [3]]]
+    assert schedule([9, 1, 9, 1], data=2, capacity=None, micro_batch_size=1) == [[[0], [3]], [[2], [1]]]
+    assert schedule([5, 5, 5, 5], data=1, capacity=20, micro_batch_size=1, multiple=2) == [[[0, 3], [1, 2]]]
+    # one sample of 4 is as costly as the other three where cost grows with the square
+    assert schedule([4, 2, 2, 2], data=2, capacity=6, micro_batch_size=1, loads=[16, 4, 4, 4]) == [[[0, 1]], [[2, 3]]]
+
+
+def test_samples_over_the_capacity_are_named():
+    assert oversized([5, 9, 3, 10], 8) == [1, 3]
+    assert oversized([5, 9], None) == []
+
+
+@pytest.mark.parametrize(("lengths", "options", "message"), [
+    ([5], {"data": 2, "capacity": 10}, "(got 1 samples, at most 10 tokens each, hence 1). "
+     "Fix: make global_batch_size a multiple of 2, at least 2."),
+    ([9, 9, 9], {"data": 2, "capacity": 10}, "a step's micro-batches cannot be dealt to 2 ranks, which take a multiple "
+     "of 2 (got 3 samples, at most 10 tokens each, hence 3)"),
+    ([1] * 6, {"data": 2, "multiple": 2, "capacity": None}, "to 2 ranks, which take a multiple of 4 (got 6 samples, "
+     "micro-batches of 1, hence 6). Fix: make global_batch_size a multiple of 4"),
+])  # fmt: skip
+def test_what_cannot_be_dealt_says_what_would(lengths, options, message):
+    with pytest.raises(BatchError) as caught:
+        schedule(lengths, micro_batch_size=1, **options)
+    assert message in str(caught.value)
+
+
+def test_operations_are_six_for_each_parameter_and_each_earlier_token():
+    """Against the products of one layer, counted one by one."""
+    hidden, heads, dim, ffn, vocab, length = 8, 2, 4, 16, 32, 10
+    matrices = [(hidden, heads * dim)] * 3 + [(heads * dim, hidden), (hidden, ffn), (hidden, ffn), (ffn, hidden),
+                                              (hidden, vocab)]
+    forward = sum(2 * length * rows * columns for rows, columns in matrices)
+    forward += 2 * 2 * heads * dim * length * length / 2  # scores and weighted values, half of them masked
+    parameters = sum(rows * columns for rows, columns in matrices)
+    assert flops(length, parameters=parameters, attention=heads * dim) == 3 * forward

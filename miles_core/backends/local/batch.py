@@ -18,6 +18,9 @@ from miles_core.backends.local.sampling import Draws, StopStrings, draw, uniform
 from miles_core.backends.local.weights import Weights
 from miles_core.stages.rollout import Request
 
+Origin = tuple[int, tuple[int, ...], bool]
+"""What a row began with: weight version, context, whether its routing is kept."""
+
 PREFILL_TOKENS = 4096
 """Padded tokens that one prefill computes at once, unless a single prompt is longer."""
 
@@ -35,6 +38,7 @@ class Flight:
         answer: resolved by the worker.
         ids, log_probs, versions: what was drawn before the last retraction.
         routing: [positions, layers, topk] int16 computed before the last retraction, where asked for.
+        origin: set at admission; requests of equal origin share the computation of their context.
     """
 
     order: int
@@ -47,6 +51,7 @@ class Flight:
     log_probs: np.ndarray = field(default_factory=lambda: np.empty(0, np.float32))
     versions: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
     routing: np.ndarray | None = None
+    origin: Origin | None = None
 
     @property
     def wants_routing(self) -> bool:
@@ -69,8 +74,9 @@ class Batch:
 
     def __init__(self, decoder: Decoder, max_rows: int, max_context: int):
         self._decoder, self._max_context = decoder, max_context
-        self._cache = Cache(decoder.shape, max_rows)
+        self._cache = Cache(max_rows)
         self.flights: list[Flight] = []
+        self._origins: dict[Origin, list[Flight]] = {}  # running rows by what they began with
         self._room = max_rows
         rows = round_up(max_rows)
         scalars = {"key": np.uint64, "drawn": np.int64, "length": np.int64, "last": np.int64, "limit": np.int64,
@@ -89,21 +95,23 @@ class Batch:
         return self._room - len(self.flights)
 
     def admit(self, flights: Sequence[Flight], weights: Weights, version: int) -> list[tuple[Flight, str]]:
-        """Prefill these requests, draw their first token; returns those that ended with it, and why.
+        """Give these requests their rows; returns those that ended with their first token, and why.
 
-        Requests with the same context share one prefill.
+        A context is computed once: requests that come together share its prefill, and one whose twin runs already, by
+        the same weights, copies the twin's keys and values and draws with the next step.
         """
+        for flight in flights:
+            flight.origin = (version, flight.context, flight.wants_routing)
         ended: list[tuple[Flight, str]] = []
-        for contexts, members in _portions(flights):
+        for contexts, members in _portions([flight for flight in flights if not self._join(flight)]):
             trace = any(flight.wants_routing for flight in members)
             filled = self._decoder.prefill(weights, contexts, trace)
             place = {context: index for index, context in enumerate(contexts)}
-            picks = [place[flight.context] for flight in members]
+            picks = [place[flight.origin[1]] for flight in members]
             first = len(self.flights)
             self._cache.reserve(first + len(members), max(map(len, contexts)) + 1)
-            for row, flight in enumerate(members, first):
-                self._seat(row, flight, len(contexts[picks[row - first]]))
-                self.flights.append(flight)
+            for flight in members:
+                self._seat(flight)
             chosen = torch.tensor(picks)
             self._cache.put(torch.arange(first, len(self.flights)), chosen, filled.k, filled.v)
             if trace:
@@ -111,6 +119,20 @@ class Batch:
             rows = slice(first, len(self.flights))
             ended += self._take(rows, *draw(filled.logits[chosen], self._draws(rows)), version)
         return ended
+
+    def _join(self, flight: Flight) -> bool:
+        """Seat a request beside a running row that began with the same context, if there is one."""
+        twins = self._origins.get(flight.origin)
+        if twins is None or flight.routing is not None:
+            return False
+        row, twin, length = len(self.flights), self.flights.index(twins[0]), len(flight.origin[1])
+        self._cache.reserve(row + 1, length)
+        self._seat(flight)
+        self._cache.copy(torch.tensor([twin]), torch.tensor([row]), length - 1)
+        if flight.wants_routing:
+            self._of["routing"][row, : length - 1] = self._of["routing"][twin, : length - 1]
+        self._of["last"][row] = flight.origin[1][-1]  # fed by the next step, whose bits are those of a prefill
+        return True
 
     def step(self, weights: Weights, version: int) -> list[tuple[Flight, str]]:
         """Draw one token for every row; returns the requests that ended with it, and why."""
@@ -142,7 +164,7 @@ class Batch:
         if holes:
             for array in self._of.values():
                 array[holes] = array[movers]
-            self._cache.move(torch.tensor(movers), torch.tensor(holes))
+            self._cache.copy(torch.tensor(movers), torch.tensor(holes))
             for hole, mover in zip(holes, movers, strict=True):
                 self.flights[hole] = self.flights[mover]
         del self.flights[count:]
@@ -178,9 +200,12 @@ class Batch:
         uniform = uniforms(of["key"][rows], of["drawn"][rows].astype(np.uint64))
         return Draws(of["temperature"][rows], of["top_p"][rows], of["top_k"][rows], uniform, banned)
 
-    def _seat(self, row: int, flight: Flight, length: int) -> None:
-        """Write a request's parameters, and what it has drawn before, into its row."""
-        sampling, of = flight.request.sampling, self._of
+    def _seat(self, flight: Flight) -> None:
+        """Take the next row; write a request's parameters, and what it has drawn before, into it."""
+        sampling, of, row, length = flight.request.sampling, self._of, len(self.flights), len(flight.origin[1])
+        self.flights.append(flight)
+        if flight.routing is None:  # else its row names experts that older weights chose
+            self._origins.setdefault(flight.origin, []).append(flight)
         values = {
             "key": np.uint64(flight.request.key % 2**64), "drawn": len(flight.ids), "length": length,
             "limit": flight.limit, "quiet": sampling.min_new_tokens, "temperature": sampling.temperature,
@@ -196,6 +221,11 @@ class Batch:
     def _unseat(self, row: int) -> None:
         """The reverse: keep in the request what its row has drawn."""
         flight, drawn = self.flights[row], self._of["drawn"][row]
+        twins = self._origins.get(flight.origin, [])
+        if flight in twins:
+            twins.remove(flight)
+            if not twins:
+                del self._origins[flight.origin]
         for name in ("ids", "log_probs", "versions"):
             setattr(flight, name, self._of[name][row, :drawn].copy())
         if flight.wants_routing:
@@ -228,7 +258,7 @@ def _portions(flights: Sequence[Flight]) -> Iterator[tuple[list[tuple[int, ...]]
     """Requests by distinct context, in portions of at most PREFILL_TOKENS padded tokens; similar lengths together."""
     groups: dict[tuple[int, ...], list[Flight]] = {}
     for flight in flights:
-        groups.setdefault(flight.context, []).append(flight)
+        groups.setdefault(flight.origin[1], []).append(flight)
     contexts: list[tuple[int, ...]] = []
     for context in sorted(groups, key=len):
         if contexts and (len(contexts) + 1) * round_up(len(context)) > PREFILL_TOKENS:

@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -94,22 +95,22 @@ class Attention:
 class Cache:
     """Keys and values of the rows that decode together: per layer two tensors [rows, kv_heads, width, head_dim].
 
-    Always float32 (values are rounded to the model's dtype before they are stored), zero where nothing was written,
-    left-aligned: position p of a row lies in column p. It grows as needed, to at most `max_rows`.
+    Shapes and dtype are those of the first prefill that is put in. Zero where nothing was written, left-aligned:
+    position p of a row lies in column p. It grows as needed, to at most `max_rows`.
 
     Its memory is mapped, not taken from the allocator: pages that nobody writes cost nothing, and what is let go is the
     system's again at once, rather than lost to the trainer in another thread's heap.
     """
 
-    def __init__(self, shape: ModelShape, max_rows: int):
-        self._shape, self._max_rows = shape, round_up(max_rows)
+    def __init__(self, max_rows: int):
+        self._max_rows = round_up(max_rows)
         self.clear()
 
     def clear(self) -> None:
         """Let the memory go."""
         self.rows = self.width = 0
-        self.k = [torch.zeros(0, self._shape.kv_heads, 0, self._shape.head_dim) for _ in range(self._shape.layers)]
-        self.v = list(self.k)
+        self.k: list[torch.Tensor] = []
+        self.v: list[torch.Tensor] = []
 
     def reserve(self, rows: int, width: int) -> None:
         """Hold at least `rows` rows of `width` positions."""
@@ -121,27 +122,28 @@ class Cache:
         self.width = max(old_width, round_up(width, 64))
         for tensors in (self.k, self.v):
             for index, old in enumerate(tensors):
-                new = _mapped(self.rows, self._shape.kv_heads, self.width, self._shape.head_dim)
-                new[:old_rows, :, :old_width] = old
-                tensors[index] = new
+                tensors[index] = self._zeros(old)
+                tensors[index][:old_rows, :, :old_width] = old
 
-    def move(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Copy rows `source` over rows `target` (both [n] int64)."""
+    def copy(self, source: torch.Tensor, target: torch.Tensor, width: int | None = None) -> None:
+        """Copy rows `source` over rows `target` (both [n] int64), their first `width` positions."""
         for tensor in (*self.k, *self.v):
-            tensor[target] = tensor[source]
+            tensor[target, :, :width] = tensor[source, :, :width]
 
     def put(self, rows: torch.Tensor, picks: torch.Tensor, k: list[torch.Tensor], v: list[torch.Tensor]) -> None:
         """Fill rows [n] with the sequences `picks` [n] of a prefill: k and v per layer [U, kv_heads, W, head_dim]."""
+        if not self.k:
+            self.k, self.v = ([self._zeros(like) for like in side] for side in (k, v))
         width = min(k[0].shape[2], self.width)
         for mine, theirs in ((self.k, k), (self.v, v)):
             for tensor, new in zip(mine, theirs, strict=True):
                 tensor[rows, :, :width] = new[picks][:, :, :width]
 
-
-def _mapped(*shape: int) -> torch.Tensor:
-    """Zeros in pages of their own."""
-    count = math.prod(shape)
-    return torch.frombuffer(mmap.mmap(-1, 4 * count), dtype=torch.float32, count=count).view(shape)
+    def _zeros(self, like: torch.Tensor) -> torch.Tensor:
+        """[rows, kv_heads, width, head_dim] in pages of their own."""
+        shape = (self.rows, like.shape[1], self.width, like.shape[3])
+        count = math.prod(shape)
+        return torch.frombuffer(mmap.mmap(-1, like.itemsize * count), dtype=like.dtype, count=count).view(shape)
 
 
 @dataclass(slots=True)
@@ -166,16 +168,28 @@ class Decoder:
     Args:
         shape: the model's constants.
         max_context: longest sequence, in tokens.
-        dtype: of weights and activations; attention and softmax are always float32.
+        dtype: of weights and activations; attention, its cache and softmax are always float32.
     """
 
     def __init__(self, shape: ModelShape, max_context: int, dtype: torch.dtype):
-        self.shape = shape
+        self.shape, self._dtype = shape, dtype
         angles = torch.outer(torch.arange(max_context).float(), torch.tensor(shape.inverse_frequencies))
         sin, cos = angles.sin() * shape.rope_scale, angles.cos() * shape.rope_scale
         self._cos = torch.cat((cos, cos), -1).to(dtype)[:, None]
         # (-b, a) x (sin, sin) is (b, a) x (-sin, sin): the sign is taken once, here.
         self._sin = torch.cat((-sin, sin), -1).to(dtype)[:, None]
+
+    def stage(self, stream: Iterable[tuple[str, torch.Tensor]]) -> Weights:
+        """See Weights.from_stream."""
+        return Weights.from_stream(self.shape, self._dtype, stream)
+
+    def read(self, folder: Path) -> Weights:
+        """See Weights.from_folder."""
+        return Weights.from_folder(self.shape, self._dtype, folder)
+
+    def random(self) -> Weights:
+        """See Weights.random."""
+        return Weights.random(self.shape, self._dtype)
 
     def prefill(self, weights: Weights, sequences: list[tuple[int, ...]], trace: bool = False) -> Prefill:
         """Compute whole sequences, U of them, from nothing. With `trace`, the routed experts too."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -21,10 +22,12 @@ import torch
 from miles_core.backends.local.batch import Batch, Flight
 from miles_core.backends.local.decode import Decoder
 from miles_core.backends.local.sampling import StopStrings, check
-from miles_core.backends.local.weights import ModelShape, Weights
-from miles_core.errors import EngineError
+from miles_core.backends.local.weights import FAMILIES, ModelShape
+from miles_core.errors import CheckpointError, EngineError
 from miles_core.stages.rollout import PauseMode, Request, Response
 
+SMALL_LAYER = 1 << 20
+"""Weights of a layer up to which a decode step runs on one thread: waking a second costs more than it saves."""
 STOP_SECONDS = 60.0
 """How long `stop` waits for the step under way."""
 
@@ -37,11 +40,28 @@ class Command:
     done: Future | None = None
 
 
-class LocalEngine:
-    """Decodes a Qwen3 or Qwen3-MoE checkpoint on the CPU, with continuous batching and its own weights.
+def decoder_for(folder: Path, dtype: torch.dtype, max_context: int | None = None):
+    """The fast path where there is one, else transformers' module; and its name for the log.
 
-    A request's tokens and log-probs have the same bits whatever else runs, whenever it joined, and whether its caches
-    were recomputed, for a given number of torch threads.
+    Raises:
+        CheckpointError: no config.json, or an architecture that this engine does not decode.
+    """
+    if not (folder / "config.json").is_file():
+        raise CheckpointError("there is no config.json", who=str(folder), fix="name a Hugging Face checkpoint")
+    kind = json.loads((folder / "config.json").read_text()).get("model_type")
+    if kind in FAMILIES and (shape := ModelShape.read(folder)) is not None:
+        return Decoder(shape, max_context or shape.context, dtype), f"{kind} fast path"
+    from miles_core.backends.local.modules import ModuleDecoder
+
+    return ModuleDecoder(folder, dtype), f"{kind} through transformers"
+
+
+class LocalEngine:
+    """Decodes a checkpoint on the CPU, with continuous batching and its own weights.
+
+    Qwen3 and Qwen3-MoE take the fast path (decode.py), every other architecture its transformers module (modules.py).
+    On the fast path a request's tokens and log-probs have the same bits whatever else runs, whenever it joined, and
+    whether its caches were recomputed, for a given number of torch threads.
 
     Args:
         hf_checkpoint: folder with config.json and, unless `random_init`, safetensors files.
@@ -58,15 +78,15 @@ class LocalEngine:
     def __init__(self, hf_checkpoint: Path, *, dtype: torch.dtype = torch.float32, max_batch: int = 256,
                  max_context: int | None = None, random_init: bool = False, tokenizer=None):
         self.version = 0
-        self.shape = ModelShape.read(Path(hf_checkpoint))
+        self._checkpoint, self._random_init = Path(hf_checkpoint), random_init
+        self._decoder, self.path = decoder_for(self._checkpoint, dtype, max_context)
+        self.shape = self._decoder.shape
         self.max_context = max_context or self.shape.context
-        self._checkpoint, self._dtype, self._random_init = Path(hf_checkpoint), dtype, random_init
         self._tokenizer = tokenizer
         own_eos = getattr(tokenizer, "eos_token_id", None)
         self._eos = self.shape.eos | (set() if own_eos is None else {own_eos})
-        self._decoder = Decoder(self.shape, self.max_context, dtype)
         self._max_batch = max_batch
-        self._weights: Weights | None = None
+        self._weights = None
         self._orders = itertools.count()
         self._flights: dict[str, Flight] = {}  # everything that a call waits for
         self._arrivals: list[Flight] = []  # not yet handed to the thread
@@ -87,16 +107,17 @@ class LocalEngine:
         if self._thread is not None:
             return
         if self._weights is None:
-            source = (Weights.random, self.shape, self._dtype)
-            if not self._random_init:
-                source = (Weights.from_folder, self.shape, self._dtype, self._checkpoint)
+            source = (self._decoder.random,) if self._random_init else (self._decoder.read, self._checkpoint)
             self._weights = await asyncio.to_thread(*source)
         self._batch = Batch(self._decoder, self._max_batch, self.max_context)
         self._waiting: deque[Flight] = deque()
         self._paused: PauseMode | None = None
         self._failure, self._running = None, True
-        self._thread = threading.Thread(target=self._work, name="miles-local-engine", daemon=True)
+        threads, ready = torch.get_num_threads(), threading.Event()
+        self._thread = threading.Thread(target=self._work, args=(ready,), name="miles-local-engine", daemon=True)
         self._thread.start()
+        ready.wait(STOP_SECONDS)
+        torch.set_num_threads(threads)  # a thread's count is its own, but also that of threads to come
 
     async def generate(self, request: Request) -> Response:
         """Sample one continuation; many calls may be in flight. Cancelling the call ends the request.
@@ -154,7 +175,7 @@ class LocalEngine:
         """
         self._must_run()
         self._must_be_newer(version)
-        staged = await asyncio.to_thread(Weights.from_stream, self.shape, self._dtype, weights)
+        staged = await asyncio.to_thread(self._decoder.stage, weights)
         await self._ask(lambda: self._swap(staged, version))
 
     async def stop(self) -> None:
@@ -243,7 +264,10 @@ class LocalEngine:
 
     # The thread's side.
 
-    def _work(self) -> None:
+    def _work(self, ready: threading.Event) -> None:
+        if self.shape.layer_weights <= SMALL_LAYER:
+            torch.set_num_threads(1)
+        ready.set()
         try:
             with torch.inference_mode():
                 while self._running:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +12,7 @@ import torch
 from miles_core.errors import CheckpointError, EngineError
 
 FAMILIES = ("qwen3", "qwen3_moe")
+ROPES = ("default", "linear", "yarn", "llama3")
 
 
 @dataclass(frozen=True)
@@ -50,19 +51,20 @@ class ModelShape:
     eos: frozenset[int]
     init_std: float
 
-    @classmethod
-    def read(cls, folder: Path) -> ModelShape:
-        """Read config.json and generation_config.json.
+    @property
+    def layer_weights(self) -> int:
+        """Weights of a layer that one token meets."""
+        attention = 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
+        return attention + 3 * self.hidden * max(self.intermediate, self.topk * self.expert_intermediate)
 
-        Raises:
-            CheckpointError: no config.json, or an architecture or option that this engine does not decode.
-        """
-        if not (folder / "config.json").is_file():
-            raise CheckpointError("there is no config.json", who=str(folder), fix="name a Hugging Face checkpoint")
+    @classmethod
+    def read(cls, folder: Path) -> ModelShape | None:
+        """Read config.json and generation_config.json; None where decode.py does not know the architecture."""
         from transformers import AutoConfig  # seconds of import, and only here
 
         config = AutoConfig.from_pretrained(folder)
-        _refuse_unsupported(config, folder)
+        if not _known(config):
+            return None
         frequencies, rope_scale = _rotary(config)
         moe = config.model_type == "qwen3_moe" and config.num_experts > 0
         dense_only = set(getattr(config, "mlp_only_layers", None) or ())
@@ -77,21 +79,16 @@ class ModelShape:
             expert_intermediate=config.moe_intermediate_size if moe else 0,
             renormalise=bool(moe and config.norm_topk_prob), sparse=frozenset(sparse),
             inverse_frequencies=tuple(frequencies.tolist()), rope_scale=rope_scale,
-            eos=_eos_ids(config, folder), init_std=config.initializer_range,
+            eos=eos_ids(config, folder), init_std=config.initializer_range,
         )  # fmt: skip
 
 
-def _refuse_unsupported(config, folder: Path) -> None:
-    problems = {
-        "model_type": (config.model_type, config.model_type in FAMILIES),
-        "hidden_act": (getattr(config, "hidden_act", None), getattr(config, "hidden_act", None) == "silu"),
-        "attention_bias": (getattr(config, "attention_bias", False), not getattr(config, "attention_bias", False)),
-        "use_sliding_window": (True, not getattr(config, "use_sliding_window", False)),
-    }
-    for key, (value, fine) in problems.items():
-        if not fine:
-            raise CheckpointError(f"the local engine does not decode this {key}", got=f"{value!r}", who=str(folder),
-                                  fix=f"use --engine sglang, or a plain checkpoint of {' or '.join(FAMILIES)}")
+def _known(config) -> bool:
+    return (
+        config.model_type in FAMILIES and config.hidden_act == "silu"
+        and not getattr(config, "attention_bias", False) and not getattr(config, "use_sliding_window", False)
+        and config.rope_parameters["rope_type"] in ROPES
+    )  # fmt: skip
 
 
 def _head_dim(config) -> int:
@@ -104,16 +101,13 @@ def _rotary(config) -> tuple[torch.Tensor, float]:
     if kind == "default":
         steps = torch.arange(0, _head_dim(config), 2, dtype=torch.float) / _head_dim(config)
         return 1.0 / (config.rope_parameters["rope_theta"] ** steps), 1.0
-    if kind not in ("linear", "yarn", "llama3"):
-        raise CheckpointError("the local engine does not decode this kind of rotary embedding", got=kind,
-                              fix="use --engine sglang")
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config, device="cpu")
     return frequencies, float(factor)
 
 
-def _eos_ids(config, folder: Path) -> frozenset[int]:
+def eos_ids(config, folder: Path) -> frozenset[int]:
     """generation_config.json has the last word, as in transformers' generate."""
     found = config.eos_token_id
     path = folder / "generation_config.json"
@@ -258,17 +252,21 @@ class Weights:
             CheckpointError: no such files.
             EngineError: as from_stream.
         """
-        files = sorted(folder.glob("*.safetensors"))
-        if not files:
-            raise CheckpointError("there are no safetensors files", who=str(folder),
-                                  fix="use a checkpoint with weights, or random_init=True")
-        return cls.from_stream(shape, dtype, _read(files, skip={"lm_head.weight"} if shape.tied else set()))
+        return cls.from_stream(shape, dtype, read_tensors(folder, {"lm_head.weight"} if shape.tied else set()))
 
 
-def _read(files: list[Path], skip: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor but those in `skip`: some tied checkpoints store the output projection as well."""
+def read_tensors(folder: Path, skip: Collection[str] = ()) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor of a folder's safetensors files but those in `skip`: some tied checkpoints store the head as well.
+
+    Raises:
+        CheckpointError: no such files.
+    """
     from safetensors import safe_open
 
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise CheckpointError("there are no safetensors files", who=str(folder),
+                              fix="use a checkpoint with weights, or random_init=True")
     for path in files:
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 (safe_open is not a mapping)

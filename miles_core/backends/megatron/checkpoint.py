@@ -88,19 +88,16 @@ def latest(folder: str | Path) -> int:
     return int(text)
 
 
-def save(
-    folder: str | Path,
-    iteration: int,
-    chunks: Sequence[torch.nn.Module],
-    optimizer=None,
-    scheduler=None,
-    state: Mapping[str, object] | None = None,
-) -> Path:
+Part = tuple[Sequence[torch.nn.Module], object | None, object | None]
+"""A trained model: its chunks, wrapped or not, and both or none of optimizer and schedule."""
+
+
+def save(folder: str | Path, iteration: int, parts: Mapping[str, Part],
+         state: Mapping[str, object] | None = None) -> Path:
     """Write a checkpoint; every rank calls it. What was complete before stays valid until this one is.
 
     Args:
-        chunks: model chunks, wrapped or not.
-        optimizer, scheduler: both or none.
+        parts: the trained models by name, the first one at the top and each other in a folder of its name.
         state: anything that JSON can hold.
 
     Raises:
@@ -108,16 +105,19 @@ def save(
     """
     target = iteration_folder(folder, iteration)
     first = dist.get_rank() == 0
-    if optimizer is not None:
-        prepare_state(optimizer)
     with publish(target, writer=first) as temporary, _writing(target), _frozen_heap():
-        _barrier()
-        sharded = _sharded(chunks, optimizer, loading=False)
-        if scheduler is not None:
-            sharded["scheduler"] = scheduler.state_dict()
-        # One file and one writer: more would be threads in this very process (see cpu.InProcess).
-        strategy = TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1)
-        dist_checkpointing.save(sharded, str(temporary), strategy)
+        for where, (chunks, optimizer, scheduler) in _folders(temporary, parts):
+            if first:
+                where.mkdir(exist_ok=True)
+            _barrier()
+            if optimizer is not None:
+                prepare_state(optimizer)
+            sharded = _sharded(chunks, optimizer, loading=False)
+            if scheduler is not None:
+                sharded["scheduler"] = scheduler.state_dict()
+            # One file and one writer: more would be threads in this very process (see cpu.InProcess).
+            strategy = TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1)
+            dist_checkpointing.save(sharded, str(where), strategy)
         if first:
             (temporary / STATE).write_text(json.dumps({"iteration": iteration, "state": state or {}}))
         _barrier()
@@ -127,10 +127,8 @@ def save(
     return target
 
 
-def load(
-    folder: str | Path, chunks: Sequence[torch.nn.Module], optimizer=None, scheduler=None, iteration: int | None = None
-) -> tuple[int, dict]:
-    """Fill model and, if given, optimizer and schedule; every rank calls it, under any layout.
+def load(folder: str | Path, parts: Mapping[str, Part], iteration: int | None = None) -> tuple[int, dict]:
+    """Fill the models and, where given, optimizers and schedules; every rank calls it, under any layout.
 
     Args:
         iteration: another than the latest.
@@ -146,27 +144,40 @@ def load(
     if absent := [part for part in _PARTS if not (source / part).is_file()]:
         raise CheckpointError(f"iteration {iteration} is missing or incomplete", got="no " + ", ".join(absent),
                               who=str(source), fix=f"choose one of {_present(Path(folder))}")
-    _check_metadata(source / ".metadata")
+    for (where, part), name in zip(_folders(source, parts), parts, strict=True):
+        if not where.is_dir():
+            raise CheckpointError(f"the checkpoint holds no {name}", got=f"no folder {name}", who=str(source),
+                                  fix="resume with the plugins that the run had, or start anew with --ref-load")
+        _check_metadata(where / ".metadata")
+        try:
+            kept = json.loads((source / STATE).read_text())["state"]
+            _load_part(where, *part)
+        except (CheckpointingException, CheckpointException, OSError, EOFError, KeyError, ValueError, RuntimeError,
+                pickle.UnpicklingError) as error:  # fmt: skip
+            raise CheckpointError("the checkpoint cannot be read or does not fit this model", got=_first_line(error),
+                                  who=str(where), fix="use the checkpoint of a run of the same model and optimizer, or "
+                                  "an earlier iteration") from error
+    return iteration, kept
+
+
+def _load_part(source: Path, chunks: Sequence[torch.nn.Module], optimizer, scheduler) -> None:
     if optimizer is not None:
         prepare_state(optimizer)
-    try:
-        kept = json.loads((source / STATE).read_text())["state"]
-        with _frozen_heap():
-            sharded = _sharded(chunks, optimizer, loading=True)
-        with warnings.catch_warnings():
-            # torch deprecates the ShardedTensor that Megatron still reads with: nothing that the reader could mend.
-            warnings.simplefilter("ignore", FutureWarning)
-            loaded = dist_checkpointing.load(sharded, str(source))
-        for key, chunk in _named(chunks):
-            _fill(chunk, loaded[key])
-        if optimizer is not None:
-            load_state(optimizer, scheduler, loaded["optimizer"], loaded["scheduler"])
-    except (CheckpointingException, CheckpointException, OSError, EOFError, KeyError, ValueError, RuntimeError,
-            pickle.UnpicklingError) as error:  # fmt: skip
-        raise CheckpointError("the checkpoint cannot be read or does not fit this model", got=_first_line(error),
-                              who=str(source), fix="use the checkpoint of a run of the same model and optimizer, or "
-                              "an earlier iteration") from error
-    return iteration, kept
+    with _frozen_heap():
+        sharded = _sharded(chunks, optimizer, loading=True)
+    with warnings.catch_warnings():
+        # torch deprecates the ShardedTensor that Megatron still reads with: nothing that the reader could mend.
+        warnings.simplefilter("ignore", FutureWarning)
+        loaded = dist_checkpointing.load(sharded, str(source))
+    for key, chunk in _named(chunks):
+        _fill(chunk, loaded[key])
+    if optimizer is not None:
+        load_state(optimizer, scheduler, loaded["optimizer"], loaded["scheduler"])
+
+
+def _folders(folder: Path, parts: Mapping[str, Part]) -> Iterator[tuple[Path, Part]]:
+    for i, (name, part) in enumerate(parts.items()):
+        yield folder / name if i else folder, part
 
 
 def _fill(chunk: torch.nn.Module, tensors: dict) -> None:

@@ -10,9 +10,11 @@ megatron-core 0.16.1; a test per rule shows that what it mends is still there.
 
 from __future__ import annotations
 
+import datetime
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import os
 import queue
 import re
 import sys
@@ -24,7 +26,9 @@ import torch
 import torch.distributed as dist
 
 from miles_core.errors import ConfigError
+from miles_core.types import Rank
 
+_ALONE = Rank()
 _HERE = f"__import__('sys').modules[{__name__!r}]"
 
 
@@ -247,10 +251,23 @@ def install() -> None:
         warnings.filterwarnings("ignore", category=FutureWarning, module=source)
 
 
-def single_process_group() -> None:
-    """A group of this process alone, over gloo and without a port. Keeps a group that already exists."""
-    if not dist.is_initialized():
+def process_group(rank: Rank = _ALONE, timeout: float | None = None) -> None:
+    """Join the trainer's processes; one process alone needs no port. Keeps a group that already exists.
+
+    Args:
+        timeout: seconds after which a collective that some process does not join is an error.
+    """
+    if dist.is_initialized():
+        return
+    if rank.size == 1:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        return
+    if rank.rendezvous.startswith("file:"):  # all on this host: nothing listens beyond it
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group(
+        "gloo" if no_cuda() else "cpu:gloo,cuda:nccl", init_method=rank.rendezvous, rank=rank.index,
+        world_size=rank.size, timeout=None if timeout is None else datetime.timedelta(seconds=timeout),
+    )  # fmt: skip
 
 
 def initialize(
@@ -265,13 +282,13 @@ def initialize(
 ) -> None:
     """Make Megatron's process groups for a layout and seed its generators; again with another layout starts afresh.
 
-    Without a process group one of this process alone is made; a launcher makes its own before.
+    Without a process group one of this process alone is made; `process_group` joins several before.
 
     Raises:
         ConfigError: the sizes do not divide the number of processes.
     """
     install()
-    single_process_group()
+    process_group()
     from megatron.core import parallel_state, tensor_parallel
 
     world = dist.get_world_size()

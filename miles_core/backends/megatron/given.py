@@ -44,10 +44,13 @@ def check_architecture(given: Mapping[str, object], spec: ModelSpec) -> None:
     Raises:
         ConfigError: one that disagrees, or one of an architecture that this is not.
     """
+    rotary = spec.rotary
     fixed = {
-        "share_embeddings_and_output_weights": spec.tied, "position_embedding_type": "rope", "rotary_percent": 1.0,
-        "rotary_base": spec.rope_theta, "rope_scaling": False, "seq_len_interpolation_factor": None,
-        "activation_func": "silu",
+        "share_embeddings_and_output_weights": spec.tied, "position_embedding_type": "rope",
+        "rotary_percent": rotary.fraction, "rotary_base": rotary.theta, "rope_scaling": rotary.scaling == "llama3",
+        "rope_scaling_factor": rotary.factor,
+        "seq_len_interpolation_factor": rotary.factor if rotary.scaling == "linear" else None,
+        "activation_func": spec.activation,
     }  # fmt: skip
     for name, value in given.items():
         if name in fixed and value != fixed[name]:

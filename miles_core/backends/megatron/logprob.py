@@ -4,16 +4,20 @@ Backward makes each chunk's logits again. Peak memory is chunk x V beside the in
 in fp32 for bf16 inputs and in float64 for float64 ones; bf16 logits are rounded to bf16 first, as Hugging Face and the
 engines do.
 
-For tensor parallelism the vocabulary is cut by rank: maximum, normaliser, sum of p x logit and the target's logit of
-each row then want an all-reduce over the group each, in place of `_log_softmax`.
+Under tensor parallelism a rank holds the rows V r / t .. V (r+1) / t of the output layer. Maximum, normaliser, the
+target's logit and the entropy's sum are then reduced over the group, two small reductions a chunk; backward needs none,
+since the normaliser is kept. The gradient of `hidden` is each rank's share: who gathers or copies it to the group sums.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
-from miles_core.backends.megatron.layers import ROWS
+from miles_core.backends.megatron.plan import ROWS
 
 CHUNK_BYTES = 16 * 2**20
 """Logits of one chunk take about this much by default: near the cache, and wide enough for the GEMM."""
@@ -28,6 +32,8 @@ def token_log_probs(
     chunk_size: int | None = None,
     entropy: bool = False,
     entropy_gradient: bool = False,
+    group: dist.ProcessGroup | None = None,
+    softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """log p(target) and the entropy of p = softmax(hidden weight^T / temperature), untruncated.
 
@@ -37,6 +43,8 @@ def token_log_probs(
         chunk_size: rows whose logits exist at a time; by default what CHUNK_BYTES hold.
         entropy: whether to compute it.
         entropy_gradient: whether it has a gradient; without one it costs nothing in backward.
+        group: tensor-parallel ranks among which the rows of `weight` are cut, [V / t, H] each.
+        softcap: logits are softcap x tanh(hidden weight^T / softcap), as in Gemma 2 (arXiv:2408.00118); by default not.
 
     Returns:
         log_probs [N] and entropy [N] or None, in fp32 (float64 for float64 inputs).
@@ -44,45 +52,84 @@ def token_log_probs(
     Raises:
         ValueError: a temperature that is not positive.
     """
-    if not temperature > 0:
-        raise ValueError(f"temperature must be positive (got {temperature})")
-    # Megatron's Float16Module hands out fp32 copies of bf16 activations; this is lossless then.
-    hidden = hidden.to(weight.dtype)
-    wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-    chunk_size = chunk_size or max(16, CHUNK_BYTES // (weight.shape[0] * wide.itemsize))
+    hidden, chunk_size, group = _prepared(hidden, weight, temperature, chunk_size, group)
     log_probs, spread = _TokenLogProbs.apply(
-        hidden, weight, targets, float(temperature), int(chunk_size), entropy or entropy_gradient, entropy_gradient
-    )
+        hidden, weight, targets, (float(temperature), softcap), chunk_size, entropy or entropy_gradient,
+        entropy_gradient, group,
+    )  # fmt: skip
     return log_probs, spread if entropy or entropy_gradient else None
+
+
+@torch.no_grad()
+def log_probs_at(
+    hidden, weight, tokens, *, temperature=1.0, chunk_size=None, group=None, softcap=None
+) -> torch.Tensor:
+    """log p of K tokens a row: tokens [N, K] int64 -> [N, K], without gradient; otherwise as `token_log_probs`."""
+    hidden, chunk_size, group = _prepared(hidden, weight, temperature, chunk_size, group)
+    found = hidden.new_empty(tokens.shape, dtype=_wide(hidden))
+    for here, log_p in _normalised(hidden, weight, (temperature, softcap), chunk_size, group):
+        found[here] = _pick(log_p, tokens[here], group)
+        if group is not None:
+            dist.all_reduce(found[here], group=group)
+    return found
+
+
+@torch.no_grad()
+def top_log_probs(hidden, weight, k, *, temperature=1.0, chunk_size=None, group=None, softcap=None):
+    """The k likeliest tokens of each row, [N, k] int64, and their log-probs [N, k], likeliest first; no gradient."""
+    hidden, chunk_size, group = _prepared(hidden, weight, temperature, chunk_size, group)
+    tokens = torch.empty(hidden.shape[0], k, dtype=torch.int64, device=hidden.device)
+    values = hidden.new_empty(tokens.shape, dtype=_wide(hidden))
+    for here, log_p in _normalised(hidden, weight, (temperature, softcap), chunk_size, group):
+        best, where = log_p.topk(min(k, log_p.shape[1]), 1)
+        if group is not None:
+            where += group.rank() * weight.shape[0]
+            best, where = (_side_by_side(part, group) for part in (best, where))
+            best, order = best.topk(k, 1)
+            where = where.gather(1, order)
+        values[here], tokens[here] = best, where
+    return tokens, values
 
 
 class _TokenLogProbs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, targets, temperature, chunk_size, want_entropy, entropy_gradient):
+    def forward(ctx, hidden, weight, targets, shape, chunk_size, want_entropy, entropy_gradient, group):
         log_probs = hidden.new_empty(hidden.shape[0], dtype=_wide(hidden))
         entropy = torch.empty_like(log_probs) if want_entropy else log_probs.new_empty(0)
+        normaliser = torch.empty_like(log_probs) if group is not None else log_probs.new_empty(0)
         for begin in range(0, hidden.shape[0], chunk_size):
             here = slice(begin, begin + chunk_size)
-            log_p = _log_softmax(hidden[here], weight, temperature)
+            logits = _logits(hidden[here], weight, *shape)
+            if group is not None:
+                found, normaliser[here] = _reduced(logits, targets[here], group)
+                log_probs[here] = found[0]
+                if want_entropy:
+                    entropy[here] = found[1]
+                continue
+            log_p = torch.log_softmax(logits, 1)
             torch.gather(log_p, 1, targets[here, None], out=log_probs[here, None])
             if want_entropy:
                 entropy[here] = torch.linalg.vecdot(log_p.exp(), log_p).neg_()
-        ctx.save_for_backward(hidden, weight, targets, entropy)
-        ctx.temperature, ctx.chunk_size, ctx.entropy_gradient = temperature, chunk_size, entropy_gradient
+        ctx.save_for_backward(hidden, weight, targets, entropy, normaliser)
+        ctx.shape, ctx.chunk_size, ctx.entropy_gradient, ctx.group = shape, chunk_size, entropy_gradient, group
         if not entropy_gradient:
             ctx.mark_non_differentiable(entropy)
         return log_probs, entropy
 
     @staticmethod
     def backward(ctx, grad, grad_entropy):
-        hidden, weight, targets, entropy = ctx.saved_tensors
+        hidden, weight, targets, entropy, normaliser = ctx.saved_tensors
         want_hidden, want_weight = ctx.needs_input_grad[:2]
+        temperature, softcap = ctx.shape
         grad_hidden = torch.empty_like(hidden) if want_hidden else None
         # A bf16 sum over thousands of chunks would lose what each adds.
         grad_weight = torch.zeros_like(weight, dtype=_wide(hidden)) if want_weight else None
         for begin in range(0, hidden.shape[0], ctx.chunk_size):
             here = slice(begin, begin + ctx.chunk_size)
-            log_p = _log_softmax(hidden[here], weight, ctx.temperature)
+            log_p = _logits(hidden[here], weight, temperature, softcap)
+            # With z the plain logit, d (c tanh(z / c)) / d z = 1 - tanh(z / c)^2.
+            slope = None if softcap is None else (log_p * (temperature / softcap)).square_().neg_().add_(1)
+            log_p = torch.log_softmax(log_p, 1) if ctx.group is None else log_p.sub_(normaliser[here, None])
             if ctx.entropy_gradient:
                 # d log p_t / d z = 1_t - p and d entropy / d z = -p (log p + entropy), so with g and e for the two
                 # gradients the sum is g 1_t - p (g + e (log p + entropy)).
@@ -91,9 +138,12 @@ class _TokenLogProbs(torch.autograd.Function):
                 d = log_p.exp_().mul_(factor).neg_()
             else:
                 d = log_p.exp_().mul_(-grad[here, None])
-            d.scatter_add_(1, targets[here, None], grad[here, None])
-            if ctx.temperature != 1:
-                d.div_(ctx.temperature)
+            where, mine = _local(targets[here, None], d.shape[1], ctx.group)
+            d.scatter_add_(1, where, grad[here, None] * mine)
+            if temperature != 1:
+                d.div_(temperature)
+            if slope is not None:
+                d.mul_(slope)
             d = d.to(hidden.dtype)
             if want_hidden:
                 torch.mm(d, weight, out=grad_hidden[here])
@@ -101,15 +151,26 @@ class _TokenLogProbs(torch.autograd.Function):
                 grad_weight.addmm_(d.t(), hidden[here])
             elif want_weight:
                 grad_weight.add_(d.t() @ hidden[here])
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), *(None,) * 5
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), *(None,) * 6
+
+
+def _prepared(hidden, weight, temperature, chunk_size, group):
+    if not temperature > 0:
+        raise ValueError(f"temperature must be positive (got {temperature})")
+    # Megatron's Float16Module hands out fp32 copies of bf16 activations; this is lossless then.
+    hidden = hidden.to(weight.dtype)
+    chunk_size = int(chunk_size or max(16, CHUNK_BYTES // (weight.shape[0] * _wide(hidden).itemsize)))
+    return hidden, chunk_size, group if group is not None and group.size() > 1 else None
 
 
 def _wide(hidden: torch.Tensor) -> torch.dtype:
     return torch.float64 if hidden.dtype == torch.float64 else torch.float32
 
 
-def _log_softmax(hidden: torch.Tensor, weight: torch.Tensor, temperature: float) -> torch.Tensor:
-    """[n, H], [V, H] -> [n, V] log-probs of the temperature-scaled distribution, in the wide dtype.
+def _logits(
+    hidden: torch.Tensor, weight: torch.Tensor, temperature: float, softcap: float | None = None
+) -> torch.Tensor:
+    """[n, H], [V, H] -> [n, V] logits of the temperature-scaled distribution, in the wide dtype.
 
     Whole rows of kernels and the same function as the local engine's: in float32 the bits are the engine's too.
     """
@@ -117,6 +178,56 @@ def _log_softmax(hidden: torch.Tensor, weight: torch.Tensor, temperature: float)
     if rows % ROWS:
         hidden = F.pad(hidden, (0, 0, 0, -rows % ROWS))
     logits = F.linear(hidden, weight).to(_wide(hidden))
+    if softcap is not None:
+        logits.div_(softcap).tanh_().mul_(softcap)
     if temperature != 1:
         logits.div_(temperature)
-    return torch.log_softmax(logits, 1)[:rows]
+    return logits[:rows]
+
+
+def _normalised(hidden, weight, shape, chunk_size, group) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Chunk by chunk: its rows, and [n, V] (under tensor parallelism [n, V / t]) log-probs."""
+    for begin in range(0, hidden.shape[0], chunk_size):
+        here = slice(begin, begin + chunk_size)
+        logits = _logits(hidden[here], weight, *shape)
+        if group is None:
+            yield here, torch.log_softmax(logits, 1)
+        else:
+            targets = torch.zeros(logits.shape[0], dtype=torch.int64, device=logits.device)
+            yield here, logits - _reduced(logits, targets, group)[1][:, None]
+
+
+def _reduced(logits: torch.Tensor, targets: torch.Tensor, group: dist.ProcessGroup):
+    """[n, V / t] of each rank -> ([2, n]: log p(target) and entropy, [n] log of the normaliser)."""
+    most = logits.amax(1)
+    dist.all_reduce(most, dist.ReduceOp.MAX, group)
+    shifted = logits - most[:, None]
+    weights = shifted.exp()
+    sums = torch.stack([weights.sum(1), _pick(shifted, targets[:, None], group)[:, 0],
+                        torch.linalg.vecdot(weights, shifted)])
+    dist.all_reduce(sums, group=group)
+    total, target, weighted = sums
+    log_total = total.log()
+    return torch.stack([target - log_total, log_total - weighted / total]), most + log_total
+
+
+def _local(tokens: torch.Tensor, width: int, group: dist.ProcessGroup | None):
+    """Columns of this rank's part of the vocabulary, and whether the token is in it."""
+    if group is None:
+        return tokens, 1
+    where = tokens - group.rank() * width
+    mine = (where >= 0) & (where < width)
+    return where.where(mine, 0), mine
+
+
+def _pick(values: torch.Tensor, tokens: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """values [n, V / t], tokens [n, K] -> [n, K], 0 where another rank has the token."""
+    where, mine = _local(tokens, values.shape[1], group)
+    return values.gather(1, where) * mine
+
+
+def _side_by_side(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """[n, k] of each rank -> [n, t k]."""
+    parts = [torch.empty_like(part) for _ in range(group.size())]
+    dist.all_gather(parts, part.contiguous(), group=group)
+    return torch.cat(parts, 1)

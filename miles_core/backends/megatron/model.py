@@ -10,8 +10,10 @@ import torch
 import torch.nn.functional as F
 
 from miles_core.backends.megatron import cpu, layers
+from miles_core.backends.megatron.attention import PackedAttention
 from miles_core.backends.megatron.given import defaults_for
-from miles_core.backends.megatron.specs import ModelSpec
+from miles_core.backends.megatron.rope import Rope
+from miles_core.backends.megatron.specs import Attention, ModelSpec
 from miles_core.errors import ConfigError, UnknownKeyError
 
 cpu.install()
@@ -48,6 +50,16 @@ class LanguageModel(GPTModel):
     input_ids [1, T] returns [T, 1, H] (sequence parallel: [T / tensor, 1, H]); position_ids and attention_mask are
     None. Log-probs come from `logprob.token_log_probs(hidden, model.output_weight, ...)`.
     """
+
+    embedding_scale: float = 1.0
+    """As in ModelSpec; `build` sets it."""
+
+    def _preprocess(self, *args, **kwargs):
+        embedded, *rest = super()._preprocess(*args, **kwargs)
+        if self.pre_process and self.embedding_scale != 1:
+            # Rounded to the embedding's dtype first, as Hugging Face's Gemma does.
+            embedded = embedded * torch.tensor(self.embedding_scale, dtype=embedded.dtype, device=embedded.device)
+        return (embedded, *rest)
 
     def _postprocess(self, hidden_states: torch.Tensor, **_) -> torch.Tensor:
         return hidden_states
@@ -94,7 +106,8 @@ def transformer_config(
         # With two stages both neighbours are the same rank, and batched p2p silently mixes them up.
         layout |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
     local = _LOCAL_DEFAULTS if local_spec() else {}
-    values = {**defaults_for(TransformerConfig), **_DEFAULTS, **local, **spec.defaults, **spec.constants, **overrides,
+    ours = {**_DEFAULTS, "activation_func": _ACTIVATIONS[spec.activation][0]}
+    values = {**defaults_for(TransformerConfig), **ours, **local, **spec.defaults, **spec.constants, **overrides,
               **layout}  # fmt: skip
     if values.get("moe_aux_loss_coeff") and "moe_router_load_balancing_type" not in overrides:
         values["moe_router_load_balancing_type"] = "aux_loss"
@@ -126,8 +139,11 @@ def _checked(spec: ModelSpec, overrides: Mapping[str, object]) -> dict[str, obje
     return {name: value for name, value in overrides.items() if name not in off and name not in spec.constants}
 
 
+_ACTIVATIONS = {"silu": (F.silu, layers.SwiGLU), "gelu_pytorch_tanh": (F.gelu, layers.GeGLU)}
+"""Of ModelSpec.activation: the function that Megatron's config names (Transformer Engine's GELU is the tanh one), and
+the gated module that stands for it in the local layers."""
+
 _DEFAULTS = {
-    "activation_func": F.silu,
     "hidden_dropout": 0.0,
     "attention_dropout": 0.0,
     "variable_seq_lengths": True,
@@ -154,29 +170,36 @@ def layer_spec(config: TransformerConfig, spec: ModelSpec, vp_stage: int | None 
     Where Transformer Engine's layers are wanted, `get_gpt_decoder_block_spec(config, use_transformer_engine=True)`
     belongs here behind `local_spec()`, together with a weight map in its names.
     """
-    rope = layers.Rope(config.kv_channels, spec.rope_theta)
     pattern = config.moe_layer_freq if config.num_moe_experts else 0
     pattern = pattern if isinstance(pattern, list) else [int(bool(pattern))] * config.num_layers
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
-    mine = pattern[first : first + get_num_layers_to_build(config, vp_stage=vp_stage)]
-    kinds = {sparse: _local_layer(config, rope, bool(sparse)) for sparse in set(mine)}
-    return TransformerBlockSubmodules(layer_specs=[kinds[sparse] for sparse in mine], layer_norm=layers.Norm)
+    mine = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
+    ropes = {one.rotary: Rope(config.kv_channels, one.rotary) for one in spec.attention}
+    kinds = [(bool(pattern[layer]), spec.attention[layer]) for layer in mine]
+    made = {kind: _local_layer(config, spec, *kind, ropes[kind[1].rotary]) for kind in set(kinds)}
+    return TransformerBlockSubmodules(layer_specs=[made[kind] for kind in kinds], layer_norm=layers.Norm)
 
 
-def _local_layer(config: TransformerConfig, rope: layers.Rope, sparse: bool) -> ModuleSpec:
-    spec = get_gpt_layer_local_spec(
+def _local_layer(
+    config: TransformerConfig, spec: ModelSpec, sparse: bool, attention: Attention, rope: Rope
+) -> ModuleSpec:
+    layer = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts if sparse else None, qk_layernorm=config.qk_layernorm,
         normalization=config.normalization,
     )  # fmt: skip
-    parts = spec.submodules
+    parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = layers.Norm
-    attention = parts.self_attention.submodules
-    attention.core_attention = ModuleSpec(module=layers.PackedAttention, params={"rope": rope})
+    if spec.post_norms:
+        parts.self_attn_bda = parts.mlp_bda = ModuleSpec(module=layers.NormThenAdd, params={"config": config})
+    inner = parts.self_attention.submodules
+    inner.core_attention = ModuleSpec(
+        module=PackedAttention, params={"rope": rope, "window": attention.window, "softcap": attention.softcap}
+    )
     if config.qk_layernorm:
-        attention.q_layernorm = attention.k_layernorm = layers.Norm
+        inner.q_layernorm = inner.k_layernorm = layers.Norm
     mlp = parts.mlp.submodules.experts if sparse else parts.mlp
-    mlp.submodules.activation_func = layers.SwiGLU
-    return spec
+    mlp.submodules.activation_func = _ACTIVATIONS[spec.activation][1]
+    return layer
 
 
 def build(config: TransformerConfig, spec: ModelSpec, vp_stage: int | None = None) -> LanguageModel:
@@ -190,15 +213,17 @@ def build(config: TransformerConfig, spec: ModelSpec, vp_stage: int | None = Non
                           got=f"{spec.vocab_size} / {config.tensor_model_parallel_size}", who=spec.source,
                           fix="choose a tensor-parallel size that divides it")
     where = {"ignore_virtual": False, "vp_stage": vp_stage}
-    return LanguageModel(
+    model = LanguageModel(
         config,
         layer_spec(config, spec, vp_stage),
         vocab_size=spec.vocab_size,
         max_sequence_length=spec.max_positions,
-        # The local layers' attention turns q and k itself (layers.PackedAttention).
+        # The local layers' attention turns q and k itself (attention.PackedAttention).
         position_embedding_type="none",
         share_embeddings_and_output_weights=spec.tied,
         pre_process=parallel_state.is_pipeline_first_stage(**where),
         post_process=parallel_state.is_pipeline_last_stage(**where),
         vp_stage=vp_stage,
     )
+    model.embedding_scale = spec.embedding_scale
+    return model

@@ -1,7 +1,8 @@
-"""The models of a rank: the resident actor with its optimizer, and named others that are swapped into it.
+"""The models of a rank: the actor, others that are built beside it, and others that are swapped into its place.
 
-A model that does not train (the reference) is kept as host copies of its parameters. `resident(name)` copies them into
-the one model that exists and puts the actor back afterwards, so memory holds one model's activations and buffers.
+A model of the actor's architecture that does not train (the reference) is kept as host copies of its parameters.
+`at(name)` copies them into the actor's place and puts the actor back afterwards, so memory holds one model's
+activations and buffers. A model that trains (a critic) or has another architecture (a larger teacher) is its own.
 """
 
 from __future__ import annotations
@@ -9,154 +10,128 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
 
 import torch
 
-from miles_core.backends.megatron import cpu, optimizer, weights
-from miles_core.backends.megatron.given import check_architecture, given_for
-from miles_core.backends.megatron.model import build, transformer_config
+from miles_core.backends.megatron import cpu, weights
+from miles_core.backends.megatron.resident import Resident, architecture, checkpoints
+from miles_core.config.algorithm import needs_reference
+from miles_core.config.layout import layout_of
 from miles_core.config.tables import RunConfig
-from miles_core.errors import ConfigError, NonFiniteError
+from miles_core.errors import ConfigError, HookError
 from miles_core.plugins.bind import Hooks
+from miles_core.stages.models import Model
 from miles_core.stages.step import Resume
-
-cpu.install()
-
-from megatron.core.distributed import finalize_model_grads  # noqa: E402 - after install()
-from megatron.core.transformer import TransformerConfig  # noqa: E402
+from miles_core.types import Rank
 
 
 class Models:
-    """Builds the actor; `load` fills it.
+    """Builds what is resident; `load` fills it.
 
     Raises:
-        ConfigError: nobody offers the checkpoint's architecture.
+        ConfigError: the layout does not fit the number of ranks.
     """
 
-    def __init__(self, config: RunConfig, hooks: Hooks):
-        from transformers import AutoConfig
-
+    def __init__(self, config: RunConfig, hooks: Hooks, rank: Rank):
         self.config = config
-        self._source = Path(config.checkpoint.hf_checkpoint)
-        hf = AutoConfig.from_pretrained(self._source, local_files_only=True)
-        name = config.model.model_name or hf.model_type
-        if name not in hooks.model_spec:
-            raise ConfigError(f"no enabled plugin builds the architecture {name!r}",
-                              got=", ".join(sorted(hooks.model_spec)), who=f"config.json of {self._source}",
-                              fix="enable the plugin that offers this model_spec")
-        family = hooks.model_spec[name](hf)
-        spec, self.weight_map = family.model_spec(hf), family.weight_map(hf)
-        cpu.initialize(seed=config.optimizer.seed)
-        check_architecture(config.megatron, spec)
-        layout = transformer_config(spec, given_for(TransformerConfig, config.megatron), bf16=config.perf.bf16)
-        layout.finalize_model_grads_func = finalize_model_grads
-        self.model = build(layout, spec)
-        self._options = _options(config)
-        [self.wrapped] = optimizer.wrap([self.model], layout, self._options)
-        self._optimizer = self._scheduler = None
-        self._others: dict[str, list[torch.Tensor]] = {}
+        layout = layout_of(config)
+        cpu.process_group(rank, config.perf.trainer_timeout)
+        cpu.initialize(
+            tensor=layout.tensor, pipeline=layout.pipeline, virtual_pipeline=layout.virtual_pipeline,
+            context=layout.context, expert=layout.expert, expert_tensor=layout.expert_tensor,
+            seed=config.optimizer.seed,
+        )  # fmt: skip
+        if hooks.megatron_init:
+            hooks.megatron_init(config)
+        given = config.checkpoint
+        self.has_reference = needs_reference(config)
+        declared = {"ref": Model(given.ref_load or given.hf_checkpoint)} if self.has_reference else {}
+        for name, model in (hooks.models() if hooks.models else {}).items():
+            if name in ("actor", "ref"):
+                raise HookError(f"a plugin declares the model {name!r}, which is the core's", fix="rename it")
+            declared[name] = model
+        start = given.ref_load or given.hf_checkpoint
+        self.actor = Resident("actor", Model(start, trainable=True), config, hooks, layout)
+        self.residents = {"actor": self.actor}
+        self._swapped: dict[str, str] = {}
+        for name, model in declared.items():
+            folder = Path(model.source)
+            other = (folder / "config.json").is_file() and self.actor.spec != architecture(folder, config, hooks)[0]
+            if model.trainable or model.head == "value" or other:
+                self.residents[name] = Resident(name, model, config, hooks, layout)
+            else:
+                self._swapped[name] = model.source
+        self._copies: dict[str, list[torch.Tensor]] = {}
 
     @property
-    def output_weight(self) -> torch.Tensor:
-        """[V, H] of the resident model."""
-        return self.model.output_weight
+    def trained(self) -> dict[str, Resident]:
+        """The models that have an optimizer."""
+        return {name: one for name, one in self.residents.items() if one.declared.trainable}
 
     def load(self) -> Resume:
-        """--load, else --ref-load, else --hf-checkpoint; and the reference where one is asked for.
+        """--load, else --ref-load, else --hf-checkpoint; and the others from where they are declared to come.
 
         Raises:
             CheckpointError: names the folder and what is wrong with it.
         """
         given = self.config.checkpoint
-        source = given.ref_load or given.hf_checkpoint
-        reference = self.config.algorithm.use_kl_loss  # then there is a --ref-load (config/check.py)
-        if reference:
-            self._fill(source)
-            self._others["ref"] = self._copy()
-        if given.load and not _checkpoints().never_saved(given.load):
-            # Made before loading, for the state to have a place; a fresh start makes it after, from the loaded weights.
-            self._make_optimizer()
-            iteration, state = _checkpoints().load(given.load, [self.wrapped], self._optimizer, self._scheduler)
-            return Resume(iteration, state, f"{given.load} (rollout {iteration})")
-        if not reference:  # else its weights are in place already
-            self._fill(source)
-        self._make_optimizer()
-        return Resume(0, None, source)
+        resume = given.load and not checkpoints().never_saved(given.load)
+        held = None  # the source whose weights the actor's place holds
+        for name, source in self._swapped.items():
+            self.actor.fill(source)
+            self._copies[name], held = self.actor.copy(), source
+        for name, one in self.residents.items():
+            if not (resume and one.declared.trainable):
+                if not (one is self.actor and held == one.declared.source):
+                    one.fill(one.declared.source)
+            if one.declared.trainable:
+                # Before a checkpoint is loaded, for the state to have a place; else after the weights, which it copies.
+                one.make_optimizer()
+        if not resume:
+            return Resume(0, None, self.actor.declared.source)
+        parts = {name: (one.wrapped, one.optimizer, one.scheduler) for name, one in self.trained.items()}
+        iteration, state = checkpoints().load(given.load, parts)
+        return Resume(iteration, state, f"{given.load} (rollout {iteration})")
 
     @contextmanager
-    def resident(self, name: str) -> Iterator[None]:
-        """Inside, the model holds the weights of `name`."""
-        actor = self._copy()
-        self._put(self._others[name])
-        try:
-            yield
-        finally:
-            self._put(actor)
-
-    def zero_grad(self) -> None:
-        """Before a step's first micro-batch."""
-        optimizer.zero_gradients([self.wrapped], self._optimizer)
-
-    def step(self) -> dict[str, float]:
-        """Clip, update, move the schedule.
+    def at(self, name: str) -> Iterator[Resident]:
+        """The resident that holds the weights of `name` inside.
 
         Raises:
-            NonFiniteError: a gradient is not finite; the optimizer has not seen it.
+            ConfigError: there is no such model.
         """
-        if names := optimizer.non_finite_gradients([self.wrapped]):
-            raise NonFiniteError(f"the gradient of {names[0]} is not finite", got=f"{len(names)} parameter(s)",
-                                 who="optimizer step", fix="the weights are unchanged and the last checkpoint is good; "
-                                 "look at the step's samples, the learning rate and the precision")
-        rate = self._optimizer.param_groups[0]["lr"]
-        _, norm, _ = self._optimizer.step()
-        self._scheduler.step(1)
-        return {"train/grad_norm": float(norm), "train/lr-pg_0": rate}
+        if name in self.residents:
+            yield self.residents[name]
+            return
+        if name not in self._copies:
+            raise ConfigError(f"there is no model {name!r}", got=", ".join([*self.residents, *self._copies]),
+                              fix="declare it in the hook `models`, or add --use-kl-loss for the reference")
+        actor = self.actor.copy()
+        self.actor.put(self._copies[name])
+        try:
+            yield self.actor
+        finally:
+            self.actor.put(actor)
 
     def save(self, folder: Path, rollout_id: int, state: dict) -> None:
         """A checkpoint after which rollout `rollout_id` is the next."""
         whole = not self.config.checkpoint.no_save_optim
-        trained = (self._optimizer, self._scheduler) if whole else ()
-        _checkpoints().save(folder, rollout_id, [self.wrapped], *trained, state=state)
+        parts = {}
+        for name, one in self.trained.items():
+            one.settle()
+            parts[name] = (one.wrapped, one.optimizer, one.scheduler) if whole else (one.wrapped, None, None)
+        checkpoints().save(folder, rollout_id, parts, state=state)
 
-    def export(self, folder: Path) -> None:
-        """The actor as a Hugging Face directory."""
-        dtype = next(self.model.parameters()).dtype
-        weights.export_hf(folder, self._source, weights.hf_stream(self.model, self.weight_map), dtype)
+    def stream(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The actor under its Hugging Face names; every rank goes through it."""
+        self.actor.settle()
+        return weights.hf_stream(self.actor.chunks, self.actor.weight_map)
 
-    def _make_optimizer(self) -> None:
-        self._optimizer, self._scheduler = optimizer.make_optimizer([self.wrapped], self._options)
-
-    def _fill(self, source: str) -> None:
-        folder = Path(source)
-        if (folder / "config.json").is_file():
-            weights.load_hf(folder, self.model, self.weight_map)
+    def export(self, folder: Path, *, writer: bool) -> None:
+        """The actor as a Hugging Face directory; one rank writes it and the others take part."""
+        dtype = next(self.actor.parameters()).dtype
+        if writer:
+            weights.export_hf(folder, self.actor.folder, self.stream(), dtype)
         else:
-            _checkpoints().load(folder, [self.wrapped])
-
-    def _copy(self) -> list[torch.Tensor]:
-        return [parameter.detach().clone() for parameter in self.model.parameters()]
-
-    def _put(self, tensors: list[torch.Tensor]) -> None:
-        with torch.no_grad():
-            for parameter, tensor in zip(self.model.parameters(), tensors, strict=True):
-                parameter.copy_(tensor)
-
-
-def _checkpoints() -> ModuleType:
-    """checkpoint.py, which brings torch.distributed.checkpoint (0.7 CPU s, 50 MiB): only once a run loads or saves."""
-    from miles_core.backends.megatron import checkpoint
-
-    return checkpoint
-
-
-def _options(config: RunConfig) -> optimizer.OptimizerOptions:
-    given = config.optimizer
-    rollouts = config.rollout.num_rollout or 1
-    return optimizer.OptimizerOptions(
-        lr=given.lr, min_lr=given.min_lr, lr_decay_style=given.lr_decay_style, lr_warmup_iters=given.lr_warmup_iters,
-        lr_decay_iters=given.lr_decay_iters, train_iters=max(1, rollouts * config.rollout.num_steps_per_rollout),
-        optimizer=given.optimizer, weight_decay=given.weight_decay,
-        adam_beta1=given.adam_beta1, adam_beta2=given.adam_beta2,
-        adam_eps=given.adam_eps, clip_grad=given.clip_grad, megatron=config.megatron,
-    )  # fmt: skip
+            for _ in self.stream():
+                pass

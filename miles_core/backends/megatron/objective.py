@@ -4,39 +4,37 @@ from __future__ import annotations
 
 import torch
 
-from miles_core.backends.megatron.logprob import token_log_probs
 from miles_core.backends.megatron.microbatch import MicroBatch
+from miles_core.backends.megatron.scored import Scored
 from miles_core.config.tables import Algorithm, RunConfig
 from miles_core.errors import NonFiniteError, TrainError
 from miles_core.plugins.bind import Hooks
+from miles_core.plugins.resolve import chosen
 from miles_core.stages import loss
-from miles_core.stages.loss import LossInputs
+from miles_core.stages.loss import LossInputs, PolicyLoss, TokenWeights
+
+Shares = dict[str, torch.Tensor]
+"""Metric -> this micro-batch's share, float64: the shares of a step add up to the metric."""
 
 
 class Objective:
-    """policy_loss + loss_terms of a run, reduced.
+    """What an optimizer step of one model descends.
 
     Args:
-        name: the policy loss chosen by the plan.
+        policy_loss: of the actor's objective the run's own by default, with its terms and token weights; another
+            model's loss stands alone.
     """
 
-    def __init__(self, config: RunConfig, hooks: Hooks, name: str):
+    def __init__(self, config: RunConfig, hooks: Hooks, policy_loss: PolicyLoss | None = None):
         self.algorithm: Algorithm = config.algorithm
-        self.temperature = config.rollout.rollout_temperature or 1.0
-        self.chunk = config.perf.log_probs_chunk_size
         self.entropy = self.algorithm.entropy_coef != 0 or self.algorithm.observe_training_entropy
-        self._policy_loss, self._terms, self._name = hooks.policy_loss[name], hooks.loss_terms, name
+        self.actor = policy_loss is None
+        self._name = chosen(config, "policy_loss") if self.actor else getattr(policy_loss, "__name__", "loss")
+        self._policy_loss = hooks.policy_loss[self._name] if self.actor else policy_loss
+        self._terms = hooks.loss_terms if self.actor else None
+        self._token_weights = hooks.token_weights if self.actor else None
 
-    def log_probs(self, hidden: torch.Tensor, weight: torch.Tensor, batch: MicroBatch, *, entropy: bool = False):
-        """[T, 1, H] hidden states -> log-probs [N] (and entropy [N] or None) of the trained rows."""
-        return token_log_probs(
-            hidden[:, 0].index_select(0, batch.index), weight, batch.row("targets", torch.int64),
-            temperature=self.temperature, chunk_size=self.chunk, entropy=entropy,
-            entropy_gradient=entropy and self.algorithm.entropy_coef != 0,
-        )  # fmt: skip
-
-    def __call__(self, hidden: torch.Tensor, weight: torch.Tensor, batch: MicroBatch,
-                 token_weights: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def __call__(self, scored: Scored, batch: MicroBatch, token_weights: torch.Tensor) -> tuple[torch.Tensor, Shares]:
         """The micro-batch's share of the step's loss and of its metrics.
 
         Args:
@@ -46,13 +44,14 @@ class Objective:
             NonFiniteError: names the first sample whose loss is not finite.
             TrainError: the policy loss is not one value per token, or has no gradient.
         """
-        inputs = self._inputs(hidden, weight, batch)
+        inputs = self._inputs(scored, batch)
         per_token, metrics = self._policy_loss(inputs)
-        if per_token.shape != inputs.log_probs.shape:  # a scalar would be broadcast, and train on something else
+        if per_token.shape != inputs.mask.shape:  # a scalar would be broadcast, and train on something else
             raise TrainError("the loss should have one value for each token", who=f"policy loss {self._name!r}",
                              got=f"shape {list(per_token.shape)}",
-                             fix=f"return shape {list(inputs.log_probs.shape)}; the core reduces")
-        total, share = per_token, {"pg_loss": per_token, **metrics}
+                             fix=f"return shape {list(inputs.mask.shape)}; the core reduces")
+        per_token, more = self._weighted(per_token, inputs)
+        total, share = per_token, {"pg_loss": per_token, **metrics, **more}
         for name, (coefficient, term) in (self._terms(inputs) if self._terms else {}).items():
             share[name] = term
             if coefficient:
@@ -64,31 +63,45 @@ class Objective:
             raise TrainError("the loss has no gradient", who=f"policy loss {self._name!r}",
                              fix="compute it from inputs.log_probs, without detach()")
         share["loss"] = total
-        share["train_rollout_logprob_abs_diff"] = (inputs.log_probs - inputs.rollout_log_probs).abs()
-        summed = {key: loss.reduce(term.detach().to(torch.float64), token_weights, inputs.mask)
-                  for key, term in share.items()}
-        return value, summed
+        if self.actor:
+            share["train_rollout_logprob_abs_diff"] = (inputs.log_probs - inputs.rollout_log_probs).abs()
+        return value, {key: loss.reduce(term.detach().to(torch.float64), token_weights, inputs.mask)
+                       for key, term in share.items()}
 
-    def _inputs(self, hidden: torch.Tensor, weight: torch.Tensor, batch: MicroBatch) -> LossInputs:
-        log_probs, entropy = self.log_probs(hidden, weight, batch, entropy=self.entropy)
+    def _weighted(self, per_token: torch.Tensor, inputs: LossInputs) -> tuple[torch.Tensor, loss.Metrics]:
+        """The policy loss with the factors and the mask of the token_weights hooks."""
+        if self._token_weights is None:
+            return per_token, {}
+        ones = torch.ones_like(per_token)
+        found = self._token_weights(TokenWeights(ones, ones > 0, {}), inputs)
+        kept = torch.where(found.keep, per_token * found.weight.detach(), torch.zeros_like(per_token))
+        return kept, found.metrics
+
+    def _inputs(self, scored: Scored, batch: MicroBatch) -> LossInputs:
         rows = batch.rows()
-        if self.algorithm.use_rollout_logprobs:
-            old = rows["rollout_log_probs"]
+        values = entropy = None
+        if scored.model.declared.head == "value":
+            values = scored.values()
+            log_probs = rows.get("log_probs", rows["rollout_log_probs"])
         else:
-            old = rows.get("log_probs", log_probs.detach())
+            log_probs, entropy = scored.with_entropy(self.entropy, self.entropy and self.algorithm.entropy_coef != 0)
+        old = rows["rollout_log_probs"] if self.algorithm.use_rollout_logprobs else rows.get("log_probs")
+        wide = values if values is not None else log_probs
         return LossInputs(
-            log_probs=log_probs, entropy=entropy, old_log_probs=old.to(log_probs.dtype),
+            log_probs=log_probs, entropy=entropy, old_log_probs=(log_probs.detach() if old is None else old).to(wide),
             rollout_log_probs=rows["rollout_log_probs"], ref_log_probs=rows.get("ref_log_probs"),
-            advantages=rows["advantages"].to(log_probs.dtype), mask=rows["loss_mask"].to(log_probs.dtype),
+            advantages=rows["advantages"].to(wide), mask=rows["loss_mask"].to(wide.dtype),
             sample=batch.sample, segment_sum=batch.segment_sum, eps_clip=self.algorithm.eps_clip,
             eps_clip_high=self.algorithm.eps_clip_high, eps_clip_c=self.algorithm.eps_clip_c, rows=rows,
+            values=values, samples=batch.samples,
         )  # fmt: skip
 
     def _not_finite(self, total: torch.Tensor, batch: MicroBatch) -> NonFiniteError:
         row = int((~torch.isfinite(total)).nonzero()[0]) if not torch.isfinite(total).all() else 0
         sample = batch.samples[int(batch.sample[row])]
         return NonFiniteError(
-            f"the loss of {sample.name} is not finite", got=f"{float(total.detach()[row])} at its trained token {row}",
+            f"the loss of {sample.name} is not finite",
+            got=f"{float(total.detach()[row])} at token {int(batch.offset[row])} of its response",
             who=f"policy loss {self._name!r}",
             fix="look at the sample's log-probs and reward; the optimizer has not seen it, so the last checkpoint is "
             "good",

@@ -213,6 +213,7 @@ def load_state(
 ) -> None:
     """Go on exactly where the state was saved, under the options that the optimizer was made with."""
     before = [{k: g[k] for k in _FROM_OPTIONS if k in g} for g in optimizer.param_groups]
+    optimizer_state = _regrouped(optimizer, optimizer_state)
     _restore_zero_step(optimizer_state)
     optimizer.load_state_dict(optimizer_state)
     for group, options in zip(optimizer.param_groups, before, strict=True):
@@ -229,3 +230,25 @@ def _restore_zero_step(state: dict) -> None:
         for where in (part, part.get("optimizer", {})):
             if where.get("state"):
                 where["state"].setdefault("common_step", torch.tensor(0.0))
+
+
+def _regrouped(optimizer: MegatronOptimizer, state: dict) -> dict:
+    """With expert parallelism Megatron has two optimizers, dense and expert, else one: let either load the other's.
+
+    What is sharded was asked for, and so lies as this optimizer wants it, by number where there are two; what is
+    common (groups, step) lies as it was saved.
+    """
+    numbered = {key: value for key, value in state.items() if isinstance(key, int)}
+    common = {key: value for key, value in state.items() if not isinstance(key, int)}
+    parts = getattr(optimizer, "chained_optimizers", None) or [optimizer]
+    if len(parts) == 1:
+        return {**numbered.get(0, {}), **common} if numbered else state
+    if "optimizer" not in common:
+        return state
+    found = {}
+    for number, part in enumerate(parts):
+        expert = any(group.get("is_expert_parallel") for group in part.optimizer.param_groups)
+        one = {**common, **numbered.get(number, {})}
+        groups = [{**group, "is_expert_parallel": expert} for group in one["optimizer"]["param_groups"]]
+        found[number] = {**one, "optimizer": {**one["optimizer"], "param_groups": groups}}
+    return found

@@ -1,36 +1,35 @@
-"""The trainer of one rank, in execution order: load, score, advantage, step, weights, save.
-
-Every forward goes through Megatron-core's own schedule. Losses are sums whose weights are fixed before the step
-(stages/loss.py), so Megatron is asked to scale nothing: per-token loss with a token count of zero.
-"""
+"""The trainer of one rank, in execution order: load, score, advantage, step, weights, save."""
 
 from __future__ import annotations
 
-import hashlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
-from miles_core.backends.megatron import cpu, memory, weights
-from miles_core.backends.megatron.layers import packed_rows
-from miles_core.backends.megatron.microbatch import MicroBatch, assemble
+from miles_core import packing
+from miles_core.backends.megatron import cpu, hashes, memory
 from miles_core.backends.megatron.models import Models
 from miles_core.backends.megatron.objective import Objective
+from miles_core.backends.megatron.passes import Found, run
+from miles_core.backends.megatron.resident import Resident
+from miles_core.backends.megatron.scored import Scored, Temperature
 from miles_core.columns import Columns
+from miles_core.config.layout import layout_of
 from miles_core.config.tables import RunConfig
-from miles_core.packing import first_fit_decreasing, fixed
 from miles_core.plugins.bind import Hooks
 from miles_core.plugins.resolve import chosen
 from miles_core.stages import advantage
-from miles_core.stages.step import Resume
-from miles_core.types import Batch, Sample
+from miles_core.stages.loss import PolicyLoss
+from miles_core.stages.step import Resume, ScoredRows
+from miles_core.types import Batch, Rank, Sample
 
 cpu.install()
 
-from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402 - after install()
+from megatron.core import parallel_state  # noqa: E402 - after install()
 
 
 class MegatronTrainer:
@@ -41,15 +40,17 @@ class MegatronTrainer:
         columns: every column of the run.
     """
 
-    def __init__(self, config: RunConfig, hooks: Hooks, columns: Columns):
-        self.config, self.hooks, self.columns = config, hooks, columns
-        self.objective = Objective(config, hooks, chosen(config, "policy_loss"))
+    def __init__(self, config: RunConfig, hooks: Hooks, columns: Columns, rank: Rank):
+        self.config, self.hooks, self.columns, self.rank = config, hooks, columns, rank
+        self.layout = layout_of(config)
+        self.objective = Objective(config, hooks)
+        self.temperature = Temperature.of(config)
         self.batch: Batch | None = None
 
     def load(self) -> Resume:
         if self.config.perf.threads:
             torch.set_num_threads(self.config.perf.threads)
-        self.models = Models(self.config, self.hooks)
+        self.models = Models(self.config, self.hooks, self.rank)
         return self.models.load()
 
     def take_batch(self, batch: Batch) -> None:
@@ -60,120 +61,122 @@ class MegatronTrainer:
 
     def score(self) -> dict[str, float]:
         """Old and reference log-probs, with the packing that the steps will use: then the first ratio is exactly 1."""
-        algorithm, metrics = self.config.algorithm, {}
-        begin = time.perf_counter()
-        if not (algorithm.use_rollout_logprobs or algorithm.skip_actor_forward_only):
-            self._forward_only("log_probs", "actor")
-            metrics.update(self._mismatch())
-        metrics["perf/log_probs_time"] = time.perf_counter() - begin
-        if algorithm.use_kl_loss:
-            with self.models.resident("ref"):
-                self._forward_only("ref_log_probs", "ref")
-            metrics["perf/ref_log_probs_time"] = time.perf_counter() - begin - metrics["perf/log_probs_time"]
-            metrics["rollout/ref_log_probs"] = self._mean("ref_log_probs")
-        return metrics
+        around = self.hooks.log_prob
+        access = Access(self, None)
+        return self._score(access) if around is None else around(lambda: self._score(access), access)
 
     def advantage(self) -> dict[str, float]:
+        """Every rank works it out from the same columns: nothing to send, and an error is everyone's."""
         name = chosen(self.config, "advantage")
-        return advantage.fill(self.batch, self.hooks.advantage[name](self.batch), name)
+        metrics = advantage.fill(self.batch, self.hooks.advantage[name](self.batch), name)
+        if self.hooks.shape_advantages is not None:
+            self.batch = self.hooks.shape_advantages(self.batch)
+            advantage.check(self.batch, "shape_advantages")
+        if self.config.algorithm.normalize_advantages:
+            advantage.whiten(self.batch)
+        return metrics
 
     def step(self, index: int) -> dict[str, float]:
         begin = time.perf_counter()
-        samples = self._part(index)
-        reduce = self.hooks.reduction[chosen(self.config, "reduction")]
-        token_weight = dict(zip(map(id, samples), reduce(samples), strict=True))
-        metrics: dict[str, float] = {}
+        around, access = self.hooks.train_step, Access(self, index)
 
-        def loss_of(hidden: torch.Tensor, batch: MicroBatch):
-            per_sample = torch.tensor([token_weight[id(s)] for s in batch.samples], dtype=torch.float32)
-            value, share = self.objective(hidden, self.models.output_weight, batch, per_sample[batch.sample])
-            for key, term in share.items():
-                metrics[f"train/{key}"] = metrics.get(f"train/{key}", 0.0) + float(term)
-            return value
+        def proceed() -> dict[str, float]:
+            return self.train(self.models.actor, access.samples, self.objective)
 
-        self.models.zero_grad()
-        self._run(self._micro_batches(samples), loss_of, "actor")
-        metrics.update(self.models.step())
-        metrics["perf/actor_train_time"] = time.perf_counter() - begin
-        return metrics
+        metrics = proceed() if around is None else around(proceed, access)
+        return metrics | {"perf/actor_train_time": time.perf_counter() - begin}
 
-    def end_batch(self) -> Batch:
+    def end_batch(self) -> Batch | None:
         batch, self.batch = self.batch, None
         memory.give_back()
-        return batch
+        return batch if self.rank.index == 0 else None
 
-    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return weights.hf_stream(self.models.model, self.models.weight_map)
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]] | None:
+        """The stream on the first rank; the others only take part in it."""
+        stream = self.models.stream()
+        if self.rank.index == 0:
+            return stream
+        for _ in stream:
+            pass
+        return None
 
     def save(self, folder: Path, rollout_id: int, state: dict) -> None:
         self.models.save(folder, rollout_id, state)
 
     def export(self, folder: Path) -> None:
-        self.models.export(folder)
+        self.models.export(folder, writer=self.rank.index == 0)
 
-    def hashes(self, batch: Batch) -> dict[str, str]:
-        """SHA-256 of the weights and of a batch's columns, for --debug-determinism."""
-        state, data = hashlib.sha256(), hashlib.sha256()
-        for name, tensor in self.weights():
-            state.update(name.encode())
-            state.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
-        for sample in batch.samples:
-            for name in sorted(sample.columns):
-                data.update(name.encode())
-                data.update(np.ascontiguousarray(sample.columns[name]).tobytes())
-        return {"weights": state.hexdigest()[:16], "batch": data.hexdigest()[:16]}
+    def hashes(self, batch: Batch) -> dict[str, object]:
+        """Of the weights and of a batch's columns, for --debug-determinism."""
+        return {"weights": hashes.tensor_hashes(self.models.stream()), "batch": hashes.column_hashes(batch.samples)}
 
-    def _part(self, index: int) -> list[Sample]:
+    def part(self, index: int) -> list[Sample]:
+        """What an optimizer step trains on."""
         size = len(self.batch.samples) // self.config.rollout.num_steps_per_rollout
         return self.batch.samples[index * size : (index + 1) * size]
 
-    def _micro_batches(self, samples: Sequence[Sample], *, gradient: bool = True) -> list[list[Sample]]:
+    def micro_batches(self, samples: Sequence[Sample], *, gradient: bool = True) -> list[list[Sample]]:
+        """This data-parallel rank's share of a step's samples, in micro-batches."""
         perf = self.config.perf
-        if not perf.use_dynamic_batch_size:
-            plan = fixed(len(samples), perf.micro_batch_size)
-        else:
-            limit = perf.max_tokens_per_gpu
-            if not gradient:
-                limit = perf.log_probs_max_tokens_per_gpu or limit
-            plan = first_fit_decreasing([sample.length for sample in samples], limit)
-        return [[samples[i] for i in part] for part in plan]
-
-    def _run(self, parts: Sequence[Sequence[Sample]], loss_of: Callable, model: str, *,
-             forward_only: bool = False) -> None:
-        """One pass of Megatron's schedule over micro-batches; loss_of(hidden, batch) -> this micro-batch's loss."""
-        around = self.hooks.microbatch
-
-        def forward_step(batches, module):
-            batch: MicroBatch = next(batches)
-
-            def proceed(packed):
-                tokens = torch.from_numpy(packed.rows["tokens"]).to(torch.int64)[None]
-                return module(tokens, None, None, packed_seq_params=packed_rows(packed.cu_seqlens))
-
-            hidden = proceed(batch.packed) if around is None else around(proceed, batch.packed, model)
-
-            def reduced(output):
-                value = loss_of(output, batch)
-                return value, torch.zeros((), dtype=torch.int), {}  # a count of zero: nothing is left to divide
-
-            return hidden, reduced
-
-        batches = (assemble(self.columns, part) for part in parts)
-        get_forward_backward_func()(
-            forward_step_func=forward_step, data_iterator=batches, model=self.models.wrapped,
-            num_microbatches=len(parts), seq_length=1, micro_batch_size=1, forward_only=forward_only,
+        limit = perf.max_tokens_per_gpu if perf.use_dynamic_batch_size else None
+        if limit is not None and not gradient:
+            limit = perf.log_probs_max_tokens_per_gpu or limit
+        lengths = [sample.length for sample in samples]
+        plan = packing.schedule(
+            lengths, data=self.layout.data, capacity=None if limit is None else limit * self.layout.context,
+            micro_batch_size=perf.micro_batch_size, multiple=self.layout.micro_batch_multiple,
+            balance=perf.balance_data,
         )  # fmt: skip
+        return [[samples[i] for i in part] for part in plan[parallel_state.get_data_parallel_rank()]]
 
-    def _forward_only(self, column: str, model: str) -> None:
-        """Fill a response column with the resident weights' log-probs."""
+    def train(self, model: Resident, samples: Sequence[Sample], objective: Objective) -> dict[str, float]:
+        """One optimizer step of a model."""
+        reduce = self.hooks.reduction[chosen(self.config, "reduction")]
+        token_weight = dict(zip(map(id, samples), reduce(samples), strict=True))
+        shares: dict[str, float] = {}
 
-        def fill(hidden: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-            batch.scatter(column, self.objective.log_probs(hidden, self.models.output_weight, batch)[0])
-            return hidden.new_zeros(())
+        def loss_of(hidden: torch.Tensor, batch) -> torch.Tensor:
+            per_sample = torch.tensor([token_weight[id(s)] for s in batch.samples], dtype=torch.float32)
+            scored = Scored(model, hidden, batch, self.temperature)
+            value, share = objective(scored, batch, per_sample[batch.sample])
+            for key, term in share.items():
+                shares[key] = shares.get(key, 0.0) + float(term)
+            return value
 
-        with torch.no_grad():
-            for index in range(self.config.rollout.num_steps_per_rollout):
-                self._run(self._micro_batches(self._part(index), gradient=False), fill, model, forward_only=True)
+        model.zero_grad()
+        run(model, self.columns, self.micro_batches(samples), loss_of, name=model.name, around=self.hooks.microbatch)
+        found = _totals(shares) | model.step()
+        prefix = "train" if objective.actor else model.name
+        return {f"{prefix}/{key}": value for key, value in found.items()}
+
+    def scoring_pass(self, name: str, samples: Sequence[Sequence[Sample]],
+                     read: Callable[[ScoredRows], Mapping[str, torch.Tensor]]) -> None:
+        """Fill columns from a pass of a model without gradient, over steps' samples one after the other."""
+        found = Found([sample for part in samples for sample in part])
+        with self.models.at(name) as model, torch.no_grad():
+
+            def fill(hidden: torch.Tensor, batch) -> torch.Tensor:
+                found.put(batch, read(Scored(model, hidden, batch, self.temperature)))
+                return hidden.new_zeros(())
+
+            for part in samples:
+                run(model, self.columns, self.micro_batches(part, gradient=False), fill, name=name,
+                    around=self.hooks.microbatch, forward_only=True)
+        found.spread()
+
+    def _score(self, access: Access) -> dict[str, float]:
+        algorithm, metrics = self.config.algorithm, {}
+        begin = time.perf_counter()
+        if not (algorithm.use_rollout_logprobs or algorithm.skip_actor_forward_only):
+            access.forward("actor", lambda rows: {"log_probs": rows.log_probs()})
+            metrics.update(self._mismatch())
+        metrics["perf/log_probs_time"] = time.perf_counter() - begin
+        if self.models.has_reference:
+            begin = time.perf_counter()
+            access.forward("ref", lambda rows: {"ref_log_probs": rows.log_probs()})
+            metrics["perf/ref_log_probs_time"] = time.perf_counter() - begin
+            metrics["rollout/ref_log_probs"] = self._mean("ref_log_probs")
+        return metrics
 
     def _trained(self, column: str) -> np.ndarray:
         samples = self.batch.samples
@@ -191,3 +194,39 @@ class MegatronTrainer:
         return {"train/train_rollout_logprob_abs_diff_max": float(gap.max()),
                 "rollout/log_probs": self._mean("log_probs"),
                 "rollout/rollout_log_probs": self._mean("rollout_log_probs")}
+
+
+class Access:
+    """See stages.step.TrainerAccess."""
+
+    def __init__(self, trainer: MegatronTrainer, index: int | None):
+        self._trainer, self.batch, self.index = trainer, trainer.batch, index
+        self.samples = trainer.batch.samples if index is None else trainer.part(index)
+
+    def forward(self, model: str, read: Callable[[ScoredRows], Mapping[str, torch.Tensor]]) -> None:
+        trainer = self._trainer
+        steps = range(trainer.config.rollout.num_steps_per_rollout)
+        parts = [trainer.part(i) for i in steps] if self.index is None else [self.samples]
+        trainer.scoring_pass(model, parts, read)
+
+    def step(self, model: str, loss: PolicyLoss) -> dict[str, float]:
+        trainer = self._trainer
+        with trainer.models.at(model) as resident:
+            return trainer.train(resident, self.samples, Objective(trainer.config, trainer.hooks, loss))
+
+    def chunks(self, model: str) -> Sequence[torch.nn.Module]:
+        return self._trainer.models.residents[model].chunks
+
+    def optimizer(self, model: str) -> object:
+        return self._trainer.models.residents[model].optimizer
+
+
+def _totals(shares: dict[str, float]) -> dict[str, float]:
+    """Shares of all ranks that see different tokens, added up; only the last pipeline stage has any."""
+    group = parallel_state.get_data_parallel_group_gloo(with_context_parallel=True)
+    if group.size() == 1:
+        return shares
+    parts: list[dict[str, float]] = [{}] * group.size()
+    dist.all_gather_object(parts, shares, group=group)
+    keys = dict.fromkeys(key for part in parts for key in part)
+    return {key: sum(part.get(key, 0.0) for part in parts) for key in keys}

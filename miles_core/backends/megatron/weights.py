@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -24,24 +26,36 @@ from megatron.core.utils import unwrap_model  # noqa: E402
 SHARD_BYTES = 5 * 10**9
 """A file of an exported checkpoint holds about this much (transformers' own default)."""
 
+Model = torch.nn.Module | Sequence[torch.nn.Module]
+"""One module, or this rank's chunks of an interleaved pipeline; wrapped or not."""
+
+_LAYER, _EXPERT = re.compile(r"decoder\.layers\.(\d+)\."), re.compile(r"\.local_experts\.(\d+)\.")
+_EMBEDDING, _TIED = "embedding.word_embeddings.weight", "output_layer.weight"
+
 _WEIGHT_FILES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf", ".h5")
 _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
 
 
-def load_hf(folder: str | Path, model: torch.nn.Module, weight_map: WeightMap) -> None:
+def load_hf(folder: str | Path, model: Model, weight_map: WeightMap, *, but: frozenset[str] = frozenset()) -> None:
     """Fill this rank's parameters from safetensors files, tensor by tensor; dtypes are cast, nothing else changes.
+
+    Args:
+        but: parameters that keep what they hold; the files need not have them.
 
     Raises:
         CheckpointError: no safetensors there, a file that cannot be read, or names that are missing, unexpected or
             misshapen, all of them in one message and before anything was changed.
     """
-    files = _tensor_files(Path(folder))
-    parameters = dict(unwrap_model(model).named_parameters())
-    expected = {name for rule in weight_map.rules for _, names in _instances(rule) for name in names}
-    wanted = {ours: (rule, names) for ours, rule, names in _local(parameters, weight_map)}
-    if unmapped := sorted(parameters.keys() - wanted.keys()):
+    files = tensor_files(Path(folder))
+    parameters = global_parameters(model)
+    rules = {ours: (rule, names) for ours, rule, names in _instances(weight_map) if ours not in but}
+    expected = {name for _, names in rules.values() for name in names}
+    if _TIED in parameters and _TIED not in rules:  # the last pipeline stage's copy of the embedding
+        rules[_TIED] = rules[_EMBEDDING]
+    if unmapped := sorted(parameters.keys() - rules.keys() - but):
         raise ConfigError("no rule of the weight map fills these parameters", got=_few(unmapped),
                           fix="add rules to the family's weight_map")
+    wanted = {ours: rules[ours] for ours in rules if ours in parameters}
     problems = {
         "missing": sorted(expected - files.keys()),
         "unexpected": sorted(n for n in files.keys() - expected - weight_map.ignored if "rotary_emb" not in n),
@@ -60,27 +74,31 @@ def load_hf(folder: str | Path, model: torch.nn.Module, weight_map: WeightMap) -
         with torch.no_grad():
             for ours, (rule, names) in wanted.items():
                 parameter = parameters[ours]
-                parts = [_shard(read.tensor(name), parameter) for name in names]
+                parts = [_shard(piece, parameter) for name in names for piece in _pieces(rule, read.tensor(name))]
                 parameter.copy_(_join(rule, parts, weight_map))
 
 
-def hf_stream(model: torch.nn.Module, weight_map: WeightMap) -> Iterator[tuple[str, torch.Tensor]]:
+def hf_stream(model: Model, weight_map: WeightMap) -> Iterator[tuple[str, torch.Tensor]]:
     """The complete policy under its names on disk, in the order of the rules; every rank must go through it.
 
-    Tensors are detached and, where a view does, share memory with the model: copy what must outlive a step.
-
-    Raises:
-        ConfigError: pipeline or expert parallelism, for which the stream is not written yet.
+    Each tensor is gathered from its tensor-parallel ranks and then sent on by the stage and expert rank that own it,
+    so that every rank sees all of them, one at a time. Tensors are detached and, where a view does, share memory with
+    the model: copy what must outlive a step.
     """
-    if _sizes_beyond_tensor() > 1:
-        raise ConfigError("weights cannot be streamed under pipeline or expert parallelism yet",
-                          fix="use tensor, context or data parallelism")
-    parameters = dict(unwrap_model(model).named_parameters())
-    for ours, rule, names in _local(parameters, weight_map):
-        parameter = parameters[ours]
-        for name, part in zip(names, _split(rule, parameter.detach(), weight_map, _tensor_size(parameter)),
-                              strict=True):  # fmt: skip
-            yield name, _gather(part, parameter)
+    parameters = global_parameters(model)
+    owners = _owners(parameters, weight_map)
+    for ours, rule, names in _instances(weight_map):
+        owner = owners[ours]
+        if ours in parameters:
+            parameter = parameters[ours]
+            pieces = _split(rule, parameter.detach(), weight_map, _tensor_size(parameter))
+            parts = [_gather(piece, parameter) for piece in pieces]
+            parts = [torch.cat(parts)] if rule.join == "halves" else parts
+        else:
+            device = next(iter(parameters.values())).device
+            parts = [torch.empty(shape, dtype=owner.dtype, device=device) for shape in owner.shapes]
+        for name, part in zip(names, parts, strict=True):
+            yield name, owner.send(part, expert=bool(rule.experts))
 
 
 def export_hf(
@@ -170,42 +188,68 @@ def _write_safetensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
             file.write(memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy()))
 
 
-def _instances(rule: Rule) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """(Megatron name over the whole model, HF names) of each parameter that a rule stands for."""
-    for layer in rule.layers if rule.layers is not None else (0,):
-        for expert in range(rule.experts or 1):
-            where = {"layer": layer, "expert": expert}
-            yield rule.megatron.format(**where), tuple(name.format(**where) for name in rule.hf)
-
-
-def _local(parameters: dict, weight_map: WeightMap) -> Iterator[tuple[str, Rule, tuple[str, ...]]]:
-    """(name on this rank, rule, HF names) of this rank's parameters, in the order of the rules."""
-    first_layer, first_expert = _first_layer(parameters), _first_expert(weight_map)
+def _instances(weight_map: WeightMap) -> Iterator[tuple[str, Rule, tuple[str, ...]]]:
+    """(Megatron name over the whole model, rule, HF names) of each parameter, in the order of the rules."""
     for rule in weight_map.rules:
-        for layer in rule.layers if rule.layers is not None else (first_layer,):
-            for expert in range(first_expert, rule.experts) if rule.experts else (first_expert,):
-                ours = rule.megatron.format(layer=layer - first_layer, expert=expert - first_expert)
-                if layer >= first_layer and ours in parameters:
-                    yield ours, rule, tuple(name.format(layer=layer, expert=expert) for name in rule.hf)
+        for layer in rule.layers if rule.layers is not None else (0,):
+            for expert in range(rule.experts or 1):
+                where = {"layer": layer, "expert": expert}
+                yield rule.megatron.format(**where), rule, tuple(name.format(**where) for name in rule.hf)
 
 
-def _first_layer(parameters: dict) -> int:
-    """Layers before this pipeline stage's; stages hold equal numbers of layers and each counts from 0."""
-    here = len({name.split(".")[2] for name in parameters if name.startswith("decoder.layers.")})
-    return parallel_state.get_pipeline_model_parallel_rank() * here
+def global_parameters(model: Model) -> dict[str, torch.nn.Parameter]:
+    """This rank's parameters, under names that count layers and experts over the whole model.
+
+    A layer knows its own number; expert-parallel rank r of e holds experts r n/e up to (r+1) n/e.
+    """
+    found = {}
+    for chunk in [model] if isinstance(model, torch.nn.Module) else model:
+        chunk = unwrap_model(chunk)
+        numbers = [layer.layer_number - 1 for layer in chunk.decoder.layers]
+        experts = (chunk.config.num_moe_experts or 0) // parallel_state.get_expert_model_parallel_world_size()
+        first = parallel_state.get_expert_model_parallel_rank() * experts
+        for name, parameter in chunk.named_parameters():
+            name = _LAYER.sub(lambda match: f"decoder.layers.{numbers[int(match[1])]}.", name)  # noqa: B023 - used here
+            found[_EXPERT.sub(lambda match: f".local_experts.{first + int(match[1])}.", name)] = parameter  # noqa: B023
+    return found
 
 
-def _first_expert(weight_map: WeightMap) -> int:
-    experts = max(rule.experts for rule in weight_map.rules)
-    return parallel_state.get_expert_model_parallel_rank() * experts // _expert_size() if experts else 0
+@dataclass(frozen=True, slots=True)
+class _Owner:
+    """Who holds a parameter, and what its HF tensors look like to those who do not."""
+
+    stage: int
+    expert: int
+    shapes: tuple[tuple[int, ...], ...]
+    dtype: torch.dtype
+
+    def send(self, part: torch.Tensor, *, expert: bool) -> torch.Tensor:
+        """From the owner to every rank: over its stage's expert-parallel group, then from stage to stage."""
+        experts, stages = parallel_state.get_expert_model_parallel_group(), parallel_state.get_pipeline_model_parallel_group()
+        if expert and experts.size() > 1 and stages.rank() == self.stage:
+            part = part.contiguous()
+            dist.broadcast(part, group=experts, group_src=self.expert)
+        if stages.size() > 1:
+            part = part.contiguous()
+            dist.broadcast(part, group=stages, group_src=self.stage)
+        return part
 
 
-def _expert_size() -> int:
-    return parallel_state.get_expert_model_parallel_world_size()
-
-
-def _sizes_beyond_tensor() -> int:
-    return parallel_state.get_pipeline_model_parallel_world_size() * _expert_size()
+def _owners(parameters: dict[str, torch.nn.Parameter], weight_map: WeightMap) -> dict[str, _Owner]:
+    """The owner of every parameter of the model, agreed between stages and expert-parallel ranks."""
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    rules = {ours: rule for ours, rule, _ in _instances(weight_map)}
+    found = {
+        name: _Owner(stage, parallel_state.get_expert_model_parallel_rank() if rules[name].experts else 0,
+                     tuple(map(tuple, _hf_shapes(rules[name], parameter, weight_map))), parameter.dtype)
+        for name, parameter in parameters.items() if name in rules
+    }  # fmt: skip
+    for group in (parallel_state.get_expert_model_parallel_group(), parallel_state.get_pipeline_model_parallel_group()):
+        if group.size() > 1:
+            parts: list[dict[str, _Owner]] = [{}] * group.size()
+            dist.all_gather_object(parts, found, group=group)
+            found = {name: owner for part in parts for name, owner in part.items()}
+    return found
 
 
 def _tensor_group(parameter: torch.nn.Parameter) -> dist.ProcessGroup:
@@ -225,12 +269,17 @@ def _hf_shapes(rule: Rule, parameter: torch.nn.Parameter, weight_map: WeightMap)
     full = list(parameter.shape)
     if (size := _tensor_size(parameter)) > 1:
         full[parameter.partition_dim] *= size
-    if rule.join == "same":
+    if rule.join in ("same", "halves"):
         return [full]
     if rule.join == "rows":
         return [[full[0] // len(rule.hf), *full[1:]] for _ in rule.hf]
     counts = (weight_map.heads, weight_map.groups, weight_map.groups)
     return [[count * weight_map.head_dim, *full[1:]] for count in counts]
+
+
+def _pieces(rule: Rule, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """What of one tensor of the checkpoint is cut among tensor-parallel ranks by itself."""
+    return tensor.chunk(2) if rule.join == "halves" else (tensor,)
 
 
 def _shard(tensor: torch.Tensor, parameter: torch.nn.Parameter) -> torch.Tensor:
@@ -250,10 +299,10 @@ def _gather(part: torch.Tensor, parameter: torch.nn.Parameter) -> torch.Tensor:
 
 
 def _join(rule: Rule, parts: list[torch.Tensor], weight_map: WeightMap) -> torch.Tensor:
-    """HF tensors -> Megatron parameter. "qkv": for each query group its query heads, its key, its value."""
+    """Pieces of HF tensors -> Megatron parameter. "qkv": for each query group its query heads, its key, its value."""
     if rule.join == "same":
         return parts[0]
-    if rule.join == "rows":
+    if rule.join in ("rows", "halves"):
         return torch.cat(parts)
     groups = parts[1].shape[0] // weight_map.head_dim
     return torch.cat([part.unflatten(0, (groups, -1)) for part in parts], 1).flatten(0, 1)
@@ -263,14 +312,14 @@ def _split(rule: Rule, tensor: torch.Tensor, weight_map: WeightMap, ranks: int) 
     """The inverse of `_join`; `ranks` is among how many the parameter is cut."""
     if rule.join == "same":
         return (tensor,)
-    if rule.join == "rows":
-        return tensor.chunk(len(rule.hf))
+    if rule.join in ("rows", "halves"):
+        return tensor.chunk(2 if rule.join == "halves" else len(rule.hf))
     size, groups = weight_map.head_dim, weight_map.groups // ranks
     widths = (weight_map.heads // weight_map.groups * size, size, size)
     return tuple(part.flatten(0, 1) for part in tensor.unflatten(0, (groups, -1)).split(widths, 1))
 
 
-def _tensor_files(folder: Path) -> dict[str, Path]:
+def tensor_files(folder: Path) -> dict[str, Path]:
     """Tensor name -> file, from the index or from the headers."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():

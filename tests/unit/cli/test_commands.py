@@ -89,7 +89,7 @@ def test_a_plan_as_json(call):
     (("--sglang-mem-fraction-static", "0.7"), "--sglang-mem-fraction-static"),
     (("--num-steps-per-rollout", "3"), "do not divide"),
     (("--prompt-source", "parquet"), "nobody enabled offers the prompt_source 'parquet'"),
-    (("--tensor-model-parallel-size", "2"), "one rank"),
+    (("--tensor-model-parallel-size", "2"), "1 rank does not divide"),
 ])  # fmt: skip
 def test_what_cannot_run_is_refused_with_exit_code_2_and_a_fix(call, words, said):
     code, out, err = call("run", *GOOD, *words, "--plan")
@@ -157,3 +157,19 @@ def test_flags_and_hooks_print_pages(invoke):
 
 def test_commands_are_lazy():
     assert set(cli.commands) == set(), "nothing is registered, so nothing is imported"
+
+
+def test_the_exit_codes_of_a_diff(call, tmp_path):
+    from miles_core.record.console import Console
+    from miles_core.record.directory import RunDirectory
+    from miles_core.record.journal import Journal
+
+    for name, weight in (("a", "1"), ("same", "1"), ("other", "2")):
+        with RunDirectory(tmp_path / name) as directory:
+            Journal(directory, Console()).hashes(0, {"w": weight}, {"tokens": "1"}, 1.0)
+    code, out, err = call("diff", "a", "same")
+    assert (code, err) == (0, "") and "hashes are the same" in out
+    code, out, err = call("diff", "a", "other")
+    assert (code, err) == (1, "") and "first difference: weights w" in out
+    code, out, err = call("diff", "a", "nowhere")
+    assert (code, out) == (2, "") and "there is no such folder" in err

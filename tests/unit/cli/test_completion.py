@@ -41,6 +41,13 @@ def test_commands():
     assert set(complete("re")) == {"report"}
 
 
+def test_a_diff_takes_two_folders():
+    assert set(complete("d")) == {"diff"} and set(complete("diff", "--j")) == {"--json"}
+    for words in (["diff", ""], ["diff", "runs/a", ""]):
+        items = ShellComplete(cli, {}, "miles", "_MILES_COMPLETE").get_completions(words[:-1], words[-1])
+        assert [item.type for item in items] == ["dir"]
+
+
 def test_flags_of_every_table():
     assert complete("run", "--rollout-batch")["--rollout-batch-size"] == "Prompts drawn per rollout."
     assert "--advantage-estimator" in complete("run", "demo.toml", "--lr", "1e-6", "--adv")

@@ -49,7 +49,7 @@ REFUSED = {
     "one optimizer step per rollout": ["--skip-actor-forward-only", "--num-steps-per-rollout", 2],
     "excludes use_rollout_logprobs": ["--skip-actor-forward-only", "--use-rollout-logprobs"],
     "disagree": ["--calculate-per-token-loss", "--reduction", "sample"],
-    "trains on one rank": ["--tensor-model-parallel-size", 2],
+    "1 rank does not divide by tensor_model_parallel_size 2": ["--tensor-model-parallel-size", 2],
     "needs max_tokens_per_gpu": ["--use-dynamic-batch-size"],
     "does not divide by micro_batch_size": ["--micro-batch-size", 5],
     "log_probs_chunk_size should be at least 1": ["--log-probs-chunk-size", 0],
@@ -59,6 +59,11 @@ REFUSED = {
     "old policy's log-probs": ["--hidden-dropout", 0.1],
     "it has no FSDP": ["--train-backend", "fsdp"],
     "exclude each other": ["--debug-rollout-only", "--load-debug-rollout-data", "{rollout_id}"],
+    "nothing is traced without": ["--profile-step-end", 3],
+    "above profile_step_start": ["--use-pytorch-profiler", "--profile-step-start", 2, "--profile-step-end", 2],
+    "ends before profile_step_start": ["--use-pytorch-profiler"],
+    "--debug-rollout-only has none": ["--use-pytorch-profiler", "--debug-rollout-only"],
+    "should be one of": ["--use-pytorch-profiler", "--profile-target", "train_critic"],
 }  # fmt: skip
 
 
@@ -82,7 +87,7 @@ NOTED = {
     "--debug-train-only is implied": ["--load-debug-rollout-data", "data/{rollout_id}"],
     "the reference model is --hf-checkpoint": ["--use-kl-loss"],
     "overrides micro_batch_size": ["--use-dynamic-batch-size", "--max-tokens-per-gpu", 9999, "--micro-batch-size", 2],
-    "is not needed": ["--balance-data"],
+    "is not needed": ["--padded-vocab-size", 512],
 }  # fmt: skip
 
 

@@ -15,6 +15,9 @@ OPTIONS = {option.key: option for table, kind in TABLES.items() for option in op
 
 def legal(kind: str, default: object, choices=()):
     """(words, value) that the type allows and that is not the default."""
+    if choices and kind.startswith("list"):
+        others = [choice for choice in choices if choice not in default]
+        return others, others
     if choices:
         other = next((choice for choice in choices if choice != default), choices[0])
         return [str(other)], other

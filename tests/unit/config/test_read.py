@@ -15,10 +15,6 @@ DECLARED = {(table, name): option for table, kind in TABLES.items() for name, op
 BY_NAME = {"eval_temperature", "eval_top_p", "eval_top_k", "eval_max_response_len", "eval_min_new_tokens"}
 """Read by getattr in build.sampling; tests/integration/test_evaluation.py shows that they act."""
 
-ONE_RANK = {"actor_num_nodes", "actor_num_gpus_per_node"}
-"""This version trains on one rank, so config/check.py refuses any other value; nothing else has to know."""
-
-
 @pytest.fixture(scope="module")
 def read() -> set[tuple[str, str]]:
     """(table, option) of every attribute that is read from a thing called like a table; checks do not count."""
@@ -36,11 +32,11 @@ def read() -> set[tuple[str, str]]:
 
 @pytest.mark.parametrize(("table", "name"), DECLARED)
 def test_every_option_is_read(read, table, name):
-    if len(DECLARED[table, name].choices) == 1 or name in BY_NAME | ONE_RANK:
+    if len(DECLARED[table, name].choices) == 1 or name in BY_NAME:
         return
     assert (table, name) in read, f"[{table}] {name} is accepted, and nobody reads it"
 
 
 def test_the_exceptions_are_still_needed(read):
     names = {name for _, name in DECLARED}
-    assert names >= BY_NAME | ONE_RANK and not (BY_NAME | ONE_RANK) & {name for _, name in read}
+    assert names >= BY_NAME and not BY_NAME & {name for _, name in read}

@@ -1,4 +1,4 @@
-"""The two reductions, what a masked row can do (nothing), and the KL estimators."""
+"""The three reductions, what a masked row can do (nothing), and the KL estimators."""
 
 import math
 
@@ -8,7 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from miles_core.stages.loss import approximate_kl, per_sample, per_token, reduce
+from miles_core.kl import approximate_kl
+from miles_core.stages.loss import per_constant, per_sample, per_token, reduce
 from miles_core.types import Prompt, Sample
 
 KINDS = ("k1", "k2", "k3", "low_var_kl")
@@ -38,7 +39,13 @@ def test_per_token_is_the_mean_over_all_trained_tokens():
     assert per_token([sample([1, 1, 0, 1]), sample([1])]).tolist() == [1 / 4, 1 / 4]
 
 
-@pytest.mark.parametrize("reduction", [per_sample, per_token])
+def test_per_constant_divides_by_the_number_of_rollouts_and_the_constant():
+    """Two rollouts, one of them of two samples: 1 / (2 x 8) for each token, however long its sample is."""
+    weights = per_constant([sample([1, 1, 0, 1], rollout=3), sample([1], rollout=3), sample([1] * 6)], 8.0)
+    assert weights.tolist() == [1 / 16] * 3
+
+
+@pytest.mark.parametrize("reduction", [per_sample, per_token, lambda samples: per_constant(samples, 4.0)])
 def test_a_step_without_trained_tokens_has_finite_weights(reduction):
     assert np.isfinite(reduction([sample([0, 0]), sample([0])])).all()
 
@@ -114,6 +121,29 @@ def test_k3_is_unbiased_and_its_mean_is_the_divergence():
 def test_low_var_kl_is_bounded_where_k3_is_not():
     far = torch.tensor([-60.0, 60.0, math.nan])
     assert approximate_kl(far, torch.zeros(3), "low_var_kl").tolist() == [10.0, 10.0, 0.0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_unbiased_estimate_is_weighted_by_the_ratio_before_the_last_clamp(kind):
+    """p / base = e^d with d = 3, ratio 0.5; k3 and low_var_kl: exp(-3) + 2 = 2.049787."""
+    base, ratio = torch.zeros(1, dtype=torch.float64), torch.tensor([0.5], dtype=torch.float64)
+    expected = {"k1": 3.0, "k2": 4.5, "k3": 2.049787, "low_var_kl": 2.049787}[kind]
+    assert approximate_kl(base + 3, base, kind, ratio).item() == pytest.approx(expected / 2, abs=1e-6)
+    if kind == "low_var_kl":  # exp(20) - 19, times the ratio, is clamped afterwards
+        assert approximate_kl(base - 20, base, kind, ratio * 1e-12).item() == pytest.approx(0.5e-12 * (math.exp(20) - 21))
+
+
+def test_the_gradient_of_the_unbiased_estimate_is_that_of_the_divergence():
+    """Summed over a whole distribution with the weights of the sampling policy, for any of the estimators k1 and k3."""
+    torch.manual_seed(2)
+    logits = torch.randn(30, dtype=torch.float64, requires_grad=True)
+    reference, old = torch.log_softmax(torch.randn(2, 30, dtype=torch.float64), -1)
+    policy = torch.log_softmax(logits, -1)
+    exact, = torch.autograd.grad((policy.exp() * (policy - reference)).sum(), logits, retain_graph=True)
+    for kind in ("k1", "k3"):
+        estimate = approximate_kl(policy, reference, kind, (policy - old).exp())
+        found, = torch.autograd.grad((old.exp() * estimate).sum(), logits, retain_graph=True)
+        torch.testing.assert_close(found, exact)
 
 
 def test_an_unknown_estimator_is_named():

@@ -1,1 +1,1 @@
-"""Group-relative policy optimization for Miles: an advantage estimator and a clipped policy loss, both named "grpo"."""
+"""Group-relative policy optimization for Miles: the advantage estimator "grpo"."""

@@ -32,7 +32,7 @@ def decode(decoder, weights, ids, prefilled, company=0, room=0, trace=False):
     `company` other sequences are prefilled and decoded alongside, `room` makes the cache wider.
     """
     others = [tuple(random_ids(1 + 7 * i % 40, seed=100 + i)) for i in range(company)]
-    cache = Cache(decoder.shape, 256)
+    cache = Cache(256)
     cache.reserve(round_up(1 + company), max(len(ids), 41) + room)
     filled = decoder.prefill(weights, [*others, tuple(ids[:prefilled])], trace)
     order = torch.arange(1 + company).flip(0)  # ours goes to row 0, where it did not lie in the prefill

@@ -49,11 +49,11 @@ def hf_model(megatron):
 @pytest.fixture(scope="session")
 def port(megatron, tmp_path_factory):
     """(transformers model, **overrides) -> (Megatron model with the same weights, weight map)."""
-    from miles_core.backends.megatron import model, specs, weights
+    from miles_core.backends.megatron import families, model, weights
 
     def make(hf, **overrides):
         bf16 = overrides.pop("bf16", False)
-        family = specs.FAMILIES[hf.config.model_type]
+        family = families.FAMILIES[hf.config.model_type]
         spec, weight_map = family.model_spec(hf.config), family.weight_map(hf.config)
         ours = model.build(model.transformer_config(spec, overrides, bf16=bf16), spec)
         folder = tmp_path_factory.mktemp("hf")
@@ -69,11 +69,11 @@ def packed_logits(megatron):
     """(Megatron model, sequences) -> [total, V]."""
     import torch
 
-    from miles_core.backends.megatron import layers
+    from miles_core.backends.megatron import plan
 
     def run(ours, sequences):
         cu = torch.tensor([0] + [len(s) for s in sequences]).cumsum(0)
-        hidden = ours(torch.cat(sequences)[None], None, None, packed_seq_params=layers.packed_rows(cu))
+        hidden = ours(torch.cat(sequences)[None], None, None, packed_seq_params=plan.packed_rows(cu))
         return hidden[:, 0] @ ours.output_weight.t()
 
     return run
@@ -108,7 +108,7 @@ def train(megatron, hf_model, port):
     import torch
     from megatron.core.distributed import finalize_model_grads
 
-    from miles_core.backends.megatron import layers, logprob, optimizer
+    from miles_core.backends.megatron import logprob, optimizer, plan
 
     hf = hf_model()
 
@@ -121,7 +121,7 @@ def train(megatron, hf_model, port):
 
         def backward(self, ids):
             optimizer.zero_gradients(self.chunks, self.optimizer)
-            rows = layers.packed_rows([0, 20, 64])
+            rows = plan.packed_rows([0, 20, 64])
             hidden = self.chunks[0](ids[None], None, None, packed_seq_params=rows)[:, 0]
             loss = -logprob.token_log_probs(hidden[:-1], self.model.output_weight, ids[1:])[0].mean()
             loss.backward()

@@ -18,11 +18,11 @@ def checkpoint(megatron):
 
 
 def save(checkpoint, folder, iteration, session, **state):
-    return checkpoint.save(folder, iteration, session.chunks, session.optimizer, session.scheduler, state)
+    return checkpoint.save(folder, iteration, {"actor": (session.chunks, session.optimizer, session.scheduler)}, state)
 
 
 def load(checkpoint, folder, session, iteration=None):
-    return checkpoint.load(folder, session.chunks, session.optimizer, session.scheduler, iteration)
+    return checkpoint.load(folder, {"actor": (session.chunks, session.optimizer, session.scheduler)}, iteration)
 
 
 @pytest.fixture(scope="module")
@@ -56,9 +56,9 @@ def test_the_runs_own_learning_rate_holds_after_a_resume(train, checkpoint, sess
 
 
 def test_weights_alone(train, checkpoint, session, tmp_path):
-    checkpoint.save(tmp_path, 0, session.chunks)
+    checkpoint.save(tmp_path, 0, {"actor": (session.chunks, None, None)})
     other = train()
-    checkpoint.load(tmp_path, other.chunks)
+    checkpoint.load(tmp_path, {"actor": (other.chunks, None, None)})
     assert all(torch.equal(a, b) for a, b in zip(session.model.parameters(), other.model.parameters(), strict=True))
     with pytest.raises(CheckpointError, match="cannot be read or does not fit"):
         load(checkpoint, tmp_path, other)
@@ -210,7 +210,7 @@ def test_a_pickle_that_would_run_code_is_refused(checkpoint, saved, session, tmp
 def test_another_architecture(checkpoint, session, saved, hf_model, port):
     other, _ = port(hf_model(moe=True))
     with pytest.raises(CheckpointError, match="does not fit"):
-        checkpoint.load(saved, [other])
+        checkpoint.load(saved, {"actor": ([other], None, None)})
 
 
 def test_saving_a_tiny_model_is_fast(checkpoint, session, tmp_path):

@@ -100,7 +100,7 @@ def test_what_is_left_out_is_refused_with_a_sentence(megatron):
 def test_one_process_needs_no_port(megatron):
     import torch.distributed as dist
 
-    cpu.single_process_group()
+    cpu.process_group()
     assert dist.get_world_size() == 1 and dist.get_backend() == "gloo"
 
 

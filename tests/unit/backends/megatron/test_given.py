@@ -31,11 +31,11 @@ def parts(megatron, hf_model):
     """(Megatron fields) -> (TransformerConfig, DDP config, OptimizerConfig) as the trainer makes them."""
     from megatron.core.transformer import TransformerConfig
 
-    from miles_core.backends.megatron import model, optimizer, specs
+    from miles_core.backends.megatron import families, model, optimizer
     from miles_core.backends.megatron.given import given_for
 
     hf = hf_model().config
-    spec = specs.FAMILIES[hf.model_type].model_spec(hf)
+    spec = families.FAMILIES[hf.model_type].model_spec(hf)
 
     def make(**given):
         layout = model.transformer_config(spec, given_for(TransformerConfig, given))
@@ -96,22 +96,22 @@ def test_every_accepted_field_has_a_class_that_takes_it(megatron):
     {"activation_func": "gelu"}, {"q_lora_rank": 64}, {"rope_scaling": True}, {"rope_scaling_factor": 2.0},
 ], ids=lambda given: next(iter(given)))  # fmt: skip
 def test_what_the_checkpoint_decides_cannot_be_set_otherwise(hf_model, given):
-    from miles_core.backends.megatron import specs
+    from miles_core.backends.megatron import families
     from miles_core.backends.megatron.given import check_architecture
 
     hf = hf_model(False, False).config
     with pytest.raises(ConfigError, match=next(iter(given))):
-        check_architecture(given, specs.FAMILIES[hf.model_type].model_spec(hf))
+        check_architecture(given, families.FAMILIES[hf.model_type].model_spec(hf))
 
 
 def test_what_agrees_with_the_checkpoint_is_accepted(hf_model):
     """The architecture section of a Megatron-LM launch script, as it is usually written."""
-    from miles_core.backends.megatron import specs
+    from miles_core.backends.megatron import families
     from miles_core.backends.megatron.given import check_architecture
 
     hf = hf_model(False, False).config
-    spec = specs.FAMILIES[hf.model_type].model_spec(hf)
-    check_architecture({"rotary_base": int(spec.rope_theta), "share_embeddings_and_output_weights": False,
+    spec = families.FAMILIES[hf.model_type].model_spec(hf)
+    check_architecture({"rotary_base": int(spec.rotary.theta), "share_embeddings_and_output_weights": False,
                         "position_embedding_type": "rope", "activation_func": "silu"}, spec)
 
 

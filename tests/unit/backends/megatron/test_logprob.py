@@ -12,18 +12,21 @@ def inputs(n=23, h=8, v=31, dtype=torch.float64):
     return hidden, weight, torch.randint(0, v, (n,))
 
 
-def naive(hidden, weight, targets, temperature):
-    log_p = (hidden @ weight.t() / temperature).log_softmax(-1)
+def naive(hidden, weight, targets, temperature, softcap=None):
+    logits = hidden @ weight.t()
+    logits = logits if softcap is None else (logits / softcap).tanh() * softcap
+    log_p = (logits / temperature).log_softmax(-1)
     return log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
 
 
+@pytest.mark.parametrize("softcap", [None, 1.5])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("chunk_size", [5, 23, None])
-def test_it_is_log_softmax_with_gradients(temperature, chunk_size):
+def test_it_is_log_softmax_with_gradients(temperature, chunk_size, softcap):
     hidden, weight, targets = inputs()
     ours = token_log_probs(hidden, weight, targets, temperature=temperature, chunk_size=chunk_size,
-                           entropy_gradient=True)  # fmt: skip
-    theirs = naive(hidden, weight, targets, temperature)
+                           entropy_gradient=True, softcap=softcap)  # fmt: skip
+    theirs = naive(hidden, weight, targets, temperature, softcap)
     g, e = torch.randn(2, 23, dtype=torch.float64)
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b)
@@ -32,12 +35,14 @@ def test_it_is_log_softmax_with_gradients(temperature, chunk_size):
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.parametrize("softcap", [None, 1.5])
 @pytest.mark.parametrize("entropy_gradient", [False, True])
-def test_gradcheck(entropy_gradient):
+def test_gradcheck(entropy_gradient, softcap):
     hidden, weight, targets = inputs(n=5, h=4, v=6)
 
     def function(hidden, weight):
-        out = token_log_probs(hidden, weight, targets, temperature=0.9, chunk_size=2, entropy_gradient=entropy_gradient)
+        out = token_log_probs(hidden, weight, targets, temperature=0.9, chunk_size=2, softcap=softcap,
+                              entropy_gradient=entropy_gradient)  # fmt: skip
         return out if entropy_gradient else out[0]
 
     assert torch.autograd.gradcheck(function, (hidden, weight))

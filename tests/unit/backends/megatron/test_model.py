@@ -75,18 +75,18 @@ def test_bf16_is_near(hf_model, port, packed_logits, sequences):
 
 
 def test_the_model_returns_hidden_states(hf_model, port):
-    from miles_core.backends.megatron import layers
+    from miles_core.backends.megatron import plan
 
     ours, _ = port(hf_model())
-    hidden = ours(torch.zeros(1, 11, dtype=torch.int64), None, None, packed_seq_params=layers.packed_rows([0, 4, 9]))
+    hidden = ours(torch.zeros(1, 11, dtype=torch.int64), None, None, packed_seq_params=plan.packed_rows([0, 4, 9]))
     assert hidden.shape == (11, 1, 64) and ours.output_weight.shape == (97, 64)
 
 
 @pytest.fixture(scope="module")
 def spec(hf_model):
-    from miles_core.backends.megatron import specs
+    from miles_core.backends.megatron import families
 
-    return specs.Qwen3().model_spec(hf_model().config)
+    return families.FAMILIES["qwen3"].model_spec(hf_model().config)
 
 
 def config(spec, **overrides):
@@ -118,9 +118,9 @@ def test_what_needs_transformer_engine_is_announced_and_off(spec, caplog):
 
 
 def test_defaults_can_be_overridden(hf_model):
-    from miles_core.backends.megatron import specs
+    from miles_core.backends.megatron import families
 
-    moe = specs.Qwen3Moe().model_spec(hf_model(moe=True).config)
+    moe = families.FAMILIES["qwen3_moe"].model_spec(hf_model(moe=True).config)
     assert config(moe).moe_aux_loss_coeff == 0 and config(moe).moe_router_dtype == "fp32"
     changed = config(moe, moe_aux_loss_coeff=1e-2)
     assert changed.moe_router_load_balancing_type == "aux_loss"
@@ -130,10 +130,10 @@ def test_defaults_can_be_overridden(hf_model):
 def test_variants_that_are_not_modelled_are_refused(hf_model, change):
     import copy
 
-    from miles_core.backends.megatron import specs
+    from miles_core.backends.megatron import families
 
     hf = copy.deepcopy(hf_model().config)
     for name, value in change.items():
         setattr(hf, name, value)
     with pytest.raises(ConfigError, match=next(iter(change))):
-        specs.Qwen3().model_spec(hf)
+        families.FAMILIES["qwen3"].model_spec(hf)

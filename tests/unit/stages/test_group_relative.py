@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from miles_grpo.advantage import EPSILON, group_relative, normalized
-from miles_grpo.plugin import Grpo, GrpoOptions
 
+from miles_core.config.tables import Algorithm
 from miles_core.errors import RewardError, TrainError
+from miles_core.stages.advantage import STD_EPSILON, group_relative, normalized
 from miles_core.types import Batch, Group, Prompt, Sample, Status
 
 PROMPT = Prompt(uid=3, row=3, text="1+1=", token_ids=(1, 2))
@@ -26,6 +26,11 @@ def group(rewards, rollouts=None, status=Status.COMPLETED):
     return Group(PROMPT, samples)
 
 
+def relative(group, **options):
+    """The estimator for one group."""
+    return group_relative(Batch(0, [group]), Algorithm(**options))
+
+
 def test_hand_computed():
     # mean 0.5, squared deviations 4 x 0.25 = 1, divided by n - 1 = 3
     expected = 0.5 / (math.sqrt(1 / 3) + 1e-6)
@@ -36,7 +41,7 @@ def test_hand_computed():
 
 def test_without_std_and_without_normalization():
     assert normalized([1.0, 2.0, 6.0], divide=False) == [-2.0, -1.0, 3.0]
-    assert group_relative(group([1.0, 2.0, 6.0]), normalize=False) == [1.0, 2.0, 6.0]
+    assert relative(group([1.0, 2.0, 6.0]), rewards_normalization=False) == [1.0, 2.0, 6.0]
 
 
 @pytest.mark.parametrize("reward", [0.0, 1.0, 0.1, -0.3, 1e-12, 1e6])
@@ -48,48 +53,47 @@ def test_constant_rewards_give_exactly_zero(reward, size):
 
 def test_siblings_count_once():
     # rollouts 0 and 1 with rewards 1 and 0, and a sample that is its own rollout with reward 0
-    advantages = group_relative(group([1.0, 1.0, 1.0, 0.0, 0.0], rollouts=[0, 0, 0, 1, None]))
+    advantages = relative(group([1.0, 1.0, 1.0, 0.0, 0.0], rollouts=[0, 0, 0, 1, None]))
     once = normalized([1.0, 0.0, 0.0])
     assert advantages == [once[0], once[0], once[0], once[1], once[2]]
 
 
 def test_a_rollout_number_is_not_a_position():
     # The rollout numbered 1 and the lone sample at position 1 are two rollouts.
-    assert group_relative(group([1.0, 0.0], rollouts=[1, None])) == normalized([1.0, 0.0])
+    assert relative(group([1.0, 0.0], rollouts=[1, None])) == normalized([1.0, 0.0])
 
 
 def test_siblings_must_agree():
     with pytest.raises(RewardError, match="rollout 4.*1.0 and 0.5"):
-        group_relative(group([1.0, 0.5], rollouts=[4, 4]))
+        relative(group([1.0, 0.5], rollouts=[4, 4]))
 
 
 @pytest.mark.parametrize("status", [Status.ABORTED, Status.FAILED, Status.PENDING])
 def test_unfinished_samples_are_refused(status):
     with pytest.raises(TrainError, match=f"sample 0.*{status}"):
-        group_relative(group([1.0, 0.0], status=status))
+        relative(group([1.0, 0.0], status=status))
 
 
 def test_truncated_samples_are_welcome():
-    assert group_relative(group([1.0, 0.0], status=Status.TRUNCATED)) == normalized([1.0, 0.0])
+    assert relative(group([1.0, 0.0], status=Status.TRUNCATED)) == normalized([1.0, 0.0])
 
 
 @pytest.mark.parametrize("reward", [None, math.nan, math.inf])
 def test_rewards_must_be_there_and_finite(reward):
     with pytest.raises(RewardError, match="sample 1.*no finite reward"):
-        group_relative(group([1.0, reward]))
+        relative(group([1.0, reward]))
 
 
-def test_hook_keeps_the_order_of_the_batch():
+def test_the_order_of_the_batch_is_kept():
     batch = Batch(0, [group([1.0, 0.0]), group([3.0, 3.0, 3.0]), group([0.0, 2.0])])
-    advantages = Grpo(GrpoOptions()).advantage(batch)
-    assert len(advantages) == len(batch.samples)
+    advantages = group_relative(batch, Algorithm())
     assert advantages == [*normalized([1.0, 0.0]), 0.0, 0.0, 0.0, *normalized([0.0, 2.0])]
 
 
-def test_hook_obeys_the_options():
-    batch = Batch(0, [group([1.0, 4.0])])
-    assert Grpo(GrpoOptions(std_normalization=False)).advantage(batch) == [-1.5, 1.5]
-    assert Grpo(GrpoOptions(rewards_normalization=False)).advantage(batch) == [1.0, 4.0]
+def test_the_options_are_obeyed():
+    assert relative(group([1.0, 4.0]), std_normalization=False) == [-1.5, 1.5]
+    assert group_relative(Batch(0, [group([1.0, 4.0])]), Algorithm(), divide=False) == [-1.5, 1.5]
+    assert relative(group([1.0, 4.0]), rewards_normalization=False) == [1.0, 4.0]
 
 
 @given(REWARDS)
@@ -98,7 +102,7 @@ def test_agrees_with_statistics(rewards):
     if len(set(rewards)) == 1:
         return
     mean, std = statistics.mean(rewards), statistics.stdev(rewards)
-    expected = [(reward - mean) / (std + EPSILON) for reward in rewards]
+    expected = [(reward - mean) / (std + STD_EPSILON) for reward in rewards]
     assert normalized(rewards) == pytest.approx(expected, rel=1e-6, abs=1e-6)
 
 

@@ -1,0 +1,168 @@
+"""One model on this rank: its chunks, where its weights come from, and what steps it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+from miles_core.backends.megatron import cpu, optimizer, value, weights
+from miles_core.backends.megatron.given import check_architecture, given_for
+from miles_core.backends.megatron.model import build, transformer_config
+from miles_core.config.layout import Layout
+from miles_core.config.tables import RunConfig
+from miles_core.errors import NonFiniteError
+from miles_core.plugins.bind import Hooks
+from miles_core.stages.models import Model
+
+cpu.install()
+
+from megatron.core.distributed import finalize_model_grads  # noqa: E402 - after install()
+from megatron.core.transformer import TransformerConfig  # noqa: E402
+from megatron.core.transformer.module import Float16Module  # noqa: E402
+
+
+class Resident:
+    """A model that is in memory, and its optimizer if it trains.
+
+    Args:
+        declared: source, head and whether it trains.
+        layout: of the trainer; all models share it.
+    """
+
+    def __init__(self, name: str, declared: Model, config: RunConfig, hooks: Hooks, layout: Layout):
+        self.name, self.declared, self.config = name, declared, config
+        self.folder = _architecture(declared, config)
+        self.spec, self.weight_map = architecture(self.folder, config, hooks)
+        check_architecture(config.megatron, self.spec)
+        self.settings = transformer_config(
+            self.spec, given_for(TransformerConfig, config.megatron), bf16=config.perf.bf16, tensor=layout.tensor,
+            pipeline=layout.pipeline, virtual_pipeline=layout.virtual_pipeline, context=layout.context,
+            expert=layout.expert, expert_tensor=layout.expert_tensor, sequence_parallel=layout.sequence_parallel,
+        )  # fmt: skip
+        self.settings.finalize_model_grads_func = finalize_model_grads
+        make = value.build if declared.head == "value" else build
+        stages = range(layout.virtual_pipeline) if layout.virtual_pipeline else (None,)
+        self.chunks = [make(self.settings, self.spec, stage) for stage in stages]
+        if declared.head == "value":
+            self.weight_map = value.weight_map(self.weight_map)
+        self.options = _options(config, declared)
+        self.optimizer = self.scheduler = None
+        if declared.trainable:
+            self.wrapped = optimizer.wrap(self.chunks, self.settings, self.options)
+        else:
+            low = self.settings.bf16
+            self.wrapped = [Float16Module(self.settings, chunk) if low else chunk for chunk in self.chunks]
+
+    @property
+    def head(self) -> torch.Tensor:
+        """[V / tensor, H] of the output layer, or [1, H] of the value head; on the last pipeline stage only."""
+        chunk = self.chunks[-1]
+        if self.declared.head == "value":
+            return chunk.value_head.weight
+        layer = None if chunk.share_embeddings_and_output_weights and chunk.pre_process else chunk.output_layer
+        if layer is not None:
+            # The layer itself is never called, so what DDP hangs on its call (the gathering of its weight) is done here.
+            for hook in layer._forward_pre_hooks.values():
+                hook(layer, ())
+        return chunk.output_weight
+
+    def fill(self, source: str) -> None:
+        """Weights from a Hugging Face directory or a torch_dist checkpoint.
+
+        Raises:
+            CheckpointError: names the folder and what is wrong with it.
+        """
+        folder = Path(source)
+        if (folder / "config.json").is_file():
+            if self.declared.head == "value":
+                value.load(folder, self.chunks, self.weight_map, seed=self.config.optimizer.seed,
+                           fresh=source == self.config.checkpoint.hf_checkpoint)
+            else:
+                weights.load_hf(folder, self.chunks, self.weight_map)
+        else:
+            checkpoints().load(folder, {"actor": (self.wrapped, None, None)})
+
+    def make_optimizer(self) -> None:
+        """After the weights are in place: the optimizer copies them to its float32 masters."""
+        self.optimizer, self.scheduler = optimizer.make_optimizer(self.wrapped, self.options)
+
+    def zero_grad(self) -> None:
+        """Before a step's first micro-batch."""
+        optimizer.zero_gradients(self.wrapped, self.optimizer)
+
+    def step(self) -> dict[str, float]:
+        """Clip, update, move the schedule.
+
+        Raises:
+            NonFiniteError: a gradient is not finite; the optimizer has not seen it.
+        """
+        if names := optimizer.non_finite_gradients(self.wrapped):
+            raise NonFiniteError(f"the gradient of {names[0]} is not finite", got=f"{len(names)} parameter(s)",
+                                 who=f"optimizer step of the {self.name}",
+                                 fix="the weights are unchanged and the last checkpoint is good; "
+                                 "look at the step's samples, the learning rate and the precision")
+        rate = self.optimizer.param_groups[0]["lr"]
+        _, norm, _ = self.optimizer.step()
+        self.scheduler.step(1)
+        return {"grad_norm": float(norm), "lr-pg_0": rate}
+
+    def settle(self) -> None:
+        """Weights that are still being gathered after a step (--overlap-param-gather) are there when this returns."""
+        if self.optimizer is not None:
+            for chunk in self.wrapped:
+                if chunk.ddp_config.overlap_param_gather:
+                    chunk.start_param_sync(force_sync=True)
+
+    def parameters(self) -> Iterator[torch.nn.Parameter]:
+        """Of all chunks, in order."""
+        return (parameter for chunk in self.chunks for parameter in chunk.parameters())
+
+    def copy(self) -> list[torch.Tensor]:
+        """The weights, apart."""
+        self.settle()
+        return [parameter.detach().clone() for parameter in self.parameters()]
+
+    def put(self, tensors: list[torch.Tensor]) -> None:
+        """The inverse of `copy`."""
+        with torch.no_grad():
+            for parameter, tensor in zip(self.parameters(), tensors, strict=True):
+                parameter.copy_(tensor)
+
+
+def architecture(folder: Path, config: RunConfig, hooks: Hooks):
+    """(ModelSpec, WeightMap) of a Hugging Face directory's config.json, by the plugin that offers its model_type."""
+    from transformers import AutoConfig
+
+    hf = AutoConfig.from_pretrained(folder, local_files_only=True)
+    ours = Path(config.checkpoint.hf_checkpoint) == folder
+    family = hooks.model_spec[(ours and config.model.model_name) or hf.model_type](hf)
+    return family.model_spec(hf), family.weight_map(hf)
+
+
+def checkpoints() -> ModuleType:
+    """checkpoint.py, which brings torch.distributed.checkpoint (0.7 CPU s, 50 MiB): only once a run loads or saves."""
+    from miles_core.backends.megatron import checkpoint
+
+    return checkpoint
+
+
+def _architecture(declared: Model, config: RunConfig) -> Path:
+    """The folder with config.json: the source's own, else that of --hf-checkpoint."""
+    source = Path(declared.source)
+    return source if (source / "config.json").is_file() else Path(config.checkpoint.hf_checkpoint)
+
+
+def _options(config: RunConfig, declared: Model) -> optimizer.OptimizerOptions:
+    given = dataclasses.replace(config.optimizer, **declared.optimizer)
+    rollouts = config.rollout.num_rollout or 1
+    return optimizer.OptimizerOptions(
+        lr=given.lr, min_lr=given.min_lr, lr_decay_style=given.lr_decay_style, lr_warmup_iters=given.lr_warmup_iters,
+        lr_decay_iters=given.lr_decay_iters, train_iters=max(1, rollouts * config.rollout.num_steps_per_rollout),
+        optimizer=given.optimizer, weight_decay=given.weight_decay,
+        adam_beta1=given.adam_beta1, adam_beta2=given.adam_beta2,
+        adam_eps=given.adam_eps, clip_grad=given.clip_grad, megatron=config.megatron,
+    )  # fmt: skip

@@ -1,0 +1,263 @@
+"""The parity kit: a tiny random model of a family against transformers, as authors of a model_spec plugin test it.
+
+    for case in cases(Path("parity.toml")):
+        model_parity(case, tmp_path).check()
+
+`python -m miles_core.testing.parity` runs it for every family of this repository and writes the table of
+docs/model-families.md. Nothing is fetched: models are made from configs.
+"""
+
+from __future__ import annotations
+
+import sys
+import tomllib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from miles_core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from miles_core.backends.megatron.specs import Family
+
+LOGITS = 5e-6
+"""Largest difference of a logit in fp32, where logits have a standard deviation of about 1."""
+
+GRADIENTS = 1e-5
+"""Largest difference of a gradient's entry, as a share of the largest entry of its tensor."""
+
+TINY = {
+    "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 256, "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "initializer_range": 0.1,
+}  # fmt: skip
+"""Sizes of every case unless it says otherwise. All divide by two, so that a model can be cut into tensor-parallel
+ranks and pipeline stages."""
+
+LENGTHS = (13, 40, 1, 37, 64, 40, 100, 15)
+"""Of the packed sequences: unequal, several in one bucket, not in the order of their buckets."""
+
+BEGIN, END = "<!-- support matrix: begin -->\n", "<!-- support matrix: end -->\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One variant of a family.
+
+    Args:
+        family: its model_type.
+        name: what a table calls it.
+        config: keys of config.json in which it differs from TINY.
+        notes: what is special about it.
+    """
+
+    family: str
+    name: str
+    config: dict[str, object] = field(default_factory=dict)
+    notes: str = ""
+
+    def __str__(self) -> str:
+        return self.name.replace(" ", "-")
+
+
+@dataclass(frozen=True, slots=True)
+class Parity:
+    """What was measured of a case.
+
+    Args:
+        logits: largest difference of a logit; deviation: the logits' standard deviation.
+        gradients: worst tensor's largest difference, as a share of its largest entry; worst: that tensor's name.
+        exact: the model, streamed out again, has the checkpoint's names, shapes and bits.
+    """
+
+    case: Case
+    logits: float
+    deviation: float
+    gradients: float
+    worst: str
+    exact: bool
+
+    def check(self) -> None:
+        """
+        Raises:
+            AssertionError: the family computes something else than transformers does.
+        """
+        problems = [
+            f"logits differ by {self.logits:.1e}" if not self.logits <= LOGITS else "",
+            f"logits deviate by {self.deviation:.2f}, too little or much to tell" if not 0.3 < self.deviation < 3
+            else "",
+            f"the gradient of {self.worst} differs by {self.gradients:.1e}" if not self.gradients <= GRADIENTS else "",
+            "" if self.exact else "the exported checkpoint is not the imported one",
+        ]
+        if any(problems):
+            raise AssertionError(f"{self.case.name}: " + "; ".join(filter(None, problems)))
+
+
+def cases(path: Path) -> list[Case]:
+    """Read cases from TOML: `[[MODEL_TYPE]]` with `name` and, where there are any, `config` and `notes`."""
+    tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    return [Case(family, **one) for family, entries in tables.items() for one in entries]
+
+
+def model_parity(case: Case, folder: Path, family: Family | None = None) -> Parity:
+    """Build the case's model with transformers, save it, load it through the family, and compare.
+
+    Args:
+        folder: where the checkpoint is written.
+        family: by default what the installed plugins offer under the case's model_type.
+
+    Raises:
+        ConfigError: nobody offers the family, or the family refuses the case.
+        CheckpointError: the family's weight map does not fit the checkpoint.
+    """
+    import torch
+
+    from miles_core.backends.megatron import cpu, model, weights
+
+    if not _initialized():
+        cpu.initialize()
+    theirs = random_model(case)
+    saved = _on_disk(theirs, folder)
+    family = family or family_of(case.family, theirs.config)
+    spec, weight_map = family.model_spec(theirs.config), family.weight_map(theirs.config)
+    # Resharded cases: the same with transformer_config(tensor=2) and (pipeline=2), in as many processes.
+    ours = model.build(model.transformer_config(spec), spec)
+    weights.load_hf(folder, ours, weight_map)
+    streamed = {name: tensor.clone() for name, tensor in weights.hf_stream(ours, weight_map)}
+    exact = streamed.keys() == saved.keys() - weight_map.ignored and all(
+        torch.equal(streamed[name], saved[name]) for name in streamed
+    )
+    generator = torch.Generator().manual_seed(1)
+    sequences = [torch.randint(3, spec.vocab_size, (length,), generator=generator) for length in LENGTHS]
+    expected = torch.cat([theirs(sequence[None]).logits[0] for sequence in sequences])
+    got = packed_logits(ours, sequences, spec.logit_softcap)
+    targets = torch.randint(0, spec.vocab_size, (len(got),), generator=generator)
+    for each, logits in ((theirs, expected), (ours, got)):
+        torch.nn.functional.cross_entropy(logits, targets, reduction="sum").backward()
+        _hold_gradients(each)
+    wanted = _on_disk(theirs, folder / "gradients")
+    differences = {name: _share(grad, wanted[name]) for name, grad in weights.hf_stream(ours, weight_map)}
+    worst = max(differences, key=differences.get)
+    expected, got = expected.detach(), got.detach()
+    return Parity(case, float((got - expected).abs().max()), float(expected.std()), differences[worst], worst, exact)
+
+
+def random_model(case: Case):
+    """A transformers model of the case with eager attention, and norms and biases that are not what they start as."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(case.family, **{**TINY, **case.config})
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(0.2 * torch.randn_like(parameter))
+    return model
+
+
+def packed_logits(model, sequences: Sequence, softcap: float | None):
+    """[total, V] of the sequences, packed into one micro-batch of a Megatron model."""
+    import torch
+
+    from miles_core.backends.megatron.plan import packed_rows
+
+    bounds = torch.tensor([0, *map(len, sequences)]).cumsum(0)
+    hidden = model(torch.cat(list(sequences))[None], None, None, packed_seq_params=packed_rows(bounds))
+    logits = hidden[:, 0] @ model.output_weight.t()
+    return logits if softcap is None else (logits / softcap).tanh() * softcap
+
+
+def family_of(model_type: str, hf):
+    """The family that a built-in or installed plugin offers under a model_type.
+
+    Raises:
+        ConfigError: none does.
+    """
+    from miles_core.plugins import load, select
+    from miles_core.plugins.scan import installed
+
+    for one in select.select([(each.name, "the parity kit") for each in installed()], select.built_in()):
+        for offer in one.manifest.offers:
+            if (offer.hook, offer.name) == ("model_spec", model_type):
+                return getattr(load.load(one.manifest)(), offer.method)(hf)
+    raise ConfigError("no installed plugin builds this architecture", got=model_type, fix="see docs/model-families.md")
+
+
+def matrix(results: Iterable[Parity]) -> str:
+    """The results as a table in Markdown."""
+    rows = ["| family | model type | plugin | logits | gradients | round trip | notes |", "|---|---|---|---|---|---|---|"]
+    plugins = _plugins()
+    for one in results:
+        rows.append(f"| {one.case.name} | `{one.case.family}` | {plugins[one.case.family]} | {one.logits:.1e} "
+                    f"| {one.gradients:.1e} | {'exact' if one.exact else 'differs'} | {one.case.notes} |")
+    return "\n".join([*rows, ""])
+
+
+def _plugins() -> dict[str, str]:
+    """model_type -> who offers it, among the built-in and the official plugins."""
+    from miles_core.plugins import select
+    from miles_core.plugins.scan import KNOWN
+
+    found = {offer.name: "built in" for one in select.built_in() for offer in one.manifest.offers
+             if offer.hook == "model_spec"}
+    return found | {offer.partition(":")[2]: f"miles-{name}" for name, offers in KNOWN.items() for offer in offers
+                    if offer.startswith("model_spec:")}
+
+
+def _on_disk(model, folder: Path) -> dict:
+    """Save a transformers model; the tensors under the names that its files have, which need not be its modules'."""
+    from safetensors.torch import load_file
+
+    model.save_pretrained(folder)
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def _hold_gradients(model) -> None:
+    """Put gradients in the place of weights: saved or streamed like them they get the checkpoint's names."""
+    import torch
+
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
+
+
+def _share(got, expected) -> float:
+    return float((got - expected).abs().max() / expected.abs().max().clamp_min(1e-30))
+
+
+def _initialized() -> bool:
+    from megatron.core import parallel_state
+
+    return parallel_state.model_parallel_is_initialized()
+
+
+def main(root: Path) -> int:
+    """Run every case of the repository and write the table; the exit status is 1 where one fails its check."""
+    import tempfile
+
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    found = [root / "tests/unit/backends/megatron/parity.toml", *sorted(root.glob("plugins/*/tests/parity.toml"))]
+    results, failed = [], 0
+    for case in (case for path in found for case in cases(path)):
+        with tempfile.TemporaryDirectory() as folder:
+            results.append(model_parity(case, Path(folder)))
+        try:
+            results[-1].check()
+        except AssertionError as error:
+            failed = 1
+            print(error, file=sys.stderr)
+        print(f"{case.name}: logits {results[-1].logits:.1e}, gradients {results[-1].gradients:.1e}")
+    page = root / "docs" / "model-families.md"
+    before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
+    after = rest.partition(END)[2]
+    page.write_text(before + BEGIN + matrix(results) + END + after, encoding="utf-8")
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path.cwd()))

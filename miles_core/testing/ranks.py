@@ -1,0 +1,114 @@
+"""Several trainer ranks in processes that are started once and asked many things: parity across layouts."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from miles_core.config.tables import RunConfig
+from miles_core.hosts import process_group
+from miles_core.plugins.plan import Plan
+from miles_core.plugins.select import Selected
+from miles_core.types import Batch, Group, Prompt, Rank, Sample, Status
+
+TIMEOUT = 300.0
+"""Seconds that one question may take."""
+
+
+class Ranks:
+    """`size` processes, each of which makes the trainer of its rank anew for every question.
+
+    with Ranks(2) as ranks:
+        losses, weights = ranks.train(plan, batches)
+    """
+
+    def __init__(self, size: int):
+        self.size = size
+
+    def __enter__(self) -> Ranks:
+        self._runner = asyncio.Runner()
+        self._group = process_group("trial", self.size, Trial)
+        self._group.timeout = TIMEOUT
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self._runner.run(self._group.close())
+        self._runner.close()
+
+    def train(self, plan: Plan, batches: Sequence[Batch], *, save: Path | None = None) -> dict[str, Any]:
+        """Metrics of every optimizer step, and the weights by HF name, after training on the batches in turn.
+
+        Args:
+            plan: its [checkpoint] says where the weights come from; its layout has `size` ranks.
+            save: where to write a checkpoint after the last batch.
+        """
+        found = self.ask("train", list(plan.selected), plan.config, list(batches), save)
+        count = len(batches) * plan.config.rollout.num_steps_per_rollout
+        # A key of its own for each metric of each step: the last pipeline stage knows some, and dicts are merged.
+        steps = [{key[1]: value for key, value in found.items() if key[0] == i} for i in range(count)]
+        return {"steps": steps, "weights": found["weights"], "batch": found["batch"]}
+
+    def ask(self, method: str, *args: object) -> Any:
+        """Any method of Trial, on all ranks."""
+
+        async def call() -> Any:
+            return await getattr(self._group, method)(*args)
+
+        return self._runner.run(call())
+
+
+class Trial:
+    """Lives in each process."""
+
+    def __init__(self, rank: Rank):
+        import torch
+
+        torch.set_num_threads(1)
+        self.rank = rank
+
+    def train(self, selected: Sequence[Selected], config: RunConfig, batches: Sequence[Batch],
+              save: Path | None) -> dict[Any, Any]:
+        """See `Ranks.train`."""
+        from miles_core.build import trainer_part
+
+        trainer = trainer_part(selected, config, self.rank)
+        trainer.load()
+        steps = []
+        for batch in copy.deepcopy(batches):
+            trainer.take_batch(batch)
+            scores = trainer.score() | trainer.advantage()
+            steps += [scores | trainer.step(index) for index in range(config.rollout.num_steps_per_rollout)]
+            batch = trainer.end_batch()
+        stream = trainer.weights()
+        weights = None if stream is None else {name: tensor.clone().numpy() for name, tensor in stream}
+        if save is not None:
+            trainer.save(save, len(batches), {})
+        found = {(i, key): value for i, step in enumerate(steps) for key, value in step.items()}
+        return found if weights is None else found | {"weights": weights, "batch": batch}
+
+
+def batches(count: int, *, groups: int = 4, samples: int = 4, vocab: int = 256, seed: int = 0) -> list[Batch]:
+    """Rollouts of unequal lengths with random tokens, rewards, log-probs and a mask with holes."""
+    draw = np.random.default_rng(seed)
+    return [Batch(i, [_group(draw, i * groups + g, samples, vocab) for g in range(groups)]) for i in range(count)]
+
+
+def _group(draw: np.random.Generator, uid: int, samples: int, vocab: int) -> Group:
+    prompt = Prompt(uid, uid, "", tuple(int(t) for t in draw.integers(0, vocab, draw.integers(3, 12))))
+
+    def sample(index: int) -> Sample:
+        length = int(draw.integers(1, 41))
+        answer = draw.integers(0, vocab, length)
+        mask = draw.random(length) < 0.9
+        mask[0] = True
+        columns = {"tokens": np.array([*prompt.token_ids, *answer], np.int32), "loss_mask": mask.astype(np.uint8),
+                   "rollout_log_probs": -draw.random(length).astype(np.float32) * 6,
+                   "versions": np.ones(length, np.int32)}
+        return Sample(prompt, index, columns, length, status=Status.COMPLETED, reward=float(draw.integers(0, 3)))
+
+    return Group(prompt, [sample(index) for index in range(samples)])

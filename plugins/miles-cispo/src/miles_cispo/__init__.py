@@ -1,0 +1,1 @@
+"""CISPO for Miles: an advantage estimator and a policy loss, both named "cispo"."""

@@ -1,0 +1,1 @@
+"""REINFORCE for Miles: the estimators "reinforce_plus_plus", "reinforce_plus_plus_baseline" and "rloo"."""

@@ -1,0 +1,45 @@
+"""Gemma 2 (arXiv:2408.00118) and the text models of Gemma 3 (arXiv:2503.19786)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from miles_core.backends.megatron.decoder import Decoder, LayerNorms, by_layer_type, refuse, rotary
+from miles_core.backends.megatron.specs import Attention, Rotary
+
+_NORMS = LayerNorms(before_mlp="pre_feedforward_layernorm", after_attention="post_attention_layernorm",
+                    after_mlp="post_feedforward_layernorm")  # fmt: skip
+
+
+def gemma2(hf) -> Decoder:
+    """Sandwich norms about zero, a scaled embedding, softcaps, and sliding windows in every other layer.
+
+    Raises:
+        ConfigError: biases, bidirectional attention, another activation, an unknown scaling of the rope.
+    """
+    rope = rotary(hf)
+    return _gemma(hf, {"sliding_attention": rope, "full_attention": rope})
+
+
+def gemma3_text(hf) -> Decoder:
+    """Gemma 2 with norms on q and k, and a rope of its own for the layers with a window.
+
+    Raises:
+        ConfigError: as `gemma2`, and a softcap on scores, which transformers' Gemma 3 does not compute.
+    """
+    refuse(hf, attn_logit_softcapping=None)
+    ropes = {kind: rotary(hf, hf.rope_parameters[kind]) for kind in ("sliding_attention", "full_attention")}
+    return replace(_gemma(hf, ropes), qk_norm=True)
+
+
+def _gemma(hf, ropes: Mapping[str, Rotary]) -> Decoder:
+    refuse(hf, hidden_activation="gelu_pytorch_tanh", attention_bias=False, use_bidirectional_attention=False)
+    softcap = hf.attn_logit_softcapping
+    kinds = {kind: Attention(rope, hf.sliding_window if kind == "sliding_attention" else None, softcap)
+             for kind, rope in ropes.items()}
+    return Decoder(
+        hf=hf, attention=by_layer_type(hf, kinds), norms=_NORMS, zero_centred_norms=True,
+        activation="gelu_pytorch_tanh", softmax_scale=hf.query_pre_attn_scalar**-0.5,
+        embedding_scale=hf.hidden_size**0.5, logit_softcap=hf.final_logit_softcapping,
+    )  # fmt: skip

@@ -1,0 +1,25 @@
+"""The plugin: what it offers. The families are in families.py, imported when a checkpoint needs one."""
+
+from __future__ import annotations
+
+from miles_core.hookspecs import hookimpl
+
+
+class SpecsGemma:
+    """Gemma 2 and the text models of Gemma 3 for the Megatron trainer."""
+
+    @hookimpl("model_spec", name="gemma2")
+    def gemma2(self, hf_config):
+        """Gemma 2."""
+        from miles_core.backends.megatron.decoder import DecoderFamily
+        from miles_specs_gemma.families import gemma2
+
+        return DecoderFamily(gemma2)
+
+    @hookimpl("model_spec", name="gemma3_text")
+    def gemma3_text(self, hf_config):
+        """The text models of Gemma 3."""
+        from miles_core.backends.megatron.decoder import DecoderFamily
+        from miles_specs_gemma.families import gemma3_text
+
+        return DecoderFamily(gemma3_text)

@@ -1,0 +1,62 @@
+"""Every part that Gemma adds is seen by the parity kit: with one of them wrong, the kit says so."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from miles_specs_gemma.families import gemma2, gemma3_text
+
+from miles_core.backends.megatron.decoder import DecoderFamily, LayerNorms
+from miles_core.errors import ConfigError
+from miles_core.testing.parity import TINY, cases, model_parity
+
+CASES = {case.family: case for case in cases(Path(__file__).with_name("parity.toml"))}
+
+
+def everywhere(**changes):
+    return lambda made: {"attention": tuple(replace(one, **changes) for one in made.attention)}
+
+
+WRONG = {
+    "no window": everywhere(window=None),
+    "a window one longer": lambda made: {"attention": tuple(
+        replace(one, window=one.window and one.window + 1) for one in made.attention)},
+    "windows in the other layers": lambda made: {"attention": made.attention[::-1]},
+    "no softcap on scores": everywhere(softcap=None),
+    "no softcap on logits": lambda made: {"logit_softcap": None},
+    "norm weights about one": lambda made: {"zero_centred_norms": False},
+    "an embedding as it is": lambda made: {"embedding_scale": 1.0},
+    "scores by the size of a head": lambda made: {"softmax_scale": None},
+    "another activation": lambda made: {"activation": "silu"},
+    "norms after exchanged": lambda made: {"norms": LayerNorms(
+        before_mlp=made.norms.before_mlp, after_attention=made.norms.after_mlp, after_mlp=made.norms.after_attention)},
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_wrong_part_of_gemma_2_is_noticed(wrong, tmp_path):
+    def describe(hf):
+        made = gemma2(hf)
+        return replace(made, **WRONG[wrong](made))
+
+    with pytest.raises(AssertionError, match="Gemma 2: logits differ"):
+        model_parity(CASES["gemma2"], tmp_path, DecoderFamily(describe)).check()
+
+
+def test_gemma_3_with_one_rope_is_noticed(tmp_path):
+    def describe(hf):
+        made = gemma3_text(hf)
+        return replace(made, attention=tuple(replace(one, rotary=made.attention[-1].rotary) for one in made.attention))
+
+    with pytest.raises(AssertionError, match="Gemma 3, text: logits differ"):
+        model_parity(CASES["gemma3_text"], tmp_path, DecoderFamily(describe)).check()
+
+
+@pytest.mark.parametrize("change", [{"attention_bias": True}, {"use_bidirectional_attention": True},
+                                    {"hidden_activation": "silu"}, {"attn_logit_softcapping": 5.0}],
+                         ids=lambda change: next(iter(change)))
+def test_variants_that_are_not_modelled_are_refused(change):
+    from transformers import AutoConfig
+
+    with pytest.raises(ConfigError, match=f"gemma3_text with {next(iter(change))}"):
+        gemma3_text(AutoConfig.for_model("gemma3_text", **{**TINY, **change}))

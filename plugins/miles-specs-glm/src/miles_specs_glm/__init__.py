@@ -1,0 +1,1 @@
+"""Dense GLM-4 for the Megatron trainer."""

@@ -1,0 +1,17 @@
+"""The plugin: what it offers. The families are in families.py, imported when a checkpoint needs one."""
+
+from __future__ import annotations
+
+from miles_core.hookspecs import hookimpl
+
+
+class SpecsGlm:
+    """Dense GLM-4 for the Megatron trainer."""
+
+    @hookimpl("model_spec", name="glm4")
+    def glm4(self, hf_config):
+        """Dense GLM-4-0414 and GLM-Z1."""
+        from miles_core.backends.megatron.decoder import DecoderFamily
+        from miles_specs_glm.families import glm4
+
+        return DecoderFamily(glm4)

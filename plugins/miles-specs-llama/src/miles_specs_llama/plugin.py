@@ -1,0 +1,25 @@
+"""The plugin: what it offers. The families are in families.py, imported when a checkpoint needs one."""
+
+from __future__ import annotations
+
+from miles_core.hookspecs import hookimpl
+
+
+class SpecsLlama:
+    """Llama 2 and 3 and Mistral for the Megatron trainer."""
+
+    @hookimpl("model_spec", name="llama")
+    def llama(self, hf_config):
+        """Llama 2, 3, 3.1 and later."""
+        from miles_core.backends.megatron.decoder import DecoderFamily
+        from miles_specs_llama.families import llama
+
+        return DecoderFamily(llama)
+
+    @hookimpl("model_spec", name="mistral")
+    def mistral(self, hf_config):
+        """Mistral, with or without a sliding window."""
+        from miles_core.backends.megatron.decoder import DecoderFamily
+        from miles_specs_llama.families import mistral
+
+        return DecoderFamily(mistral)

@@ -1,0 +1,17 @@
+"""The plugin: what it offers. The families are in families.py, imported when a checkpoint needs one."""
+
+from __future__ import annotations
+
+from miles_core.hookspecs import hookimpl
+
+
+class SpecsQwen2:
+    """Qwen2 and Qwen2.5 for the Megatron trainer."""
+
+    @hookimpl("model_spec", name="qwen2")
+    def qwen2(self, hf_config):
+        """Dense Qwen2 and Qwen2.5."""
+        from miles_core.backends.megatron.decoder import DecoderFamily
+        from miles_specs_qwen2.families import qwen2
+
+        return DecoderFamily(qwen2)

@@ -1,0 +1,98 @@
+"""The plugin: options and hooks. Weights are in weights.py, metrics in mismatch.py, imported when first used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from miles_core.config import RunConfig, option
+from miles_core.errors import ConfigError
+from miles_core.hookspecs import hookimpl
+
+if TYPE_CHECKING:
+    from miles_core.stages.loss import LossInputs, Metrics, TokenWeights
+    from miles_core.stages.step import TrainerAccess
+
+
+@dataclass(frozen=True, kw_only=True)
+class TisOptions:
+    """Which weight a token gets and which tokens are left out; with nothing switched on there are metrics alone."""
+
+    use_tis: bool = option(
+        False, "Multiply the policy loss by trainer / engine probability, bounded.", flags=("--use-tis",)
+    )
+    tis_clip: float = option(2.0, "Upper bound of the weight.", flags=("--tis-clip",))
+    tis_clip_low: float = option(0.0, "Lower bound of the weight.", flags=("--tis-clip-low",))
+    tis_level: Literal["token", "sequence", "geometric"] = option(
+        "token", "Ratio of a token, product over its sample, or geometric mean over it.", flags=("--tis-level",)
+    )
+    tis_mode: Literal["truncate", "clip", "mask"] = option(
+        "clip", "Bound from above, from both sides, or leave out what lies outside (IcePop).", flags=("--tis-mode",)
+    )
+    tis_batch_normalize: bool = option(
+        False, "Divide the weights by their mean over the optimizer step.", flags=("--tis-batch-normalize",)
+    )
+    use_rs: bool = option(False, "Leave out tokens whose ratio at rs_level is out of bounds.", flags=("--use-rs",))
+    rs_level: Literal["token", "sequence", "geometric"] = option(
+        "token", "Level of the ratio that decides on rejection.", flags=("--rs-level",)
+    )
+    rs_lower_bound: float | None = option(
+        None, "Lower bound of rejection; default: tis_clip_low.", flags=("--rs-lower-bound",)
+    )
+    rs_upper_bound: float | None = option(
+        None, "Upper bound of rejection; default: tis_clip.", flags=("--rs-upper-bound",)
+    )
+    rs_veto_threshold: float | None = option(
+        None, "Leave out samples with a token whose ratio is below this.", flags=("--rs-veto-threshold",)
+    )
+    use_opsm: bool = option(
+        False, "Leave out samples of negative advantage that the policy has moved away from.", flags=("--use-opsm",)
+    )
+    opsm_delta: float = option(1e-4, "Mean old minus new log-prob above which that is so.", flags=("--opsm-delta",))
+
+
+class Tis:
+    """Importance weights, rejection and metrics for the gap between engine and trainer: TIS, IcePop, MIS, OPSM."""
+
+    def __init__(self, options: TisOptions, config: RunConfig):
+        _check(options, config)
+        self.options, self._mean = options, 1.0
+
+    @hookimpl
+    def train_step(self, proceed: Callable[[], Metrics], access: TrainerAccess) -> Metrics:
+        """Before the step: the mean weight of all its tokens, from the same columns on every rank."""
+        if self.options.tis_batch_normalize:
+            from miles_tis.weights import step_mean
+
+            self._mean = step_mean(access.samples, self.options)
+        return proceed()
+
+    @hookimpl
+    def token_weights(self, weights: TokenWeights, inputs: LossInputs) -> TokenWeights:
+        """The correction of N tokens on top of what other plugins gave them."""
+        from miles_tis.weights import corrected
+
+        return corrected(weights, inputs, self.options, self._mean)
+
+
+def _check(options: TisOptions, config: RunConfig) -> None:
+    algorithm = config.algorithm
+    low, high = options.rs_lower_bound, options.rs_upper_bound
+    low, high = options.tis_clip_low if low is None else low, options.tis_clip if high is None else high
+    for names, lower, upper in (("tis_clip_low and tis_clip", options.tis_clip_low, options.tis_clip),
+                                ("rs_lower_bound and rs_upper_bound", low, high)):
+        if not 0 <= lower < upper:
+            raise ConfigError(f"{names} should be bounds of a ratio, the lower one first", got=f"{lower} and {upper}",
+                              who="[tis]", fix="0.5 and 2.0 are usual")
+    if options.use_tis and algorithm.use_rollout_logprobs:
+        raise ConfigError("use_tis and use_rollout_logprobs correct the same gap twice", who="[tis], [algorithm]",
+                          fix="drop one: with use_rollout_logprobs the ratio of the loss is to the engine already")
+    if not options.tis_batch_normalize:
+        return
+    if not options.use_tis or options.tis_level == "geometric":
+        raise ConfigError("tis_batch_normalize is for use_tis with tis_level token or sequence", who="[tis]",
+                          got=f"use_tis {options.use_tis}, tis_level {options.tis_level}", fix="leave it out")
+    if algorithm.skip_actor_forward_only:
+        raise ConfigError("tis_batch_normalize needs the old log-probs of the whole step before its first micro-batch",
+                          who="[tis], algorithm.skip_actor_forward_only", fix="drop one of them")

@@ -1,0 +1,73 @@
+"""Every policy loss that the core or an official plugin offers has the properties of miles_core/testing/losses.py."""
+
+import pytest
+import torch
+
+from miles_core.config.tables import RunConfig
+from miles_core.plugins.bind import bind
+from miles_core.plugins.scan import KNOWN
+from miles_core.plugins.select import built_in, select
+from miles_core.testing.losses import PROPERTIES, evaluate, holds, loss_contract, make_case
+
+torch.set_num_threads(1)
+
+LOSSES = [name for offers in KNOWN.values() for offer in offers for hook, _, name in [offer.partition(":")]
+          if hook == "policy_loss"]
+LEFT_OUT = {("cispo", "gradients_are_finite_differences"),  # its weight has no gradient
+            ("sft", "a_ratio_of_one_is_the_policy_gradient"), ("sft", "no_advantage_is_no_gradient")}  # supervised
+
+
+@pytest.fixture(scope="module")
+def losses():
+    named = [(plugin, "test") for plugin, offers in KNOWN.items() if any(o.startswith("policy_loss:") for o in offers)]
+    core = [one for one in built_in() if one.manifest.name == "core"]
+    return bind(select(named, core), RunConfig(), "trainer").policy_loss
+
+
+PAIRS = {f"{name}-{one.__name__}": (name, one) for name in ("clip", *LOSSES) for one in PROPERTIES
+         if (name, one.__name__) not in LEFT_OUT}
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_property(losses, pair):
+    name, property = PAIRS[pair]
+    holds(property, losses[name], examples=40)
+
+
+def mean_of_this_rank(inputs):
+    """A sequence's ratio from the rows that happen to be here."""
+    distance = torch.where(inputs.mask > 0, inputs.log_probs - inputs.old_log_probs, 0.0)
+    total, count = (torch.zeros(9, dtype=torch.float64).index_add(0, inputs.sample, values)
+                    for values in (distance, inputs.mask))
+    ratio = (total / count.clamp(min=1)).exp()[inputs.sample]
+    return torch.where(inputs.mask > 0, -ratio * inputs.advantages, 0.0), {}
+
+
+WRONG = {
+    "leaks from masked rows": lambda i: (-i.log_probs * i.advantages * i.mask, {}),
+    "sees one rank's part": mean_of_this_rank,
+    "reduces": lambda i: ((-i.log_probs * i.advantages)[i.mask > 0].sum(), {}),
+    "has another sign": lambda i: (torch.where(i.mask > 0, (i.log_probs - i.old_log_probs).exp() * i.advantages, 0.0),
+                                   {}),
+    "keeps the gradient of a metric": lambda i: (torch.where(i.mask > 0, -(i.log_probs - i.old_log_probs).exp()
+                                                             * i.advantages, 0.0), {"ratio": i.log_probs}),
+    "hides a NaN": lambda i: (torch.nan_to_num(torch.where(
+        i.mask > 0, -(i.log_probs - i.old_log_probs).exp() * i.advantages, 0.0)), {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", WRONG)
+def test_the_contract_finds_what_is_wrong(fault):
+    with pytest.raises(AssertionError):
+        loss_contract(WRONG[fault], examples=5)
+
+
+def test_a_loss_that_raises_on_one_rank_does_not_hang_the_others():
+    def uneven(inputs):
+        if len(inputs.mask) == 2:
+            raise ZeroDivisionError
+        return inputs.segment_sum(inputs.log_probs)[inputs.sample], {}
+
+    case = make_case([5], 0)
+    with pytest.raises((ZeroDivisionError, RuntimeError)):
+        evaluate(uneven, case, [[torch.arange(3).numpy(), torch.arange(3, 5).numpy()]])
