@@ -9,7 +9,7 @@ READY  := $(VENV)/.ready
 export OMP_WAIT_POLICY ?= PASSIVE
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help demo test test-slow lint bench models venv clean
+.PHONY: help demo test test-slow lint bench support-matrix models venv clean
 
 help:  ## Show this list.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -32,6 +32,9 @@ lint: $(READY)  ## Check style and the manifests of the plugins.
 
 bench: $(READY)  ## Measure what docs/benchmarks.md reports.
 	$(BIN)/python bench/demo_seeds.py
+
+support-matrix: $(READY)  ## Measure every model family against transformers and write docs/model-families.md's table.
+	$(BIN)/python -m miles_core.testing.parity
 
 models: $(READY)  ## Make the checkpoints under examples/ anew.
 	$(BIN)/python examples/arithmetic/make_models.py

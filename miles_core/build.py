@@ -73,6 +73,8 @@ async def build(plan: Plan, parts: Parts, journal: Journal) -> Run:
             prompts.load_state_dict(resume.state["prompts"])
         _restore(parts, resume.state.get("plugins", {}))
     engine: Engine | None = None if only_train else parts.rollout.engine[chosen(config, "engine")](config, tokenizer)
+    if (path := getattr(engine, "path", None)) is not None:
+        journal.message("info", f"engine {chosen(config, 'engine')}: {path}")
     rollout = config.rollout
     last = rollout.num_rollout
     if last is None:

@@ -128,10 +128,10 @@ class Run:
         self.metrics.update(await self.trainer.advantage())
 
     async def step(self, index: int) -> None:
-        """Stages 7 and 8. Metrics of several steps are averaged, and the last step's learning rate is kept."""
+        """Stages 7 and 8. Metrics of several steps are averaged, seconds added up, the last learning rate is kept."""
         found = await self.trainer.step(index)
         for key, value in found.items():
-            summed = key.startswith(("train/", "perf/")) and index and "lr-" not in key
+            summed = index and "lr-" not in key
             old = self.metrics.get(key, 0.0)
             if key.startswith("perf/"):
                 self.metrics[key] = old + value if summed else value

@@ -93,7 +93,7 @@ def architecture_of(config: RunConfig) -> Architecture:
     if "head_dim" not in found and {"hidden", "heads"} <= set(found):
         found["head_dim"] = found["hidden"] // found["heads"]
     if said is not None and "expert_ffn" in found and "shared_ffn" not in found and said.get("n_shared_experts"):
-        found["shared_ffn"] = said["n_shared_experts"] * found["expert_ffn"]
+        found["shared_ffn"], source["shared_ffn"] = said["n_shared_experts"] * found["expert_ffn"], str(path)
     sparse = _sparse(said or {}, found.get("layers", 0)) if "experts" in found else 0
     return Architecture(**found, sparse=sparse, checkpoint=said is not None, source=source)
 

@@ -8,6 +8,7 @@ from miles_core.config.algorithm import check_algorithm, needs_reference
 from miles_core.config.architecture import architecture_of
 from miles_core.config.layout import check_layout, layout_of
 from miles_core.config.load import who, with_values
+from miles_core.config.on_policy import check_on_policy
 from miles_core.config.tables import RunConfig
 from miles_core.errors import BatchError, ConfigError
 
@@ -222,7 +223,7 @@ def _evaluation(config: RunConfig, note: Note) -> RunConfig:
 
 def _algorithm(config: RunConfig, note: Note) -> RunConfig:
     check_algorithm(config)
-    return config
+    return check_on_policy(config, note)
 
 
 def _layout(config: RunConfig, note: Note) -> RunConfig:

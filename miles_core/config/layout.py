@@ -206,10 +206,10 @@ def _divides(layout: Layout, architecture: Architecture, config: RunConfig, cons
         return
     fitting = ", ".join(str(size) for size in range(1, min(number, 2 * product) + 1) if number % size == 0)
     text = " x ".join(f"{KEYS[name]} {size}" for name, size in wide.items())
-    keys = "sizes whose product" if len(wide) > 1 else f"a {KEYS[next(iter(wide))]} that"
+    what = "the product of both" if len(wide) > 1 else KEYS[next(iter(wide))]
     raise BatchError(f"{NAMES[constant][0][0]} {number} does not divide by {text}", got=f"{number} / {product}",
                      who=f"{_sizes(config, *wide)}, {architecture.source.get(constant)}",
-                     fix=f"use {keys} divides it, such as {fitting}")
+                     fix=f"make {what} one of {fitting}")
 
 
 def _micro_batches(layout: Layout, config: RunConfig) -> None:
@@ -259,4 +259,4 @@ def _notes(layout: Layout, config: RunConfig) -> Iterator[str]:
                "a longer sample rides alone in a micro-batch that exceeds the budget")
     if layout.tensor > 1 and not layout.sequence_parallel:
         yield (f"tensor_model_parallel_size {layout.tensor} without sequence_parallel: each of these ranks holds the "
-               "activations of all norms and residuals; --sequence-parallel splits them at no cost")
+               "activations of all norms and residuals; --sequence-parallel splits them")

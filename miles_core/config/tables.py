@@ -178,6 +178,9 @@ class Algorithm:
     skip_actor_forward_only: bool = option(
         False, "No pass for old log-probs: the ratio is 1. Needs one optimizer step per rollout."
     )
+    true_on_policy_mode: bool = option(
+        False, "Engine and trainer agree bit for bit, or the run ends: dense Qwen3, float32, one rank, on a CPU."
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -245,18 +245,19 @@ def _observe(calls: list[Callable]) -> Callable:
 
 
 def _around(calls: list[Callable]) -> Callable:
-    """around(proceed, value, *rest): the first plugin of the run is outermost; `proceed` takes the value alone."""
+    """around(proceed, value, *rest): the first plugin of the run is outermost. `proceed` takes the value, changed or
+    not, or nothing where the hook says so."""
 
     def wrapped(proceed: Callable, value: object, *rest: object) -> object:
         for call in reversed(calls):
-            proceed = functools.partial(_outer, call, proceed, rest)
-        return proceed(value)
+            proceed = functools.partial(_outer, call, proceed, value, rest)
+        return proceed()
 
     return wrapped
 
 
-def _outer(call: Callable, proceed: Callable, rest: tuple, value: object) -> object:
-    return call(proceed, value, *rest)
+def _outer(call: Callable, proceed: Callable, value: object, rest: tuple, *changed: object) -> object:
+    return call(proceed, *(changed or (value,)), *rest)
 
 
 _CONSTANT = (str, bytes, int, float, complex, bool, type(None), type, property, staticmethod, classmethod,

@@ -21,6 +21,8 @@ KNOWN = {
     "cispo": ("advantage:cispo", "policy_loss:cispo"),
     "reinforce": ("advantage:reinforce_plus_plus", "advantage:reinforce_plus_plus_baseline", "advantage:rloo"),
     "tis": ("token_weights:tis", "train_step:tis"),
+    "ppo": ("advantage:ppo",),
+    "opd": ("advantage:on_policy_distillation", "reward:on_policy_distillation"),
     "math": ("reward:math", "reward:boxed_math", "reward:format"),
     "sft": ("generate:sft", "advantage:sft", "policy_loss:sft"),
     "dapo-filter": ("filter_group:dapo-filter",),

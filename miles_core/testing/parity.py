@@ -177,18 +177,22 @@ def family_of(model_type: str, hf):
         ConfigError: none does.
     """
     from miles_core.plugins import load, select
-    from miles_core.plugins.scan import installed
+    from miles_core.plugins.scan import KNOWN, installed
 
-    for one in select.select([(each.name, "the parity kit") for each in installed()], select.built_in()):
-        for offer in one.manifest.offers:
-            if (offer.hook, offer.name) == ("model_spec", model_type):
-                return getattr(load.load(one.manifest)(), offer.method)(hf)
+    def offered(selected):
+        return [(one, offer) for one in selected for offer in one.manifest.offers
+                if (offer.hook, offer.name) == ("model_spec", model_type)]
+
+    official = [name for name, offers in KNOWN.items() if f"model_spec:{model_type}" in offers]
+    named = [(name, "the parity kit") for name in official or [each.name for each in installed()]]
+    for one, offer in offered(select.built_in()) or offered(select.select(named, ())):
+        return getattr(load.load(one.manifest)(), offer.method)(hf)
     raise ConfigError("no installed plugin builds this architecture", got=model_type, fix="see docs/model-families.md")
 
 
 def matrix(results: Iterable[Parity]) -> str:
     """The results as a table in Markdown."""
-    rows = ["| family | model type | plugin | logits | gradients | round trip | notes |", "|---|---|---|---|---|---|---|"]
+    rows = ["| family | model type | plugin | logits | gradients | round trip | notes |", "|---" * 7 + "|"]
     plugins = _plugins()
     for one in results:
         rows.append(f"| {one.case.name} | `{one.case.family}` | {plugins[one.case.family]} | {one.logits:.1e} "

@@ -31,13 +31,11 @@ class Ranks:
         self.size = size
 
     def __enter__(self) -> Ranks:
-        self._runner = asyncio.Runner()
-        self._group = process_group("trial", self.size, Trial)
-        self._group.timeout = TIMEOUT
+        self._runner, self._group = asyncio.Runner(), None
         return self
 
     def __exit__(self, *_exc: object) -> None:
-        self._runner.run(self._group.close())
+        self._end()
         self._runner.close()
 
     def train(self, plan: Plan, batches: Sequence[Batch], *, save: Path | None = None) -> dict[str, Any]:
@@ -54,12 +52,24 @@ class Ranks:
         return {"steps": steps, "weights": found["weights"], "batch": found["batch"]}
 
     def ask(self, method: str, *args: object) -> Any:
-        """Any method of Trial, on all ranks."""
+        """Any method of Trial, on all ranks; after an error the next question starts new ones."""
+        if self._group is None:
+            self._group = process_group("trial", self.size, Trial)
+            self._group.timeout = TIMEOUT
 
         async def call() -> Any:
             return await getattr(self._group, method)(*args)
 
-        return self._runner.run(call())
+        try:
+            return self._runner.run(call())
+        except BaseException:
+            self._end()
+            raise
+
+    def _end(self) -> None:
+        if self._group is not None:
+            self._runner.run(self._group.close())
+            self._group = None
 
 
 class Trial:

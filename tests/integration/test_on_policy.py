@@ -26,3 +26,43 @@ def test_a_mixture_of_experts_agrees_to_rounding(run_file, tmp_path):
                     tmp_path)
     assert outcome.code == 0, outcome.err
     assert max(gaps(tmp_path / "run")) <= 1e-5
+
+
+def test_true_on_policy_mode_is_exact_at_every_step_whatever_decodes_beside(run_file, tmp_path):
+    """All sixteen requests at once or three at a time: no difference to the trainer, and none to each other."""
+    samples = {}
+    for most in ("16", "3"):
+        folder = tmp_path / most
+        outcome = miles(["run", run_file(), "--no-live", "--run-dir", most, "--rollout-max-response-len", "40",
+                         "--engine-max-batch", most, "--rollout-top-p", "0.9", "--true-on-policy-mode"],
+                        tmp_path)  # fmt: skip
+        assert outcome.code == 0, outcome.err
+        assert "engine local: qwen3 fast path" in outcome.out
+        assert gaps(folder) == [0.0, 0.0, 0.0]
+        samples[most] = [path.read_text() for path in sorted((folder / "samples").glob("*.jsonl"))]
+    assert len(samples["16"]) == 3
+    assert samples["16"] == samples["3"]
+
+
+NUDGE = """
+from miles_core import hookimpl
+
+
+class Nudge:
+    '''Adds to one of the engine's log-probs what no tolerance would see.'''
+
+    @hookimpl("generate_response")
+    def nudge(self, sample, response):
+        if sample.prompt.uid == 5 and sample.index == 1:
+            sample.columns["rollout_log_probs"][0] += 2e-6
+        return sample
+"""
+
+
+def test_true_on_policy_mode_ends_a_run_whose_sides_differ(run_file, tmp_path):
+    (tmp_path / "nudge.py").write_text(NUDGE)
+    arguments = ["run", run_file(), "--no-live", "--run-dir", "run", "--plugin", "./nudge.py"]
+    assert miles(arguments, tmp_path).code == 0  # a difference is reported, and no more
+    outcome = miles([*arguments, "--run-dir", "strict", "--true-on-policy-mode"], tmp_path)
+    assert outcome.code == 1
+    assert "prompt 5, sample 1" in outcome.err and "first at response token 0" in outcome.err

@@ -103,7 +103,7 @@ class Batch:
         for flight in flights:
             flight.origin = (version, flight.context, flight.wants_routing)
         ended: list[tuple[Flight, str]] = []
-        for contexts, members in _portions([flight for flight in flights if not self._join(flight)]):
+        for contexts, members in _portions(self._join(flights)):
             trace = any(flight.wants_routing for flight in members)
             filled = self._decoder.prefill(weights, contexts, trace)
             place = {context: index for index, context in enumerate(contexts)}
@@ -120,19 +120,27 @@ class Batch:
             ended += self._take(rows, *draw(filled.logits[chosen], self._draws(rows)), version)
         return ended
 
-    def _join(self, flight: Flight) -> bool:
-        """Seat a request beside a running row that began with the same context, if there is one."""
-        twins = self._origins.get(flight.origin)
-        if twins is None or flight.routing is not None:
-            return False
-        row, twin, length = len(self.flights), self.flights.index(twins[0]), len(flight.origin[1])
-        self._cache.reserve(row + 1, length)
-        self._seat(flight)
-        self._cache.copy(torch.tensor([twin]), torch.tensor([row]), length - 1)
-        if flight.wants_routing:
-            self._of["routing"][row, : length - 1] = self._of["routing"][twin, : length - 1]
-        self._of["last"][row] = flight.origin[1][-1]  # fed by the next step, whose bits are those of a prefill
-        return True
+    def _join(self, flights: Sequence[Flight]) -> list[Flight]:
+        """Seat those whose twin runs, a row that began with the same context by the same weights; returns the others.
+
+        The next step feeds them their context's last token, with the bits that a prefill would have given.
+        """
+        pairs, others = [], []
+        for flight in flights:
+            twins = self._origins.get(flight.origin)
+            if twins is None or flight.routing is not None:
+                others.append(flight)
+                continue
+            pairs.append((self.flights.index(twins[0]), len(self.flights)))
+            self._seat(flight)
+        if pairs:
+            twins, rows = np.array(pairs).T
+            width = int(self._of["length"][rows].max())
+            self._cache.reserve(len(self.flights), width)
+            self._cache.copy(torch.from_numpy(twins), torch.from_numpy(rows), width)
+            if "routing" in self._of:
+                self._of["routing"][rows, :width] = self._of["routing"][twins, :width]
+        return others
 
     def step(self, weights: Weights, version: int) -> list[tuple[Flight, str]]:
         """Draw one token for every row; returns the requests that ended with it, and why."""
@@ -207,7 +215,7 @@ class Batch:
         if flight.routing is None:  # else its row names experts that older weights chose
             self._origins.setdefault(flight.origin, []).append(flight)
         values = {
-            "key": np.uint64(flight.request.key % 2**64), "drawn": len(flight.ids), "length": length,
+            "key": np.uint64(flight.request.key % 2**64), "drawn": len(flight.ids), "length": length, "last": flight.origin[1][-1],
             "limit": flight.limit, "quiet": sampling.min_new_tokens, "temperature": sampling.temperature,
             "top_p": sampling.top_p, "top_k": sampling.top_k,
         }  # fmt: skip

@@ -265,6 +265,7 @@ class LocalEngine:
     # The thread's side.
 
     def _work(self, ready: threading.Event) -> None:
+        torch.get_num_threads()  # a thread's first look takes over the process's count: let it be before ours
         if self.shape.layer_weights <= SMALL_LAYER:
             torch.set_num_threads(1)
         ready.set()

@@ -264,10 +264,13 @@ def process_group(rank: Rank = _ALONE, timeout: float | None = None) -> None:
         return
     if rank.rendezvous.startswith("file:"):  # all on this host: nothing listens beyond it
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    dist.init_process_group(
-        "gloo" if no_cuda() else "cpu:gloo,cuda:nccl", init_method=rank.rendezvous, rank=rank.index,
-        world_size=rank.size, timeout=None if timeout is None else datetime.timedelta(seconds=timeout),
-    )  # fmt: skip
+        store = dist.FileStore(rank.rendezvous.removeprefix("file://"), rank.size)
+    else:  # who starts the ranks serves the store
+        host, _, port = rank.rendezvous.removeprefix("tcp://").rpartition(":")
+        store = dist.TCPStore(host, int(port), is_master=False)
+    bound = {} if timeout is None else {"timeout": datetime.timedelta(seconds=timeout)}
+    dist.init_process_group("gloo" if no_cuda() else "cpu:gloo,cuda:nccl", store=store, rank=rank.index,
+                            world_size=rank.size, **bound)
 
 
 def initialize(

@@ -51,7 +51,7 @@ class Objective:
                              got=f"shape {list(per_token.shape)}",
                              fix=f"return shape {list(inputs.mask.shape)}; the core reduces")
         per_token, more = self._weighted(per_token, inputs)
-        total, share = per_token, {"pg_loss": per_token, **metrics, **more}
+        total, share = per_token, {**({"pg_loss": per_token} if self.actor else {}), **metrics, **more}
         for name, (coefficient, term) in (self._terms(inputs) if self._terms else {}).items():
             share[name] = term
             if coefficient:

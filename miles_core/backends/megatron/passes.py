@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from miles_core.backends.megatron import cpu
-from miles_core.backends.megatron.plan import packed_rows
 from miles_core.backends.megatron.microbatch import MicroBatch, assemble
+from miles_core.backends.megatron.plan import packed_rows
 from miles_core.backends.megatron.resident import Resident
 from miles_core.columns import Columns
 from miles_core.types import Sample

@@ -1,7 +1,7 @@
 """How packed sequences of unequal length become few attention calls and come back.
 
-Sequences of about the same length are padded into one bucket. Padding lies to the right, where causality hides it, and a
-sequence's bucket depends on its own length only, so neither padding nor packing changes a result.
+Sequences of about the same length are padded into one bucket. Padding lies to the right, where causality hides it, and
+a sequence's bucket depends on its own length only, so neither padding nor packing changes a result.
 """
 
 from __future__ import annotations

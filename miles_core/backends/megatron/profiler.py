@@ -43,13 +43,15 @@ class Profiler:
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 
     def phase(self, name: str, rollout_id: int) -> AbstractContextManager[None]:
-        """Trace the block if this phase of this rollout is wanted. Phases do not nest.
+        """Trace the block if this phase of this rollout is wanted; within another phase it is a range of that one.
 
         The trace is published when the block ends; a block that raises leaves none.
 
         Raises:
             RunDirectoryError: the trace cannot be written, or the disk is full.
         """
+        if self._tracing:
+            return record_function(name)
         return self._trace(name, rollout_id) if rollout_id in self._rollouts and self._wanted(name) else _OFF
 
     def range(self, name: str) -> AbstractContextManager[None]:

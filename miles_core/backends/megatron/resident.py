@@ -60,15 +60,14 @@ class Resident:
     @property
     def head(self) -> torch.Tensor:
         """[V / tensor, H] of the output layer, or [1, H] of the value head; on the last pipeline stage only."""
-        chunk = self.chunks[-1]
-        if self.declared.head == "value":
-            return chunk.value_head.weight
-        layer = None if chunk.share_embeddings_and_output_weights and chunk.pre_process else chunk.output_layer
+        chunk, valued = self.chunks[-1], self.declared.head == "value"
+        tied = chunk.share_embeddings_and_output_weights and chunk.pre_process
+        layer = chunk.value_head if valued else None if tied else chunk.output_layer
         if layer is not None:
             # The layer itself is never called, so what DDP hangs on its call (the gathering of its weight) is done here.
             for hook in layer._forward_pre_hooks.values():
                 hook(layer, ())
-        return chunk.output_weight
+        return layer.weight if valued else chunk.output_weight
 
     def fill(self, source: str) -> None:
         """Weights from a Hugging Face directory or a torch_dist checkpoint.

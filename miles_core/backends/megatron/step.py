@@ -15,6 +15,7 @@ from miles_core.backends.megatron import cpu, hashes, memory
 from miles_core.backends.megatron.models import Models
 from miles_core.backends.megatron.objective import Objective
 from miles_core.backends.megatron.passes import Found, run
+from miles_core.backends.megatron.profiler import Profiler
 from miles_core.backends.megatron.resident import Resident
 from miles_core.backends.megatron.scored import Scored, Temperature
 from miles_core.columns import Columns
@@ -46,6 +47,7 @@ class MegatronTrainer:
         self.objective = Objective(config, hooks)
         self.temperature = Temperature.of(config)
         self.batch: Batch | None = None
+        self.profiler = Profiler(config, rank.index)
 
     def load(self) -> Resume:
         if self.config.perf.threads:
@@ -68,7 +70,8 @@ class MegatronTrainer:
     def advantage(self) -> dict[str, float]:
         """Every rank works it out from the same columns: nothing to send, and an error is everyone's."""
         name = chosen(self.config, "advantage")
-        metrics = advantage.fill(self.batch, self.hooks.advantage[name](self.batch), name)
+        with self.profiler.phase("advantage", self.batch.rollout_id):
+            metrics = advantage.fill(self.batch, self.hooks.advantage[name](self.batch), name)
         if self.hooks.shape_advantages is not None:
             self.batch = self.hooks.shape_advantages(self.batch)
             advantage.check(self.batch, "shape_advantages")
@@ -83,7 +86,8 @@ class MegatronTrainer:
         def proceed() -> dict[str, float]:
             return self.train(self.models.actor, access.samples, self.objective)
 
-        metrics = proceed() if around is None else around(proceed, access)
+        with self.profiler.phase(f"step {index}", self.batch.rollout_id):
+            metrics = proceed() if around is None else around(proceed, access)
         return metrics | {"perf/actor_train_time": time.perf_counter() - begin}
 
     def end_batch(self) -> Batch | None:
@@ -144,8 +148,11 @@ class MegatronTrainer:
             return value
 
         model.zero_grad()
-        run(model, self.columns, self.micro_batches(samples), loss_of, name=model.name, around=self.hooks.microbatch)
-        found = _totals(shares) | model.step()
+        with self.profiler.range("forward/backward"):
+            run(model, self.columns, self.micro_batches(samples), loss_of, name=model.name,
+                around=self.hooks.microbatch)
+        with self.profiler.range("optimizer"):
+            found = _totals(shares) | model.step()
         prefix = "train" if objective.actor else model.name
         return {f"{prefix}/{key}": value for key, value in found.items()}
 
@@ -168,12 +175,14 @@ class MegatronTrainer:
         algorithm, metrics = self.config.algorithm, {}
         begin = time.perf_counter()
         if not (algorithm.use_rollout_logprobs or algorithm.skip_actor_forward_only):
-            access.forward("actor", lambda rows: {"log_probs": rows.log_probs()})
+            with self.profiler.phase("log_probs", self.batch.rollout_id):
+                access.forward("actor", lambda rows: {"log_probs": rows.log_probs()})
             metrics.update(self._mismatch())
         metrics["perf/log_probs_time"] = time.perf_counter() - begin
         if self.models.has_reference:
             begin = time.perf_counter()
-            access.forward("ref", lambda rows: {"ref_log_probs": rows.log_probs()})
+            with self.profiler.phase("ref_log_probs", self.batch.rollout_id):
+                access.forward("ref", lambda rows: {"ref_log_probs": rows.log_probs()})
             metrics["perf/ref_log_probs_time"] = time.perf_counter() - begin
             metrics["rollout/ref_log_probs"] = self._mean("ref_log_probs")
         return metrics

@@ -49,6 +49,14 @@ REFUSED = {
     "one optimizer step per rollout": ["--skip-actor-forward-only", "--num-steps-per-rollout", 2],
     "excludes use_rollout_logprobs": ["--skip-actor-forward-only", "--use-rollout-logprobs"],
     "disagree": ["--calculate-per-token-loss", "--reduction", "sample"],
+    "reduction = 'constant' disagree": ["--calculate-per-token-loss", "--reduction", "constant"],
+    "without --reduction constant": ["--reduction-constant", 8],
+    "reduction_constant should be above 0": ["--reduction", "constant", "--reduction-constant", 0],
+    "use_unbiased_kl has no effect": ["--use-unbiased-kl"],
+    "in the reward and in the loss": ["--kl-coef", 0.1, "--use-kl-loss", "--kl-loss-coef", 0.1],
+    "kl_coef needs the old log-probs": ["--kl-coef", 0.1, "--skip-actor-forward-only"],
+    "gamma should lie in [0, 1]": ["--gamma", 1.5],
+    "lambd should lie in [0, 1]": ["--lambd", -0.1],
     "1 rank does not divide by tensor_model_parallel_size 2": ["--tensor-model-parallel-size", 2],
     "needs max_tokens_per_gpu": ["--use-dynamic-batch-size"],
     "does not divide by micro_batch_size": ["--micro-batch-size", 5],
@@ -113,3 +121,24 @@ def test_parts_that_nobody_offers_name_the_nearest(plan):
         plan("--engine", "locl")
     with pytest.raises(OwnerError, match="nobody enabled offers the policy_loss 'mine'"):
         plan("--policy-loss", "mine")
+
+
+@pytest.mark.parametrize(("flags", "needed"), [([], False), (["--use-kl-loss"], True), (["--kl-coef", 0.1], True)])
+def test_the_reference_is_loaded_for_a_divergence_in_the_loss_or_in_the_reward(plan, flags, needed):
+    from miles_core.config.algorithm import needs_reference
+
+    config = plan(*flags).config
+    assert needs_reference(config) is needed
+    assert config.checkpoint.ref_load == ("models/tiny" if needed else None)
+
+
+@pytest.mark.parametrize(("flags", "name"), [
+    ([], "sample"), (["--calculate-per-token-loss"], "token"), (["--reduction", "constant"], "constant"),
+])
+def test_which_reduction(plan, flags, name):
+    assert plan(*flags).owner("reduction").name == name
+
+
+def test_a_reduction_that_nobody_offers_is_refused(plan):
+    with pytest.raises(OwnerError, match="did you mean 'constant'"):
+        plan("--reduction", "konstant")

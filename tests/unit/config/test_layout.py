@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from miles_core.config.architecture import Architecture
+from miles_core.config.architecture import Architecture, architecture_of
 from miles_core.config.layout import Layout, layout_of
+from miles_core.config.tables import Checkpoint, RunConfig
 from miles_core.errors import BatchError, ConfigError
 
 DENSE = dict(model_type="qwen3", vocab_size=264, hidden_size=32, intermediate_size=48, num_hidden_layers=4,
@@ -32,8 +33,8 @@ SIZES = {"tp": "tensor", "pp": "pipeline", "vpp": "virtual_pipeline", "cp": "con
          "etp": "expert_tensor"}
 OVERRIDES = {"first": "num_layers_in_first_pipeline_stage", "group": "microbatch_group_size_per_vp_stage"}
 
-# model, ranks, layout (a batch of 32 samples, one each micro-batch, where nothing else is said), and the stage that refuses
-# it (megatron_verdicts.py): "" is none, and "here" is a layout that only a plan refuses.
+# model, ranks, layout (32 samples in micro-batches of one, where nothing else is said), and the stage of a start that
+# refuses it (megatron_verdicts.py): "" is none, and "here" is a layout that only a plan refuses.
 LAYOUTS = [
     ("dense", 1, "", ""), ("dense", 2, "", ""), ("dense", 32, "", ""), ("dense", 2, "tp 2", ""),
     ("dense", 2, "tp 2 sp", ""), ("dense", 4, "tp 4 sp", ""), ("dense", 2, "pp 2", ""), ("dense", 8, "pp 4", ""),
@@ -154,18 +155,18 @@ REFUSED = [
      "tensor_model_parallel_size should be at least 1 (got 0). Fix: raise it, or leave it out."),
     ("dense", 3, "tp 3", "megatron.tensor_model_parallel_size (--tensor-model-parallel-size), {path}: "
      "num_attention_heads 8 does not divide by tensor_model_parallel_size 3 (got 8 / 3). "
-     "Fix: use a tensor_model_parallel_size that divides it, such as 1, 2, 4."),
+     "Fix: make tensor_model_parallel_size one of 1, 2, 4."),
     ("dense", 8, "tp 8", "num_key_value_heads 4 does not divide by tensor_model_parallel_size 8 (got 4 / 8). "
-     "Fix: use a tensor_model_parallel_size that divides it, such as 1, 2, 4."),
-    ("odd", 2, "tp 2", "vocab_size 265 does not divide by tensor_model_parallel_size 2 (got 265 / 2). Fix: use"),
+     "Fix: make tensor_model_parallel_size one of 1, 2, 4."),
+    ("odd", 2, "tp 2", "vocab_size 265 does not divide by tensor_model_parallel_size 2 (got 265 / 2). Fix: make"),
     ("narrow", 4, "tp 4", "intermediate_size 46 does not divide by tensor_model_parallel_size 4 (got 46 / 4). Fix"),
     ("moe", 16, "etp 16", "moe_intermediate_size 24 does not divide by expert_tensor_parallel_size 16 (got 24 / 16). "
-     "Fix: use a expert_tensor_parallel_size that divides it, such as 1, 2, 3, 4, 6, 8, 12, 24."),
-    ("six", 4, "ep 4", "num_experts 6 does not divide by expert_model_parallel_size 4 (got 6 / 4). Fix: use"),
-    ("dense", 3, "pp 3", "num_hidden_layers 4 does not divide by pipeline_model_parallel_size 3 (got 4 / 3). Fix: use"),
+     "Fix: make expert_tensor_parallel_size one of 1, 2, 3, 4, 6, 8, 12, 24."),
+    ("six", 4, "ep 4", "num_experts 6 does not divide by expert_model_parallel_size 4 (got 6 / 4). Fix: make"),
+    ("dense", 3, "pp 3", "num_hidden_layers 4 does not divide by pipeline_model_parallel_size 3 (got 4 / 3). Fix"),
     ("deep", 4, "pp 4 vpp 2", "num_hidden_layers 12 does not divide by pipeline_model_parallel_size 4 x "
-     "virtual_pipeline_model_parallel_size 2 (got 12 / 8). Fix: use sizes whose product divides it, such as 1, 2, 3, "
-     "4, 6, 12."),
+     "virtual_pipeline_model_parallel_size 2 (got 12 / 8). Fix: make the product of both one of 1, 2, 3, 4, "
+     "6, 12."),
     ("dense", 2, "vpp 2", "virtual_pipeline_model_parallel_size 2 needs a pipeline to interleave (got "
      "pipeline_model_parallel_size = 1). Fix: raise pipeline_model_parallel_size, or leave the virtual size out."),
     ("dense", 2, "sp", "sequence_parallel splits tokens over the tensor-parallel ranks, and there is one (got "
@@ -268,20 +269,27 @@ def test_operations_are_not_counted_of_an_unknown_architecture(laid_out, checkpo
         laid_out("bare", 2, "", "--balance-by-flops")
 
 
-def test_active_parameters_are_those_of_the_matrices_that_a_token_meets(checkpoints):
+SHARED = DENSE | dict(model_type="glm4_moe", n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=24,
+                      n_shared_experts=2, first_k_dense_replace=1)
+
+
+@pytest.mark.parametrize("constants", [DENSE, MODELS["mixed"], SHARED], ids=["dense", "mixed", "shared experts"])
+def test_active_parameters_are_those_of_the_matrices_that_a_token_meets(constants, tmp_path):
     """Against models of transformers, counted from the shapes and names of their parameters."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from miles_core.config.architecture import architecture_of
-    from miles_core.config.tables import Checkpoint, RunConfig
+    (tmp_path / "config.json").write_text(json.dumps(constants))
+    found = architecture_of(RunConfig(checkpoint=Checkpoint(hf_checkpoint=str(tmp_path))))
+    count = 0
+    for name, tensor in AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path)).named_parameters():
+        share = found.experts_per_token / found.experts if ".experts." in name else 1
+        count += tensor.numel() * share if tensor.dim() > 1 and "embed_tokens" not in name else 0
+    assert found.active_parameters == count and found.attention == 4 * 8 * 8
+    assert not found.uncounted and "hidden_size" in Architecture().uncounted
 
-    for name in ("dense", "mixed"):
-        constants = architecture_of(RunConfig(checkpoint=Checkpoint(hf_checkpoint=str(checkpoints / name))))
-        config = AutoConfig.from_pretrained(checkpoints / name)
-        count = 0
-        for key, tensor in AutoModelForCausalLM.from_config(config).named_parameters():
-            share = config.num_experts_per_tok / config.num_experts if ".experts." in key else 1
-            count += tensor.numel() * share if tensor.dim() > 1 and "embed_tokens" not in key else 0
-        assert constants.active_parameters == count
-        assert constants.attention == 4 * 8 * 8
-    assert "hidden_size" in Architecture().uncounted and not constants.uncounted
+
+def test_shared_experts_are_split_like_a_dense_layer(plan, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(SHARED | {"intermediate_size": 64, "moe_intermediate_size": 25}))
+    with pytest.raises(BatchError, match=r"shared_expert_intermediate_size 50 does not divide by tensor_model_para"):
+        plan("--actor-num-gpus-per-node", 4, "--tensor-model-parallel-size", 4, "--sequence-parallel",
+             "--expert-tensor-parallel-size", 1, **{"models/tiny": str(tmp_path), "num_layers = 2\n": ""})

@@ -76,7 +76,7 @@ def test_defaults_that_a_plan_derives(plan):
     made = plan()
     assert made.config.rollout.num_steps_per_rollout == 1 and made.config.rollout.global_batch_size == 32
     assert made.config.rollout.over_sampling_batch_size == 8
-    assert made.owner("reduction").name == "sample" and made.owner("policy_loss").name == "grpo"
+    assert made.owner("reduction").name == "sample" and made.owner("policy_loss").name == "clip"
     assert made.owner("engine").name == "local" and made.owner("placement").name == "local"
 
 

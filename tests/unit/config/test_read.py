@@ -12,17 +12,23 @@ from miles_core.config.tables import TABLES
 PACKAGE = Path(miles_core.__file__).parent
 DECLARED = {(table, name): option for table, kind in TABLES.items() for name, option in options_of(table, kind).items()}
 
+PLUGINS = PACKAGE.parent / "plugins"
+
 BY_NAME = {"eval_temperature", "eval_top_p", "eval_top_k", "eval_max_response_len", "eval_min_new_tokens"}
 """Read by getattr in build.sampling; tests/integration/test_evaluation.py shows that they act."""
+
 
 @pytest.fixture(scope="module")
 def read() -> set[tuple[str, str]]:
     """(table, option) of every attribute that is read from a thing called like a table; checks do not count."""
     found = set()
-    for path in PACKAGE.rglob("*.py"):
+    for path in (*PACKAGE.rglob("*.py"), *PLUGINS.glob("*/src/**/*.py")):
         if path.parent.name == "config" and path.name in ("tables.py", "check.py"):
             continue
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        if path.parent.name == "config" and path.name == "algorithm.py":
+            tree.body = [node for node in tree.body if getattr(node, "name", "") == "needs_reference"]
+        for node in ast.walk(tree):
             if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
                 base = ast.unparse(node.value).rpartition(".")[2].rstrip("_")
                 tables = TABLES if base in ("given", "a") else [base]

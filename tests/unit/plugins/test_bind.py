@@ -56,6 +56,13 @@ def test_around_wraps_in_order_the_first_plugin_outermost(plugins):
     assert hooks.microbatch(lambda packed: f"<{packed}>", "", "actor") == "a(b(<ab>))"
 
 
+def test_what_has_nothing_to_change_proceeds_without_arguments_through_several_plugins(plugins):
+    """One plugin's critic and another's weights wrap the same step."""
+    body = "@hookimpl\ndef train_step(self, proceed, access):\n    return {{**proceed(), '{0}': access}}"
+    hooks = bound(plugins(a=body.format("a"), b=body.format("b")), "trainer")
+    assert hooks.train_step(lambda: {"step": 0}, 7) == {"step": 0, "a": 7, "b": 7}
+
+
 def test_gathered_keys_have_one_owner(plugins):
     body = "@hookimpl\ndef loss_terms(self, inputs):\n    return {'kl': (1.0, inputs)}"
     with pytest.raises(OwnerError, match="a and b both give loss_terms the key 'kl'"):
@@ -130,7 +137,7 @@ def test_a_broken_import_names_plugin_and_cause(plugins, tmp_path):
         bound(selected)
 
 
-@pytest.mark.parametrize(("name", "message"), [("gpro", "did you mean 'grpo'"), ("zzz", "there is no plugin 'zzz'"),
+@pytest.mark.parametrize(("name", "message"), [("grpoo", "did you mean 'grpo'"), ("zzz", "there is no plugin 'zzz'"),
                                                ("./missing.py", "cannot be read")])
 def test_a_plugin_that_is_not_there_says_what_is(name, message):
     with pytest.raises((UnknownPluginError, ManifestError), match=message):

@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from miles_core.backends.local import LocalEngine
+from miles_core.backends.local.decode import Decoder
 from miles_core.errors import CheckpointError, EngineError
 from miles_core.stages.rollout import Request, SamplingParams
 
@@ -165,6 +166,81 @@ def test_a_group_shares_one_prefill(models, monkeypatch):
     answers = session(body, folder)
     assert seen == [3]
     assert len({tuple(a.output_ids) for a in answers[:8]}) > 1
+
+
+@pytest.fixture
+def prefilled(monkeypatch):
+    """Numbers of sequences that were prefilled, call after call."""
+    seen = []
+    prefill = Decoder.prefill
+
+    def spying(self, weights, sequences, *rest):
+        seen.append(len(sequences))
+        return prefill(self, weights, sequences, *rest)
+
+    monkeypatch.setattr(Decoder, "prefill", spying)
+    return seen
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [("dense", torch.float32), ("moe", torch.float32), ("moe", torch.bfloat16)])
+def test_a_latecomer_copies_the_prompt_of_a_running_twin(models, prefilled, kind, dtype):
+    """Room for three of twelve: the prompt is computed once, and tokens, log-probs and experts are those of alone."""
+    folder, _ = models[kind]
+    want = frozenset(["routed_experts"] if kind == "moe" else [])
+    asked = [
+        replace(request(3, 9, max_new_tokens=8 + 3 * i), id=f"{i}", key=i, want=want) for i in range(12)
+    ]  # of unequal lengths, so that there is always a twin left
+    answers = session(together(asked), folder, max_batch=3, dtype=dtype)
+    assert prefilled == [1]
+    prefilled.clear()
+    for one, answer in zip(asked, answers, strict=True):
+        same(answer, session(together([one]), folder, dtype=dtype)[0])
+    assert prefilled == [1] * 12
+
+
+def test_a_twin_of_older_weights_is_never_copied(models, build, tmp_path, prefilled):
+    """Updated in place, the running row keeps its cache; requests with its prompt get one by the new weights."""
+    folder, _ = models["dense"]
+    new = build("dense", tmp_path, seed=1)
+
+    async def body(engine):
+        old = asyncio.create_task(engine.generate(request(1, max_new_tokens=300)))
+        await drawn(engine, 5)
+        await engine.pause("in_place")
+        await engine.update_weights(stream(new), 1)
+        await engine.resume()
+        young = [await engine.generate(replace(request(1, max_new_tokens=5), id="young"))]
+        first = asyncio.create_task(engine.generate(replace(request(1, max_new_tokens=200), id="first")))
+        await drawn(engine, 2)
+        young.append(await engine.generate(replace(request(1, max_new_tokens=5), id="twin")))
+        await engine.abort()
+        await asyncio.gather(old, first)
+        return young
+
+    answers = session(body, folder)
+    assert prefilled == [1, 1, 1]  # old, young and first; the last copied from first
+    for answer in answers:
+        same(answer, session(together([request(1, max_new_tokens=5)]), tmp_path)[0])
+
+
+def test_retracted_twins_keep_the_experts_that_their_tokens_were_drawn_with(models, build, tmp_path):
+    """After an update a group is computed anew, and the routing of positions from before stays what it was."""
+    folder, _ = models["moe"]
+    new = build("moe", tmp_path, seed=1)
+    asked = [replace(request(2, 6, max_new_tokens=40), id=f"{i}", key=i, want=frozenset(["routed_experts"]))
+             for i in range(3)]  # fmt: skip
+
+    async def body(engine):
+        tasks = [asyncio.create_task(engine.generate(one)) for one in asked]
+        await drawn(engine, 5)
+        await engine.update_weights(stream(new), 1)
+        return await asyncio.gather(*tasks)
+
+    for one, answer in zip(asked, session(body, folder), strict=True):
+        undisturbed = session(together([one]), folder)[0]
+        computed = 6 + int((answer.versions == 0).sum()) - 1
+        before = answer.extra["routed_experts"][:computed]
+        assert (before == undisturbed.extra["routed_experts"][:computed]).all()
 
 
 def test_admission_is_first_come_first_served(models):
@@ -503,8 +579,38 @@ def test_random_weights_need_no_checkpoint_files(models, build, tmp_path):
         session(together([request()]), tmp_path)
 
 
-@pytest.mark.parametrize(("option", "value"), [("hidden_act", "gelu"), ("attention_bias", True)])
-def test_what_it_cannot_decode_is_refused_by_name(build, tmp_path, option, value):
-    build("dense", tmp_path, **{option: value})
-    with pytest.raises(CheckpointError, match=option):
+@pytest.mark.parametrize(("kind", "changes", "path"), [
+    ("dense", {}, "qwen3 fast path"), ("moe", {}, "qwen3_moe fast path"),
+    ("dense", {"hidden_act": "gelu"}, "qwen3 through transformers"),
+    ("dense", {"attention_bias": True}, "qwen3 through transformers"),
+])  # fmt: skip
+def test_the_path_is_named(build, tmp_path, kind, changes, path):
+    """A variant that the fast path does not compute goes through transformers."""
+    build(kind, tmp_path, **changes)
+    assert LocalEngine(tmp_path).path == path
+
+
+def test_a_folder_without_config_is_refused(tmp_path):
+    with pytest.raises(CheckpointError, match="no config.json"):
         LocalEngine(tmp_path)
+
+
+def test_small_models_decode_on_one_thread_and_leave_the_others_theirs(models):
+    """The count of threads is the worker's own: neither this thread nor one that starts later has it."""
+    torch.set_num_threads(2)
+    seen = {}
+
+    async def body(engine):
+        step = engine._decoder.step
+
+        def spying(*arguments):
+            seen["worker"] = torch.get_num_threads()
+            return step(*arguments)
+
+        engine._decoder.step = spying
+        await engine.generate(request())
+        seen["later"] = await asyncio.to_thread(torch.get_num_threads)
+
+    session(body, models["dense"][0])
+    assert seen == {"worker": 1, "later": 2}
+    assert torch.get_num_threads() == 2

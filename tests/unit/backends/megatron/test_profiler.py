@@ -58,6 +58,14 @@ def test_a_target_narrows_it_to_its_phases(make, tmp_path, target, names):
     assert set(traced(tmp_path)) == {f"rank-0-rollout-0-{name}.json.gz" for name in names}
 
 
+def test_a_phase_within_a_phase_is_a_range_of_its_trace(make, tmp_path):
+    profiler = make(use_pytorch_profiler=True, profile_step_start=0, profile_step_end=1)
+    with profiler.phase("step 0", 0), profiler.phase("log_probs", 0):
+        torch.ones(2).exp()
+    (name, events), = traced(tmp_path).items()
+    assert name == "rank-0-rollout-0-step-0.json.gz" and {"step 0", "log_probs", "aten::exp"} <= events
+
+
 def test_off_it_is_one_shared_null_context_and_touches_nothing(make, tmp_path):
     profiler = make(profile_step_start=0, profile_step_end=9)
     assert profiler.phase("log_probs", 0) is profiler.phase("step 0", 1) is profiler.range("optimizer")

@@ -1,0 +1,91 @@
+"""What must hold among the options, and what follows from them."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from miles_core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from miles_core.config import RunConfig
+    from miles_opd.plugin import OpdOptions
+
+ESTIMATOR = SCORER = "on_policy_distillation"
+
+
+def checked(options: OpdOptions, config: RunConfig) -> OpdOptions:
+    """The options with `opd_type` filled in.
+
+    Raises:
+        ConfigError: says what, got, who and the fix.
+    """
+    options = dataclasses.replace(options, opd_type=_kind(options))
+    _use(options, config)
+    _teacher(options, config)
+    _numbers(options)
+    return options
+
+
+def _kind(options: OpdOptions) -> str:
+    load, urls = options.opd_teacher_load is not None, bool(options.opd_teacher_urls)
+    if load and urls:
+        raise ConfigError("a teacher is in the trainer or behind a server", who="[opd]",
+                          got="opd_teacher_load and opd_teacher_urls", fix="drop one of them")
+    kind = options.opd_type or ("megatron" if load else "sglang" if urls else None)
+    if kind is None:
+        raise ConfigError("distillation needs a teacher", who="[opd]", got="neither opd_teacher_load nor "
+                          "opd_teacher_urls", fix="--opd-teacher-load CHECKPOINT, or --opd-teacher-urls URL of an "
+                          "SGLang server")
+    if not (load if kind == "megatron" else urls):
+        wanted = "--opd-teacher-load CHECKPOINT" if kind == "megatron" else "--opd-teacher-urls URL"
+        raise ConfigError(f"opd_type {kind!r} names no teacher", who="opd.opd_type", fix=f"add {wanted}")
+    return kind
+
+
+def _use(options: OpdOptions, config: RunConfig) -> None:
+    algorithm = config.algorithm
+    alone = algorithm.advantage_estimator == ESTIMATOR
+    if alone and options.use_opd:
+        raise ConfigError("the reverse KL would count twice, as advantage and on top of it", who="opd.use_opd",
+                          got=f"advantage_estimator {ESTIMATOR!r}", fix="drop --use-opd, or take another estimator")
+    if not alone and not options.use_opd:
+        raise ConfigError("plugin opd has nothing to do", who="plugins, opd.use_opd", fix="add --use-opd, or "
+                          f"--advantage-estimator {ESTIMATOR}, or leave the plugin out")
+    if algorithm.skip_actor_forward_only:
+        raise ConfigError("distillation needs the old log-probs, which skip_actor_forward_only leaves out",
+                          who="algorithm.skip_actor_forward_only", fix="drop it")
+
+
+def _teacher(options: OpdOptions, config: RunConfig) -> None:
+    asks = SCORER in config.rollout.rm_type
+    if options.opd_type == "megatron":
+        if asks:
+            raise ConfigError(f"scorer {SCORER!r} asks a server, and the teacher is in the trainer",
+                              who="rollout.rm_type", fix="leave the scorer out, or name --opd-teacher-urls")
+        if not Path(options.opd_teacher_load).is_dir():
+            raise ConfigError("there is no such teacher", got=options.opd_teacher_load, who="opd.opd_teacher_load",
+                              fix="name a Hugging Face directory or a folder that a run saved into")
+        return
+    if not asks:
+        raise ConfigError(f"nobody would ask the teacher's server: that is what scorer {SCORER!r} does",
+                          who="rollout.rm_type", fix=f"add {SCORER} to --rm-type; it counts 0 in the reward")
+    if config.rollout.rollout_temperature != 1:
+        raise ConfigError("a server scores at temperature 1, and the student samples at another",
+                          got=config.rollout.rollout_temperature, who="rollout.rollout_temperature",
+                          fix="--rollout-temperature 1, or a teacher in the trainer (--opd-teacher-load)")
+    if options.opd_log_prob_top_k and options.opd_top_k_strategy != "only-teacher":
+        raise ConfigError("of a server's teacher only its own likeliest tokens are known when it is asked",
+                          got=f"opd_top_k_strategy {options.opd_top_k_strategy!r}", who="opd.opd_top_k_strategy",
+                          fix="--opd-top-k-strategy only-teacher, or a teacher in the trainer (--opd-teacher-load)")
+
+
+def _numbers(options: OpdOptions) -> None:
+    for key, least in (("opd_kl_coef", 0), ("opd_log_prob_top_k", 0), ("opd_teacher_concurrency", 1)):
+        if not getattr(options, key) >= least:
+            raise ConfigError(f"{key} should be at least {least}", got=getattr(options, key), who=f"opd.{key}",
+                              fix="leave it out for its default")
+    if not options.opd_teacher_timeout > 0:
+        raise ConfigError("opd_teacher_timeout should be above 0", got=options.opd_teacher_timeout,
+                          who="opd.opd_teacher_timeout", fix="leave it out for its default")

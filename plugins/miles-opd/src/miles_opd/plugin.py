@@ -1,0 +1,128 @@
+"""The plugin: options and hooks. Formulas are in reverse_kl.py, the trainer's passes in passes.py, the client of a
+teacher's server in server.py, the comparison of tokenizers in vocabulary.py; all imported when first used."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from miles_core.columns import Align, Column
+from miles_core.config import RunConfig, option
+from miles_core.hookspecs import hookimpl
+from miles_core.stages.models import Model
+
+if TYPE_CHECKING:
+    from miles_core.stages.advantage import Values
+    from miles_core.stages.step import TrainerAccess
+    from miles_core.types import Batch, Sample
+
+NAME = "on_policy_distillation"
+"""Of the estimator, and of the scorer that asks a teacher's server."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpdOptions:
+    """Who the teacher is and how far the student is from it."""
+
+    use_opd: bool = option(
+        False, "Take the reverse KL to the teacher off the advantages of any estimator.", flags=("--use-opd",)
+    )
+    opd_type: Literal["megatron", "sglang"] | None = option(
+        None, "Teacher in the trainer, or behind a server; default: what is given of --opd-teacher-load and -urls.",
+        flags=("--opd-type",),
+    )
+    opd_kl_coef: float = option(1.0, "Weight of the reverse KL.", flags=("--opd-kl-coef",))
+    opd_log_prob_top_k: int = option(
+        0, "Compare the k likeliest tokens at each position; 0: the sampled token alone.",
+        flags=("--opd-log-prob-top-k",),
+    )
+    opd_top_k_strategy: Literal["only-student", "only-teacher", "intersection", "union", "xor"] = option(
+        "only-student", "Whose k likeliest tokens.", flags=("--opd-top-k-strategy",)
+    )
+    opd_reward_weight_mode: Literal["student_p", "teacher_p", "none"] = option(
+        "student_p", "How these tokens are weighted.", flags=("--opd-reward-weight-mode",)
+    )
+    opd_teacher_load: str | None = option(
+        None, "Checkpoint of a teacher in the trainer (Hugging Face, or torch_dist of the student's architecture).",
+        flags=("--opd-teacher-load",),
+    )
+    opd_teacher_urls: list[str] = option(
+        [], "SGLang servers that score: one URL, or NAME=URL for several teachers.", flags=("--opd-teacher-urls",)
+    )
+    opd_teacher_key: str = option(
+        "opd_teacher", "Key of a prompt's metadata that names its teacher; without it: default.",
+        flags=("--opd-teacher-key",),
+    )
+    opd_teacher_timeout: float = option(60.0, "Seconds that a server may take for one sample, retries included.")
+    opd_teacher_concurrency: int = option(64, "Requests to servers that are under way at once.")
+
+
+class Opd:
+    """On-policy distillation: the student samples, and a teacher says of each token how likely it finds it."""
+
+    def __init__(self, options: OpdOptions, config: RunConfig):
+        from miles_opd.checks import checked
+
+        self.options, self.config = checked(options, config), config
+        self._servers = None
+
+    @hookimpl
+    def columns(self) -> Iterable[Column]:
+        """What the teacher said, and the reverse KL; with top-k also tokens and their log-probs, between two passes."""
+        yield Column("teacher_log_probs", Align.RESPONSE, missing="pad", owner="opd")
+        yield Column("opd_reverse_kl", Align.RESPONSE, missing="pad", owner="opd")
+        if self.options.opd_log_prob_top_k:
+            for whose in ("student", "teacher"):
+                yield Column(f"opd_{whose}_tokens", Align.RESPONSE, "int32", axes=("k",), missing="pad", owner="opd")
+                yield Column(f"opd_{whose}_top", Align.RESPONSE, axes=("k",), missing="pad", owner="opd")
+            yield Column("opd_student_at_teacher", Align.RESPONSE, axes=("k",), missing="pad", owner="opd")
+
+    @hookimpl
+    def models(self) -> dict[str, Model]:
+        """The teacher, where the trainer holds it.
+
+        Raises:
+            ConfigError: it has another tokenizer than the student, or fewer tokens than top-k asks for.
+        """
+        from miles_opd.vocabulary import check_vocabulary
+
+        student, teacher = self.config.checkpoint.hf_checkpoint, self.options.opd_teacher_load
+        check_vocabulary(student, teacher, self.options.opd_log_prob_top_k)
+        return {} if teacher is None else {"teacher": Model(teacher)}
+
+    @hookimpl("reward", name=NAME)
+    async def ask(self, sample: Sample) -> float:
+        """Let the sample's server score it; the number is 0, what was learnt is in the columns."""
+        if sample.prompt.stream == "train":
+            if self._servers is None:
+                from miles_opd.server import Servers
+
+                self._servers = Servers(self.options)
+            sample.columns |= await self._servers.score(sample)
+        return 0.0
+
+    @hookimpl
+    def log_prob(self, proceed: Callable[[], dict[str, float]], access: TrainerAccess) -> dict[str, float]:
+        """After the log-probs, the teacher's, and the reverse KL of every trained token."""
+        from miles_opd.passes import fill, metrics
+
+        found, begin = proceed(), time.perf_counter()
+        rollout = self.config.algorithm.use_rollout_logprobs
+        fill(access, self.options, student="rollout_log_probs" if rollout else "log_probs")
+        return found | metrics(access.samples) | {"perf/teacher_log_probs_time": time.perf_counter() - begin}
+
+    @hookimpl(name=NAME)
+    def advantage(self, batch: Batch) -> Values:
+        """-opd_kl_coef x (log p_student - log p_teacher) of each token."""
+        return [-self.options.opd_kl_coef * sample.columns["opd_reverse_kl"] for sample in batch.samples]
+
+    @hookimpl
+    def shape_advantages(self, batch: Batch) -> Batch:
+        """With --use-opd: A_t - opd_kl_coef x reverse KL_t."""
+        if self.options.use_opd:
+            for sample in batch.samples:
+                columns = sample.columns
+                columns["advantages"] = columns["advantages"] - self.options.opd_kl_coef * columns["opd_reverse_kl"]
+        return batch

@@ -1,0 +1,131 @@
+"""Teachers behind SGLang servers: one POST /generate scores a finished sample, without a token being generated.
+
+    {"input_ids": [...], "sampling_params": {"max_new_tokens": 0, "temperature": 0},
+     "return_logprob": true, "logprob_start_len": 0, "top_logprobs_num": k}
+
+answers with meta_info.input_token_logprobs, [log-prob, id, text] of each input token, the first without a number, and
+with meta_info.input_top_logprobs, k such triples for each.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from miles_core.errors import ConfigError, RewardError
+from miles_core.hosts import in_daemon_thread
+
+if TYPE_CHECKING:
+    from miles_core.types import Sample
+    from miles_opd.plugin import OpdOptions
+
+DEFAULT = "default"
+PAUSE = 0.5
+"""Seconds before the second attempt, and twice as many before each further one."""
+
+
+class Servers:
+    """The teachers of a run.
+
+    Raises:
+        ConfigError: an address that is none, or two of one name.
+    """
+
+    def __init__(self, options: OpdOptions):
+        self.urls = addresses(options.opd_teacher_urls)
+        self._key, self._timeout = options.opd_teacher_key, options.opd_teacher_timeout
+        self._top_k = options.opd_log_prob_top_k
+        self._slots = asyncio.Semaphore(options.opd_teacher_concurrency)
+
+    async def score(self, sample: Sample) -> dict[str, np.ndarray]:
+        """The sample's columns from its teacher: teacher_log_probs [R], with top-k its likeliest tokens and theirs.
+
+        Raises:
+            RewardError: no such teacher, no answer in time, or one that is not about these tokens.
+        """
+        url = self._url(sample)
+        payload = {"input_ids": sample.tokens.tolist(), "sampling_params": {"max_new_tokens": 0, "temperature": 0},
+                   "return_logprob": True, "logprob_start_len": 0}
+        if self._top_k:
+            payload["top_logprobs_num"] = self._top_k
+        async with self._slots:
+            answer = await in_daemon_thread(lambda: post(url, payload, self._timeout))
+        return read(answer, sample, self._top_k, url)
+
+    def _url(self, sample: Sample) -> str:
+        name = str({**sample.prompt.metadata, **sample.metadata}.get(self._key, DEFAULT))
+        if name not in self.urls:
+            raise RewardError(f"{sample.name} has a teacher that nobody named", got=name, who="opd.opd_teacher_urls",
+                              fix=f"add {name}=URL; there are {', '.join(self.urls)}")
+        return self.urls[name]
+
+
+def addresses(given: Sequence[str]) -> dict[str, str]:
+    """NAME=URL, or one URL for the teacher called default -> URL of /generate by name."""
+    found: dict[str, str] = {}
+    for text in given:
+        match = re.fullmatch(r"(?:([\w.-]+)=)?(https?://\S+)", text)
+        if match is None:
+            raise ConfigError("this is no address of a teacher", got=text, who="opd.opd_teacher_urls",
+                              fix="write http://HOST:PORT, or NAME=http://HOST:PORT")
+        name, url = match[1] or DEFAULT, match[2].rstrip("/").removesuffix("/generate")
+        if name in found:
+            raise ConfigError(f"two addresses for the teacher {name!r}", got=text, who="opd.opd_teacher_urls",
+                              fix="give each teacher its own name: NAME=URL")
+        found[name] = f"{url}/generate"
+    return found
+
+
+def post(url: str, payload: dict, timeout: float) -> dict:
+    """The JSON answer; connections that fail and answers of status 5xx are tried again while there is time.
+
+    Raises:
+        RewardError: none within `timeout` seconds, a refusal, or no JSON.
+    """
+    deadline, pause = time.monotonic() + timeout, PAUSE
+    request = urllib.request.Request(url, json.dumps(payload).encode(), {"Content-Type": "application/json"})
+    while True:
+        try:
+            with urllib.request.urlopen(request, timeout=max(0.01, deadline - time.monotonic())) as answer:
+                return json.load(answer)
+        except (OSError, ValueError) as error:  # URLError and HTTPError are OSErrors
+            refused = isinstance(error, ValueError) or getattr(error, "code", 500) < 500
+            if refused or time.monotonic() + pause >= deadline:
+                detail = error.read()[:200].decode(errors="replace") if hasattr(error, "read") else ""
+                raise RewardError("the teacher's server gave no answer", who=url, got=f"{error} {detail}".strip(),
+                                  fix=f"look at its log; it had {timeout:g} s (opd_teacher_timeout)") from error
+        time.sleep(pause)
+        pause *= 2
+
+
+def read(answer: dict, sample: Sample, top_k: int, url: str) -> dict[str, np.ndarray]:
+    """The columns in a server's answer; R rows, the prompt's left out.
+
+    Raises:
+        RewardError: it is not about the sample's tokens, or holds something else than finite numbers.
+    """
+    size, rows = sample.response_length, slice(sample.length - sample.response_length, None)
+    try:
+        scored = answer["meta_info"]["input_token_logprobs"]
+        if [entry[1] for entry in scored] != sample.tokens.tolist():
+            raise ValueError(f"log-probs of {len(scored)} other tokens than the {sample.length} that were sent")
+        found = {"teacher_log_probs": np.array([entry[0] for entry in scored[rows]], np.float32).reshape(size)}
+        if top_k:
+            best = [entries[:top_k] for entries in answer["meta_info"]["input_top_logprobs"][rows]]
+            found["opd_teacher_top"] = np.array([[e[0] for e in row] for row in best], np.float32).reshape(size, top_k)
+            found["opd_teacher_tokens"] = np.array([[e[1] for e in row] for row in best], np.int32).reshape(size, top_k)
+        if not all(np.isfinite(values).all() for values in found.values()):
+            raise ValueError("log-probs that are not finite")
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        raise RewardError(f"the teacher's answer for {sample.name} cannot be used", who=url,
+                          got=f"{type(error).__name__}: {error}"[:200],
+                          fix="it has to be an SGLang server with the student's tokenizer") from error
+    return found

@@ -1,0 +1,120 @@
+"""The plugin: options, the critic, hooks. The estimator is in gae.py, the critic's loss in critic.py, both imported
+when first used."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from miles_core.columns import Align, Column
+from miles_core.config import RunConfig, option
+from miles_core.errors import ConfigError
+from miles_core.hookspecs import hookimpl
+from miles_core.stages.models import Model
+
+if TYPE_CHECKING:
+    import torch
+
+    from miles_core.stages.advantage import Values
+    from miles_core.stages.loss import LossInputs, Metrics
+    from miles_core.stages.step import TrainerAccess
+    from miles_core.types import Batch
+
+
+@dataclass(frozen=True, kw_only=True)
+class PpoOptions:
+    """The critic. Discount, lambda, KL, clip band and whitening are options of [algorithm]."""
+
+    gae: Literal["chunked", "vanilla"] = option(
+        "chunked", "How advantages are computed: 128 tokens at once, or one by one.", flags=("--gae",)
+    )
+    value_clip: float = option(
+        0.2, "How far a value may move from the old one before its loss stops caring.", flags=("--value-clip",)
+    )
+    num_critic_only_steps: int = option(
+        0, "Rollouts at the start in which the critic trains alone.", flags=("--num-critic-only-steps",)
+    )
+    critic_load: str | None = option(
+        None, "Where the critic's first weights come from; default: --hf-checkpoint with a fresh value head.",
+        flags=("--critic-load",),
+    )
+    critic_lr: float | None = option(None, "The critic's learning rate; default: --lr.", flags=("--critic-lr",))
+    critic_lr_warmup_iters: int = option(
+        0, "Optimizer steps of the critic's linear warm-up.", flags=("--critic-lr-warmup-iters",)
+    )
+
+
+class Ppo:
+    """Proximal policy optimization: advantages from a critic that trains beside the actor (PPO, arXiv:1707.06347)."""
+
+    def __init__(self, options: PpoOptions, config: RunConfig):
+        _check(options, config)
+        self.options, self.config = options, config
+
+    @hookimpl
+    def columns(self) -> Iterable[Column]:
+        """What the critic said before the rollout's first step, and what it should have said."""
+        return [Column(name, Align.RESPONSE, missing="pad", owner="ppo") for name in ("values", "returns")]
+
+    @hookimpl
+    def models(self) -> dict[str, Model]:
+        """The critic."""
+        options, config = self.options, self.config
+        rate = config.optimizer.lr if options.critic_lr is None else options.critic_lr
+        return {"critic": Model(
+            options.critic_load or config.checkpoint.hf_checkpoint, head="value", trainable=True,
+            optimizer={"lr": rate, "lr_warmup_iters": options.critic_lr_warmup_iters},
+        )}  # fmt: skip
+
+    @hookimpl
+    def log_prob(self, proceed: Callable[[], dict[str, float]], access: TrainerAccess) -> dict[str, float]:
+        """Beside the log-probs, the critic's values of every trained token."""
+        from miles_ppo.critic import trained
+
+        metrics, begin = proceed(), time.perf_counter()
+        access.forward("critic", lambda rows: {"values": rows.values()})
+        values = trained(access.samples, "values")
+        if values.size:
+            metrics["rollout/values"] = float(values.mean())
+        return metrics | {"perf/values_time": time.perf_counter() - begin}
+
+    @hookimpl(name="ppo")
+    def advantage(self, batch: Batch) -> Values:
+        """Generalised advantage estimation (arXiv:1506.02438, eq. 16); fills the column `returns` on the way."""
+        from miles_ppo.gae import ESTIMATORS, advantages_and_returns
+
+        return advantages_and_returns(batch, self.config.algorithm, ESTIMATORS[self.options.gae])
+
+    @hookimpl
+    def train_step(self, proceed: Callable[[], dict[str, float]], access: TrainerAccess) -> dict[str, float]:
+        """The critic's step, then the actor's, which waits while the critic warms up."""
+        from miles_ppo.critic import clipped_value_loss, return_metrics
+
+        def value_loss(inputs: LossInputs) -> tuple[torch.Tensor, Metrics]:
+            return clipped_value_loss(inputs, self.options.value_clip)
+
+        begin = time.perf_counter()
+        metrics = access.step("critic", value_loss)
+        metrics["perf/critic_train_time"] = time.perf_counter() - begin
+        if access.index == 0:
+            metrics |= return_metrics(access.batch.samples)
+        if access.batch.rollout_id >= self.options.num_critic_only_steps:
+            metrics |= proceed()
+        return metrics
+
+
+def _check(options: PpoOptions, config: RunConfig) -> None:
+    algorithm = config.algorithm
+    if algorithm.advantage_estimator != "ppo" or algorithm.loss_type == "sft_loss":
+        raise ConfigError("plugin ppo would train a critic that nobody asks", who="plugins, [algorithm]",
+                          got=f"advantage_estimator {algorithm.advantage_estimator!r}, loss_type "
+                          f"{algorithm.loss_type!r}", fix="write --advantage-estimator ppo, or leave the plugin out")
+    positive = {"value_clip": options.value_clip > 0, "num_critic_only_steps": options.num_critic_only_steps >= 0,
+                "critic_lr": options.critic_lr is None or options.critic_lr >= 0,
+                "critic_lr_warmup_iters": options.critic_lr_warmup_iters >= 0}
+    for key, good in positive.items():
+        if not good:
+            raise ConfigError(f"{key} should be {'above 0' if key == 'value_clip' else 'at least 0'}",
+                              got=getattr(options, key), who=f"ppo.{key}", fix="leave it out for its default")

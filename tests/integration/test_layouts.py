@@ -1,0 +1,187 @@
+"""Every parallel layout trains as one rank does: loss, weights and checkpoints. Several processes, started once.
+
+Six optimizer steps (three rollouts of two) of GRPO with a KL loss on packed samples of unequal lengths, real
+Megatron-core over gloo, the same plan that `miles run` would carry out.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from miles_core.plugins.plan import prepare
+from miles_core.testing.ranks import Ranks, batches
+
+pytestmark = pytest.mark.xdist_group("layouts")  # one worker: the processes are started once
+
+LOSS, WEIGHTS, RESUMED = 2e-6, 1e-5, 1e-6
+
+TP, PP, CP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--context-parallel-size"
+VPP, EP, ETP = ("--virtual-pipeline-model-parallel-size", "--expert-model-parallel-size",
+                "--expert-tensor-parallel-size")
+SP, OVERLAP = "--sequence-parallel", ("--overlap-grad-reduce", "--overlap-param-gather")
+
+LAYOUTS = {
+    "tp2": (2, "dense", TP, 2),
+    "tp2-sp": (2, "dense", TP, 2, SP),
+    "tp2-sp-tied": (2, "tied", TP, 2, SP),
+    "pp2": (2, "dense", PP, 2),
+    "pp2-tied": (2, "tied", PP, 2),
+    "pp2-vpp2": (2, "dense", PP, 2, VPP, 2),
+    "cp2": (2, "dense", CP, 2),
+    "dp2": (2, "dense"),
+    "dp2-overlap": (2, "dense", *OVERLAP),
+    "dp2-plain-optimizer": (2, "dense", "--no-use-distributed-optimizer"),
+    "dp2-fixed-micro-batches": (2, "dense", "--no-use-dynamic-batch-size", "--micro-batch-size", 2),
+    "ep2": (2, "moe", EP, 2),
+    "cp2-ep2": (2, "moe", CP, 2, EP, 2),
+    "tp2-sp-moe": (2, "moe", TP, 2, SP),
+    "pp2-moe": (2, "moe", PP, 2),
+    "tp2-sp-recompute": (2, "dense", TP, 2, SP, "--recompute-granularity", "full"),
+    "tp2-sp-pp2": (4, "tied", TP, 2, SP, PP, 2),
+    "tp2-sp-cp2-ep2": (4, "moe", TP, 2, SP, CP, 2, EP, 2, ETP, 1),
+    "pp2-ep2": (4, "moe", PP, 2, EP, 2),
+    "pp2-vpp2-dp2": (4, "dense", PP, 2, VPP, 2),
+    "cp2-dp2": (4, "dense", CP, 2),
+}  # fmt: skip
+
+CONSTANTS = dict(vocab_size=264, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
+                 num_key_value_heads=2, head_dim=8, max_position_embeddings=128, eos_token_id=258, pad_token_id=256)
+
+RUN_FILE = """
+plugins = ["grpo"]
+[rollout]
+prompt_data = "none.jsonl"
+num_rollout = 3
+rollout_batch_size = 4
+n_samples_per_prompt = 4
+num_steps_per_rollout = 2
+rollout_max_response_len = 41
+[perf]
+bf16 = false
+use_dynamic_batch_size = true
+max_tokens_per_gpu = 96
+trainer_host = "process"
+[algorithm]
+use_kl_loss = true
+kl_loss_coef = 0.05
+rewards_normalization = false
+entropy_coef = 0.001
+[optimizer]
+lr = 5e-4
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Random four-layer models of a size that every layout divides, and the run file."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    folder = tmp_path_factory.mktemp("layouts")
+    torch.manual_seed(0)
+    experts = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, norm_topk_prob=True)
+    models = {"dense": Qwen3ForCausalLM(Qwen3Config(**CONSTANTS, tie_word_embeddings=False)),
+              "tied": Qwen3ForCausalLM(Qwen3Config(**CONSTANTS, tie_word_embeddings=True)),
+              "moe": Qwen3MoeForCausalLM(Qwen3MoeConfig(**CONSTANTS, **experts, tie_word_embeddings=False))}
+    for name, model in models.items():
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.dim() > 1:  # so large that a wrong layout shows
+                    parameter.mul_(3)
+        model.save_pretrained(folder / name)
+    (folder / "run.toml").write_text(RUN_FILE)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    """size -> Ranks, started when first asked for."""
+    started: dict[int, Ranks] = {}
+
+    def start(size: int) -> Ranks:
+        if size not in started:
+            started[size] = Ranks(size).__enter__()
+        return started[size]
+
+    yield start
+    for group in started.values():
+        group.__exit__()
+
+
+@pytest.fixture(scope="module")
+def train(folder, ranks):
+    """(layout, rollouts, *flags, save=) -> what Ranks.train answers."""
+    rollouts = batches(3)
+
+    def run(layout: tuple, which=slice(0, 3), *flags, save=None) -> dict:
+        size, model, *more = layout
+        argv = ["--hf-checkpoint", folder / model, "--actor-num-gpus-per-node", size, *more, *flags]
+        return ranks(size).train(prepare(folder / "run.toml", [str(word) for word in argv]), rollouts[which], save=save)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def one_rank(train, tmp_path_factory):
+    """model -> (what one rank answers for all three rollouts, a checkpoint of it after the second)."""
+    found = {}
+
+    def run(model: str):
+        if model not in found:
+            save = tmp_path_factory.mktemp(f"one-{model}")
+            train((1, model), slice(0, 2), save=save)
+            found[model] = train((1, model)), save
+        return found[model]
+
+    return run
+
+
+def gap(found: list[dict], expected: list[dict], key: str = "train/loss") -> float:
+    """Largest difference of a metric over steps."""
+    return max(abs(a[key] - b[key]) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_six_steps_are_those_of_one_rank(name, train, one_rank, record_property):
+    """Loss, gradient norm, metrics' names, the old log-probs of every sample, and the final weights."""
+    expected, _ = one_rank(LAYOUTS[name][1])
+    found = train(LAYOUTS[name])
+    loss, norm = gap(found["steps"], expected["steps"]), gap(found["steps"], expected["steps"], "train/grad_norm")
+    weights = max(np.abs(found["weights"][k] - value).max() for k, value in expected["weights"].items())
+    scores = max(np.abs(a.columns[column] - b.columns[column]).max() for column in ("log_probs", "ref_log_probs")
+                 for a, b in zip(found["batch"].samples, expected["batch"].samples, strict=True))
+    for key, value in (("loss", loss), ("gradient norm", norm), ("weights", weights), ("log-probs", scores)):
+        record_property(key, f"{value:.1e}")
+    print(f"\n{name}: loss {loss:.1e}, gradient norm {norm:.1e}, weights {weights:.1e}, log-probs {scores:.1e}")
+    assert found["weights"].keys() == expected["weights"].keys()
+    assert found["steps"][0].keys() == expected["steps"][0].keys()
+    assert loss <= LOSS and norm <= 1e-5 and weights <= WEIGHTS and scores <= 1e-4
+
+
+STAR = ["tp2-sp", "pp2", "pp2-tied", "pp2-vpp2", "cp2", "dp2", "ep2", "tp2-sp-moe", "tp2-sp-cp2-ep2", "pp2-ep2"]
+
+
+@pytest.mark.parametrize("name", STAR)
+def test_a_checkpoint_of_one_rank_goes_on_under_any_layout(name, train, one_rank):
+    """Weights, optimizer and schedule: the losses of the third rollout are those of the run that went on."""
+    expected, save = one_rank(LAYOUTS[name][1])
+    found = train(LAYOUTS[name], slice(2, 3), "--load", save)
+    assert gap(found["steps"], expected["steps"][4:]) <= RESUMED
+
+
+@pytest.mark.parametrize("name", STAR)
+def test_a_checkpoint_of_any_layout_goes_on_under_one_rank(name, train, one_rank, tmp_path):
+    expected, _ = one_rank(LAYOUTS[name][1])
+    train(LAYOUTS[name], slice(0, 2), save=tmp_path / "saved")
+    found = train((1, LAYOUTS[name][1]), slice(2, 3), "--load", tmp_path / "saved")
+    assert gap(found["steps"], expected["steps"][4:]) <= RESUMED
+
+
+@pytest.mark.parametrize(("first", "second"), [("tp2-sp", "pp2"), ("ep2", "one"), ("pp2-vpp2", "tp2-sp")])
+def test_a_checkpoint_goes_from_layout_to_layout(first, second, train, one_rank, tmp_path):
+    model = LAYOUTS[first][1]
+    expected, _ = one_rank(model)
+    train(LAYOUTS[first], slice(0, 2), save=tmp_path / "saved")
+    found = train(LAYOUTS.get(second, (1, model)), slice(2, 3), "--load", tmp_path / "saved")
+    assert gap(found["steps"], expected["steps"][4:]) <= RESUMED

@@ -1,0 +1,48 @@
+"""Whole runs whose trainer has two ranks: resumed to the same bits, and ended by name when a rank dies."""
+
+from __future__ import annotations
+
+import pytest
+
+from miles_core.testing import survival
+from miles_core.testing.forked import miles
+from miles_core.testing.survival import Course
+
+pytestmark = pytest.mark.integration
+
+RANKS = ["--actor-num-gpus-per-node", "2"]
+
+DIES = '''
+"""Ends rank 1 in the second rollout's step, as a lack of memory would."""
+import os
+
+from miles_core import hookimpl
+
+
+class Dies:
+    """Dies."""
+
+    @hookimpl
+    def train_step(self, proceed, access):
+        import torch.distributed as dist
+
+        if access.batch.rollout_id == 1 and dist.get_rank() == 1:
+            os._exit(9)
+        return proceed()
+'''
+
+
+@pytest.mark.parametrize("layout", [[], ["--tensor-model-parallel-size", "2", "--sequence-parallel"]], ids=["dp", "tp"])
+def test_a_resumed_run_of_two_ranks_has_the_bits_of_one_that_went_on(run_file, tmp_path, layout):
+    course = Course(tmp_path, [run_file(), *RANKS, *layout, "--rollout-shuffle", "--save-interval", "1"], rollouts=3)
+    reference = course.finish("reference")
+    course.finish("stopped", "--debug-exit-after-rollout", "2")
+    assert not survival.problems(course.finish("stopped"), reference, rollouts=3, ends=2)
+
+
+def test_a_rank_that_dies_is_named_and_ends_the_run(run_file, tmp_path):
+    (tmp_path / "dies.py").write_text(DIES)
+    outcome = miles(["run", run_file(), "--no-live", "--run-dir", "run", *RANKS, "--plugin", "./dies.py"], tmp_path)
+    assert outcome.code == 1
+    assert "the process 'trainer rank 1' died in step() (got exit code 9)" in outcome.err
+    assert outcome.seconds < 60
