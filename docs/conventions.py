@@ -47,6 +47,8 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("`reinforce_plus_plus_baseline`", "r - mean - kl_coef KL", "r - mean - kl_coef KL", "-", "r - mean", "-"),
     ("... whitening", WHITENING, "mandatory `--normalize-advantages`", "-", "always", "-"),
     ("`ppo`: whitening of GAE", WHITENING, "only with `--normalize-advantages`", "no (`vanilla_gae`)", "always", "-"),
+    ("`on_policy_distillation`: A", "-opd_kl_coef (log_prob - teacher's) at each trained token",
+     "less opd_kl_coef (log_prob - teacher's), for any estimator", "-", "-", "-"),
     ("`normalize_advantages`", f"trained tokens of the rollout, ddof {advantage.DDOF}, "
      f"(A - mean) / sqrt(var + {short(advantage.WHITEN_EPSILON)})", "the same, in fp32", "-", "-", "-"),
     ("`kl_coef` with other estimators", "A - kl_coef KL at each token", "no effect", "-", "-", "-"),

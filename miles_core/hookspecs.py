@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from miles_core.columns import Column, Packed
     from miles_core.config import RunConfig
+    from miles_core.stages.gradients import Gradients
     from miles_core.stages.loss import LossInputs, Metrics, TokenWeights
     from miles_core.stages.models import Model
     from miles_core.stages.prompts import PromptSource
@@ -206,6 +207,12 @@ def loss_terms(inputs: LossInputs) -> dict[str, tuple[float, torch.Tensor]]:
 @hookspec("named", role="trainer", per="step")
 def reduction(samples: Sequence[Sample]) -> np.ndarray:
     """7: [samples] weight of one token of each, fixed before any rejection. "sample" (default), "token", "constant"."""
+
+
+@hookspec("named", role="trainer", per="step")
+def clip_gradients(gradients: Gradients) -> float:
+    """8: scale a model's gradients in place before its optimizer uses them; what it returns is reported as grad_norm.
+    Chosen by --clip-gradients. Default "norm": Megatron's own, to a global norm of --clip-grad."""
 
 
 # -------------------------------------------------------------------------------------------------------- driver

@@ -133,6 +133,10 @@ class Perf:
         None, "The same for passes without gradient; default: --max-tokens-per-gpu."
     )
     log_probs_chunk_size: int = option(1024, "Rows of logits that exist at once.")
+    skip_zero_advantages: bool = option(
+        False, "Leave samples whose advantages are all 0 out of the steps where the objective's gradient is then 0; "
+        "metrics under train/ count them as 0."
+    )
     micro_batch_size: int = option(1, "Samples of a micro-batch when the batch size is not dynamic.")
     balance_data: bool = option(True, "Deal micro-batches to data-parallel ranks by load; --no-balance-data: in turn.")
     balance_by_flops: bool = option(False, "The load is floating-point operations instead of tokens.")
@@ -198,6 +202,7 @@ class Optimizer:
     adam_beta2: float = option(0.95, "Decay of the second moment.")
     adam_eps: float = option(1e-8, "Added to the denominator.")
     clip_grad: float = option(1.0, "Largest gradient norm; 0 is off.")
+    clip_gradients: str = option("norm", "How gradients are clipped; the default is by their global norm.")
     seed: int = option(1234, "Seed of weights and dropout.")
 
 

@@ -43,6 +43,7 @@ def choices(config: RunConfig) -> list[tuple[str, str, str]]:
             ("advantage", estimator, "algorithm.advantage_estimator"),
             ("policy_loss", algorithm.policy_loss or estimator, "algorithm.policy_loss"),
             ("reduction", reduction, "algorithm.reduction"),
+            ("clip_gradients", config.optimizer.clip_gradients, "optimizer.clip_gradients"),
             ("weight_sync", perf.weight_sync, "perf.weight_sync"),
             *((("model_spec", config.model.model_name, "model.model_name"),) if config.model.model_name else ()),
         ]

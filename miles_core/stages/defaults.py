@@ -54,13 +54,14 @@ class Core:
     def loss_terms(self, inputs):
         """KL to the reference and entropy; a coefficient of 0 makes each a monitor."""
         from miles_core.kl import approximate_kl
-        from miles_core.stages.loss import bounded_exp, log_ratio
+        from miles_core.stages.loss import at_trained, bounded_exp, log_ratio
 
         algorithm, terms = self.config.algorithm, {}
         if inputs.ref_log_probs is not None:
             ratio = bounded_exp(log_ratio(inputs)) if algorithm.use_unbiased_kl else None
-            divergence = approximate_kl(inputs.log_probs, inputs.ref_log_probs, algorithm.kl_loss_type, ratio)
-            terms["kl_loss"] = (algorithm.kl_loss_coef, divergence)
+            policy, reference = at_trained(inputs, inputs.log_probs), at_trained(inputs, inputs.ref_log_probs)
+            terms["kl_loss"] = (algorithm.kl_loss_coef,
+                                approximate_kl(policy, reference, algorithm.kl_loss_type, ratio))
         if inputs.entropy is not None:
             terms["entropy_loss"] = (-algorithm.entropy_coef, inputs.entropy)
         return terms

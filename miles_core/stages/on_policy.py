@@ -1,4 +1,4 @@
-"""The check behind --true-on-policy-mode: engine and trainer gave every trained token the same log-prob, bit for bit."""
+"""The check behind --true-on-policy-mode: each trained token has one log-prob, whoever computes it, bit for bit."""
 
 from __future__ import annotations
 

@@ -312,3 +312,59 @@ def test_the_step_above_left_the_weights_alone(bench, tiny):
 def test_the_kl_formulas_of_this_file_are_the_cores(kind):
     a, b = torch.rand(2, 50, dtype=torch.float64)
     torch.testing.assert_close(approximate_kl(a, b, kind), kl_by_hand(a - b, kind))
+
+
+def test_samples_without_advantage_can_be_left_out(bench):
+    """The gradient is that of all samples; only the work is less."""
+    batch = make_batch()
+    for sample in batch.samples[1::3]:
+        sample.columns["advantages"][:] = 0
+    quiet = {id(s) for s in batch.samples if not (s.columns["advantages"] * s.columns["loss_mask"]).any()}
+    found = {}
+    for skip in (False, True):
+        bench.configure({}, {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 100, "skip_zero_advantages": skip})
+        seen, inner = [], bench.trainer.objective._policy_loss
+        bench.trainer.objective._policy_loss = lambda inputs: (seen.extend(inputs.samples), inner(inputs))[1]  # noqa: B023
+        found[skip] = bench.step(dataclasses.replace(batch))
+        assert (quiet & {id(sample) for sample in seen} == set()) is skip
+    assert found[True][0]["train/skipped_samples"] == pytest.approx(len(quiet) / len(batch.samples))
+    assert found[True][0]["train/loss"] == pytest.approx(found[False][0]["train/loss"], abs=1e-9)
+    assert overall(found[True][1], found[False][1]) <= SPLIT
+    assert worst(found[True][1], found[False][1]) <= WORST_PARAMETER
+
+
+@pytest.mark.parametrize(("algorithm", "silent"), [
+    ({}, True), ({"eps_clip_c": 3.0}, True), ({"entropy_coef": 0.01}, False), ({"observe_training_entropy": True}, False),
+    ({"use_kl_loss": True}, False),
+])
+def test_an_objective_says_whether_a_token_without_advantage_is_silent(bench, algorithm, silent):
+    bench.configure(algorithm, {"skip_zero_advantages": True})
+    assert bench.trainer.skips is silent
+
+
+def test_router_losses_are_means_over_the_tokens_of_a_step(tiny, tmp_path):
+    """A step that has everything twice has the same load-balancing and z gradient, not twice as much."""
+    (tmp_path / "run.toml").write_text(f"""
+    [checkpoint]
+    hf_checkpoint = "{tiny}/qwen3_moe"
+    [rollout]
+    prompt_data = "{tiny}/train.jsonl"
+    rollout_batch_size = 10
+    num_rollout = 1
+    [perf]
+    bf16 = false
+    [optimizer]
+    lr = 0.0
+    clip_grad = 0.0
+    """)
+    flags = ["--plugin", "grpo", "--moe-aux-loss-coeff", "0.01", "--moe-z-loss-coeff", "0.001"]
+    bench = Bench(prepare(tmp_path / "run.toml", flags))
+    found = []
+    for times in (1, 2):
+        batch = make_batch()
+        batch.groups = batch.groups + make_batch().groups * (times - 1)
+        for sample in batch.samples:
+            sample.columns["advantages"][:] = 0
+        found.append(bench.step(batch)[1])
+    assert overall(found[1], found[0]) <= SPLIT
+    assert 1e-5 < max(float(g.abs().max()) for g in found[0].values()) < 1e-1

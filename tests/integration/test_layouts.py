@@ -185,3 +185,48 @@ def test_a_checkpoint_goes_from_layout_to_layout(first, second, train, one_rank,
     train(LAYOUTS[first], slice(0, 2), save=tmp_path / "saved")
     found = train(LAYOUTS.get(second, (1, model)), slice(2, 3), "--load", tmp_path / "saved")
     assert gap(found["steps"], expected["steps"][4:]) <= RESUMED
+
+
+CLIPPING = '''
+"""Megatron's clipping, written with nothing but what the hook clip_gradients is given."""
+from miles_core import hookimpl
+
+
+class Clipping:
+    @hookimpl("clip_gradients", name="again")
+    def again(self, gradients):
+        squares = sum(piece.grad.double().square().sum() for piece in gradients.pieces if piece.counts)
+        norm = gradients.sums({"norm": squares})["norm"] ** 0.5
+        for piece in gradients.pieces:
+            piece.grad.mul_(min(1.0, gradients.clip_grad / (norm + 1e-6)))
+        return norm
+
+    @hookimpl("clip_gradients", name="each")
+    def each(self, gradients):
+        """Every parameter to a norm of its own: the pieces and copies of one find the same one."""
+        pieces, squares = gradients.pieces, {}
+        for piece in pieces:
+            square = float(piece.grad.double().square().sum()) if piece.counts else 0.0
+            squares[piece.name] = squares.get(piece.name, 0.0) + square
+        squares = gradients.sums(squares)
+        for piece in pieces:
+            piece.grad.mul_(0.001 / (squares[piece.name] ** 0.5 + 1e-6))
+        return sum(squares.values()) ** 0.5
+'''
+
+
+@pytest.mark.parametrize("name", ["tp2-sp", "pp2-tied", "dp2", "dp2-plain-optimizer", "ep2"])
+def test_a_clipping_of_ones_own_sees_every_gradient_once(name, train, tmp_path):
+    """The global norm from pieces is Megatron's, and a norm of each parameter that of one rank."""
+    (tmp_path / "clipping.py").write_text(CLIPPING)
+    clip = ("--clip-grad", 0.05, "--plugin", tmp_path / "clipping.py", "--clip-gradients")
+    one = (1, LAYOUTS[name][1])
+    for kind, expected in (("again", train(LAYOUTS[name], slice(0, 1), *clip, "norm")),
+                           ("each", train(one, slice(0, 1), *clip, "each"))):
+        found = train(LAYOUTS[name], slice(0, 1), *clip, kind)
+        assert expected["steps"][0]["train/grad_norm"] > 0.1, "there is something to clip"
+        bound = 1e-6 if kind == "again" else 1e-5
+        assert gap(found["steps"], expected["steps"], "train/grad_norm") <= bound
+        weights = max(np.abs(found["weights"][key] - value).max() for key, value in expected["weights"].items())
+        print(f"\n{name} {kind}: weights {weights:.1e}")
+        assert weights <= bound

@@ -184,6 +184,7 @@ def test_schedules_by_hand():
     assert schedule([9, 1, 9, 1], data=2, capacity=None, micro_batch_size=1, balance=False) == [[[0], [2]], [[1], [3]]]
     assert schedule([9, 1, 9, 1], data=2, capacity=None, micro_batch_size=1) == [[[0], [3]], [[2], [1]]]
     assert schedule([5, 5, 5, 5], data=1, capacity=20, micro_batch_size=1, multiple=2) == [[[0, 3], [1, 2]]]
+    assert schedule([6, 6, 1, 1], data=3, capacity=12, micro_batch_size=1) == [[[0]], [[1]], [[2, 3]]]
     # one sample of 4 is as costly as the other three where cost grows with the square
     assert schedule([4, 2, 2, 2], data=2, capacity=6, micro_batch_size=1, loads=[16, 4, 4, 4]) == [[[0, 1]], [[2, 3]]]
 

@@ -9,14 +9,21 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from miles_core.backends.local.decode import Cache, Decoder, Prefill, round_up
+from miles_core.backends.local.decode import Cache, Prefill, round_up
 from miles_core.backends.local.sampling import Draws, StopStrings, draw, uniforms
-from miles_core.backends.local.weights import Weights
 from miles_core.stages.rollout import Request
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from miles_core.backends.local.decode import Decoder
+    from miles_core.backends.local.modules import ModuleDecoder
+    from miles_core.backends.local.weights import Weights
 
 Origin = tuple[int, tuple[int, ...], bool]
 """What a row began with: weight version, context, whether its routing is kept."""
@@ -72,7 +79,7 @@ class Batch:
         max_context: longest sequence, in tokens.
     """
 
-    def __init__(self, decoder: Decoder, max_rows: int, max_context: int):
+    def __init__(self, decoder: Decoder | ModuleDecoder, max_rows: int, max_context: int):
         self._decoder, self._max_context = decoder, max_context
         self._cache = Cache(max_rows)
         self.flights: list[Flight] = []
@@ -94,7 +101,8 @@ class Batch:
         """How many more requests fit."""
         return self._room - len(self.flights)
 
-    def admit(self, flights: Sequence[Flight], weights: Weights, version: int) -> list[tuple[Flight, str]]:
+    def admit(self, flights: Sequence[Flight], weights: Weights | PreTrainedModel,
+              version: int) -> list[tuple[Flight, str]]:
         """Give these requests their rows; returns those that ended with their first token, and why.
 
         A context is computed once: requests that come together share its prefill, and one whose twin runs already, by
@@ -142,7 +150,7 @@ class Batch:
                 self._of["routing"][rows, :width] = self._of["routing"][twins, :width]
         return others
 
-    def step(self, weights: Weights, version: int) -> list[tuple[Flight, str]]:
+    def step(self, weights: Weights | PreTrainedModel, version: int) -> list[tuple[Flight, str]]:
         """Draw one token for every row; returns the requests that ended with it, and why."""
         count = len(self.flights)
         rows = round_up(count)
@@ -215,9 +223,9 @@ class Batch:
         if flight.routing is None:  # else its row names experts that older weights chose
             self._origins.setdefault(flight.origin, []).append(flight)
         values = {
-            "key": np.uint64(flight.request.key % 2**64), "drawn": len(flight.ids), "length": length, "last": flight.origin[1][-1],
-            "limit": flight.limit, "quiet": sampling.min_new_tokens, "temperature": sampling.temperature,
-            "top_p": sampling.top_p, "top_k": sampling.top_k,
+            "key": np.uint64(flight.request.key % 2**64), "drawn": len(flight.ids), "length": length,
+            "last": flight.origin[1][-1], "limit": flight.limit, "quiet": sampling.min_new_tokens,
+            "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k,
         }  # fmt: skip
         for name, value in values.items():
             of[name][row] = value

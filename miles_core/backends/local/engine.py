@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -25,6 +26,12 @@ from miles_core.backends.local.sampling import StopStrings, check
 from miles_core.backends.local.weights import FAMILIES, ModelShape
 from miles_core.errors import CheckpointError, EngineError
 from miles_core.stages.rollout import PauseMode, Request, Response
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from miles_core.backends.local.modules import ModuleDecoder
+    from miles_core.backends.local.weights import Weights
 
 SMALL_LAYER = 1 << 20
 """Weights of a layer up to which a decode step runs on one thread: waking a second costs more than it saves."""
@@ -40,7 +47,8 @@ class Command:
     done: Future | None = None
 
 
-def decoder_for(folder: Path, dtype: torch.dtype, max_context: int | None = None):
+def decoder_for(folder: Path, dtype: torch.dtype,
+                max_context: int | None = None) -> tuple[Decoder | ModuleDecoder, str]:
     """The fast path where there is one, else transformers' module; and its name for the log.
 
     Raises:
@@ -86,7 +94,7 @@ class LocalEngine:
         own_eos = getattr(tokenizer, "eos_token_id", None)
         self._eos = self.shape.eos | (set() if own_eos is None else {own_eos})
         self._max_batch = max_batch
-        self._weights = None
+        self._weights: Weights | PreTrainedModel | None = None
         self._orders = itertools.count()
         self._flights: dict[str, Flight] = {}  # everything that a call waits for
         self._arrivals: list[Flight] = []  # not yet handed to the thread
@@ -353,7 +361,7 @@ class LocalEngine:
         elif mode == "retract":
             self._retract()
 
-    def _swap(self, staged: Weights, version: int) -> None:
+    def _swap(self, staged: Weights | PreTrainedModel, version: int) -> None:
         self._must_be_newer(version)  # again: another update may have come in between
         if self._paused != "in_place":
             self._retract()

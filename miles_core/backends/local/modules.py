@@ -134,7 +134,8 @@ class ModuleDecoder:
                 raise EngineError("a repeated tensor in the weights", got=name, fix="send each name once")
             state[name] = tensor.detach().to(self._dtype, copy=True)
             if not torch.isfinite(state[name]).all():
-                raise EngineError(f"tensor {name} holds values that are not finite", fix="look at the last training step")
+                raise EngineError(f"tensor {name} holds values that are not finite",
+                                  fix="look at the last training step")
         return self._ready(self._load(state))
 
     def read(self, folder: Path) -> PreTrainedModel:
@@ -200,8 +201,8 @@ class ModuleDecoder:
         try:
             with _building, _hushed():
                 module, found = self._class.from_pretrained(
-                    None, config=copy.deepcopy(self._config), state_dict=state, dtype=self._dtype, output_loading_info=True,
-                    ignore_mismatched_sizes=True,
+                    None, config=copy.deepcopy(self._config), state_dict=state, dtype=self._dtype,
+                    output_loading_info=True, ignore_mismatched_sizes=True,
                 )  # fmt: skip
         except RuntimeError as error:
             raise EngineError("the weights do not fit the architecture", got=str(error).splitlines()[0],

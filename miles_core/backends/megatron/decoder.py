@@ -13,6 +13,12 @@ from miles_core.backends.megatron.specs import Attention, ModelSpec, Rotary, Rul
 from miles_core.errors import ConfigError
 
 _SCALINGS = ("default", "linear", "llama3")
+_NEVER = {
+    "softmax_type": "vanilla", "apply_query_key_layer_scaling": False, "window_size": None,
+    "window_attn_skip_freq": None, "no_rope_freq": None, "glu_linear_offset": 0.0, "activation_func_clamp_value": None,
+}  # fmt: skip
+"""Fields of TransformerConfig that would make another model; no layer here reads them, so none may be set."""
+
 _OURS, _THEIRS = "decoder.layers.{layer}.", "model.layers.{layer}."
 
 
@@ -80,6 +86,7 @@ class Decoder:
             "gated_linear_unit": True,
             "softmax_scale": self.softmax_scale,
             "rotary_interleaved": self.attention[0].rotary.interleaved,
+            **_NEVER,
             **self.constants,
         }
         return ModelSpec(

@@ -45,6 +45,44 @@ class Objective:
             TrainError: the policy loss is not one value per token, or has no gradient.
         """
         inputs = self._inputs(scored, batch)
+        total, share = self._per_token(inputs)
+        value = loss.reduce(total, token_weights, inputs.mask)
+        if not torch.isfinite(value):
+            raise self._not_finite(total, batch)
+        if not value.requires_grad:
+            raise TrainError("the loss has no gradient", who=f"policy loss {self._name!r}",
+                             fix="compute it from inputs.log_probs, without detach()")
+        if self.actor:
+            share["train_rollout_logprob_abs_diff"] = (inputs.log_probs - inputs.rollout_log_probs).abs()
+        return value, {key: loss.reduce(term.detach().to(torch.float64), token_weights, inputs.mask)
+                       for key, term in share.items()}
+
+    def silent_at_zero(self) -> bool:
+        """Whether tokens with advantage 0 add nothing to loss and gradient and no term is watched on them.
+
+        Asked of the objective itself, with made-up tokens; one that cannot answer is not silent.
+        """
+        draw = torch.Generator().manual_seed(0)
+        log_probs, old, rollout = (-torch.rand(3, 16, generator=draw, dtype=torch.float64) * 5).unbind()
+        log_probs.requires_grad_(True)
+        sample = torch.arange(16) // 4
+        inputs = LossInputs(
+            log_probs=log_probs, entropy=None, old_log_probs=old, rollout_log_probs=rollout, ref_log_probs=None,
+            advantages=torch.zeros_like(old), mask=torch.ones_like(old), sample=sample,
+            segment_sum=lambda values: values.new_zeros(4, *values.shape[1:]).index_add(0, sample, values),
+            eps_clip=self.algorithm.eps_clip, eps_clip_high=self.algorithm.eps_clip_high,
+            eps_clip_c=self.algorithm.eps_clip_c, rows={},
+        )  # fmt: skip
+        try:
+            total, share = self._per_token(inputs)
+            gradient = torch.autograd.grad(total.sum(), log_probs)[0] if total.requires_grad else torch.zeros(1)
+        except Exception:  # noqa: BLE001 - it looks at more than was made up
+            return False
+        watched = self.entropy or self.algorithm.use_kl_loss or (self._terms and self._terms(inputs))
+        return not (watched or total.any() or gradient.any())
+
+    def _per_token(self, inputs: LossInputs) -> tuple[torch.Tensor, loss.Metrics]:
+        """[N] of the whole objective, and metrics."""
         per_token, metrics = self._policy_loss(inputs)
         if per_token.shape != inputs.mask.shape:  # a scalar would be broadcast, and train on something else
             raise TrainError("the loss should have one value for each token", who=f"policy loss {self._name!r}",
@@ -56,17 +94,7 @@ class Objective:
             share[name] = term
             if coefficient:
                 total = total + coefficient * term
-        value = loss.reduce(total, token_weights, inputs.mask)
-        if not torch.isfinite(value):
-            raise self._not_finite(total, batch)
-        if not value.requires_grad:
-            raise TrainError("the loss has no gradient", who=f"policy loss {self._name!r}",
-                             fix="compute it from inputs.log_probs, without detach()")
-        share["loss"] = total
-        if self.actor:
-            share["train_rollout_logprob_abs_diff"] = (inputs.log_probs - inputs.rollout_log_probs).abs()
-        return value, {key: loss.reduce(term.detach().to(torch.float64), token_weights, inputs.mask)
-                       for key, term in share.items()}
+        return total, {**share, "loss": total}
 
     def _weighted(self, per_token: torch.Tensor, inputs: LossInputs) -> tuple[torch.Tensor, loss.Metrics]:
         """The policy loss with the factors and the mask of the token_weights hooks."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,6 +24,8 @@ from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_mega
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # noqa: E402
 from megatron.core.transformer import TransformerConfig  # noqa: E402
 from megatron.core.transformer.module import Float16Module  # noqa: E402
+
+logger = logging.getLogger(__name__)
 
 STYLES = ("constant", "linear", "cosine", "inverse-square-root")
 
@@ -135,10 +138,12 @@ def make_optimizer(
     chunks: Sequence[DistributedDataParallel], options: OptimizerOptions
 ) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
     """The optimizer of wrapped chunks and its schedule, which already set the first step's learning rate."""
-    config = chunks[0].config
+    config, given = chunks[0].config, dict(options.megatron)
+    if cpu.no_cuda() and given.pop("optimizer_cpu_offload", False):
+        logger.warning("optimizer_cpu_offload has nothing to do: there is no GPU, so the optimizer is on the CPU already")
     with _refusals("[optimizer]"):
         settings = OptimizerConfig(**_fields(
-            OptimizerConfig, options.megatron,
+            OptimizerConfig, given,
             optimizer=options.optimizer, lr=options.lr, min_lr=options.min_lr, weight_decay=options.weight_decay,
             adam_beta1=options.adam_beta1, adam_beta2=options.adam_beta2, adam_eps=options.adam_eps,
             clip_grad=options.clip_grad, bf16=config.bf16, params_dtype=config.params_dtype,

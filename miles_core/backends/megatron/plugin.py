@@ -15,6 +15,11 @@ class Megatron:
 
         return MegatronTrainer(config, hooks, columns, rank)
 
+    @hookimpl("clip_gradients", name="norm")
+    def clip_by_norm(self, gradients):
+        """To a global norm of at most --clip-grad."""
+        return gradients.clip_by_norm()
+
     @hookimpl("model_spec", name="qwen3")
     def qwen3(self, hf_config):
         """Dense Qwen3."""

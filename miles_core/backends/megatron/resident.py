@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
 import torch
 
-from miles_core.backends.megatron import cpu, optimizer, value, weights
+from miles_core.backends.megatron import cpu, gradients, optimizer, value, weights
 from miles_core.backends.megatron.given import check_architecture, given_for
 from miles_core.backends.megatron.model import build, transformer_config
 from miles_core.config.layout import Layout
 from miles_core.config.tables import RunConfig
-from miles_core.errors import NonFiniteError
+from miles_core.errors import ConfigError, NonFiniteError
 from miles_core.plugins.bind import Hooks
+from miles_core.plugins.resolve import chosen
 from miles_core.stages.models import Model
 
 cpu.install()
@@ -50,6 +52,8 @@ class Resident:
         if declared.head == "value":
             self.weight_map = value.weight_map(self.weight_map)
         self.options = _options(config, declared)
+        self.clipping = chosen(config, "clip_gradients")
+        self.clip = hooks.clip_gradients[self.clipping]
         self.optimizer = self.scheduler = None
         if declared.trainable:
             self.wrapped = optimizer.wrap(self.chunks, self.settings, self.options)
@@ -98,6 +102,7 @@ class Resident:
 
         Raises:
             NonFiniteError: a gradient is not finite; the optimizer has not seen it.
+            HookError: the clipping answers with no number.
         """
         if names := optimizer.non_finite_gradients(self.wrapped):
             raise NonFiniteError(f"the gradient of {names[0]} is not finite", got=f"{len(names)} parameter(s)",
@@ -105,9 +110,28 @@ class Resident:
                                  fix="the weights are unchanged and the last checkpoint is good; "
                                  "look at the step's samples, the learning rate and the precision")
         rate = self.optimizer.param_groups[0]["lr"]
-        _, norm, _ = self.optimizer.step()
+        found = gradients.MegatronGradients(self.name, self.optimizer, self.chunks, self.options.clip_grad)
+        norm = gradients.update(self.optimizer, found, self.clip, self.clipping)
         self.scheduler.step(1)
-        return {"grad_norm": float(norm), "lr-pg_0": rate}
+        return {"grad_norm": norm, "lr-pg_0": rate}
+
+    @contextmanager
+    def router_losses(self, tokens: int) -> Iterator[None]:
+        """Inside, load-balancing and z losses of the routers are means over the step's `tokens`.
+
+        Megatron multiplies each micro-batch's by its tokens and counts on dividing all gradients by the total at the
+        end of the step; here nothing is divided at the end.
+        """
+        names = ("moe_aux_loss_coeff", "moe_z_loss_coeff")
+        given = {name: getattr(self.settings, name) for name in names if getattr(self.settings, name)}
+        for name, value in given.items():
+            share = [one / tokens for one in value] if isinstance(value, list) else value / tokens
+            setattr(self.settings, name, share)
+        try:
+            yield
+        finally:
+            for name, value in given.items():
+                setattr(self.settings, name, value)
 
     def settle(self) -> None:
         """Weights that are still being gathered after a step (--overlap-param-gather) are there when this returns."""
@@ -133,12 +157,21 @@ class Resident:
 
 
 def architecture(folder: Path, config: RunConfig, hooks: Hooks):
-    """(ModelSpec, WeightMap) of a Hugging Face directory's config.json, by the plugin that offers its model_type."""
+    """(ModelSpec, WeightMap) of a Hugging Face directory's config.json, by the plugin that offers its model_type.
+
+    Raises:
+        ConfigError: no enabled plugin does; of the actor the plan has seen to it (plugins/resolve.py).
+    """
     from transformers import AutoConfig
 
     hf = AutoConfig.from_pretrained(folder, local_files_only=True)
     ours = Path(config.checkpoint.hf_checkpoint) == folder
-    family = hooks.model_spec[(ours and config.model.model_name) or hf.model_type](hf)
+    name = (ours and config.model.model_name) or hf.model_type
+    if name not in hooks.model_spec:
+        raise ConfigError(f"no enabled plugin builds the architecture {name!r}", who=str(folder),
+                          got=f"there are {', '.join(sorted(hooks.model_spec))}",
+                          fix="enable the plugin that does with --plugin: docs/model-families.md")
+    family = hooks.model_spec[name](hf)
     return family.model_spec(hf), family.weight_map(hf)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ from miles_core.backends.megatron.profiler import Profiler
 from miles_core.backends.megatron.resident import Resident
 from miles_core.backends.megatron.scored import Scored, Temperature
 from miles_core.columns import Columns
+from miles_core.config.architecture import architecture_of
 from miles_core.config.layout import layout_of
 from miles_core.config.tables import RunConfig
 from miles_core.plugins.bind import Hooks
@@ -31,6 +33,8 @@ from miles_core.types import Batch, Rank, Sample
 cpu.install()
 
 from megatron.core import parallel_state  # noqa: E402 - after install()
+
+logger = logging.getLogger(__name__)
 
 
 class MegatronTrainer:
@@ -46,6 +50,7 @@ class MegatronTrainer:
         self.layout = layout_of(config)
         self.objective = Objective(config, hooks)
         self.temperature = Temperature.of(config)
+        self.skips = config.perf.skip_zero_advantages and self.objective.silent_at_zero()
         self.batch: Batch | None = None
         self.profiler = Profiler(config, rank.index)
 
@@ -125,13 +130,37 @@ class MegatronTrainer:
         limit = perf.max_tokens_per_gpu if perf.use_dynamic_batch_size else None
         if limit is not None and not gradient:
             limit = perf.log_probs_max_tokens_per_gpu or limit
-        lengths = [sample.length for sample in samples]
+        lengths, capacity = [sample.length for sample in samples], None if limit is None else limit * self.layout.context
+        if gradient and self.rank.index == 0:
+            for i in packing.oversized(lengths, capacity):
+                logger.warning("%s has %d tokens, more than the %d of a micro-batch: it rides alone and takes more "
+                               "memory than planned", samples[i].name, lengths[i], capacity)
         plan = packing.schedule(
-            lengths, data=self.layout.data, capacity=None if limit is None else limit * self.layout.context,
-            micro_batch_size=perf.micro_batch_size, multiple=self.layout.micro_batch_multiple,
-            balance=perf.balance_data,
+            lengths, data=self.layout.data, capacity=capacity, micro_batch_size=perf.micro_batch_size,
+            multiple=self.layout.micro_batch_multiple, balance=perf.balance_data, loads=self._loads(lengths),
         )  # fmt: skip
         return [[samples[i] for i in part] for part in plan[parallel_state.get_data_parallel_rank()]]
+
+    def _loads(self, lengths: Sequence[int]) -> list[int] | None:
+        """What --balance-by-flops balances; None for tokens."""
+        if not self.config.perf.balance_by_flops:
+            return None
+        size = architecture_of(self.config)
+        return [packing.flops(n, parameters=size.active_parameters, attention=size.attention) for n in lengths]
+
+    def worth(self, samples: Sequence[Sample]) -> list[Sample]:
+        """The samples that can have a gradient, in their order, and as many others as fill every rank's micro-batches.
+
+        Their weights are fixed by the whole step, so nothing else changes (--skip-zero-advantages).
+        """
+        perf = self.config.perf
+        unit = self.layout.data * self.layout.micro_batch_multiple
+        unit *= 1 if perf.use_dynamic_batch_size else perf.micro_batch_size
+        zero = [i for i, s in enumerate(samples) if not (s.columns["advantages"] * s.columns["loss_mask"]).any()]
+        taken = len(samples) - len(zero)
+        fill = max(unit, -(-taken // unit) * unit) - taken
+        left_out = set(zero[fill:])
+        return [sample for i, sample in enumerate(samples) if i not in left_out]
 
     def train(self, model: Resident, samples: Sequence[Sample], objective: Objective) -> dict[str, float]:
         """One optimizer step of a model."""
@@ -148,11 +177,15 @@ class MegatronTrainer:
             return value
 
         model.zero_grad()
-        with self.profiler.range("forward/backward"):
-            run(model, self.columns, self.micro_batches(samples), loss_of, name=model.name,
+        taken = self.worth(samples) if self.skips and objective is self.objective else samples
+        tokens = sum(sample.length for sample in taken)
+        with self.profiler.range("forward/backward"), model.router_losses(tokens):
+            run(model, self.columns, self.micro_batches(taken), loss_of, name=model.name,
                 around=self.hooks.microbatch)
         with self.profiler.range("optimizer"):
             found = _totals(shares) | model.step()
+        if len(taken) < len(samples):
+            found["skipped_samples"] = 1 - len(taken) / len(samples)
         prefix = "train" if objective.actor else model.name
         return {f"{prefix}/{key}": value for key, value in found.items()}
 

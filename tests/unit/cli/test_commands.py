@@ -83,7 +83,7 @@ def test_a_plan_as_json(call):
     (("--rollout-batch-siz", "4"), "did you mean --rollout-batch-size"),
     (("--rollout-batch-size", "many"), "--rollout-batch-size: rollout.rollout_batch_size should be"),
     (("--engine-dtype", "int8"), "should be one of float32, bfloat16"),
-    (("--plugin", "gpro"), "did you mean 'grpo'"),
+    (("--plugin", "grppo"), "did you mean 'grpo'"),
     (("--plugin", "./nothing.py"), "cannot be read"),
     (("--colocate",), "has no place here"),
     (("--sglang-mem-fraction-static", "0.7"), "--sglang-mem-fraction-static"),

@@ -57,12 +57,12 @@ def test_flags_of_every_table():
 
 def test_flags_of_megatron_core_and_of_plugins():
     assert "--tensor-model-parallel-size" in complete("run", "--tensor")
-    assert {"--grpo.std-normalization", "--grpo.no-std-normalization"} <= set(complete("run", "--grpo."))
+    assert {"--tis.use-tis", "--tis.no-use-tis"} <= set(complete("run", "--tis."))
 
 
 def test_values():
     assert set(complete("run", "--kl-loss-type", "k")) == {"k1", "k2", "k3"}
-    assert set(complete("run", "--advantage-estimator", "")) == {"grpo", "sft"}
+    assert {"grpo", "gspo", "cispo", "rloo", "sft"} <= set(complete("run", "--advantage-estimator", ""))
     assert "dapo-filter" in complete("run", "demo.toml", "--plugin", "da")
 
 

@@ -7,8 +7,9 @@ import pytest
 from miles_core.config.on_policy import DEEPEST, LONGEST
 from miles_core.errors import ConfigError
 
-DENSE = {"model_type": "qwen3", "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "head_dim": 32,
-         "num_hidden_layers": 2, "num_key_value_heads": 2, "vocab_size": 64, "max_position_embeddings": 1024}  # fmt: skip
+DENSE = {"model_type": "qwen3", "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4,
+         "head_dim": 32, "num_hidden_layers": 2, "num_key_value_heads": 2, "vocab_size": 64,
+         "max_position_embeddings": 1024}  # fmt: skip
 
 SETTINGS = {
     "trains in float32": ["--bf16"],

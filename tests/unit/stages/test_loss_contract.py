@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from miles_core.config.tables import RunConfig
+from miles_core.config.tables import Algorithm, RunConfig
 from miles_core.plugins.bind import bind
 from miles_core.plugins.scan import KNOWN
 from miles_core.plugins.select import built_in, select
+from miles_core.stages.defaults import Core
 from miles_core.testing.losses import PROPERTIES, evaluate, holds, loss_contract, make_case
 
 torch.set_num_threads(1)
@@ -32,6 +33,22 @@ PAIRS = {f"{name}-{one.__name__}": (name, one) for name in ("clip", *LOSSES) for
 def test_property(losses, pair):
     name, property = PAIRS[pair]
     holds(property, losses[name], examples=40)
+
+
+@pytest.mark.parametrize("unbiased", [False, True])
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3", "low_var_kl"])
+def test_the_kl_term_keeps_the_contract(losses, kind, unbiased):
+    """Beside the surrogate; it is no policy gradient, and what it does does not depend on advantages."""
+    core = Core(RunConfig(algorithm=Algorithm(use_kl_loss=True, kl_loss_coef=0.1, kl_loss_type=kind,
+                                              use_unbiased_kl=unbiased)))
+
+    def whole(inputs):
+        values, metrics = losses["clip"](inputs)
+        coefficient, term = core.loss_terms(inputs)["kl_loss"]
+        assert coefficient == 0.1
+        return values + coefficient * term, {**metrics, "kl_loss": term.detach()}
+
+    loss_contract(whole, uses_advantages=False, examples=5)
 
 
 def mean_of_this_rank(inputs):

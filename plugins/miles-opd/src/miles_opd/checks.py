@@ -82,6 +82,9 @@ def _teacher(options: OpdOptions, config: RunConfig) -> None:
 
 
 def _numbers(options: OpdOptions) -> None:
+    if options.opd_top_k_baseline and not options.opd_log_prob_top_k:
+        raise ConfigError("there is no baseline without top-k", who="opd.opd_top_k_baseline",
+                          fix="add --opd-log-prob-top-k 20, or write --normalize-advantages")
     for key, least in (("opd_kl_coef", 0), ("opd_log_prob_top_k", 0), ("opd_teacher_concurrency", 1)):
         if not getattr(options, key) >= least:
             raise ConfigError(f"{key} should be at least {least}", got=getattr(options, key), who=f"opd.{key}",

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from miles_core.errors import TrainError
 from miles_opd.reverse_kl import chosen, reverse_kl
 
 if TYPE_CHECKING:
@@ -32,8 +33,15 @@ def fill(access: TrainerAccess, options: OpdOptions, student: str) -> None:
 
     Args:
         student: column of the student's log-probs of the sampled tokens.
+
+    Raises:
+        TrainError: a sample has not been to the teacher's server.
     """
     here = options.opd_type == "megatron"
+    needed = "opd_teacher_tokens" if options.opd_log_prob_top_k else "teacher_log_probs"
+    if not here and (left := next((s for s in access.samples if needed not in s.columns), None)) is not None:
+        raise TrainError(f"no teacher's server has scored {left.name}", who="plugin opd",
+                         fix="saved rollouts need the column already; otherwise see --rm-type")
     if options.opd_log_prob_top_k:
         _TopK(access, options).run(here)
     elif here:
@@ -43,10 +51,27 @@ def fill(access: TrainerAccess, options: OpdOptions, student: str) -> None:
         if options.opd_log_prob_top_k:
             for name in CARRIED:
                 columns.pop(name, None)
-            divergence = columns.get("opd_reverse_kl", np.zeros(sample.response_length))
+            divergence = columns.get("opd_reverse_kl", 0.0)
         else:
-            divergence = columns[student] - columns["teacher_log_probs"] if trained.any() else np.zeros(len(trained))
+            divergence = columns[student] - columns["teacher_log_probs"] if trained.any() else 0.0
         columns["opd_reverse_kl"] = np.where(trained, divergence, 0).astype(np.float32)
+
+
+def penalty(sample: Sample, student: str, *, baseline: bool) -> np.ndarray:
+    """What comes off the advantage of each token, [R] float32: the reverse KL D.
+
+    The top-k estimate of D looks at the context of a token and not at which one was drawn, so that as its advantage D
+    has a gradient of 0 in expectation: it weights positions. As a `baseline` it leaves the expected gradient of the
+    sampled token's reverse KL as it is and takes off most of its variance:
+
+        log p_student(token) - log p_teacher(token) - D
+    """
+    columns = sample.columns
+    if not baseline:
+        return columns["opd_reverse_kl"]
+    trained = columns["loss_mask"] > 0
+    sampled = columns[student] - columns["teacher_log_probs"] if trained.any() else 0.0
+    return np.where(trained, sampled - columns["opd_reverse_kl"], 0).astype(np.float32)
 
 
 def metrics(samples: Sequence[Sample]) -> dict[str, float]:
@@ -71,7 +96,8 @@ class _TopK:
             self.access.forward("teacher", self._teacher_at_student)
             return
         if here:
-            self.access.forward("teacher", lambda rows: self._best(rows, "teacher"))
+            self.access.forward("teacher", lambda rows: {
+                **self._best(rows, "teacher"), "teacher_log_probs": rows.log_probs()})
         if self.strategy == "only-teacher":
             self.access.forward("actor", self._student_at_teacher)
             return
@@ -84,7 +110,8 @@ class _TopK:
         return {f"opd_{whose}_tokens": tokens, f"opd_{whose}_top": log_probs}
 
     def _teacher_at_student(self, rows: ScoredRows) -> Found:
-        return self._over_all(rows.rows["opd_student_top"], _at(rows, "student"))
+        return {**self._over_all(rows.rows["opd_student_top"], _at(rows, "student")),
+                "teacher_log_probs": rows.log_probs()}
 
     def _student_at_teacher(self, rows: ScoredRows) -> Found:
         return self._over_all(_at(rows, "teacher"), rows.rows["opd_teacher_top"])

@@ -14,12 +14,11 @@ from miles_core.hookspecs import hookimpl
 from miles_core.stages.models import Model
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from miles_core.stages.advantage import Values
     from miles_core.stages.step import TrainerAccess
     from miles_core.types import Batch, Sample
-
-NAME = "on_policy_distillation"
-"""Of the estimator, and of the scorer that asks a teacher's server."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +42,9 @@ class OpdOptions:
     )
     opd_reward_weight_mode: Literal["student_p", "teacher_p", "none"] = option(
         "student_p", "How these tokens are weighted.", flags=("--opd-reward-weight-mode",)
+    )
+    opd_top_k_baseline: bool = option(
+        False, "Take the top-k estimate as the baseline of the sampled token's reverse KL, not in its place."
     )
     opd_teacher_load: str | None = option(
         None, "Checkpoint of a teacher in the trainer (Hugging Face, or torch_dist of the student's architecture).",
@@ -92,7 +94,7 @@ class Opd:
         check_vocabulary(student, teacher, self.options.opd_log_prob_top_k)
         return {} if teacher is None else {"teacher": Model(teacher)}
 
-    @hookimpl("reward", name=NAME)
+    @hookimpl("reward", name="on_policy_distillation")
     async def ask(self, sample: Sample) -> float:
         """Let the sample's server score it; the number is 0, what was learnt is in the columns."""
         if sample.prompt.stream == "train":
@@ -109,20 +111,30 @@ class Opd:
         from miles_opd.passes import fill, metrics
 
         found, begin = proceed(), time.perf_counter()
-        rollout = self.config.algorithm.use_rollout_logprobs
-        fill(access, self.options, student="rollout_log_probs" if rollout else "log_probs")
+        fill(access, self.options, self._student)
         return found | metrics(access.samples) | {"perf/teacher_log_probs_time": time.perf_counter() - begin}
 
-    @hookimpl(name=NAME)
+    @hookimpl(name="on_policy_distillation")
     def advantage(self, batch: Batch) -> Values:
         """-opd_kl_coef x (log p_student - log p_teacher) of each token."""
-        return [-self.options.opd_kl_coef * sample.columns["opd_reverse_kl"] for sample in batch.samples]
+        return [-penalty for penalty in self._penalties(batch)]
 
     @hookimpl
     def shape_advantages(self, batch: Batch) -> Batch:
         """With --use-opd: A_t - opd_kl_coef x reverse KL_t."""
         if self.options.use_opd:
-            for sample in batch.samples:
-                columns = sample.columns
-                columns["advantages"] = columns["advantages"] - self.options.opd_kl_coef * columns["opd_reverse_kl"]
+            for sample, penalty in zip(batch.samples, self._penalties(batch), strict=True):
+                sample.columns["advantages"] = sample.columns["advantages"] - penalty
         return batch
+
+    @property
+    def _student(self) -> str:
+        """The column of the student's log-probs."""
+        return "rollout_log_probs" if self.config.algorithm.use_rollout_logprobs else "log_probs"
+
+    def _penalties(self, batch: Batch) -> list[np.ndarray]:
+        from miles_opd.passes import penalty
+
+        options = self.options
+        return [options.opd_kl_coef * penalty(sample, self._student, baseline=options.opd_top_k_baseline)
+                for sample in batch.samples]

@@ -3,7 +3,8 @@
     D = sum over v in S of w_v (log p_student(v) - log p_teacher(v))
 
 S is made of the k likeliest tokens of one or both models. w is a distribution over S, proportional to the student's
-probabilities, the teacher's, or uniform; over the symmetric difference (xor) it is these probabilities themselves, or 1.
+probabilities, the teacher's, or uniform; over the symmetric difference (xor) it is these probabilities
+themselves, or 1.
 With S the whole vocabulary and the student's weights D is the reverse KL itself.
 """
 

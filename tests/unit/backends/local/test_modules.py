@@ -1,4 +1,4 @@
-"""Any architecture through its transformers module: the answers of transformers itself, through the engine's contract."""
+"""Any architecture through its transformers module: transformers' own answers, through the engine's contract."""
 
 from __future__ import annotations
 

@@ -1,0 +1,47 @@
+"""The support matrix of docs/model-families.md speaks of every family that is offered, and of no other."""
+
+import re
+import tomllib
+
+from source import ROOT
+
+from miles_core.plugins import select
+from miles_core.plugins.scan import KNOWN
+from miles_core.testing.parity import BEGIN, END, cases
+
+ROW = re.compile(r"^\| (?P<name>[^|]+) \| `(?P<family>\w+)` \| (?P<plugin>[^|]+) \|.*\| exact \|", re.MULTILINE)
+CASES = [ROOT / "tests/unit/backends/megatron/parity.toml", *ROOT.glob("plugins/*/tests/parity.toml")]
+
+
+def rows():
+    page = (ROOT / "docs" / "model-families.md").read_text(encoding="utf-8")
+    return [match.groupdict() for match in ROW.finditer(page.partition(BEGIN)[2].partition(END)[0])]
+
+
+def offers():
+    """model_type -> who builds it."""
+    built_in = {offer.name: "built in" for one in select.built_in() for offer in one.manifest.offers
+                if offer.hook == "model_spec"}
+    return built_in | {offer.partition(":")[2]: f"miles-{plugin}" for plugin, names in KNOWN.items() for offer in names
+                       if offer.startswith("model_spec:")}
+
+
+def test_the_support_matrix_has_a_row_for_every_family_and_no_other():
+    assert {row["family"]: row["plugin"] for row in rows()} == offers()
+
+
+def test_the_support_matrix_has_a_row_for_every_case_of_the_kit():
+    found = {(case.family, case.name) for path in CASES for case in cases(path)}
+    assert {(row["family"], row["name"]) for row in rows()} == found
+
+
+def test_every_tiny_model_divides_by_two():
+    """So that the kit can cut each into tensor-parallel ranks and pipeline stages."""
+    from miles_core.testing.parity import TINY
+
+    keys = ("num_attention_heads", "num_key_value_heads", "num_hidden_layers", "vocab_size", "intermediate_size")
+    for path in CASES:
+        for family, entries in tomllib.loads(path.read_text(encoding="utf-8")).items():
+            for one in entries:
+                sizes = {**TINY, **one.get("config", {})}
+                assert not [key for key in keys if sizes[key] % 2], f"{family} {one['name']}"
