@@ -149,7 +149,9 @@ class Algorithm:
 
     advantage_estimator: str = option("grpo", "Which advantage estimator.")
     policy_loss: str | None = option(None, "Which policy loss; default: the estimator's namesake, else clip.")
-    loss_type: Literal["policy_loss", "sft_loss"] = option("policy_loss", "sft_loss needs plugin sft.")
+    loss_type: Literal["policy_loss", "sft_loss", "custom_loss"] = option(
+        "policy_loss", "sft_loss is of plugin sft; custom_loss, a function of --custom-loss-function-path, of compat."
+    )
     rewards_normalization: bool = option(
         True, "Subtract the mean reward of the group; for estimators that compare within it.",
         off=("--disable-rewards-normalization",),

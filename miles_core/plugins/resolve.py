@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from miles_core import hookspecs
-from miles_core.config.tables import RunConfig
+from miles_core.config.tables import Algorithm, RunConfig
 from miles_core.errors import HookError, ManifestError, OwnerError
 from miles_core.plugins.scan import KNOWN
 from miles_core.plugins.select import Selected
@@ -41,7 +41,7 @@ def choices(config: RunConfig) -> list[tuple[str, str, str]]:
         picked += [
             ("trainer", perf.trainer, "perf.trainer"),
             ("advantage", estimator, "algorithm.advantage_estimator"),
-            ("policy_loss", algorithm.policy_loss or estimator, "algorithm.policy_loss"),
+            ("policy_loss", *_policy_loss(algorithm, estimator)),
             ("reduction", reduction, "algorithm.reduction"),
             ("clip_gradients", config.optimizer.clip_gradients, "optimizer.clip_gradients"),
             ("weight_sync", perf.weight_sync, "perf.weight_sync"),
@@ -55,8 +55,17 @@ def chosen(config: RunConfig, hook: str) -> str:
     return next(name for one, name, _ in choices(config) if one == hook)
 
 
+def _policy_loss(algorithm: Algorithm, estimator: str) -> tuple[str, str]:
+    """(name, key that chose it) while the estimator's namesake is not known to exist."""
+    if algorithm.loss_type == "custom_loss":
+        return "custom_loss", "algorithm.loss_type"
+    return algorithm.policy_loss or estimator, "algorithm.policy_loss"
+
+
 def policy_loss(selected: Sequence[Selected], config: RunConfig) -> tuple[str, str]:
     """(name, why) of the policy loss of a run that names none: the estimator's namesake where there is one."""
+    if config.algorithm.loss_type == "custom_loss":
+        return "custom_loss", "--loss-type custom_loss"
     estimator = next((name for hook, name, _ in choices(config) if hook == "advantage"), None)
     if any((offer.hook, offer.name) == ("policy_loss", estimator) for one in selected for offer in one.manifest.offers):
         return estimator, "namesake of the estimator"

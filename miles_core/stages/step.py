@@ -78,6 +78,9 @@ class TrainerAccess(Protocol):
     def optimizer(self, model: str) -> object:
         """Megatron's optimizer of a trainable model."""
 
+    def scheduler(self, model: str) -> object:
+        """Megatron's schedule of its learning rate and weight decay."""
+
 
 class Trainer(Protocol):
     """What every trainer can do. Metrics are plain floats by name."""

@@ -51,6 +51,12 @@ class Ranks:
         steps = [{key[1]: value for key, value in found.items() if key[0] == i} for i in range(count)]
         return {"steps": steps, "weights": found["weights"], "batch": found["batch"]}
 
+    def gradients(self, plan: Plan, batch: Batch) -> tuple[float, dict[str, np.ndarray]]:
+        """Loss of one step on the batch, and its whole gradient by HF name; the plan says --no-use-distributed-optimizer,
+        which leaves every rank the sum of all."""
+        found = self.ask("gradients", list(plan.selected), plan.config, batch)
+        return found["train/loss"], found["gradients"]
+
     def ask(self, method: str, *args: object) -> Any:
         """Any method of Trial, on all ranks; after an error the next question starts new ones."""
         if self._group is None:
@@ -100,6 +106,19 @@ class Trial:
             trainer.save(save, len(batches), {})
         found = {(i, key): value for i, step in enumerate(steps) for key, value in step.items()}
         return found if weights is None else found | {"weights": weights, "batch": batch}
+
+    def gradients(self, selected: Sequence[Selected], config: RunConfig, batch: Batch) -> dict[str, Any]:
+        """See `Ranks.gradients`."""
+        from miles_core.build import trainer_part
+
+        trainer = trainer_part(selected, config, self.rank)
+        trainer.load()
+        trainer.take_batch(copy.deepcopy(batch))
+        metrics = trainer.score() | trainer.advantage() | trainer.step(0)
+        actor = trainer.models.actor
+        actor.put([parameter.main_grad for parameter in actor.parameters()])
+        stream = trainer.weights()
+        return metrics if stream is None else metrics | {"gradients": {k: v.clone().numpy() for k, v in stream}}
 
 
 def batches(count: int, *, groups: int = 4, samples: int = 4, vocab: int = 256, seed: int = 0) -> list[Batch]:

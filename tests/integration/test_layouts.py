@@ -9,6 +9,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from miles_core.plugins.plan import prepare
 from miles_core.testing.ranks import Ranks, batches
@@ -157,6 +159,27 @@ def test_six_steps_are_those_of_one_rank(name, train, one_rank, record_property)
     assert found["weights"].keys() == expected["weights"].keys()
     assert found["steps"][0].keys() == expected["steps"][0].keys()
     assert loss <= LOSS and norm <= 1e-5 and weights <= WEIGHTS and scores <= 1e-4
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(seed=st.integers(0, 10**6), limit=st.integers(1, 200), groups=st.sampled_from([1, 2, 3]),
+       layout=st.sampled_from([(2, "dense"), (2, "dense", CP, 2), (2, "moe"), (2, "moe", CP, 2)]))
+def test_the_gradient_depends_on_neither_data_nor_context_parallelism(folder, ranks, seed, limit, groups, layout):
+    """Any lengths, masks and rewards, packed by any budget: the whole gradient of a step is that of one rank."""
+    [batch] = batches(1, groups=groups, samples=2, seed=seed)
+
+    def gradients(size: int, model: str, *more: object):
+        argv = ["--hf-checkpoint", folder / model, "--actor-num-gpus-per-node", size, "--rollout-batch-size", groups,
+                "--n-samples-per-prompt", 2, "--num-steps-per-rollout", 1, "--max-tokens-per-gpu", limit, *more,
+                "--no-use-distributed-optimizer", "--clip-grad", 0]
+        return ranks(size).gradients(prepare(folder / "run.toml", [str(word) for word in argv]), batch)
+
+    expected_loss, expected = gradients(1, layout[1])
+    loss, found = gradients(*layout)
+    assert loss == pytest.approx(expected_loss, abs=1e-6)
+    total = np.sqrt(sum(np.square(value, dtype=np.float64).sum() for value in expected.values()))
+    off = np.sqrt(sum(np.square(found[k] - value, dtype=np.float64).sum() for k, value in expected.items()))
+    assert off <= 2e-6 * max(total, 1e-3)
 
 
 STAR = ["tp2-sp", "pp2", "pp2-tied", "pp2-vpp2", "cp2", "dp2", "ep2", "tp2-sp-moe", "tp2-sp-cp2-ep2", "pp2-ep2"]

@@ -121,11 +121,10 @@ class LocalEngine:
         self._waiting: deque[Flight] = deque()
         self._paused: PauseMode | None = None
         self._failure, self._running = None, True
-        threads, ready = torch.get_num_threads(), threading.Event()
+        ready: Future = Future()
         self._thread = threading.Thread(target=self._work, args=(ready,), name="miles-local-engine", daemon=True)
         self._thread.start()
-        ready.wait(STOP_SECONDS)
-        torch.set_num_threads(threads)  # a thread's count is its own, but also that of threads to come
+        torch.set_num_threads(ready.result(STOP_SECONDS))  # what a thread sets is its own, but threads to come inherit it
 
     async def generate(self, request: Request) -> Response:
         """Sample one continuation; many calls may be in flight. Cancelling the call ends the request.
@@ -272,11 +271,11 @@ class LocalEngine:
 
     # The thread's side.
 
-    def _work(self, ready: threading.Event) -> None:
-        torch.get_num_threads()  # a thread's first look takes over the process's count: let it be before ours
+    def _work(self, ready: Future) -> None:
+        threads = torch.get_num_threads()  # the process's: a thread's first look takes that over, so it comes first
         if self.shape.layer_weights <= SMALL_LAYER:
             torch.set_num_threads(1)
-        ready.set()
+        ready.set_result(threads)
         try:
             with torch.inference_mode():
                 while self._running:

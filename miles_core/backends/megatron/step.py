@@ -262,6 +262,9 @@ class Access:
     def optimizer(self, model: str) -> object:
         return self._trainer.models.residents[model].optimizer
 
+    def scheduler(self, model: str) -> object:
+        return self._trainer.models.residents[model].scheduler
+
 
 def _totals(shares: dict[str, float]) -> dict[str, float]:
     """Shares of all ranks that see different tokens, added up; only the last pipeline stage has any."""

@@ -53,7 +53,7 @@ def test_the_default_is_megatrons_own_step_bit_for_bit(train, step, bf16, sharde
 
 @pytest.mark.parametrize(("bf16", "sharded"), KINDS)
 def test_the_global_norm_from_pieces_is_the_built_in_one(train, step, bf16, sharded):
-    """Same norm, same weights to 1e-7; every parameter has its pieces, under its own name."""
+    """Same norm, same weights after a step to 1e-7; every parameter has its pieces, under its own name."""
     options = {"bf16": bf16, "use_distributed_optimizer": sharded, "clip_grad": 0.1}
     ours, theirs = train(**options), train(**options)
     seen = {}
@@ -62,9 +62,8 @@ def test_the_global_norm_from_pieces_is_the_built_in_one(train, step, bf16, shar
         seen.update({piece.name: piece for piece in gradients.pieces})
         return by_norm(gradients)
 
-    for seed in range(3):
-        norm = step(ours, clip, seed=seed)
-        assert norm == pytest.approx(step(theirs, lambda gradients: gradients.clip_by_norm(), "norm", seed), rel=1e-6)
+    norm = step(ours, clip)
+    assert norm == pytest.approx(step(theirs, lambda gradients: gradients.clip_by_norm(), "norm"), rel=1e-6)
     expected = weights(theirs)
     for name, weight in weights(ours).items():
         torch.testing.assert_close(weight, expected[name], atol=1e-7, rtol=0)
