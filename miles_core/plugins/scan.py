@@ -23,6 +23,7 @@ KNOWN = {
     "tis": ("token_weights:tis", "train_step:tis"),
     "ppo": ("advantage:ppo",),
     "opd": ("advantage:on_policy_distillation", "reward:on_policy_distillation"),
+    "compat": ("reward:custom", "advantage:custom", "policy_loss:custom_loss", "reduction:custom"),
     "math": ("reward:math", "reward:boxed_math", "reward:format"),
     "sft": ("generate:sft", "advantage:sft", "policy_loss:sft"),
     "dapo-filter": ("filter_group:dapo-filter",),

@@ -20,6 +20,7 @@ from miles_core.errors import ConfigError
 
 if TYPE_CHECKING:
     from miles_core.backends.megatron.specs import Family
+    from miles_core.testing.resharding import Cut
 
 LOGITS = 5e-6
 """Largest difference of a logit in fp32, where logits have a standard deviation of about 1."""
@@ -121,7 +122,6 @@ def model_parity(case: Case, folder: Path, family: Family | None = None) -> Pari
     saved = _on_disk(theirs, folder)
     family = family or family_of(case.family, theirs.config)
     spec, weight_map = family.model_spec(theirs.config), family.weight_map(theirs.config)
-    # Resharded cases: the same with transformer_config(tensor=2) and (pipeline=2), in as many processes.
     ours = model.build(model.transformer_config(spec), spec)
     weights.load_hf(folder, ours, weight_map)
     streamed = {name: tensor.clone() for name, tensor in weights.hf_stream(ours, weight_map)}
@@ -190,13 +190,18 @@ def family_of(model_type: str, hf):
     raise ConfigError("no installed plugin builds this architecture", got=model_type, fix="see docs/model-families.md")
 
 
-def matrix(results: Iterable[Parity]) -> str:
+def matrix(results: Iterable[tuple[Parity, Sequence[Cut]]]) -> str:
     """The results as a table in Markdown."""
-    rows = ["| family | model type | plugin | logits | gradients | round trip | notes |", "|---" * 7 + "|"]
-    plugins = _plugins()
-    for one in results:
-        rows.append(f"| {one.case.name} | `{one.case.family}` | {plugins[one.case.family]} | {one.logits:.1e} "
-                    f"| {one.gradients:.1e} | {'exact' if one.exact else 'differs'} | {one.case.notes} |")
+    from miles_core.testing.resharding import CUTS
+
+    titles = ["family", "model type", "plugin", "logits", "gradients", *CUTS, "round trip", "notes"]
+    rows, plugins = ["| " + " | ".join(titles) + " |", "|---" * len(titles) + "|"], _plugins()
+    for one, cuts in results:
+        exact = one.exact and all(cut.exact for cut in cuts)
+        cells = [one.case.name, f"`{one.case.family}`", plugins[one.case.family], f"{one.logits:.1e}",
+                 f"{one.gradients:.1e}", *(f"{cut.gradient:.1e}" for cut in cuts), "exact" if exact else "differs",
+                 one.case.notes]
+        rows.append("| " + " | ".join(cells) + " |")
     return "\n".join([*rows, ""])
 
 
@@ -244,18 +249,26 @@ def main(root: Path) -> int:
 
     import transformers
 
+    from miles_core.testing.ranks import Ranks
+    from miles_core.testing.resharding import reshard_parity
+
     transformers.utils.logging.disable_progress_bar()
     found = [root / "tests/unit/backends/megatron/parity.toml", *sorted(root.glob("plugins/*/tests/parity.toml"))]
     results, failed = [], 0
-    for case in (case for path in found for case in cases(path)):
-        with tempfile.TemporaryDirectory() as folder:
-            results.append(model_parity(case, Path(folder)))
-        try:
-            results[-1].check()
-        except AssertionError as error:
-            failed = 1
-            print(error, file=sys.stderr)
-        print(f"{case.name}: logits {results[-1].logits:.1e}, gradients {results[-1].gradients:.1e}")
+    with Ranks(2) as ranks:
+        for case in (case for path in found for case in cases(path)):
+            with tempfile.TemporaryDirectory() as folder:
+                whole = model_parity(case, Path(folder))
+            with tempfile.TemporaryDirectory() as folder:
+                cuts = list(reshard_parity(case, Path(folder), ranks))
+            results.append((whole, cuts))
+            for one in (whole, *cuts):
+                try:
+                    one.check()
+                except AssertionError as error:
+                    failed = 1
+                    print(error, file=sys.stderr)
+            print(f"{case.name}: logits {whole.logits:.1e}, gradients {whole.gradients:.1e}")
     page = root / "docs" / "model-families.md"
     before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
     after = rest.partition(END)[2]
@@ -264,4 +277,6 @@ def main(root: Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path.cwd()))
+    from miles_core.testing import parity  # spawned ranks know this module by its name
+
+    sys.exit(parity.main(Path.cwd()))

@@ -109,16 +109,20 @@ class Trial:
 
     def gradients(self, selected: Sequence[Selected], config: RunConfig, batch: Batch) -> dict[str, Any]:
         """See `Ranks.gradients`."""
+        from miles_core.backends.megatron.hashes import tensor_hashes
         from miles_core.build import trainer_part
 
         trainer = trainer_part(selected, config, self.rank)
         trainer.load()
+        loaded = tensor_hashes(trainer.models.stream())
         trainer.take_batch(copy.deepcopy(batch))
         metrics = trainer.score() | trainer.advantage() | trainer.step(0)
         actor = trainer.models.actor
         actor.put([parameter.main_grad for parameter in actor.parameters()])
         stream = trainer.weights()
-        return metrics if stream is None else metrics | {"gradients": {k: v.clone().numpy() for k, v in stream}}
+        if stream is None:
+            return metrics
+        return metrics | {"gradients": {k: v.clone().numpy() for k, v in stream}, "hashes": loaded}
 
 
 def batches(count: int, *, groups: int = 4, samples: int = 4, vocab: int = 256, seed: int = 0) -> list[Batch]:

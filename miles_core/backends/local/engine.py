@@ -124,7 +124,7 @@ class LocalEngine:
         ready: Future = Future()
         self._thread = threading.Thread(target=self._work, args=(ready,), name="miles-local-engine", daemon=True)
         self._thread.start()
-        torch.set_num_threads(ready.result(STOP_SECONDS))  # what a thread sets is its own, but threads to come inherit it
+        torch.set_num_threads(ready.result(STOP_SECONDS))  # what one sets is its own, but new threads get it too
 
     async def generate(self, request: Request) -> Response:
         """Sample one continuation; many calls may be in flight. Cancelling the call ends the request.

@@ -93,6 +93,17 @@ class Models:
         iteration, state = checkpoints().load(given.load, parts)
         return Resume(iteration, state, f"{given.load} (rollout {iteration})")
 
+    def place(self, name: str) -> Resident:
+        """The resident that is a model, or the actor, into whose place it is swapped for its passes.
+
+        Raises:
+            ConfigError: there is no such model.
+        """
+        if name not in self.residents and name not in self._swapped:
+            raise ConfigError(f"there is no model {name!r}", got=", ".join([*self.residents, *self._swapped]),
+                              fix="declare it in the hook `models`, or add --use-kl-loss for the reference")
+        return self.residents.get(name, self.actor)
+
     @contextmanager
     def at(self, name: str) -> Iterator[Resident]:
         """The resident that holds the weights of `name` inside.
@@ -100,12 +111,10 @@ class Models:
         Raises:
             ConfigError: there is no such model.
         """
+        place = self.place(name)
         if name in self.residents:
-            yield self.residents[name]
+            yield place
             return
-        if name not in self._copies:
-            raise ConfigError(f"there is no model {name!r}", got=", ".join([*self.residents, *self._copies]),
-                              fix="declare it in the hook `models`, or add --use-kl-loss for the reference")
         actor = self.actor.copy()
         self.actor.put(self._copies[name])
         try:

@@ -51,6 +51,8 @@ class MegatronTrainer:
         self.objective = Objective(config, hooks)
         self.temperature = Temperature.of(config)
         self.skips = config.perf.skip_zero_advantages and self.objective.silent_at_zero()
+        if config.perf.skip_zero_advantages and not self.skips:
+            logger.warning("skip_zero_advantages has no effect: the objective has terms on tokens without advantage")
         self.batch: Batch | None = None
         self.profiler = Profiler(config, rank.index)
 
@@ -165,7 +167,8 @@ class MegatronTrainer:
     def train(self, model: Resident, samples: Sequence[Sample], objective: Objective) -> dict[str, float]:
         """One optimizer step of a model."""
         reduce = self.hooks.reduction[chosen(self.config, "reduction")]
-        token_weight = dict(zip(map(id, samples), reduce(samples), strict=True))
+        reduced = reduce(samples)
+        token_weight = dict(zip(map(id, samples), reduced, strict=True))
         shares: dict[str, float] = {}
 
         def loss_of(hidden: torch.Tensor, batch) -> torch.Tensor:
@@ -182,8 +185,11 @@ class MegatronTrainer:
         with self.profiler.range("forward/backward"), model.router_losses(tokens):
             run(model, self.columns, self.micro_batches(taken), loss_of, name=model.name,
                 around=self.hooks.microbatch)
+        # Metrics are means also where the reduction's weights do not add up to 1 (constant); the loss is what it is.
+        total = sum(weight * int(s.columns["loss_mask"].sum()) for s, weight in zip(samples, reduced, strict=True)) or 1
         with self.profiler.range("optimizer"):
-            found = _totals(shares) | model.step()
+            found = {key: value if key in ("loss", "pg_loss") else value / total for key, value in _totals(shares).items()}
+            found |= model.step()
         if len(taken) < len(samples):
             found["skipped_samples"] = 1 - len(taken) / len(samples)
         prefix = "train" if objective.actor else model.name
@@ -257,7 +263,7 @@ class Access:
             return trainer.train(resident, self.samples, Objective(trainer.config, trainer.hooks, loss))
 
     def chunks(self, model: str) -> Sequence[torch.nn.Module]:
-        return self._trainer.models.residents[model].chunks
+        return self._trainer.models.place(model).chunks
 
     def optimizer(self, model: str) -> object:
         return self._trainer.models.residents[model].optimizer

@@ -1,0 +1,74 @@
+"""`args` as functions of Miles know it: one flat namespace of all options, over the run's configuration."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import NoReturn
+
+from miles_core.config import RunConfig
+from miles_core.config.tables import TABLES
+
+ALIASES = MappingProxyType({"grpo_std_normalization": "algorithm.std_normalization"})
+"""Names in Miles's namespace that no flag has."""
+
+
+class Args:
+    """Options by the names of Miles's flags: args.rollout_batch_size. Read only.
+
+    Looks in the tables of the core, at Miles's spellings of their options, in megatron-core's options (what nobody set
+    has megatron-core's default) and in those of the run's plugins.
+
+    Raises:
+        AttributeError: there is no such option, or somebody tries to set one.
+    """
+
+    def __init__(self, config: RunConfig):
+        object.__setattr__(self, "_config", config)
+
+    def __getattr__(self, name: str) -> object:
+        if name.startswith("_"):  # copying and pickling ask before there is a configuration
+            raise AttributeError(name)
+        config = self._config
+        for find in (_of_core, _of_megatron, _of_plugins):
+            if (found := find(config, name)) is not None:
+                return found[0]
+        raise AttributeError(f"this run has no option {name!r}: what the checkpoint decides is in its config.json, and "
+                             "docs/flags.md says what became of each flag")
+
+    def __setattr__(self, name: str, value: object) -> NoReturn:
+        raise AttributeError(f"args.{name} cannot be set: a run's options are fixed once it begins")
+
+
+def _of_core(config: RunConfig, name: str) -> tuple[object] | None:
+    for table in TABLES:
+        if hasattr(getattr(config, table), name):
+            return (getattr(getattr(config, table), name),)
+    from miles_core.config.flags import miles_flags
+
+    listed = miles_flags().get("--" + name.replace("_", "-"), {})
+    key = ALIASES.get(name, "" if "value" in listed else str(listed.get("key", "")))
+    table, _, option = key.partition(".")
+    return (getattr(getattr(config, table), option),) if table in TABLES else None
+
+
+def _of_megatron(config: RunConfig, name: str) -> tuple[object] | None:
+    from miles_core.backends.megatron.surface import surface
+
+    if name in config.megatron:
+        return (config.megatron[name],)
+    return (surface()[name].default,) if name in surface() else None
+
+
+def _of_plugins(config: RunConfig, name: str) -> tuple[object] | None:
+    for given in config.options.values():
+        if name in given:
+            return (given[name],)
+    from miles_core.plugins.manifest import of_package
+    from miles_core.plugins.scan import installed
+
+    for one in installed():
+        if one.name in config.options:
+            options = of_package(one.entry, one.name).options
+            if name in options:
+                return (options[name].default,)
+    return None

@@ -1,0 +1,86 @@
+"""Functions that look at a whole rollout: rewards before the advantages, and the advantages."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from miles_core.columns import CORE, Align
+from miles_core.errors import HookError
+from miles_core.kl import approximate_kl
+from miles_core.stages.advantage import group_relative
+from miles_core.types import Batch, Group, Status
+
+if TYPE_CHECKING:
+    from miles_compat.args import Args
+    from miles_core.config.tables import Algorithm
+
+
+def post_processed(function: Callable, args: Args, groups: list[Group]) -> None:
+    """Give every sample the reward that the function answers; in place. The raw one goes to metadata["raw_reward"].
+
+    Raises:
+        HookError: the answer is not two lists of one finite number for each sample.
+    """
+    who = "custom_reward_post_process_path"
+    samples = [sample for group in groups for sample in group.samples]
+    answer = function(args, samples)
+    try:
+        raw, rewards = ([float(value) for value in values] for values in answer)
+    except (TypeError, ValueError):
+        raise HookError("the function should return (raw_rewards, rewards)", got=repr(answer)[:100], who=who,
+                        fix="two lists of a number for each sample") from None
+    if not len(raw) == len(rewards) == len(samples) or not all(map(math.isfinite, rewards)):
+        raise HookError(f"the function should return a finite number for each of {len(samples)} samples, twice",
+                        got=f"{len(raw)} and {len(rewards)}, of which {sum(map(math.isfinite, rewards))} finite",
+                        who=who, fix="return (raw_rewards, rewards) in the order of the samples")
+    for sample, before, reward in zip(samples, raw, rewards, strict=True):
+        sample.metadata["raw_reward"], sample.reward = before, reward
+
+
+def advantages(function: Callable, args: Args, batch: Batch, algorithm: Algorithm) -> list[np.ndarray]:
+    """[R] advantages of each sample, which the function leaves in rollout_data["advantages"].
+
+    Raises:
+        HookError: it leaves none, or not one tensor for each sample. Their lengths are checked by the core.
+    """
+    data = rollout_data(batch, algorithm)
+    function(args, data)
+    found = data.get("advantages")
+    if found is None or len(found) != len(batch.samples):
+        raise HookError('the function should set rollout_data["advantages"]', who="custom_advantage_function_path",
+                        got="nothing" if found is None else f"{len(found)} of {len(batch.samples)}",
+                        fix="a list with one tensor for each sample, as long as its response")
+    return [torch.as_tensor(value).detach().cpu().numpy() for value in found]
+
+
+def rollout_data(batch: Batch, algorithm: Algorithm) -> dict[str, list]:
+    """The rollout as Miles's training data: a list with one entry for each sample under each key.
+
+    `rewards` are what the group's normalisation leaves of them ([algorithm]), `kl` the divergence from the reference
+    of each token or zeros, and columns that plugins declare are there by their names.
+    """
+    samples = batch.samples
+    data: dict[str, list] = {
+        "tokens": [torch.as_tensor(sample.tokens) for sample in samples],
+        "total_lengths": [sample.length for sample in samples],
+        "response_lengths": [sample.response_length for sample in samples],
+        "loss_masks": [torch.as_tensor(sample.columns["loss_mask"], dtype=torch.float32) for sample in samples],
+        "rewards": group_relative(batch, algorithm),
+        "raw_reward": [sample.metadata.get("raw_reward", sample.reward) for sample in samples],
+        "truncated": [int(sample.status is Status.TRUNCATED) for sample in samples],
+        "sample_indices": list(range(len(samples))),
+    }
+    own = {"tokens", "loss_mask", *(column.name for column in CORE if column.align is Align.TOKEN)}
+    names = dict.fromkeys(name for sample in samples for name in sample.columns if name not in own)
+    for name in names:
+        if all(name in sample.columns for sample in samples):
+            data[name] = [torch.as_tensor(sample.columns[name]) for sample in samples]
+    policy, reference = data.get("log_probs", data["rollout_log_probs"]), data.get("ref_log_probs")
+    data["kl"] = [torch.zeros_like(row) for row in policy] if reference is None else [
+        approximate_kl(row, other, algorithm.kl_loss_type) for row, other in zip(policy, reference, strict=True)]
+    return data

@@ -1,0 +1,163 @@
+"""The client of a teacher's server, over real HTTP against a small server that scores with transformers."""
+
+import asyncio
+import json
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import numpy as np
+import pytest
+import torch
+from miles_opd import server
+from miles_opd.plugin import OpdOptions
+from miles_opd.server import Servers, addresses, post
+
+from miles_core.errors import ConfigError, RewardError
+from miles_core.testing.batches import make_sample
+
+
+@pytest.fixture(scope="module")
+def teacher():
+    """A random Qwen3 of 16 tokens."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    return Qwen3ForCausalLM(Qwen3Config(
+        vocab_size=16, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=8, max_position_embeddings=64)).eval()
+
+
+@pytest.fixture
+def served(teacher, monkeypatch):
+    """(answers=[status, ...]) -> the address of a server whose first answers have these statuses, then 200."""
+    monkeypatch.setattr(server, "PAUSE", 0.01)
+    running = []
+
+    def serve(*statuses, delay=0.0, change=lambda answer: answer):
+        waiting = list(statuses)
+
+        class Generate(BaseHTTPRequestHandler):
+            def do_POST(self):
+                payload = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                time.sleep(delay)
+                status = waiting.pop(0) if waiting else 200
+                good = status == 200 and self.path == "/generate"
+                body = json.dumps(change(score(teacher, payload)) if good else {"error": "busy"}).encode()
+                self.send_response(status if self.path == "/generate" else 404)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, *_arguments):
+                """Nothing on the terminal."""
+
+        http = ThreadingHTTPServer(("127.0.0.1", 0), Generate)
+        threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        running.append(http)
+        return f"http://127.0.0.1:{http.server_port}"
+
+    yield serve
+    for http in running:
+        http.shutdown()
+        http.server_close()
+
+
+def log_probs(teacher, tokens):
+    """[T - 1, V] of the tokens after the first."""
+    with torch.no_grad():
+        return teacher(torch.tensor([tokens])).logits[0, :-1].log_softmax(-1)
+
+
+def score(teacher, payload):
+    """What SGLang answers, see the docstring of miles_opd/server.py."""
+    tokens = payload["input_ids"]
+    assert payload["return_logprob"] and payload["logprob_start_len"] == 0
+    assert payload["sampling_params"]["max_new_tokens"] == 0
+    rows = log_probs(teacher, tokens)
+    scored = [[None, tokens[0], None]] + [[float(row[t]), t, None] for row, t in zip(rows, tokens[1:], strict=True)]
+    meta = {"input_token_logprobs": scored}
+    if k := payload.get("top_logprobs_num"):
+        best = [row.topk(k) for row in rows]
+        meta["input_top_logprobs"] = [None, *([[float(v), int(i), None] for v, i in zip(*row, strict=True)]
+                                              for row in best)]
+    return {"meta_info": meta}
+
+
+def ask(urls, sample, **options):
+    return asyncio.run(Servers(OpdOptions(opd_teacher_urls=urls, **options)).score(sample))
+
+
+def sample(**metadata):
+    made = make_sample(0, 0, 0.0, (1, 0, 1))
+    made.metadata.update(metadata)
+    return made
+
+
+def test_log_probs_are_the_teachers_for_the_response(served, teacher):
+    made = sample()
+    found = ask([served()], made)
+    rows = log_probs(teacher, made.tokens.tolist())
+    expected = [float(rows[t - 1, made.tokens[t]]) for t in range(2, 5)]
+    assert set(found) == {"teacher_log_probs"} and found["teacher_log_probs"].dtype == np.float32
+    np.testing.assert_allclose(found["teacher_log_probs"], expected, rtol=1e-6)
+
+
+def test_top_k_are_the_teachers_likeliest_tokens(served, teacher):
+    made = sample()
+    found = ask([served()], made, opd_log_prob_top_k=4)
+    values, tokens = log_probs(teacher, made.tokens.tolist())[1:].topk(4)
+    np.testing.assert_allclose(found["opd_teacher_top"], values, rtol=1e-6)
+    np.testing.assert_array_equal(found["opd_teacher_tokens"], tokens)
+    assert found["opd_teacher_tokens"].dtype == np.int32
+
+
+def test_a_samples_metadata_names_its_teacher(served):
+    good, bad = served(), served(*[400] * 9)
+    urls = [f"maths={good}", bad]
+    assert len(ask(urls, sample(opd_teacher="maths"))["teacher_log_probs"]) == 3
+    with pytest.raises(RewardError, match="400"):
+        ask(urls, sample())
+    with pytest.raises(RewardError, match="teacher that nobody named.*poetry.*maths, default"):
+        ask(urls, sample(opd_teacher="poetry"))
+
+
+def test_a_server_that_is_busy_is_asked_again_and_one_that_refuses_is_not(served):
+    assert len(ask([served(503, 500)], sample())["teacher_log_probs"]) == 3
+    with pytest.raises(RewardError, match="no answer.*422.*busy"):
+        ask([served(422)], sample())
+
+
+def test_every_wait_is_bounded(served):
+    begin = time.monotonic()
+    with pytest.raises(RewardError, match="no answer.*opd_teacher_timeout"):
+        ask([served(delay=5)], sample(), opd_teacher_timeout=0.2)
+    with pytest.raises(RewardError, match="no answer"):
+        post("http://127.0.0.1:1/generate", {}, timeout=0.2)
+    assert time.monotonic() - begin < 4
+
+
+def spoil(place, value):
+    def change(answer):
+        answer["meta_info"]["input_token_logprobs"][2][place] = value
+        return answer
+
+    return change
+
+
+@pytest.mark.parametrize("change, words", [
+    (spoil(1, 99), "other tokens"), (spoil(0, None), "not finite"), (spoil(0, float("nan")), "not finite"),
+    (lambda answer: {"text": "hello"}, "meta_info"),
+    (lambda answer: {"meta_info": {"input_token_logprobs": [[0.0, 1, None]]}}, "1 other tokens than the 5"),
+])
+def test_an_answer_about_something_else_is_refused(served, change, words):
+    with pytest.raises(RewardError, match=f"cannot be used.*{words}.*tokenizer"):
+        ask([served(change=change)], sample())
+
+
+def test_addresses():
+    assert addresses(["http://a:1/", "maths=https://b/generate"]) == {
+        "default": "http://a:1/generate", "maths": "https://b/generate"}
+    for bad, words in ((["localhost:1"], "no address"), (["http://a", "http://b"], "two addresses")):
+        with pytest.raises(ConfigError, match=words):
+            addresses(bad)

@@ -1,0 +1,27 @@
+"""Every family of the support matrix trains on two ranks as on one, and comes out of them as it went in."""
+
+from pathlib import Path
+
+import pytest
+
+from miles_core.testing.parity import cases
+from miles_core.testing.ranks import Ranks
+from miles_core.testing.resharding import reshard_parity
+
+ROOT = Path(__file__).parents[2]
+FILES = [ROOT / "tests/unit/backends/megatron/parity.toml", *sorted(ROOT.glob("plugins/*/tests/parity.toml"))]
+
+pytestmark = pytest.mark.xdist_group("layouts")
+
+
+@pytest.fixture(scope="module")
+def two():
+    with Ranks(2) as ranks:
+        yield ranks
+
+
+@pytest.mark.parametrize("case", [case for file in FILES for case in cases(file)], ids=str)
+def test_a_family_can_be_cut(case, two, tmp_path):
+    for cut in reshard_parity(case, tmp_path, two):
+        print(f"\n{case.name}, {cut.layout}: gradient {cut.gradient:.1e}, round trip {'exact' * cut.exact}")
+        cut.check()
