@@ -1,71 +1,94 @@
 """What --true-on-policy-mode costs: CPU seconds of a demo step with it, without it, and with attention by SDPA.
 
-    python bench/on_policy.py --rounds 5             # a Markdown table
+    python bench/on_policy.py --rounds 8             # a Markdown table
 
 The engine's order of operations is the trainer's by default, so the flag itself adds a comparison of two arrays. `sdpa`
-takes torch's fused attention in the trainer, as longer sequences do. A step is the difference between a run of 2 and
-one of 12 rollouts of examples/demo.toml over 10: sampling, scoring, log-probs, training, sync; the ways take turns.
+takes torch's fused attention in the trainer, as longer sequences do. One run of examples/demo.toml, whose rollouts take
+the three ways in turn: sampling, scoring, log-probs, training and sync of each are counted.
 """
 
 from __future__ import annotations
 
 import argparse
-import resource
+import asyncio
+import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-from miles_core.record.events import read
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+sys.path.insert(0, str(Path(__file__).parent / "peers"))
 
-RUN = """
-import sys
-from miles_core.backends.megatron import attention
-from miles_core.cli import main
-if sys.argv.pop(1) == "sdpa":
-    attention.EXACT_KEYS = 0
-main()
-"""
-WAYS = {
-    "true_on_policy_mode": ("exact", ["--true-on-policy-mode"]),
-    "default": ("exact", ["--rollout-max-context-len", "256"]),
-    "sdpa": ("sdpa", ["--rollout-max-context-len", "256"]),
-}
-SHORT, LONG = 2, 12
+from metering import cpu_seconds  # beside peers' other files
+
+from miles_core.backends.megatron import attention, step
+from miles_core.build import build, parts
+from miles_core.loop import train
+from miles_core.plugins.plan import Plan, prepare
+from miles_core.record.console import Console
+from miles_core.record.directory import RunDirectory
+from miles_core.record.journal import Journal
+
+WAYS = {"true_on_policy_mode": (attention.EXACT_KEYS, step.check_equal),
+        "default": (attention.EXACT_KEYS, lambda samples: None),
+        "sdpa": (0, lambda samples: None)}  # fmt: skip
 
 
-def cost(way: str, rollouts: int) -> tuple[float, float]:
-    """CPU seconds of a run, and its largest difference of log-probs."""
-    attention, flags = WAYS[way]
-    with tempfile.TemporaryDirectory() as folder:
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        subprocess.run([sys.executable, "-c", RUN, attention, "run", "examples/demo.toml", "--no-live",
-                        "--run-dir", folder, "--num-rollout", str(rollouts), "--eval-interval", "1000",
-                        "--skip-eval-before-train", "--save-interval", "1000", *flags],
-                       check=True, stdout=subprocess.DEVNULL)
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        steps = [event["metrics"] for event in read(Path(folder) / "events.jsonl") if event["event"] == "metrics"]
-    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return seconds, max(step["train/train_rollout_logprob_abs_diff_max"] for step in steps)
+class Meter:
+    """Counts each rollout, from one return of the buffer's room to the next, and sets the way of the one to come."""
+
+    def __init__(self, run):
+        self.run, self._release, self.mark = run, run.buffer.release, 0.0
+        self.seconds: dict[str, list[float]] = {way: [] for way in WAYS}
+        self.gaps = dict.fromkeys(WAYS, 0.0)
+        self.order: list[str] = []
+        self._next()
+        run.buffer.release = self
+
+    def __call__(self) -> None:
+        """Stands in for the buffer's release: all is synced, and nothing samples."""
+        now = cpu_seconds()
+        self.seconds[self.way].append(now - self.mark)
+        gap = self.run.metrics["train/train_rollout_logprob_abs_diff_max"]
+        self.gaps[self.way] = max(self.gaps[self.way], gap)
+        self._next()
+        self.mark = cpu_seconds()
+        self._release()
+
+    def _next(self) -> None:
+        self.order = self.order or [*WAYS, *reversed(WAYS)]
+        self.way = self.order.pop(0)
+        attention.EXACT_KEYS, step.check_equal = WAYS[self.way]
+
+
+async def measure(plan: Plan) -> Meter:
+    """Drive the shipped loop."""
+    found = parts(plan)
+    with open(os.devnull, "w") as silent:
+        journal = Journal(RunDirectory(plan.config.checkpoint.run_dir).acquire(), Console(False, silent),
+                          decode_piece=found.decode_piece)
+        run = await build(plan, found, journal)
+        meter = Meter(run)
+        await train(run)
+    return meter
 
 
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=8, help="of six rollouts; the first warms up")
     rounds = parser.parse_args().rounds
-    seconds: dict[str, list[float]] = {way: [] for way in WAYS}
-    gaps = dict.fromkeys(WAYS, 0.0)
-    for turn in range(rounds):
-        for way in list(WAYS)[:: 1 if turn % 2 else -1]:
-            (short, _), (long, gap) = cost(way, SHORT), cost(way, LONG)
-            seconds[way].append((long - short) / (LONG - SHORT))
-            gaps[way] = max(gaps[way], gap)
-    base = statistics.median(seconds["sdpa"])
+    with tempfile.TemporaryDirectory() as folder:
+        plan = prepare(Path("examples/demo.toml"), [
+            "--run-dir", folder, "--num-rollout", str(6 * (rounds + 1)), "--true-on-policy-mode",
+            "--eval-interval", "1000", "--skip-eval-before-train", "--save-interval", "1000",
+        ])  # fmt: skip
+        meter = asyncio.run(measure(plan))
+    medians = {way: statistics.median(seconds[2:]) for way, seconds in meter.seconds.items()}
     print("| way | CPU s per step | of sdpa | largest difference of log-probs |\n|---|---|---|---|")
-    for way, values in seconds.items():
-        print(f"| {way} | {statistics.median(values):.3f} | {statistics.median(values) / base:.2f} | {gaps[way]:.1e} |")
+    for way, median in medians.items():
+        print(f"| {way} | {median:.3f} | {median / medians['sdpa']:.2f} | {meter.gaps[way]:.1e} |")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from miles_core.config.layout import RANKS, layout_of
+from miles_core.backends.megatron.layout import RANKS, layout_of
 from miles_core.config.load import who, with_values
 from miles_core.config.tables import RunConfig
 from miles_core.errors import ConfigError

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from miles_core import hookspecs
+from miles_core.backends.megatron.layout import Layout, layout_of
 from miles_core.config import check as checks
-from miles_core.config.layout import Layout, layout_of
 from miles_core.config.load import load
 from miles_core.config.options import options_of
 from miles_core.config.tables import TABLES, RunConfig

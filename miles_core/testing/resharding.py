@@ -30,7 +30,7 @@ GRADIENT = 2e-6
 
 RUN = ("--prompt-data", "none.jsonl", "--num-rollout", "1", "--rollout-batch-size", "2", "--n-samples-per-prompt", "2",
        "--rollout-max-response-len", "41", "--no-bf16", "--use-dynamic-batch-size", "--max-tokens-per-gpu", "96",
-       "--advantage-estimator", "grpo", "--trainer-host", "process", "--disable-rewards-normalization",
+       "--trainer-host", "process", "--disable-rewards-normalization",
        "--no-use-distributed-optimizer", "--clip-grad", "0", "--lr", "0")  # fmt: skip
 
 

@@ -154,9 +154,11 @@ def checkpoint(run: Path) -> dict[str, str]:
     """Digests of the last checkpoint: tensors (weights, Adam's moments), schedule, the run's own state."""
     folder = run / "checkpoints"
     last = folder / f"iter_{int((folder / 'latest_checkpointed_iteration.txt').read_text()):07d}"
-    numbers = torch.load(last / "common.pt", weights_only=True)  # the file itself holds its own name
-    files = (path for path in last.iterdir() if path.name not in (".metadata", "common.pt"))
-    return {"name": last.name, "common.pt": repr(numbers)} | _digests(last, files)
+    names = (".metadata", "common.pt")  # these files hold their own name
+    numbers = {str(path.relative_to(last)): repr(torch.load(path, weights_only=True))
+               for path in sorted(last.rglob("common.pt"))}
+    files = (path for path in last.rglob("*") if path.is_file() and path.name not in names)
+    return {"name": last.name} | numbers | _digests(last, files)
 
 
 def export(run: Path) -> dict[str, str]:

@@ -5,20 +5,9 @@ What they say is transformers' own; every layout trains like one rank; a resume 
 
 from __future__ import annotations
 
-import json
-from itertools import product
 from pathlib import Path
 
-import numpy as np
 import pytest
-
-from miles_core.backends.megatron.value import STD
-from miles_core.config.load import with_values
-from miles_core.plugins.plan import prepare
-from miles_core.record.events import read
-from miles_core.testing import survival
-from miles_core.testing.ranks import Ranks, batches
-from miles_core.testing.survival import Course
 
 pytestmark = pytest.mark.integration
 

@@ -334,7 +334,8 @@ def test_samples_without_advantage_can_be_left_out(bench):
 
 
 @pytest.mark.parametrize(("algorithm", "silent"), [
-    ({}, True), ({"eps_clip_c": 3.0}, True), ({"entropy_coef": 0.01}, False), ({"observe_training_entropy": True}, False),
+    ({}, True), ({"eps_clip_c": 3.0}, True), ({"entropy_coef": 0.01}, False),
+    ({"observe_training_entropy": True}, False),
     ({"use_kl_loss": True}, False),
 ])
 def test_an_objective_says_whether_a_token_without_advantage_is_silent(bench, algorithm, silent):

@@ -117,8 +117,7 @@ class Batch:
             place = {context: index for index, context in enumerate(contexts)}
             picks = [place[flight.origin[1]] for flight in members]
             first = len(self.flights)
-            longest = max(len(flight.request.input_ids) + flight.limit for flight in members)
-            self._cache.reserve(first + len(members), max(map(len, contexts)) + 1, longest)
+            self._cache.reserve(first + len(members), max(map(len, contexts)) + 1)
             for flight in members:
                 self._seat(flight)
             chosen = torch.tensor(picks)

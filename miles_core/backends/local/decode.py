@@ -40,9 +40,6 @@ KEY_CHUNK = 256
 QUERY_CHUNK = 256
 """Positions of a prefill that attend at once, which bounds the memory for attention scores."""
 
-WIDTH_AHEAD = 1024
-"""Most positions that a cache maps ahead of what it has to hold."""
-
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -115,18 +112,14 @@ class Cache:
         self.k: list[torch.Tensor] = []
         self.v: list[torch.Tensor] = []
 
-    def reserve(self, rows: int, width: int, expected: int = 0) -> None:
-        """Hold at least `rows` rows of `width` positions; room for up to `expected` ones is taken along, within reason.
-
-        Growing copies everything, while pages that are not written yet cost nothing.
-        """
+    def reserve(self, rows: int, width: int) -> None:
+        """Hold at least `rows` rows of `width` positions."""
         if rows <= self.rows and width <= self.width:
             return
         old_rows, old_width = self.rows, self.width
         if rows > old_rows:
             self.rows = round_up(max(rows, min(2 * old_rows, self._max_rows)))
-        if width > old_width:
-            self.width = round_up(max(width, min(expected, width + WIDTH_AHEAD)), 64)
+        self.width = max(old_width, round_up(width, 64))
         for tensors in (self.k, self.v):
             for index, old in enumerate(tensors):
                 tensors[index] = self._zeros(old)

@@ -43,6 +43,7 @@ from megatron.core.utils import unwrap_model  # noqa: E402
 # It logs what it raises as well, and without a handler of the user's that would go to the terminal.
 logging.getLogger("megatron.core.dist_checkpointing").addHandler(logging.NullHandler())
 
+ACTOR = "actor"
 TRACKER = "latest_checkpointed_iteration.txt"
 STATE = "miles.json"
 _PARTS = ("metadata.json", ".metadata", "common.pt", STATE)
@@ -97,7 +98,7 @@ def save(folder: str | Path, iteration: int, parts: Mapping[str, Part],
     """Write a checkpoint; every rank calls it. What was complete before stays valid until this one is.
 
     Args:
-        parts: the trained models by name, the first one at the top and each other in a folder of its name.
+        parts: the trained models by name, the actor at the top and each other in a folder of its name.
         state: anything that JSON can hold.
 
     Raises:
@@ -176,8 +177,8 @@ def _load_part(source: Path, chunks: Sequence[torch.nn.Module], optimizer, sched
 
 
 def _folders(folder: Path, parts: Mapping[str, Part]) -> Iterator[tuple[Path, Part]]:
-    for i, (name, part) in enumerate(parts.items()):
-        yield folder / name if i else folder, part
+    for name, part in parts.items():
+        yield folder if name == ACTOR else folder / name, part
 
 
 def _fill(chunk: torch.nn.Module, tensors: dict) -> None:

@@ -202,8 +202,12 @@ def _local_layer(
     return layer
 
 
-def build(config: TransformerConfig, spec: ModelSpec, vp_stage: int | None = None) -> LanguageModel:
+def build(config: TransformerConfig, spec: ModelSpec, vp_stage: int | None = None,
+          kind: type[LanguageModel] = LanguageModel) -> LanguageModel:
     """This rank's part of the model, randomly initialised. Needs `cpu.initialize` (or Megatron's own) before.
+
+    Args:
+        kind: a subclass with another head.
 
     Raises:
         ConfigError: the vocabulary does not divide among tensor-parallel ranks.
@@ -213,7 +217,7 @@ def build(config: TransformerConfig, spec: ModelSpec, vp_stage: int | None = Non
                           got=f"{spec.vocab_size} / {config.tensor_model_parallel_size}", who=spec.source,
                           fix="choose a tensor-parallel size that divides it")
     where = {"ignore_virtual": False, "vp_stage": vp_stage}
-    model = LanguageModel(
+    model = kind(
         config,
         layer_spec(config, spec, vp_stage),
         vocab_size=spec.vocab_size,

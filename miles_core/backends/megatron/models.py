@@ -14,9 +14,9 @@ from pathlib import Path
 import torch
 
 from miles_core.backends.megatron import cpu, weights
+from miles_core.backends.megatron.layout import layout_of
 from miles_core.backends.megatron.resident import Resident, architecture, checkpoints
 from miles_core.config.algorithm import needs_reference
-from miles_core.config.layout import layout_of
 from miles_core.config.tables import RunConfig
 from miles_core.errors import ConfigError, HookError
 from miles_core.plugins.bind import Hooks

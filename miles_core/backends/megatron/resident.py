@@ -12,8 +12,8 @@ import torch
 
 from miles_core.backends.megatron import cpu, gradients, optimizer, value, weights
 from miles_core.backends.megatron.given import check_architecture, given_for
+from miles_core.backends.megatron.layout import Layout
 from miles_core.backends.megatron.model import build, transformer_config
-from miles_core.config.layout import Layout
 from miles_core.config.tables import RunConfig
 from miles_core.errors import ConfigError, NonFiniteError
 from miles_core.plugins.bind import Hooks
@@ -87,7 +87,8 @@ class Resident:
             else:
                 weights.load_hf(folder, self.chunks, self.weight_map)
         else:
-            checkpoints().load(folder, {"actor": (self.wrapped, None, None)})
+            part = self.name if self.declared.head == "value" else "actor"  # any policy is another run's actor
+            checkpoints().load(folder, {part: (self.wrapped, None, None)})
 
     def make_optimizer(self) -> None:
         """After the weights are in place: the optimizer copies them to its float32 masters."""

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from miles_core import packing
 from miles_core.backends.megatron import cpu, hashes, memory
+from miles_core.backends.megatron.layout import layout_of
 from miles_core.backends.megatron.models import Models
 from miles_core.backends.megatron.objective import Objective
 from miles_core.backends.megatron.passes import Found, run
@@ -21,7 +22,6 @@ from miles_core.backends.megatron.resident import Resident
 from miles_core.backends.megatron.scored import Scored, Temperature
 from miles_core.columns import Columns
 from miles_core.config.architecture import architecture_of
-from miles_core.config.layout import layout_of
 from miles_core.config.tables import RunConfig
 from miles_core.plugins.bind import Hooks
 from miles_core.plugins.resolve import chosen

@@ -8,9 +8,13 @@ from pathlib import Path
 
 import torch
 
-from miles_core.backends.megatron import model, weights
+from miles_core.backends.megatron import cpu, model, weights
 from miles_core.backends.megatron.specs import ModelSpec, Rule, WeightMap
 from miles_core.errors import CheckpointError
+
+cpu.install()
+
+from megatron.core.transformer.module import MegatronModule  # noqa: E402 - after install()
 
 HEAD = "score.weight"
 """The value head's name on disk: transformers' own for AutoModelForTokenClassification with one label."""
@@ -19,13 +23,23 @@ STD = 0.02
 """Of a fresh head's weights."""
 
 
+class ValueModel(model.LanguageModel):
+    """A language model with `value_head` [1, H] in place of the output layer; every tensor-parallel rank holds it."""
+
+    def __init__(self, config, *args, **kwargs):
+        super().__init__(config, *args, **kwargs)
+        if self.post_process:
+            self.output_layer = None
+            self.value_head = torch.nn.Linear(config.hidden_size, 1, bias=False, dtype=config.params_dtype)
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
+        """What every module has; a language model's own would look for the output layer."""
+        return MegatronModule.sharded_state_dict(self, prefix, sharded_offsets, metadata)
+
+
 def build(config, spec: ModelSpec, vp_stage: int | None = None) -> model.LanguageModel:
-    """As `model.build`, with `value_head` [1, H] in place of the output layer; every tensor-parallel rank holds it."""
-    chunk = model.build(config, dataclasses.replace(spec, tied=False), vp_stage)
-    if chunk.post_process:
-        chunk.output_layer = None
-        chunk.value_head = torch.nn.Linear(config.hidden_size, 1, bias=False, dtype=config.params_dtype)
-    return chunk
+    """As `model.build`, with a value head."""
+    return model.build(config, dataclasses.replace(spec, tied=False), vp_stage, ValueModel)
 
 
 def weight_map(policy: WeightMap) -> WeightMap:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from miles_core.backends.megatron.layout import Layout, layout_of
 from miles_core.config.architecture import Architecture, architecture_of
-from miles_core.config.layout import Layout, layout_of
 from miles_core.config.tables import Checkpoint, RunConfig
 from miles_core.errors import BatchError, ConfigError
 

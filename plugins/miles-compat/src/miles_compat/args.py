@@ -6,6 +6,7 @@ from types import MappingProxyType
 from typing import NoReturn
 
 from miles_core.config import RunConfig
+from miles_core.config.architecture import NAMES, architecture_of
 from miles_core.config.tables import TABLES
 
 ALIASES = MappingProxyType({"grpo_std_normalization": "algorithm.std_normalization"})
@@ -15,8 +16,8 @@ ALIASES = MappingProxyType({"grpo_std_normalization": "algorithm.std_normalizati
 class Args:
     """Options by the names of Miles's flags: args.rollout_batch_size. Read only.
 
-    Looks in the tables of the core, at Miles's spellings of their options, in megatron-core's options (what nobody set
-    has megatron-core's default) and in those of the run's plugins.
+    Looks in the tables of the core, at Miles's spellings of their options, for sizes in the checkpoint's config.json, in
+    megatron-core's options (what nobody set has Megatron-LM's default) and in those of the run's plugins.
 
     Raises:
         AttributeError: there is no such option, or somebody tries to set one.
@@ -29,11 +30,11 @@ class Args:
         if name.startswith("_"):  # copying and pickling ask before there is a configuration
             raise AttributeError(name)
         config = self._config
-        for find in (_of_core, _of_megatron, _of_plugins):
+        for find in (_of_core, _of_checkpoint, _of_megatron, _of_plugins):
             if (found := find(config, name)) is not None:
                 return found[0]
-        raise AttributeError(f"this run has no option {name!r}: what the checkpoint decides is in its config.json, and "
-                             "docs/flags.md says what became of each flag")
+        raise AttributeError(f"this run has no option {name!r}; docs/flags.md says what became of each flag, and what "
+                             "the checkpoint decides is in its config.json")
 
     def __setattr__(self, name: str, value: object) -> NoReturn:
         raise AttributeError(f"args.{name} cannot be set: a run's options are fixed once it begins")
@@ -51,12 +52,22 @@ def _of_core(config: RunConfig, name: str) -> tuple[object] | None:
     return (getattr(getattr(config, table), option),) if table in TABLES else None
 
 
+def _of_checkpoint(config: RunConfig, name: str) -> tuple[object] | None:
+    field = next((ours for ours, (_, megatron) in NAMES.items() if megatron == name), None)
+    value = None if field is None else getattr(architecture_of(config), field)
+    return None if value is None else (value,)
+
+
 def _of_megatron(config: RunConfig, name: str) -> tuple[object] | None:
+    """What was set, else Megatron-LM's default; no default of what only the checkpoint knows."""
+    from miles_core.backends.megatron.flags import megatron_lm_defaults
     from miles_core.backends.megatron.surface import surface
 
     if name in config.megatron:
         return (config.megatron[name],)
-    return (surface()[name].default,) if name in surface() else None
+    if name not in surface() or surface()[name].table == "model":
+        return None
+    return (megatron_lm_defaults().get(name, surface()[name].default),)
 
 
 def _of_plugins(config: RunConfig, name: str) -> tuple[object] | None:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from miles_compat.args import Args
 from miles_compat.paths import SHAPES, function_at
+from miles_core.backends.megatron.layout import layout_of
 from miles_core.config import RunConfig, option
-from miles_core.config.layout import layout_of
 from miles_core.errors import ConfigError
 from miles_core.hookspecs import hookimpl
 from miles_core.plugins.resolve import choices

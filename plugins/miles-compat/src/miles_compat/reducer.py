@@ -13,7 +13,8 @@ import numpy as np
 import torch
 
 from miles_core.errors import HookError
-from miles_core.stages.loss import per_constant, per_token as weight_per_token
+from miles_core.stages.loss import per_constant
+from miles_core.stages.loss import per_token as weight_per_token
 from miles_core.types import Sample
 
 WHO = "custom_pg_loss_reducer_function_path"
