@@ -2,6 +2,7 @@
 
     python bench/engine.py                           # demo, large and small; Markdown tables
     python bench/engine.py --workloads demo --rounds 9
+    python bench/engine.py --steps                   # decode steps of several sizes, on one thread and on two
 
 A rollout is all requests of one training step at once: the demo's 64 prompts x 8 answers (examples/demo.toml), the
 workloads of bench/peers with random weights. Prompts are prefilled
@@ -17,10 +18,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,8 +31,9 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer, Qwen3Config
 
-from miles_core.backends.local import LocalEngine, batch, engine
+from miles_core.backends.local import LocalEngine, batch, decode, engine
 from miles_core.backends.local.batch import Flight
+from miles_core.backends.local.weights import ModelShape
 from miles_core.stages.rollout import Request, SamplingParams
 
 ROOT = Path(__file__).parent.parent
@@ -81,7 +85,7 @@ def arrange(way: str, threads: int) -> None:
     """Make the engine share as much as `way` says, and decode on this many threads."""
     batch.Batch._join = JOIN if way == "shared" else lambda self, flights: flights
     batch._portions = PORTIONS if way != "alone" else each
-    engine.SMALL_LAYER = 1 << 20 if threads == 1 else 0
+    engine.SMALL_LAYER = SMALL if threads == 1 else 0
     torch.set_num_threads(threads)
 
 
@@ -112,7 +116,35 @@ async def measure(rollout: Rollout, settings: list[tuple[str, int]], rounds: int
     return {setting: statistics.median(values) for setting, values in seconds.items()}
 
 
-JOIN, PORTIONS = batch.Batch._join, batch._portions
+def steps(rows: int = 64, width: int = 64, seconds: float = 1.0) -> None:
+    """Print the least wall milliseconds of a decode step by the size of a layer, on one thread and on two."""
+    print(f"| weights of a layer | one thread, ms | two threads, ms | speed-up |  ({rows} rows)\n|---|---|---|---|")
+    for hidden, heads, groups, dim, ffn in ((128, 4, 2, 32, 384), (256, 8, 4, 32, 768), (384, 8, 4, 48, 1152),
+                                            (512, 8, 4, 64, 1536), (1024, 16, 8, 128, 3072)):
+        shape = ModelShape(
+            hidden=hidden, layers=4, heads=heads, kv_heads=groups, head_dim=dim, intermediate=ffn, vocab=512, eps=1e-6,
+            tied=True, context=256, experts=0, topk=0, expert_intermediate=0, renormalise=False, sparse=frozenset(),
+            inverse_frequencies=(1.0,) * (dim // 2), rope_scale=1.0, eos=frozenset(), init_std=0.02,
+        )  # fmt: skip
+        decoder = decode.Decoder(shape, 256, torch.float32)
+        weights, cache, found = decoder.random(), decode.Cache(rows), []
+        with torch.inference_mode():
+            filled = decoder.prefill(weights, [tuple(range(width))])
+            cache.reserve(rows, width + 1)
+            cache.put(torch.arange(rows), torch.zeros(rows, dtype=torch.int64), filled.k, filled.v)
+            tokens, positions = torch.zeros(rows, dtype=torch.int64), torch.full((rows,), width)
+            for threads in (1, 2):
+                torch.set_num_threads(threads)
+                marks = [time.perf_counter()]
+                while marks[-1] - marks[0] < seconds:
+                    decoder.step(weights, cache, tokens, positions)
+                    marks.append(time.perf_counter())
+                found.append(min(after - before for before, after in itertools.pairwise(marks)) * 1e3)
+        one, two = found
+        print(f"| {shape.layer_weights / 1e6:.2f} million | {one:.2f} | {two:.2f} | {one / two:.2f} |", flush=True)
+
+
+JOIN, PORTIONS, SMALL = batch.Batch._join, batch._portions, engine.SMALL_LAYER
 
 
 def main() -> None:
@@ -120,7 +152,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--workloads", nargs="+", default=["demo", "large", "small"])
+    parser.add_argument("--steps", action="store_true")
     arguments = parser.parse_args()
+    if arguments.steps:
+        return steps()
     settings = [*((way, 1) for way in WAYS), ("shared", 2)]
     print("| rollout | requests | alone | together | shared | shared / alone | shared, two threads |")
     print("|---|---|---|---|---|---|---|")

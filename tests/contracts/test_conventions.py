@@ -12,7 +12,7 @@ conventions = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(conventions)
 
 ALGORITHMS = sorted({offer.partition(":")[2] for offers in KNOWN.values() for offer in offers
-                     if offer.startswith(("advantage:", "policy_loss:"))} - {"sft"})
+                     if offer.startswith(("advantage:", "policy_loss:"))} - {"sft", "custom", "custom_loss"})
 
 
 def test_the_page_has_the_table_of_today():

@@ -150,12 +150,13 @@ FLAG = re.compile(r"`(--[a-z][a-z0-9.-]*)")
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.name not in GENERATED], ids=lambda page: page.name)
 def test_flags_that_the_docs_name_exist(page):
+    from miles_core.backends.megatron.surface import surface
     from miles_core.cli import flags
     from miles_core.config.flags import miles_flags
 
     known = {flag for option in flags.options() for side in flags.spellings(option) for flag in side}
     known |= {"--plugin", "--plan", "--json", "--live", "--no-live", "--help", "--version", "--messages"}
-    known |= set(miles_flags())
+    known |= set(miles_flags()) | {f"--{name.replace('_', '-')}" for name in surface()}
     known |= {"--cut-off.most-truncated", "--most-truncated"}  # of the plugin that write-a-plugin.md makes
     named = set(FLAG.findall(page.read_text(encoding="utf-8")))
     assert not {flag for flag in named if flag.rstrip("-.") not in known and flag != "--no-"}

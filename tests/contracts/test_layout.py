@@ -107,6 +107,24 @@ def test_the_core_decides_nothing_by_the_name_of_an_algorithm():
     assert not found, found
 
 
+WHAT_PLUGINS_ADD = re.compile(r"(?<![a-z])(ppo|opd|gae|critic|teacher|distil)(?!al)", re.IGNORECASE)
+METRICS_OF_MILES = ("ppo_kl", "train/ppo_kl", "teacher_log_probs")
+"""Names that the core writes, or reads for whoever reports them."""
+
+
+def test_a_second_trained_model_and_distillation_add_no_line_to_the_core():
+    """Critics and teachers appear in comments and docstrings, as examples, and in scan.py's table of plugins."""
+    found = []
+    for path in core_files():
+        documents = {id(node.value) for node in ast.walk(tree(path)) if isinstance(node, ast.Expr)}
+        for node in ast.walk(tree(path)):
+            says = [value for field in ("id", "attr", "arg", "name", "value") if id(node) not in documents
+                    and isinstance(value := getattr(node, field, None), str)]
+            found += [f"{where(path, getattr(node, 'lineno', 0))} says {text!r}" for text in says
+                      if WHAT_PLUGINS_ADD.search(text) and text not in METRICS_OF_MILES and path.name != "scan.py"]
+    assert not found, found
+
+
 def run(code):
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert result.returncode == 0, result.stderr

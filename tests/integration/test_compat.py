@@ -174,7 +174,7 @@ LOSS = ("--loss-type", "custom_loss", "--custom-loss-function-path")
     ([*RM, at("odd")], "there is no such function ... has no 'odd' ... define reward(args, sample) -> float"),
     ([*RM, at("SETTING")], "there is no such function (got 3)"),
     ([*RM, at("init")], "cannot be called ... init(args): too many positional arguments ... reward(args, sample)"),
-    ([*LOSS, at("miles_loss")], "--custom-loss-function-path ... missing a required argument ... logits ... LossInputs"),
+    ([*LOSS, at("miles_loss")], "--custom-loss-function-path ... missing a required argument ... LossInputs"),
     (["--plugin", "compat", "--custom-reward-post-process-path", at("waits"), "--rewards-normalization"],
      "a coroutine function ... post_process(args, samples)"),
     (["--plugin", "compat", "--custom-tis-function-path", at("double")], "cannot be called ... tis(args, *, pg_loss"),

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from miles_core.backends.local.modules import ModuleDecoder
     from miles_core.backends.local.weights import Weights
 
-SMALL_LAYER = 1 << 20
+SMALL_LAYER = 2_000_000
 """Weights of a layer up to which a decode step runs on one thread: waking a second costs more than it saves."""
 STOP_SECONDS = 60.0
 """How long `stop` waits for the step under way."""

@@ -6,9 +6,7 @@
         miles.json                           the run's own state
     <save>/latest_checkpointed_iteration.txt "7", written last, also by rename
 
-On trust: common.pt is read with torch's weights_only unpickler. `.metadata` is a pickle that torch reads with the full
-one, so it is read here first with an unpickler that knows the few classes it may hold. Entries other than tensors,
-which torch would unpickle too, are refused. The JSON is data.
+On trust: common.pt is read with torch's weights_only unpickler, `.metadata` as index.py says. The JSON is data.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from miles_core.backends.megatron import cpu
+from miles_core.backends.megatron import cpu, index
 from miles_core.backends.megatron.optimizer import load_state, prepare_state
 from miles_core.backends.megatron.publish import TEMPORARY, publish, write_error, write_text
 from miles_core.errors import CheckpointError
@@ -149,10 +147,10 @@ def load(folder: str | Path, parts: Mapping[str, Part], iteration: int | None = 
         if not where.is_dir():
             raise CheckpointError(f"the checkpoint holds no {name}", got=f"no folder {name}", who=str(source),
                                   fix="resume with the plugins that the run had, or start anew with --ref-load")
-        _check_metadata(where / ".metadata")
+        held = index.read(where / ".metadata")
         try:
             kept = json.loads((source / STATE).read_text())["state"]
-            _load_part(where, *part)
+            _load_part(where, held, *part)
         except (CheckpointingException, CheckpointException, OSError, EOFError, KeyError, ValueError, RuntimeError,
                 pickle.UnpicklingError) as error:  # fmt: skip
             raise CheckpointError("the checkpoint cannot be read or does not fit this model", got=_first_line(error),
@@ -161,11 +159,12 @@ def load(folder: str | Path, parts: Mapping[str, Part], iteration: int | None = 
     return iteration, kept
 
 
-def _load_part(source: Path, chunks: Sequence[torch.nn.Module], optimizer, scheduler) -> None:
+def _load_part(source: Path, held: index.Held, chunks: Sequence[torch.nn.Module], optimizer, scheduler) -> None:
     if optimizer is not None:
         prepare_state(optimizer)
     with _frozen_heap():
         sharded = _sharded(chunks, optimizer, loading=True)
+    index.check(held, sharded, source)
     with warnings.catch_warnings():
         # torch deprecates the ShardedTensor that Megatron still reads with: nothing that the reader could mend.
         warnings.simplefilter("ignore", FutureWarning)
@@ -243,42 +242,6 @@ def _frozen_heap() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
-
-
-_SAFE_MODULES = ("torch.distributed.checkpoint.", "megatron.core.dist_checkpointing.", "torch.distributed._shard.")
-_SAFE_NAMES = {
-    ("torch", "Size"), ("torch", "dtype"), ("torch.serialization", "_get_layout"), ("torch._utils", "_rebuild_tensor"),
-    ("collections", "OrderedDict"), ("collections", "defaultdict"), ("builtins", "set"), ("builtins", "list"),
-    ("builtins", "dict"), ("builtins", "slice"), ("builtins", "int"), ("pathlib", "PosixPath"), ("pathlib", "Path"),
-}  # fmt: skip
-
-
-class _MetadataReader(pickle.Unpickler):
-    def find_class(self, module: str, name: str):
-        dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if dtype or (module, name) in _SAFE_NAMES or (module.startswith(_SAFE_MODULES) and "." not in name):
-            found = super().find_class(module, name)
-            if dtype or not module.startswith(_SAFE_MODULES) or isinstance(found, type):
-                return found
-        raise pickle.UnpicklingError(f"it wants to call {module}.{name}")
-
-
-def _check_metadata(path: Path) -> None:
-    """
-    Raises:
-        CheckpointError: not the index of tensors that it should be.
-    """
-    try:
-        with open(path, "rb") as file:
-            metadata = _MetadataReader(file).load()
-        entries = metadata.state_dict_metadata
-    except Exception as error:
-        raise CheckpointError("the checkpoint's index cannot be trusted or read", got=_first_line(error), who=str(path),
-                              fix="use another iteration; do not load checkpoints from strangers") from error
-    for name, entry in entries.items():
-        if not hasattr(entry, "chunks"):
-            raise CheckpointError("the checkpoint holds something else than tensors", got=name, who=str(path),
-                                  fix="use a checkpoint that miles wrote")
 
 
 def never_saved(folder: str | Path) -> bool:

@@ -68,7 +68,7 @@ class Resident:
         tied = chunk.share_embeddings_and_output_weights and chunk.pre_process
         layer = chunk.value_head if valued else None if tied else chunk.output_layer
         if layer is not None:
-            # The layer itself is never called, so what DDP hangs on its call (the gathering of its weight) is done here.
+            # The layer itself is never called, so what DDP hangs on its call (gathering its weight) is done here.
             for hook in layer._forward_pre_hooks.values():
                 hook(layer, ())
         return layer.weight if valued else chunk.output_weight

@@ -1,4 +1,4 @@
-"""A model whose head says one number per position: the critic."""
+"""A model whose head says one number per position."""
 
 from __future__ import annotations
 
@@ -62,8 +62,7 @@ def load(folder: Path, chunks: Sequence[torch.nn.Module], found: WeightMap, *, s
     missing = HEAD not in weights.tensor_files(folder)
     if missing and not fresh:
         raise CheckpointError("the checkpoint has no value head", got=f"no tensor {HEAD}", who=str(folder),
-                              fix="name a critic's checkpoint, or leave it out: the critic then starts from "
-                                  "--hf-checkpoint with a fresh head")
+                              fix="name a checkpoint that has one, or none: --hf-checkpoint with a fresh head")
     weights.load_hf(folder, chunks, found, but=frozenset({"value_head.weight"}) if missing else frozenset())
     if missing and chunks[-1].post_process:
         head = chunks[-1].value_head.weight

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 
 from miles_core.backends.megatron import cpu
 from miles_core.backends.megatron.publish import publish
+from miles_core.backends.megatron.shards import few, shard_name, tensor_files, write_index, writing
 from miles_core.backends.megatron.specs import Rule, WeightMap
 from miles_core.errors import CheckpointError, ConfigError
 
@@ -33,7 +34,6 @@ _LAYER, _EXPERT = re.compile(r"decoder\.layers\.(\d+)\."), re.compile(r"\.local_
 _EMBEDDING, _TIED = "embedding.word_embeddings.weight", "output_layer.weight"
 
 _WEIGHT_FILES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf", ".h5")
-_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
 
 
 def load_hf(folder: str | Path, model: Model, weight_map: WeightMap, *, but: frozenset[str] = frozenset()) -> None:
@@ -48,34 +48,47 @@ def load_hf(folder: str | Path, model: Model, weight_map: WeightMap, *, but: fro
     """
     files = tensor_files(Path(folder))
     parameters = global_parameters(model)
-    rules = {ours: (rule, names) for ours, rule, names in _instances(weight_map) if ours not in but}
+    rules = {ours: (rule, names) for ours, rule, names in instances(weight_map) if ours not in but}
     expected = {name for _, names in rules.values() for name in names}
     if _TIED in parameters and _TIED not in rules:  # the last pipeline stage's copy of the embedding
         rules[_TIED] = rules[_EMBEDDING]
     if unmapped := sorted(parameters.keys() - rules.keys() - but):
-        raise ConfigError("no rule of the weight map fills these parameters", got=_few(unmapped),
+        raise ConfigError("no rule of the weight map fills these parameters", got=few(unmapped),
                           fix="add rules to the family's weight_map")
     wanted = {ours: rules[ours] for ours in rules if ours in parameters}
-    problems = {
-        "missing": sorted(expected - files.keys()),
-        "unexpected": sorted(n for n in files.keys() - expected - weight_map.ignored if "rotary_emb" not in n),
-    }
     with _Readers(files) as read:
-        shapes = []
-        for ours, (rule, names) in wanted.items():
-            for name, shape in zip(names, _hf_shapes(rule, parameters[ours], weight_map), strict=True):
-                if name in files and (got := read.shape(name)) != shape:
-                    shapes.append(f"{name} {got} where the config says {shape}")
-        problems["misshapen"] = shapes
-        if any(problems.values()):
-            text = "; ".join(f"{len(names)} {kind}: {_few(names)}" for kind, names in problems.items() if names)
-            raise CheckpointError("the tensors do not fit the model that config.json describes", got=text,
-                                  who=str(folder), fix="use a complete checkpoint of this architecture")
+        shapes = {name: shape for ours, (rule, names) in wanted.items()
+                  for name, shape in zip(names, hf_shapes(rule, parameters[ours], weight_map), strict=True)}
+        check_fit(folder, files.keys(), expected, weight_map, shapes, read.shape)
         with torch.no_grad():
             for ours, (rule, names) in wanted.items():
                 parameter = parameters[ours]
                 parts = [_shard(piece, parameter) for name in names for piece in _pieces(rule, read.tensor(name))]
                 parameter.copy_(_join(rule, parts, weight_map))
+
+
+def check_fit(folder: str | Path, present: Collection[str], expected: Collection[str], weight_map: WeightMap,
+              shapes: Mapping[str, list[int]], shape: Callable[[str], list[int]]) -> None:
+    """Compare the names and shapes of a checkpoint's tensors with the model's.
+
+    Args:
+        present, expected: names of the checkpoint's tensors, and of the whole model's.
+        shapes: what to hold against `shape(name)` of each.
+
+    Raises:
+        CheckpointError: names that are missing, unexpected or misshapen, all of them in one message.
+    """
+    known = {*expected, *weight_map.ignored}
+    problems = {
+        "missing": sorted(set(expected) - set(present)),
+        "unexpected": sorted(name for name in present if name not in known and "rotary_emb" not in name),
+        "misshapen": [f"{name} {got} where the config says {wanted}" for name, wanted in shapes.items()
+                      if name in present and (got := shape(name)) != wanted],
+    }
+    if any(problems.values()):
+        text = "; ".join(f"{len(names)} {kind}: {few(names)}" for kind, names in problems.items() if names)
+        raise CheckpointError("the tensors do not fit the model that config.json describes", got=text,
+                              who=str(folder), fix="use a complete checkpoint of this architecture")
 
 
 def hf_stream(model: Model, weight_map: WeightMap) -> Iterator[tuple[str, torch.Tensor]]:
@@ -87,7 +100,7 @@ def hf_stream(model: Model, weight_map: WeightMap) -> Iterator[tuple[str, torch.
     """
     parameters = global_parameters(model)
     owners = _owners(parameters, weight_map)
-    for ours, rule, names in _instances(weight_map):
+    for ours, rule, names in instances(weight_map):
         owner = owners[ours]
         if ours in parameters:
             parameter = parameters[ours]
@@ -124,13 +137,18 @@ def export_hf(
         raise CheckpointError("there is no config.json to copy", who=str(source),
                               fix="give the Hugging Face directory that the run started from")
     with publish(Path(folder)) as target:
-        for file in sorted(source.iterdir()):
-            if file.is_file() and not file.name.endswith(_WEIGHT_FILES) and not file.name.startswith("."):
-                shutil.copyfile(file, target / file.name)
         written = _write_shards(target, stream, dtype, shard_bytes)
-        config = json.loads((target / "config.json").read_text())
-        config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(written).removeprefix("torch.")
-        (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        copy_companions(source, target, written)
+
+
+def copy_companions(source: Path, target: Path, dtype: torch.dtype) -> None:
+    """What a Hugging Face directory holds beside the weights, with the dtype of these in its config.json."""
+    for file in sorted(source.iterdir()):
+        if file.is_file() and not file.name.endswith(_WEIGHT_FILES) and not file.name.startswith("."):
+            shutil.copyfile(file, target / file.name)
+    config = json.loads((target / "config.json").read_text())
+    config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype).removeprefix("torch.")
+    (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
 def _write_shards(
@@ -143,7 +161,10 @@ def _write_shards(
     written = dtype
 
     def flush() -> None:
-        _write_safetensors(target / f"part-{len(shards)}", held)
+        layout = {name: (tensor.dtype, tensor.shape) for name, tensor in held.items()}
+        with writing(target / f"part-{len(shards)}", layout) as append:
+            for tensor in held.values():
+                append(tensor)
         shards.append(list(held))
         held.clear()
 
@@ -156,39 +177,13 @@ def _write_shards(
         held[name] = tensor.to(device="cpu", dtype=written)
         size, total = size + length, total + length
     flush()
-    if len(shards) == 1:
-        (target / "part-0").rename(target / "model.safetensors")
-        return written
-    where = {}
-    for i, names in enumerate(shards):
-        file = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
-        (target / f"part-{i}").rename(target / file)
-        where |= dict.fromkeys(names, file)
-    index = {"metadata": {"total_size": total}, "weight_map": where}
-    (target / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+    for i in range(len(shards)):
+        (target / f"part-{i}").rename(target / shard_name(i, len(shards)))
+    write_index(target, shards, total)
     return written
 
 
-def _write_safetensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """The format itself (https://github.com/huggingface/safetensors#format): length, JSON header, raw bytes.
-
-    safetensors' own writer maps the file, so a full disk kills the process with SIGBUS; a plain write raises OSError.
-    """
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for name, tensor in tensors.items():
-        end = offset + tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]}
-        offset = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    with open(path, "wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for tensor in tensors.values():
-            file.write(memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy()))
-
-
-def _instances(weight_map: WeightMap) -> Iterator[tuple[str, Rule, tuple[str, ...]]]:
+def instances(weight_map: WeightMap) -> Iterator[tuple[str, Rule, tuple[str, ...]]]:
     """(Megatron name over the whole model, rule, HF names) of each parameter, in the order of the rules."""
     for rule in weight_map.rules:
         for layer in rule.layers if rule.layers is not None else (0,):
@@ -238,10 +233,10 @@ class _Owner:
 def _owners(parameters: dict[str, torch.nn.Parameter], weight_map: WeightMap) -> dict[str, _Owner]:
     """The owner of every parameter of the model, agreed between stages and expert-parallel ranks."""
     stage = parallel_state.get_pipeline_model_parallel_rank()
-    rules = {ours: rule for ours, rule, _ in _instances(weight_map)}
+    rules = {ours: rule for ours, rule, _ in instances(weight_map)}
     found = {
         name: _Owner(stage, parallel_state.get_expert_model_parallel_rank() if rules[name].experts else 0,
-                     tuple(map(tuple, _hf_shapes(rules[name], parameter, weight_map))), parameter.dtype)
+                     tuple(map(tuple, hf_shapes(rules[name], parameter, weight_map))), parameter.dtype)
         for name, parameter in parameters.items() if name in rules
     }  # fmt: skip
     for group in (parallel_state.get_expert_model_parallel_group(), parallel_state.get_pipeline_model_parallel_group()):
@@ -265,7 +260,8 @@ def _tensor_size(parameter: torch.nn.Parameter) -> int:
     return _tensor_group(parameter).size() if cut else 1
 
 
-def _hf_shapes(rule: Rule, parameter: torch.nn.Parameter, weight_map: WeightMap) -> list[list[int]]:
+def hf_shapes(rule: Rule, parameter: torch.Tensor, weight_map: WeightMap) -> list[list[int]]:
+    """Of the whole HF tensors that a parameter, or this rank's part of it, is made of."""
     full = list(parameter.shape)
     if (size := _tensor_size(parameter)) > 1:
         full[parameter.partition_dim] *= size
@@ -310,34 +306,21 @@ def _join(rule: Rule, parts: list[torch.Tensor], weight_map: WeightMap) -> torch
 
 def _split(rule: Rule, tensor: torch.Tensor, weight_map: WeightMap, ranks: int) -> tuple[torch.Tensor, ...]:
     """The inverse of `_join`; `ranks` is among how many the parameter is cut."""
-    if rule.join == "same":
+    if rule.join == "halves":
+        return tensor.chunk(2)
+    views = hf_views(rule, tensor, weight_map, ranks)
+    return tuple(view.flatten(0, 1) for view in views) if rule.join == "qkv" else views
+
+
+def hf_views(rule: Rule, tensor: torch.Tensor, weight_map: WeightMap, ranks: int = 1) -> tuple[torch.Tensor, ...]:
+    """Where the HF tensors lie in a parameter, or in its part of `ranks`: views with their elements in their order."""
+    if rule.join in ("same", "halves"):
         return (tensor,)
-    if rule.join in ("rows", "halves"):
-        return tensor.chunk(2 if rule.join == "halves" else len(rule.hf))
+    if rule.join == "rows":
+        return tensor.chunk(len(rule.hf))
     size, groups = weight_map.head_dim, weight_map.groups // ranks
     widths = (weight_map.heads // weight_map.groups * size, size, size)
-    return tuple(part.flatten(0, 1) for part in tensor.unflatten(0, (groups, -1)).split(widths, 1))
-
-
-def tensor_files(folder: Path) -> dict[str, Path]:
-    """Tensor name -> file, from the index or from the headers."""
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            where = {name: folder / file for name, file in json.loads(index.read_text())["weight_map"].items()}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError("the index of the tensor files cannot be read", got=str(error), who=str(index),
-                                  fix="fetch the checkpoint again") from error
-        if absent := sorted({file.name for file in where.values() if not file.is_file()}):
-            raise CheckpointError("files that the index names are missing", got=_few(absent), who=str(folder),
-                                  fix="fetch the checkpoint again")
-        return where
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise CheckpointError("there are no .safetensors files", who=str(folder),
-                              got="a folder" if folder.is_dir() else "no such folder",
-                              fix="give a Hugging Face directory with weights in safetensors")
-    return {name: file for file in files for name in _open(file).keys()}  # noqa: SIM118 - not a mapping
+    return tensor.unflatten(0, (groups, -1)).split(widths, 1)
 
 
 def _open(file: Path):
@@ -375,7 +358,3 @@ class _Readers:
 
     def tensor(self, name: str) -> torch.Tensor:
         return self._reader(name).get_tensor(name)
-
-
-def _few(names: list[str], most: int = 8) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

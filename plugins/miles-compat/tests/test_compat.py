@@ -221,8 +221,8 @@ def test_advantages_are_what_the_function_leaves(batch):
 
 def test_args_are_the_runs_options_under_miles_names(tmp_path):
     (tmp_path / "config.json").write_text('{"num_hidden_layers": 7}')
-    config = RunConfig(checkpoint=Checkpoint(hf_checkpoint=str(tmp_path)), rollout=Rollout(rollout_batch_size=32), perf=Perf(actor_num_gpus_per_node=2),
-                       
+    config = RunConfig(checkpoint=Checkpoint(hf_checkpoint=str(tmp_path)), rollout=Rollout(rollout_batch_size=32),
+                       perf=Perf(actor_num_gpus_per_node=2),
                        algorithm=Algorithm(std_normalization=False), megatron={"tensor_model_parallel_size": 2},
                        options={"tis": {"tis_clip": 5.0}})  # fmt: skip
     args = Args(config)

@@ -2,9 +2,11 @@
 
 import asyncio
 import json
+import shutil
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,18 +16,20 @@ from miles_opd.plugin import OpdOptions
 from miles_opd.server import Servers, addresses, post
 
 from miles_core.errors import ConfigError, RewardError
+from miles_core.record.events import read
 from miles_core.testing.batches import make_sample
+from miles_core.testing.forked import miles
 
 
 @pytest.fixture(scope="module")
 def teacher():
-    """A random Qwen3 of 16 tokens."""
+    """A random Qwen3 with the vocabulary of the arithmetic example."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(0)
     return Qwen3ForCausalLM(Qwen3Config(
-        vocab_size=16, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=8, max_position_embeddings=64)).eval()
+        vocab_size=264, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=8, max_position_embeddings=256, initializer_range=0.5)).eval()
 
 
 @pytest.fixture
@@ -153,6 +157,36 @@ def spoil(place, value):
 def test_an_answer_about_something_else_is_refused(served, change, words):
     with pytest.raises(RewardError, match=f"cannot be used.*{words}.*tokenizer"):
         ask([served(change=change)], sample())
+
+
+STUDENT = Path(__file__).parents[3] / "examples" / "arithmetic" / "tiny-qwen3"
+RUN = ["run", "--no-live", "--hf-checkpoint", STUDENT, "--prompt-data", STUDENT.parent / "train.jsonl", "--input-key",
+       "prompt", "--label-key", "label", "--apply-chat-template", "--num-rollout", "2", "--rollout-batch-size", "4",
+       "--rollout-max-response-len", "8", "--no-bf16", "--threads", "1", "--lr", "1e-3", "--advantage-estimator",
+       "on_policy_distillation"]
+
+
+@pytest.mark.integration
+def test_a_server_and_the_trainer_teach_the_same(served, teacher, tmp_path):
+    """Two rollouts with the same teacher here and there: the same tokens, divergences and losses."""
+    teacher.save_pretrained(tmp_path / "teacher")
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(STUDENT / file, tmp_path / "teacher")
+    asks = ["--opd-teacher-urls", served(), "--rm-type", "math", "on_policy_distillation"]
+    holds = ["--opd-teacher-load", tmp_path / "teacher", "--rm-type", "math"]
+    runs = {}
+    for kind, flags, top in (("asks", asks, 0), ("holds", holds, 0), ("asks", asks, 6), ("holds", holds, 6)):
+        argv = [*RUN, *flags, "--run-dir", f"{kind}-{top}"]
+        argv += ["--opd-log-prob-top-k", top, "--opd-top-k-strategy", "only-teacher"] if top else []
+        outcome = miles(argv, tmp_path)
+        assert outcome.code == 0, outcome.err
+        metrics = [e["metrics"] for e in read(tmp_path / f"{kind}-{top}" / "events.jsonl") if e["event"] == "metrics"]
+        runs[kind, top] = [(m["train/loss"], m["rollout/opd_reverse_kl"], m["rollout/teacher_log_probs"])
+                           for m in metrics]
+    for top in (0, 6):
+        np.testing.assert_allclose(runs["asks", top], runs["holds", top], rtol=1e-4)
+        assert runs["asks", top][0] != runs["asks", top][1]
+    assert runs["asks", 0][0] != runs["asks", 6][0]
 
 
 def test_addresses():

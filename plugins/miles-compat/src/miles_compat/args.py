@@ -16,8 +16,8 @@ ALIASES = MappingProxyType({"grpo_std_normalization": "algorithm.std_normalizati
 class Args:
     """Options by the names of Miles's flags: args.rollout_batch_size. Read only.
 
-    Looks in the tables of the core, at Miles's spellings of their options, for sizes in the checkpoint's config.json, in
-    megatron-core's options (what nobody set has Megatron-LM's default) and in those of the run's plugins.
+    Looks in the tables of the core, at Miles's spellings of their options, for sizes in the checkpoint's config.json,
+    in megatron-core's options (what nobody set has Megatron-LM's default) and in those of the run's plugins.
 
     Raises:
         AttributeError: there is no such option, or somebody tries to set one.

@@ -47,8 +47,8 @@ SHAPES = MappingProxyType({
     "custom_advantage_function_path": Shape("advantage(args, rollout_data)", 2),
     "custom_loss_function_path": Shape(
         "loss(args, inputs) -> (loss of each token, metrics)", 2,
-        note="; one of (args, batch, logits, sum_of_sample_mean) cannot be called, as the logits of a micro-batch never "
-        "exist at once and only the core reduces: `inputs` is miles_core.stages.loss.LossInputs"),
+        note="; one of (args, batch, logits, sum_of_sample_mean) cannot be called, as the logits of a micro-batch "
+        "never exist at once and only the core reduces: `inputs` is miles_core.stages.loss.LossInputs"),
     "custom_tis_function_path": Shape(
         f"tis(args, *, {', '.join(TIS)}) -> (pg_loss, loss_masks, metrics)", 1, TIS),
     "custom_pg_loss_reducer_function_path": Shape(

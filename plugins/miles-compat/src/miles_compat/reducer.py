@@ -71,7 +71,8 @@ def _slopes(reducer: Callable[[torch.Tensor], torch.Tensor], size: int) -> torch
     (slope, _), (other, value) = found
     scale = max(float(slope.abs().max()), 1e-30)
     straight = float(other.sub(slope).abs().max()) <= TOLERANCE * scale
-    if not straight or abs(value - float(slope @ points[1])) > TOLERANCE * scale * size:
-        raise HookError("the reducer is not linear", who=WHO, got=f"{value:g} in place of {float(slope @ points[1]):g}",
-                        fix="a weighted sum of the tokens' losses; write the hook policy_loss or token_weights for more")
+    expected = float(slope @ points[1])
+    if not straight or abs(value - expected) > TOLERANCE * scale * size:
+        raise HookError("the reducer is not linear", who=WHO, got=f"{value:g} in place of {expected:g}",
+                        fix="return a weighted sum of the tokens' losses; for more write the hook policy_loss")
     return slope

@@ -60,7 +60,7 @@ def test_weights_alone(train, checkpoint, session, tmp_path):
     other = train()
     checkpoint.load(tmp_path, {"actor": (other.chunks, None, None)})
     assert all(torch.equal(a, b) for a, b in zip(session.model.parameters(), other.model.parameters(), strict=True))
-    with pytest.raises(CheckpointError, match="cannot be read or does not fit"):
+    with pytest.raises(CheckpointError, match="weights without optimizer state.*--ref-load"):
         load(checkpoint, tmp_path, other)
 
 
@@ -209,8 +209,28 @@ def test_a_pickle_that_would_run_code_is_refused(checkpoint, saved, session, tmp
 
 def test_another_architecture(checkpoint, session, saved, hf_model, port):
     other, _ = port(hf_model(moe=True))
-    with pytest.raises(CheckpointError, match="does not fit"):
+    with pytest.raises(CheckpointError, match="another architecture.*--hf-checkpoint"):
         checkpoint.load(saved, {"actor": ([other], None, None)})
+
+
+def test_another_model_of_the_architecture(checkpoint, saved, hf_model, port):
+    other, _ = port(hf_model(intermediate_size=128))
+    with pytest.raises(CheckpointError, match=r"linear_fc1.weight \[3, 192, 64\] where the model has \[3, 256, 64\]"):
+        checkpoint.load(saved, {"actor": ([other], None, None)})
+
+
+def test_optimizer_state_of_another_model(checkpoint, session, saved):
+    """An index that lacks a tensor of the optimizer, and one in which it has another shape."""
+    from miles_core.backends.megatron import index
+
+    held = index.read(saved / "iter_0000007" / ".metadata")
+    sharded = checkpoint._sharded(session.chunks, session.optimizer, loading=True)
+    index.check(held, sharded, saved)
+    name = next(name for name in held if name.startswith("optimizer.") and "exp_avg" in name)
+    for changed, words in (({k: v for k, v in held.items() if k != name}, "no optimizer"),
+                           ({**held, name: (7,)}, r"optimizer\S* \[7\] where the model has")):
+        with pytest.raises(CheckpointError, match=f"optimizer state is of another model.*{words}"):
+            index.check(changed, sharded, saved)
 
 
 def test_saving_a_tiny_model_is_fast(checkpoint, session, tmp_path):
