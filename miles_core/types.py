@@ -156,7 +156,7 @@ class Rank:
         index: 0 .. size-1.
         size: processes in all.
         local: index among those of its node, which is also the GPU to use.
-        rendezvous: where the processes find each other, file://PATH or tcp://HOST:PORT; None for one process.
+        rendezvous: where the processes find each other, file://PATH, tcp://HOST:PORT or env:// (torchrun); None for one process.
     """
 
     index: int = 0

@@ -103,7 +103,7 @@ def test_load_of_a_hugging_face_folder(place):
 
 def test_load_of_another_model(place):
     place.saved()
-    place.refuses(2, "iter_0000001: the checkpoint ... does not fit this model", "--load", "ckpt",
+    place.refuses(2, "iter_0000001: the checkpoint is of another architecture ... --hf-checkpoint", "--load", "ckpt",
                   "--hf-checkpoint", str(place.tiny / "qwen3_moe"))
 
 
@@ -246,7 +246,7 @@ class Bad:
     ("torch.where(inputs.sample == 1, float('inf'), inputs.log_probs)",
      "policy loss 'bad': the loss of train prompt ... is not finite (got inf ... last checkpoint is good"),
     ("(inputs.log_probs - inputs.log_probs.detach()).abs().sqrt()",
-     "optimizer step: the gradient of ... is not finite ... last checkpoint is good"),
+     "optimizer step of the actor: the gradient of ... is not finite ... last checkpoint is good"),
     ("inputs.log_probs.sum()", "policy loss 'bad': the loss should have one value for each token (got shape [])"),
     ("inputs.log_probs.detach()", "policy loss 'bad': the loss has no gradient"),
 ], ids=["loss", "gradient", "shape", "detached"])  # fmt: skip

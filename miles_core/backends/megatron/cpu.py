@@ -262,15 +262,18 @@ def process_group(rank: Rank = _ALONE, timeout: float | None = None) -> None:
     if rank.size == 1:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         return
+    bound = {} if timeout is None else {"timeout": datetime.timedelta(seconds=timeout)}
+    bound |= {"backend": "gloo" if no_cuda() else "cpu:gloo,cuda:nccl", "rank": rank.index, "world_size": rank.size}
+    if rank.rendezvous == "env://":  # torchrun's, which knows the network
+        dist.init_process_group(init_method="env://", **bound)
+        return
     if rank.rendezvous.startswith("file:"):  # all on this host: nothing listens beyond it
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         store = dist.FileStore(rank.rendezvous.removeprefix("file://"), rank.size)
     else:  # who starts the ranks serves the store
         host, _, port = rank.rendezvous.removeprefix("tcp://").rpartition(":")
         store = dist.TCPStore(host, int(port), is_master=False)
-    bound = {} if timeout is None else {"timeout": datetime.timedelta(seconds=timeout)}
-    dist.init_process_group("gloo" if no_cuda() else "cpu:gloo,cuda:nccl", store=store, rank=rank.index,
-                            world_size=rank.size, **bound)
+    dist.init_process_group(store=store, **bound)
 
 
 def initialize(

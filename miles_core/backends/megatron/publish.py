@@ -16,13 +16,15 @@ TEMPORARY = ".tmp-"
 
 
 @contextlib.contextmanager
-def publish(target: Path, *, writer: bool = True) -> Iterator[Path]:
+def publish(target: Path, *, writer: bool = True, beside: bool = True) -> Iterator[Path]:
     """Give a temporary folder to write in and turn it into `target` when the block ends well.
 
     An existing target is replaced, and is there until its successor is complete on disk.
 
     Args:
         writer: whether this process makes, publishes and clears the folder; other ranks only write into it.
+        beside: whether all that lies unpublished beside the target is cleared, or only what is in the way: in a folder
+            that others use as well it may be theirs.
 
     Raises:
         CheckpointError: from an OSError; what was published before is untouched.
@@ -31,7 +33,9 @@ def publish(target: Path, *, writer: bool = True) -> Iterator[Path]:
     try:
         if writer:
             target.parent.mkdir(parents=True, exist_ok=True)
-            clear(target.parent)
+            if beside:
+                clear(target.parent)
+            discard(temporary)
             temporary.mkdir()
         yield temporary
         if writer:
