@@ -32,6 +32,9 @@ lint: $(READY)  ## Check style and the manifests of the plugins.
 
 bench: $(READY)  ## Measure what docs/benchmarks.md reports.
 	$(BIN)/python bench/demo_seeds.py
+	$(BIN)/python bench/engine.py
+	$(BIN)/python bench/engine.py --steps
+	$(BIN)/python bench/on_policy.py
 
 support-matrix: $(READY)  ## Measure every model family against transformers and write docs/model-families.md's table.
 	$(BIN)/python -m miles_core.testing.parity

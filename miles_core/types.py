@@ -156,7 +156,8 @@ class Rank:
         index: 0 .. size-1.
         size: processes in all.
         local: index among those of its node, which is also the GPU to use.
-        rendezvous: where the processes find each other, file://PATH, tcp://HOST:PORT or env:// (torchrun); None for one process.
+        rendezvous: where the processes find each other, file://PATH, tcp://HOST:PORT, or env:// for torchrun's; None
+            for one process.
     """
 
     index: int = 0

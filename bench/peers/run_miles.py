@@ -18,18 +18,19 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 sys.path.insert(0, str(Path(__file__).parent))
 
 from metering import JsonLines, cpu_seconds, peak_rss_mib  # beside this file
-from workloads import WORKLOADS, Workload
+from workloads import THRESHOLD, WORKLOADS, Workload
 
 REWARD = '''
 from miles_core import hookimpl
 
 
 class Share:
-    """The mean token id as a fraction of the vocabulary."""
+    """The mean token id as a fraction of the vocabulary, or a verdict over it."""
 
     @hookimpl("reward", name="share")
     def share(self, sample):
-        return float(sample.tokens[-sample.response_length:].mean()) / {vocabulary}
+        share = float(sample.tokens[-sample.response_length:].mean()) / {vocabulary}
+        return float(share > {threshold}) if {verdict} else share
 '''
 
 MAX_TOKENS = {"large": 640, "small": 768}
@@ -39,7 +40,7 @@ MAX_TOKENS = {"large": 640, "small": 768}
 def flags(workload: Workload, model: Path, folder: Path, arguments: argparse.Namespace) -> list[str]:
     """The run as a command line."""
     plugin = folder / "share.py"
-    plugin.write_text(REWARD.format(vocabulary=workload.vocabulary))
+    plugin.write_text(REWARD.format(vocabulary=workload.vocabulary, threshold=THRESHOLD, verdict=arguments.verdict))
     words = f"""--plugin {plugin} --hf-checkpoint {model} --prompt-data {model}/prompts.jsonl --input-key prompt
         --rm-type share --run-dir {folder}/run --num-rollout {arguments.warmup + arguments.steps}
         --rollout-batch-size {workload.prompts_per_step} --n-samples-per-prompt {workload.samples_per_prompt}
@@ -50,7 +51,20 @@ def flags(workload: Workload, model: Path, folder: Path, arguments: argparse.Nam
         words += f" --use-kl-loss --kl-loss-coef {arguments.beta} --kl-loss-type k3"
     if arguments.skip_old:
         words += " --skip-actor-forward-only"
+    if arguments.skip_zero:
+        words += " --skip-zero-advantages"
     return words.split()
+
+
+def prefill_alone() -> None:
+    """Have the engine compute every request's prompt anew, as if nothing were shared."""
+    from miles_core.backends.local import batch
+
+    def each(flights):
+        for flight in flights:
+            yield [flight.context], [flight]
+
+    batch.Batch._join, batch._portions = lambda self, flights: list(flights), each
 
 
 async def serve(arguments: argparse.Namespace, plan, lines: JsonLines, silent: TextIO) -> None:
@@ -64,6 +78,8 @@ async def serve(arguments: argparse.Namespace, plan, lines: JsonLines, silent: T
     from miles_core.record.journal import Journal
 
     torch.set_num_threads(arguments.threads)
+    if not arguments.share_prefill:
+        prefill_alone()
     found = parts(plan)
     journal = Journal(RunDirectory(plan.config.checkpoint.run_dir).acquire(), Console(False, silent),
                       decode_piece=found.decode_piece)
@@ -78,6 +94,7 @@ async def serve(arguments: argparse.Namespace, plan, lines: JsonLines, silent: T
             gate.first = now
         if done > arguments.warmup:
             lines.write({"step": done - arguments.warmup, "cpu_s": now - mark, "peak_rss_mib": peak_rss_mib(),
+                         "skipped": run.metrics.get("train/skipped_samples", 0.0),
                          **{key: round(value, 4) for key, value in run.metrics.items() if key.startswith("perf/")}})
         elif done == arguments.warmup:
             lines.write({"ready": True, "framework": "miles", "cpu_s_start_to_first_step": gate.first,
@@ -102,6 +119,11 @@ def main() -> None:
     parser.add_argument("--beta", type=float, default=0.0)
     parser.add_argument("--max-tokens", type=int, help="packed tokens per forward/backward (default: MAX_TOKENS)")
     parser.add_argument("--skip-old", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--verdict", action="store_true", help="rewards of 0 and 1 (workloads.reward)")
+    parser.add_argument("--skip-zero", action=argparse.BooleanOptionalAction, default=True,
+                        help="leave samples without advantage out of the step")
+    parser.add_argument("--share-prefill", action=argparse.BooleanOptionalAction, default=True,
+                        help="prefill a prompt once for its group")
     parser.add_argument("--interactive", action="store_true")
     arguments = parser.parse_args()
     arguments.max_tokens = arguments.max_tokens or MAX_TOKENS[arguments.workload]

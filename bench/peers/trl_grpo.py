@@ -40,6 +40,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--micro-batch", type=int, help="sequences per forward/backward (default: MICRO_BATCH)")
     parser.add_argument("--beta", type=float, default=0.0, help="weight of the KL term; above 0 adds a reference model")
     parser.add_argument("--loss-type", default="dapo", help="TRL's loss_type (dapo: mean over the batch's tokens)")
+    parser.add_argument("--verdict", action="store_true", help="rewards of 0 and 1 (workloads.reward)")
     parser.add_argument("--cache", choices=("dynamic", "static"), help="key-value cache of generate (default: CACHE)")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
@@ -73,7 +74,7 @@ def build_trainer(args: argparse.Namespace, workload: Workload, micro_batch: int
             return result
 
     def mean_id_reward(completion_ids, **_):
-        return [reward(ids, workload.vocabulary) for ids in completion_ids]
+        return [reward(ids, workload.vocabulary, args.verdict) for ids in completion_ids]
 
     accumulation = workload.samples_per_step // micro_batch
     config = GRPOConfig(

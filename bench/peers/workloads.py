@@ -58,6 +58,15 @@ PROMPT_BATCHES = 8
 """Steps' worth of distinct prompts in prompts.jsonl; a longer run starts over."""
 
 
-def reward(response_ids: list[int], vocabulary: int) -> float:
-    """A cheap, deterministic reward in [0, 1): the mean token id as a fraction of the vocabulary."""
-    return sum(response_ids) / (len(response_ids) * vocabulary)
+THRESHOLD = 0.55
+"""Of the verdict: random weights reach it so rarely that about half of the groups are of one mind."""
+
+
+def reward(response_ids: list[int], vocabulary: int, verdict: bool = False) -> float:
+    """A cheap, deterministic reward in [0, 1): the mean token id as a fraction of the vocabulary.
+
+    Args:
+        verdict: 1 if that is above THRESHOLD, else 0, as verifiable rewards are; groups may then agree.
+    """
+    share = sum(response_ids) / (len(response_ids) * vocabulary)
+    return float(share > THRESHOLD) if verdict else share

@@ -10,6 +10,7 @@ COMMANDS = {
     "run": "Train, or show with --plan what would be done.",
     "report": "Write one HTML page about a run.",
     "diff": "Name the first difference between two runs.",
+    "convert": "Convert a checkpoint: Hugging Face to torch_dist, or back.",
     "check-template": "Check a chat template by the token ids that it gives.",
     "plugins": "What is installed; write or check manifests.",
     "flags": "Every flag, as Markdown.",

@@ -50,6 +50,13 @@ def teachers(tiny, tmp_path_factory) -> dict[str, Path]:
     return found
 
 
+@pytest.fixture(scope="module")
+def one_rank():
+    """A process that is started once."""
+    with Ranks(1) as ranks:
+        yield ranks
+
+
 def top_k(strategy, mode="student_p"):
     return ["--opd-log-prob-top-k", str(K), "--opd-top-k-strategy", strategy, "--opd-reward-weight-mode", mode]
 
@@ -72,20 +79,20 @@ def divergence(p, q, strategy, mode):
     return float((weights * (p - q)[tokens]).sum())
 
 
-def test_the_critic_and_the_teachers_say_what_transformers_says(run_file, tiny, teachers):
+def test_the_critic_and_the_teachers_say_what_transformers_says(run_file, tiny, teachers, one_rank):
     """Log-probs to 1e-5, values too; each token set with its weights; 0 where nothing is trained on."""
     from transformers import AutoModel, AutoModelForCausalLM
 
     cases = [("only-student", "student_p"), ("only-teacher", "teacher_p"), ("intersection", "none"),
              ("union", "student_p"), ("xor", "none")]
-    with Ranks(1) as ranks:
-        def first(*flags):
-            return ranks.train(prepare(run_file(), [*SMALL, *flags]), batches(1))["batch"].samples
 
-        valued = first(*PPO)
-        sampled = first(*OPD, "--opd-teacher-load", str(teachers["wider"]))
-        sets = [first(*OPD, "--opd-teacher-load", str(teachers[name]), *top_k(*case))
-                for case, name in zip(cases, ("same", "wider", "same", "wider", "same"), strict=True)]
+    def first(*flags):
+        return one_rank.train(prepare(run_file(), [*SMALL, *flags]), batches(1))["batch"].samples
+
+    valued = first(*PPO)
+    sampled = first(*OPD, "--opd-teacher-load", str(teachers["wider"]))
+    sets = [first(*OPD, "--opd-teacher-load", str(teachers[name]), *top_k(*case))
+            for case, name in zip(cases, ("same", "wider", "same", "wider", "same"), strict=True)]
 
     def close(samples, column, expected):
         for sample, row in zip(samples, expected, strict=True):
@@ -109,7 +116,17 @@ def test_the_critic_and_the_teachers_say_what_transformers_says(run_file, tiny, 
         assert not [column for column in samples[0].columns if column.startswith("opd_") and "kl" not in column]
 
 
-def test_every_layout_trains_like_one_rank(run_file, teachers):
+def test_a_critic_learns_what_there_is_to_know(run_file, one_rank):
+    """Forty steps on one and the same rollout: it explains almost all of the returns."""
+    flags = ["--advantage-estimator", "ppo", "--num-critic-only-steps", "40", "--critic-lr", "3e-3", "--value-clip", "9",
+             *SMALL, "--num-steps-per-rollout", "1", "--max-tokens-per-gpu", "2048"]
+    steps = one_rank.train(prepare(run_file(), flags), batches(1) * 40)["steps"]
+    explained = [step["rollout/explained_variance"] for step in steps]
+    assert explained[0] < 0.1 and explained[-1] > 0.8
+    assert not [name for step in steps for name in step if name.startswith("train/") and "rollout" not in name]
+
+
+def test_every_layout_trains_like_one_rank(run_file, teachers, one_rank):
     """Six steps: losses of actor and critic to 2e-6, weights to 1e-5; the critic's are behind its later values."""
     kinds = {"critic": PPO, "swapped": [*OPD, "--opd-teacher-load", str(teachers["same"]), *top_k("union")],
              "beside": [*OPD, "--opd-teacher-load", str(teachers["wider"])]}
@@ -121,9 +138,8 @@ def test_every_layout_trains_like_one_rank(run_file, teachers):
         flags = [*SMALL, *kinds[kind], *layouts[layout], "--actor-num-gpus-per-node", str(ranks.size)]
         found[kind, layout] = ranks.train(prepare(run_file(), flags), given)
 
-    with Ranks(1) as one:
-        for kind in kinds:
-            train(one, kind, "one")
+    for kind in kinds:
+        train(one_rank, kind, "one")
     with Ranks(2) as two:
         for kind in kinds:
             train(two, kind, "tensor")

@@ -11,40 +11,31 @@ in each; `drive` calls them, through any host.
 from __future__ import annotations
 
 import asyncio
-import collections
 import dataclasses
-import functools
 import json
-import math
-import pickle
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, SavePlan
-from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import ReadItem, TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.distributed.checkpoint.utils import _create_file_view
 
-from miles_core.backends.megatron import checkpoint, cpu, index, shards, weights
+from miles_core.backends.megatron import checkpoint, cpu, shards, weights
 from miles_core.backends.megatron.model import build, transformer_config
 from miles_core.backends.megatron.specs import ModelSpec, Rule, WeightMap
-from miles_core.errors import CheckpointError, ConfigError, WaitError
+from miles_core.config.load import with_values
+from miles_core.config.tables import RunConfig
+from miles_core.errors import CheckpointError, ConfigError, OwnerError, WaitError
 from miles_core.hosts import Handle, within
+from miles_core.plugins import bind, select
+from miles_core.plugins.scan import KNOWN
+from miles_core.plugins.select import Selected
 from miles_core.types import Rank
 
 cpu.install()
 
-from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config  # noqa: E402 - after install()
-from megatron.core.dist_checkpointing.dict_utils import nested_values  # noqa: E402
+from megatron.core.dist_checkpointing.dict_utils import nested_values  # noqa: E402 - after install()
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory  # noqa: E402
 
 WAIT = 3600.0
@@ -77,7 +68,7 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class _Parameter:
+class Parameter:
     """A parameter of the whole model without storage.
 
     Args:
@@ -131,13 +122,13 @@ class Conversion:
                 break
         return {self.rank.index: self._done}
 
-    def finish(self) -> int:
-        """Write what tells of all files, on the first process; the number of files that hold weights."""
+    def finish(self) -> tuple[int, int]:
+        """Write what tells of all files, on the first process; how many hold weights, and the bytes of all."""
         for count in self._steps:
             self._done += count
-        return self._conclude()
+        return self._conclude(), sum(one.nbytes for one in self.parameters)
 
-    def _placed(self, parameters: list[_Parameter]) -> list[_Parameter]:
+    def _placed(self, parameters: list[Parameter]) -> list[Parameter]:
         """The parameters in the order of the source's files, after a check that they are all there."""
         raise NotImplementedError
 
@@ -150,176 +141,49 @@ class Conversion:
         raise NotImplementedError
 
     def _conclude(self) -> int:
+        """The rest of `finish`; the number of files."""
         raise NotImplementedError
 
 
-class ToDist(Conversion):
-    """Hugging Face to torch_dist: one file for each process, and an index of all from the first."""
+def architecture(folder: Path, plugins: Sequence[str]) -> tuple[ModelSpec, WeightMap]:
+    """What a config.json describes, by the plugin that offers its model_type.
 
-    def _placed(self, parameters: list[_Parameter]) -> list[_Parameter]:
-        folder, weight_map = self.job.source, self.job.weight_map
-        files = shards.tensor_files(folder)
-        held = {file: shards.stored_tensors(file) for file in set(files.values())}
-        if absent := sorted(name for name, file in files.items() if name not in held[file]):
-            raise CheckpointError("the index places tensors in files that lack them", got=shards.few(absent),
-                                  who=str(folder), fix="fetch the checkpoint again")
-        self._stored = {name: held[file][name] for name, file in files.items()}
-        shapes = {name: shape for one in parameters for name, shape in one.hf.items()}
-        weights.check_fit(folder, files.keys(), shapes.keys(), weight_map, shapes, lambda name: self._stored[name].shape)
-        return sorted((self._place(one) for one in parameters), key=lambda one: one.place)
+    Args:
+        plugins: names or files; an official one is found without being named.
 
-    def _place(self, one: _Parameter) -> _Parameter:
-        parts = [self._stored[name] for name in one.hf]
-        dtype = self.job.dtype or functools.reduce(torch.promote_types, [part.dtype for part in parts])
-        return dataclasses.replace(one, dtype=dtype, place=(parts[0].file.name, parts[0].offset))
+    Raises:
+        CheckpointError: config.json cannot be read.
+        OwnerError: no plugin builds the architecture, or two do.
+    """
+    from transformers import AutoConfig
 
-    def _share(self) -> int:
-        return sum(one.nbytes for one in _part(self.parameters, self.rank))
-
-    def _work(self) -> Iterator[int]:
-        name = f"__{self.rank.index}_0.distcp"
-        self._written: list[tuple[WriteItem, WriteResult]] = []
-        with checkpoint._writing(self.job.target), open(self.job.target / name, "wb") as file:
-            for one in _part(self.parameters, self.rank):
-                self._written += [_append(file, name, piece) for piece in one.pieces(self._read(one))]
-                yield one.nbytes
-
-    def _read(self, one: _Parameter) -> torch.Tensor:
-        tensor = torch.empty(one.entry.data.shape, dtype=one.dtype)
-        for name, view in zip(one.hf, weights.hf_views(one.rule, tensor, self.job.weight_map), strict=True):
-            shards.read_into(self._stored[name], view)
-        return tensor
-
-    def _conclude(self) -> int:
-        first = self.rank.index == 0
-        parts: list | None = [None] * self.rank.size if first else None
-        dist.gather_object(self._written, parts)
-        if first:
-            target = self.job.target
-            _, metadata = create_default_global_save_plan([SavePlan([item for item, _ in part]) for part in parts])
-            FileSystemWriter(target).finish(metadata, [[result for _, result in part] for part in parts])
-            torch.save({}, target / "common.pt")
-            save_config(CheckpointingConfig("torch_dist", 1), str(target))
-            (target / checkpoint.STATE).write_text(json.dumps({"iteration": 0, "state": {}}))
-        return self.rank.size
+    path = folder / "config.json"
+    try:
+        name = json.loads(path.read_text(encoding="utf-8"))["model_type"]
+        hf = AutoConfig.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError("config.json cannot be read", got=str(error), who=str(path),
+                              fix="fetch the checkpoint again") from error
+    selected = select.select([(one, "--plugin") for one in plugins], select.built_in())
+    if not any(_builds(one, name) for one in selected):
+        known = [plugin for plugin, offers in KNOWN.items() if f"model_spec:{name}" in offers]
+        selected = select.select([(plugin, f"model_type of {path}") for plugin in known], selected)
+    owners = [one for one in selected if _builds(one, name)]
+    if len(owners) != 1:
+        names = ", ".join(one.manifest.name for one in owners)
+        raise OwnerError(f"{'two' if owners else 'no'} plugins build the architecture {name!r}", who=str(path),
+                         got=names or None, fix="name one of them" if owners else
+                         "add the family in a plugin of about fifty lines, --plugin ./it.py: docs/model-families.md")
+    config = with_values(RunConfig(), str(path), checkpoint__hf_checkpoint=str(folder))
+    family = bind.bind(owners, config, "trainer").model_spec[name](hf)
+    return family.model_spec(hf), family.weight_map(hf)
 
 
-class ToHuggingFace(Conversion):
-    """torch_dist to Hugging Face. What a file of weights holds does not depend on the number of processes."""
-
-    def _placed(self, parameters: list[_Parameter]) -> list[_Parameter]:
-        folder = self.job.source
-        held = index.read(folder / ".metadata")  # before torch reads it
-        index.check(held, {number: one.entry for number, one in enumerate(parameters)}, folder)
-        pieces = [piece for one in parameters for piece in one.pieces(one.entry.data)]
-        if more := sorted(held.keys() - {piece.key for piece in pieces}
-                          - {name for name in held if name.startswith(index.OPTIMIZER)}):
-            raise CheckpointError("the checkpoint holds weights that the model does not have", got=shards.few(more),
-                                  who=str(folder), fix="give the --hf-checkpoint that the run started from")
-        self._index = FileSystemReader(folder).read_metadata()
-        axes = {piece.key: piece.prepend_axis_num for piece in pieces}
-        self._chunks = collections.defaultdict(list)  # those of one layer, or expert, so that nothing looks at all
-        for key, count in axes.items():
-            for chunk in self._index.state_dict_metadata[key].chunks:
-                self._chunks[key, tuple(chunk.offsets[:count])].append(chunk)
-        placed = sorted((self._place(one) for one in parameters), key=lambda one: one.place)
-        self._files = list(_filled(placed, self.job.shard_bytes))
-        return placed
-
-    def _place(self, one: _Parameter) -> _Parameter:
-        piece = one.pieces(one.entry.data)[0]
-        found = self._index.storage_data[self._reads(piece)[0].storage_index]
-        dtype = self.job.dtype or self._index.state_dict_metadata[piece.key].properties.dtype
-        return dataclasses.replace(one, dtype=dtype, place=(found.relative_path, found.offset))
-
-    def _share(self) -> int:
-        return sum(one.nbytes for _, file in self._mine() for one in file.parameters)
-
-    def _mine(self) -> list[tuple[int, _File]]:
-        mine = {id(file) for file in _part(self._files, self.rank)}
-        return [(number, file) for number, file in enumerate(self._files) if id(file) in mine]
-
-    def _work(self) -> Iterator[int]:
-        for number, file in self._mine():
-            layout = {name: (one.dtype, shape) for one in file.parameters for name, shape in one.hf.items()}
-            with shards.writing(self.job.target / shards.shard_name(number, len(self._files)), layout) as append:
-                for one in file.parameters:
-                    self._copy(one, append)
-                    yield one.nbytes
-
-    def _copy(self, one: _Parameter, append: Callable) -> None:
-        if isinstance(one.entry, ShardedTensor):
-            tensor = self._read(one.entry).to(one.dtype)
-        else:
-            tensor = torch.empty(one.entry.data.shape, dtype=one.dtype)
-            for piece in one.pieces(tensor):
-                piece.data.copy_(self._read(piece))
-        views = weights.hf_views(one.rule, tensor, self.job.weight_map)
-        for view, shape in zip(views, one.hf.values(), strict=True):
-            append(view.reshape(shape))
-
-    def _reads(self, piece: ShardedTensor) -> list[ReadItem]:
-        """Which chunks of the files hold parts of a piece; the layout that wrote them may have cut it anyhow."""
-        near = self._chunks[piece.key, tuple(piece.global_offset[: piece.prepend_axis_num])]
-        wanted = ChunkStorageMetadata(torch.Size(piece.global_offset), torch.Size(_full_shape(piece)))
-        found = dataclasses.replace(self._index.state_dict_metadata[piece.key], chunks=near)
-        items = create_read_items_for_chunk_list(piece.key, found, [wanted])
-        if sum(math.prod(item.lengths) for item in items) != math.prod(piece.local_shape):
-            raise CheckpointError("the checkpoint lacks a part of a tensor", got=piece.key, who=str(self.job.source),
-                                  fix="use another iteration")
-        return items
-
-    def _read(self, piece: ShardedTensor) -> torch.Tensor:
-        shape, tensor = _full_shape(piece), None
-        for item in self._reads(piece):
-            chunk = self._load(self._index.storage_data[item.storage_index])
-            part = _box(chunk, item.storage_offsets, item.lengths)
-            if part.shape == shape:
-                return part.reshape(piece.local_shape)  # as it lies, without a second copy
-            tensor = torch.empty(shape, dtype=chunk.dtype) if tensor is None else tensor
-            _box(tensor, item.dest_offsets, item.lengths).copy_(part)
-        return tensor.reshape(piece.local_shape)
-
-    def _load(self, where: _StorageInfo) -> torch.Tensor:
-        file = self.job.source / where.relative_path
-        try:
-            with open(file, "rb") as opened:
-                view = _create_file_view(opened, where.offset, where.length)
-                return torch.load(view, map_location="cpu", weights_only=True)
-        except (OSError, EOFError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
-            raise CheckpointError("a file of the checkpoint cannot be read", got=checkpoint.first_line(error),
-                                  who=str(file), fix="use another iteration") from error
-
-    def _conclude(self) -> int:
-        dist.barrier()  # every file is there
-        if self.rank.index == 0:
-            largest = max(self.parameters, key=lambda one: one.nbytes)
-            weights.copy_companions(self.job.companions, self.job.target, largest.dtype)
-            names = [[name for one in file.parameters for name in one.hf] for file in self._files]
-            shards.write_index(self.job.target, names, sum(file.nbytes for file in self._files))
-        return len(self._files)
+def _builds(one: Selected, name: str) -> bool:
+    return any((offer.hook, offer.name) == ("model_spec", name) for offer in one.manifest.offers)
 
 
-@dataclass(frozen=True, slots=True)
-class _File:
-    """What goes into one file of weights."""
-
-    parameters: list[_Parameter]
-    nbytes: int
-
-
-def _filled(parameters: Sequence[_Parameter], limit: int) -> Iterator[_File]:
-    held: list[_Parameter] = []
-    size = 0
-    for one in parameters:
-        if held and size + one.nbytes > limit:
-            yield _File(held, size)
-            held, size = [], 0
-        held, size = [*held, one], size + one.nbytes
-    yield _File(held, size)
-
-
-def _part(items: Sequence, rank: Rank) -> Iterator:
+def share(items: Sequence, rank: Rank) -> Iterator:
     """A process's share of consecutive items, even by bytes: what has its middle in its stretch of them all."""
     total, start = sum(item.nbytes for item in items), 0
     for item in items:
@@ -328,41 +192,24 @@ def _part(items: Sequence, rank: Rank) -> Iterator:
         start += item.nbytes
 
 
-def _parameters(spec: ModelSpec, weight_map: WeightMap) -> list[_Parameter]:
-    with torch.device("meta"):
-        model = build(transformer_config(spec, {"perform_initialization": False}), spec)
-    (entries,) = checkpoint._sharded([model], None, loading=True).values()
-    found = {ours: _Parameter(rule, dict(zip(names, weights.hf_shapes(rule, entries[ours].data, weight_map), strict=True)),
-                              entries[ours])
-             for ours, rule, names in weights.instances(weight_map) if ours in entries}
-    if unmapped := sorted(entries.keys() - found.keys()):
-        raise ConfigError("no rule of the weight map fills these parameters", got=shards.few(unmapped),
-                          fix="add rules to the family's weight_map")
-    return list(found.values())
-
-
-def _append(file: BinaryIO, name: str, piece: ShardedTensor) -> tuple[WriteItem, WriteResult]:
-    """Write a piece where the file ends, as torch.distributed.checkpoint does."""
-    data, offset = piece.data.reshape(_full_shape(piece)), torch.Size(piece.global_offset)
-    if data.untyped_storage().nbytes() != data.nbytes:
-        data = data.clone()  # torch.save writes the whole storage of a view
-    where = MetadataIndex(piece.key, offset)
-    held = TensorWriteData(ChunkStorageMetadata(offset, data.shape), TensorProperties.create_from_tensor(data),
-                           torch.Size(piece.global_shape))
-    start = file.tell()
-    torch.save(data, file)
-    length = file.tell() - start
-    return (WriteItem(where, WriteItemType.SHARD, tensor_data=held),
-            WriteResult(where, length, _StorageInfo(name, start, length)))
-
-
-def _full_shape(piece: ShardedTensor) -> tuple[int, ...]:
+def full_shape(piece: ShardedTensor) -> tuple[int, ...]:
     """With the axes of layer and expert, which the piece does not have and its checkpoint does."""
     return (1,) * piece.prepend_axis_num + tuple(piece.local_shape)
 
 
-def _box(tensor: torch.Tensor, offsets: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
-    return tensor[tuple(slice(offset, offset + length) for offset, length in zip(offsets, lengths, strict=True))]
+def _parameters(spec: ModelSpec, weight_map: WeightMap) -> list[Parameter]:
+    with torch.device("meta"):
+        model = build(transformer_config(spec, {"perform_initialization": False}), spec)
+    (entries,) = checkpoint._sharded([model], None, loading=True).values()
+    found = {}
+    for ours, rule, names in weights.instances(weight_map):
+        if ours in entries:
+            shapes = weights.hf_shapes(rule, entries[ours].data, weight_map)
+            found[ours] = Parameter(rule, dict(zip(names, shapes, strict=True)), entries[ours])
+    if unmapped := sorted(entries.keys() - found.keys()):
+        raise ConfigError("no rule of the weight map fills these parameters", got=shards.few(unmapped),
+                          fix="add rules to the family's weight_map")
+    return list(found.values())
 
 
 async def drive(handle: Handle, progress: Callable[[int, int], object]) -> tuple[int, int]:
@@ -372,7 +219,7 @@ async def drive(handle: Handle, progress: Callable[[int, int], object]) -> tuple
         progress: told (bytes written, bytes in all) now and then, of the processes behind the handle.
 
     Returns:
-        Number of files and of bytes.
+        How many files hold weights, and their bytes.
 
     Raises:
         WaitError: a call took longer than WAIT.
@@ -387,7 +234,7 @@ async def drive(handle: Handle, progress: Callable[[int, int], object]) -> tuple
             done = sum((await handle.advance()).values())
         progress(done, total)
     async with within(WAIT, late):
-        return await handle.finish(), total
+        return await handle.finish()
 
 
 class Here(Handle):

@@ -27,6 +27,7 @@ from miles_core.plugins.bind import Hooks
 from miles_core.plugins.resolve import chosen
 from miles_core.stages import advantage
 from miles_core.stages.loss import PolicyLoss
+from miles_core.stages.on_policy import check_equal
 from miles_core.stages.step import Resume, ScoredRows
 from miles_core.types import Batch, Rank, Sample
 
@@ -216,6 +217,8 @@ class MegatronTrainer:
         if not (algorithm.use_rollout_logprobs or algorithm.skip_actor_forward_only):
             with self.profiler.phase("log_probs", self.batch.rollout_id):
                 access.forward("actor", lambda rows: {"log_probs": rows.log_probs()})
+            if algorithm.true_on_policy_mode:
+                check_equal(self.batch.samples)
             metrics.update(self._mismatch())
         metrics["perf/log_probs_time"] = time.perf_counter() - begin
         if self.models.has_reference:
