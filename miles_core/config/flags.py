@@ -185,6 +185,8 @@ def _listed(one: Given, entry: Mapping[str, object], plugins: Mapping[str, str],
         return []
     if "plugin" in entry:
         name = entry["plugin"]
+        if name not in plugins:  # enabled, which is all that a flag without a key asks for
+            return []
         raise UnknownKeyError(f"{one.flag} belongs to plugin {name!r}, which is not enabled",
                               fix=plugins.get(name, f"pip install miles-{name}, and add --plugin {name}"))
     value = entry.get("value", _words(one))

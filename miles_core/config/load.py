@@ -57,6 +57,7 @@ def load(run_file: Path | None, argv: Sequence[str] = ()) -> Loaded:
     given = [one for one in given if one.flag != "--plugin"]
 
     selected = select.select(named, select.built_in())
+    selected = select.select(_by_flags(given, selected), selected)
     from_file = list(_assignments(document, path, lines))
     # Named parts may bring plugins of their own (--rm-type math), whose flags are only known then: look twice.
     first = _build(from_file, given, selected, named, path, lenient=True)
@@ -67,6 +68,16 @@ def load(run_file: Path | None, argv: Sequence[str] = ()) -> Loaded:
         name, reason = resolve.policy_loss(selected, loaded.config)
         loaded.config = with_values(loaded.config, reason, algorithm__policy_loss=name)
     return loaded
+
+
+def _by_flags(given: Sequence[Given], selected: Sequence[Selected]) -> list[tuple[str, str]]:
+    """(official plugin, flag) for flags of Miles that are a plugin's here: --use-tis says tis as clearly as --plugin."""
+    have, found = {one.manifest.name for one in selected}, {}
+    for one in given:
+        name = flags.miles_flags().get(one.flag, {}).get("plugin")
+        if name and name not in have:
+            found.setdefault(name, one.flag)
+    return list(found.items())
 
 
 def _build(from_file: Sequence[Assignment], given: Sequence[Given], selected: list[Selected],

@@ -109,8 +109,7 @@ def test_every_field_of_megatron_core_is_a_flag_or_says_why_not(name):
     (["--eps-clp", "3"], "did you mean --eps-clip"),
     (["--tensor-model-paralel-size", "1"], "did you mean --tensor-model-parallel-size"),
     (["--colocate"], "needs no placement"), (["--use-wandb"], "--use-tensorboard"), (["--fp16"], "--bf16"),
-    (["--tis-threshold", "0.9"], "--tis-clip"), (["--use-tis"], "--plugin tis"),
-    (["--use-tensorboard"], "--plugin tensorboard"),
+    (["--tis-threshold", "0.9"], "--tis-clip"),
     (["word"], "miles run"), (["--lr"], "one value"), (["--lr", "1", "2"], "one value"), (["--lr", "fast"], "float"),
     (["--use-kl-loss", "maybe"], "true or false"), (["--num-rollout", "2.5"], "int"),
     (["--kl-loss-type", "k7"], "k1, k2"), (["--apply-chat-template-kwargs", "{"], "JSON"),
@@ -148,3 +147,12 @@ def test_underscores_and_equals_signs_are_as_good():
     assert load(None, ["--rollout_batch_size=5"]).config.rollout.rollout_batch_size == 5
     assert load(None, ["--no-bf16"]).config.perf.bf16 is False
     assert load(None, ["--moe-layer-freq", "([0]*1+[1]*3)"]).config.megatron["moe_layer_freq"] == [0, 1, 1, 1]
+
+
+@pytest.mark.parametrize(("flag", "plugin"), [
+    (["--use-tis"], "tis"), (["--use-tensorboard"], "tensorboard"), (["--critic-lr", "1e-5"], "ppo"),
+    (["--custom-megatron-init-path", "a.b"], "compat"),
+])  # fmt: skip
+def test_a_flag_of_an_official_plugin_enables_it(flag, plugin):
+    [one] = [one for one in load(None, flag).selected if one.manifest.name == plugin]
+    assert one.origin == flag[0]

@@ -52,7 +52,7 @@ def _use(options: OpdOptions, config: RunConfig) -> None:
                           got=f"advantage_estimator {ESTIMATOR!r}", fix="drop --use-opd, or take another estimator")
     if not alone and not options.use_opd:
         raise ConfigError("plugin opd has nothing to do", who="plugins, opd.use_opd", fix="add --use-opd, or "
-                          f"--advantage-estimator {ESTIMATOR}, or leave the plugin out")
+                          f"--advantage-estimator {ESTIMATOR}, or leave the plugin and its options out")
     if algorithm.skip_actor_forward_only:
         raise ConfigError("distillation needs the old log-probs, which skip_actor_forward_only leaves out",
                           who="algorithm.skip_actor_forward_only", fix="drop it")

@@ -110,7 +110,8 @@ def _check(options: PpoOptions, config: RunConfig) -> None:
     if algorithm.advantage_estimator != "ppo" or algorithm.loss_type == "sft_loss":
         raise ConfigError("plugin ppo would train a critic that nobody asks", who="plugins, [algorithm]",
                           got=f"advantage_estimator {algorithm.advantage_estimator!r}, loss_type "
-                          f"{algorithm.loss_type!r}", fix="write --advantage-estimator ppo, or leave the plugin out")
+                          f"{algorithm.loss_type!r}",
+                          fix="write --advantage-estimator ppo, or leave the plugin and its options out")
     positive = {"value_clip": options.value_clip > 0, "num_critic_only_steps": options.num_critic_only_steps >= 0,
                 "critic_lr": options.critic_lr is None or options.critic_lr >= 0,
                 "critic_lr_warmup_iters": options.critic_lr_warmup_iters >= 0}
