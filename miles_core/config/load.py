@@ -71,7 +71,7 @@ def load(run_file: Path | None, argv: Sequence[str] = ()) -> Loaded:
 
 
 def _by_flags(given: Sequence[Given], selected: Sequence[Selected]) -> list[tuple[str, str]]:
-    """(official plugin, flag) for flags of Miles that are a plugin's here: --use-tis says tis as clearly as --plugin."""
+    """(official plugin, flag) for Miles's flags that are a plugin's here: --use-tis says tis as clearly as --plugin."""
     have, found = {one.manifest.name for one in selected}, {}
     for one in given:
         name = flags.miles_flags().get(one.flag, {}).get("plugin")

@@ -52,8 +52,10 @@ class Ranks:
         return {"steps": steps, "weights": found["weights"], "batch": found["batch"]}
 
     def gradients(self, plan: Plan, batch: Batch) -> tuple[float, dict[str, np.ndarray]]:
-        """Loss of one step on the batch, and its whole gradient by HF name; the plan says --no-use-distributed-optimizer,
-        which leaves every rank the sum of all."""
+        """Loss of one step on the batch, and its whole gradient by HF name.
+
+        The plan says --no-use-distributed-optimizer, which leaves every rank the sum of all.
+        """
         found = self.ask("gradients", list(plan.selected), plan.config, batch)
         return found["train/loss"], found["gradients"]
 

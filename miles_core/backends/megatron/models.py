@@ -80,10 +80,10 @@ class Models:
         for name, source in self._swapped.items():
             self.actor.fill(source)
             self._copies[name], held = self.actor.copy(), source
-        for name, one in self.residents.items():
-            if not (resume and one.declared.trainable):
-                if not (one is self.actor and held == one.declared.source):
-                    one.fill(one.declared.source)
+        for one in self.residents.values():
+            there = one is self.actor and held == one.declared.source
+            if not there and not (resume and one.declared.trainable):
+                one.fill(one.declared.source)
             if one.declared.trainable:
                 # Before a checkpoint is loaded, for the state to have a place; else after the weights, which it copies.
                 one.make_optimizer()

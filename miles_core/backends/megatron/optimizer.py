@@ -140,7 +140,7 @@ def make_optimizer(
     """The optimizer of wrapped chunks and its schedule, which already set the first step's learning rate."""
     config, given = chunks[0].config, dict(options.megatron)
     if cpu.no_cuda() and given.pop("optimizer_cpu_offload", False):
-        logger.warning("optimizer_cpu_offload has nothing to do: there is no GPU, so the optimizer is on the CPU already")
+        logger.warning("optimizer_cpu_offload has nothing to do: without a GPU the optimizer is on the CPU already")
     with _refusals("[optimizer]"):
         settings = OptimizerConfig(**_fields(
             OptimizerConfig, given,

@@ -125,14 +125,14 @@ class Resident:
         """
         names = ("moe_aux_loss_coeff", "moe_z_loss_coeff")
         given = {name: getattr(self.settings, name) for name in names if getattr(self.settings, name)}
-        for name, value in given.items():
-            share = [one / tokens for one in value] if isinstance(value, list) else value / tokens
+        for name, whole in given.items():
+            share = [one / tokens for one in whole] if isinstance(whole, list) else whole / tokens
             setattr(self.settings, name, share)
         try:
             yield
         finally:
-            for name, value in given.items():
-                setattr(self.settings, name, value)
+            for name, whole in given.items():
+                setattr(self.settings, name, whole)
 
     def settle(self) -> None:
         """Weights that are still being gathered after a step (--overlap-param-gather) are there when this returns."""

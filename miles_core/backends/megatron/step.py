@@ -133,7 +133,8 @@ class MegatronTrainer:
         limit = perf.max_tokens_per_gpu if perf.use_dynamic_batch_size else None
         if limit is not None and not gradient:
             limit = perf.log_probs_max_tokens_per_gpu or limit
-        lengths, capacity = [sample.length for sample in samples], None if limit is None else limit * self.layout.context
+        lengths = [sample.length for sample in samples]
+        capacity = None if limit is None else limit * self.layout.context
         if gradient and self.rank.index == 0:
             for i in packing.oversized(lengths, capacity):
                 logger.warning("%s has %d tokens, more than the %d of a micro-batch: it rides alone and takes more "
@@ -187,10 +188,10 @@ class MegatronTrainer:
             run(model, self.columns, self.micro_batches(taken), loss_of, name=model.name,
                 around=self.hooks.microbatch)
         # Metrics are means also where the reduction's weights do not add up to 1 (constant); the loss is what it is.
-        total = sum(weight * int(s.columns["loss_mask"].sum()) for s, weight in zip(samples, reduced, strict=True)) or 1
+        total = float(sum(w * s.columns["loss_mask"].sum() for s, w in zip(samples, reduced, strict=True))) or 1.0
         with self.profiler.range("optimizer"):
-            found = {key: value if key in ("loss", "pg_loss") else value / total for key, value in _totals(shares).items()}
-            found |= model.step()
+            found = {key: value / (1.0 if key in ("loss", "pg_loss") else total)
+                     for key, value in _totals(shares).items()} | model.step()
         if len(taken) < len(samples):
             found["skipped_samples"] = 1 - len(taken) / len(samples)
         prefix = "train" if objective.actor else model.name

@@ -220,7 +220,8 @@ class _Owner:
 
     def send(self, part: torch.Tensor, *, expert: bool) -> torch.Tensor:
         """From the owner to every rank: over its stage's expert-parallel group, then from stage to stage."""
-        experts, stages = parallel_state.get_expert_model_parallel_group(), parallel_state.get_pipeline_model_parallel_group()
+        experts = parallel_state.get_expert_model_parallel_group()
+        stages = parallel_state.get_pipeline_model_parallel_group()
         if expert and experts.size() > 1 and stages.rank() == self.stage:
             part = part.contiguous()
             dist.broadcast(part, group=experts, group_src=self.expert)
