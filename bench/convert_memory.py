@@ -19,6 +19,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 BOUND = 1.5
@@ -65,28 +66,28 @@ def kilobytes(field: str) -> int:
 
 
 def convert(*words: object) -> int:
-    """Bytes of resident memory that a conversion takes over what the process has."""
+    """Do a conversion; the most bytes of resident memory that the process had meanwhile."""
     from miles_core.cli import cli
 
     Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
-    before = kilobytes("VmRSS")
     with contextlib.redirect_stdout(io.StringIO()):
         cli(["convert", *map(str, words)], standalone_mode=False)
-    return 1024 * (kilobytes("VmHWM") - before)
+    peak = 1024 * kilobytes("VmHWM")
+    if "RANK" in os.environ:
+        import torch.distributed
+
+        torch.distributed.barrier()  # the first process has published
+    return peak
 
 
 def child(folder: Path, shard: int) -> None:
     """One process: both directions of the tiny checkpoint, then of the large one; prints what they took."""
-    taken = []
     for name in ("tiny", "large"):
+        before = 1024 * kilobytes("VmRSS")
         hf, dist, back = folder / name, folder / f"{name}-dist", folder / f"{name}-back"
-        taken = [convert("hf-to-dist", hf, dist),
-                 convert("dist-to-hf", dist, back, "--hf-checkpoint", hf, "--shard-size", shard)]
-        if "RANK" in os.environ:
-            import torch.distributed
-
-            torch.distributed.barrier()  # the first process has published
-    print(json.dumps(taken))
+        peaks = (convert("hf-to-dist", hf, dist),
+                 convert("dist-to-hf", dist, back, "--hf-checkpoint", hf, "--shard-size", shard))
+    print(json.dumps([peak - before for peak in peaks]))
 
 
 def measure(folder: Path, processes: int, shard: int) -> list[list[int]]:
@@ -99,10 +100,13 @@ def measure(folder: Path, processes: int, shard: int) -> list[list[int]]:
         env = {"RANK": str(rank), "WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         started.append(subprocess.Popen([sys.executable, __file__, "--child", str(folder), "--shard", str(shard / MB)],
                                         stdout=subprocess.PIPE, text=True, env={**os.environ, **env}))
-    answers = [one.communicate()[0] for one in started]
-    if any(one.returncode for one in started):
-        raise SystemExit(f"the processes ended with {[one.returncode for one in started]}")
-    return [json.loads(answer.splitlines()[-1]) for answer in answers]
+    while None in (codes := [one.poll() for one in started]) and not any(codes):
+        time.sleep(0.1)
+    if any(codes):
+        for one in started:
+            one.kill()
+        raise SystemExit(f"a process failed: {codes}")
+    return [json.loads(one.communicate()[0].splitlines()[-1]) for one in started]
 
 
 def same(one: Path, other: Path) -> bool:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -81,50 +83,66 @@ class Ranks:
 
 
 class Trial:
-    """Lives in each process."""
+    """Lives in each process.
 
-    def __init__(self, rank: Rank):
+    Args:
+        leaves: end the process groups after each question; not in a process where others use them.
+    """
+
+    def __init__(self, rank: Rank, leaves: bool = True):
         import torch
 
         torch.set_num_threads(1)
-        self.rank = rank
+        self.rank, self._leaves, self._made = rank, leaves, 0
+
+    @contextmanager
+    def _trainer(self, selected: Sequence[Selected], config: RunConfig) -> Iterator[Any]:
+        """The rank's trainer, loaded; its process groups, of which every layout has dozens, end with the block."""
+        from miles_core.backends.megatron import cpu
+        from miles_core.build import trainer_part
+
+        self._made += 1
+        meet = self.rank.rendezvous and f"{self.rank.rendezvous}-{self._made}"
+        trainer = trainer_part(selected, config, replace(self.rank, rendezvous=meet))
+        trainer.load()
+        try:
+            yield trainer
+        finally:
+            del trainer
+            if self._leaves:
+                cpu.leave()
 
     def train(self, selected: Sequence[Selected], config: RunConfig, batches: Sequence[Batch],
               save: Path | None) -> dict[Any, Any]:
         """See `Ranks.train`."""
-        from miles_core.build import trainer_part
-
-        trainer = trainer_part(selected, config, self.rank)
-        trainer.load()
         steps = []
-        for batch in copy.deepcopy(batches):
-            trainer.take_batch(batch)
-            scores = trainer.score() | trainer.advantage()
-            steps += [scores | trainer.step(index) for index in range(config.rollout.num_steps_per_rollout)]
-            batch = trainer.end_batch()
-        stream = trainer.weights()
-        weights = None if stream is None else {name: tensor.clone().numpy() for name, tensor in stream}
-        if save is not None:
-            trainer.save(save, len(batches), {})
+        with self._trainer(selected, config) as trainer:
+            for batch in copy.deepcopy(batches):
+                trainer.take_batch(batch)
+                scores = trainer.score() | trainer.advantage()
+                steps += [scores | trainer.step(index) for index in range(config.rollout.num_steps_per_rollout)]
+                batch = trainer.end_batch()
+            stream = trainer.weights()
+            weights = None if stream is None else {name: tensor.clone().numpy() for name, tensor in stream}
+            if save is not None:
+                trainer.save(save, len(batches), {})
         found = {(i, key): value for i, step in enumerate(steps) for key, value in step.items()}
         return found if weights is None else found | {"weights": weights, "batch": batch}
 
     def gradients(self, selected: Sequence[Selected], config: RunConfig, batch: Batch) -> dict[str, Any]:
         """See `Ranks.gradients`."""
         from miles_core.backends.megatron.hashes import tensor_hashes
-        from miles_core.build import trainer_part
 
-        trainer = trainer_part(selected, config, self.rank)
-        trainer.load()
-        loaded = tensor_hashes(trainer.models.stream())
-        trainer.take_batch(copy.deepcopy(batch))
-        metrics = trainer.score() | trainer.advantage() | trainer.step(0)
-        actor = trainer.models.actor
-        actor.put([parameter.main_grad for parameter in actor.parameters()])
-        stream = trainer.weights()
-        if stream is None:
-            return metrics
-        return metrics | {"gradients": {k: v.clone().numpy() for k, v in stream}, "hashes": loaded}
+        with self._trainer(selected, config) as trainer:
+            loaded = tensor_hashes(trainer.models.stream())
+            trainer.take_batch(copy.deepcopy(batch))
+            metrics = trainer.score() | trainer.advantage() | trainer.step(0)
+            actor = trainer.models.actor
+            actor.put([parameter.main_grad for parameter in actor.parameters()])
+            stream = trainer.weights()
+            if stream is None:
+                return metrics
+            return metrics | {"gradients": {k: v.clone().numpy() for k, v in stream}, "hashes": loaded}
 
 
 def batches(count: int, *, groups: int = 4, samples: int = 4, vocab: int = 256, seed: int = 0) -> list[Batch]:

@@ -11,6 +11,7 @@ megatron-core 0.16.1; a test per rule shows that what it mends is still there.
 from __future__ import annotations
 
 import datetime
+import gc
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -274,6 +275,16 @@ def process_group(rank: Rank = _ALONE, timeout: float | None = None) -> None:
         host, _, port = rank.rendezvous.removeprefix("tcp://").rpartition(":")
         store = dist.TCPStore(host, int(port), is_master=False)
     dist.init_process_group(store=store, **bound)
+
+
+def leave() -> None:
+    """Leave all process groups and end their threads; a process that serves one trainer after another needs it."""
+    from megatron.core import parallel_state
+
+    if dist.is_initialized():
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+        gc.collect()
 
 
 def initialize(
