@@ -3,9 +3,9 @@
     python bench/convert_memory.py                              # 1.2 GB in files of 250 MB; a Markdown table
     python bench/convert_memory.py --size 64 --shard 16 --processes 1
 
-A random Qwen3 in float32 is made for it in a temporary folder. Each process converts a tiny one first, so that all that is
-imported is there; then the kernel's high-water mark of resident memory is reset and read after each direction. Several
-processes find each other as torchrun's do. The result of the round trip has to be the original, bit for bit.
+A random Qwen3 in float32 is made for it in a temporary folder. Each process converts a tiny one first, so that all that
+is imported is there; its resident memory then is the baseline, and the kernel's high-water mark of each direction the
+peak. Several processes find each other as torchrun's do. The round trip has to give the original, bit for bit.
 """
 
 from __future__ import annotations

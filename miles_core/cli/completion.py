@@ -53,14 +53,19 @@ def run_words(ctx: click.Context, param: click.Parameter, incomplete: str) -> li
     given = ctx.params.get("words") or ()
     last = given[-1] if given else ""
     if last == "--plugin":
-        from miles_core.plugins.scan import installed
-
-        names = [one.name for one in installed() if one.name.startswith(incomplete)]
-        return [CompletionItem(name) for name in names] or [CompletionItem(incomplete, type="file")]
+        return plugins(ctx, param, incomplete)
     values = dict(_choices()).get(last.replace("_", "-"))
     if values:
         return [CompletionItem(value) for value in values if value.startswith(incomplete)]
     return [CompletionItem(incomplete, type="file")]
+
+
+def plugins(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Installed plugins that begin so, else a file."""
+    from miles_core.plugins.scan import installed
+
+    names = [one.name for one in installed() if one.name.startswith(incomplete)]
+    return [CompletionItem(name) for name in names] or [CompletionItem(incomplete, type="file")]
 
 
 def _own_flags() -> Iterator[tuple[str, str]]:

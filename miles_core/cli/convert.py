@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from miles_core.cli.completion import plugins
 from miles_core.errors import CheckpointError, ConfigError
 from miles_core.types import Rank
 
@@ -43,7 +44,7 @@ def _shared(function: Callable) -> Callable:
                      help="What several processes are."),
         click.option("--processes", type=click.IntRange(1), default=1, show_default=True, metavar="N",
                      help="Share the work among so many. Under torchrun: its processes."),
-        click.option("--plugin", "plugins", multiple=True, metavar="NAME",
+        click.option("--plugin", "plugins", multiple=True, metavar="NAME", shell_complete=plugins,
                      help="Where the architecture comes from, if from no official plugin; may be repeated."),
         click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float16"]),
                      help="Of what is written; default: as it is read."),

@@ -255,12 +255,12 @@ def main(root: Path) -> int:
     transformers.utils.logging.disable_progress_bar()
     found = [root / "tests/unit/backends/megatron/parity.toml", *sorted(root.glob("plugins/*/tests/parity.toml"))]
     results, failed = [], 0
-    with Ranks(2) as ranks:
+    with Ranks(1) as alone, Ranks(2) as two:
         for case in (case for path in found for case in cases(path)):
             with tempfile.TemporaryDirectory() as folder:
                 whole = model_parity(case, Path(folder))
             with tempfile.TemporaryDirectory() as folder:
-                cuts = list(reshard_parity(case, Path(folder), ranks))
+                cuts = list(reshard_parity(case, Path(folder), alone, two))
             results.append((whole, cuts))
             for one in (whole, *cuts):
                 try:

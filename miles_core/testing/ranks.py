@@ -83,17 +83,13 @@ class Ranks:
 
 
 class Trial:
-    """Lives in each process.
+    """Lives in each process."""
 
-    Args:
-        leaves: end the process groups after each question; not in a process where others use them.
-    """
-
-    def __init__(self, rank: Rank, leaves: bool = True):
+    def __init__(self, rank: Rank):
         import torch
 
         torch.set_num_threads(1)
-        self.rank, self._leaves, self._made = rank, leaves, 0
+        self.rank, self._made = rank, 0
 
     @contextmanager
     def _trainer(self, selected: Sequence[Selected], config: RunConfig) -> Iterator[Any]:
@@ -109,8 +105,7 @@ class Trial:
             yield trainer
         finally:
             del trainer
-            if self._leaves:
-                cpu.leave()
+            cpu.leave()
 
     def train(self, selected: Sequence[Selected], config: RunConfig, batches: Sequence[Batch],
               save: Path | None) -> dict[Any, Any]:

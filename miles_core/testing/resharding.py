@@ -1,8 +1,8 @@
 """The parity kit's second half: a family cut into tensor-parallel ranks, pipeline stages and context-parallel ranks.
 
-    with Ranks(2) as ranks:
+    with Ranks(1) as one, Ranks(2) as two:
         for case in cases(Path("parity.toml")):
-            for cut in reshard_parity(case, tmp_path, ranks):
+            for cut in reshard_parity(case, tmp_path, one, two):
                 cut.check()
 
 One whole trainer step of the plan that `miles run` would carry out, on two ranks and on one.
@@ -16,8 +16,7 @@ from pathlib import Path
 
 from miles_core.plugins.plan import prepare
 from miles_core.testing.parity import TINY, Case, random_model
-from miles_core.testing.ranks import Ranks, Trial, batches
-from miles_core.types import Rank
+from miles_core.testing.ranks import Ranks, batches
 
 CUTS = {
     "TP2 + SP": ("--tensor-model-parallel-size", "2", "--sequence-parallel"),
@@ -58,8 +57,8 @@ class Cut:
                                  f"the exported checkpoint is {'' if self.exact else 'not '}the imported one")
 
 
-def reshard_parity(case: Case, folder: Path, ranks: Ranks) -> Iterator[Cut]:
-    """The case under each of CUTS; `ranks` are two."""
+def reshard_parity(case: Case, folder: Path, one: Ranks, two: Ranks) -> Iterator[Cut]:
+    """The case on two ranks, under each of CUTS, beside itself on one."""
     import numpy as np
     from safetensors.torch import load_file
 
@@ -69,12 +68,11 @@ def reshard_parity(case: Case, folder: Path, ranks: Ranks) -> Iterator[Cut]:
     saved = tensor_hashes(load_file(folder / "model.safetensors").items())
     [batch] = batches(1, groups=2, samples=2, vocab=TINY["vocab_size"])
     argv = ["--hf-checkpoint", str(folder), *RUN]
-    alone = prepare(None, argv)
-    expected = Trial(Rank(), leaves=False).gradients(list(alone.selected), alone.config, batch)["gradients"]
+    _, expected = one.gradients(prepare(None, argv), batch)
     size = np.sqrt(sum(np.square(g, dtype=np.float64).sum() for g in expected.values()))
     for layout, flags in CUTS.items():
         plan = prepare(None, [*argv, "--actor-num-gpus-per-node", "2", *flags])
-        found = ranks.ask("gradients", list(plan.selected), plan.config, batch)
+        found = two.ask("gradients", list(plan.selected), plan.config, batch)
         off = sum(np.square(found["gradients"][k] - g, dtype=np.float64).sum() for k, g in expected.items())
         yield Cut(case, layout, float(np.sqrt(off) / size), found["hashes"].items() <= saved.items()
                   and found["hashes"].keys() == expected.keys())

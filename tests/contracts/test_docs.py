@@ -20,6 +20,7 @@ from click.testing import CliRunner
 from source import ROOT
 
 from miles_core.cli import cli
+from miles_core.cli.convert import command as convert
 from miles_core.record.directory import RunDirectory
 from miles_core.record.events import EventLog
 
@@ -156,6 +157,7 @@ def test_flags_that_the_docs_name_exist(page):
 
     known = {flag for option in flags.options() for side in flags.spellings(option) for flag in side}
     known |= {"--plugin", "--plan", "--json", "--live", "--no-live", "--help", "--version", "--messages"}
+    known |= {flag for one in convert.commands.values() for option in one.params for flag in option.opts}
     known |= set(miles_flags()) | {f"--{name.replace('_', '-')}" for name in surface()}
     known |= {"--cut-off.most-truncated", "--most-truncated"}  # of the plugin that write-a-plugin.md makes
     named = set(FLAG.findall(page.read_text(encoding="utf-8")))

@@ -167,7 +167,6 @@ LOSS = ("--loss-type", "custom_loss", "--custom-loss-function-path")
 
 
 @pytest.mark.parametrize(("flags", "words"), [
-    (["--custom-megatron-init-path", at("init")], "belongs to plugin 'compat' ... --plugin compat"),
     ([*RM, "functions"], "--custom-rm-path ... no path of a function ... reward(args, sample)"),
     ([*RM, "./none.py:even"], "--custom-rm-path ./none.py:even: the module of the function cannot be imported"),
     ([*RM, "no.such.even"], "No module named 'no' ... PYTHONPATH ... reward(args, sample) -> float"),

@@ -50,4 +50,5 @@ def test_a_rank_that_dies_is_named_and_ends_the_run(run_file, tmp_path):
     assert "the process 'trainer rank 1' died in step() (got exit code 9)" in outcome.err
     assert outcome.seconds < 60
     phases = {path.name.partition("-rollout-0-")[::2] for path in (tmp_path / "run" / "profile").iterdir()}
-    assert phases == {(f"rank-{i}", f"{phase}.json.gz") for i in (0, 1) for phase in ("log_probs", "advantage", "step-0")}
+    written = ("log_probs", "advantage", "step-0")
+    assert phases == {(f"rank-{i}", f"{phase}.json.gz") for i in (0, 1) for phase in written}

@@ -15,13 +15,13 @@ pytestmark = pytest.mark.xdist_group("layouts")
 
 
 @pytest.fixture(scope="module")
-def two():
-    with Ranks(2) as ranks:
-        yield ranks
+def ranks():
+    with Ranks(1) as one, Ranks(2) as two:
+        yield one, two
 
 
 @pytest.mark.parametrize("case", [case for file in FILES for case in cases(file)], ids=str)
-def test_a_family_can_be_cut(case, two, tmp_path):
-    for cut in reshard_parity(case, tmp_path, two):
+def test_a_family_can_be_cut(case, ranks, tmp_path):
+    for cut in reshard_parity(case, tmp_path, *ranks):
         print(f"\n{case.name}, {cut.layout}: gradient {cut.gradient:.1e}, round trip {'exact' * cut.exact}")
         cut.check()

@@ -104,14 +104,14 @@ def save(folder: str | Path, iteration: int, parts: Mapping[str, Part],
     """
     target = iteration_folder(folder, iteration)
     first = dist.get_rank() == 0
-    with publish(target, writer=first) as temporary, _writing(target), _frozen_heap():
+    with publish(target, writer=first) as temporary, write_errors(target), _frozen_heap():
         for where, (chunks, optimizer, scheduler) in _folders(temporary, parts):
             if first:
                 where.mkdir(exist_ok=True)
             _barrier()
             if optimizer is not None:
                 prepare_state(optimizer)
-            sharded = _sharded(chunks, optimizer, loading=False)
+            sharded = sharded_entries(chunks, optimizer, loading=False)
             if scheduler is not None:
                 sharded["scheduler"] = scheduler.state_dict()
             # One file and one writer: more would be threads in this very process (see cpu.InProcess).
@@ -163,7 +163,7 @@ def _load_part(source: Path, held: index.Held, chunks: Sequence[torch.nn.Module]
     if optimizer is not None:
         prepare_state(optimizer)
     with _frozen_heap():
-        sharded = _sharded(chunks, optimizer, loading=True)
+        sharded = sharded_entries(chunks, optimizer, loading=True)
     index.check(held, sharded, source)
     with warnings.catch_warnings():
         # torch deprecates the ShardedTensor that Megatron still reads with: nothing that the reader could mend.
@@ -187,7 +187,7 @@ def _fill(chunk: torch.nn.Module, tensors: dict) -> None:
         raise KeyError(f"tensors missing or unexpected: {wrong}")
 
 
-def _sharded(chunks: Sequence[torch.nn.Module], optimizer, *, loading: bool) -> dict:
+def sharded_entries(chunks: Sequence[torch.nn.Module], optimizer, *, loading: bool) -> dict:
     """What Megatron saves and loads. The metadata makes the optimizer's state independent of the layout."""
     metadata = {
         "distrib_optim_sharding_type": "fully_reshardable",
@@ -216,7 +216,7 @@ def _named(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Mo
 
 
 @contextlib.contextmanager
-def _writing(target: Path) -> Iterator[None]:
+def write_errors(target: Path) -> Iterator[None]:
     """Turn what a failed write becomes on its way through torch and Megatron back into what it was.
 
     An OSError arrives as the text of a RuntimeError in a collective error; torch's zip writer reports any failed

@@ -90,8 +90,9 @@ class Parameter:
 
     def pieces(self, tensor: torch.Tensor) -> list[ShardedTensor]:
         """How a torch_dist checkpoint holds the parameter; their data are views of the tensor given."""
-        whole = dataclasses.replace(self.entry, data=tensor)
-        return list(nested_values(whole.build())) if isinstance(whole, ShardedTensorFactory) else [whole]
+        if isinstance(self.entry, ShardedTensorFactory):
+            return list(nested_values(dataclasses.replace(self.entry, data=tensor).build()))
+        return [dataclasses.replace(self.entry, data=tensor, dtype=tensor.dtype)]
 
 
 class Conversion:
@@ -106,12 +107,13 @@ class Conversion:
         cpu.process_group(rank, WAIT)
         cpu.initialize()
         self.parameters = self._placed(_parameters(job.spec, job.weight_map))
+        self.mine = list(share(self._units(), rank))
         dist.barrier()  # the first process has made the target
         self._steps = self._work()
 
     def begin(self) -> dict[int, int]:
         """This process -> the bytes that it has to write."""
-        return {self.rank.index: self._share()}
+        return {self.rank.index: sum(one.nbytes for one in self.mine)}
 
     def advance(self) -> dict[int, int]:
         """Work for a while; this process -> the bytes that it has written in all."""
@@ -132,12 +134,12 @@ class Conversion:
         """The parameters in the order of the source's files, after a check that they are all there."""
         raise NotImplementedError
 
-    def _share(self) -> int:
-        """Bytes of this process."""
+    def _units(self) -> Sequence:
+        """What is shared among the processes: all of it, each with `nbytes`."""
         raise NotImplementedError
 
     def _work(self) -> Iterator[int]:
-        """Write this process's files; yields the bytes of each parameter."""
+        """Write `mine`; yields the bytes of each parameter."""
         raise NotImplementedError
 
     def _conclude(self) -> int:
@@ -200,7 +202,7 @@ def full_shape(piece: ShardedTensor) -> tuple[int, ...]:
 def _parameters(spec: ModelSpec, weight_map: WeightMap) -> list[Parameter]:
     with torch.device("meta"):
         model = build(transformer_config(spec, {"perform_initialization": False}), spec)
-    (entries,) = checkpoint._sharded([model], None, loading=True).values()
+    (entries,) = checkpoint.sharded_entries([model], None, loading=True).values()
     found = {}
     for ours, rule, names in weights.instances(weight_map):
         if ours in entries:

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.checkpoint.storage import WriteResult
 
 from miles_core.backends.megatron import checkpoint, cpu, shards, weights
-from miles_core.backends.megatron.convert import Conversion, Parameter, full_shape, share
+from miles_core.backends.megatron.convert import Conversion, Parameter, full_shape
 from miles_core.errors import CheckpointError
 
 cpu.install()
@@ -48,14 +48,14 @@ class ToDist(Conversion):
         dtype = self.job.dtype or functools.reduce(torch.promote_types, [part.dtype for part in parts])
         return dataclasses.replace(one, dtype=dtype, place=(parts[0].file.name, parts[0].offset))
 
-    def _share(self) -> int:
-        return sum(one.nbytes for one in share(self.parameters, self.rank))
+    def _units(self) -> list[Parameter]:
+        return self.parameters
 
     def _work(self) -> Iterator[int]:
         name = f"__{self.rank.index}_0.distcp"
         self._written: list[tuple[WriteItem, WriteResult]] = []
-        with checkpoint._writing(self.job.target), open(self.job.target / name, "wb") as file:
-            for one in share(self.parameters, self.rank):
+        with checkpoint.write_errors(self.job.target), open(self.job.target / name, "wb") as file:
+            for one in self.mine:
                 self._written += [_append(file, name, piece) for piece in one.pieces(self._read(one))]
                 yield one.nbytes
 

@@ -18,8 +18,8 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.utils import _create_file_view
 
-from miles_core.backends.megatron import checkpoint, cpu, index, shards, weights
-from miles_core.backends.megatron.convert import Conversion, Parameter, full_shape, share
+from miles_core.backends.megatron import cpu, index, shards, weights
+from miles_core.backends.megatron.convert import Conversion, Parameter, full_shape
 from miles_core.errors import CheckpointError
 
 cpu.install()
@@ -46,7 +46,7 @@ class ToHuggingFace(Conversion):
             for chunk in self._index.state_dict_metadata[key].chunks:
                 self._chunks[key, tuple(chunk.offsets[:count])].append(chunk)
         placed = sorted((self._place(one) for one in parameters), key=lambda one: one.place)
-        self._files = list(_filled(placed, self.job.shard_bytes))
+        self._files = _filled(placed, self.job.shard_bytes)
         return placed
 
     def _place(self, one: Parameter) -> Parameter:
@@ -55,17 +55,14 @@ class ToHuggingFace(Conversion):
         dtype = self.job.dtype or self._index.state_dict_metadata[piece.key].properties.dtype
         return dataclasses.replace(one, dtype=dtype, place=(found.relative_path, found.offset))
 
-    def _share(self) -> int:
-        return sum(one.nbytes for _, file in self._mine() for one in file.parameters)
-
-    def _mine(self) -> list[tuple[int, _File]]:
-        mine = {id(file) for file in share(self._files, self.rank)}
-        return [(number, file) for number, file in enumerate(self._files) if id(file) in mine]
+    def _units(self) -> list[_File]:
+        return self._files
 
     def _work(self) -> Iterator[int]:
-        for number, file in self._mine():
+        for file in self.mine:
+            name = shards.shard_name(file.number, len(self._files))
             layout = {name: (one.dtype, shape) for one in file.parameters for name, shape in one.hf.items()}
-            with shards.writing(self.job.target / shards.shard_name(number, len(self._files)), layout) as append:
+            with shards.writing(self.job.target / name, layout) as append:
                 for one in file.parameters:
                     self._copy(one, append)
                     yield one.nbytes
@@ -110,8 +107,9 @@ class ToHuggingFace(Conversion):
                 view = _create_file_view(opened, where.offset, where.length)
                 return torch.load(view, map_location="cpu", weights_only=True)
         except (OSError, EOFError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
-            raise CheckpointError("a file of the checkpoint cannot be read", got=checkpoint.first_line(error),
-                                  who=str(file), fix="use another iteration") from error
+            said = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise CheckpointError("a file of the checkpoint cannot be read", got=said, who=str(file),
+                                  fix="use another iteration") from error
 
     def _conclude(self) -> int:
         dist.barrier()  # every file is there
@@ -125,21 +123,22 @@ class ToHuggingFace(Conversion):
 
 @dataclass(frozen=True, slots=True)
 class _File:
-    """What goes into one file of weights."""
+    """What goes into one file of weights; files are numbered from 0."""
 
+    number: int
     parameters: list[Parameter]
     nbytes: int
 
 
-def _filled(parameters: Sequence[Parameter], limit: int) -> Iterator[_File]:
-    held: list[Parameter] = []
-    size = 0
+def _filled(parameters: Sequence[Parameter], limit: int) -> list[_File]:
+    files = [_File(0, [], 0)]
     for one in parameters:
-        if held and size + one.nbytes > limit:
-            yield _File(held, size)
-            held, size = [], 0
-        held, size = [*held, one], size + one.nbytes
-    yield _File(held, size)
+        last = files[-1]
+        if last.parameters and last.nbytes + one.nbytes > limit:
+            files.append(_File(len(files), [one], one.nbytes))
+        else:
+            files[-1] = _File(last.number, [*last.parameters, one], last.nbytes + one.nbytes)
+    return files
 
 
 def _box(tensor: torch.Tensor, offsets: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:

@@ -69,3 +69,10 @@ def test_values():
 def test_anything_else_is_a_file():
     items = ShellComplete(cli, {}, "miles", "_MILES_COMPLETE").get_completions(["run"], "examples/")
     assert [item.type for item in items] == ["file"]
+
+
+def test_conversions():
+    assert set(complete("convert", "")) == {"hf-to-dist", "dist-to-hf"}
+    assert "--hf-checkpoint" in complete("convert", "dist-to-hf", "--hf")
+    assert set(complete("convert", "hf-to-dist", "--dtype", "b")) == {"bfloat16"}
+    assert "grpo" in complete("convert", "hf-to-dist", "--plugin", "gr")

@@ -224,7 +224,7 @@ def test_optimizer_state_of_another_model(checkpoint, session, saved):
     from miles_core.backends.megatron import index
 
     held = index.read(saved / "iter_0000007" / ".metadata")
-    sharded = checkpoint._sharded(session.chunks, session.optimizer, loading=True)
+    sharded = checkpoint.sharded_entries(session.chunks, session.optimizer, loading=True)
     index.check(held, sharded, saved)
     name = next(name for name in held if name.startswith("optimizer.") and "exp_avg" in name)
     for changed, words in (({k: v for k, v in held.items() if k != name}, "no optimizer"),

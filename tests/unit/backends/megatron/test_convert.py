@@ -1,4 +1,4 @@
-"""Conversion: bit for bit what a load and a save would write, in the memory of a few tensors, on one process or more."""
+"""Conversion: bit for bit what a load and a save would write, in the memory of a few tensors, on any processes."""
 
 import asyncio
 import pickle
@@ -62,7 +62,8 @@ def chunks(iteration):
     found = {}
     for where, at in index.storage_data.items():
         with open(iteration / at.relative_path, "rb") as file:
-            found[where.fqn, where.offset] = torch.load(_create_file_view(file, at.offset, at.length), weights_only=True)
+            view = _create_file_view(file, at.offset, at.length)
+            found[where.fqn, where.offset] = torch.load(view, weights_only=True)
     return found, {name: (entry.size, entry.properties, sorted(map(str, entry.chunks)))
                    for name, entry in index.state_dict_metadata.items()}
 
@@ -101,6 +102,18 @@ def test_transformers_loads_the_export(convert, source, tmp_path):
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "back")
     assert again.dtype == torch.bfloat16
     assert_same({n: t.bfloat16() for n, t in on_disk(source).items()}, dict(again.state_dict()))
+
+
+def test_a_dtype_of_choice(hf_model, port, checkpoint, convert, source, tmp_path):
+    convert("hf-to-dist", source, tmp_path / "dist", "--dtype", "bfloat16")
+    low, _ = port(hf_model(), bf16=True)
+    checkpoint.save(tmp_path / "saved", 0, {"actor": ([low], None, None)})
+    assert_same(*(chunks(tmp_path / name / "iter_0000000")[0] for name in ("dist", "saved")))
+    full, _ = port(hf_model())
+    checkpoint.load(tmp_path / "dist", {"actor": ([full], None, None)})
+    assert all(torch.equal(a.bfloat16(), b) for a, b in zip(full.parameters(), low.parameters(), strict=True))
+    convert("dist-to-hf", tmp_path / "dist", tmp_path / "back", "--hf-checkpoint", source)
+    assert_same(on_disk(tmp_path / "back"), {name: tensor.bfloat16() for name, tensor in on_disk(source).items()})
 
 
 def test_optimizer_state_stays_behind(train, checkpoint, convert, tmp_path, port, hf_model):
@@ -164,9 +177,9 @@ def test_several_processes_write_the_same(convert, source, tmp_path):
     convert("dist-to-hf", tmp_path / "one", tmp_path / "back", "--hf-checkpoint", source, "--shard-size", "100KB")
     convert("hf-to-dist", source, tmp_path / "two", "--processes", 2)
     torchrun = Path(sys.executable).with_name("torchrun")
-    miles = ["--no-python", Path(sys.executable).with_name("miles")]
-    subprocess.run([torchrun, "--standalone", "--nproc-per-node", "2", *miles, "convert", "dist-to-hf", tmp_path / "two",
-                    tmp_path / "again", "--hf-checkpoint", source, "--shard-size", "100KB"], check=True, timeout=120)
+    started = [torchrun, "--standalone", "--nproc-per-node", "2", "--no-python", torchrun.with_name("miles")]
+    subprocess.run([*started, "convert", "dist-to-hf", tmp_path / "two", tmp_path / "again", "--hf-checkpoint", source,
+                    "--shard-size", "100KB"], check=True, timeout=120)
     (one, described), (two, described_too) = (chunks(tmp_path / name / "iter_0000000") for name in ("one", "two"))
     assert_same(one, two)
     assert described == described_too
@@ -254,18 +267,28 @@ def test_a_full_disk(convert, source, tmp_path, direction):
     convert(direction, *words)
 
 
+def interrupted(number, *words):
+    """The exit code of a conversion whose process gets a signal after the ninth tensor."""
+    script = ("import os, sys; from miles_core.backends.megatron import shards; read, left = shards.read_into, [9]\n"
+              "def once(*args):\n    left[0] -= 1\n    read(*args)\n"
+              f"    if left[0] == 0: os.kill(os.getpid(), {int(number)})\n"
+              "shards.read_into = once\nfrom miles_core.cli import main; main()")
+    return subprocess.run([sys.executable, "-c", script, "convert", *words], timeout=120).returncode
+
+
 def test_a_kill_publishes_nothing(source, convert, tmp_path):
     """Killed in the middle, it leaves what the next conversion clears, and what is no checkpoint to anybody."""
-    slow = ("import os, signal; from miles_core.backends.megatron import shards; read, count = shards.read_into, [0]\n"
-            "def once(*args):\n    count[0] += 1\n    read(*args)\n    if count[0] == 9: os.kill(os.getpid(), 9)\n"
-            "shards.read_into = once\nfrom miles_core.cli import main; main()")
-    ended = subprocess.run([sys.executable, "-c", slow, "convert", "hf-to-dist", source, tmp_path / "out"], timeout=120)
-    assert ended.returncode == -9
+    assert interrupted(signal.SIGKILL, "hf-to-dist", source, tmp_path / "out") == -9
     assert [path.name for path in (tmp_path / "out").iterdir()] == [".tmp-iter_0000000"]
     with pytest.raises(CheckpointError, match="this is not a checkpoint"):
         convert("dist-to-hf", tmp_path / "out", tmp_path / "back", "--hf-checkpoint", source)
     convert("hf-to-dist", source, tmp_path / "out")
     assert not (tmp_path / "out" / ".tmp-iter_0000000").exists()
+
+
+def test_an_interrupt_leaves_nothing(source, tmp_path):
+    assert interrupted(signal.SIGINT, "hf-to-dist", source, tmp_path / "out") == 130
+    assert not (tmp_path / "out").exists()
 
 
 def test_conversions_beside_one_another_do_not_clear_each_other(convert, source, tmp_path):
