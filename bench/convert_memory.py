@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import io
 import json
 import os
@@ -69,6 +70,7 @@ def convert(*words: object) -> int:
     """Do a conversion; the most bytes of resident memory that the process had meanwhile."""
     from miles_core.cli import cli
 
+    ctypes.CDLL(None).malloc_trim(0)  # what an earlier conversion left on the heap is not this one's
     Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
     with contextlib.redirect_stdout(io.StringIO()):
         cli(["convert", *map(str, words)], standalone_mode=False)

@@ -112,7 +112,8 @@ async def _run(plan: Plan, directory: RunDirectory, console: Views) -> int:
             late[0].exit_code = 1
             raise late[0]
         for other in late if error is not None else ():  # the run's own error matters more
-            error.add_note(f"while stopping: {other}")
+            if str(other) != str(error):  # a full disk is one thing to say
+                error.add_note(f"while stopping: {other}")
     return 0
 
 

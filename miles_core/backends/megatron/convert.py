@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import gc
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -120,6 +121,7 @@ class Conversion:
         end = time.monotonic() + _SLICE
         for count in self._steps:
             self._done += count
+            gc.collect(1)  # torch.save and torch.load leave cycles that hold their tensor
             if time.monotonic() > end:
                 break
         return {self.rank.index: self._done}
