@@ -6,7 +6,7 @@ included, so that a plugin's data takes exactly the path that the core's takes. 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, NewType
@@ -139,13 +139,6 @@ class Batch:
     def samples(self) -> list[Sample]:
         """All samples, group after group."""
         return [sample for group in self.groups for sample in group.samples]
-
-    def group_slices(self) -> Iterator[slice]:
-        """Where each group lies in `samples`."""
-        start = 0
-        for group in self.groups:
-            yield slice(start, start + len(group.samples))
-            start += len(group.samples)
 
 
 @dataclass(frozen=True, slots=True)
