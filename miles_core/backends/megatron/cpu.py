@@ -252,6 +252,11 @@ def install() -> None:
         warnings.filterwarnings("ignore", category=FutureWarning, module=source)
 
 
+def device() -> torch.device:
+    """Where this rank computes: its GPU (see `process_group`), or the CPU."""
+    return torch.device("cpu") if no_cuda() else torch.device("cuda", torch.cuda.current_device())
+
+
 def process_group(rank: Rank = _ALONE, timeout: float | None = None) -> None:
     """Join the trainer's processes; one process alone needs no port. Keeps a group that already exists.
 
@@ -260,11 +265,14 @@ def process_group(rank: Rank = _ALONE, timeout: float | None = None) -> None:
     """
     if dist.is_initialized():
         return
+    if not no_cuda():
+        torch.cuda.set_device(rank.local)
+    backend = "gloo" if no_cuda() else "cpu:gloo,cuda:nccl"
     if rank.size == 1:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         return
     bound = {} if timeout is None else {"timeout": datetime.timedelta(seconds=timeout)}
-    bound |= {"backend": "gloo" if no_cuda() else "cpu:gloo,cuda:nccl", "rank": rank.index, "world_size": rank.size}
+    bound |= {"backend": backend, "rank": rank.index, "world_size": rank.size}
     if rank.rendezvous == "env://":  # torchrun's, which knows the network
         dist.init_process_group(init_method="env://", **bound)
         return

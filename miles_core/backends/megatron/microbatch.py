@@ -38,8 +38,8 @@ class MicroBatch:
     group: dist.ProcessGroup | None = None
 
     def row(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """[N, *axes] of a per-token column."""
-        tensor = torch.from_numpy(self.packed.rows[name])[self.index]
+        """[N, *axes] of a per-token column, where the model computes."""
+        tensor = torch.from_numpy(self.packed.rows[name]).to(self.index.device)[self.index]
         return tensor if dtype is None else tensor.to(dtype)
 
     def rows(self) -> dict[str, torch.Tensor]:
@@ -70,12 +70,13 @@ class _Sum(torch.autograd.Function):
 
 
 def assemble(columns: Columns, samples: Sequence[Sample], *, group: dist.ProcessGroup | None = None,
-             sequence_parallel: int = 1) -> MicroBatch:
+             sequence_parallel: int = 1, device: torch.device | None = None) -> MicroBatch:
     """Pack samples and find the rows to train on: response tokens whose mask is set.
 
     Args:
         group: context-parallel ranks, among which each sample's rows are cut.
         sequence_parallel: ranks among which a rank's rows are cut again inside the model.
+        device: where the model computes; the CPU by default.
     """
     size, rank = (1, 0) if group is None else (group.size(), group.rank())
     # Whole rows of kernels: the engine's bits (plan.py).
@@ -93,5 +94,6 @@ def assemble(columns: Columns, samples: Sequence[Sample], *, group: dist.Process
     place = place[index]
     sample = np.searchsorted(boundaries, place, side="right") - 1
     first = boundaries[:-1] + np.array([s.length - s.response_length - 1 for s in samples], np.int64)
-    index, sample, offset = (torch.from_numpy(np.asarray(x, np.int64)) for x in (index, sample, place - first[sample]))
+    index, sample, offset = (torch.from_numpy(np.asarray(x, np.int64)).to(device or "cpu")
+                             for x in (index, sample, place - first[sample]))
     return MicroBatch(packed, boundaries, index, sample, offset, samples, group if size > 1 else None)

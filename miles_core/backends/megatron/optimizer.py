@@ -198,7 +198,12 @@ def non_finite_gradients(chunks: Sequence[DistributedDataParallel]) -> list[str]
 
 
 def prepare_state(optimizer: MegatronOptimizer) -> None:
-    """Give torch's AdamW the state that it has after its first step, which saving and loading take for granted."""
+    """Give torch's AdamW the state that it has after its first step, which saving and loading take for granted.
+
+    The fused optimizers of Transformer Engine and Apex make theirs when asked to.
+    """
+    if not cpu.no_fused_adam():
+        return
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         inner = part.optimizer
         for group in inner.param_groups:

@@ -44,13 +44,14 @@ def run(model: Resident, columns: Columns, parts: Sequence[Sequence[Sample]], lo
     settings = model.settings
     context = parallel_state.get_context_parallel_group() if settings.context_parallel_size > 1 else None
     split = settings.tensor_model_parallel_size if settings.sequence_parallel else 1
-    batches = [assemble(columns, part, group=context, sequence_parallel=split) for part in parts]
+    device = cpu.device()
+    batches = [assemble(columns, part, group=context, sequence_parallel=split, device=device) for part in parts]
 
     def forward_step(waiting, module):
         batch: MicroBatch = next(waiting)
 
         def proceed(packed):
-            tokens = torch.from_numpy(packed.rows["tokens"]).to(torch.int64)[None]
+            tokens = torch.from_numpy(packed.rows["tokens"]).to(device, torch.int64)[None]
             return module(tokens, None, None, packed_seq_params=packed_rows(batch.boundaries))
 
         hidden = proceed(batch.packed) if around is None else around(proceed, batch.packed, name)
@@ -87,7 +88,7 @@ class Found:
     def put(self, batch: MicroBatch, values: Mapping[str, torch.Tensor]) -> None:
         """[N, ...] by column, of the micro-batch's trained rows."""
         starts = torch.tensor([self._first[id(sample)] for sample in batch.samples])
-        where = starts[batch.sample] + batch.offset
+        where = starts[batch.sample.cpu()] + batch.offset.cpu()
         for name, rows in values.items():
             if name not in self._buffers:
                 self._buffers[name] = torch.zeros(self._total, *rows.shape[1:], dtype=rows.dtype)

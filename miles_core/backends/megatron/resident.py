@@ -48,7 +48,7 @@ class Resident:
         self.settings.finalize_model_grads_func = finalize_model_grads
         make = value.build if declared.head == "value" else build
         stages = range(layout.virtual_pipeline) if layout.virtual_pipeline else (None,)
-        self.chunks = [make(self.settings, self.spec, stage) for stage in stages]
+        self.chunks = [make(self.settings, self.spec, stage).to(cpu.device()) for stage in stages]
         if declared.head == "value":
             self.weight_map = value.weight_map(self.weight_map)
         self.options = _options(config, declared)

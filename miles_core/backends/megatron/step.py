@@ -174,7 +174,8 @@ class MegatronTrainer:
         shares: dict[str, float] = {}
 
         def loss_of(hidden: torch.Tensor, batch) -> torch.Tensor:
-            per_sample = torch.tensor([token_weight[id(s)] for s in batch.samples], dtype=torch.float32)
+            weights = [token_weight[id(sample)] for sample in batch.samples]
+            per_sample = torch.tensor(weights, dtype=torch.float32, device=hidden.device)
             scored = Scored(model, hidden, batch, self.temperature)
             value, share = objective(scored, batch, per_sample[batch.sample])
             for key, term in share.items():
