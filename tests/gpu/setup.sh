@@ -2,4 +2,4 @@
 #   . tests/gpu/setup.sh
 export PYTHONPATH="${SITE:?folder of the unpacked stack}" PYTHONUNBUFFERED=1 OMP_NUM_THREADS=2
 python3 -m pip install -q --no-index --no-deps --no-build-isolation --break-system-packages \
-  -e . $(for p in plugins/miles-*; do echo -e "./$p"; done)
+  $(ls .gpu/whl/*.whl 2>/dev/null) -e . $(for p in plugins/miles-*; do echo -e "./$p"; done)
