@@ -37,8 +37,10 @@ class Actor:
         self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
         return f"tcp://{host}:{self._store.port}"
 
-    def make(self, factory: Callable, args: tuple) -> None:
-        """Make the hosted object; its error is every later call's."""
+    def make(self, folder: str, factory: Callable, args: tuple) -> None:
+        """Make the hosted object, in the driver's folder where there is one; its error is every later call's."""
+        if os.path.isdir(folder):  # paths of a run file are relative to it
+            os.chdir(folder)
         try:
             self._hosted = factory(*args)
         except BaseException as error:  # noqa: BLE001 - whatever it is, every call raises it
@@ -53,13 +55,13 @@ class RayHost(Handle):
 
     Args:
         actor: of class Actor.
-        rank: (factory, arguments) -> what the actor makes first.
+        factory, args: what the actor makes first.
     """
 
     def __init__(self, name: str, actor: Any, factory: Callable, args: tuple):
         super().__init__(name)
         self._actor = actor
-        self._made = actor.make.remote(factory, args)
+        self._made = actor.make.remote(os.getcwd(), factory, args)
         self._turn = asyncio.Lock()
 
     async def call(self, method: str, *args: object) -> Any:
