@@ -7,6 +7,7 @@ that every rank has the column of every sample, under any layout, and the sum is
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -45,7 +46,9 @@ def run(model: Resident, columns: Columns, parts: Sequence[Sequence[Sample]], lo
     context = parallel_state.get_context_parallel_group() if settings.context_parallel_size > 1 else None
     split = settings.tensor_model_parallel_size if settings.sequence_parallel else 1
     device = cpu.device()
-    batches = [assemble(columns, part, group=context, sequence_parallel=split, device=device) for part in parts]
+    # Packed when their turn comes; the chunks of an interleaved pipeline each go through all of them.
+    batches = (assemble(columns, part, group=context, sequence_parallel=split, device=device) for part in parts)
+    iterators = itertools.tee(batches, len(model.wrapped))
 
     def forward_step(waiting, module):
         batch: MicroBatch = next(waiting)
@@ -65,9 +68,9 @@ def run(model: Resident, columns: Columns, parts: Sequence[Sequence[Sample]], lo
     several = len(model.wrapped) > 1
     get_forward_backward_func()(
         forward_step_func=forward_step,
-        data_iterator=[iter(batches) for _ in model.wrapped] if several else iter(batches),
+        data_iterator=list(iterators) if several else iterators[0],
         model=model.wrapped if several else model.wrapped[0],
-        num_microbatches=len(batches), seq_length=1, micro_batch_size=1, forward_only=forward_only,
+        num_microbatches=len(parts), seq_length=1, micro_batch_size=1, forward_only=forward_only,
     )  # fmt: skip
 
 
