@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
-from miles_core.config.load import who
+from miles_core.config.load import config_json, who
 from miles_core.config.tables import RunConfig
 
 # Field -> its names in config.json, the first that is there counts, and megatron-core's, which [model] may repeat.
@@ -76,12 +74,8 @@ class Architecture:
 
 
 def architecture_of(config: RunConfig) -> Architecture:
-    """The constants of --hf-checkpoint; without a checkpoint there, what [model] says.
-
-    A checkpoint that is missing or cannot be read is no error here: the start says so, with all that is wrong with it.
-    """
-    path = Path(config.checkpoint.hf_checkpoint or "") / "config.json"
-    said = _read(path)
+    """The constants of --hf-checkpoint; without a checkpoint there, what [model] says."""
+    path, said = config_json(config)
     found: dict[str, int] = {}
     source: dict[str, str] = {}
     for name, (theirs, ours) in NAMES.items():
@@ -96,14 +90,6 @@ def architecture_of(config: RunConfig) -> Architecture:
         found["shared_ffn"], source["shared_ffn"] = said["n_shared_experts"] * found["expert_ffn"], str(path)
     sparse = _sparse(said or {}, found.get("layers", 0)) if "experts" in found else 0
     return Architecture(**found, sparse=sparse, checkpoint=said is not None, source=source)
-
-
-def _read(path: Path) -> Mapping[str, object] | None:
-    try:
-        said = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return said if isinstance(said, dict) else None
 
 
 def _sparse(said: Mapping[str, object], layers: int) -> int:

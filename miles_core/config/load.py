@@ -107,13 +107,23 @@ def _build(from_file: Sequence[Assignment], given: Sequence[Given], selected: li
     return Loaded(_with_model_name(config), selected, notes)
 
 
-def _with_model_name(config: RunConfig) -> RunConfig:
-    """The architecture that config.json names, so that its plugin is known; what is wrong with it the start says."""
+def config_json(config: RunConfig) -> tuple[Path, Mapping[str, object] | None]:
+    """Where the config.json of --hf-checkpoint lies, and what it says.
+
+    None where it is missing or cannot be read: no error here, for the start says so, with all that is wrong with it.
+    """
     path = Path(config.checkpoint.hf_checkpoint or "") / "config.json"
     try:
-        name = json.loads(path.read_text(encoding="utf-8"))["model_type"]
-    except (OSError, ValueError, KeyError, TypeError):
-        name = None
+        said = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return path, None
+    return path, said if isinstance(said, dict) else None
+
+
+def _with_model_name(config: RunConfig) -> RunConfig:
+    """The architecture that config.json names, so that its plugin is known; what is wrong with it the start says."""
+    path, said = config_json(config)
+    name = (said or {}).get("model_type")
     if config.model.model_name is not None or not isinstance(name, str):
         return config
     return with_values(config, str(path), model__model_name=name)

@@ -7,12 +7,10 @@ stages/on_policy.py checks every rollout.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 
 from miles_core.backends.megatron.layout import RANKS, layout_of
-from miles_core.config.load import who, with_values
+from miles_core.config.load import config_json, who, with_values
 from miles_core.config.tables import RunConfig
 from miles_core.errors import ConfigError
 
@@ -33,7 +31,7 @@ def check_on_policy(config: RunConfig, note: Callable[[str], None]) -> RunConfig
     """
     if not config.algorithm.true_on_policy_mode:
         return config
-    checkpoint = _config_json(config)
+    checkpoint = config_json(config)[1] or {}
     for what, got, origin, fix in (*_settings(config), *_model(config, checkpoint)):
         raise ConfigError(f"true_on_policy_mode {what}", got=got, who=origin, fix=fix)
     if config.rollout.rollout_max_context_len is None and checkpoint.get("max_position_embeddings", LONGEST) > LONGEST:
@@ -78,12 +76,3 @@ def _model(config: RunConfig, checkpoint: Mapping[str, object]) -> Iterator[Prob
         if depth > DEEPEST:
             yield (f"covers products of up to {DEEPEST} input features", f"{name} {depth}", source,
                    "leave true_on_policy_mode out: the difference is then about 1e-6, and reported")
-
-
-def _config_json(config: RunConfig) -> Mapping[str, object]:
-    """Empty where there is none: the start says so, with all that is wrong with it."""
-    try:
-        said = json.loads((Path(config.checkpoint.hf_checkpoint or "") / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return said if isinstance(said, dict) else {}

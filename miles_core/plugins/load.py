@@ -22,7 +22,7 @@ def load(manifest: Manifest) -> type:
     """
     where, _, name = manifest.plugin.rpartition(":")
     try:
-        module = _file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
+        module = import_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
     except (Exception, SystemExit) as error:
         raise PluginError(f"plugin {manifest.name!r} cannot be imported", got=f"{type(error).__name__}: {error}",
                           who=where,
@@ -42,7 +42,7 @@ def marked(kind: type | None) -> dict[str, tuple[str, str | None, tuple[str, ...
     return {name: item.miles_hook for name, item in members.items() if hasattr(item, "miles_hook")}
 
 
-def _file(path: Path) -> ModuleType:
+def import_file(path: Path) -> ModuleType:
     """Import a single file under a name of its own, once."""
     name = f"miles_plugin_file_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
     if name not in sys.modules:

@@ -189,11 +189,15 @@ class Bench:
 @pytest.fixture(scope="module", params=["qwen3", "qwen3_moe"])
 def bench(request, tiny, tmp_path_factory) -> Bench:
     torch.set_num_threads(1)
-    folder = tmp_path_factory.mktemp("bench")
+    return bench_of(tiny, request.param, tmp_path_factory.mktemp("bench"))
+
+
+def bench_of(tiny, family, folder, *flags) -> Bench:
+    """A trainer of one step over ten samples, at a learning rate of 0 and without clipping."""
     run_file = folder / "run.toml"
     run_file.write_text(f"""
     [checkpoint]
-    hf_checkpoint = "{tiny / request.param}"
+    hf_checkpoint = "{tiny / family}"
     [rollout]
     prompt_data = "{tiny}/train.jsonl"
     rollout_batch_size = 10
@@ -204,7 +208,7 @@ def bench(request, tiny, tmp_path_factory) -> Bench:
     lr = 0.0
     clip_grad = 0.0
     """)
-    return Bench(prepare(run_file, ["--plugin", "grpo"]))
+    return Bench(prepare(run_file, ["--plugin", "grpo", *flags]))
 
 
 def worst(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
@@ -345,21 +349,8 @@ def test_an_objective_says_whether_a_token_without_advantage_is_silent(bench, al
 
 def test_router_losses_are_means_over_the_tokens_of_a_step(tiny, tmp_path):
     """A step that has everything twice has the same load-balancing and z gradient, not twice as much."""
-    (tmp_path / "run.toml").write_text(f"""
-    [checkpoint]
-    hf_checkpoint = "{tiny}/qwen3_moe"
-    [rollout]
-    prompt_data = "{tiny}/train.jsonl"
-    rollout_batch_size = 10
-    num_rollout = 1
-    [perf]
-    bf16 = false
-    [optimizer]
-    lr = 0.0
-    clip_grad = 0.0
-    """)
-    flags = ["--plugin", "grpo", "--moe-aux-loss-coeff", "0.01", "--moe-z-loss-coeff", "0.001"]
-    bench = Bench(prepare(tmp_path / "run.toml", flags))
+    flags = ["--moe-aux-loss-coeff", "0.01", "--moe-z-loss-coeff", "0.001"]
+    bench = bench_of(tiny, "qwen3_moe", tmp_path, *flags)
     found = []
     for times in (1, 2):
         batch = make_batch()

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from miles_core.backends.megatron import cpu
-from miles_core.backends.megatron.weights import global_parameters
+from miles_core.backends.megatron.weights import EMBEDDING, global_parameters
 from miles_core.errors import HookError, NonFiniteError
 from miles_core.stages.gradients import Gradients, Piece
 
@@ -19,9 +19,6 @@ from megatron.core import parallel_state, tensor_parallel  # noqa: E402 - after 
 from megatron.core.optimizer import MegatronOptimizer  # noqa: E402
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32  # noqa: E402
 from megatron.core.transformer.module import param_is_not_shared  # noqa: E402
-
-TIED = "embedding.word_embeddings.weight"
-"""What a tied output layer on a pipeline stage of its own is a copy of."""
 
 
 class MegatronGradients:
@@ -40,13 +37,8 @@ class MegatronGradients:
         return self._pieces
 
     def sums(self, values: Mapping[str, torch.Tensor | float]) -> dict[str, float]:
-        mine = {name: float(value) for name, value in values.items()}
-        if dist.get_world_size() == 1:
-            return mine
-        ranks: list[dict[str, float]] = [{}] * dist.get_world_size()
-        dist.all_gather_object(ranks, mine)
-        names = dict.fromkeys(name for each in ranks for name in each)
-        return {name: math.fsum(each.get(name, 0.0) for each in ranks) for name in names}
+        found = gathered({name: float(value) for name, value in values.items()})
+        return {name: math.fsum(each) for name, each in found.items()}
 
     def clip_by_norm(self) -> float:
         norm = float(self._optimizer.get_grad_norm())
@@ -54,6 +46,15 @@ class MegatronGradients:
             for part in _parts(self._optimizer):
                 clip_grad_by_total_norm_fp32(part.get_parameters(), self.clip_grad, norm, _decoupled(part))
         return norm
+
+
+def gathered(values: Mapping[str, float], group: dist.ProcessGroup | None = None) -> dict[str, list[float]]:
+    """Numbers by name of all ranks of a group, by default of all there are; ranks may have different names."""
+    ranks: list[dict[str, float]] = [dict(values)] * dist.get_world_size(group)
+    if len(ranks) > 1:
+        dist.all_gather_object(ranks, dict(values), group=group)
+    names = dict.fromkeys(name for each in ranks for name in each)
+    return {name: [each[name] for each in ranks if name in each] for name in names}
 
 
 def update(optimizer: MegatronOptimizer, gradients: MegatronGradients, clip: Callable[[Gradients], float],
@@ -105,7 +106,7 @@ def _pieces(part: MegatronOptimizer, names: Mapping[torch.nn.Parameter, str]) ->
         if grad is not None:
             own = param_is_not_shared(held)
             whole = tensor_parallel.param_is_not_tensor_parallel_duplicate(held, getattr(part, "tp_group", None))
-            yield Piece(names[parameter] if own else TIED, grad, held.detach(), original and own and whole)
+            yield Piece(names[parameter] if own else EMBEDDING, grad, held.detach(), original and own and whole)
 
 
 def _held(part: MegatronOptimizer,

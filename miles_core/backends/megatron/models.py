@@ -136,11 +136,6 @@ class Models:
         self.actor.settle()
         return weights.hf_stream(self.actor.chunks, self.actor.weight_map)
 
-    def export(self, folder: Path, *, writer: bool) -> None:
-        """The actor as a Hugging Face directory; one rank writes it and the others take part."""
-        dtype = next(self.actor.parameters()).dtype
-        if writer:
-            weights.export_hf(folder, self.actor.folder, self.stream(), dtype)
-        else:
-            for _ in self.stream():
-                pass
+    def export(self, folder: Path, stream: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """The actor's stream as a Hugging Face directory; one rank writes it."""
+        weights.export_hf(folder, self.actor.folder, stream, next(self.actor.parameters()).dtype)

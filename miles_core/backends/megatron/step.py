@@ -9,10 +9,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from miles_core import packing
 from miles_core.backends.megatron import cpu, hashes, memory
+from miles_core.backends.megatron.gradients import gathered
 from miles_core.backends.megatron.layout import layout_of
 from miles_core.backends.megatron.models import Models
 from miles_core.backends.megatron.objective import Objective
@@ -49,6 +49,7 @@ class MegatronTrainer:
     def __init__(self, config: RunConfig, hooks: Hooks, columns: Columns, rank: Rank):
         self.config, self.hooks, self.columns, self.rank = config, hooks, columns, rank
         self.layout = layout_of(config)
+        self.architecture = architecture_of(config) if config.perf.balance_by_flops else None
         self.objective = Objective(config, hooks)
         self.temperature = Temperature.of(config)
         self.skips = config.perf.skip_zero_advantages and self.objective.silent_at_zero()
@@ -116,11 +117,14 @@ class MegatronTrainer:
         self.models.save(folder, rollout_id, state)
 
     def export(self, folder: Path) -> None:
-        self.models.export(folder, writer=self.rank.index == 0)
+        if (stream := self.weights()) is not None:
+            self.models.export(folder, stream)
 
-    def hashes(self, batch: Batch) -> dict[str, object]:
-        """Of the weights and of a batch's columns, for --debug-determinism."""
-        return {"weights": hashes.tensor_hashes(self.models.stream()), "batch": hashes.column_hashes(batch.samples)}
+    def hashes(self, batch: Batch) -> dict[str, object] | None:
+        """Of the weights and of a batch's columns, for --debug-determinism; the first rank's."""
+        if (stream := self.weights()) is None:
+            return None
+        return {"weights": hashes.tensor_hashes(stream), "batch": hashes.column_hashes(batch.samples)}
 
     def part(self, index: int) -> list[Sample]:
         """What an optimizer step trains on."""
@@ -147,9 +151,8 @@ class MegatronTrainer:
 
     def _loads(self, lengths: Sequence[int]) -> list[int] | None:
         """What --balance-by-flops balances; None for tokens."""
-        if not self.config.perf.balance_by_flops:
+        if (size := self.architecture) is None:
             return None
-        size = architecture_of(self.config)
         return [packing.flops(n, parameters=size.active_parameters, attention=size.attention) for n in lengths]
 
     def worth(self, samples: Sequence[Sample]) -> list[Sample]:
@@ -280,9 +283,4 @@ class Access:
 def _totals(shares: dict[str, float]) -> dict[str, float]:
     """Shares of all ranks that see different tokens, added up; only the last pipeline stage has any."""
     group = parallel_state.get_data_parallel_group_gloo(with_context_parallel=True)
-    if group.size() == 1:
-        return shares
-    parts: list[dict[str, float]] = [{}] * group.size()
-    dist.all_gather_object(parts, shares, group=group)
-    keys = dict.fromkeys(key for part in parts for key in part)
-    return {key: sum(part.get(key, 0.0) for part in parts) for key in keys}
+    return {key: sum(each) for key, each in gathered(shares, group).items()}

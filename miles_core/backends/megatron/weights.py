@@ -31,7 +31,8 @@ Model = torch.nn.Module | Sequence[torch.nn.Module]
 """One module, or this rank's chunks of an interleaved pipeline; wrapped or not."""
 
 _LAYER, _EXPERT = re.compile(r"decoder\.layers\.(\d+)\."), re.compile(r"\.local_experts\.(\d+)\.")
-_EMBEDDING, _TIED = "embedding.word_embeddings.weight", "output_layer.weight"
+EMBEDDING, _TIED = "embedding.word_embeddings.weight", "output_layer.weight"
+"""A tied output layer on a pipeline stage of its own is a copy of the embedding."""
 
 _WEIGHT_FILES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf", ".h5")
 
@@ -51,7 +52,7 @@ def load_hf(folder: str | Path, model: Model, weight_map: WeightMap, *, but: fro
     rules = {ours: (rule, names) for ours, rule, names in instances(weight_map) if ours not in but}
     expected = {name for _, names in rules.values() for name in names}
     if _TIED in parameters and _TIED not in rules:  # the last pipeline stage's copy of the embedding
-        rules[_TIED] = rules[_EMBEDDING]
+        rules[_TIED] = rules[EMBEDDING]
     if unmapped := sorted(parameters.keys() - rules.keys() - but):
         raise ConfigError("no rule of the weight map fills these parameters", got=few(unmapped),
                           fix="add rules to the family's weight_map")

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib
-import importlib.util
 import inspect
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType, ModuleType
 
 from miles_core.errors import HookError
+from miles_core.plugins.load import import_file
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,25 +85,11 @@ def _imported(path: str, who: str, shape: Shape) -> tuple[ModuleType, str]:
         raise HookError("this is no path of a function", got=path, who=who.partition(" ")[0],
                         fix=f"write package.module.function or ./file.py:function, of {shape.text}")
     try:
-        return (_file(Path(where).resolve()) if ".py:" in path else importlib.import_module(where)), name
+        return (import_file(Path(where).resolve()) if ".py:" in path else importlib.import_module(where)), name
     except (Exception, SystemExit) as error:
         raise HookError("the module of the function cannot be imported", got=f"{type(error).__name__}: {error}",
                         who=who, fix="write ./file.py:function for a file, or have PYTHONPATH name the folder of the "
                         f"package; expected is {shape.text}") from error
-
-
-def _file(path: Path) -> ModuleType:
-    """Import a file under a name of its own, once."""
-    name = f"miles_compat_file_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, path)
-        module = sys.modules[name] = importlib.util.module_from_spec(spec)
-        try:
-            spec.loader.exec_module(module)
-        except BaseException:
-            del sys.modules[name]
-            raise
-    return sys.modules[name]
 
 
 def _misfit(function: Callable, shape: Shape) -> str | None:
