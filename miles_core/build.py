@@ -15,7 +15,7 @@ from miles_core.config.load import with_values
 from miles_core.config.tables import RunConfig
 from miles_core.errors import CheckpointError, ConfigError, DataError, HookError
 from miles_core.evaluation import Dataset, Evaluation
-from miles_core.hosts import Handle, ThreadHost, cpus, process_group
+from miles_core.hosts import Handle, ThreadHost, cpus
 from miles_core.plugins import bind
 from miles_core.plugins.bind import Hooks
 from miles_core.plugins.plan import Plan
@@ -25,6 +25,7 @@ from miles_core.record.journal import Journal
 from miles_core.record.replay import Replay
 from miles_core.run import Run
 from miles_core.stages.buffer import Buffer
+from miles_core.stages.placement import Placement
 from miles_core.stages.prompts import JsonlPrompts, Rows
 from miles_core.stages.reward import Scoring
 from miles_core.stages.rollout import Engine, Generation, SamplingParams
@@ -63,7 +64,8 @@ async def build(plan: Plan, parts: Parts, journal: Journal) -> Run:
     """Everything the loop calls; the trainer has loaded its checkpoint when this returns."""
     config, tokenizer = parts.config, parts.tokenizer
     only_rollout, only_train = config.debug.debug_rollout_only, config.debug.debug_train_only
-    trainer = Untrained() if only_rollout else _host(plan.selected, parts)
+    placement = parts.driver.placement[config.perf.placement](config)
+    trainer = Untrained() if only_rollout else _host(plan.selected, parts, placement)
     trainer.timeout = config.perf.trainer_timeout
     resume = await trainer.load()
     journal.console.loaded(resume.source)
@@ -72,7 +74,8 @@ async def build(plan: Plan, parts: Parts, journal: Journal) -> Run:
         if prompts is not None:
             prompts.load_state_dict(resume.state["prompts"])
         _restore(parts, resume.state.get("plugins", {}))
-    engine: Engine | None = None if only_train else parts.rollout.engine[chosen(config, "engine")](config, tokenizer)
+    engine: Engine | None = None if only_train else parts.rollout.engine[chosen(config, "engine")](
+        config, tokenizer, placement)
     if (path := getattr(engine, "path", None)) is not None:
         journal.message("info", f"engine {chosen(config, 'engine')}: {path}")
     rollout = config.rollout
@@ -96,7 +99,7 @@ async def build(plan: Plan, parts: Parts, journal: Journal) -> Run:
         prompts=prompts, generate=_generator(parts, engine, sampling(config), "train", rollout.n_samples_per_prompt),
         scoring=scoring, chain=parts.rollout.filter_group, shape=parts.rollout.shape_rewards, buffer=buffer,
         engine=engine, trainer=trainer, weight_sync=sync,
-        placement=parts.driver.placement[config.perf.placement](config),
+        placement=placement,
         evaluation=Evaluation([] if only_train else _datasets(parts, engine), scoring, config.eval.eval_interval,
                               config.eval.skip_eval_before_train),
         journal=journal, state=lambda: _states(parts),
@@ -110,7 +113,7 @@ def trainer_part(selected: Sequence[Selected], config: RunConfig, rank: Rank, ho
     return hooks.trainer[config.perf.trainer](config, hooks, columns, rank)
 
 
-def _host(selected: Sequence[Selected], parts: Parts) -> Handle:
+def _host(selected: Sequence[Selected], parts: Parts, placement: Placement) -> Handle:
     """The trainer's ranks where --trainer-host puts them."""
     perf, config = parts.config.perf, parts.config
     ranks = perf.actor_num_nodes * perf.actor_num_gpus_per_node
@@ -120,11 +123,7 @@ def _host(selected: Sequence[Selected], parts: Parts) -> Handle:
         return ThreadHost("trainer", trainer_part, selected, config, Rank(), hooks)
     bind.check_roles_apart([parts.driver, parts.rollout])
     config = with_values(config, "CPUs / ranks", perf__threads=perf.threads or max(1, cpus() // ranks))
-    if perf.trainer_host == "ray":
-        from miles_core.backends.ray.host import ray_group
-
-        return ray_group("trainer", ranks, trainer_part, selected, config)
-    return process_group("trainer", ranks, trainer_part, selected, config)
+    return placement.trainer(trainer_part, selected, config)
 
 
 def sampling(config: RunConfig, dataset: dict | None = None) -> SamplingParams:

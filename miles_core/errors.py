@@ -16,6 +16,7 @@ Exit codes are those of errors before the first rollout; once it has begun, ever
     │   └── ColumnError                data that does not fit the column it was declared as
     ├── CheckpointError            exit code 2: missing, half-written or unsuitable
     ├── RunDirectoryError          exit code 2: in use, unwritable, or from another run
+    ├── SyncError                  exit code 1: weights did not reach an engine whole; it does not serve them
     ├── RolloutError               exit code 1
     │   ├── EngineError                the engine failed, or answered with what cannot be trained on
     │   ├── RewardError                a scorer raised, hung, or gave no finite number
@@ -112,6 +113,10 @@ class CheckpointError(MilesError):
 
 class RunDirectoryError(MilesError):
     exit_code = 2
+
+
+class SyncError(MilesError):
+    """See the tree above."""
 
 
 class RolloutError(MilesError):

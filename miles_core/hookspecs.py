@@ -32,10 +32,11 @@ if TYPE_CHECKING:
     from miles_core.stages.gradients import Gradients
     from miles_core.stages.loss import LossInputs, Metrics, TokenWeights
     from miles_core.stages.models import Model
+    from miles_core.stages.placement import Placement
     from miles_core.stages.prompts import PromptSource
     from miles_core.stages.rollout import Engine, Generation, Request, Response
     from miles_core.stages.step import Rank, Trainer, TrainerAccess
-    from miles_core.stages.sync import Placement, WeightSync
+    from miles_core.stages.sync import WeightSync
     from miles_core.types import Batch, Drop, Group, Prompt, Sample
 
 API = 1
@@ -98,8 +99,8 @@ def prompt_source(config: RunConfig, tokenizer: Any) -> PromptSource:
 
 
 @hookspec("named", role="rollout", per="run", part=True)
-def engine(config: RunConfig, tokenizer: Any) -> Engine:
-    """2: what turns tokens into tokens. Default "local"."""
+def engine(config: RunConfig, tokenizer: Any, placement: Placement) -> Engine:
+    """2: what turns tokens into tokens. `placement` gives hosts to servers. Default "local"."""
 
 
 @hookspec("named", role="rollout", per="group")
@@ -225,7 +226,7 @@ def weight_sync(config: RunConfig) -> WeightSync:
 
 @hookspec("named", role="driver", per="run", part=True)
 def placement(config: RunConfig) -> Placement:
-    """Leases of the hardware for rollout, sync and train. Default "local": both sides hold their own."""
+    """Where ranks and servers run, and leases of the hardware. Default "local": processes of this machine."""
 
 
 @hookspec("observe", role="driver", per="rollout")

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 async def train(run: Run) -> None:
     """Run both sides; the consumer is the clock, and whichever fails first ends the run with its own error."""
     await run.begin()
-    await run.sync(run.first)                              # the engine's own weights never matter
+    async with run.placement.lease("sync"):
+        await run.sync(run.first)                          # the engine's own weights never matter
     await run.evaluate(run.first, before=True)
     sides = [asyncio.create_task(consume(run)), asyncio.create_task(produce(run))]
     try:

@@ -22,10 +22,11 @@ from miles_core.record.journal import Journal
 from miles_core.record.replay import save_batch
 from miles_core.stages.buffer import Buffer, Taken
 from miles_core.stages.filter import filter_group
+from miles_core.stages.placement import Placement
 from miles_core.stages.prompts import PromptSource
 from miles_core.stages.reward import Scoring
 from miles_core.stages.rollout import Engine
-from miles_core.stages.sync import Placement, WeightSync
+from miles_core.stages.sync import WeightSync
 from miles_core.types import Batch, Drop, Group, Prompt
 
 
@@ -41,6 +42,8 @@ class Run:
         trainer: handle of the hosted trainer.
         state: () -> JSON state of the plugins, for checkpoints.
         clock: seconds, for the figures under perf/.
+        version: of the weights that the engine has.
+        steady: whether the trainer holds that version, too: between a sync and the next batch.
     """
 
     config: RunConfig
@@ -62,6 +65,7 @@ class Run:
     state: Callable[[], dict] = dict
     clock: Callable[[], float] = time.perf_counter
     version: int = 0
+    steady: bool = False
     metrics: dict[str, float] = field(default_factory=dict)
     resumable: dict = field(default_factory=dict)
     _mark: float | None = None
@@ -90,8 +94,10 @@ class Run:
 
     async def begin(self) -> None:
         """Start the engine."""
+        self.placement.attach(self.trainer, self.engine)
         if self.engine is not None:
-            await self.engine.start()
+            async with self.placement.lease("start"):
+                await self.engine.start()
 
     async def rollout(self, prompt: Prompt) -> Group:
         """Stage 2."""
@@ -108,6 +114,7 @@ class Run:
 
     def batch(self, rollout_id: int, taken: Taken) -> Batch:
         """The taken groups as a batch; their rewards go through shape_rewards."""
+        self.steady = False
         self._timed("rollout_time")
         self._drops(rollout_id, taken.drops)
         batch = Batch(rollout_id, taken.groups, self.version)
@@ -156,13 +163,20 @@ class Run:
 
         async with within(perf.weight_sync_timeout, late):
             figures = await self.weight_sync.sync(self.trainer, self.engine, version)
-        self.version = version
+        self.version, self.steady = version, True
         self.metrics["perf/update_weights_time"] = self.clock() - begin
         self.journal.event("weight_sync", rollout_id=rollout_id, version=version, seconds=self.clock() - begin,
                            **figures)
         self.resumable = self._state() if self.config.checkpoint.save else {}
         self._mark = self.clock()
         self.journal.stage("rollout")
+
+    async def recover(self) -> None:
+        """Bring a restarted engine up to date, where the trainer still holds its version; else the next sync does."""
+        if self.steady:
+            async with self.placement.lease("recover"):
+                figures = await self.weight_sync.sync(self.trainer, self.engine, self.version)
+            self.journal.event("engine_recovered", version=self.version, **figures)
 
     async def evaluate(self, rollout_id: int, *, before: bool = False) -> None:
         """Stages 1 to 3 on the eval datasets with the weights that the engine has; no-op when none is due."""
@@ -182,7 +196,8 @@ class Run:
         self.journal.rollout(batch, self.metrics)
         norm, self.metrics = self.metrics.get("train/grad_norm"), {}
         if self.config.debug.debug_determinism and self.steps:
-            hashes = await self.trainer.hashes(batch)
+            async with self.placement.lease("save"):
+                hashes = await self.trainer.hashes(batch)
             self.journal.hashes(batch.rollout_id, hashes["weights"], hashes["batch"], norm)
         await self.evaluate(done)
         checkpoint = self.config.checkpoint
@@ -197,9 +212,10 @@ class Run:
         """
         self.journal.stage("save")
         begin, checkpoint = self.clock(), self.config.checkpoint
-        if checkpoint.save_hf:
-            await self.trainer.export(Path(checkpoint.save_hf.format(rollout_id=done)))
-        await self.trainer.save(Path(checkpoint.save), done, self.resumable)
+        async with self.placement.lease("save"):
+            if checkpoint.save_hf:
+                await self.trainer.export(Path(checkpoint.save_hf.format(rollout_id=done)))
+            await self.trainer.save(Path(checkpoint.save), done, self.resumable)
         self.journal.event("checkpoint", rollout_id=done - 1, path=checkpoint.save, seconds=self.clock() - begin)
 
     def _state(self) -> dict:
@@ -236,6 +252,9 @@ def rollout_metrics(batch: Batch) -> dict[str, float]:
         "rollout/zero_std/percentage": np.mean([value == 0 for value in spread]),
         "rollout/weight_version/lag": max(batch.version - group.oldest_version for group in batch.groups),
     }  # fmt: skip
+    for name in sorted({name for s in samples for name in s.metadata.get("figures", ())}):
+        found[f"rollout/{name}"] = np.mean([s.metadata["figures"][name] for s in samples
+                                            if name in s.metadata.get("figures", ())])
     for name in samples[0].rewards:
         found[f"rollout/reward/{name}"] = np.mean([s.rewards[name] for s in samples])
     return {key: float(value) for key, value in found.items()}

@@ -142,6 +142,25 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True)
+class Seat:
+    """Where one node's share of an engine server runs.
+
+    Args:
+        engine: which engine, from 0.
+        node: index of the node among those of this engine; node 0 answers requests.
+        nodes: nodes that this engine spans.
+        host: address of the machine, as the others reach it.
+        gpus: CUDA device numbers on that machine, in tensor-parallel order; empty on a CPU.
+    """
+
+    engine: int = 0
+    node: int = 0
+    nodes: int = 1
+    host: str = "127.0.0.1"
+    gpus: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Rank:
     """Which of a trainer's processes this is.
 

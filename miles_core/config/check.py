@@ -7,6 +7,7 @@ from collections.abc import Callable
 from miles_core.backends.megatron.layout import check_layout, layout_of
 from miles_core.config.algorithm import check_algorithm, needs_reference
 from miles_core.config.architecture import architecture_of
+from miles_core.config.hardware import hardware
 from miles_core.config.load import who, with_values
 from miles_core.config.on_policy import check_on_policy
 from miles_core.config.tables import RunConfig
@@ -22,7 +23,7 @@ def check(config: RunConfig) -> tuple[RunConfig, list[str]]:
     """
     notes: list[str] = []
     config = _in_run_dir(config)
-    for step in (_debug, _profile, _required, _positive, _batch, _rollout, _rewards, _evaluation, _algorithm, _layout,
+    for step in (_debug, _profile, _required, _positive, _batch, _rollout, _rewards, _evaluation, _algorithm, _layout, hardware,
                  _checkpoints):
         config = step(config, notes.append)
     return config, notes
@@ -171,9 +172,9 @@ def _rollout(config: RunConfig, note: Note) -> RunConfig:
     if rollout.max_lag < 0:
         raise ConfigError("max_lag should not be negative", got=rollout.max_lag, who=who(config, "rollout.max_lag"),
                           fix="max_lag = 0 is synchronous")
-    if rollout.max_lag and config.perf.placement == "shared":
-        raise ConfigError("placement \"shared\" hands one piece of hardware back and forth and needs max_lag = 0",
-                          got=f"max_lag = {rollout.max_lag}", who=who(config, "rollout.max_lag"),
+    if rollout.max_lag and config.perf.colocate:
+        raise ConfigError("--colocate hands the GPUs back and forth and needs max_lag = 0",
+                          got=f"max_lag = {rollout.max_lag}", who=who(config, "perf.colocate", "rollout.max_lag"),
                           fix="set max_lag = 0")
     if not 0 < rollout.rollout_top_p <= 1 or rollout.rollout_temperature < 0:
         raise ConfigError("rollout_top_p lies in (0, 1] and rollout_temperature is not negative",

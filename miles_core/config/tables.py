@@ -117,15 +117,31 @@ class Perf:
     """Parallelism, memory and hosts. Megatron-core's ModelParallelConfig and recompute fields belong here too."""
 
     trainer: str = option("megatron", "Which trainer.", flags=("--train-backend",))
-    trainer_host: Literal["thread", "process", "ray"] | None = option(
-        None, "Run the trainer in a thread, spawned processes or Ray actors; default: a thread for one rank."
+    trainer_host: Literal["thread", "process"] | None = option(
+        None, "Run the trainer of --placement local in a thread or in processes; default: a thread for one rank."
     )
     trainer_timeout: float = option(3600.0, "Seconds that one call of the trainer may take: a pass, a step, a save.")
-    placement: str = option("local", "How hardware is shared between rollout and training.")
-    weight_sync: str = option("in-process", "How weights reach the engine.")
+    placement: str = option("local", "Where ranks and servers run: processes of this machine (local), or Ray (ray).")
+    colocate: bool = option(False, "Trainer and engine share their GPUs and take turns; needs --max-lag 0.")
+    offload_train: bool | None = option(None, "Park the trainer in host memory while engines sample; as --colocate.")
+    offload_rollout: bool | None = option(None, "Engines give their memory back during training; as --colocate.")
+    weight_sync: str | None = option(
+        None, "How weights reach the engine: in-process, shared-memory, ipc, broadcast, disk, disk-delta; default: "
+        "what engine and placement allow."
+    )
+    update_weight_buffer_size: int = option(512 * 1024**2, "Most bytes of a bucket of tensors in a weight sync.")
+    update_weight_disk_dir: str | None = option(None, "Folder that trainer and engines share, for disk and disk-delta.")
+    check_weight_update_equal: bool = option(
+        False, "At the first sync: overwrite the engine's weights, send, and compare with what they were."
+    )
     weight_sync_timeout: float = option(600.0, "Seconds that one weight sync may take.")
     actor_num_nodes: int = option(1, "Nodes of the trainer.")
     actor_num_gpus_per_node: int = option(1, "Ranks of the trainer on each node; on a CPU, processes.")
+    rollout_num_gpus: int | None = option(None, "GPUs of all engines; default: one engine, or with --colocate the "
+                                          "trainer's GPUs.")
+    rollout_num_gpus_per_engine: int = option(1, "GPUs of one engine: its tensor-parallel size.")
+    num_gpus_per_node: int = option(8, "GPUs of a node, for engines that span several.")
+    max_restarts: int = option(0, "Times that a run whose trainer died starts again from its last checkpoint.")
     bf16: bool = option(True, "Train in bfloat16 with float32 master weights; --no-bf16 trains in float32.")
     use_dynamic_batch_size: bool = option(False, "Pack by --max-tokens-per-gpu instead of --micro-batch-size.")
     max_tokens_per_gpu: int | None = option(None, "Most tokens of a packed micro-batch.")
@@ -210,7 +226,30 @@ class Optimizer:
 
 @dataclass(frozen=True, kw_only=True)
 class Sglang:
-    """The SGLang engine; not in this version, so every key is refused with a sentence."""
+    """The SGLang engine and its router. Fields of the installed SGLang's ServerArgs belong here too, without a prefix
+    in a run file (`mem_fraction_static = 0.8`) and as --sglang-* on the command line; --router-* are the router's."""
+
+    server_command: list[str] = option(
+        [], "Words that start a server; default: this Python with -m sglang.launch_server."
+    )
+    server_concurrency: int = option(512, "Most requests in flight per engine.", flags=("--sglang-server-concurrency",))
+    server_start_timeout: float = option(900.0, "Seconds that a server may take until it answers.")
+    health_check_interval: float = option(
+        3.0, "Seconds between looks at each server.", flags=("--rollout-health-check-interval",)
+    )
+    health_check_timeout: float = option(
+        10.0, "Seconds without an answer after which a server counts as dead.", flags=("--rollout-health-check-timeout",)
+    )
+    max_engine_restarts: int = option(3, "Times that one engine is started anew before the run ends.")
+    router: Literal["smg", "sglang-router", "none"] | None = option(
+        None, "In front of the engines; default: none for one engine, smg for several. sglang-router loses routed experts."
+    )
+    router_ip: str | None = option(None, "Address of a router that runs already.", flags=("--sglang-router-ip",))
+    router_port: int | None = option(None, "Its port; or the port of ours.", flags=("--sglang-router-port",))
+    rollout_external: bool = option(False, "Use servers that run already.", flags=("--rollout-external",))
+    rollout_external_engine_addrs: list[str] = option(
+        [], "Their addresses, HOST:PORT.", flags=("--rollout-external-engine-addrs",)
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,6 +285,7 @@ class RunConfig:
         plugins: what was named, in order, as written.
         options: plugin name -> its options, typed.
         megatron: Megatron-core fields that somebody set.
+        server, router: fields of SGLang's ServerArgs and of the router's arguments that somebody set.
         origin: dotted key -> who set it; what is not in it is a default.
         name: the run file's stem, or "run".
     """
@@ -262,5 +302,7 @@ class RunConfig:
     plugins: tuple[str, ...] = ()
     options: dict[str, dict[str, object]] = field(default_factory=dict)
     megatron: dict[str, object] = field(default_factory=dict)
+    server: dict[str, object] = field(default_factory=dict)
+    router: dict[str, object] = field(default_factory=dict)
     origin: dict[str, object] = field(default_factory=dict)
     name: str = "run"

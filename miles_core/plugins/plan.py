@@ -132,8 +132,9 @@ def _text(plan: Plan) -> list[str]:
 
 
 def _ranks(config: RunConfig, layout: Layout) -> str:
+    host = "ray" if config.perf.placement == "ray" else config.perf.trainer_host
     one, several = {"thread": ("a thread", "threads"), "process": ("a process", "processes"),
-                    "ray": ("a Ray actor", "Ray actors")}[config.perf.trainer_host]
+                    "ray": ("a Ray actor", "Ray actors")}[host]
     return f"1 trainer rank in {one}" if layout.world == 1 else f"{layout.world} trainer ranks in {several}"
 
 

@@ -44,7 +44,7 @@ def choices(config: RunConfig) -> list[tuple[str, str, str]]:
             ("policy_loss", *_policy_loss(algorithm, estimator)),
             ("reduction", reduction, "algorithm.reduction"),
             ("clip_gradients", config.optimizer.clip_gradients, "optimizer.clip_gradients"),
-            ("weight_sync", perf.weight_sync, "perf.weight_sync"),
+            ("weight_sync", perf.weight_sync or "in-process", "perf.weight_sync"),
             *((("model_spec", config.model.model_name, "model.model_name"),) if config.model.model_name else ()),
         ]
     return picked

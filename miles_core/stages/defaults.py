@@ -96,15 +96,8 @@ class Core:
         return InProcess(config.rollout.pause_generation_mode)
 
     @hookimpl("placement", name="local")
-    def apart(self, config):
-        """Trainer and engine hold their own."""
-        from miles_core.stages.sync import Local
+    def this_machine(self, config):
+        """Processes of this machine."""
+        from miles_core.stages.placement import Local
 
-        return Local()
-
-    @hookimpl("placement", name="shared")
-    def together(self, config):
-        """Trainer and engine take turns."""
-        from miles_core.stages.sync import Shared
-
-        return Shared()
+        return Local(config)

@@ -7,7 +7,7 @@ many engine calls as it likes; `single_turn` is the default.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -79,6 +79,7 @@ class Response:
         versions: [N] int32, weight version that each token was drawn from.
         finish_reason: "stop", "length" or "abort" (what was generated until then is returned).
         extra: what `want` asked for, e.g. "routed_experts": [P+N-1, layers, topk] int32.
+        figures: numbers about the call by metric name, e.g. "spec_accept_rate"; the rollout reports their means.
     """
 
     output_ids: np.ndarray
@@ -87,6 +88,7 @@ class Response:
     finish_reason: str
     text: str = ""
     extra: dict[str, np.ndarray] = field(default_factory=dict)
+    figures: dict[str, float] = field(default_factory=dict)
 
 
 class Engine(Protocol):
@@ -119,6 +121,15 @@ class Engine(Protocol):
         Raises:
             EngineError: unknown, missing or misshapen tensors, or a version that is not newer.
         """
+
+    async def release(self, tags: Sequence[str]) -> None:
+        """Give the device memory of these ("weights", "kv_cache", "cuda_graph") to others; no request may be in flight.
+
+        Released weights come back empty: an update has to follow. Engines without device memory do nothing.
+        """
+
+    async def occupy(self, tags: Sequence[str]) -> None:
+        """Take released memory again."""
 
     async def stop(self) -> None:
         """End everything; requests in flight return as aborted."""
@@ -208,6 +219,7 @@ def to_sample(prompt: Prompt, index: int, request: Request, response: Response) 
         response_length=len(response.output_ids),
         text=response.text,
         status=status,
+        metadata={"figures": response.figures} if response.figures else {},
         columns={
             "tokens": np.concatenate([np.asarray(ids, np.int32) for ids in (request.input_ids, response.output_ids)]),
             "loss_mask": np.ones(len(response.output_ids), np.uint8),

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import torch
 
     from miles_core.stages.loss import PolicyLoss
+    from miles_core.stages.sync import Sender
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +110,18 @@ class Trainer(Protocol):
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The complete policy as Hugging Face names and tensors, streamed."""
+
+    def connect(self, sender: Sender | None) -> None:
+        """Open a sender on every rank in place of the one before, which is closed."""
+
+    def send(self, version: int) -> dict[str, float] | None:
+        """`weights` through the sender; the first rank's figures."""
+
+    def offload(self, tags: Sequence[str]) -> None:
+        """Move what the tags name ("weights", "gradients", "optimizer") off the device; what is off stays off."""
+
+    def onload(self, tags: Sequence[str]) -> None:
+        """The inverse of `offload`; gradients come back as zeros."""
 
     def save(self, folder: Path, rollout_id: int, state: dict) -> None:
         """Write a checkpoint that `load` resumes after this rollout; published only when complete."""

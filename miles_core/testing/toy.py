@@ -13,7 +13,7 @@ from miles_core.evaluation import Evaluation
 from miles_core.run import Run
 from miles_core.stages.buffer import Buffer
 from miles_core.stages.reward import Scoring
-from miles_core.stages.sync import Local, Placement
+from miles_core.stages.placement import Local, Placement
 from miles_core.types import Batch, Drop, Group, Prompt, Sample, Status
 
 
@@ -133,7 +133,7 @@ def toy_run(*, rollouts: int, batch_size: int, max_lag: int, duration: Callable[
         chain=lambda group: Drop("chosen") if dropped(group.prompt.uid) else group, shape=None,
         buffer=buffer(batch_size, max_lag, batches=rollouts, credit=credit, give_back=prompts.give_back,
                       most_drops=most_drops),
-        engine=None, trainer=ToyTrainer(train), weight_sync=ToySync(), placement=placement or Local(),
+        engine=None, trainer=ToyTrainer(train), weight_sync=ToySync(), placement=placement or Local(config),
         evaluation=Evaluation([], None, None), journal=ToyJournal(), clock=lambda: asyncio.get_running_loop().time(),
     )  # fmt: skip
     return run

@@ -9,7 +9,7 @@ import pytest
 from miles_core.errors import StarvedError, WaitError
 from miles_core.loop import train
 from miles_core.stages.buffer import Buffer, Taken
-from miles_core.stages.sync import Shared
+from miles_core.stages.placement import Turns
 from miles_core.testing.clock import run_virtual
 from miles_core.testing.toy import toy_run
 from miles_core.types import Drop
@@ -111,13 +111,16 @@ def test_sampling_goes_on_while_training_only_above_max_lag_0():
 
 
 def test_shared_hardware_is_never_used_for_two_purposes_at_once():
-    class Watched(Shared):
+    class Watched(Turns):
         def __init__(self):
             super().__init__()
             self.held = Counter()
 
+        def attach(self, trainer, engine):
+            """Nobody hands over."""
+
         def lease(self, purpose):
-            outer, inner = self, super().lease(purpose)
+            outer, inner = self, self(purpose)
 
             class Lease:
                 async def __aenter__(self):

@@ -185,6 +185,11 @@ class LocalEngine:
         staged = await asyncio.to_thread(self._decoder.stage, weights)
         await self._ask(lambda: self._swap(staged, version))
 
+    async def release(self, tags: Iterable[str]) -> None:
+        """It holds no device memory."""
+
+    occupy = release
+
     async def stop(self) -> None:
         """End the thread; requests in flight return as aborted. The engine can be started again.
 

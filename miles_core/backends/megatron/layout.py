@@ -145,10 +145,10 @@ def _host(layout: Layout, config: RunConfig) -> None:
         raise ConfigError('trainer_host = "thread" is the driver\'s process, which holds one rank',
                           got=f"{layout.world} ranks", who=who(config, "perf.trainer_host", *RANKS),
                           fix='trainer_host = "process", or actor_num_nodes = actor_num_gpus_per_node = 1')
-    if config.perf.trainer_host != "ray" and config.perf.actor_num_nodes > 1:
+    if config.perf.placement != "ray" and config.perf.actor_num_nodes > 1:
         raise ConfigError("spawned processes are all on the driver's machine; ranks on several nodes are Ray actors",
                           got=f"actor_num_nodes = {config.perf.actor_num_nodes}",
-                          who=who(config, "perf.actor_num_nodes", "perf.trainer_host"), fix='trainer_host = "ray"')
+                          who=who(config, "perf.actor_num_nodes", "perf.placement"), fix='placement = "ray"')
 
 
 def _combinations(layout: Layout, config: RunConfig) -> None:

@@ -29,6 +29,7 @@ from miles_core.stages import advantage
 from miles_core.stages.loss import PolicyLoss
 from miles_core.stages.on_policy import check_equal
 from miles_core.stages.step import Resume, ScoredRows
+from miles_core.stages.sync import Sender
 from miles_core.types import Batch, Rank, Sample
 
 cpu.install()
@@ -57,6 +58,7 @@ class MegatronTrainer:
             logger.warning("skip_zero_advantages has no effect: the objective has terms on tokens without advantage")
         self.batch: Batch | None = None
         self.profiler = Profiler(config, rank.index)
+        self.sender: Sender | None = None
 
     def load(self) -> Resume:
         if self.config.perf.threads:
@@ -112,6 +114,17 @@ class MegatronTrainer:
         for _ in stream:
             pass
         return None
+
+    def connect(self, sender: Sender | None) -> None:
+        if self.sender is not None:
+            self.sender.close()
+        self.sender = sender
+        if sender is not None:
+            sender.open(self.rank)
+
+    def send(self, version: int) -> dict[str, float] | None:
+        figures = self.sender.send(self.models.stream(), version)
+        return figures if self.rank.index == 0 else None
 
     def save(self, folder: Path, rollout_id: int, state: dict) -> None:
         self.models.save(folder, rollout_id, state)

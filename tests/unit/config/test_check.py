@@ -38,7 +38,7 @@ def test_the_message_names_all_knobs_and_who_set_them(plan):
 REFUSED = {
     "below rollout_batch_size": ["--over-sampling-batch-size", 4],
     "max_lag should not be negative": ["--max-lag", -1],
-    "needs max_lag = 0": ["--placement", "shared", "--max-lag", 1],
+    "needs max_lag = 0": ["--colocate", "--max-lag", 1],
     "top_p lies in": ["--rollout-top-p", 0],
     "3 weights": ["--rm-weights", 1, 2, 3],
     "named twice": ["--rm-type", "math", "math"],
