@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import functools
 import json
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -62,11 +65,25 @@ def parts(plan: Plan) -> Parts:
 
 async def build(plan: Plan, parts: Parts, journal: Journal) -> Run:
     """Everything the loop calls; the trainer has loaded its checkpoint when this returns."""
+    config = parts.config
+    placement: Placement = parts.driver.placement[config.perf.placement](config)
+    trainer = Untrained()
+    try:
+        await placement.open()
+        if not config.debug.debug_rollout_only:
+            trainer = _host(plan.selected, parts, placement)
+        trainer.timeout = config.perf.trainer_timeout
+        return await _assembled(parts, journal, placement, trainer)
+    except BaseException:
+        for part in (trainer, placement):
+            with contextlib.suppress(Exception):
+                await asyncio.wait_for(part.close(), 10)
+        raise
+
+
+async def _assembled(parts: Parts, journal: Journal, placement: Placement, trainer: Handle) -> Run:
     config, tokenizer = parts.config, parts.tokenizer
     only_rollout, only_train = config.debug.debug_rollout_only, config.debug.debug_train_only
-    placement = parts.driver.placement[config.perf.placement](config)
-    trainer = Untrained() if only_rollout else _host(plan.selected, parts, placement)
-    trainer.timeout = config.perf.trainer_timeout
     resume = await trainer.load()
     journal.console.loaded(resume.source)
     prompts = None if only_train else parts.rollout.prompt_source[config.rollout.prompt_source](config, tokenizer)
@@ -94,7 +111,7 @@ async def build(plan: Plan, parts: Parts, journal: Journal) -> Run:
     scorers = {name: parts.rollout.reward[name] for name in rollout.rm_type}
     scoring = Scoring(scorers, dict(zip(rollout.rm_type, rollout.rm_weights, strict=True)), combine, rollout.rm_timeout)
     sync = Unsynced() if only_rollout or only_train else parts.driver.weight_sync[config.perf.weight_sync](config)
-    return Run(
+    run = Run(
         config=config, first=first, last=last, steps=0 if only_rollout else rollout.num_steps_per_rollout,
         prompts=prompts, generate=_generator(parts, engine, sampling(config), "train", rollout.n_samples_per_prompt),
         scoring=scoring, chain=parts.rollout.filter_group, shape=parts.rollout.shape_rewards, buffer=buffer,
@@ -104,6 +121,9 @@ async def build(plan: Plan, parts: Parts, journal: Journal) -> Run:
                               config.eval.skip_eval_before_train),
         journal=journal, state=lambda: _states(parts),
     )  # fmt: skip
+    if hasattr(engine, "recover"):
+        engine.recover = run.recover
+    return run
 
 
 def trainer_part(selected: Sequence[Selected], config: RunConfig, rank: Rank, hooks: Hooks | None = None) -> Any:
@@ -114,15 +134,17 @@ def trainer_part(selected: Sequence[Selected], config: RunConfig, rank: Rank, ho
 
 
 def _host(selected: Sequence[Selected], parts: Parts, placement: Placement) -> Handle:
-    """The trainer's ranks where --trainer-host puts them."""
+    """The trainer's ranks where --placement and --trainer-host put them."""
     perf, config = parts.config.perf, parts.config
-    ranks = perf.actor_num_nodes * perf.actor_num_gpus_per_node
-    if perf.trainer_host == "thread":
+    if perf.placement == "local" and perf.trainer_host == "thread":
+        os.environ.update(placement.environment)
         hooks = bind.bind(selected, config, "trainer")
         bind.check_roles_apart([parts.driver, parts.rollout, hooks])
         return ThreadHost("trainer", trainer_part, selected, config, Rank(), hooks)
     bind.check_roles_apart([parts.driver, parts.rollout])
-    config = with_values(config, "CPUs / ranks", perf__threads=perf.threads or max(1, cpus() // ranks))
+    if perf.placement == "local":
+        threads = perf.threads or max(1, cpus() // (perf.actor_num_nodes * perf.actor_num_gpus_per_node))
+        config = with_values(config, "CPUs / ranks", perf__threads=threads)
     return placement.trainer(trainer_part, selected, config)
 
 
@@ -217,6 +239,7 @@ def with_context(config: RunConfig) -> RunConfig:
     most = constants.get("max_position_embeddings")
     if most is None:
         raise CheckpointError("config.json has no max_position_embeddings", who=who, fix=fix)
+    most = max(most, config.server.get("context_length") or 0)  # an override, which the servers are told too
     given = config.rollout.rollout_max_context_len
     if given is not None and given > most:
         raise ConfigError("rollout_max_context_len is beyond what the model was made for", got=given, who=who,

@@ -19,10 +19,12 @@ Exit codes are those of errors before the first rollout; once it has begun, ever
     ├── SyncError                  exit code 1: weights did not reach an engine whole; it does not serve them
     ├── RolloutError               exit code 1
     │   ├── EngineError                the engine failed, or answered with what cannot be trained on
+    │   │   └── EngineDiedError            a server that ended more often than it may be started anew
     │   ├── RewardError                a scorer raised, hung, or gave no finite number
     │   └── StarvedError               filters leave too few groups to fill a batch
     ├── TrainError                 exit code 1
     │   ├── NonFiniteError             a loss or gradient that must not reach the optimizer
+    │   ├── OutOfMemoryError           the trainer's device has too little memory; says in which phase
     │   └── DiedError                  a process of the trainer ended on its own
     └── WaitError                  exit code 1: a bounded wait expired; names the culprit
 """
@@ -127,6 +129,10 @@ class EngineError(RolloutError):
     pass
 
 
+class EngineDiedError(EngineError):
+    pass
+
+
 class RewardError(RolloutError):
     pass
 
@@ -136,6 +142,10 @@ class StarvedError(RolloutError):
 
 
 class TrainError(MilesError):
+    pass
+
+
+class OutOfMemoryError(TrainError):
     pass
 
 

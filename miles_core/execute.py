@@ -9,12 +9,20 @@ import signal
 import sys
 import tempfile
 import traceback
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-from miles_core.errors import CheckpointError, MilesError
+from miles_core.config.environment import relevant
+from miles_core.config.load import with_values
+from miles_core.errors import CheckpointError, DiedError, EngineDiedError, MilesError
 from miles_core.plugins.plan import Plan
 from miles_core.record.console import Console
 from miles_core.record.directory import RunDirectory, publish
 from miles_core.record.journal import Journal, Views
+from miles_core.stages.step import TRACKER
+
+if TYPE_CHECKING:
+    from miles_core.run import Run
 
 
 def execute(plan: Plan, *, live: bool | None = None) -> int:
@@ -25,28 +33,83 @@ def execute(plan: Plan, *, live: bool | None = None) -> int:
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # torch's threads must not spin beside the engine's
     with RunDirectory(plan.config.checkpoint.run_dir).acquire() as directory, directory.open_log("run.log") as log:
-        console = Views(Console(live), Console(False, log))
         publish(directory.plan_text, plan.to_text())
         publish(directory.plan_json, _json(plan))
-        try:
-            return asyncio.run(_run(plan, directory, console))
-        except KeyboardInterrupt:
-            console.stop("interrupted")
-            print(f"Interrupted. {_how_to_go_on(plan)}", file=sys.stderr)
-            return 130
-        except MilesError as error:
-            console.stop("failed")
-            if error.exit_code == 1 and not isinstance(error.__cause__, OSError | None):
-                for note in _blame(error.__cause__):
-                    error.add_note(note)
-                error.add_note(_traceback(directory))
-            raise
-        except (Exception, SystemExit) as error:
-            console.stop("failed")
-            text = next((line for line in str(error).splitlines() if line.strip()), "no message")
-            raise MilesError(f"{type(error).__name__}: {text}",
-                             who=" ".join(_blame(error)).removeprefix("in ") or "miles",
-                             fix=f"mend it; {_traceback(directory)}") from error
+        attempt = Attempt.first(plan)
+        while True:
+            console = Views(Console(live), Console(False, log, details=True))
+            try:
+                return asyncio.run(_run(attempt, directory, console))
+            except KeyboardInterrupt:
+                console.stop("interrupted")
+                print(f"Interrupted. {_how_to_go_on(plan)}", file=sys.stderr)
+                return 130
+            except MilesError as error:
+                if attempt.survives(error):
+                    attempt = attempt.next()
+                    continue
+                console.stop("failed")
+                if error.exit_code == 1 and not isinstance(error.__cause__, OSError | None):
+                    for note in _blame(error.__cause__):
+                        error.add_note(note)
+                    error.add_note(_traceback(directory))
+                raise
+            except (Exception, SystemExit) as error:
+                console.stop("failed")
+                text = next((line for line in str(error).splitlines() if line.strip()), "no message")
+                raise MilesError(f"{type(error).__name__}: {text}",
+                                 who=" ".join(_blame(error)).removeprefix("in ") or "miles",
+                                 fix=f"mend it; {_traceback(directory)}") from error
+
+
+@dataclass
+class Attempt:
+    """One start of a run, of which --max-restarts allows several.
+
+    Args:
+        digest: of the plan as it was given, whatever a restart loads.
+        restarts: how many starts there were before.
+        published: what the tracker of --save was at the first start.
+        begun: whether this start, or one before, came to its first rollout.
+    """
+
+    plan: Plan
+    digest: str
+    published: object
+    restarts: int = 0
+    begun: bool = False
+
+    @classmethod
+    def first(cls, plan: Plan) -> Attempt:
+        return cls(plan, plan.digest, _published(plan.config.checkpoint.save))
+
+    def survives(self, error: BaseException) -> bool:
+        """Whether the run goes on after it: a process is gone, and a new one may fare better."""
+        died = isinstance(error, DiedError | EngineDiedError)
+        return died and self.begun and self.restarts < self.plan.config.perf.max_restarts
+
+    def resumes(self) -> str | None:
+        """Where the next start goes on; None for where the first began."""
+        given, tracker = self.plan.config.checkpoint, _published(self.plan.config.checkpoint.save)
+        own = tracker is not None and (given.load == given.save or tracker != self.published)
+        return given.save if own else None
+
+    def next(self) -> Attempt:
+        """The start after this one."""
+        plan = self.plan
+        if (folder := self.resumes()) is not None:
+            plan = replace(plan, config=with_values(plan.config, "restart", checkpoint__load=folder,
+                                                    rollout__start_rollout_id=None))
+        return replace(self, plan=plan, restarts=self.restarts + 1)
+
+
+def _published(save: str | None) -> object:
+    """Tells one checkpoint published into a folder from the next; None where none was."""
+    try:
+        found = os.stat(os.path.join(save or "", TRACKER))
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_ino
 
 
 def _how_to_go_on(plan: Plan) -> str:
@@ -70,27 +133,21 @@ def _traceback(directory: RunDirectory) -> str:
         return f"the traceback could not be kept: {error.what}"
 
 
-async def _run(plan: Plan, directory: RunDirectory, console: Views) -> int:
+async def _run(attempt: Attempt, directory: RunDirectory, console: Views) -> int:
     from miles_core.build import build, parts
     from miles_core.loop import train
 
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, _interrupt)
+    plan = attempt.plan
     found = parts(plan)
     journal = Journal(directory, console, trackers=found.driver.metrics, decode_piece=found.decode_piece,
                       print_every=plan.config.debug.debug_rollout_print_every)
-    run, status, error, begun = None, "failed", None, False
+    run, status, error = None, "failed", None
     try:
         _prove_writable(plan)
         run = await build(plan, found, journal)
-        journal.events.run_start(plan.digest, _versions(plan), resumed_from=run.first or None, rollouts=run.last)
-        console.start({"run": plan.config.name, "model": plan.config.checkpoint.hf_checkpoint, "plan": plan.digest,
-                       "directory": str(directory)}, run.last, run.first)
-        for note in plan.notes:
-            journal.message("info", note)
-        if run.first >= run.last:
-            journal.message("info", f"nothing left to do: {run.first} of {run.last} rollouts are done; "
-                                    "raise --num-rollout to go on")
-        begun = True
+        _tell(attempt, run, journal)
+        attempt.begun = True
         await train(run)
         status = "completed"
     except (asyncio.CancelledError, KeyboardInterrupt):
@@ -98,14 +155,19 @@ async def _run(plan: Plan, directory: RunDirectory, console: Views) -> int:
         raise
     except BaseException as caught:
         error = caught
-        if begun:
+        status = "restarting" if attempt.survives(caught) else "failed"
+        if attempt.begun:
             error.exit_code = 1  # whatever it is, it was not there to be seen before the start
         raise
     finally:
         console.stop(status)
         late = await _stop(run, found)
         try:
-            journal.events.run_end(status, error)
+            if status == "restarting":
+                journal.event("restart", count=attempt.restarts + 1, most=plan.config.perf.max_restarts,
+                              culprit=error.what, error=str(error), resumes=attempt.resumes())
+            else:
+                journal.events.run_end(status, error)
         except MilesError as full:
             late.append(full)
         if late and status == "completed":
@@ -115,6 +177,20 @@ async def _run(plan: Plan, directory: RunDirectory, console: Views) -> int:
             if str(other) != str(error):  # a full disk is one thing to say
                 error.add_note(f"while stopping: {other}")
     return 0
+
+
+def _tell(attempt: Attempt, run: Run, journal: Journal) -> None:
+    """Record and show how the run begins."""
+    plan, directory = attempt.plan, journal.directory
+    journal.events.run_start(attempt.digest, _versions(plan), resumed_from=run.first or None, rollouts=run.last)
+    journal.event("environment", role="trainer", variables={**relevant(), **run.placement.environment})
+    journal.console.start({"run": plan.config.name, "model": plan.config.checkpoint.hf_checkpoint,
+                           "plan": attempt.digest, "directory": str(directory)}, run.last, run.first)
+    for note in plan.notes:
+        journal.message("info", note)
+    if run.first >= run.last:
+        journal.message("info", f"nothing left to do: {run.first} of {run.last} rollouts are done; "
+                                "raise --num-rollout to go on")
 
 
 def _prove_writable(plan: Plan) -> None:
@@ -137,10 +213,10 @@ def _prove_writable(plan: Plan) -> None:
 
 
 async def _stop(run, found) -> list[Exception]:
-    """End the engine, the trainer and the plugins, each within seconds; returns what went wrong on the way."""
+    """End the engine, the trainer, their hosts and the plugins, each within seconds; returns what went wrong."""
     late = []
     if run is not None:
-        for part in (run.engine.stop() if run.engine else None, run.trainer.close()):
+        for part in (run.engine.stop() if run.engine else None, run.trainer.close(), run.placement.close()):
             try:
                 if part is not None:
                     await asyncio.wait_for(part, 10)

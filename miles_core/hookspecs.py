@@ -21,12 +21,13 @@ from typing import TYPE_CHECKING, Any
 import pluggy
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
     from pathlib import Path
 
     import numpy as np
     import torch
 
+    from miles_core.backends.megatron.specs import ModelSpec, WeightMap
     from miles_core.columns import Column, Packed
     from miles_core.config import RunConfig
     from miles_core.stages.gradients import Gradients
@@ -163,6 +164,24 @@ def model_spec(hf_config: Any) -> Any:
     """8: an architecture, named by its Hugging Face model_type: how Megatron-core builds it, how its weights map."""
 
 
+@hookspec("chain", role="trainer", per="run")
+def weight_map(weight_map: WeightMap, folder: Path, model: str) -> WeightMap:
+    """8: which tensors of a Hugging Face directory are which parameters, after the family has said so: rules for what
+    `build_model` adds. `model` is the trainer's name ("actor", "critic"); `miles convert` asks of the actor."""
+
+
+@hookspec("chain", role="trainer", per="run")
+def transformer_config(fields: dict[str, Any], folder: Path, model: str) -> dict[str, Any]:
+    """8: fields of Megatron's TransformerConfig that the run sets, before one is made of them: recipes. `folder` holds
+    the model's config.json."""
+
+
+@hookspec("chain", role="trainer", per="run")
+def build_model(chunk: torch.nn.Module, spec: ModelSpec, folder: Path, model: str) -> torch.nn.Module:
+    """8: this rank's part of a model (of each virtual stage), neither wrapped nor filled yet: add modules, freeze.
+    Gradients of parameters with an attribute `clip_group`, a name, are clipped by themselves and stay out of the norm."""
+
+
 @hookspec("around", role="trainer", per="rollout")
 def log_prob(proceed: Callable[[], Metrics], access: TrainerAccess) -> Metrics:
     """6: around the scoring passes, which fill log_probs and ref_log_probs; `access.forward` makes further ones.
@@ -214,6 +233,11 @@ def reduction(samples: Sequence[Sample]) -> np.ndarray:
 def clip_gradients(gradients: Gradients) -> float:
     """8: scale a model's gradients in place before its optimizer uses them; what it returns is reported as grad_norm.
     Chosen by --clip-gradients. Default "norm": Megatron's own, to a global norm of --clip-grad."""
+
+
+@hookspec("chain", role="trainer", per="sync")
+def export_weights(stream: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """9: the actor's names and tensors on their way to the engine, as a generator; every rank goes through it."""
 
 
 # -------------------------------------------------------------------------------------------------------- driver

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import logging
 import multiprocessing
 import os
 import pickle
@@ -18,7 +19,8 @@ import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from miles_core.errors import DiedError, MilesError, TrainError, WaitError
@@ -133,7 +135,8 @@ class ThreadHost(Handle):
             try:
                 loop.call_soon_threadsafe(_settle, answer, result, error)
             except RuntimeError:
-                return  # the event loop is gone: the run has ended
+                break  # the event loop is gone: the run has ended
+        let_go(hosted)
 
 
 class ProcessHost(Handle):
@@ -141,15 +144,21 @@ class ProcessHost(Handle):
 
     A process that dies ends the call that waits for it with its name and exit code. It never outlives this one: an
     orphan could publish a checkpoint beside a resumed run.
+
+    Args:
+        log: file that takes what the process prints, in place of this one's output.
+        environment: variables that it gets beside this one's.
     """
 
-    def __init__(self, name: str, factory: Callable, *args: object):
+    def __init__(self, name: str, factory: Callable, *args: object, log: Path | None = None,
+                 environment: Mapping[str, str] | None = None):
         super().__init__(name)
         context = multiprocessing.get_context("spawn")
         self._pipe, far = context.Pipe()
-        served = (far, os.getpid(), factory, args)
+        self._log = log
+        served = (far, os.getpid(), log, factory, args)
         self._process = context.Process(target=_serve_process, args=served, name=name, daemon=True)
-        with _without_interrupts():
+        with _without_interrupts(), _with_environment(environment or {}):
             self._process.start()
         far.close()
         self._turn = asyncio.Lock()
@@ -175,10 +184,10 @@ class ProcessHost(Handle):
             result, error, trace = self._pipe.recv()
         except (EOFError, OSError):
             self._process.join(5)
+            output = "its output above" if self._log is None else f"the end of {self._log}"
             raise DiedError(f"the process {self._name!r} died in {method}()",
                             got=f"exit code {self._process.exitcode}",
-                            fix="look at its output above; a negative code is a signal, "
-                                "-9 often a lack of memory") from None
+                            fix=f"look at {output}; a negative code is a signal, -9 often a lack of memory") from None
         return unpacked(self._name, result, error, trace)
 
 
@@ -229,14 +238,23 @@ class RankGroup(Handle):
         return error
 
 
-def process_group(name: str, ranks: int, factory: Callable, *args: object) -> Handle:
-    """A spawned process for each rank; `factory(*args, rank)` is made in each. They find each other by a file."""
+def process_group(name: str, ranks: int, factory: Callable, *args: object, logs: Path | None = None,
+                  environment: Mapping[str, str] | None = None) -> Handle:
+    """A spawned process for each rank; `factory(*args, rank)` is made in each. They find each other by a file.
+
+    Args:
+        logs: folder of NAME-rank-I.log, which take what the processes print.
+        environment: variables that they get beside this one's.
+    """
+    def host(called: str, rank: Rank) -> ProcessHost:
+        log = logs and logs / f"{name}-rank-{rank.index}.log"
+        return ProcessHost(called, factory, *args, rank, log=log, environment=environment)
+
     if ranks == 1:
-        return ProcessHost(name, factory, *args, Rank())
+        return host(name, Rank())
     folder = tempfile.TemporaryDirectory(prefix="miles-")
     at = f"file://{folder.name}/ranks"
-    hosts = [ProcessHost(f"{name} rank {i}", factory, *args, Rank(i, ranks, i, at)) for i in range(ranks)]
-    return RankGroup(name, hosts, folder.cleanup)
+    return RankGroup(name, [host(f"{name} rank {i}", Rank(i, ranks, i, at)) for i in range(ranks)], folder.cleanup)
 
 
 def cpus() -> int:
@@ -273,6 +291,23 @@ def answer(hosted: Any, failure: BaseException | None, method: str, args: tuple)
         return None, _portable(error), traceback.format_exc()
 
 
+def let_go(hosted: Any) -> None:
+    """Let a hosted object leave groups and connections; it ends anyway, whatever comes of that."""
+    with contextlib.suppress(Exception):
+        if hasattr(hosted, "close"):
+            hosted.close()
+
+
+def write_to(log: Path) -> None:
+    """Let a file take what this process prints from here on, and its log records from INFO up."""
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    for stream, descriptor in ((sys.stdout, 1), (sys.stderr, 2)):
+        stream.flush()
+        os.dup2(file, descriptor)
+    os.close(file)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+
 def unpacked(name: str, result: Any, error: BaseException | None, trace: str | None) -> Any:
     """The result of an `answer`, or its error with a note of where it happened."""
     if error is None:
@@ -305,8 +340,25 @@ def _without_interrupts() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def _serve_process(pipe: Any, parent: int, factory: Callable, args: tuple) -> None:
+@contextlib.contextmanager
+def _with_environment(more: Mapping[str, str]) -> Iterator[None]:
+    """A process started inside has these variables from its first instruction on: some libraries read them early."""
+    before = {name: os.environ.get(name) for name in more}
+    os.environ.update(more)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _serve_process(pipe: Any, parent: int, log: Path | None, factory: Callable, args: tuple) -> None:
     _die_with(parent)
+    if log is not None:
+        write_to(log)
     hosted = failure = None
     try:
         hosted = factory(*args)
@@ -314,6 +366,7 @@ def _serve_process(pipe: Any, parent: int, factory: Callable, args: tuple) -> No
         failure = error
     while (task := pipe.recv()) is not None:
         pipe.send(answer(hosted, failure, *task))
+    let_go(hosted)
 
 
 def _portable(error: BaseException) -> BaseException:

@@ -154,14 +154,7 @@ class Run:
         version = rollout_id + 1
         self.journal.stage("sync")
         begin = self.clock()
-        perf = self.config.perf
-
-        def late() -> WaitError:
-            return WaitError(f"the weight sync to version {version} did not finish within "
-                             f"{perf.weight_sync_timeout:g} s", who=f"weight_sync {perf.weight_sync!r}",
-                             fix="look at the engine's log, or raise --weight-sync-timeout")
-
-        async with within(perf.weight_sync_timeout, late):
+        async with within(self.config.perf.weight_sync_timeout, self._late(version)):
             figures = await self.weight_sync.sync(self.trainer, self.engine, version)
         self.version, self.steady = version, True
         self.metrics["perf/update_weights_time"] = self.clock() - begin
@@ -173,10 +166,14 @@ class Run:
 
     async def recover(self) -> None:
         """Bring a restarted engine up to date, where the trainer still holds its version; else the next sync does."""
-        if self.steady:
-            async with self.placement.lease("recover"):
+        if not self.steady:
+            return
+        async with self.placement.lease("recover"):
+            if not self.steady:  # it waited for a step to end
+                return
+            async with within(self.config.perf.weight_sync_timeout, self._late(self.version)):
                 figures = await self.weight_sync.sync(self.trainer, self.engine, self.version)
-            self.journal.event("engine_recovered", version=self.version, **figures)
+        self.journal.event("engine_recovered", version=self.version, **figures)
 
     async def evaluate(self, rollout_id: int, *, before: bool = False) -> None:
         """Stages 1 to 3 on the eval datasets with the weights that the engine has; no-op when none is due."""
@@ -193,6 +190,7 @@ class Run:
         done = batch.rollout_id + 1
         parts = ("rollout_time", "train_time", "update_weights_time")
         self.metrics["perf/step_time"] = sum(self.metrics.get(f"perf/{part}", 0.0) for part in parts)
+        self.metrics.update(self.placement.figures())
         self.journal.rollout(batch, self.metrics)
         norm, self.metrics = self.metrics.get("train/grad_norm"), {}
         if self.config.debug.debug_determinism and self.steps:
@@ -217,6 +215,12 @@ class Run:
                 await self.trainer.export(Path(checkpoint.save_hf.format(rollout_id=done)))
             await self.trainer.save(Path(checkpoint.save), done, self.resumable)
         self.journal.event("checkpoint", rollout_id=done - 1, path=checkpoint.save, seconds=self.clock() - begin)
+
+    def _late(self, version: int) -> Callable[[], WaitError]:
+        perf = self.config.perf
+        return lambda: WaitError(
+            f"the weight sync to version {version} did not finish within {perf.weight_sync_timeout:g} s",
+            who=f"weight_sync {perf.weight_sync!r}", fix="look at the engine's log, or raise --weight-sync-timeout")
 
     def _state(self) -> dict:
         """What a checkpoint has to hold beside the trainer's part.

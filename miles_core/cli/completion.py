@@ -34,7 +34,7 @@ def command(shell: str) -> None:
 
 
 def run_flags(incomplete: str) -> list[CompletionItem]:
-    """Flags of `miles run` that begin so; Megatron-core's many once there is a letter to go by."""
+    """Flags of `miles run` that begin so; the many of Megatron-core and SGLang once there is a letter to go by."""
     found = {flag: text for flag, text in _own_flags() if flag.startswith(incomplete)}
     if len(incomplete) > 2:
         from miles_core.backends.megatron.surface import surface
@@ -43,6 +43,14 @@ def run_flags(incomplete: str) -> list[CompletionItem]:
             flag = "--" + field.name.replace("_", "-")
             if flag.startswith(incomplete):
                 found.setdefault(flag, field.help or "A field of Megatron-core.")
+    if incomplete.startswith(("--sglang-", "--router-")):
+        from miles_core.config.forwarded import PREFIXES, surface_of
+
+        for table, prefix in PREFIXES.items():
+            for field in surface_of(table).fields.values():
+                flag = f"--{prefix}-{field.flag[2:]}"
+                if flag.startswith(incomplete):
+                    found.setdefault(flag, field.help or f"An argument of {surface_of(table)}.")
     if "--plugin".startswith(incomplete):
         found["--plugin"] = "Enable a plugin, by name or file; may be repeated."
     return [CompletionItem(flag, help=text) for flag, text in found.items()]

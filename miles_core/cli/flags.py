@@ -22,6 +22,7 @@ table, and the flag `--PLUGIN.OPTION`.
 
 - [Tables of the core](#model)
 - [Plugins](#plugins)
+- [SGLang's arguments](#sglangs-arguments-in-sglang), [its router's](#smgs-arguments-in-sglang)
 - [Megatron-LM's flags](#megatron-lms-flags)
 - [Flags of today's Miles and slime](#flags-of-todays-miles-and-slime)
 """
@@ -29,6 +30,12 @@ table, and the flag `--PLUGIN.OPTION`.
 FIELDS = """\
 Fields of Megatron-core {version} that this table takes as well, read from its source; their flags are spelled alike
 (`--{example}`).
+"""
+
+SERVED = """\
+Arguments of {title} {version} that this table takes as well; the flag is `--{prefix}-` and the name{key}.
+They are checked against the installed version, or against this list where none is installed; what Miles sets itself is not
+in it.
 """
 
 MEGATRON_LM = """\
@@ -44,7 +51,7 @@ take over from Megatron-LM are in the list above.
 
 @click.command("flags")
 def command() -> None:
-    """Print every flag as Markdown: tables, plugins, Megatron-core's fields, and what becomes of older flags.
+    """Print every flag as Markdown: tables, plugins, fields of Megatron-core and SGLang, and what becomes of older flags.
 
     \b
       miles flags | less
@@ -111,7 +118,24 @@ def _tables() -> list[str]:
             example = fields[0].name.replace("_", "-")
             lines += [f"### Megatron-core's fields in [{table}]", "", FIELDS.format(version=version(), example=example)]
             lines += [*_rows("key", "type", "default", "meaning"), *(_field(field) for field in fields), ""]
+        if table == "sglang":
+            lines += [*_served("server", "sglang"), *_served("router", "smg")]
     return lines
+
+
+def _served(table: str, package: str) -> list[str]:
+    """The arguments of SGLang or its router: of the list that Miles carries, so that the page does not depend on what is
+    installed."""
+    from miles_core.backends.sglang.surface import TITLES, bundled
+    from miles_core.config.forwarded import OWNED, PREFIXES
+
+    known, title = bundled(package), TITLES[package]
+    key = ", the key `router_` and the name" if table == "router" else ""
+    lines = [f"### {title}'s arguments in [sglang]", "",
+             SERVED.format(title=title, version=known.version, prefix=PREFIXES[table], key=key)]
+    rows = [f"| `{field.name}` | {_kind(field.type, field.option(table).choices)} | {_value(field.default)} |"
+            for field in known.fields.values() if field.name not in OWNED[table]]
+    return [*lines, *_rows("name", "type", "default"), *rows, ""]
 
 
 def _plugins() -> list[str]:
@@ -154,6 +178,8 @@ def _meaning(entry: Mapping[str, object], families: Mapping[str, str]) -> str:
             return families[said[1:]] if said.startswith("@") else said
     if "plugin" in entry:
         return f"belongs to plugin `{entry['plugin']}`" + (f": `{entry['key']}`" if "key" in entry else "")
+    if "set" in entry:
+        return "sets " + ", ".join(f"`{key} = {json.dumps(value)}`" for key, value in entry["set"].items())
     value = f" = {json.dumps(entry['value'])}" if "value" in entry else ""
     return f"sets `{entry['key']}{value}`"
 

@@ -7,9 +7,11 @@ from collections.abc import Callable
 from miles_core.backends.megatron.layout import check_layout, layout_of
 from miles_core.config.algorithm import check_algorithm, needs_reference
 from miles_core.config.architecture import architecture_of
-from miles_core.config.hardware import hardware
+from miles_core.config.hardware import hardware, weight_sync
 from miles_core.config.load import who, with_values
+from miles_core.config.memory import check_memory
 from miles_core.config.on_policy import check_on_policy
+from miles_core.config.serving import serving
 from miles_core.config.tables import RunConfig
 from miles_core.errors import BatchError, ConfigError
 
@@ -23,8 +25,8 @@ def check(config: RunConfig) -> tuple[RunConfig, list[str]]:
     """
     notes: list[str] = []
     config = _in_run_dir(config)
-    for step in (_debug, _profile, _required, _positive, _batch, _rollout, _rewards, _evaluation, _algorithm, _layout, hardware,
-                 _checkpoints):
+    for step in (_debug, _profile, _required, _positive, hardware, _batch, _rollout, _rewards, _evaluation, serving,
+                 _algorithm, _layout, check_memory, weight_sync, _checkpoints):
         config = step(config, notes.append)
     return config, notes
 
@@ -105,12 +107,14 @@ AT_LEAST_ONE = (
     "rollout.engine_max_batch", "rollout.max_over_sampling_waves", "eval.eval_interval",
     "eval.n_samples_per_eval_prompt", "eval.eval_max_response_len", "eval.eval_max_prompt_len",
     "perf.actor_num_nodes", "perf.actor_num_gpus_per_node", "perf.micro_batch_size", "perf.max_tokens_per_gpu",
-    "perf.log_probs_max_tokens_per_gpu",
+    "perf.log_probs_max_tokens_per_gpu", "perf.rollout_num_gpus", "perf.rollout_num_gpus_per_engine",
+    "perf.num_gpus_per_node", "perf.update_weight_buffer_size", "sglang.server_concurrency",
     "perf.log_probs_chunk_size", "perf.threads", "checkpoint.save_interval",
     "debug.debug_rollout_print_every", "debug.debug_exit_after_rollout",
 )  # fmt: skip
-ABOVE_ZERO = ("rollout.rollout_timeout", "rollout.rm_timeout", "perf.trainer_timeout",
-              "perf.weight_sync_timeout", "algorithm.reduction_constant")
+ABOVE_ZERO = ("perf.gpu_memory_gib", "rollout.rollout_timeout", "rollout.rm_timeout", "perf.trainer_timeout",
+              "perf.weight_sync_timeout", "algorithm.reduction_constant", "sglang.server_start_timeout",
+              "sglang.health_check_interval", "sglang.health_check_timeout")
 
 
 def _positive(config: RunConfig, note: Note) -> RunConfig:
@@ -234,9 +238,27 @@ def _layout(config: RunConfig, note: Note) -> RunConfig:
     layout = layout_of(config)
     for text in check_layout(layout, architecture_of(config), config):
         note(text)
+    if config.perf.placement != "local" and config.perf.trainer_host is not None:
+        raise ConfigError(f"--placement {config.perf.placement} decides itself what ranks are",
+                          got=f"trainer_host = {config.perf.trainer_host}", who=who(config, "perf.trainer_host"),
+                          fix="leave --trainer-host out")
     if config.perf.trainer_host is None:
         config = with_values(config, "number of ranks", perf__trainer_host="process" if layout.world > 1 else "thread")
     return config
+
+
+def _restarts(config: RunConfig, note: Note) -> None:
+    checkpoint, origin = config.checkpoint, who(config, "perf.max_restarts")
+    if config.perf.max_restarts < 0:
+        raise ConfigError("max_restarts should not be negative", got=config.perf.max_restarts, who=origin, fix="0 is off")
+    if config.perf.max_restarts and checkpoint.save is None:
+        raise ConfigError("--max-restarts goes on from checkpoints, and this run writes none", who=origin,
+                          fix="add --save FOLDER and --save-interval N")
+    if config.perf.max_restarts and checkpoint.no_save_optim:
+        raise ConfigError("a restart from checkpoints without the optimizer would not be exact",
+                          who=who(config, "perf.max_restarts", "checkpoint.no_save_optim"), fix="drop --no-save-optim")
+    if config.perf.max_restarts and checkpoint.save_interval is None:
+        note("without --save-interval the only checkpoint is the last: a restart begins from the start of the run")
 
 
 def _checkpoints(config: RunConfig, note: Note) -> RunConfig:
@@ -244,6 +266,7 @@ def _checkpoints(config: RunConfig, note: Note) -> RunConfig:
     for key in ("save_interval", "save_hf"):
         if getattr(checkpoint, key) is not None and checkpoint.save is None:
             raise ConfigError(f"{key} needs --save", who=who(config, f"checkpoint.{key}"), fix="add --save FOLDER")
+    _restarts(config, note)
     for key, value in (("checkpoint.save_hf", checkpoint.save_hf),
                        ("debug.save_debug_rollout_data", config.debug.save_debug_rollout_data),
                        ("debug.load_debug_rollout_data", config.debug.load_debug_rollout_data)):

@@ -1,8 +1,8 @@
 """Flags: a command line becomes assignments of values to keys.
 
 Every key is a flag; options may declare further spellings, and a spelling has one owner. What the core and the enabled
-plugins do not own is looked up in Megatron-core's surface and in the lists of Megatron-LM's and today's Miles's flags,
-which accept it, say that it is derived, or say what to write instead.
+plugins do not own is looked up in the lists of today's Miles's and of Megatron-LM's flags, which accept it, say that it is
+derived, or say what to write instead, and in the surfaces of Megatron-core, SGLang and its router.
 """
 
 from __future__ import annotations
@@ -16,6 +16,10 @@ from pathlib import Path
 
 from miles_core.config.options import Option, Origin
 from miles_core.errors import ConfigError, OwnerError, UnknownKeyError
+
+
+FORWARDED = ("sglang-", "router-")
+"""What flags begin with that are handed on to SGLang's server and to its router."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,13 +109,18 @@ def assign(given: Sequence[Given], spellings: Spellings,
     for one in given:
         if one.flag in spellings:
             option, off = spellings[one.flag]
-            made.append(Assignment(option.key, _value(one, option, off), Origin("flag", one.flag)))
+            made.append(Assignment(option.key, value_of(one, option, off), Origin("flag", one.flag)))
         else:
             made += _foreign(one, spellings, plugins, notes)
     return made, notes
 
 
-def _value(one: Given, option: Option, off: bool) -> object:
+def value_of(one: Given, option: Option, off: bool) -> object:
+    """The words after a flag as the value of its option, not yet typed.
+
+    Raises:
+        ConfigError: too many or too few.
+    """
     if option.is_bool:
         if len(one.words) > 1:
             raise ConfigError(f"{one.flag} takes no value", got=" ".join(one.words), fix="write the flag alone")
@@ -141,9 +150,15 @@ def _foreign(one: Given, spellings: Spellings, plugins: Mapping[str, str], notes
 
     origin = Origin("flag", one.flag)
     miles = miles_flags().get(one.flag)
-    found = None if miles is not None else megatron.lookup(one.flag)
     if miles is not None:
         return _listed(one, miles, plugins, notes)
+    if one.flag.startswith("--eval-sglang-"):
+        raise UnknownKeyError(f"{one.flag} has no place here", fix=_miles_list()["families"]["eval-fleet"])
+    if one.flag.removeprefix("--no-").lstrip("-").startswith(FORWARDED):
+        from miles_core.config.forwarded import from_flag
+
+        return from_flag(one)
+    found = megatron.lookup(one.flag)
     if isinstance(found, megatron.Flag):
         if found.status == "refused":
             raise UnknownKeyError(f"{one.flag} has no place here", who="Megatron-LM's flag", fix=found.text)
@@ -189,8 +204,10 @@ def _listed(one: Given, entry: Mapping[str, object], plugins: Mapping[str, str],
             return []
         raise UnknownKeyError(f"{one.flag} belongs to plugin {name!r}, which is not enabled",
                               fix=plugins.get(name, f"pip install miles-{name}, and add --plugin {name}"))
-    value = entry.get("value", _words(one))
-    return [Assignment(str(entry["key"]), value, Origin("flag", one.flag))]
+    origin = Origin("flag", one.flag)
+    if "set" in entry:
+        return [Assignment(key, value, origin) for key, value in entry["set"].items()]
+    return [Assignment(str(entry["key"]), entry.get("value", _words(one)), origin)]
 
 
 def _unknown(flag: str, spellings: Spellings, plugins: Mapping[str, str]) -> UnknownKeyError:

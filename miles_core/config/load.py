@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from miles_core.config import flags
+from miles_core.config import flags, forwarded
 from miles_core.config.flags import Assignment, Given, Spellings
 from miles_core.config.options import Option, Origin, convert, options_of
 from miles_core.config.tables import TABLES, RunConfig
@@ -100,7 +100,7 @@ def _build(from_file: Sequence[Assignment], given: Sequence[Given], selected: li
         **{name: kind(**_of(values, name)) for name, kind in TABLES.items()},
         plugins=tuple(text for text, _ in named),
         options={name: _of(values, name) for name in plugins},
-        megatron=_of(values, "megatron"),
+        megatron=_of(values, "megatron"), server=_of(values, "server"), router=_of(values, "router"),
         origin=origin,
         name=path.stem if path else "run",
     )
@@ -142,6 +142,8 @@ def _typed(one: Assignment, tables: Mapping[str, Mapping[str, Option]],
         return one.key, convert(tables[table][name], one.value, one.origin)
     if table in (*MEGATRON_TABLES, "megatron"):
         return _megatron(one, name, tables)
+    if table == "sglang" or table in forwarded.PREFIXES and one.origin.kind != "file":
+        return forwarded.typed(one)
     if table not in tables:
         if table in absent:
             raise UnknownKeyError(f"the table [{table}] belongs to a plugin that is not enabled", who=str(one.origin),
@@ -253,7 +255,9 @@ def with_values(config: RunConfig, origin: str, **values: object) -> RunConfig:
         table, _, key = name.partition("__")
         changed.setdefault(table, {})[key] = value
         origins.setdefault(f"{table}.{key}", Origin("derived", origin))
-    tables = {table: dataclasses.replace(getattr(config, table), **keys) for table, keys in changed.items()}
+    tables = {name: getattr(config, name) for name in changed}
+    tables = {name: {**table, **changed[name]} if isinstance(table, dict) else
+              dataclasses.replace(table, **changed[name]) for name, table in tables.items()}
     return dataclasses.replace(config, **tables, origin=origins)
 
 

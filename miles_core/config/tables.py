@@ -66,7 +66,7 @@ class Rollout:
         32, "Waves of --over-sampling-batch-size prompts for one rollout before the run ends with an error."
     )
     max_lag: int = option(0, "Rollouts that sampling may run ahead of training; 0 is synchronous and on-policy.")
-    engine: str | None = option(None, 'Which engine; default: "local".')
+    engine: str | None = option(None, "Which engine; default: sglang where a GPU and SGLang are, else local.")
     engine_dtype: Literal["float32", "bfloat16"] | None = option(None, "Engine's dtype; default: the trainer's.")
     engine_max_batch: int = option(256, "Requests that the local engine decodes at once.")
     generate: str = option("single-turn", "Which generator turns a prompt into samples.")
@@ -122,6 +122,11 @@ class Perf:
     )
     trainer_timeout: float = option(3600.0, "Seconds that one call of the trainer may take: a pass, a step, a save.")
     placement: str = option("local", "Where ranks and servers run: processes of this machine (local), or Ray (ray).")
+    placement_timeout: float = option(120.0, "Seconds that the hardware of --placement ray may take to become free.")
+    placement_labels: list[str] = option([], "KEY=VALUE labels that a Ray node must have to be used.")
+    placement_rack_label: str | None = option(None, "Label of Ray nodes that names their rack: ranks go rack by rack.")
+    placement_spares: int = option(0, "GPUs that --placement ray holds for a restart, where the cluster has them.")
+    ray_address: str | None = option(None, "Ray cluster to use; default: RAY_ADDRESS, else a Ray of this run's own.")
     colocate: bool = option(False, "Trainer and engine share their GPUs and take turns; needs --max-lag 0.")
     offload_train: bool | None = option(None, "Park the trainer in host memory while engines sample; as --colocate.")
     offload_rollout: bool | None = option(None, "Engines give their memory back during training; as --colocate.")
@@ -141,6 +146,9 @@ class Perf:
                                           "trainer's GPUs.")
     rollout_num_gpus_per_engine: int = option(1, "GPUs of one engine: its tensor-parallel size.")
     num_gpus_per_node: int = option(8, "GPUs of a node, for engines that span several.")
+    gpu_memory_gib: float | None = option(
+        None, "Memory of a GPU, for the plan's estimate; default: that of this machine's GPUs."
+    )
     max_restarts: int = option(0, "Times that a run whose trainer died starts again from its last checkpoint.")
     bf16: bool = option(True, "Train in bfloat16 with float32 master weights; --no-bf16 trains in float32.")
     use_dynamic_batch_size: bool = option(False, "Pack by --max-tokens-per-gpu instead of --micro-batch-size.")
@@ -246,10 +254,8 @@ class Sglang:
     )
     router_ip: str | None = option(None, "Address of a router that runs already.", flags=("--sglang-router-ip",))
     router_port: int | None = option(None, "Its port; or the port of ours.", flags=("--sglang-router-port",))
-    rollout_external: bool = option(False, "Use servers that run already.", flags=("--rollout-external",))
-    rollout_external_engine_addrs: list[str] = option(
-        [], "Their addresses, HOST:PORT.", flags=("--rollout-external-engine-addrs",)
-    )
+    rollout_external: bool = option(False, "Use servers that run already.")
+    rollout_external_engine_addrs: list[str] = option([], "Their addresses, HOST:PORT.")
 
 
 @dataclass(frozen=True, kw_only=True)

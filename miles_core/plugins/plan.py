@@ -14,6 +14,8 @@ from pathlib import Path
 from miles_core import hookspecs
 from miles_core.backends.megatron.layout import Layout, layout_of
 from miles_core.config import check as checks
+from miles_core.config import memory
+from miles_core.config.hardware import engines, trainer_gpus
 from miles_core.config.load import load
 from miles_core.config.options import options_of
 from miles_core.config.tables import TABLES, RunConfig
@@ -88,14 +90,16 @@ def _order(selected: Sequence[Selected]) -> dict[str, list[str]]:
 
 
 def _values(plan: Plan) -> list[tuple[str, object, str]]:
-    """(key, value, who set it) of every option, Megatron-core fields that somebody set, and plugin options."""
+    """(key, value, who set it) of every option, of plugins too, and of the fields of Megatron-core, SGLang and its router
+    that somebody set."""
     config, found = plan.config, []
     for table, kind in TABLES.items():
         for name, option in options_of(table, kind).items():
             value = getattr(getattr(config, table), name)
             found.append((option.key, value, str(config.origin.get(option.key, "default"))))
-    for name, value in config.megatron.items():
-        found.append((f"megatron.{name}", value, str(config.origin.get(f"megatron.{name}") or "run file")))
+    for table in ("megatron", "server", "router"):
+        for name, value in getattr(config, table).items():
+            found.append((f"{table}.{name}", value, str(config.origin.get(f"{table}.{name}") or "run file")))
     for one in plan.selected:
         for option in one.manifest.options.values():
             value = config.options.get(one.manifest.name, {}).get(option.name, option.default)
@@ -121,8 +125,8 @@ def _text(plan: Plan) -> list[str]:
               _micro_batches(config, layout)]
     dtype = "bfloat16" if config.perf.bf16 else "float32"
     lines += ["", "layout",
-              f"  {_ranks(config, layout)}: {layout.sizes}, {dtype}",
-              f"  engine {plan.owner('engine').name} in the driver's process, {rollout.engine_dtype or dtype}"]
+              f"  {_ranks(config, layout)}: {layout.sizes}, {dtype}", *_engines(plan, rollout.engine_dtype or dtype)]
+    lines += memory.lines(config)
     given = [(k, v, o) for k, v, o in _values(plan) if o != "default"]
     lines += ["", "options that are not defaults"]
     lines += [f"  {key} = {value!r}  ({origin})" for key, value, origin in given]
@@ -136,6 +140,24 @@ def _ranks(config: RunConfig, layout: Layout) -> str:
     one, several = {"thread": ("a thread", "threads"), "process": ("a process", "processes"),
                     "ray": ("a Ray actor", "Ray actors")}[host]
     return f"1 trainer rank in {one}" if layout.world == 1 else f"{layout.world} trainer ranks in {several}"
+
+
+def _engines(plan: Plan, dtype: str) -> list[str]:
+    """What samples, where, and how it gets the weights."""
+    config, perf, name = plan.config, plan.config.perf, plan.owner("engine").name
+    if name != "sglang":
+        where = " in the driver's process" * (name == "local")
+        return [f"  engine {name}{where}, {dtype}"]
+    each, number = perf.rollout_num_gpus_per_engine, engines(config)
+    running = " that run already" * config.sglang.rollout_external
+    router = "no router" if config.sglang.router == "none" else f"router {config.sglang.router}"
+    dtype = config.server.get("dtype", dtype)
+    lines = [f"  {number} SGLang engine{'s'[:number != 1]} of {each} GPU{'s'[:each != 1]}{running}, {dtype}; {router}"]
+    own = "" if running else f", {perf.rollout_num_gpus} for engines"
+    shared = f"trainer and engines take turns on {trainer_gpus(config)}"
+    lines.append(f"  placement {perf.placement}, GPUs: {shared if perf.colocate else f'{trainer_gpus(config)} for the trainer{own}'}")
+    size = perf.update_weight_buffer_size / 1024**2
+    return [*lines, f"  weights travel by {perf.weight_sync}, in buckets of at most {size:g} MiB"]
 
 
 def _micro_batches(config: RunConfig, layout: Layout) -> str:

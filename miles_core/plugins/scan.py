@@ -12,6 +12,9 @@ BUILT_IN = {
     "core": "miles_core.stages.defaults",
     "local": "miles_core.backends.local.plugin",
     "megatron": "miles_core.backends.megatron.plugin",
+    "ray": "miles_core.backends.ray.plugin",
+    "sglang": "miles_core.backends.sglang.plugin",
+    "sync": "miles_core.backends.sync.plugin",
 }
 """The core's own parts, through the same door; always there, imported only when a run needs them."""
 
@@ -27,6 +30,7 @@ KNOWN = {
     "math": ("reward:math", "reward:boxed_math", "reward:format"),
     "sft": ("generate:sft", "advantage:sft", "policy_loss:sft"),
     "dapo-filter": ("filter_group:dapo-filter",),
+    "mtp": ("weight_map:mtp", "build_model:mtp", "loss_terms:mtp"),
     "tensorboard": ("metrics:tensorboard",),
     "specs-llama": ("model_spec:llama", "model_spec:mistral"),
     "specs-qwen2": ("model_spec:qwen2",),
@@ -34,6 +38,11 @@ KNOWN = {
     "specs-gemma": ("model_spec:gemma2", "model_spec:gemma3_text"),
 }
 """Official plugins and what they offer, so that an error can name the one to install or to enable."""
+
+
+def offering(hook: str) -> list[str]:
+    """Official plugins that implement a hook."""
+    return [name for name, offers in KNOWN.items() if any(offer.partition(":")[0] == hook for offer in offers)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,10 +68,12 @@ class Console:
         live: True for the panel, False for plain lines; None decides: a panel on a terminal that can, outside of CI.
         stream: where plain lines go; standard output when None.
         terminal: the rich console of the panel; made from `stream` when None.
+        details: also lines that only a log should have, such as each weight sync's.
     """
 
     def __init__(self, live: bool | None = None, stream: TextIO | None = None,
-                 terminal: rich.console.Console | None = None):
+                 terminal: rich.console.Console | None = None, *, details: bool = False):
+        self._details = details
         self._stream = sys.stdout if stream is None else stream
         self._terminal = terminal
         self._wanted = _can_be_live(self._stream) if live is None else live
@@ -153,6 +155,12 @@ class Console:
     def saved(self, path: object, seconds: float | None = None) -> None:
         """A checkpoint was published."""
         self._say("info", f"Saved checkpoint to {path}" + ("" if seconds is None else f" ({seconds:.2f}s)"))
+
+    @_guarded
+    def synced(self, version: int, seconds: float, size: int) -> None:
+        """The engine has new weights of `size` bytes."""
+        if self._details:
+            self._say("info", f"weight_sync to version {version}: {size / 1e6:,.1f} MB ({seconds:.2f}s)")
 
     @_guarded
     def message(self, level: str, text: str) -> None:

@@ -10,6 +10,9 @@
     drop         reason, count, ...
     checkpoint   path, seconds
     message      level, text
+    environment  role, variables {name: value} that change how its processes compute or talk
+    engine_recovered  version, tensors, bytes: a restarted server has the weights that it should
+    restart      count, most, culprit, error, resumes: the checkpoint, null from the start
     run_end      status, error
 
 JSON knows no NaN and no infinity: such a number is null, and the line's "nonfinite" lists the names concerned.
@@ -33,7 +36,7 @@ from pathlib import Path
 from miles_core.errors import RunDirectoryError
 from miles_core.record.directory import explained
 
-LIFECYCLE = frozenset({"run_start", "run_end", "message"})
+LIFECYCLE = frozenset({"run_start", "run_end", "message", "environment", "engine_recovered", "restart"})
 """Kinds that tell of a start rather than of the weights: never superseded."""
 
 

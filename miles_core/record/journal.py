@@ -50,6 +50,12 @@ class Journal:
         self.events.append(kind, rollout_id, **fields)
         if kind == "checkpoint":
             self.console.saved(fields["path"], fields.get("seconds"))
+        elif kind == "weight_sync":
+            self.console.synced(fields["version"], fields["seconds"], fields.get("bytes", 0))
+        elif kind == "engine_recovered":
+            self.console.message("warning", f"a restarted engine has weight version {fields['version']}")
+        elif kind == "restart":
+            self.console.message("warning", told_restart(fields))
 
     def message(self, level: str, text: str) -> None:
         """A sentence for the person and for the record."""
@@ -89,6 +95,12 @@ class Journal:
     def _track(self, rollout_id: int, metrics: Mapping[str, float]) -> None:
         if self._trackers is not None:
             self._trackers(rollout_id, dict(metrics), self.directory.path)
+
+
+def told_restart(event: Mapping[str, object]) -> str:
+    """A restart in a sentence."""
+    goes_on = f"from the last checkpoint in {event['resumes']}" if event["resumes"] else "from the start of the run"
+    return f"restart {event['count']} of {event['most']} {goes_on}: {event['culprit']}"
 
 
 def _total(hashes: Mapping[str, str]) -> str:

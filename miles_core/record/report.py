@@ -17,6 +17,7 @@ from pathlib import Path
 
 from miles_core.record.directory import RunDirectory, publish
 from miles_core.record.events import STAGES, read, stage_seconds
+from miles_core.record.journal import told_restart
 from miles_core.record.samples import list_samples, read_samples
 
 TEMPLATE = Path(__file__).with_name("report.html")
@@ -89,7 +90,7 @@ def collect(run: RunDirectory, limits: Limits) -> dict[str, object]:
     left = len(history.log) - limits.messages
     if left > 0:
         notes.append(f"{left:,} older messages and checkpoints are left out.")
-        first = [entry for entry in history.log[:left] if entry["kind"] in ("run_start", "run_end")]
+        first = [entry for entry in history.log[:left] if entry["kind"] in ("run_start", "run_end", "restart")]
         history.log = first + history.log[left:]
     return {
         "run": _summary(run, history),
@@ -121,7 +122,7 @@ def _take(history: _History, event: dict) -> None:
         history.drops[str(event.get("reason"))] += event.get("count") or 1
     elif kind == "weight_sync":
         history.syncs.append(event)
-    elif kind in ("run_start", "run_end", "checkpoint", "message"):
+    elif kind in ("run_start", "run_end", "checkpoint", "message", "restart", "engine_recovered"):
         if kind == "run_start":
             history.starts.append(event)
             history.end = None
@@ -150,6 +151,10 @@ def _entry(event: dict) -> dict[str, object]:
         text = str(event.get("status")) + (f": {event['error']}" if event.get("error") else "")
     elif kind == "checkpoint":
         text = f"{event.get('path')} ({event.get('seconds') or 0:.2f} s)"
+    elif kind == "restart":
+        level, text = "warning", told_restart(event)
+    elif kind == "engine_recovered":
+        level, text = "warning", f"a restarted engine has weight version {event.get('version')}"
     else:
         level, text = str(event.get("level", "info")), str(event.get("text", ""))
     return {"time": event["time"], "kind": kind, "level": level, "text": text, "rollout": event["rollout_id"]}

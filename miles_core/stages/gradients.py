@@ -32,6 +32,8 @@ class Piece:
 class Gradients(Protocol):
     """The gradients of one model on one rank; all ranks of the model have to do the same with theirs.
 
+    Parameters to which a plugin gave a `clip_group` (hook `build_model`) are no part of it: each group comes by itself.
+
     Args:
         model: "actor", or the name of another model that trains.
         clip_grad: the model's --clip-grad.

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from miles_core.hosts import Handle, process_group
+from miles_core.config.environment import environment
+from miles_core.config.hardware import gpus, trainer_gpus
+from miles_core.errors import ConfigError
+from miles_core.hosts import Handle, ThreadHost, process_group
+from miles_core.stages.handover import HandOver
+from miles_core.types import Seat
 
 if TYPE_CHECKING:
     from miles_core.config.tables import RunConfig
@@ -19,7 +26,20 @@ checkpoint while the engine keeps its weights; "recover" is a sync of a restarte
 
 
 class Placement(Protocol):
-    """Gives hosts to what needs a process of its own, and turns at the hardware."""
+    """Gives hosts to what needs a process of its own, and turns at the hardware.
+
+    Args:
+        environment: variables that the trainer's ranks get beside what they inherit, known once it is open.
+    """
+
+    environment: Mapping[str, str]
+
+    async def open(self) -> None:
+        """Get hold of the hardware; bounded. Called once, before anything else.
+
+        Raises:
+            ConfigError: there is too little of it; says what does not fit and what is there.
+        """
 
     def trainer(self, factory: Callable, *args: object) -> Handle:
         """A host for every rank of the trainer behind one handle; `factory(*args, rank)` is made in each."""
@@ -33,12 +53,15 @@ class Placement(Protocol):
     def lease(self, purpose: Purpose) -> AbstractAsyncContextManager[None]:
         """Held while the purpose uses the hardware. Rollouts share a lease; the others hold it alone."""
 
+    def figures(self) -> dict[str, float]:
+        """Metrics of what was handed over since the last time."""
+
     async def close(self) -> None:
         """End what the placement itself started; bounded."""
 
 
 class Turns:
-    """Leases of one piece of hardware: rollouts together, the others alone.
+    """Leases of one piece of hardware: rollouts together, a recovery beside them, the others alone.
 
     A rollout that may begin does not wait for others that wait for their turn alone: the room in the buffer bounds how
     many there are. That needs max_lag 0, else the producer would hold the hardware while the consumer waits.
@@ -46,52 +69,125 @@ class Turns:
 
     def __init__(self) -> None:
         self._turn = asyncio.Condition()
-        self._rollouts, self._alone = 0, False
+        self._together, self._alone = 0, False
 
     @asynccontextmanager
     async def __call__(self, purpose: Purpose):
+        together = purpose in ("rollout", "recover")
         async with self._turn:
-            if purpose == "rollout":
+            if together:
                 await self._turn.wait_for(lambda: not self._alone)
-                self._rollouts += 1
+                self._together += 1
             else:
-                await self._turn.wait_for(lambda: not self._alone and not self._rollouts)
+                await self._turn.wait_for(lambda: not self._alone and not self._together)
                 self._alone = True
         try:
             yield
         finally:
             async with self._turn:
-                if purpose == "rollout":
-                    self._rollouts -= 1
+                if together:
+                    self._together -= 1
                 else:
                     self._alone = False
                 self._turn.notify_all()
 
 
-class Local:
-    """Processes of this machine. Each side holds hardware of its own, or with --colocate they take turns."""
+class Leases:
+    """Whose turn it is, whatever the hosts are.
+
+    With --colocate both sides take turns at the same GPUs, and their memory is handed over. Without it rollouts have
+    hardware of their own; what is left to order is the trainer's: a restarted server is not sent weights amid a step.
+    """
 
     def __init__(self, config: RunConfig):
         self.config = config
-        self._turns = Turns() if config.perf.colocate else None
-
-    def trainer(self, factory: Callable, *args: object) -> Handle:
-        perf = self.config.perf
-        return process_group("trainer", perf.actor_num_nodes * perf.actor_num_gpus_per_node, factory, *args)
-
-    def servers(self, factory: Callable, *args: object) -> list[Handle]:
-        raise NotImplementedError
+        self.environment: Mapping[str, str] = {}
+        self._turns, self._hand_over = Turns(), None
 
     def attach(self, trainer: Handle, engine: Engine | None) -> None:
-        self._trainer, self._engine = trainer, engine
+        perf = self.config.perf
+        if perf.colocate and engine is not None and not self.config.debug.debug_rollout_only:
+            self._hand_over = HandOver(trainer, engine, offload_train=perf.offload_train is not False,
+                                       offload_rollout=perf.offload_rollout is not False,
+                                       timeout=perf.weight_sync_timeout)
 
     @asynccontextmanager
     async def lease(self, purpose: Purpose):
-        if self._turns is None or purpose == "recover":
+        if purpose == "rollout" and not self.config.perf.colocate:
             yield
             return
         async with self._turns(purpose):
-            yield
+            if self._hand_over is None:
+                yield
+                return
+            async with self._hand_over.at(purpose):
+                yield
+
+    def figures(self) -> dict[str, float]:
+        return {} if self._hand_over is None else self._hand_over.figures()
+
+
+class Local(Leases):
+    """Processes of this machine. The first GPUs are the trainer's; the engines' come next, or are the same."""
+
+    async def open(self) -> None:
+        there, (count, size) = visible_gpus(), engines(self.config)
+        if there and demand(self.config) > len(there):
+            raise ConfigError(f"the run takes {demand(self.config)} GPUs and this machine has {len(there)}",
+                              got=f"trainer {trainer_gpus(self.config)}, engines {count} x {size}",
+                              who="--placement local",
+                              fix="ask for fewer, share them with --colocate, or join machines with --placement ray")
+        self.environment = environment(self.config, gpus=bool(there))
+
+    def trainer(self, factory: Callable, *args: object) -> Handle:
+        return process_group("trainer", trainer_gpus(self.config), factory, *args, logs=logs(self.config),
+                             environment=self.environment)
+
+    def servers(self, factory: Callable, *args: object) -> list[Handle]:
+        there, first = visible_gpus(), first_engine_gpu(self.config)
+        count, size = engines(self.config)
+        seats = [Seat(engine=i, gpus=there[first + i * size : first + (i + 1) * size]) for i in range(count)]
+        return [ThreadHost(f"engine {seat.engine}", factory, *args, seat) for seat in seats]
 
     async def close(self) -> None:
         """Handles end what they host."""
+
+
+def engines(config: RunConfig) -> tuple[int, int]:
+    """How many engines a placement hosts, and the GPUs of each."""
+    perf, size = config.perf, config.perf.rollout_num_gpus_per_engine
+    if config.rollout.engine in (None, "local") or config.sglang.rollout_external or config.debug.debug_train_only:
+        return 0, size
+    total = perf.rollout_num_gpus or (trainer_gpus(config) if perf.colocate else size)
+    return max(1, total // size), size
+
+
+def first_engine_gpu(config: RunConfig) -> int:
+    """Where the engines' GPUs begin, in the order trainer, engines."""
+    return 0 if config.perf.colocate or config.debug.debug_rollout_only else trainer_gpus(config)
+
+
+def demand(config: RunConfig) -> int:
+    """GPUs of trainer and engines together."""
+    count, size = engines(config)
+    trainer = 0 if config.debug.debug_rollout_only else trainer_gpus(config)
+    return max(trainer, first_engine_gpu(config) + count * size)
+
+
+def logs(config: RunConfig) -> Path:
+    """The folder that every process writes its log to."""
+    return Path(config.checkpoint.run_dir).resolve() / "logs"
+
+
+def visible_gpus() -> tuple[int, ...]:
+    """Numbers of the GPUs that this process may use, as CUDA_VISIBLE_DEVICES counts them.
+
+    Raises:
+        ConfigError: CUDA_VISIBLE_DEVICES holds names in place of numbers.
+    """
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    try:
+        return tuple(range(gpus())) if given is None else tuple(int(word) for word in given.split(",")[: gpus()])
+    except ValueError:
+        raise ConfigError("CUDA_VISIBLE_DEVICES names GPUs by something else than numbers", got=given,
+                          who="--placement local", fix="give their numbers") from None

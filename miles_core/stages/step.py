@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from miles_core.stages.sync import Sender
 
 
+TRACKER = "latest_checkpointed_iteration.txt"
+"""The file in --save that names the last checkpoint; written last, so what it names is complete."""
+
+
 @dataclass(frozen=True, slots=True)
 class Resume:
     """Where a run goes on.
@@ -128,3 +132,6 @@ class Trainer(Protocol):
 
     def export(self, folder: Path) -> None:
         """Write a Hugging Face directory."""
+
+    def close(self) -> None:
+        """Leave process groups and connections: the host calls it last, unless it was killed."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -40,14 +40,16 @@ class Ranks:
         self._end()
         self._runner.close()
 
-    def train(self, plan: Plan, batches: Sequence[Batch], *, save: Path | None = None) -> dict[str, Any]:
+    def train(self, plan: Plan, batches: Sequence[Batch], *, save: Path | None = None,
+              turns: bool = False) -> dict[str, Any]:
         """Metrics of every optimizer step, and the weights by HF name, after training on the batches in turn.
 
         Args:
             plan: its [checkpoint] says where the weights come from; its layout has `size` ranks.
             save: where to write a checkpoint after the last batch.
+            turns: whether everything is off the device between two calls, and all but the weights while these stream.
         """
-        found = self.ask("train", list(plan.selected), plan.config, list(batches), save)
+        found = self.ask("train", list(plan.selected), plan.config, list(batches), save, turns)
         count = len(batches) * plan.config.rollout.num_steps_per_rollout
         # A key of its own for each metric of each step: the last pipeline stage knows some, and dicts are merged.
         steps = [{key[1]: value for key, value in found.items() if key[0] == i} for i in range(count)]
@@ -108,17 +110,17 @@ class Trial:
             cpu.leave()
 
     def train(self, selected: Sequence[Selected], config: RunConfig, batches: Sequence[Batch],
-              save: Path | None) -> dict[Any, Any]:
+              save: Path | None, turns: bool) -> dict[Any, Any]:
         """See `Ranks.train`."""
         steps = []
-        with self._trainer(selected, config) as trainer:
+        with self._trainer(selected, config) as whole:
+            trainer = Turns(whole) if turns else whole
             for batch in copy.deepcopy(batches):
                 trainer.take_batch(batch)
                 scores = trainer.score() | trainer.advantage()
                 steps += [scores | trainer.step(index) for index in range(config.rollout.num_steps_per_rollout)]
                 batch = trainer.end_batch()
-            stream = trainer.weights()
-            weights = None if stream is None else {name: tensor.clone().numpy() for name, tensor in stream}
+            weights = self._weights(trainer)
             if save is not None:
                 trainer.save(save, len(batches), {})
         found = {(i, key): value for i, step in enumerate(steps) for key, value in step.items()}
@@ -134,10 +136,38 @@ class Trial:
             metrics = trainer.score() | trainer.advantage() | trainer.step(0)
             actor = trainer.models.actor
             actor.put([parameter.main_grad for parameter in actor.parameters()])
-            stream = trainer.weights()
-            if stream is None:
-                return metrics
-            return metrics | {"gradients": {k: v.clone().numpy() for k, v in stream}, "hashes": loaded}
+            streamed = self._weights(trainer)
+            return metrics if streamed is None else metrics | {"gradients": streamed, "hashes": loaded}
+
+    def _weights(self, trainer: Any) -> dict[str, np.ndarray] | None:
+        """The actor's in float32, which holds every bfloat16, by HF name; on the first rank."""
+        found = {name: tensor.float().to("cpu", copy=True).numpy() for name, tensor in trainer.models.stream()}
+        return found if self.rank.index == 0 else None
+
+
+class Turns:
+    """A trainer that holds its device during a call only."""
+
+    TAGS = ("weights", "gradients", "optimizer")
+
+    def __init__(self, trainer: Any):
+        self._trainer = trainer
+        trainer.offload(self.TAGS)
+
+    def __getattr__(self, method: str) -> Callable:
+        def call(*args: object) -> Any:
+            self._trainer.onload(self.TAGS)
+            found = getattr(self._trainer, method)(*args)
+            self._trainer.offload(self.TAGS)
+            self._trainer.offload(self.TAGS)  # what is off stays off
+            return found
+
+        return call
+
+    @property
+    def models(self) -> Any:
+        self._trainer.onload(["weights"])  # all that a stream of them needs
+        return self._trainer.models
 
 
 def batches(count: int, *, groups: int = 4, samples: int = 4, vocab: int = 256, seed: int = 0) -> list[Batch]:

@@ -133,7 +133,7 @@ def toy_run(*, rollouts: int, batch_size: int, max_lag: int, duration: Callable[
         chain=lambda group: Drop("chosen") if dropped(group.prompt.uid) else group, shape=None,
         buffer=buffer(batch_size, max_lag, batches=rollouts, credit=credit, give_back=prompts.give_back,
                       most_drops=most_drops),
-        engine=None, trainer=ToyTrainer(train), weight_sync=ToySync(), placement=placement or Local(config),
+        engine=None, trainer=ToyTrainer(train), weight_sync=ToySync(), placement=placement or Local(RunConfig()),
         evaluation=Evaluation([], None, None), journal=ToyJournal(), clock=lambda: asyncio.get_running_loop().time(),
     )  # fmt: skip
     return run

@@ -119,6 +119,9 @@ def test_shared_hardware_is_never_used_for_two_purposes_at_once():
         def attach(self, trainer, engine):
             """Nobody hands over."""
 
+        def figures(self):
+            return {}
+
         def lease(self, purpose):
             outer, inner = self, self(purpose)
 

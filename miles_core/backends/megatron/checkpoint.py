@@ -28,7 +28,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 from miles_core.backends.megatron import cpu, index
 from miles_core.backends.megatron.optimizer import load_state, prepare_state
 from miles_core.backends.megatron.publish import TEMPORARY, publish, write_error, write_text
+from miles_core.backends.megatron.shards import few
+from miles_core.backends.megatron.weights import known_by
 from miles_core.errors import CheckpointError
+from miles_core.stages.step import TRACKER
 
 cpu.install()
 
@@ -42,7 +45,6 @@ from megatron.core.utils import unwrap_model  # noqa: E402
 logging.getLogger("megatron.core.dist_checkpointing").addHandler(logging.NullHandler())
 
 ACTOR = "actor"
-TRACKER = "latest_checkpointed_iteration.txt"
 STATE = "miles.json"
 _PARTS = ("metadata.json", ".metadata", "common.pt", STATE)
 _ITERATION = re.compile(r"iter_(\d{7,})")
@@ -165,6 +167,9 @@ def _load_part(source: Path, held: index.Held, chunks: Sequence[torch.nn.Module]
     with _frozen_heap():
         sharded = sharded_entries(chunks, optimizer, loading=True)
     index.check(held, sharded, source)
+    if more := index.unknown(held, sharded):
+        raise CheckpointError("the checkpoint holds weights that the model does not have", got=few(more),
+                              who=str(source), fix=known_by())
     with warnings.catch_warnings():
         # torch deprecates the ShardedTensor that Megatron still reads with: nothing that the reader could mend.
         warnings.simplefilter("ignore", FutureWarning)

@@ -56,6 +56,7 @@ class Job:
         source: a Hugging Face directory, or one iteration of a torch_dist checkpoint.
         target: an empty folder that the caller makes and publishes.
         spec, weight_map: the architecture.
+        selected, config: the plugins that may add to the model, and what they are configured with.
         dtype: of what is written; None keeps each tensor's own.
         shard_bytes: most bytes of a file of weights, unless one parameter alone has more; to Hugging Face only.
         companions: the Hugging Face directory of config.json and tokenizer; to Hugging Face only.
@@ -65,6 +66,8 @@ class Job:
     target: Path
     spec: ModelSpec
     weight_map: WeightMap
+    selected: Sequence[Selected] = ()
+    config: RunConfig = RunConfig()  # noqa: RUF009 - frozen
     dtype: torch.dtype | None = None
     shard_bytes: int = weights.SHARD_BYTES
     companions: Path | None = None
@@ -110,7 +113,7 @@ class Conversion:
         _give_back_tensors()
         cpu.process_group(rank, WAIT)
         cpu.initialize()
-        self.parameters = self._placed(_parameters(job.spec, job.weight_map))
+        self.parameters = self._placed(_parameters(job))
         self.mine = list(share(self._units(), rank))
         dist.barrier()  # the first process has made the target
         self._steps = self._work()
@@ -152,11 +155,11 @@ class Conversion:
         raise NotImplementedError
 
 
-def architecture(folder: Path, plugins: Sequence[str]) -> tuple[ModelSpec, WeightMap]:
-    """What a config.json describes, by the plugin that offers its model_type.
+def architecture(folder: Path, plugins: Sequence[str]) -> tuple[ModelSpec, WeightMap, Sequence[Selected], RunConfig]:
+    """What a config.json describes, by the plugin that offers its model_type and those that add to it, for a Job.
 
     Args:
-        plugins: names or files; an official one is found without being named.
+        plugins: names or files; an official one that offers the model_type is found without being named.
 
     Raises:
         CheckpointError: config.json cannot be read.
@@ -182,8 +185,12 @@ def architecture(folder: Path, plugins: Sequence[str]) -> tuple[ModelSpec, Weigh
                          got=names or None, fix="name one of them" if owners else
                          "add the family in a plugin of about fifty lines, --plugin ./it.py: docs/model-families.md")
     config = with_values(RunConfig(), str(path), checkpoint__hf_checkpoint=str(folder))
-    family = bind.bind(owners, config, "trainer").model_spec[name](hf)
-    return family.model_spec(hf), family.weight_map(hf)
+    hooks = bind.bind(selected, config, "trainer")
+    family = hooks.model_spec[name](hf)
+    weight_map = family.weight_map(hf)
+    if hooks.weight_map is not None:
+        weight_map = hooks.weight_map(weight_map, folder, checkpoint.ACTOR)
+    return family.model_spec(hf), weight_map, tuple(selected), config
 
 
 def _builds(one: Selected, name: str) -> bool:
@@ -214,9 +221,16 @@ def full_shape(piece: ShardedTensor) -> tuple[int, ...]:
     return (1,) * piece.prepend_axis_num + tuple(piece.local_shape)
 
 
-def _parameters(spec: ModelSpec, weight_map: WeightMap) -> list[Parameter]:
+def _parameters(job: Job) -> list[Parameter]:
+    spec, weight_map = job.spec, job.weight_map
+    hooks, folder = bind.bind(job.selected, job.config, "trainer"), Path(job.config.checkpoint.hf_checkpoint)
+    fields: dict[str, object] = {"perform_initialization": False}
+    if hooks.transformer_config is not None:
+        fields = hooks.transformer_config(fields, folder, checkpoint.ACTOR)
     with torch.device("meta"):
-        model = build(transformer_config(spec, {"perform_initialization": False}), spec)
+        model = build(transformer_config(spec, fields), spec)
+        if hooks.build_model is not None:
+            model = hooks.build_model(model, spec, folder, checkpoint.ACTOR)
     (entries,) = checkpoint.sharded_entries([model], None, loading=True).values()
     found = {}
     for ours, rule, names in weights.instances(weight_map):

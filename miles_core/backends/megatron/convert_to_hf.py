@@ -38,7 +38,8 @@ class ToHuggingFace(Conversion):
         if more := sorted(held.keys() - {piece.key for piece in pieces}
                           - {name for name in held if name.startswith(index.OPTIMIZER)}):
             raise CheckpointError("the checkpoint holds weights that the model does not have", got=shards.few(more),
-                                  who=str(folder), fix="give the --hf-checkpoint that the run started from")
+                                  who=str(folder), fix=f"{weights.known_by()}; or give the --hf-checkpoint that the "
+                                  "run started from")
         self._index = FileSystemReader(folder).read_metadata()
         axes = {piece.key: piece.prepend_axis_num for piece in pieces}
         self._chunks = collections.defaultdict(list)  # those of one layer, or expert, so that nothing looks at all

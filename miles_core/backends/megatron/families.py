@@ -30,7 +30,7 @@ def qwen3_moe(hf) -> Decoder:
         "moe_router_pre_softmax": not hf.norm_topk_prob,
         "moe_router_score_function": "softmax",
     }
-    defaults = {"moe_router_dtype": "fp32", "moe_aux_loss_coeff": 0.0, "moe_grouped_gemm": False}
+    defaults = {"moe_router_dtype": "fp32", "moe_aux_loss_coeff": 0.0}
     expert, target = "model.layers.{layer}.mlp.experts.{expert}.", "decoder.layers.{layer}.mlp."
     ours, count = target + "experts.local_experts.{expert}.", hf.num_experts
     mlp = (

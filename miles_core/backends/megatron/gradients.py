@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -21,11 +22,26 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32  # n
 from megatron.core.transformer.module import param_is_not_shared  # noqa: E402
 
 
-class MegatronGradients:
-    """See stages.gradients.Gradients. Made anew for each step, after `optimizer.prepare_grads()`."""
+OWN = ""
+"""The clip group of all parameters that name none."""
 
-    def __init__(self, model: str, optimizer: MegatronOptimizer, chunks: Sequence[torch.nn.Module], clip_grad: float):
-        self.model, self.clip_grad = model, clip_grad
+
+def clip_groups(chunks: Sequence[torch.nn.Module]) -> tuple[str, ...]:
+    """The clip groups of a model, OWN first; every rank calls it, and knows those of all."""
+    mine = {getattr(p, "clip_group", OWN): 0.0 for chunk in chunks for p in chunk.parameters() if p.requires_grad}
+    return tuple(sorted({OWN, *gathered(mine)}))
+
+
+class MegatronGradients:
+    """See stages.gradients.Gradients. Made anew for each step, after `optimizer.prepare_grads()`.
+
+    Args:
+        groups: of `clip_groups`; `update` has each clipped as if its parameters were the whole model.
+    """
+
+    def __init__(self, model: str, optimizer: MegatronOptimizer, chunks: Sequence[torch.nn.Module], clip_grad: float,
+                 groups: Sequence[str] = (OWN,)):
+        self.model, self.clip_grad, self.groups = model, clip_grad, groups
         self._optimizer, self._chunks = optimizer, chunks
         self._pieces: list[Piece] | None = None
 
@@ -35,6 +51,24 @@ class MegatronGradients:
             names = {parameter: name for name, parameter in global_parameters(self._chunks).items()}
             self._pieces = [piece for part in _parts(self._optimizer) for piece in _pieces(part, names)]
         return self._pieces
+
+    @contextmanager
+    def only(self, group: str) -> Iterator[None]:
+        """Inside, parameters of other clip groups have no gradient, for Megatron and for `pieces` alike."""
+        parameters = dict.fromkeys(parameter for chunk in self._chunks for parameter in chunk.parameters())
+        hidden = [(held, name, getattr(held, name)) for part in _parts(self._optimizer)
+                  for parameter, held in _held(part, parameters)
+                  if getattr(parameter, "clip_group", OWN) != group
+                  and getattr(held, name := _gradient(part), None) is not None]
+        self._pieces = None
+        try:
+            for held, name, _ in hidden:
+                setattr(held, name, None)
+            yield
+        finally:
+            for held, name, gradient in hidden:
+                setattr(held, name, gradient)
+            self._pieces = None
 
     def sums(self, values: Mapping[str, torch.Tensor | float]) -> dict[str, float]:
         found = gathered({name: float(value) for name, value in values.items()})
@@ -58,8 +92,8 @@ def gathered(values: Mapping[str, float], group: dist.ProcessGroup | None = None
 
 
 def update(optimizer: MegatronOptimizer, gradients: MegatronGradients, clip: Callable[[Gradients], float],
-           name: str) -> float:
-    """One optimizer step: what `clip` returns, having scaled the gradients.
+           name: str) -> dict[str, float]:
+    """One optimizer step: what `clip` returns, having scaled the gradients, as grad_norm or GROUP_grad_norm.
 
     Args:
         name: of the clipping, for messages.
@@ -69,17 +103,19 @@ def update(optimizer: MegatronOptimizer, gradients: MegatronGradients, clip: Cal
         NonFiniteError: the number, or what it left of a gradient, is not finite; the optimizer has not seen it.
     """
     overflow = optimizer.prepare_grads()
-    with torch.no_grad():
-        answer = None if overflow else clip(gradients)
-    who = f"clip_gradients {name!r}, {gradients.model}"
-    if not overflow and not isinstance(answer, int | float | torch.Tensor):
-        raise HookError("clipping should return a number, which is reported as grad_norm", got=repr(answer), who=who,
-                        fix="return the norm before clipping")
-    norm = math.nan if overflow else float(answer)
-    if not math.isfinite(norm):
-        raise NonFiniteError("the norm of the gradients is not finite", got=norm, who=who,
-                             fix="the weights are unchanged and the last checkpoint is good; look at the learning rate "
-                             "and the precision")
+    who, found = f"clip_gradients {name!r}, {gradients.model}", {}
+    for group in gradients.groups:
+        with torch.no_grad(), gradients.only(group):
+            answer = None if overflow else clip(gradients)
+        if not overflow and not isinstance(answer, int | float | torch.Tensor):
+            raise HookError("clipping should return a number, which is reported as grad_norm", got=repr(answer),
+                            who=who, fix="return the norm before clipping")
+        norm = math.nan if overflow else float(answer)
+        if not math.isfinite(norm):
+            raise NonFiniteError("the norm of the gradients is not finite", got=norm, who=who,
+                                 fix="the weights are unchanged and the last checkpoint is good; look at the learning "
+                                 "rate and the precision")
+        found[f"{group}_grad_norm" if group else "grad_norm"] = norm
     if name != "norm":  # Megatron's own multiplies by a finite number
         spoilt = gradients.sums({piece.name: 1.0 for piece in gradients.pieces if not torch.isfinite(piece.grad).all()})
         if spoilt:
@@ -87,7 +123,7 @@ def update(optimizer: MegatronOptimizer, gradients: MegatronGradients, clip: Cal
                                  got=f"{len(spoilt)} parameter(s)",
                                  fix="the weights are unchanged; look for a division by a norm that may be 0")
     optimizer.step_with_ready_grads()
-    return norm
+    return found
 
 
 def _parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
@@ -99,10 +135,15 @@ def _decoupled(part: MegatronOptimizer) -> bool:
     return part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
 
 
+def _gradient(part: MegatronOptimizer) -> str:
+    """The attribute in which what the optimizer updates has its gradient."""
+    return "decoupled_grad" if _decoupled(part) else "grad"
+
+
 def _pieces(part: MegatronOptimizer, names: Mapping[torch.nn.Parameter, str]) -> Iterator[Piece]:
     original = _original(part)
     for parameter, held in _held(part, names):
-        grad = getattr(held, "decoupled_grad" if _decoupled(part) else "grad", None)
+        grad = getattr(held, _gradient(part), None)
         if grad is not None:
             own = param_is_not_shared(held)
             whole = tensor_parallel.param_is_not_tensor_parallel_duplicate(held, getattr(part, "tp_group", None))
@@ -110,7 +151,7 @@ def _pieces(part: MegatronOptimizer, names: Mapping[torch.nn.Parameter, str]) ->
 
 
 def _held(part: MegatronOptimizer,
-          names: Mapping[torch.nn.Parameter, str]) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
+          parameters: Iterable[torch.nn.Parameter]) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
     """(parameter of the model, what the optimizer updates in its place) of all that this rank updates."""
     where = getattr(part, "model_param_group_index_map", None)
     if where is not None:  # the distributed optimizer: a stretch of each parameter, often none
@@ -118,7 +159,7 @@ def _held(part: MegatronOptimizer,
         yield from ((parameter, groups[group]["params"][index]) for parameter, (group, index) in where.items())
         return
     mine = {id(held) for held in part.get_parameters()}
-    for parameter in names:
+    for parameter in parameters:
         held = getattr(parameter, "main_param", parameter)
         if id(held) in mine:
             yield parameter, held

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from miles_core.backends.megatron import cpu
 from miles_core.errors import CheckpointError
@@ -91,6 +92,14 @@ def check(held: Held, sharded: dict, folder: Path) -> None:
         raise CheckpointError("the optimizer state is of another model or optimizer", got=_few(state), who=str(folder),
                               fix="resume with the model and the [optimizer] it was saved with, or start from its "
                               "weights with --ref-load")
+
+
+def unknown(held: Held, sharded: dict) -> list[str]:
+    """Weights of the checkpoint that no rank's model has; every rank calls it."""
+    ranks: list[set[str]] = [{name for name, _ in _wanted(sharded)}] * dist.get_world_size()
+    if len(ranks) > 1:
+        dist.all_gather_object(ranks, ranks[0])
+    return sorted(held.keys() - set().union(*ranks) - {name for name in held if name.startswith(OPTIMIZER)})
 
 
 def _wanted(sharded: dict) -> Iterator[tuple[str, tuple[int, ...]]]:

@@ -90,11 +90,14 @@ class NormThenAdd(torch.nn.Module):
     """In the place of a layer's bias-dropout-add: the sublayer's output passes a norm, then joins the residual.
 
     So "sandwich norms" (Gemma 2, arXiv:2408.00118; GLM-4) need no layer of their own.
+
+    Args:
+        norm: called as Norm is.
     """
 
-    def __init__(self, config):
+    def __init__(self, config, norm=Norm):
         super().__init__()
-        self.norm = Norm(config, config.hidden_size, config.layernorm_epsilon)
+        self.norm = norm(config, config.hidden_size, config.layernorm_epsilon)
 
     def forward(self, training: bool, fused: bool):
         """Megatron's protocol: returns the function that is called with (output, bias), residual, dropout."""

@@ -1,6 +1,7 @@
 """Log-probabilities and entropy of tokens from hidden states, in chunks: the logits of a batch never exist.
 
-Backward makes each chunk's logits again. Peak memory is chunk x V beside the inputs and the gradients. The softmax is
+Backward makes each chunk's logits again. Peak memory is 8 bytes x chunk x V (12 under tensor parallelism) beside the
+inputs and the gradients, of which the weight's is summed up in fp32. The softmax is
 in fp32 for bf16 inputs and in float64 for float64 ones; bf16 logits are rounded to bf16 first, as Hugging Face and the
 engines do.
 
@@ -99,17 +100,12 @@ class _TokenLogProbs(torch.autograd.Function):
         normaliser = torch.empty_like(log_probs) if group is not None else log_probs.new_empty(0)
         for begin in range(0, hidden.shape[0], chunk_size):
             here = slice(begin, begin + chunk_size)
-            logits = _logits(hidden[here], weight, *shape)
-            if group is not None:
-                found, normaliser[here] = _reduced(logits, targets[here], group)
-                log_probs[here] = found[0]
-                if want_entropy:
-                    entropy[here] = found[1]
-                continue
-            log_p = torch.log_softmax(logits, 1)
-            torch.gather(log_p, 1, targets[here, None], out=log_probs[here, None])
+            found = _scored_chunk(hidden[here], weight, targets[here], shape, want_entropy, group)
+            log_probs[here] = found[0]
             if want_entropy:
-                entropy[here] = torch.linalg.vecdot(log_p.exp(), log_p).neg_()
+                entropy[here] = found[1]
+            if group is not None:
+                normaliser[here] = found[2]
         ctx.save_for_backward(hidden, weight, targets, entropy, normaliser)
         ctx.shape, ctx.chunk_size, ctx.entropy_gradient, ctx.group = shape, chunk_size, entropy_gradient, group
         if not entropy_gradient:
@@ -120,38 +116,58 @@ class _TokenLogProbs(torch.autograd.Function):
     def backward(ctx, grad, grad_entropy):
         hidden, weight, targets, entropy, normaliser = ctx.saved_tensors
         want_hidden, want_weight = ctx.needs_input_grad[:2]
-        temperature, softcap = ctx.shape
         grad_hidden = torch.empty_like(hidden) if want_hidden else None
         # A bf16 sum over thousands of chunks would lose what each adds.
         grad_weight = torch.zeros_like(weight, dtype=_wide(hidden)) if want_weight else None
         for begin in range(0, hidden.shape[0], ctx.chunk_size):
             here = slice(begin, begin + ctx.chunk_size)
-            log_p = _logits(hidden[here], weight, temperature, softcap)
-            # With z the plain logit, d (c tanh(z / c)) / d z = 1 - tanh(z / c)^2.
-            slope = None if softcap is None else (log_p * (temperature / softcap)).square_().neg_().add_(1)
-            log_p = torch.log_softmax(log_p, 1) if ctx.group is None else log_p.sub_(normaliser[here, None])
-            if ctx.entropy_gradient:
-                # d log p_t / d z = 1_t - p and d entropy / d z = -p (log p + entropy), so with g and e for the two
-                # gradients the sum is g 1_t - p (g + e (log p + entropy)).
-                e = grad_entropy[here, None]
-                factor = torch.addcmul(torch.addcmul(grad[here, None], e, entropy[here, None]), e, log_p)
-                d = log_p.exp_().mul_(factor).neg_()
-            else:
-                d = log_p.exp_().mul_(-grad[here, None])
-            where, mine = _local(targets[here, None], d.shape[1], ctx.group)
-            d.scatter_add_(1, where, grad[here, None] * mine)
-            if temperature != 1:
-                d.div_(temperature)
-            if slope is not None:
-                d.mul_(slope)
-            d = d.to(hidden.dtype)
+            gradients = grad[here], grad_entropy[here] if ctx.entropy_gradient else None
+            kept = targets[here], entropy[here] if ctx.entropy_gradient else None, normaliser[here]
+            d = _logits_gradient(hidden[here], weight, *kept, *gradients, ctx.shape, ctx.group)
             if want_hidden:
                 torch.mm(d, weight, out=grad_hidden[here])
             if want_weight and hidden.dtype == d.dtype == grad_weight.dtype:
                 grad_weight.addmm_(d.t(), hidden[here])
             elif want_weight:
                 grad_weight.add_(d.t() @ hidden[here])
+            del d  # before the next chunk's logits are there
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), *(None,) * 6
+
+
+def _scored_chunk(hidden, weight, targets, shape, want_entropy, group):
+    """[n, H] -> log p(target) [n], the entropy if wanted, the log of the normaliser under tensor parallelism."""
+    logits = _logits(hidden, weight, *shape)
+    if group is not None:
+        (log_probs, entropy), normaliser = _reduced(logits, targets, group)
+        return log_probs, entropy, normaliser
+    log_p = torch.log_softmax(logits, 1)
+    del logits
+    log_probs = log_p.gather(1, targets[:, None])[:, 0]
+    return log_probs, torch.linalg.vecdot(log_p.exp(), log_p).neg_() if want_entropy else None, None
+
+
+def _logits_gradient(hidden, weight, targets, entropy, normaliser, grad, grad_entropy, shape, group):
+    """[n, V] in the dtype of `hidden`: of the plain logits, from those of the log-probs and of the entropy."""
+    temperature, softcap = shape
+    log_p = _logits(hidden, weight, temperature, softcap)
+    # With z the plain logit, d (c tanh(z / c)) / d z = 1 - tanh(z / c)^2.
+    slope = None if softcap is None else (log_p * (temperature / softcap)).square_().neg_().add_(1)
+    log_p = torch.log_softmax(log_p, 1) if group is None else log_p.sub_(normaliser[:, None])
+    if grad_entropy is not None:
+        # d log p_t / d z = 1_t - p and d entropy / d z = -p (log p + entropy), so with g and e for the two
+        # gradients the sum is g 1_t - p (g + e (log p + entropy)).
+        e = grad_entropy[:, None]
+        factor = torch.addcmul(torch.addcmul(grad[:, None], e, entropy[:, None]), e, log_p)
+        d = log_p.exp_().mul_(factor).neg_()
+    else:
+        d = log_p.exp_().mul_(-grad[:, None])
+    where, mine = _local(targets[:, None], d.shape[1], group)
+    d.scatter_add_(1, where, grad[:, None] * mine)
+    if temperature != 1:
+        d.div_(temperature)
+    if slope is not None:
+        d.mul_(slope)
+    return d.to(hidden.dtype)
 
 
 def _prepared(hidden, weight, temperature, chunk_size, group):

@@ -9,19 +9,18 @@ from collections.abc import Mapping
 import torch
 import torch.nn.functional as F
 
-from miles_core.backends.megatron import cpu, layers
-from miles_core.backends.megatron.attention import PackedAttention
+from miles_core.backends.megatron import cpu
 from miles_core.backends.megatron.given import defaults_for
+from miles_core.backends.megatron.parts import LOCAL, TRANSFORMER_ENGINE, implementation, layer, parts_of
 from miles_core.backends.megatron.rope import Rope
-from miles_core.backends.megatron.specs import Attention, ModelSpec
+from miles_core.backends.megatron.specs import ModelSpec
 from miles_core.errors import ConfigError, UnknownKeyError
 
 cpu.install()
 
 from megatron.core import parallel_state  # noqa: E402 - after install()
 from megatron.core.models.gpt import GPTModel  # noqa: E402
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
-from megatron.core.transformer import ModuleSpec, TransformerConfig  # noqa: E402
+from megatron.core.transformer import TransformerConfig  # noqa: E402
 from megatron.core.transformer.transformer_block import (  # noqa: E402
     TransformerBlockSubmodules,
     get_num_layers_to_build,
@@ -30,17 +29,21 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 logger = logging.getLogger(__name__)
 
-LOCAL_ONLY_OFF = {
+ALWAYS_OFF = {
     "gradient_accumulation_fusion": "Apex's CUDA extension",
-    "apply_rope_fusion": "Transformer Engine",
+    "apply_rope_fusion": "nothing: the core attention turns q and k, on a GPU in one kernel",
     "persist_layer_norm": "Apex",
+    "bias_activation_fusion": "nothing, but it compiles at the first step and the activation is one pass already",
+    "bias_dropout_fusion": "nothing, but it compiles at the first step and there is no dropout",
+    "masked_softmax_fusion": "a CUDA kernel of Megatron's own attention",
+}
+"""Switches that the layers here keep off, with what they would need."""
+
+LOCAL_ONLY_OFF = {
     "moe_permute_fusion": "Transformer Engine",
     "moe_grouped_gemm": "Transformer Engine or the grouped_gemm package",
-    "bias_activation_fusion": "nothing, but it compiles at the first step and SwiGLU is one pass already",
-    "bias_dropout_fusion": "nothing, but it compiles at the first step and there is no dropout",
-    "masked_softmax_fusion": "a CUDA kernel",
 }
-"""Switches that the local layer spec keeps off, with what they would need."""
+"""Switches that the local layers keep off too."""
 
 
 class LanguageModel(GPTModel):
@@ -94,7 +97,8 @@ def transformer_config(
         ConfigError: an override that contradicts the checkpoint, or values that Megatron refuses together.
         UnknownKeyError: an override that TransformerConfig has no field for.
     """
-    overrides = _checked(spec, overrides or {})
+    chosen = implementation((overrides or {}).get("transformer_impl"), bf16)
+    overrides = _checked(spec, overrides or {}, chosen)
     dtype = torch.bfloat16 if bf16 else torch.float32
     layout = {
         "tensor_model_parallel_size": tensor, "pipeline_model_parallel_size": pipeline,
@@ -105,10 +109,9 @@ def transformer_config(
     if virtual_pipeline is not None:
         # With two stages both neighbours are the same rank, and batched p2p silently mixes them up.
         layout |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
-    local = _LOCAL_DEFAULTS if local_spec() else {}
-    ours = {**_DEFAULTS, "activation_func": _ACTIVATIONS[spec.activation][0]}
-    values = {**defaults_for(TransformerConfig), **ours, **local, **spec.defaults, **spec.constants, **overrides,
-              **layout}  # fmt: skip
+    ours = {**_DEFAULTS, **_OF_LAYERS[chosen], "activation_func": _ACTIVATIONS[spec.activation]}
+    values = {**defaults_for(TransformerConfig), **ours, **spec.defaults, **spec.constants, **overrides, **layout,
+              "transformer_impl": chosen}  # fmt: skip
     if values.get("moe_aux_loss_coeff") and "moe_router_load_balancing_type" not in overrides:
         values["moe_router_load_balancing_type"] = "aux_loss"
     if overrides.get("recompute_granularity") == "full":
@@ -120,8 +123,8 @@ def transformer_config(
                           who=spec.source, fix="change the [model] or [perf] keys that it names") from error
 
 
-def _checked(spec: ModelSpec, overrides: Mapping[str, object]) -> dict[str, object]:
-    """The overrides, without what the local layers cannot have."""
+def _checked(spec: ModelSpec, overrides: Mapping[str, object], chosen: str) -> dict[str, object]:
+    """The overrides, without what the chosen layers cannot have."""
     known = {field.name for field in dataclasses.fields(TransformerConfig)}
     for name, value in overrides.items():
         if name not in known:
@@ -132,16 +135,15 @@ def _checked(spec: ModelSpec, overrides: Mapping[str, object]) -> dict[str, obje
         if name in spec.constants and value != spec.constants[name]:
             raise ConfigError(f"{name} disagrees with the checkpoint, which says {spec.constants[name]}", got=value,
                               who=spec.source, fix=f"leave {name} out, or use a checkpoint with that value")
-    off = LOCAL_ONLY_OFF if local_spec() else {}
+    off = ALWAYS_OFF | (LOCAL_ONLY_OFF if chosen == LOCAL else {})
     for name, needs in off.items():
         if overrides.get(name):
             logger.warning("%s is off: the layers that run here have no use for it (it needs %s)", name, needs)
     return {name: value for name, value in overrides.items() if name not in off and name not in spec.constants}
 
 
-_ACTIVATIONS = {"silu": (F.silu, layers.SwiGLU), "gelu_pytorch_tanh": (F.gelu, layers.GeGLU)}
-"""Of ModelSpec.activation: the function that Megatron's config names (Transformer Engine's GELU is the tanh one), and
-the gated module that stands for it in the local layers."""
+_ACTIVATIONS = {"silu": F.silu, "gelu_pytorch_tanh": F.gelu}
+"""Of ModelSpec.activation: the function that Megatron's config names; Transformer Engine's GELU is the tanh one."""
 
 _DEFAULTS = {
     "hidden_dropout": 0.0,
@@ -149,57 +151,29 @@ _DEFAULTS = {
     "variable_seq_lengths": True,
     "moe_token_dispatcher_type": "alltoall",
     "moe_router_load_balancing_type": "none",
-}
-
-_LOCAL_DEFAULTS = {
-    **dict.fromkeys(LOCAL_ONLY_OFF, False),
-    "use_cpu_initialization": True,
-    # Not Transformer Engine's: it makes Megatron's MLP call the spec's activation, which is layers.SwiGLU.
+    **dict.fromkeys(ALWAYS_OFF, False),
+    # Megatron's MLP then calls the module that the layer names, which is one pass (parts.py).
     "use_te_activation_func": True,
 }
 
-
-def local_spec() -> bool:
-    """Whether layers are Megatron's local ones; the seam for Transformer Engine's on GPUs."""
-    return True
+_OF_LAYERS = {
+    LOCAL: {**dict.fromkeys(LOCAL_ONLY_OFF, False), "use_cpu_initialization": True},
+    TRANSFORMER_ENGINE: {"moe_grouped_gemm": True},
+}
+"""Defaults that go with whose layers they are."""
 
 
 def layer_spec(config: TransformerConfig, spec: ModelSpec, vp_stage: int | None = None) -> TransformerBlockSubmodules:
-    """The layers of this pipeline stage.
-
-    Where Transformer Engine's layers are wanted, `get_gpt_decoder_block_spec(config, use_transformer_engine=True)`
-    belongs here behind `local_spec()`, together with a weight map in its names.
-    """
+    """The layers of this pipeline stage, of what `config.transformer_impl` says."""
     pattern = config.moe_layer_freq if config.num_moe_experts else 0
     pattern = pattern if isinstance(pattern, list) else [int(bool(pattern))] * config.num_layers
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     mine = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
     ropes = {one.rotary: Rope(config.kv_channels, one.rotary) for one in spec.attention}
-    kinds = [(bool(pattern[layer]), spec.attention[layer]) for layer in mine]
-    made = {kind: _local_layer(config, spec, *kind, ropes[kind[1].rotary]) for kind in set(kinds)}
-    return TransformerBlockSubmodules(layer_specs=[made[kind] for kind in kinds], layer_norm=layers.Norm)
-
-
-def _local_layer(
-    config: TransformerConfig, spec: ModelSpec, sparse: bool, attention: Attention, rope: Rope
-) -> ModuleSpec:
-    layer = get_gpt_layer_local_spec(
-        num_experts=config.num_moe_experts if sparse else None, qk_layernorm=config.qk_layernorm,
-        normalization=config.normalization,
-    )  # fmt: skip
-    parts = layer.submodules
-    parts.input_layernorm = parts.pre_mlp_layernorm = layers.Norm
-    if spec.post_norms:
-        parts.self_attn_bda = parts.mlp_bda = ModuleSpec(module=layers.NormThenAdd, params={"config": config})
-    inner = parts.self_attention.submodules
-    inner.core_attention = ModuleSpec(
-        module=PackedAttention, params={"rope": rope, "window": attention.window, "softcap": attention.softcap}
-    )
-    if config.qk_layernorm:
-        inner.q_layernorm = inner.k_layernorm = layers.Norm
-    mlp = parts.mlp.submodules.experts if sparse else parts.mlp
-    mlp.submodules.activation_func = _ACTIVATIONS[spec.activation][1]
-    return layer
+    kinds = [(bool(pattern[number]), spec.attention[number]) for number in mine]
+    parts = parts_of(config)
+    made = {kind: layer(config, spec, *kind, ropes[kind[1].rotary], parts) for kind in set(kinds)}
+    return TransformerBlockSubmodules(layer_specs=[made[kind] for kind in kinds], layer_norm=parts.norm)
 
 
 def build(config: TransformerConfig, spec: ModelSpec, vp_stage: int | None = None,
@@ -222,7 +196,7 @@ def build(config: TransformerConfig, spec: ModelSpec, vp_stage: int | None = Non
         layer_spec(config, spec, vp_stage),
         vocab_size=spec.vocab_size,
         max_sequence_length=spec.max_positions,
-        # The local layers' attention turns q and k itself (attention.PackedAttention).
+        # The core attention turns q and k itself (parts.py).
         position_embedding_type="none",
         share_embeddings_and_output_weights=spec.tied,
         pre_process=parallel_state.is_pipeline_first_stage(**where),
@@ -230,4 +204,8 @@ def build(config: TransformerConfig, spec: ModelSpec, vp_stage: int | None = Non
         vp_stage=vp_stage,
     )
     model.embedding_scale = spec.embedding_scale
+    if config.transformer_impl == TRANSFORMER_ENGINE:
+        from miles_core.backends.megatron import te
+
+        te.mark(model.named_parameters())
     return model

@@ -1,13 +1,14 @@
 """The models of a rank: the actor, others that are built beside it, and others that are swapped into its place.
 
-A model of the actor's architecture that does not train (the reference) is kept as host copies of its parameters.
+A model of the actor's architecture that does not train (the reference) is kept as host copies of its parameters,
+pinned where there is a GPU.
 `at(name)` copies them into the actor's place and puts the actor back afterwards, so memory holds one model's
 activations and buffers. A model that trains (a critic) or has another architecture (a larger teacher) is its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import torch
 
 from miles_core.backends.megatron import cpu, weights
 from miles_core.backends.megatron.layout import layout_of
+from miles_core.backends.megatron.offload import release
 from miles_core.backends.megatron.resident import Resident, architecture, checkpoints
 from miles_core.config.algorithm import needs_reference
 from miles_core.config.tables import RunConfig
@@ -33,7 +35,7 @@ class Models:
     """
 
     def __init__(self, config: RunConfig, hooks: Hooks, rank: Rank):
-        self.config = config
+        self.config, self._outgoing = config, hooks.export_weights
         layout = layout_of(config)
         cpu.process_group(rank, config.perf.trainer_timeout)
         cpu.initialize(
@@ -115,12 +117,34 @@ class Models:
         if name in self.residents:
             yield place
             return
-        actor = self.actor.copy()
+        actor = self.actor.copy(self._copies.get("actor"))
+        if not cpu.no_cuda():  # pinning takes longer than the copy itself; without a GPU it is only memory
+            self._copies["actor"] = actor
         self.actor.put(self._copies[name])
         try:
             yield self.actor
         finally:
             self.actor.put(actor)
+
+    def offload(self, tags: Sequence[str]) -> None:
+        """See stages/step.py. Models that are swapped in are in host memory anyhow."""
+        for one in self.residents.values():
+            one.memory.offload(tags)
+        if not cpu.no_cuda():
+            torch.cuda.empty_cache()  # for other processes on this GPU
+
+    def onload(self, tags: Sequence[str]) -> None:
+        """See stages/step.py."""
+        for one in self.residents.values():
+            one.memory.onload(tags)
+
+    def close(self) -> None:
+        """Give the host copies back."""
+        for one in self.residents.values():
+            one.memory.close()
+        for copies in self._copies.values():
+            release(copies)
+        self._copies.clear()
 
     def save(self, folder: Path, rollout_id: int, state: dict) -> None:
         """A checkpoint after which rollout `rollout_id` is the next."""
@@ -135,6 +159,10 @@ class Models:
         """The actor under its Hugging Face names; every rank goes through it."""
         self.actor.settle()
         return weights.hf_stream(self.actor.chunks, self.actor.weight_map)
+
+    def for_engine(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """`stream` as the hook export_weights leaves it."""
+        return self.stream() if self._outgoing is None else self._outgoing(self.stream())
 
     def export(self, folder: Path, stream: Iterator[tuple[str, torch.Tensor]]) -> None:
         """The actor's stream as a Hugging Face directory; one rank writes it."""

@@ -127,9 +127,34 @@ class Plan:
 
 @dataclass
 class PackedRows(PackedSeqParams):
-    """Megatron's PackedSeqParams that remembers its plan."""
+    """Megatron's PackedSeqParams that remembers what the layers made of it."""
 
     plan: Plan | None = field(default=None, repr=False, compare=False)
+    _on_device: PackedSeqParams | None = field(default=None, repr=False, compare=False)
+
+    def on_device(self, device: torch.device, total: int, ranks: int = 1) -> PackedSeqParams:
+        """What Transformer Engine's attention takes.
+
+        Rows after the last boundary are one more sequence: what a kernel leaves out would be whatever was in memory,
+        and a NaN there poisons the gradient of every weight that the row meets.
+
+        Args:
+            total: rows of all context-parallel ranks.
+            ranks: how many these are.
+        """
+        if self._on_device is None:
+            cu = self.cu_seqlens_q
+            if cu[-1] < total:
+                cu = torch.cat([cu, cu.new_tensor([total])])
+            longest = int((cu[1:] - cu[:-1]).max())
+            cu = cu.to(device, non_blocking=True)
+            # One rank has no use for the padded ones, which Transformer Engine would compare: that waits for the GPU.
+            padded = cu if ranks > 1 else None
+            self._on_device = PackedSeqParams(
+                qkv_format="thd", cu_seqlens_q=cu, cu_seqlens_kv=cu, cu_seqlens_q_padded=padded,
+                cu_seqlens_kv_padded=padded, max_seqlen_q=longest, max_seqlen_kv=longest,
+            )  # fmt: skip
+        return self._on_device
 
 
 def packed_rows(cu_seqlens) -> PackedRows:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -14,6 +14,7 @@ from miles_core.backends.megatron import cpu, gradients, optimizer, value, weigh
 from miles_core.backends.megatron.given import check_architecture, given_for
 from miles_core.backends.megatron.layout import Layout
 from miles_core.backends.megatron.model import build, transformer_config
+from miles_core.backends.megatron.offload import Offload, host_copy, synchronise
 from miles_core.config.tables import RunConfig
 from miles_core.errors import ConfigError, NonFiniteError
 from miles_core.plugins.bind import Hooks
@@ -40,21 +41,31 @@ class Resident:
         self.folder = _architecture(declared, config)
         self.spec, self.weight_map = architecture(self.folder, config, hooks)
         check_architecture(config.megatron, self.spec)
+        fields = given_for(TransformerConfig, config.megatron)
+        if hooks.transformer_config is not None:
+            fields = hooks.transformer_config(fields, self.folder, name)
         self.settings = transformer_config(
-            self.spec, given_for(TransformerConfig, config.megatron), bf16=config.perf.bf16, tensor=layout.tensor,
+            self.spec, fields, bf16=config.perf.bf16, tensor=layout.tensor,
             pipeline=layout.pipeline, virtual_pipeline=layout.virtual_pipeline, context=layout.context,
             expert=layout.expert, expert_tensor=layout.expert_tensor, sequence_parallel=layout.sequence_parallel,
         )  # fmt: skip
         self.settings.finalize_model_grads_func = finalize_model_grads
         make = value.build if declared.head == "value" else build
         stages = range(layout.virtual_pipeline) if layout.virtual_pipeline else (None,)
-        self.chunks = [make(self.settings, self.spec, stage).to(cpu.device()) for stage in stages]
+        chunks = [make(self.settings, self.spec, stage) for stage in stages]
         if declared.head == "value":
             self.weight_map = value.weight_map(self.weight_map)
+        if hooks.weight_map is not None:
+            self.weight_map = hooks.weight_map(self.weight_map, self.folder, name)
+        if hooks.build_model is not None:
+            chunks = [hooks.build_model(chunk, self.spec, self.folder, name) for chunk in chunks]
+        self.chunks = [chunk.to(cpu.device()) for chunk in chunks]
+        self.clip_groups = gradients.clip_groups(self.chunks)
         self.options = _options(config, declared)
         self.clipping = chosen(config, "clip_gradients")
         self.clip = hooks.clip_gradients[self.clipping]
         self.optimizer = self.scheduler = None
+        self.memory = Offload(self)
         if declared.trainable:
             self.wrapped = optimizer.wrap(self.chunks, self.settings, self.options)
         else:
@@ -111,10 +122,11 @@ class Resident:
                                  fix="the weights are unchanged and the last checkpoint is good; "
                                  "look at the step's samples, the learning rate and the precision")
         rate = self.optimizer.param_groups[0]["lr"]
-        found = gradients.MegatronGradients(self.name, self.optimizer, self.chunks, self.options.clip_grad)
-        norm = gradients.update(self.optimizer, found, self.clip, self.clipping)
+        found = gradients.MegatronGradients(self.name, self.optimizer, self.chunks, self.options.clip_grad,
+                                             self.clip_groups)
+        norms = gradients.update(self.optimizer, found, self.clip, self.clipping)
         self.scheduler.step(1)
-        return {"grad_norm": norm, "lr-pg_0": rate}
+        return {**norms, "lr-pg_0": rate}
 
     @contextmanager
     def router_losses(self, tokens: int) -> Iterator[None]:
@@ -145,16 +157,24 @@ class Resident:
         """Of all chunks, in order."""
         return (parameter for chunk in self.chunks for parameter in chunk.parameters())
 
-    def copy(self) -> list[torch.Tensor]:
-        """The weights, apart."""
+    def copy(self, into: Sequence[torch.Tensor] | None = None) -> list[torch.Tensor]:
+        """The weights in host memory.
+
+        Args:
+            into: an earlier copy to write over.
+        """
         self.settle()
-        return [parameter.detach().clone() for parameter in self.parameters()]
+        copies = [host_copy(parameter, None if into is None else into[i])
+                  for i, parameter in enumerate(self.parameters())]
+        synchronise()
+        return copies
 
     def put(self, tensors: list[torch.Tensor]) -> None:
         """The inverse of `copy`."""
         with torch.no_grad():
             for parameter, tensor in zip(self.parameters(), tensors, strict=True):
-                parameter.copy_(tensor)
+                parameter.copy_(tensor, non_blocking=True)
+        synchronise()
 
 
 def architecture(folder: Path, config: RunConfig, hooks: Hooks):

@@ -54,11 +54,23 @@ class Rope:
     def __init__(self, dim: int, rotary: Rotary):
         self.interleaved = rotary.interleaved
         self.inverse_frequency = _inverse_frequency(int(dim * rotary.fraction), rotary)
+        self._angles: torch.Tensor | None = None
 
     def tables(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """positions [N] -> cos and sin [N, r/2], r the channels that are turned; the angles in fp32."""
         angles = torch.outer(positions.float(), self.inverse_frequency.to(positions.device))
         return angles.cos().to(dtype), angles.sin().to(dtype)
+
+    def angles(self, count: int, device: torch.device) -> torch.Tensor:
+        """[count or more, 1, 1, r] fp32 of the positions from 0, each pair's angle twice: Transformer Engine's form.
+
+        Kept, and made anew for a longer sequence only.
+        """
+        if self._angles is None or len(self._angles) < count or self._angles.device != device:
+            angles = torch.outer(torch.arange(count, device=device).float(), self.inverse_frequency.to(device))
+            twice = angles.repeat_interleave(2, -1) if self.interleaved else torch.cat([angles, angles], -1)
+            self._angles = twice[:, None, None]
+        return self._angles
 
 
 def _inverse_frequency(dim: int, rotary: Rotary) -> torch.Tensor:

@@ -97,6 +97,7 @@ class Rule:
             (each of which is cut among tensor-parallel ranks), "qkv" for Megatron's order per query group.
         layers: the layers that have it; None for a parameter outside the layers.
         experts: how many experts have it; 0 for a parameter without expert.
+        optional: a checkpoint may lack it, with all others that are optional; it then starts as it was drawn.
     """
 
     megatron: str
@@ -104,6 +105,7 @@ class Rule:
     join: str = "same"
     layers: tuple[int, ...] | None = None
     experts: int = 0
+    optional: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,7 @@ from miles_core.backends.megatron.passes import Found, run
 from miles_core.backends.megatron.profiler import Profiler
 from miles_core.backends.megatron.resident import Resident
 from miles_core.backends.megatron.scored import Scored, Temperature
+from miles_core.backends.megatron.shortage import explained
 from miles_core.columns import Columns
 from miles_core.config.architecture import architecture_of
 from miles_core.config.tables import RunConfig
@@ -63,8 +65,11 @@ class MegatronTrainer:
     def load(self) -> Resume:
         if self.config.perf.threads:
             torch.set_num_threads(self.config.perf.threads)
-        self.models = Models(self.config, self.hooks, self.rank)
-        return self.models.load()
+        with self._explained("load"):
+            self.models = Models(self.config, self.hooks, self.rank)
+            resume = self.models.load()
+        logger.info("Loaded checkpoint from %s", resume.source)
+        return resume
 
     def take_batch(self, batch: Batch) -> None:
         for sample in batch.samples:
@@ -97,7 +102,7 @@ class MegatronTrainer:
         def proceed() -> dict[str, float]:
             return self.train(self.models.actor, access.samples, self.objective)
 
-        with self.profiler.phase(f"step {index}", self.batch.rollout_id):
+        with self._phase(f"step {index}"):
             metrics = proceed() if around is None else around(proceed, access)
         return metrics | {"perf/actor_train_time": time.perf_counter() - begin}
 
@@ -107,8 +112,10 @@ class MegatronTrainer:
         return batch if self.rank.index == 0 else None
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]] | None:
-        """The stream on the first rank; the others only take part in it."""
-        stream = self.models.stream()
+        """What the engine gets, on the first rank; the others only take part in it."""
+        return self._on_first(self.models.for_engine())
+
+    def _on_first(self, stream: Iterator) -> Iterator | None:
         if self.rank.index == 0:
             return stream
         for _ in stream:
@@ -123,21 +130,47 @@ class MegatronTrainer:
             sender.open(self.rank)
 
     def send(self, version: int) -> dict[str, float] | None:
-        figures = self.sender.send(self.models.stream(), version)
+        with self._explained("send"):
+            figures = self.sender.send(self.models.for_engine(), version)
+        logger.info("weight_sync to version %d sent: %s", version, figures)
         return figures if self.rank.index == 0 else None
 
+    def offload(self, tags: Sequence[str]) -> None:
+        self.models.offload(tags)
+
+    def onload(self, tags: Sequence[str]) -> None:
+        with self._explained("onload"):
+            self.models.onload(tags)
+
     def save(self, folder: Path, rollout_id: int, state: dict) -> None:
-        self.models.save(folder, rollout_id, state)
+        with self._explained("save"):
+            self.models.save(folder, rollout_id, state)
 
     def export(self, folder: Path) -> None:
-        if (stream := self.weights()) is not None:
+        if (stream := self._on_first(self.models.stream())) is not None:
             self.models.export(folder, stream)
 
     def hashes(self, batch: Batch) -> dict[str, object] | None:
         """Of the weights and of a batch's columns, for --debug-determinism; the first rank's."""
-        if (stream := self.weights()) is None:
+        if (stream := self._on_first(self.models.stream())) is None:
             return None
         return {"weights": hashes.tensor_hashes(stream), "batch": hashes.column_hashes(batch.samples)}
+
+    def close(self) -> None:
+        if self.sender is not None:
+            self.sender.close()
+        if (models := getattr(self, "models", None)) is not None:
+            models.close()
+        cpu.leave()
+
+    def _explained(self, phase: str) -> AbstractContextManager[None]:
+        return explained(phase, self.rank.index, self.config)
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        """A part of a rollout's training: traced, and named if memory runs out."""
+        with self.profiler.phase(name, self.batch.rollout_id), self._explained(name):
+            yield
 
     def part(self, index: int) -> list[Sample]:
         """What an optimizer step trains on."""
@@ -233,7 +266,7 @@ class MegatronTrainer:
         algorithm, metrics = self.config.algorithm, {}
         begin = time.perf_counter()
         if not (algorithm.use_rollout_logprobs or algorithm.skip_actor_forward_only):
-            with self.profiler.phase("log_probs", self.batch.rollout_id):
+            with self._phase("log_probs"):
                 access.forward("actor", lambda rows: {"log_probs": rows.log_probs()})
             if algorithm.true_on_policy_mode:
                 check_equal(self.batch.samples)
@@ -241,7 +274,7 @@ class MegatronTrainer:
         metrics["perf/log_probs_time"] = time.perf_counter() - begin
         if self.models.has_reference:
             begin = time.perf_counter()
-            with self.profiler.phase("ref_log_probs", self.batch.rollout_id):
+            with self._phase("ref_log_probs"):
                 access.forward("ref", lambda rows: {"ref_log_probs": rows.log_probs()})
             metrics["perf/ref_log_probs_time"] = time.perf_counter() - begin
             metrics["rollout/ref_log_probs"] = self._mean("ref_log_probs")

@@ -2,8 +2,7 @@
 
 Importing megatron-core costs about 4.8 CPU seconds and pulls torch in; `miles --help`, `--plan` and every check
 that must come before torch cannot pay that. The dataclasses and two signatures that hold all of Megatron's options
-are plain source, so they are parsed (about 0.05 s, once per version) and the result is kept as JSON in the user's
-cache folder. A cache that cannot be read or written is rebuilt or ignored without a word: it is never needed.
+are plain source, so they are parsed (about 0.05 s, once per version) and the result is kept (config/cache.py).
 
 Type texts are alternatives joined by " | ", each one of: int, float, bool, str, dtype, choice[a|b], list[int],
 list[float], list[str], and None last when the option may be unset. A dtype is written fp32, bf16, fp16, fp8 ...
@@ -11,18 +10,15 @@ list[float], list[str], and None last when the option may be unset. A dtype is w
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib.util
-import json
-import os
 import re
-import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
 
+from miles_core.config import cache
 from miles_core.errors import ConfigError
 
 # Raised when the shape or the meaning of the cached JSON changes, so that an older file is not read.
@@ -100,48 +96,16 @@ def root() -> Path:
 @functools.lru_cache(maxsize=1)
 def _load() -> tuple[Mapping[str, SurfaceField], Mapping[str, str]]:
     folder = root()
-    path = _cache_folder() / f"megatron-surface-{version()}-{SCHEMA}.json"
-    stamp = _fingerprint(folder)
-    try:
-        return _decode(json.loads(path.read_text(encoding="utf-8")), stamp)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        pass
+    files = [folder / name for name in sorted({file for file, _ in SOURCES} | {ENUMS})]
+    stamp = cache.stamp([*files, Path(__file__).with_name("source.py")])
+    data = cache.cached(f"megatron-surface-{version()}-{SCHEMA}", stamp, lambda: _read(folder))
+    fields = {entry["name"]: SurfaceField(**entry) for entry in data["fields"]}
+    return MappingProxyType(fields), MappingProxyType(data["inexpressible"])
+
+
+def _read(folder: Path) -> dict:
     # Only now: a warm start has no use for the reader.
     from miles_core.backends.megatron.source import read_surface
 
     fields, left_out = read_surface(folder)
-    _write(path, {"stamp": stamp, "fields": [asdict(field) for field in fields.values()], "inexpressible": left_out})
-    return MappingProxyType(fields), MappingProxyType(left_out)
-
-
-def _decode(data: dict, stamp: int) -> tuple[Mapping[str, SurfaceField], Mapping[str, str]]:
-    if data["stamp"] != stamp:
-        raise ValueError("the cached surface is of another source")
-    fields = {entry["name"]: SurfaceField(**entry) for entry in data["fields"]}
-    return MappingProxyType(fields), MappingProxyType(dict(data["inexpressible"]))
-
-
-def _fingerprint(folder: Path) -> int:
-    """A checksum of the files read and of their reader: either may change while megatron-core's version does not."""
-    files = [folder / name for name in sorted({file for file, _ in SOURCES} | {ENUMS})]
-    stamp = 0
-    for file in [*files, Path(__file__).with_name("source.py")]:
-        # A missing file is for the reader to report, with a sentence.
-        stamp = zlib.crc32(file.read_bytes() if file.is_file() else file.name.encode(), stamp)
-    return stamp
-
-
-def _cache_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "miles"
-
-
-def _write(path: Path, data: dict) -> None:
-    """Publishes by rename, so that a reader sees a whole file or none."""
-    partial = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(json.dumps(data), encoding="utf-8")
-        os.replace(partial, path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            partial.unlink(missing_ok=True)
+    return {"fields": [asdict(field) for field in fields.values()], "inexpressible": left_out}

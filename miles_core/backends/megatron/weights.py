@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -18,11 +19,14 @@ from miles_core.backends.megatron.publish import publish
 from miles_core.backends.megatron.shards import few, shard_name, tensor_files, write_index, writing
 from miles_core.backends.megatron.specs import Rule, WeightMap
 from miles_core.errors import CheckpointError, ConfigError
+from miles_core.plugins.scan import offering
 
 cpu.install()
 
 from megatron.core import parallel_state  # noqa: E402 - after install()
 from megatron.core.utils import unwrap_model  # noqa: E402
+
+logger = logging.getLogger(__name__)
 
 SHARD_BYTES = 5 * 10**9
 """A file of an exported checkpoint holds about this much (transformers' own default)."""
@@ -31,6 +35,8 @@ Model = torch.nn.Module | Sequence[torch.nn.Module]
 """One module, or this rank's chunks of an interleaved pipeline; wrapped or not."""
 
 _LAYER, _EXPERT = re.compile(r"decoder\.layers\.(\d+)\."), re.compile(r"\.local_experts\.(\d+)\.")
+_GROUPED = re.compile(r"\.experts\.(linear_fc\d)\.(weight|bias)(\d+)$")
+"""Transformer Engine's grouped experts: one module holds the same layer of all of a rank's experts."""
 EMBEDDING, _TIED = "embedding.word_embeddings.weight", "output_layer.weight"
 """A tied output layer on a pipeline stage of its own is a copy of the embedding."""
 
@@ -43,12 +49,18 @@ def load_hf(folder: str | Path, model: Model, weight_map: WeightMap, *, but: fro
     Args:
         but: parameters that keep what they hold; the files need not have them.
 
+    Parameters of optional rules keep it too where the files have none of them, which is announced.
+
     Raises:
         CheckpointError: no safetensors there, a file that cannot be read, or names that are missing, unexpected or
             misshapen, all of them in one message and before anything was changed.
     """
     files = tensor_files(Path(folder))
     parameters = global_parameters(model)
+    if fresh := lacking(weight_map, files) - but:
+        if dist.get_rank() == 0:
+            logger.warning("%s holds no tensors for %s: these start as they were drawn", folder, few(sorted(fresh), 4))
+        but |= fresh
     rules = {ours: (rule, names) for ours, rule, names in instances(weight_map) if ours not in but}
     expected = {name for _, names in rules.values() for name in names}
     if _TIED in parameters and _TIED not in rules:  # the last pipeline stage's copy of the embedding
@@ -66,6 +78,12 @@ def load_hf(folder: str | Path, model: Model, weight_map: WeightMap, *, but: fro
                 parameter = parameters[ours]
                 parts = [_shard(piece, parameter) for name in names for piece in _pieces(rule, read.tensor(name))]
                 parameter.copy_(_join(rule, parts, weight_map))
+
+
+def lacking(weight_map: WeightMap, present: Collection[str]) -> frozenset[str]:
+    """Parameters of optional rules, if a checkpoint has none of their tensors."""
+    optional = {ours: names for ours, rule, names in instances(weight_map) if rule.optional}
+    return frozenset() if any(name in present for names in optional.values() for name in names) else frozenset(optional)
 
 
 def check_fit(folder: str | Path, present: Collection[str], expected: Collection[str], weight_map: WeightMap,
@@ -87,9 +105,17 @@ def check_fit(folder: str | Path, present: Collection[str], expected: Collection
                       if name in present and (got := shape(name)) != wanted],
     }
     if any(problems.values()):
+        only_more = not problems["missing"] and not problems["misshapen"]
         text = "; ".join(f"{len(names)} {kind}: {few(names)}" for kind, names in problems.items() if names)
         raise CheckpointError("the tensors do not fit the model that config.json describes", got=text,
-                              who=str(folder), fix="use a complete checkpoint of this architecture")
+                              who=str(folder), fix=f"{known_by()}; or take them out of the files" if only_more
+                              else "use a complete checkpoint of this architecture")
+
+
+def known_by() -> str:
+    """What to do about weights that the model does not have."""
+    plugins = ", ".join(f"--plugin {name}" for name in offering("weight_map"))
+    return f"enable the plugin that knows these weights ({plugins}), without which they would be lost"
 
 
 def hf_stream(model: Model, weight_map: WeightMap) -> Iterator[tuple[str, torch.Tensor]]:
@@ -205,6 +231,7 @@ def global_parameters(model: Model) -> dict[str, torch.nn.Parameter]:
         experts = (chunk.config.num_moe_experts or 0) // parallel_state.get_expert_model_parallel_world_size()
         first = parallel_state.get_expert_model_parallel_rank() * experts
         for name, parameter in chunk.named_parameters():
+            name = _GROUPED.sub(r".experts.local_experts.\3.\1.\2", name)
             name = _LAYER.sub(lambda match: f"decoder.layers.{numbers[int(match[1])]}.", name)  # noqa: B023 - used here
             found[_EXPERT.sub(lambda match: f".local_experts.{first + int(match[1])}.", name)] = parameter  # noqa: B023
     return found

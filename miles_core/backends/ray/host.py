@@ -1,7 +1,6 @@
-"""Ray actors as hosts of a trainer's ranks: the same handle as a thread's and a process's.
+"""Ray actors as hosts: the same handle as a thread's and a process's.
 
-With RAY_ADDRESS set, or on a machine of a running cluster, the ranks go there; else Ray starts on this machine and ends
-with the run.
+`ray_group` is for commands that want a few processes; a run's ranks and servers are placed by placement.py.
 """
 
 from __future__ import annotations
@@ -9,11 +8,14 @@ from __future__ import annotations
 import asyncio
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+from miles_core.backends.ray import cluster, versions
 from miles_core.errors import ConfigError, DiedError
-from miles_core.hosts import Handle, RankGroup, answer, in_daemon_thread, unpacked
+from miles_core.hosts import Handle, RankGroup, answer, in_daemon_thread, let_go, unpacked, write_to
 from miles_core.types import Rank
 
 START_TIMEOUT = 120.0
@@ -37,17 +39,36 @@ class Actor:
         self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
         return f"tcp://{host}:{self._store.port}"
 
-    def make(self, folder: str, factory: Callable, args: tuple) -> None:
-        """Make the hosted object, in the driver's folder where there is one; its error is every later call's."""
+    def make(self, folder: str, log: Path | None, plugins: Sequence[str], factory: Callable, args: tuple,
+             meet: str | None) -> dict[str, str]:
+        """Make the hosted object, in the driver's folder where there is one; its error is every later call's.
+
+        Args:
+            log: takes what the actor prints, where its folder is shared; else Ray's own log does.
+            meet: where the ranks meet, for a last argument that is a Rank without a rendezvous.
+
+        Returns:
+            what is installed here.
+        """
         if os.path.isdir(folder):  # paths of a run file are relative to it
             os.chdir(folder)
+        if log is not None and log.parent.is_dir():
+            write_to(log)
         try:
-            self._hosted = factory(*args)
+            *rest, last = args
+            if isinstance(last, Rank) and last.rendezvous is None:
+                last = replace(last, rendezvous=meet)
+            self._hosted = factory(*rest, last)
         except BaseException as error:  # noqa: BLE001 - whatever it is, every call raises it
             self._failure = error
+        return versions.here(plugins)
 
     def ask(self, method: str, args: tuple) -> tuple:
         return answer(self._hosted, self._failure, method, args)
+
+    def finish(self) -> None:
+        """Let the hosted object leave groups and connections."""
+        let_go(self._hosted)
 
 
 class RayHost(Handle):
@@ -56,12 +77,16 @@ class RayHost(Handle):
     Args:
         actor: of class Actor.
         factory, args: what the actor makes first.
+        log: where it writes what it prints.
+        plugins: those of the run, to be compared with what is installed there.
+        meet: a reference to where the ranks meet.
     """
 
-    def __init__(self, name: str, actor: Any, factory: Callable, args: tuple):
+    def __init__(self, name: str, actor: Any, factory: Callable, args: tuple, *, log: Path | None = None,
+                 plugins: Sequence[str] = (), meet: Any = None):
         super().__init__(name)
-        self._actor = actor
-        self._made = actor.make.remote(os.getcwd(), factory, args)
+        self._actor, self._log, self._plugins, self._alike = actor, log, plugins, False
+        self._made = actor.make.remote(os.getcwd(), log, plugins, factory, args, meet)
         self._turn = asyncio.Lock()
 
     async def call(self, method: str, *args: object) -> Any:
@@ -69,13 +94,24 @@ class RayHost(Handle):
 
         async with self._turn:
             try:
-                found = await in_daemon_thread(lambda: ray.get([self._made, self._actor.ask.remote(method, args)])[1])
+                installed, found = await in_daemon_thread(
+                    lambda: ray.get([self._made, self._actor.ask.remote(method, args)]))
             except ray.exceptions.RayError as error:
+                log = "its log in Ray's session folder" if self._log is None else f"the end of {self._log}"
                 raise DiedError(f"the Ray actor of {self._name} died in {method}()", got=str(error).splitlines()[0],
-                                fix="look at its log in Ray's session folder; often a lack of memory") from None
+                                fix=f"look at {log}; often a lack of memory") from None
+        if not self._alike:
+            versions.check(self._name, versions.here(self._plugins), installed)
+            self._alike = True
         return unpacked(self._name, *found)
 
     async def close(self) -> None:
+        """Ask it to finish, for seconds, then end it."""
+        import ray
+
+        if ray.is_initialized() and not self._turn.locked():
+            done = self._actor.finish.remote()
+            await in_daemon_thread(lambda: ray.wait([done], timeout=5))
         self.kill()
 
     def kill(self) -> None:
@@ -88,26 +124,22 @@ class RayHost(Handle):
 def ray_group(name: str, ranks: int, factory: Callable, *args: object) -> Handle:
     """A Ray actor for each rank; `factory(*args, rank)` is made in each.
 
+    With RAY_ADDRESS set the ranks go to that cluster; else Ray starts on this machine and ends with them.
+
     Raises:
         ConfigError: Ray is not installed, or the cluster has no room for the ranks within START_TIMEOUT.
     """
-    try:
-        import ray
-    except ImportError:
-        raise ConfigError("--trainer-host ray needs Ray", fix="pip install 'miles-core[ray]'") from None
-    ours, address = not ray.is_initialized(), os.environ.get("RAY_ADDRESS")
-    if ours:
-        # A Ray of our own has as many places as there are ranks, whatever the CPUs; a cluster has its own.
-        own = {} if address else {"num_cpus": ranks, "include_dashboard": False, "_node_ip_address": "127.0.0.1"}
-        ray.init(address=address, log_to_driver=False, configure_logging=False, **own)
+    joined = cluster.join(os.environ.get("RAY_ADDRESS"), places=ranks, who="--host ray")
+    import ray
+
     remote = ray.remote(num_cpus=1, max_restarts=0)(Actor)
     actors = [remote.options(name=f"{name} rank {i} of {os.getpid()}").remote() for i in range(ranks)]
     folder = tempfile.TemporaryDirectory(prefix="miles-")
-    at = f"file://{folder.name}/ranks" if ours and not address else None  # on one machine nothing has to listen
+    at = f"file://{folder.name}/ranks" if joined.alone else None  # on one machine nothing has to listen
     try:
         at = at or ray.get(actors[0].meeting_point.remote(), timeout=START_TIMEOUT)
     except ray.exceptions.GetTimeoutError:
-        raise ConfigError(f"Ray placed no trainer rank within {START_TIMEOUT:g} s", who="--trainer-host ray",
+        raise ConfigError(f"Ray placed no rank within {START_TIMEOUT:g} s", who="--host ray",
                           got=f"{ray.available_resources().get('CPU', 0):g} CPUs free for {ranks} ranks",
                           fix="free some, or ask for fewer ranks") from None
     hosts = [RayHost(f"{name} rank {i}", actor, factory, (*args, Rank(i, ranks, i, at)))
@@ -115,7 +147,6 @@ def ray_group(name: str, ranks: int, factory: Callable, *args: object) -> Handle
 
     def release() -> None:
         folder.cleanup()
-        if ours:
-            ray.shutdown()
+        joined.leave()
 
     return RankGroup(name, hosts, release)

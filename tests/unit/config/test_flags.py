@@ -5,6 +5,7 @@ import pytest
 from miles_core.backends.megatron.flags import megatron_lm_flags
 from miles_core.backends.megatron.surface import surface
 from miles_core.config.flags import miles_flags
+from miles_core.config.forwarded import surface_of
 from miles_core.config.load import load
 from miles_core.config.options import options_of
 from miles_core.config.tables import TABLES
@@ -33,7 +34,14 @@ def legal(kind: str, default: object, choices=()):
 
 def value_of(config, key):
     table, _, name = key.partition(".")
-    return config.megatron[name] if table == "megatron" else getattr(getattr(config, table), name)
+    found = getattr(config, table)
+    return found[name] if isinstance(found, dict) else getattr(found, name)
+
+
+def option_of(key):
+    """The option of a key, a field of SGLang's or its router's as well."""
+    table, _, name = key.partition(".")
+    return OPTIONS[key] if key in OPTIONS else surface_of(table).fields[name].option(table)
 
 
 def accepted(config_key: str, argv: list[str], value: object) -> None:
@@ -55,9 +63,15 @@ def test_every_key_is_a_flag(key):
 @pytest.mark.parametrize("flag", [f for f, entry in miles_flags().items() if "key" in entry and "plugin" not in entry])
 def test_every_flag_of_todays_miles_that_is_accepted_sets_its_key(flag):
     entry = miles_flags()[flag]
-    option = OPTIONS[entry["key"]]
+    option = option_of(entry["key"])
     words, value = ([], entry["value"]) if "value" in entry else legal(option.type, option.default, option.choices)
     accepted(entry["key"], [flag, *words], value)
+
+
+@pytest.mark.parametrize("flag", [flag for flag, entry in miles_flags().items() if "set" in entry])
+def test_every_flag_that_stands_for_several_options_sets_them_all(flag):
+    config = load(None, [flag]).config
+    assert {key: value_of(config, key) for key in miles_flags()[flag]["set"]} == miles_flags()[flag]["set"]
 
 
 @pytest.mark.parametrize("name", [name for name, flag in megatron_lm_flags().items() if flag.status == "accepted"])
@@ -108,7 +122,7 @@ def test_every_field_of_megatron_core_is_a_flag_or_says_why_not(name):
     (["--rollout-batchsize", "3"], "did you mean --rollout-batch-size"),
     (["--eps-clp", "3"], "did you mean --eps-clip"),
     (["--tensor-model-paralel-size", "1"], "did you mean --tensor-model-parallel-size"),
-    (["--colocate"], "needs no placement"), (["--use-wandb"], "--use-tensorboard"), (["--fp16"], "--bf16"),
+    (["--prefill-num-servers", "2"], "no servers that only prefill"), (["--use-wandb"], "--use-tensorboard"), (["--fp16"], "--bf16"),
     (["--tis-threshold", "0.9"], "--tis-clip"),
     (["word"], "miles run"), (["--lr"], "one value"), (["--lr", "1", "2"], "one value"), (["--lr", "fast"], "float"),
     (["--use-kl-loss", "maybe"], "true or false"), (["--num-rollout", "2.5"], "int"),
@@ -123,7 +137,9 @@ def test_what_is_wrong_says_what_to_write(argv, message):
 @pytest.mark.parametrize(("table", "key", "message"), [
     ("rollout", "rollout_batchsize", "did you mean 'rollout_batch_size'"),
     ("rollout", "lr", "it belongs in [optimizer]"),
-    ("rolout", "x", "did you mean [rollout]"), ("sft", "x", "not enabled"), ("sglang", "tp_size", "[sglang]"),
+    ("rolout", "x", "did you mean [rollout]"), ("sft", "x", "not enabled"), ("sglang", "server_concurency", "did you mean server_concurrency"),
+    ("sglang", "router_polizy", "did you mean router_policy"), ("sglang", "model_path", "--hf-checkpoint"),
+    ("server", "tp_size", "no table [server]"),
     ("perf", "fp16", "--bf16"), ("eval", "eval_config", "[[eval.datasets]]"),
 ])  # fmt: skip
 def test_a_wrong_key_of_a_run_file_is_named_with_its_line(tmp_path, table, key, message):

@@ -61,7 +61,7 @@ DEFAULTS = {
     "rollout.rollout_temperature": 1.0, "rollout.rollout_top_p": 1.0, "rollout.rollout_top_k": -1,
     "rollout.rollout_seed": 42,
     "rollout.rollout_shuffle": False, "rollout.n_samples_per_prompt": 1, "perf.bf16": True, "perf.micro_batch_size": 1,
-    "perf.use_dynamic_batch_size": False, "perf.trainer": "megatron", "perf.weight_sync": "in-process",
+    "perf.use_dynamic_batch_size": False, "perf.trainer": "megatron", "perf.weight_sync": None,
     "optimizer.seed": 1234,
 }  # fmt: skip
 
@@ -78,6 +78,7 @@ def test_defaults_that_a_plan_derives(plan):
     assert made.config.rollout.over_sampling_batch_size == 8
     assert made.owner("reduction").name == "sample" and made.owner("policy_loss").name == "clip"
     assert made.owner("engine").name == "local" and made.owner("placement").name == "local"
+    assert made.owner("weight_sync").name == "in-process"
 
 
 def test_the_buffer_is_first_in_first_out(plan):

@@ -90,6 +90,54 @@ def test_both_directions_against_a_load_and_a_save(hf_model, port, checkpoint, c
     assert_same(on_disk(tmp_path / "back"), on_disk(tmp_path / "hf"))
 
 
+ADDS = '''
+"""Adds a layer to every model."""
+import dataclasses
+
+import torch
+
+from miles_core import hookimpl
+from miles_core.backends.megatron.specs import Rule
+
+
+class Adds:
+    """A projection beside the model, drawn with a field of the config that it sets."""
+
+    @hookimpl
+    def weight_map(self, weight_map, model):
+        assert model == "actor"
+        return dataclasses.replace(weight_map, rules=(*weight_map.rules, Rule("probe.weight", ("probe.weight",))))
+
+    @hookimpl
+    def transformer_config(self, fields):
+        return {**fields, "init_method_std": 0.5}
+
+    @hookimpl
+    def build_model(self, chunk, spec, folder):
+        assert chunk.config.init_method_std == 0.5 and (folder / "config.json").is_file()
+        chunk.probe = torch.nn.Linear(spec.constants["hidden_size"], 3, bias=False)
+        return chunk
+'''
+
+
+def test_what_a_plugin_adds_is_kept_and_nothing_is_lost_without_it(convert, source, tmp_path):
+    """The hooks weight_map, transformer_config and build_model, in processes of their own too."""
+    from safetensors.torch import save_file
+
+    save_file({"probe.weight": torch.randn(3, 64)}, source / "probe.safetensors")
+    index = source / "model.safetensors.index.json"
+    index.write_text(index.read_text().replace('"weight_map": {', '"weight_map": {"probe.weight": "probe.safetensors",'))
+    (tmp_path / "adds.py").write_text(ADDS)
+    plugin = ("--plugin", tmp_path / "adds.py")
+    with pytest.raises(CheckpointError, match=r"1 unexpected: probe\.weight.*enable the plugin"):
+        convert("hf-to-dist", source, tmp_path / "dist")
+    convert("hf-to-dist", source, tmp_path / "dist", "--processes", 2, *plugin)
+    with pytest.raises(CheckpointError, match=r"weights that the model does not have \(got probe\.weight\)"):
+        convert("dist-to-hf", tmp_path / "dist", tmp_path / "back", "--hf-checkpoint", source)
+    convert("dist-to-hf", tmp_path / "dist", tmp_path / "back", "--hf-checkpoint", source, *plugin)
+    assert_same(on_disk(tmp_path / "back"), on_disk(source))
+
+
 def test_transformers_loads_the_export(convert, source, tmp_path):
     from transformers import AutoModelForCausalLM
 

@@ -62,13 +62,13 @@ def test_what_somebody_set_arrives(parts, owner):
 def test_the_defaults_are_those_of_megatron_lms_scripts(parts):
     """Where they differ from the dataclass's, unless the layers that run here have no use for the switch."""
     from miles_core.backends.megatron.flags import megatron_lm_defaults
-    from miles_core.backends.megatron.model import LOCAL_ONLY_OFF
+    from miles_core.backends.megatron.model import ALWAYS_OFF
 
     configs = parts()
     reached = set()
     for name, value in megatron_lm_defaults().items():
         for config in configs:
-            if name in {field.name for field in dataclasses.fields(config)} and name not in LOCAL_ONLY_OFF:
+            if name in {field.name for field in dataclasses.fields(config)} and name not in ALWAYS_OFF:
                 assert getattr(config, name) == value, name
                 reached.add(name)
     assert reached == {"attention_softmax_in_fp32", "deallocate_pipeline_outputs", "optimizer_offload_fraction",

@@ -19,7 +19,7 @@ def step(megatron):
     def run(session, clip, name="mine", seed=0):
         session.backward(torch.randint(0, 97, (64,), generator=torch.Generator().manual_seed(seed)))
         gradients = MegatronGradients("actor", session.optimizer, [session.model], session.options.clip_grad)
-        return update(session.optimizer, gradients, clip, name)
+        return update(session.optimizer, gradients, clip, name)["grad_norm"]
 
     return run
 
@@ -73,6 +73,37 @@ def test_the_global_norm_from_pieces_is_the_built_in_one(train, step, bf16, shar
         assert piece.weight.numel() == expected[name].numel()
         torch.testing.assert_close(piece.weight.view(-1).to(expected[name].dtype),
                                    weights(ours)[name].view(-1), atol=0, rtol=0)
+
+
+@pytest.mark.parametrize(("bf16", "sharded"), KINDS)
+def test_a_clip_group_is_clipped_by_itself(train, bf16, sharded):
+    """Each group as if its parameters were the whole model: pieces, norm, scale; then one update of all."""
+    from miles_core.backends.megatron.gradients import MegatronGradients, clip_groups, update
+
+    session = train(bf16=bf16, use_distributed_optimizer=sharded, clip_grad=0.1)
+    session.backward(torch.randint(0, 97, (64,), generator=torch.Generator().manual_seed(0)))
+    apart = {name for name, _ in session.model.named_parameters() if ".mlp." in name}
+    for name, parameter in session.model.named_parameters():
+        if name in apart:
+            parameter.clip_group = "mlps"
+    groups = clip_groups([session.model])
+    assert groups == ("", "mlps")
+    before, seen = weights(session), []
+
+    def clip(gradients):
+        norm = math.sqrt(sum(float(piece.grad.double().square().sum()) for piece in gradients.pieces))
+        found = gradients.clip_by_norm()
+        left = math.sqrt(sum(float(piece.grad.double().square().sum()) for piece in gradients.pieces))
+        assert found == pytest.approx(norm, rel=1e-5) and norm > 0.1 and left == pytest.approx(0.1, rel=1e-4)
+        seen.append(({piece.name for piece in gradients.pieces}, found))
+        return found
+
+    gradients = MegatronGradients("actor", session.optimizer, [session.model], 0.1, groups)
+    norms = update(session.optimizer, gradients, clip, "mine")
+    assert [names for names, _ in seen] == [before.keys() - apart, apart]
+    assert norms == {"grad_norm": seen[0][1], "mlps_grad_norm": seen[1][1]}
+    assert {piece.name for piece in gradients.pieces} == before.keys(), "all are there again for the update"
+    assert not any(torch.equal(before[name], weight) for name, weight in weights(session).items())
 
 
 def test_clipping_by_value_changes_the_update_as_torchs_adamw_says(train, step):

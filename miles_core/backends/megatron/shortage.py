@@ -1,0 +1,61 @@
+"""Out of memory, in words: which phase on which rank wanted how much, and what to try."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from miles_core.config.tables import RunConfig
+from miles_core.errors import OutOfMemoryError
+
+_ASKED = re.compile(r"[Tt]ried to allocate ([\d.]+ ?\w+)")
+"""What torch's CUDA and CPU allocators both say."""
+
+STATE = ("load", "onload")
+"""Phases in which weights, gradients and optimizer state alone do not fit."""
+
+
+@contextmanager
+def explained(phase: str, rank: int, config: RunConfig) -> Iterator[None]:
+    """Name the phase and the rank of a shortage of memory inside.
+
+    Raises:
+        OutOfMemoryError: in the place of torch's.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        asked = _ASKED.search(str(error))
+        if not isinstance(error, torch.OutOfMemoryError) and (asked is None or "allocator" not in str(error).lower()):
+            raise
+        raise OutOfMemoryError(
+            f"out of memory in {phase}", got=f"an allocation of {asked[1]}" if asked else None,
+            who=f"trainer rank {rank}", fix=f"try, in this order: {', '.join(remedies(phase, config))}",
+        ) from error
+
+
+def remedies(phase: str, config: RunConfig) -> list[str]:
+    """Flags with values that take less memory than the run's, what costs least first."""
+    perf, given = config.perf, config.megatron
+    tensor = given.get("tensor_model_parallel_size") or 1
+    state = ["--optimizer-cpu-offload"] * (not given.get("optimizer_cpu_offload"))
+    state += [f"--tensor-model-parallel-size {2 * tensor}, or more ranks"]
+    if phase in STATE:
+        return state
+    batch = []
+    if perf.log_probs_chunk_size > 128:
+        batch.append(f"--log-probs-chunk-size {perf.log_probs_chunk_size // 2}")
+    if given.get("recompute_granularity") != "full" and "log_probs" not in phase:  # a pass without gradient keeps none
+        batch.append("--recompute-granularity full")
+    if perf.use_dynamic_batch_size:
+        limit = perf.max_tokens_per_gpu
+        if "log_probs" in phase and perf.log_probs_max_tokens_per_gpu:
+            batch.append(f"--log-probs-max-tokens-per-gpu {perf.log_probs_max_tokens_per_gpu // 2}")
+        else:
+            batch.append(f"--max-tokens-per-gpu {limit // 2}")
+    elif perf.micro_batch_size > 1:
+        batch.append(f"--micro-batch-size {perf.micro_batch_size // 2}")
+    return batch + state

@@ -1,0 +1,178 @@
+"""A Ray cluster: joining it, reserving bundles of one GPU and one CPU each, and saying what does not fit."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from miles_core.errors import ConfigError
+from miles_core.hosts import cpus
+
+VISIBLE = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
+"""Every process sees all GPUs of its node and is told its number: peers in one node need to see one another."""
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """A connection to a cluster.
+
+    Args:
+        ours: whether it was made here, so that it ends here.
+        alone: whether the cluster itself is ours: one machine, loopback only.
+    """
+
+    ours: bool
+    alone: bool
+
+    def leave(self) -> None:
+        import ray
+
+        if self.ours:
+            ray.shutdown()
+
+
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    """One place of a placement group.
+
+    Args:
+        index: in the group.
+        host: address of its node.
+        gpu: the GPU's number on the node as CUDA_VISIBLE_DEVICES counts; None on a CPU.
+        local: the same among the GPUs that processes there see; on a CPU the place's number on the node.
+        rack: value of the rack's label, "" without one.
+    """
+
+    index: int
+    host: str
+    gpu: int | None
+    local: int
+    rack: str = ""
+
+
+def join(address: str | None, *, places: int, who: str) -> Joined:
+    """Use the Ray that this process is connected to, the cluster at an address, or one of our own on this machine.
+
+    Raises:
+        ConfigError: Ray is not installed, or nothing answers at the address.
+    """
+    try:
+        import ray
+    except ImportError:
+        raise ConfigError(f"{who} needs Ray", fix="pip install 'miles-core[ray]'") from None
+    if ray.is_initialized():
+        return Joined(ours=False, alone=False)
+    logging.getLogger("ray").setLevel(logging.ERROR)  # what it says at every start is of no use here
+    # A Ray of our own has as many places as are needed, whatever the CPUs; a cluster has its own.
+    own = {} if address else {"num_cpus": max(places, cpus()), "include_dashboard": False,
+                              "_node_ip_address": "127.0.0.1"}
+    try:
+        ray.init(address=address, log_to_driver=False, configure_logging=False, **own)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise ConfigError("the Ray cluster cannot be joined", got=str(error).splitlines()[0],
+                          who=f"Ray at {address or 'this machine'}",
+                          fix="start one with ray start --head, or leave the address out to have one here") from None
+    return Joined(ours=True, alone=not address)
+
+
+def reserve(count: int, *, labels: Mapping[str, str], spares: int, timeout: float, name: str, alone: bool) -> Any:
+    """A placement group of `count` bundles packed on as few nodes as possible, and up to `spares` more.
+
+    Raises:
+        ConfigError: it did not become ready; says which bundle does not fit and what the cluster has.
+    """
+    import ray
+    from ray.util.placement_group import placement_group, remove_placement_group
+
+    bundle = {"GPU": 1, "CPU": 1} if ray.cluster_resources().get("GPU") else {"CPU": 1}
+    room = capacity(nodes(), bundle, labels)
+    if alone and room < count:  # nothing can join it
+        raise too_small(count, bundle, labels, timeout=None)
+    total = count + max(0, min(spares, room - count))
+    selectors = {"bundle_label_selector": [dict(labels)] * total} if labels else {}
+    group = placement_group([bundle] * total, strategy="PACK", name=name, **selectors)
+    try:
+        ray.get(group.ready(), timeout=timeout)
+    except ray.exceptions.GetTimeoutError:
+        remove_placement_group(group)
+        raise too_small(count, bundle, labels, timeout) from None
+    return group
+
+
+def nodes() -> list[dict]:
+    """Nodes that are alive, as Ray describes them."""
+    import ray
+
+    return [node for node in ray.nodes() if node["Alive"]]
+
+
+def capacity(found: Sequence[Mapping], bundle: Mapping[str, float], labels: Mapping[str, str]) -> int:
+    """How many bundles fit on nodes with these labels when nothing else runs."""
+    fitting = [node for node in found if labels.items() <= node.get("Labels", {}).items()]
+    return sum(min(int(node["Resources"].get(kind, 0) // size) for kind, size in bundle.items()) for node in fitting)
+
+
+def too_small(count: int, bundle: Mapping[str, float], labels: Mapping[str, str],
+              timeout: float | None) -> ConfigError:
+    """The error that says which bundle does not fit."""
+    import ray
+
+    found = nodes()
+    room = capacity(found, bundle, labels)
+    what = " and ".join(f"{size} {kind}" for kind, size in bundle.items())
+    what += f" on a node with {', '.join(f'{key}={value}' for key, value in labels.items())}" if labels else ""
+    has = "; ".join(f"{node['NodeManagerAddress']}: {_amounts(node['Resources'])}" for node in found)
+    if room < count:
+        text = f"bundle {room + 1} of {count} ({what}) does not fit into the Ray cluster"
+        fix = "add nodes, or ask for fewer GPUs: --actor-num-nodes, --actor-num-gpus-per-node, --rollout-num-gpus"
+    else:
+        text = f"{count} bundles ({what} each) were not free within {timeout:g} s"
+        has = f"free: {_amounts(ray.available_resources())}; of {has}"
+        fix = "wait for the other jobs, or raise --placement-timeout"
+    return ConfigError(text, got=has, who="--placement ray", fix=fix)
+
+
+def bundles(group: Any, rack_label: str | None) -> list[Bundle]:
+    """The bundles of a group, ordered by rack, node and GPU: neighbouring ranks are neighbours in the machine."""
+    import ray
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    on_gpus = "GPU" in group.bundle_specs[0]
+    look = ray.remote(num_cpus=0.1, num_gpus=0.1 if on_gpus else 0, max_retries=0,
+                      runtime_env={"env_vars": VISIBLE})(_look)
+    found = ray.get([look.options(scheduling_strategy=PlacementGroupSchedulingStrategy(
+        group, placement_group_bundle_index=index)).remote() for index in range(group.bundle_count)])
+    racks = {node["NodeID"]: node.get("Labels", {}).get(rack_label or "", "") for node in nodes()}
+    seen: dict[str, int] = {}
+    ordered = []
+    for index, (node, host, gpu, local) in sorted(
+            enumerate(found), key=lambda item: (racks.get(item[1][0], ""), _octets(item[1][1]), item[1][0],
+                                                -1 if item[1][2] is None else item[1][2], item[0])):
+        place = seen[node] = seen.get(node, -1) + 1
+        ordered.append(Bundle(index, host, gpu, place if gpu is None else local, racks.get(node, "")))
+    return ordered
+
+
+def _look() -> tuple[str, str, int | None, int]:
+    """Where this bundle is: node, host, GPU as CUDA_VISIBLE_DEVICES counts and as a process there counts."""
+    import ray
+
+    context, ids = ray.get_runtime_context(), ray.get_gpu_ids()
+    host = ray.util.get_node_ip_address()
+    if not ids:
+        return context.get_node_id(), host, None, 0
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    local = given.split(",").index(str(ids[0])) if given else int(ids[0])
+    return context.get_node_id(), host, int(ids[0]), local
+
+
+def _octets(host: str) -> tuple:
+    parts = host.split(".")
+    return tuple(int(part) for part in parts) if all(part.isdigit() for part in parts) else (host,)
+
+
+def _amounts(resources: Mapping[str, float]) -> str:
+    return ", ".join(f"{resources.get(kind, 0):g} {kind}s" for kind in ("GPU", "CPU"))

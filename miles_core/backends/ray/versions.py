@@ -1,0 +1,77 @@
+"""What is installed where: processes of one run on several machines must be the same code."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.metadata
+import platform
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import miles_core
+from miles_core.errors import ConfigError
+from miles_core.plugins.scan import installed
+
+NEEDED = ("miles-core", "torch", "megatron-core", "transformers", "ray")
+WHERE_PRESENT = ("sglang", "transformer-engine")
+"""A node without GPUs may do without these; two versions of them may not meet."""
+
+ABSENT = "none"
+
+
+def here(plugins: Sequence[str] = ()) -> dict[str, str]:
+    """Version by name of what matters to a run; the source of miles_core and of plugin files by a digest.
+
+    Args:
+        plugins: as the run names them.
+    """
+    found = {"host": platform.node(), "python": ".".join(platform.python_version_tuple()[:2])}
+    found |= {name: _version(name) for name in (*NEEDED, *WHERE_PRESENT)}
+    found["source of miles-core"] = _source()
+    named = {one.name: f"{one.distribution} {one.version}" for one in installed()}
+    for plugin in plugins:
+        short = plugin.rpartition(":")[2].removeprefix("miles-plugin-").removeprefix("miles-")
+        found[f"plugin {plugin}"] = _digest(Path(plugin)) if plugin.endswith(".py") else named.get(short, ABSENT)
+    return found
+
+
+def check(name: str, ours: Mapping[str, str], theirs: Mapping[str, str]) -> None:
+    """Compare what a process has with what the driver has.
+
+    Args:
+        name: the process.
+        theirs: of `here` there, with its host under "host".
+
+    Raises:
+        ConfigError: names the host and the first package that differs.
+    """
+    for package, version in ours.items() - {("host", ours.get("host"))}:
+        other = theirs.get(package, ABSENT)
+        if package in WHERE_PRESENT and ABSENT in (version, other):
+            continue
+        if other != version:
+            raise ConfigError(f"{package} is not the same on every host", who=f"{name} on {theirs.get('host', '?')}",
+                              got=f"{other} there, {version} at the driver",
+                              fix="install the same packages on every node")
+
+
+def _version(name: str) -> str:
+    """Without the local part: builds for CPU and CUDA of one release are the same to a run."""
+    try:
+        return importlib.metadata.version(name).partition("+")[0]
+    except importlib.metadata.PackageNotFoundError:
+        return ABSENT
+
+
+@functools.cache
+def _source() -> str:
+    """Digest of every Python file of miles_core: an edited checkout has the version of the one it was made from."""
+    root, digest = Path(miles_core.__file__).parent, hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:12] if path.is_file() else ABSENT

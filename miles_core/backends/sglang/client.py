@@ -1,0 +1,238 @@
+"""Client: what Miles asks of one address that speaks SGLang's HTTP, a server or a router in front of several.
+
+Requests carry token ids and no text. Three kinds of failure are told apart: `Failed`, after which the same call may be
+sent again because nothing of it was delivered; EngineError for what a repetition would not mend; and no answer in time,
+an EngineError that names who was waited for.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+import numpy as np
+
+from miles_core.errors import EngineError
+
+CONNECT_TIMEOUT = 10.0
+"""Seconds for a connection; servers and driver are neighbours."""
+KEEP_ALIVE = 2.0
+"""Seconds that an idle connection is kept: less than uvicorn's 5, which would close it under a request."""
+RETRIED = (408, 429, 500, 502, 503, 504)
+"""Statuses that say nothing about the request itself."""
+SPECULATION = ("spec_num_correct_drafts", "spec_num_proposed_drafts", "spec_verify_ct")
+
+
+class Failed(Exception):
+    """A call that was not answered and may be sent again, whole."""
+
+
+@dataclass(slots=True)
+class Answer:
+    """One answer of /generate, or one piece of a streamed one; N new tokens.
+
+    Args:
+        ids: [N] int32.
+        log_probs: [N] float32.
+        reason: "stop", "length", "abort", or None for a piece that is not the last.
+        version: weight version that the server says it has.
+        experts: [rows x layers x topk] int32, flat, or None.
+        counts: what the server counted: prompt_tokens, cached_tokens, and of speculation its drafts.
+    """
+
+    ids: np.ndarray
+    log_probs: np.ndarray
+    reason: str | None
+    version: str
+    experts: np.ndarray | None = None
+    counts: dict[str, int] = field(default_factory=dict)
+
+
+class Client:
+    """One address.
+
+    Args:
+        url: http://HOST:PORT.
+        name: how errors call it, such as "engine 0".
+    """
+
+    def __init__(self, url: str, name: str):
+        self.url, self.name = url.rstrip("/"), name
+        self._session: aiohttp.ClientSession | None = None
+
+    async def generate(self, body: dict) -> Answer:
+        """One request, answered as a whole. How long that may take is the caller's to bound.
+
+        Raises:
+            Failed: nothing came, or nothing that can be read.
+            EngineError: the server refuses the request.
+        """
+        return parse(await self._exchange("POST", "/generate", body, timeout=None), 0)
+
+    async def stream(self, body: dict) -> AsyncIterator[Answer]:
+        """The same request piece by piece, as the tokens are drawn; the last piece has a reason."""
+        seen = 0
+        try:
+            async with self._open().post(self.url + "/generate", json={**body, "stream": True}) as response:
+                if response.status != 200:
+                    self._refuse(response.status, await response.read(), "/generate")
+                async for line in _lines(response.content):
+                    if not line.startswith(b"data: {"):
+                        continue
+                    piece = parse(_read_json(line[6:]), seen)
+                    seen += len(piece.ids)
+                    yield piece
+                    if piece.reason is not None:
+                        return
+        except (aiohttp.ClientError, OSError) as error:
+            raise Failed(f"{self.name}: {_says(error)}") from error
+        raise Failed(f"{self.name}: the stream ended early")
+
+    async def call(self, path: str, body: dict | None = None, *, timeout: float, method: str | None = None) -> dict:
+        """A control call: GET without a body, else POST. Returns the JSON answer, {} where there is none.
+
+        Raises:
+            EngineError: refused, failed, or not answered within `timeout` seconds; names the server and the path.
+        """
+        method = method or ("GET" if body is None else "POST")
+        try:
+            return await self._exchange(method, path, body, timeout)
+        except Failed as error:
+            raise EngineError(f"{path} failed", got=str(error), who=f"{self.name} at {self.url}",
+                              fix="look at its log") from error
+
+    async def abort(self, rid: str | None = None) -> None:
+        """End one request, or all; their own calls return with what was drawn until then."""
+        await self.call("/abort_request", {"abort_all": True} if rid is None else {"rid": rid}, timeout=30)
+
+    async def pause(self, mode: str, timeout: float) -> None:
+        """Draw no further token. "abort" ends what runs and returns once it is idle; "in_place" keeps it."""
+        await self.call("/pause_generation", {"mode": mode}, timeout=timeout)
+
+    async def resume(self) -> None:
+        """Go on after `pause`; does nothing otherwise."""
+        await self.call("/continue_generation", {}, timeout=30)
+
+    async def flush(self, timeout: float = 30) -> None:
+        """Forget all cached prefixes; only an idle server can."""
+        await self.call(f"/flush_cache?timeout={timeout:g}", {}, timeout=timeout + 10)
+
+    async def model_info(self, timeout: float = 30) -> dict:
+        """What the server serves; "weight_version" is what it was last told."""
+        return await self.call("/model_info", timeout=timeout)
+
+    async def server_info(self, timeout: float = 60) -> dict:
+        """The server's arguments and state; its scheduler answers between two steps, so it is alive."""
+        return await self.call("/server_info", timeout=timeout)
+
+    async def healthy(self, timeout: float) -> None:
+        """The server draws a token, or has drawn one since it was asked; takes a second at least."""
+        await self.call("/health", timeout=timeout)
+
+    async def reset(self) -> None:
+        """Drop all connections; calls that wait for an answer end with Failed. The next call connects anew."""
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
+
+    def _open(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE),
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT),
+                read_bufsize=2**20,
+            )  # fmt: skip
+        return self._session
+
+    async def _exchange(self, method: str, path: str, body: dict | None, timeout: float | None) -> dict:
+        bound = aiohttp.ClientTimeout(total=timeout, sock_connect=CONNECT_TIMEOUT)
+        try:
+            async with self._open().request(method, self.url + path, json=body, timeout=bound) as response:
+                data = await response.read()
+        except TimeoutError as error:
+            if timeout is None:
+                raise Failed(f"{self.name}: no connection within {CONNECT_TIMEOUT:g} s") from error
+            raise EngineError(f"no answer to {path} within {timeout:g} s", who=f"{self.name} at {self.url}",
+                              fix="look at its log") from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise Failed(f"{self.name}: {_says(error)}") from error
+        if response.status >= 300:
+            self._refuse(response.status, data, path)
+        return _read_json(data) if data.lstrip()[:1] in (b"{", b"[") or path == "/generate" else {}
+
+    def _refuse(self, status: int, data: bytes, path: str) -> None:
+        text = message_of(data)
+        if status in RETRIED or "model_not_found" in data.decode(errors="replace"):  # smg's word for no worker
+            raise Failed(f"{self.name}: HTTP {status} from {path}: {text}")
+        raise EngineError(f"{path} is refused with HTTP {status}", got=text, who=f"{self.name} at {self.url}",
+                          fix="what was asked does not fit this server; look at its log")
+
+
+def parse(body: Any, seen: int) -> Answer:
+    """An answer of /generate from its JSON; `seen` tokens of the request came in earlier pieces.
+
+    A streamed piece holds the new tokens or, without --incremental-streaming-output, all tokens so far.
+
+    Raises:
+        Failed: parts are missing or do not fit together.
+    """
+    try:
+        meta = body["meta_info"]
+        reason = meta["finish_reason"]
+        ids = np.asarray(body["output_ids"], np.int32)
+        drawn = meta.get("output_token_logprobs") or []
+        new = int(meta.get("completion_tokens", len(ids))) - seen
+        if not 0 <= new <= min(len(ids), len(drawn)):
+            if (reason or {}).get("type") != "abort":
+                raise ValueError(f"{new} tokens drawn, {len(ids)} ids and {len(drawn)} log-probs")
+            new = 0  # aborted in the waiting queue, the server does not know all any more: they are drawn again
+        drawn, ids = drawn[len(drawn) - new:], ids[len(ids) - new:]
+        if [one[1] for one in drawn] != ids.tolist():
+            raise ValueError("log-probs are not those of the tokens")
+        log_probs = np.array([np.nan if one[0] is None else one[0] for one in drawn], np.float32)
+        experts = meta.get("routed_experts")
+        return Answer(
+            ids=ids, log_probs=log_probs, reason=None if reason is None else reason["type"],
+            version=str(meta["weight_version"]),
+            experts=None if not experts else np.frombuffer(base64.b64decode(experts), np.int32),
+            counts={name: int(meta[name]) for name in ("prompt_tokens", "cached_tokens", *SPECULATION)
+                    if meta.get(name) is not None},
+        )  # fmt: skip
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise Failed(f"an answer that cannot be used: {_says(error)}; it begins {str(body)[:200]}") from error
+
+
+async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
+    """Lines of any length; aiohttp's own reader refuses long ones."""
+    rest = b""
+    async for data in content.iter_any():
+        *lines, rest = (rest + data).split(b"\n")
+        for line in lines:
+            yield line
+
+
+def message_of(data: bytes) -> str:
+    """What an error body says, without its wrapping."""
+    text = data.decode(errors="replace").strip()
+    try:
+        found = json.loads(text)
+        while isinstance(found, dict):
+            found = found.get("error", found.get("message", found.get("detail", str(found))))
+        return str(found)[:500]
+    except ValueError:
+        return text[:500] or "no text"
+
+
+def _read_json(data: bytes) -> Any:
+    try:
+        return json.loads(data)
+    except ValueError as error:
+        raise Failed(f"an answer that is not JSON: {data[:100]!r}") from error
+
+
+def _says(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

@@ -1,0 +1,215 @@
+"""Runs inside an SGLang server, in every rank: loads buckets of weights and reports what the model then holds.
+
+SGLang is started with `--custom-weight-loader miles_weights.load` and this folder on PYTHONPATH, so this file imports
+torch and the standard library alone. The sender uses `sums`, too: both sides add up with the same code.
+
+SGLang lets an exception of a loader end the server. So nothing is raised here: what happened goes to a key-value store
+(torch's TCPStore) that the sender keeps, and the sender decides whether the weights may serve.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+PIECE = {"cuda": 1 << 24, "cpu": 1 << 18}
+"""Lanes that are added up at once: 32 MiB of int16 stay in an H200's cache from kernel to kernel, half of one in a
+CPU's."""
+SMALL = 1 << 16
+"""Tensors of up to this many lanes are added up together with others of their size."""
+STORE_SECONDS = 60
+
+_errors: list[str] = []
+"""What went wrong since the last report, a draft model's loading included."""
+_first: dict[int, dict[str, list[int]]] = {}
+"""The sums of the first report, by id of the model."""
+
+
+def load(model, named_tensors) -> None:
+    """SGLang's entry: one bucket.
+
+    Args:
+        named_tensors: [(plan, flat)]. flat is uint8; the plan is JSON with any of these:
+            tensors: [[name, dtype, shape, offset in bytes], ...] of what lies in flat.
+            patch: {folder, copy, version, base}; see `patch`. drop: the copy's path, to remove it.
+            report: {store: [host, port], key, names_only, dtype, dtypes}: tell what the model holds now.
+    """
+    ((text, flat),) = named_tensors
+    plan = json.loads(text)
+    try:
+        if "patch" in plan:
+            patch(**plan["patch"])
+        if "drop" in plan:
+            shutil.rmtree(plan["drop"], ignore_errors=True)
+            Path(f"{plan['drop']}.lock").unlink(missing_ok=True)
+        if plan.get("tensors"):
+            model.load_weights(split(flat, plan["tensors"]))
+            if flat.is_cuda:
+                torch.cuda.current_stream().synchronize()  # the sender fills the bucket anew after the answer
+    except Exception as error:  # noqa: BLE001 - whatever it is, it would end the server
+        _errors.append(f"{type(error).__name__}: {error}"[:2000])
+    if "report" in plan:
+        _report(model, **plan["report"])
+
+
+def split(flat: torch.Tensor, tensors: Sequence[Sequence]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors in a bucket, as views."""
+    for name, dtype, shape, offset in tensors:
+        dtype = getattr(torch, dtype)
+        size = dtype.itemsize
+        for length in shape:
+            size *= length
+        yield name, flat[offset : offset + size].view(dtype).view(shape)
+
+
+def sums(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """[tensors, 2] int64: two sums over each tensor's raw bits, which add up over its parts in any order.
+
+    A tensor's bits are read as lanes x of int16 (int8 where an element has one byte). The sums are those of x and of
+    x * (x >> 7) cut to the lane's width, modulo 2^64. They do not see the order of the lanes, nor zeros. Nothing is
+    brought to the host.
+    """
+    device = tensors[0].device if tensors else torch.device("cpu")
+    pieces: list[tuple[list[int], torch.Tensor]] = []
+    alike: dict[tuple, list[tuple[int, torch.Tensor]]] = {}
+    for i, tensor in enumerate(tensors):
+        lanes = tensor.detach().reshape(-1).view(torch.int8 if tensor.element_size() == 1 else torch.int16)
+        if lanes.numel() <= SMALL:
+            alike.setdefault((lanes.numel(), lanes.dtype), []).append((i, lanes))
+        else:
+            pieces += [([i], piece[None]) for piece in lanes.split(PIECE[device.type])]
+    for same in alike.values():
+        for at in range(0, len(same), 64):
+            part = same[at : at + 64]
+            pieces.append(([i for i, _ in part], torch.stack([lanes for _, lanes in part])))
+    found = torch.zeros(sum(len(owners) for owners, _ in pieces), 2, dtype=torch.int64, device=device)
+    scratch, row = {}, 0
+    for owners, lanes in pieces:
+        if (mixed := scratch.get(lanes.dtype)) is None or mixed.numel() < lanes.numel():
+            mixed = scratch[lanes.dtype] = torch.empty(max(lanes.numel(), SMALL), dtype=lanes.dtype, device=device)
+        mixed = mixed[: lanes.numel()].view(lanes.shape)
+        torch.bitwise_right_shift(lanes, 7 if lanes.dtype == torch.int16 else 3, out=mixed)
+        mixed.mul_(lanes)
+        torch.sum(lanes, 1, dtype=torch.int64, out=found[row : row + len(owners), 0])
+        torch.sum(mixed, 1, dtype=torch.int64, out=found[row : row + len(owners), 1])
+        row += len(owners)
+    owners = torch.tensor([i for owners, _ in pieces for i in owners], dtype=torch.int64, device=device)
+    return torch.zeros(len(tensors), 2, dtype=torch.int64, device=device).index_add_(0, owners, found)
+
+
+def held(model, dtype: str | None, dtypes: Mapping[str, str]) -> dict[str, list[int]]:
+    """The sums of every parameter and of every buffer that a checkpoint would hold.
+
+    Args:
+        dtype: what the sender sent; a wider parameter is cast back to it, which is exact.
+        dtypes: by name, for tensors that were sent in another one.
+    """
+    temporary = {f"{prefix}{'.' if prefix else ''}{name}" for prefix, module in model.named_modules()
+                 for name in module._non_persistent_buffers_set}
+    tensors = dict(model.named_parameters())
+    tensors |= {name: buffer for name, buffer in model.named_buffers() if name not in temporary}
+    for name, tensor in tensors.items():
+        sent = dtypes.get(name, dtype)
+        if sent is not None and tensor.is_floating_point() and tensor.element_size() > getattr(torch, sent).itemsize:
+            tensors[name] = tensor.to(getattr(torch, sent))
+    return dict(zip(tensors, sums(list(tensors.values())).tolist(), strict=True))
+
+
+def _report(model, store: Sequence, key: str, names_only: bool = False, dtype: str | None = None,
+            dtypes: Mapping[str, str] | None = None) -> None:
+    """Tell the sender, under `key`/rank."""
+    begin = time.perf_counter()
+    answer: dict[str, object] = {"error": _errors[0] if _errors else None}
+    _errors.clear()
+    if names_only:
+        answer["names"] = [name for name, _ in model.named_parameters()]
+    elif answer["error"] is None:
+        try:
+            answer["sums"] = found = held(model, dtype, dtypes or {})
+            first = _first.setdefault(id(model), found)
+            answer["changed"] = [name for name in found if found[name] != first.get(name)]
+        except Exception as error:  # noqa: BLE001 - as in `load`
+            answer["error"] = f"{type(error).__name__}: {error}"[:2000]
+    answer["seconds"] = time.perf_counter() - begin
+    try:
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        client = dist.TCPStore(store[0], store[1], is_master=False, timeout=timedelta(seconds=STORE_SECONDS))
+        client.set(f"{key}/{rank}", json.dumps(answer))
+    except Exception as error:  # noqa: BLE001 - a sender that hears nothing does not let the weights serve
+        print(f"miles_weights: the sender's store at {store} cannot be reached: {error}", flush=True)
+
+
+def patch(folder: str, copy: str, version: int, base: int | None) -> None:
+    """Bring this machine's copy of a checkpoint to `version`; the first rank here does it, the others wait for it.
+
+    Args:
+        folder: a complete checkpoint, if `base` is None; else files of changed positions and values, to be written
+            into the copy, which has to be at version `base`.
+        copy: the folder to bring up to date; it names its version in a file, which is gone while it is written to.
+
+    Raises:
+        ValueError: the copy has another version than `base`.
+    """
+    Path(copy).mkdir(parents=True, exist_ok=True)
+    marker = Path(copy, "version")
+    with open(f"{copy}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        at = int(marker.read_text()) if marker.exists() else None
+        if at == version:
+            return
+        if base is not None and at != base:
+            raise ValueError(f"the copy {copy} has version {at}, and the change starts from {base}")
+        marker.unlink(missing_ok=True)
+        if base is None:
+            for old in Path(copy).iterdir():
+                old.unlink()
+            for file in sorted(Path(folder).iterdir()):
+                shutil.copyfile(file, Path(copy, file.name))
+        else:
+            overwrite(sorted(Path(folder).glob("*.safetensors")), Path(copy))
+        marker.write_text(str(version))
+
+
+def overwrite(changes: Sequence[Path], copy: Path) -> None:
+    """Write changed elements into a checkpoint's files.
+
+    `NAME` in a file of changes is a whole tensor; `NAME#positions` and `NAME#values` are some of its elements.
+    """
+    places = {name: (file, entry) for file in sorted(copy.glob("*.safetensors")) for name, entry in header(file).items()}
+    maps = {file: torch.from_file(str(file), shared=True, size=os.path.getsize(file), dtype=torch.uint8)
+            for file in {file for file, _ in places.values()}}
+    for source in changes:
+        raw = torch.from_file(str(source), size=os.path.getsize(source), dtype=torch.uint8)
+        entries = header(source)
+
+        def bytes_of(name: str, raw=raw, entries=entries) -> torch.Tensor:
+            return raw[slice(*entries[name])]
+
+        for name in entries:
+            tensor, _, kind = name.partition("#")
+            file, (start, end) = places[tensor]
+            place = maps[file][start:end]
+            if not kind:
+                place.copy_(bytes_of(name))
+            elif kind == "values":
+                positions = bytes_of(f"{tensor}#positions").clone().view(torch.int32).long()
+                values = bytes_of(name).view(positions.numel(), -1)
+                place.view(-1, values.shape[1])[positions] = values
+
+
+def header(file: Path) -> dict[str, tuple[int, int]]:
+    """Where each tensor of a safetensors file lies, in bytes from its beginning."""
+    with open(file, "rb") as opened:
+        size = int.from_bytes(opened.read(8), "little")
+        entries = json.loads(opened.read(size))
+    return {name: (8 + size + entry["data_offsets"][0], 8 + size + entry["data_offsets"][1])
+            for name, entry in entries.items() if name != "__metadata__"}

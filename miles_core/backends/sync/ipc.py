@@ -1,0 +1,153 @@
+"""Trainer ranks and engine ranks that share GPUs: a handle of each rank's bucket goes by HTTP, the bytes stay.
+
+Every trainer rank has the whole stream, so it fills a bucket in its GPU's memory. The ranks on one engine's GPUs hand
+the handles of theirs to the first of them, which posts them; each engine rank opens its own and loads. On a CPU, where
+memory has no such handle, the bytes travel.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import os
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from datetime import timedelta
+from multiprocessing.reduction import ForkingPickler
+
+import torch
+import torch.distributed as dist
+from torch.multiprocessing import reductions
+
+from miles_core.backends.sync.buckets import Bucket
+from miles_core.backends.sync.sender import Meter, Servers, Settings
+from miles_core.backends.sync.servers import Target, beside, for_all, plain
+from miles_core.backends.sync.verify import Ledger
+from miles_core.errors import SyncError
+from miles_core.types import Rank
+
+
+class IpcSender:
+    """See stages.sync.Sender.
+
+    Args:
+        targets: servers to bring up to date. With GPUs, engine e sits on those of the trainer ranks from e x size on;
+            without, the first rank sends to all.
+    """
+
+    def __init__(self, settings: Settings, targets: tuple[Target, ...]):
+        self.settings, self.targets = settings, targets
+        self._group: dist.ProcessGroup | None = None
+        self._servers: Servers | None = None
+
+    def open(self, rank: Rank) -> None:
+        """
+        Raises:
+            SyncError: a server that cannot be reached, or that sits on other GPUs than the trainer.
+        """
+        self._ranks, mine = (0,), None
+        for target in self.targets:
+            ranks = tuple(range(target.engine * target.size, (target.engine + 1) * target.size))
+            if not target.gpus:
+                continue
+            if ranks[-1] >= rank.size:
+                raise SyncError(f"{target.name} sits on GPUs that no rank of the trainer has", got=list(target.gpus),
+                                fix="use --weight-sync broadcast, or as many trainer ranks as GPUs of engines")
+            group = dist.new_group(ranks, timedelta(seconds=self.settings.timeout), "gloo") if len(ranks) > 1 else None
+            if rank.index in ranks:
+                self._ranks, self._group, mine = ranks, group, target
+                _same_gpu(target, ranks.index(rank.index))
+        self._shares = mine is not None
+        self._leads = rank.index == self._ranks[0] and (self._shares or not self.targets[0].gpus)
+        names = [frozenset()]
+        if self._leads:
+            self._servers = Servers((mine,) if self._shares else self.targets, self.settings)
+            names = [self._servers.names]
+        if self._group is not None:  # all of them have to send the same
+            dist.broadcast_object_list(names, self._ranks[0], group=self._group)
+        self._names = names[0]
+
+    def send(self, stream: Iterator[tuple[str, torch.Tensor]], version: int) -> dict[str, float]:
+        if not (self._leads or self._shares):
+            for _ in stream:
+                pass
+            return {}
+        meter, ledger, under_way, bucket = Meter(), Ledger(), None, None
+        for bucket in self.settings.cutter()(self.settings.stream(stream, self._names)):
+            if under_way is not None:
+                under_way.result()
+            packed = self._gathered(bucket)  # the others wait here for the answer to the bucket before
+            if self._leads:
+                under_way = self._post(packed)
+                ledger.add(bucket.views())
+        if under_way is not None:
+            under_way.result()
+        self._gathered(None)
+        del bucket
+        _give_back()
+        if not self._leads:
+            return {}
+        transferred = time.perf_counter()
+        return meter.figures(ledger, transferred, self._servers.verify(ledger))
+
+    def close(self) -> None:
+        if self._group is not None:
+            dist.destroy_process_group(self._group)
+        self._group = self._servers = None
+
+    def _post(self, packed: list[str]) -> Future:
+        """Hand a bucket to the servers while the next one is filled."""
+        servers, each = self._servers, packed if self._shares else packed[0]
+        return beside(lambda: for_all(servers.targets, lambda target: servers.load(target, each)))
+
+    def _gathered(self, bucket: Bucket | None) -> list[str]:
+        """What the ranks of this engine send, in their order; on the first rank. None only meets the others."""
+        own = None if bucket is None else pack(bucket)
+        if self._group is None:
+            return [own]
+        parts = [None] * len(self._ranks) if self._leads else None
+        dist.gather_object(own, parts, self._ranks[0], group=self._group)
+        return parts
+
+
+def pack(bucket: Bucket) -> str:
+    """A bucket as `update_weights_from_tensor` takes it: on a GPU a handle of its memory."""
+    if not bucket.flat.is_cuda:
+        return plain({"tensors": bucket.tensors}, bucket.flat)
+    buffer = io.BytesIO()
+    pickler = ForkingPickler(buffer)
+    pickler.dispatch_table[torch.Tensor] = _by_uuid
+    pickler.dump([(json.dumps({"tensors": bucket.tensors}), bucket.flat)])
+    return base64.b64encode(buffer.getvalue()).decode()
+
+
+def _by_uuid(tensor: torch.Tensor) -> tuple:
+    """torch's own reduction, with the GPU's UUID for its number: processes see GPUs under other numbers.
+
+    SGLang's side understands both (sglang/srt/utils/patch_torch.py).
+    """
+    rebuild, arguments = reductions.reduce_tensor(tensor)
+    device = 6
+    uuid = str(torch.cuda.get_device_properties(arguments[device]).uuid)
+    return rebuild, (*arguments[:device], uuid, *arguments[device + 1 :])
+
+
+def _same_gpu(target: Target, position: int) -> None:
+    """
+    Raises:
+        SyncError: this rank's GPU is not that of the engine's rank.
+    """
+    visible, here = os.environ.get("CUDA_VISIBLE_DEVICES"), torch.cuda.current_device()
+    number = visible.split(",")[here].strip() if visible else str(here)
+    if number.isdecimal() and int(number) != target.gpus[position]:
+        raise SyncError(f"rank {position} of {target.name} is on GPU {target.gpus[position]} and the trainer's rank "
+                        f"beside it on GPU {number}", fix="use --weight-sync broadcast, or place them on the same GPUs")
+
+
+def _give_back() -> None:
+    """The buckets' memory goes back to the device: the engine takes its caches next."""
+    if torch.cuda.is_available():
+        torch.cuda.ipc_collect()
+        torch.cuda.empty_cache()

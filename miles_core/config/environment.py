@@ -1,0 +1,39 @@
+"""Environment variables that processes need before they start; what the user has set stays as it is."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from miles_core.config.tables import RunConfig
+
+
+def environment(config: RunConfig, *, gpus: bool, given: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """What a trainer's rank gets beside what it inherits.
+
+    Args:
+        gpus: whether it computes on one.
+        given: the environment that it inherits; what stands there wins.
+    """
+    if not gpus:
+        return {}
+    perf, megatron = config.perf, config.megatron
+    wanted = {}
+    sizes = ("tensor_model_parallel_size", "context_parallel_size")
+    if any((megatron.get(key) or 1) > 1 for key in sizes) or megatron.get("sequence_parallel"):
+        wanted["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # Megatron overlaps by the order in which kernels are queued
+    if perf.weight_sync == "broadcast":
+        wanted["NCCL_CUMEM_ENABLE"] = "0"  # SGLang sets it for its side; a group needs the same on both
+    if megatron.get("fp8_recipe") == "blockwise":
+        wanted["NVTE_FP8_BLOCK_SCALING_FP32_SCALES"] = "1"  # Hopper's kernels take no other scales
+    return {name: value for name, value in wanted.items() if name not in given}
+
+
+KINDS = ("NCCL_", "TORCH_NCCL_", "NVTE_", "GLOO_", "PYTORCH_", "OMP_", "CUDA_DEVICE_MAX_CONNECTIONS",
+         "CUDA_LAUNCH_BLOCKING")
+"""Names, or how they begin, of variables that change how ranks compute or talk."""
+
+
+def relevant(given: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The variables of these kinds, sorted: what a rank elsewhere gets too, and what the record holds."""
+    return {name: given[name] for name in sorted(given) if name.startswith(KINDS)}

@@ -1,0 +1,134 @@
+"""What follows from how SGLang's servers are to run: the fields of ServerArgs, the context, the router."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from miles_core.backends.sglang import surface
+from miles_core.config.forwarded import surface_of
+from miles_core.config.hardware import engines
+from miles_core.config.load import who, with_values
+from miles_core.config.tables import RunConfig
+from miles_core.errors import ConfigError, UnknownKeyError
+
+Note = Callable[[str], None]
+
+
+def serving(config: RunConfig, note: Note) -> RunConfig:
+    """The configuration with context, dtype and router decided.
+
+    Raises:
+        ConfigError: fields of ServerArgs that contradict each other or the run.
+    """
+    if config.rollout.engine != "sglang":
+        given = [str(origin) for key, origin in config.origin.items() if key.partition(".")[0] in (
+            "sglang", "server", "router")]
+        if given and not config.debug.debug_train_only:
+            note(f"the engine is {config.rollout.engine or 'local'}: what is for SGLang is not used "
+                 f"({', '.join(dict.fromkeys(given))})")
+        return config
+    for table in ("server", "router"):
+        if getattr(config, table) and not surface_of(table).installed:
+            note(f"[sglang] {table}: checked against {surface_of(table)}")
+    for step in (_parallel, _dtype, _context, _speculative, _tokenizer, _router):
+        config = step(config, note)
+    return config
+
+
+def _parallel(config: RunConfig, note: Note) -> RunConfig:
+    server, each = config.server, config.perf.rollout_num_gpus_per_engine
+    size = "perf.rollout_num_gpus_per_engine"
+    stages = server.get("pp_size", 1)
+    if each % stages:
+        raise ConfigError(f"an engine's {each} GPUs do not divide by its pipeline of {stages}",
+                          who=who(config, size, "server.pp_size"), fix="a multiple of --sglang-pp-size")
+    if server.get("tp_size", each // stages) != each // stages:
+        raise ConfigError(f"the tensor-parallel size is an engine's {each} GPUs / pipeline size {stages}",
+                          got=server["tp_size"], who=who(config, "server.tp_size", size),
+                          fix=f"leave --sglang-tp-size out, or write --rollout-num-gpus-per-engine "
+                          f"{server['tp_size'] * stages}")
+    if server.get("dp_size", 1) > 1 and not server.get("enable_dp_attention"):
+        raise ConfigError("copies of a server are engines here; dp_size is for data-parallel attention",
+                          got=server["dp_size"], who=who(config, "server.dp_size"),
+                          fix="add --sglang-enable-dp-attention, or raise --rollout-num-gpus")
+    return config
+
+
+def _dtype(config: RunConfig, note: Note) -> RunConfig:
+    given, own = config.server.get("dtype"), config.rollout.engine_dtype
+    if given is None or own == given:
+        return config
+    if own is not None:
+        raise ConfigError("the engine's dtype is said twice", got=f"{own} and {given}",
+                          who=who(config, "rollout.engine_dtype", "server.dtype"), fix="drop one")
+    if given not in ("float32", "bfloat16"):
+        return config
+    return with_values(config, str(config.origin["server.dtype"]), rollout__engine_dtype=given)
+
+
+def _context(config: RunConfig, note: Note) -> RunConfig:
+    """--sglang-context-length overrides what the model was made for, and bounds prompt and answer together."""
+    most, own = config.server.get("context_length"), config.rollout.rollout_max_context_len
+    if most is None:
+        return config
+    if own is not None and own > most:
+        raise ConfigError("rollout_max_context_len is beyond the servers' context length", got=f"{own} > {most}",
+                          who=who(config, "rollout.rollout_max_context_len", "server.context_length"),
+                          fix=f"at most {most}")
+    if own is None:
+        note(f"prompt and response are at most {most} tokens together ({config.origin['server.context_length']})")
+    return with_values(config, str(config.origin["server.context_length"]),
+                       rollout__rollout_max_context_len=own or most)
+
+
+def _speculative(config: RunConfig, note: Note) -> RunConfig:
+    given = [f"server.{name}" for name in config.server if name.startswith("speculative_")]
+    if given and "speculative_algorithm" not in config.server:
+        raise ConfigError("nothing is decoded speculatively without an algorithm", who=who(config, *given),
+                          fix="add --sglang-speculative-algorithm, for instance EAGLE")
+    draft = config.server.get("speculative_draft_model_path")
+    if draft and draft.startswith((".", "/", "~")) and not Path(draft).expanduser().exists():
+        raise ConfigError("there is no such draft model", got=draft,
+                          who=who(config, "server.speculative_draft_model_path"), fix="name a Hugging Face folder")
+    return config
+
+
+def _tokenizer(config: RunConfig, note: Note) -> RunConfig:
+    rollout = config.rollout
+    needs = {"rollout.rollout_stop": rollout.rollout_stop, "rollout.rollout_min_new_tokens": rollout.rollout_min_new_tokens,
+             "eval.eval_min_new_tokens": config.eval.eval_min_new_tokens}
+    asked = [key for key, value in needs.items() if value]
+    if config.server.get("skip_tokenizer_init") and asked:
+        raise ConfigError("servers without a tokenizer know no stop strings and no least number of tokens",
+                          who=who(config, "server.skip_tokenizer_init", *asked), fix="drop --sglang-skip-tokenizer-init")
+    return config
+
+
+def _router(config: RunConfig, note: Note) -> RunConfig:
+    sglang = config.sglang
+    if sglang.router is None:
+        several, running = engines(config) > 1, sglang.router_ip is not None
+        reason = "a router runs already" if running else "several engines" if several else "one engine"
+        config = with_values(config, reason, sglang__router="smg" if several or running else "none")
+    if config.sglang.router == "none":
+        if config.router:
+            note("no router is in front of the engine: what is for one is not used "
+                 f"({who(config, *(f'router.{name}' for name in config.router))})")
+        return config
+    if config.sglang.router == "sglang-router":
+        _older_router(config)
+    return config
+
+
+def _older_router(config: RunConfig) -> None:
+    """What sglang-router cannot do and smg can."""
+    if config.server.get("enable_return_routed_experts"):
+        raise ConfigError("sglang-router drops routed experts from answers",
+                          who=who(config, "sglang.router", "server.enable_return_routed_experts"),
+                          fix="leave --router out: smg hands them on")
+    known = surface.router("sglang_router")
+    for name in config.router:
+        if known.package == "sglang_router" and name not in known.fields:
+            raise UnknownKeyError(f"{known} has no argument {name}", who=who(config, f"router.{name}"),
+                                  fix="leave it out, or --router out: smg has it")

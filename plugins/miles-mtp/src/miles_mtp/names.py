@@ -1,0 +1,159 @@
+"""What checkpoints call the tensors of multi-token-prediction layers, and which parameters they are. No torch here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+
+from miles_core.backends.megatron.specs import Rule, WeightMap
+from miles_core.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """How one kind of checkpoint names its layers 0, 1, ...; {k} stands for the number, {n} for it counted on from the
+    model's own.
+
+    Args:
+        layer: prefix of the transformer layer's tensors, whose rest is called as in the model's own layers.
+        embedding_norm, hidden_norm: of the two inputs.
+        projection: of both, side by side.
+        final_norm: before the output layer.
+        hidden_first: the projection takes the hidden state before the embedding.
+        copies: of the model's own embedding and output layer, which layers share with it and nobody reads.
+    """
+
+    layer: str
+    embedding_norm: str
+    hidden_norm: str
+    projection: str
+    final_norm: str
+    hidden_first: bool = False
+    copies: tuple[str, ...] = ()
+
+    def rules(self, weight_map: WeightMap, count: int) -> tuple[Rule, ...]:
+        """`count` layers made like the model's last one."""
+        layers = _depth(weight_map)
+        last = [rule for rule in weight_map.rules if rule.layers and layers - 1 in rule.layers]
+        found = []
+        for k in range(count):
+            ours, place = f"mtp.layers.{k}.", {"k": k, "n": layers + k}
+            own = {"enorm": self.embedding_norm, "hnorm": self.hidden_norm, "eh_proj": self.projection}
+            if self.hidden_first:  # Megatron's first norm is that of the projection's first half (layers.HiddenFirst)
+                own |= {"enorm": self.hidden_norm, "hnorm": self.embedding_norm}
+            found += [Rule(f"{ours}{name}.weight", (theirs.format(**place),), optional=True)
+                      for name, theirs in own.items()]
+            prefix = self.layer.format(**place)
+            found += [
+                Rule(f"{ours}transformer_layer.{_inside(rule.megatron)}",
+                     tuple(prefix + _inside(name) for name in rule.hf), rule.join, None, rule.experts, True)
+                for rule in last
+            ]
+            found.append(Rule(f"{ours}final_layernorm.weight", (self.final_norm.format(**place),), optional=True))
+        return tuple(found)
+
+    def unread(self, weight_map: WeightMap, count: int) -> frozenset[str]:
+        """The copies' names."""
+        layers = _depth(weight_map)
+        return frozenset(name.format(k=k, n=layers + k) for name in self.copies for k in range(count))
+
+
+SCHEMES = MappingProxyType({
+    # Qwen3-Next and Qwen3.5; what SGLang's draft of Qwen3-MoE reads. There is one such layer at most.
+    "mtp": Names("mtp.layers.{k}.", "mtp.pre_fc_norm_embedding.weight", "mtp.pre_fc_norm_hidden.weight",
+                 "mtp.fc.weight", "mtp.norm.weight"),
+    # DeepSeek-V3 (arXiv:2412.19437, section 2.2) and GLM-4.5.
+    "nextn": Names("model.layers.{n}.", "model.layers.{n}.enorm.weight", "model.layers.{n}.hnorm.weight",
+                   "model.layers.{n}.eh_proj.weight", "model.layers.{n}.shared_head.norm.weight",
+                   copies=("model.layers.{n}.embed_tokens.weight", "model.layers.{n}.shared_head.head.weight")),
+    # MiMo (arXiv:2505.07608).
+    "mimo": Names("model.mtp_layers.{k}.", "model.mtp_layers.{k}.token_layernorm.weight",
+                  "model.mtp_layers.{k}.hidden_layernorm.weight", "model.mtp_layers.{k}.input_proj.weight",
+                  "model.mtp_layers.{k}.final_layernorm.weight", hidden_first=True),
+})  # fmt: skip
+"""By the names that the option `names` takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layers:
+    """The layers that a run has: how many, under which names, and whether the checkpoint has them."""
+
+    count: int
+    scheme: str
+    there: bool
+
+    @property
+    def names(self) -> Names:
+        return SCHEMES[self.scheme]
+
+    def added(self, weight_map: WeightMap) -> WeightMap:
+        """The map with these layers."""
+        return replace(weight_map, rules=(*weight_map.rules, *self.names.rules(weight_map, self.count)),
+                       ignored=weight_map.ignored | self.names.unread(weight_map, self.count))
+
+
+def layers_of(folder: Path, number: int | None, scheme: str) -> Layers:
+    """The layers of a Hugging Face directory, or those that a run adds to it.
+
+    Args:
+        number: --mtp-num-layers.
+        scheme: a name of SCHEMES, or "auto".
+
+    Raises:
+        ConfigError: the checkpoint has another number of them, or other names; several layers under names for one.
+        CheckpointError: the files' index or headers cannot be read.
+    """
+    present, layers = _present(folder), _own_layers(folder)
+    counts = {name: _count(names, present, layers) for name, names in SCHEMES.items()}
+    there = next((name for name, count in counts.items() if count), None)
+    if there is not None:
+        if number not in (None, counts[there]):
+            raise ConfigError("the checkpoint has another number of multi-token-prediction layers", got=counts[there],
+                              who=f"--mtp-num-layers {number}, {folder}", fix="leave --mtp-num-layers out")
+        if scheme not in ("auto", there):
+            raise ConfigError("the checkpoint names its multi-token-prediction layers otherwise", got=there,
+                              who=f"mtp.names {scheme}, {folder}", fix="leave mtp.names out")
+        return Layers(counts[there], there, True)
+    number = number or 1
+    scheme = ("mtp" if number == 1 else "nextn") if scheme == "auto" else scheme
+    if scheme == "mtp" and number > 1:
+        raise ConfigError("the names mtp.* are for one layer", got=f"--mtp-num-layers {number}", who="mtp.names mtp",
+                          fix="write --mtp.names nextn, or leave it out")
+    return Layers(number, scheme, False)
+
+
+def _count(names: Names, present: Collection[str], layers: int) -> int:
+    if names.projection.format(k=0, n=layers) not in present:
+        return 0
+    if "{" not in names.projection:  # no number in it: one for all
+        return 1
+    return next(k for k in range(1, len(present) + 1) if names.projection.format(k=k, n=layers + k) not in present)
+
+
+def _depth(weight_map: WeightMap) -> int:
+    """Layers of the model itself."""
+    return 1 + max(layer for rule in weight_map.rules for layer in rule.layers or ())
+
+
+def _present(folder: Path) -> Collection[str]:
+    """Names of a folder's tensors; none where it holds a configuration alone."""
+    from miles_core.backends.megatron.shards import tensor_files
+
+    return tensor_files(folder) if any(folder.glob("*.safetensors")) else ()
+
+
+def _own_layers(folder: Path) -> int:
+    path = folder / "config.json"
+    try:
+        return int(json.loads(path.read_text(encoding="utf-8"))["num_hidden_layers"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError("config.json does not say how many layers the model has", got=str(error), who=str(path),
+                          fix="fetch the checkpoint again") from error
+
+
+def _inside(name: str) -> str:
+    """What stands behind the number of the layer."""
+    return name.partition("{layer}.")[2]

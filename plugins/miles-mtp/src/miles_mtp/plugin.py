@@ -1,0 +1,135 @@
+"""The plugin: options and hooks. Names of tensors are in names.py, the layers in layers.py, imported when first used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from miles_core.backends.megatron.layout import layout_of
+from miles_core.config import RunConfig, option
+from miles_core.errors import ConfigError
+from miles_core.hookspecs import hookimpl
+from miles_core.plugins.resolve import chosen
+
+if TYPE_CHECKING:
+    import torch
+
+    from miles_core.backends.megatron.specs import ModelSpec, WeightMap
+    from miles_core.columns import Packed
+    from miles_core.stages.loss import LossInputs
+
+
+@dataclass(frozen=True, kw_only=True)
+class MtpOptions:
+    """The layers, and how they train."""
+
+    num_layers: int | None = option(
+        None, "Multi-token-prediction layers; default: as many as the checkpoint has, else 1.",
+        flags=("--mtp-num-layers",),
+    )
+    enable_training: bool = option(
+        False, "Train the layers; without it they are kept as they are.", flags=("--enable-mtp-training",)
+    )
+    loss_scaling_factor: float = option(
+        0.2, "Weight of their loss beside the policy's.", flags=("--mtp-loss-scaling-factor",)
+    )
+    names: Literal["auto", "mtp", "nextn", "mimo"] = option(
+        "auto", "What the checkpoint calls their tensors; auto: as it does, for fresh layers mtp if one, else nextn."
+    )
+
+
+class Mtp:
+    """Multi-token prediction: layers that draft for speculative decoding, kept and trained beside the policy."""
+
+    def __init__(self, options: MtpOptions, config: RunConfig):
+        _check(options, config)
+        self.options, self.config = options, config
+        self._names: frozenset[str] = frozenset()
+        self._predictors = None
+        self._last = None
+
+    @hookimpl
+    def weight_map(self, weight_map: WeightMap, folder: Path, model: str) -> WeightMap:
+        """The layers' tensors belong to the actor; other models leave them in the checkpoint."""
+        from miles_core.backends.megatron.weights import instances
+
+        layers = self._layers(folder)
+        added = layers.added(weight_map)
+        own = {name for _, _, names in instances(weight_map) for name in names}
+        names = frozenset(name for _, _, names in instances(added) for name in names) - own
+        if model != "actor":
+            return replace(weight_map, ignored=added.ignored | names)
+        self._names = names
+        return added
+
+    @hookimpl
+    def transformer_config(self, fields: dict[str, object], folder: Path) -> dict[str, object]:
+        """Of every model, not the actor's alone: Megatron's table of router losses is as long as the first one says."""
+        return {**fields, "mtp_num_layers": self._layers(folder).count}
+
+    @hookimpl
+    def build_model(self, chunk: torch.nn.Module, spec: ModelSpec, folder: Path, model: str) -> torch.nn.Module:
+        """The layers on the actor, clipped apart: so the policy's step is what it is without them."""
+        if model != "actor":
+            return chunk
+        from miles_mtp.layers import Predictors
+
+        self._predictors = chunk.mtp = Predictors(chunk, spec, self._layers(folder).names.hidden_first,
+                                                  self.config.optimizer.seed)
+        for parameter in chunk.mtp.parameters():
+            parameter.requires_grad_(self.options.enable_training)
+            parameter.clip_group = "mtp"
+        return chunk
+
+    @hookimpl
+    def microbatch(self, proceed: Callable[[Packed], torch.Tensor], packed: Packed, model: str) -> torch.Tensor:
+        """Keep what the actor's forward ends in, for the layers to begin with."""
+        import torch
+
+        hidden = proceed(packed)
+        if self.options.enable_training and model == "actor" and torch.is_grad_enabled():
+            self._last = hidden.detach(), packed
+        return hidden
+
+    @hookimpl
+    def loss_terms(self, inputs: LossInputs) -> dict[str, tuple[float, torch.Tensor]]:
+        """mtp_loss: minus the log-probability that the layers give each trained token, meaned over the layers."""
+        if not self.options.enable_training:
+            return {}
+        if not inputs.samples:  # made-up tokens, by which the core finds out what terms there are
+            return {"mtp_loss": (self.options.loss_scaling_factor, inputs.mask)}
+        from miles_mtp.layers import token_losses
+
+        (hidden, packed), self._last = self._last, None
+        return {"mtp_loss": (self.options.loss_scaling_factor, token_losses(self._predictors, hidden, packed))}
+
+    @hookimpl
+    def export_weights(self, stream: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """The local engine does not speculate, and takes no tensor that it does not know."""
+        local = chosen(self.config, "engine") == "local"
+        return ((name, tensor) for name, tensor in stream if not local or name not in self._names)
+
+    def _layers(self, folder: Path):
+        from miles_mtp.names import layers_of
+
+        return layers_of(folder, self.options.num_layers, self.options.names)
+
+
+def _check(options: MtpOptions, config: RunConfig) -> None:
+    if options.num_layers is not None and options.num_layers < 1:
+        raise ConfigError("there should be at least one layer", got=options.num_layers, who="--mtp-num-layers",
+                          fix="leave it out to keep those of the checkpoint, or run without plugin mtp")
+    if options.loss_scaling_factor < 0:
+        raise ConfigError("the weight of a loss should not be negative", got=options.loss_scaling_factor,
+                          who="--mtp-loss-scaling-factor", fix="0.2 is usual")
+    layout = layout_of(config)
+    if layout.pipeline > 1:
+        raise ConfigError("multi-token-prediction layers need the embedding and the output layer on one stage",
+                          got=f"pipeline_model_parallel_size {layout.pipeline}", who="plugin mtp",
+                          fix="train with one pipeline stage, or without the plugin")
+    if layout.context > 1 and options.enable_training:
+        raise ConfigError("a multi-token-prediction layer needs whole sequences to train",
+                          got=f"context_parallel_size {layout.context}", who="--enable-mtp-training",
+                          fix="train without context parallelism, or keep the layers as they are")

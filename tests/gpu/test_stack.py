@@ -1,0 +1,70 @@
+"""Whole runs on GPUs: SGLang, Megatron and Ray with the demo's run file, to which flags add nothing but the backends.
+
+    python -m pytest tests/gpu/test_stack.py -s -k colocated         one GPU
+    python -m pytest tests/gpu/test_stack.py -s -k disaggregated     two GPUs
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from miles_core.record.events import read
+
+ROOT = Path(__file__).parents[2]
+BACKENDS = [
+    "--engine", "sglang", "--placement", "ray", "--bf16",
+    "--sglang-attention-backend", "triton", "--sglang-sampling-backend", "pytorch", "--sglang-grammar-backend", "none",
+    "--sglang-cuda-graph-max-bs", "64", "--sglang-mem-fraction-static", "0.4",
+]  # fmt: skip
+
+pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"), pytest.mark.integration]
+
+
+def run(folder: Path, *flags: str, seconds: float = 480) -> list[dict]:
+    """The events of a run of the demo."""
+    words = ["run", "examples/demo.toml", "--no-live", "--run-dir", folder, *BACKENDS, *flags]
+    command = [sys.executable, "-c", "from miles_core.cli import main; main()", *map(str, words)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=seconds, env={**os.environ})
+    logs = "".join(f"--- {log.name}\n{log.read_text(errors='replace')[-2000:]}"
+                   for log in (folder / "logs").glob("*.log")
+                   ) if done.returncode else ""
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-4000:] + logs
+    print(done.stdout[-1500:])
+    return list(read(folder / "events.jsonl"))
+
+
+def learned(events: list[dict], name: str, gain: float = 0.2) -> float:
+    """Prints reward, difference and seconds of each stage; returns the mean seconds of a step after the first two."""
+    steps = [event["metrics"] for event in events if event["event"] == "metrics"]
+    scores = [event["metrics"]["eval/sums"] for event in events if event["event"] == "eval"]
+    gaps = [step["train/train_rollout_logprob_abs_diff"] for step in steps]
+    parts = sorted({key for step in steps for key in step if key.startswith("perf/")})
+    late = steps[2:]
+    seconds = {key: sum(step.get(key, 0.0) for step in late) / len(late) for key in parts}
+    print(f"{name}: accuracy {[round(s, 3) for s in scores]}")
+    print(f"{name}: reward {[round(step['rollout/raw_reward'], 3) for step in steps]}")
+    print(f"{name}: mean log-prob difference {[round(gap, 5) for gap in gaps]}")
+    print(f"{name}: seconds {({key: round(value, 3) for key, value in seconds.items()})}")
+    assert scores[-1] > scores[0] + gain
+    assert max(gaps) <= 0.01
+    return seconds["perf/step_time"]
+
+
+def test_colocated_on_one_gpu(tmp_path):
+    """Trainer and engine take turns on one GPU; weights go by CUDA IPC."""
+    learned(run(tmp_path / "run", "--colocate"), "colocated")
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_disaggregated_on_two_gpus(tmp_path):
+    """A GPU each; weights go by an NCCL group. Sampling ahead of training learns as well, and takes less wall time."""
+    flags = ["--rollout-num-gpus", "1"]
+    alone = learned(run(tmp_path / "sync", *flags), "max_lag 0")
+    ahead = learned(run(tmp_path / "ahead", *flags, "--max-lag", "1"), "max_lag 1")
+    print(f"wall per step, max_lag 1 over max_lag 0: {ahead / alone:.3f}")

@@ -1,0 +1,173 @@
+"""Speed and memory of the trainer on one GPU, beside what the memory plan says.
+
+    python tests/gpu/trainer_speed.py                          every shape, with and without recomputation
+    python tests/gpu/trainer_speed.py qwen3-0.6b --tokens 16384 --steps 4 --flags "--transformer-impl local"
+
+A shape is a config.json; weights are Megatron's random ones, made on the GPU. Each case runs in a process of its own:
+log-probs, then optimizer steps on one packed micro-batch. Prints tokens/s of a step, the share of 989 TFLOP/s (H100 and
+H200, bf16, dense) that the model's own operations are, and peak memory as predicted and as torch counted it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+PEAK = 989e12
+
+QWEN3 = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "vocab_size": 151936, "head_dim": 128,
+         "hidden_act": "silu", "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1000000,
+         "attention_bias": False, "use_sliding_window": False, "num_key_value_heads": 8, "torch_dtype": "bfloat16"}
+SHAPES = {
+    "qwen3-0.6b": QWEN3 | {"hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16,
+                           "intermediate_size": 3072, "tie_word_embeddings": True},
+    "qwen3-1.7b": QWEN3 | {"hidden_size": 2048, "num_hidden_layers": 28, "num_attention_heads": 16,
+                           "intermediate_size": 6144, "tie_word_embeddings": True},
+    "qwen3-4b": QWEN3 | {"hidden_size": 2560, "num_hidden_layers": 36, "num_attention_heads": 32,
+                         "intermediate_size": 9728, "tie_word_embeddings": True},
+    "moe-4b": QWEN3 | {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 1024,
+                       "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 3072,
+                       "tie_word_embeddings": False, "num_experts": 64, "num_experts_per_tok": 8,
+                       "moe_intermediate_size": 768, "norm_topk_prob": True, "decoder_sparse_step": 1,
+                       "mlp_only_layers": []},
+}
+
+RUN = """
+[checkpoint]
+hf_checkpoint = "{folder}"
+[rollout]
+prompt_data = "{folder}/none.jsonl"
+num_rollout = 1
+rollout_batch_size = {groups}
+n_samples_per_prompt = 2
+rollout_max_response_len = {length}
+engine = "local"
+rm_type = ["math"]
+[perf]
+bf16 = true
+use_dynamic_batch_size = true
+max_tokens_per_gpu = {tokens}
+trainer_host = "thread"
+"""
+
+
+def rollout(tokens: int, length: int):
+    """A batch that fills one micro-batch: samples of `length` tokens, of which an eighth is the prompt."""
+    import numpy as np
+
+    from miles_core.types import Batch, Group, Prompt, Sample, Status
+
+    draw, first = np.random.default_rng(0), length // 8
+
+    def sample(prompt: Prompt, index: int) -> Sample:
+        answer = length - first
+        columns = {"tokens": draw.integers(0, 150000, length).astype(np.int32),
+                   "loss_mask": np.ones(answer, np.uint8), "versions": np.ones(answer, np.int32),
+                   "rollout_log_probs": np.full(answer, -12.0, np.float32)}
+        return Sample(prompt, index, columns, answer, status=Status.COMPLETED, reward=float(index))
+
+    groups = []
+    for number in range(tokens // length // 2):
+        prompt = Prompt(number, number, "", tuple(range(first)))
+        groups.append(Group(prompt, [sample(prompt, i) for i in range(2)]))
+    return Batch(0, groups)
+
+
+def measure(shape: str, tokens: int, length: int, steps: int, flags: list[str]) -> dict[str, object]:
+    """One case, in this process."""
+    import torch
+
+    from miles_core import packing
+    from miles_core.backends.megatron.resident import Resident
+    from miles_core.build import trainer_part
+    from miles_core.config import memory
+    from miles_core.config.architecture import architecture_of
+    from miles_core.plugins.plan import prepare
+    from miles_core.types import Rank
+
+    folder = Path(tempfile.mkdtemp())
+    (folder / "config.json").write_text(json.dumps(SHAPES[shape]))
+    (folder / "run.toml").write_text(RUN.format(folder=folder, tokens=tokens, length=length,
+                                                groups=tokens // length // 2))
+    plan = prepare(folder / "run.toml", flags)
+    Resident.fill = lambda self, source: None  # there are no files: Megatron's random weights stay
+    trainer = trainer_part(list(plan.selected), plan.config, Rank())
+    trainer.load()
+    seconds: dict[str, list[float]] = {"score": [], "step": []}
+
+    def timed(what: str, call, *args) -> object:
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        found = call(*args)
+        torch.cuda.synchronize()
+        seconds[what].append(time.perf_counter() - begin)
+        return found
+
+    for _ in range(steps):  # the first pays for kernels that are chosen and compiled
+        trainer.take_batch(rollout(tokens, length))
+        timed("score", trainer.score)
+        trainer.advantage()
+        if len(seconds["step"]) == 1:
+            torch.cuda.reset_peak_memory_stats()
+        metrics = timed("step", trainer.step, 0)
+        trainer.end_batch()
+    counted = torch.cuda.max_memory_allocated()
+    memory_of = trainer.models.actor.memory
+    state = {tag: memory_of.held(tag) for tag in ("weights", "gradients", "optimizer")}
+    model, size = memory.model_of(plan.config), architecture_of(plan.config)
+    parts = memory.trainer(plan.config, model)
+    once = packing.flops(length, parameters=size.active_parameters, attention=size.attention) * (tokens // length)
+    step, score = min(seconds["step"][1:]), min(seconds["score"][1:])
+    predicted = sum(parts.values())
+    trainer.close()
+    return {
+        "layers": trainer.models.actor.settings.transformer_impl, "tokens_per_s": round(tokens / step),
+        "score_tokens_per_s": round(tokens / score), "mfu": round(once / step / PEAK, 3),
+        "loss": metrics["train/loss"], "grad_norm": metrics["train/grad_norm"], "predicted": round(predicted),
+        "measured": counted, "off": round(predicted / counted - 1, 3),
+        "predicted_parts": {name: round(one) for name, one in parts.items()}, "measured_state": state,
+        "measured_beside_state": counted - sum(state.values()), "seconds": seconds,
+    }  # fmt: skip
+
+
+def main() -> int:
+    """Every case in a process; the exit status is how many failed or were predicted more than 10 % wrong."""
+    arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    arguments.add_argument("shapes", nargs="*", default=["qwen3-0.6b", "qwen3-4b"])
+    arguments.add_argument("--tokens", type=int, default=16384)
+    arguments.add_argument("--length", type=int, default=2048)
+    arguments.add_argument("--steps", type=int, default=4)
+    arguments.add_argument("--flags", default=None, help="of miles run, for one case instead of the two")
+    arguments.add_argument("--limit", type=float, default=240, help="seconds of one case")
+    arguments.add_argument("--here", action="store_true")
+    given, failed = arguments.parse_args(), 0
+    if given.here:
+        found = measure(given.shapes[0], given.tokens, given.length, given.steps, shlex.split(given.flags or ""))
+        print(json.dumps(found))
+        return 0
+    cases = ["", "--recompute-granularity full"] if given.flags is None else [given.flags]
+    for shape in given.shapes:
+        for flags in cases:
+            command = [sys.executable, __file__, "--here", shape, "--tokens", given.tokens, "--length", given.length,
+                       "--steps", given.steps, f"--flags={flags}"]
+            try:
+                done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=given.limit)
+                good, text = done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+                if good:
+                    text = done.stdout.strip().splitlines()[-1]
+                    good = abs(json.loads(text)["off"]) <= 0.1
+            except subprocess.TimeoutExpired as late:
+                good, text = False, f"not done within {given.limit} s\n{str(late.stderr)[-1500:]}"
+            failed += not good
+            print(f"{'ok  ' if good else 'FAIL'} {shape} {flags or 'no recomputation'}: {text}", flush=True)
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main())
