@@ -121,8 +121,9 @@ async def _assembled(parts: Parts, journal: Journal, placement: Placement, train
                               config.eval.skip_eval_before_train),
         journal=journal, state=lambda: _states(parts),
     )  # fmt: skip
-    if hasattr(engine, "recover"):
-        engine.recover = run.recover
+    for name, told in (("recover", run.recover), ("event", journal.event)):
+        if hasattr(engine, name):
+            setattr(engine, name, told)
     return run
 
 

@@ -179,7 +179,7 @@ def transformer_config(fields: dict[str, Any], folder: Path, model: str) -> dict
 @hookspec("chain", role="trainer", per="run")
 def build_model(chunk: torch.nn.Module, spec: ModelSpec, folder: Path, model: str) -> torch.nn.Module:
     """8: this rank's part of a model (of each virtual stage), neither wrapped nor filled yet: add modules, freeze.
-    Gradients of parameters with an attribute `clip_group`, a name, are clipped by themselves and stay out of the norm."""
+    Parameters with an attribute `clip_group`, a name, are clipped by themselves and stay out of the norm."""
 
 
 @hookspec("around", role="trainer", per="rollout")

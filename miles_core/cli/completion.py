@@ -44,7 +44,7 @@ def run_flags(incomplete: str) -> list[CompletionItem]:
             if flag.startswith(incomplete):
                 found.setdefault(flag, field.help or "A field of Megatron-core.")
     if incomplete.startswith(("--sglang-", "--router-")):
-        from miles_core.config.forwarded import PREFIXES, surface_of
+        from miles_core.backends.sglang.forwarded import PREFIXES, surface_of
 
         for table, prefix in PREFIXES.items():
             for field in surface_of(table).fields.values():

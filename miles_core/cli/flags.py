@@ -34,8 +34,8 @@ Fields of Megatron-core {version} that this table takes as well, read from its s
 
 SERVED = """\
 Arguments of {title} {version} that this table takes as well; the flag is `--{prefix}-` and the name{key}.
-They are checked against the installed version, or against this list where none is installed; what Miles sets itself is not
-in it.
+They are checked against the installed version, or against this list where none is installed; what Miles sets itself is
+not in it.
 """
 
 MEGATRON_LM = """\
@@ -51,7 +51,7 @@ take over from Megatron-LM are in the list above.
 
 @click.command("flags")
 def command() -> None:
-    """Print every flag as Markdown: tables, plugins, fields of Megatron-core and SGLang, and what becomes of older flags.
+    """Print every flag as Markdown: tables, plugins, Megatron-core's and SGLang's fields, what becomes of older flags.
 
     \b
       miles flags | less
@@ -124,10 +124,9 @@ def _tables() -> list[str]:
 
 
 def _served(table: str, package: str) -> list[str]:
-    """The arguments of SGLang or its router: of the list that Miles carries, so that the page does not depend on what is
-    installed."""
+    """Arguments of SGLang or its router, of the bundled list: the page does not depend on what is installed."""
+    from miles_core.backends.sglang.forwarded import OWNED, PREFIXES
     from miles_core.backends.sglang.surface import TITLES, bundled
-    from miles_core.config.forwarded import OWNED, PREFIXES
 
     known, title = bundled(package), TITLES[package]
     key = ", the key `router_` and the name" if table == "router" else ""

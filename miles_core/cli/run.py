@@ -30,9 +30,9 @@ class RunCommand(click.Command):
             with formatter.section(f"[{table}] {purpose.partition('.')[0]}"):
                 formatter.write_dl(rows) if rows else formatter.write_text(more or purpose)
         formatter.write_paragraph()
-        formatter.write_text("Megatron-core's fields and Megatron-LM's names for them are flags too, and the arguments of "
-                             "SGLang and its router are as --sglang-NAME and --router-NAME: `miles flags` lists them. "
-                             "Options of a plugin are --PLUGIN.OPTION.")
+        formatter.write_text("Megatron-core's fields and Megatron-LM's names for them are flags too, and so are the "
+                             "arguments of SGLang and its router, as --sglang-NAME and --router-NAME: `miles flags` "
+                             "lists them. Options of a plugin are --PLUGIN.OPTION.")
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
         """Every flag, beside the options that click knows."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from miles_core.backends.megatron.layout import check_layout, layout_of
+from miles_core.backends.sglang.serving import serving
 from miles_core.config.algorithm import check_algorithm, needs_reference
 from miles_core.config.architecture import architecture_of
 from miles_core.config.hardware import hardware, weight_sync
 from miles_core.config.load import who, with_values
 from miles_core.config.memory import check_memory
 from miles_core.config.on_policy import check_on_policy
-from miles_core.config.serving import serving
 from miles_core.config.tables import RunConfig
 from miles_core.errors import BatchError, ConfigError
 

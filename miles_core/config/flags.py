@@ -1,8 +1,8 @@
 """Flags: a command line becomes assignments of values to keys.
 
 Every key is a flag; options may declare further spellings, and a spelling has one owner. What the core and the enabled
-plugins do not own is looked up in the lists of today's Miles's and of Megatron-LM's flags, which accept it, say that it is
-derived, or say what to write instead, and in the surfaces of Megatron-core, SGLang and its router.
+plugins do not own is looked up in the lists of today's Miles's and of Megatron-LM's flags, which accept it, say that it
+is derived, or say what to write instead, and among the fields of Megatron-core, SGLang and its router.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from pathlib import Path
 
 from miles_core.config.options import Option, Origin
 from miles_core.errors import ConfigError, OwnerError, UnknownKeyError
-
 
 FORWARDED = ("sglang-", "router-")
 """What flags begin with that are handed on to SGLang's server and to its router."""
@@ -155,7 +154,7 @@ def _foreign(one: Given, spellings: Spellings, plugins: Mapping[str, str], notes
     if one.flag.startswith("--eval-sglang-"):
         raise UnknownKeyError(f"{one.flag} has no place here", fix=_miles_list()["families"]["eval-fleet"])
     if one.flag.removeprefix("--no-").lstrip("-").startswith(FORWARDED):
-        from miles_core.config.forwarded import from_flag
+        from miles_core.backends.sglang.forwarded import from_flag
 
         return from_flag(one)
     found = megatron.lookup(one.flag)

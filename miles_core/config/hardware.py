@@ -94,7 +94,8 @@ def _external(config: RunConfig, note: Note) -> RunConfig:
                           fix="write --rollout-external --rollout-external-engine-addrs HOST:PORT ...")
     for address in addresses:
         if not re.fullmatch(r"(https?://)?([\w.-]+|\[[\da-fA-F:]+\]):\d+/?", address):
-            raise ConfigError("the address of a server is HOST:PORT", got=address, who=origin, fix="for instance 10.0.0.7:30000")
+            raise ConfigError("the address of a server is HOST:PORT", got=address, who=origin,
+                              fix="for instance 10.0.0.7:30000")
     if given and config.perf.colocate:
         raise ConfigError("servers that run already cannot hand their GPUs over",
                           who=who(config, "sglang.rollout_external", "perf.colocate"), fix="drop --colocate")

@@ -12,11 +12,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from miles_core.config import flags, forwarded
+from miles_core.backends.sglang import forwarded
+from miles_core.config import flags
 from miles_core.config.flags import Assignment, Given, Spellings
 from miles_core.config.options import Option, Origin, convert, options_of
 from miles_core.config.tables import TABLES, RunConfig
-from miles_core.errors import ConfigError, UnknownKeyError
+from miles_core.errors import ConfigError, OwnerError, UnknownKeyError
 from miles_core.plugins import resolve, select
 from miles_core.plugins.scan import KNOWN, installed
 from miles_core.plugins.select import Selected
@@ -83,7 +84,11 @@ def _by_flags(given: Sequence[Given], selected: Sequence[Selected]) -> list[tupl
 def _build(from_file: Sequence[Assignment], given: Sequence[Given], selected: list[Selected],
            named: Sequence[tuple[str, str]], path: Path | None, *, lenient: bool) -> Loaded:
     core = {name: options_of(name, kind) for name, kind in TABLES.items()}
-    plugins = {one.manifest.name: dict(one.manifest.options) for one in selected}
+    plugins = {one.manifest.name: dict(one.manifest.options) for one in selected
+               if one.manifest.options or one.manifest.name not in core}
+    if clash := sorted(set(core) & set(plugins)):
+        raise OwnerError(f"a plugin cannot have the options [{clash[0]}]: that is a table of the core",
+                         fix="rename the plugin")
     tables = {**core, **plugins}
     spellings = Spellings((option for table in tables.values() for option in table.values()), frozenset(core))
     absent = _absent(plugins)

@@ -1,8 +1,7 @@
-"""The memory plan: bytes on one GPU of the trainer at its peak, and of an engine, from config.json and the layout.
+"""The memory plan: what trainer and engine take of one GPU, what it has, and whether that fits. No torch here.
 
-The trainer's layers are Transformer Engine's, its micro-batches are packed. What a layer keeps for its backward pass is
-written out in `kept`, name by name; docs/gpu.md compares the sums with what torch counted. Memory outside torch's
-allocator (the CUDA context, NCCL's buffers) is OUTSIDE. No torch here.
+The trainer's share is backends/megatron/estimate.py's. Memory outside torch's allocator (the CUDA context, NCCL's
+buffers) is OUTSIDE.
 """
 
 from __future__ import annotations
@@ -10,210 +9,23 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from miles_core.backends.megatron.layout import Layout, layout_of
-from miles_core.config.architecture import Architecture, architecture_of
+from miles_core.backends.megatron.estimate import Model, model_of, parameters, tokens_of, trainer
+from miles_core.backends.megatron.layout import layout_of
 from miles_core.config.hardware import gpus
-from miles_core.config.load import config_json, who
+from miles_core.config.load import who
 from miles_core.config.tables import RunConfig
 from miles_core.errors import ConfigError
 
 GIB = 2**30
-FP32 = 4
 OUTSIDE = 1.5 * GIB
-WORKSPACES = 128 * 2**20
-"""Scratch memory of cuBLAS, Transformer Engine and cuDNN."""
-
 TOLERANCE = 0.1
-"""How far the estimate may be off, as measured; only a run that is beyond it is refused."""
-
-_QK_NORM = ("qwen3", "gemma3", "olmo")
-"""Beginnings of model types whose queries and keys pass a norm; config.json does not say so."""
-
-_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Model:
-    """What the plan needs to know of a checkpoint, and how it is laid out.
-
-    Args:
-        size: its constants; nothing may be `uncounted`.
-        value: bytes of a weight and of an activation.
-        tied: the output layer is the embedding.
-        qk_norm: queries and keys pass a norm.
-    """
-
-    size: Architecture
-    layout: Layout
-    value: int
-    tied: bool
-    qk_norm: bool
-
-    @property
-    def split(self) -> int:
-        """Ranks among which sequence parallelism splits norms and residuals."""
-        return self.layout.tensor if self.layout.sequence_parallel else 1
-
-
-def model_of(config: RunConfig) -> Model | None:
-    """None where config.json leaves out what the plan needs."""
-    size = architecture_of(config)
-    said = config_json(config)[1] or {}
-    if size.uncounted or not size.checkpoint:
-        return None
-    return Model(size=size, layout=layout_of(config), value=2 if config.perf.bf16 else FP32,
-                 tied=bool(said.get("tie_word_embeddings")),
-                 qk_norm=str(said.get("model_type", "")).startswith(_QK_NORM))
-
-
-def kept(model: Model, sparse: bool) -> dict[str, float]:
-    """Bytes per token that one layer keeps until its backward pass, by what they are.
-
-    A norm keeps its input and 1 / rms in fp32; a linear layer its input; attention q, k and v after the rope,
-    its output (which is the input of the layer behind it) and the log of the softmax's normaliser.
-    """
-    size, value = model.size, model.value
-    tensor = model.layout.tensor
-    hidden, statistic = value * size.hidden / model.split, FP32 / model.split
-    query = value * size.heads * size.head_dim / tensor
-    key = value * size.groups * size.head_dim / tensor
-    found = {
-        "attention norm: input": hidden + statistic,
-        "qkv: input": hidden,
-        "norms of q and k: inputs": (query + key + FP32 * (size.heads + size.groups) / tensor) * model.qk_norm,
-        "attention: q, k, v": query + 2 * key,
-        "attention: output": query + FP32 * size.heads / tensor,
-        "mlp norm: input": hidden + statistic,
-    }
-    if not sparse:
-        inner = value * (size.ffn or 0) / tensor
-        return found | {"fc1: input": hidden, "activation: input": 2 * inner, "fc2: input": inner}
-    # Copies of a token are those of its experts; expert-tensor-parallel ranks each see all of their tokens.
-    copies = size.experts_per_token * model.layout.expert_tensor / model.split
-    inner = value * size.expert_ffn / model.layout.expert_tensor
-    return found | {
-        "router: input": hidden,
-        "router: logits, probabilities, choices": (3 * FP32 + 1) * size.experts / model.split,
-        "experts' fc1: input": copies * value * size.hidden,
-        "experts' activation: input": copies * 2 * inner,
-        "experts' probabilities: input": copies * inner,
-        "experts' fc2: input": copies * inner,
-        "shared experts": 4 * value * (size.shared_ffn or 0) / tensor,
-    }
-
-
-def parameters(model: Model, layers: float, first: bool, last: bool) -> tuple[float, float]:
-    """(dense, experts') parameters of one rank that holds so many layers, and the ends of the model or not."""
-    size, tensor = model.size, model.layout.tensor
-    sparse = layers * size.sparse / size.layers
-    attention = size.hidden * size.head_dim * (2 * size.heads + 2 * size.groups) / tensor
-    norms = 2 * size.hidden + 2 * size.head_dim * model.qk_norm
-    table = size.vocab * size.hidden / tensor
-    dense = layers * (attention + norms) + (layers - sparse) * 3 * size.hidden * (size.ffn or 0) / tensor
-    dense += sparse * size.hidden * ((size.experts or 0) + 3 * (size.shared_ffn or 0) / tensor)
-    dense += table * (first + (last and not (first and model.tied))) + size.hidden * last
-    each = 3 * size.hidden * (size.expert_ffn or 0) / model.layout.expert_tensor
-    return dense, sparse * each * (size.experts or 0) / model.layout.expert
-
-
-def trainer(config: RunConfig, model: Model) -> dict[str, float]:
-    """Bytes of a rank at its peak, which is in a micro-batch's backward pass; of the pipeline's fullest stage."""
-    stages = model.layout.pipeline
-    candidates = [_stage(config, model, stage) for stage in {0, stages - 1}]
-    return max(candidates, key=lambda parts: sum(parts.values()))
-
-
-def _stage(config: RunConfig, model: Model, stage: int) -> dict[str, float]:
-    size, layout, given = model.size, model.layout, config.megatron
-    layers, last = size.layers / layout.pipeline, stage == layout.pipeline - 1
-    dense, sparse = parameters(model, layers, stage == 0, last)
-    each = _optimizer_bytes(config, model.value)
-    sharded = given.get("use_distributed_optimizer", True)
-    dense_ranks, sparse_ranks = (layout.data * layout.context, layout.expert_data) if sharded else (1, 1)
-    activations, passing = _activations(config, model, layers, stage)
-    logits = _logits(config, model) if last else 0.0
-    return {
-        "weights": model.value * (dense + sparse),
-        "gradients": (FP32 if given.get("grad_reduce_in_fp32", True) else model.value) * (dense + sparse),
-        "optimizer": each * (dense / dense_ranks + sparse / sparse_ranks),
-        "activations": activations,
-        ("logits" if logits > passing else "a layer's gradients"): max(logits, passing) + WORKSPACES,
-    }
-
-
-def _optimizer_bytes(config: RunConfig, value: int) -> float:
-    """Of one parameter: the fp32 master, which an fp32 weight is itself, and Adam's two moments."""
-    given = config.megatron
-    names = ("exp_avg_dtype", "exp_avg_sq_dtype", *(("main_params_dtype",) if value < FP32 else ()))
-    whole = sum(_BYTES.get(str(given.get(name, "fp32")), FP32) for name in names)
-    away = given.get("optimizer_offload_fraction", 1.0) if given.get("optimizer_cpu_offload") else 0.0
-    return whole * (1 - away)
-
-
-def tokens_of(config: RunConfig, layout: Layout) -> int:
-    """Rows of a full micro-batch on one rank."""
-    perf, rollout = config.perf, config.rollout
-    if perf.use_dynamic_batch_size and perf.max_tokens_per_gpu:
-        return perf.max_tokens_per_gpu
-    answer, prompt = rollout.rollout_max_response_len, rollout.rollout_max_prompt_len or 0
-    longest = rollout.rollout_max_context_len or answer + prompt
-    return -(-perf.micro_batch_size * longest // layout.context)
-
-
-def _activations(config: RunConfig, model: Model, layers: float, stage: int) -> tuple[float, float]:
-    """(kept until the backward pass, gradients and scratch of the layer that is being passed)."""
-    size, layout, value, given = model.size, model.layout, model.value, config.megatron
-    tokens = tokens_of(config, layout)
-    share = size.sparse / size.layers
-    one = {sparse: sum(kept(model, sparse).values()) for sparse in (False, True) if share != (0.0 if sparse else 1.0)}
-    layer = tokens * sum(weight * one.get(sparse, 0.0) for sparse, weight in ((False, 1 - share), (True, share)))
-    hidden = tokens * value * size.hidden / model.split
-    stored = layers * layer
-    passing = _passing(model, tokens)
-    if given.get("recompute_granularity") == "full":
-        unit, method = given.get("recompute_num_layers") or 1, given.get("recompute_method") or "uniform"
-        again = min(layers, unit) if method == "block" else layers
-        stored = (layers - again) * layer + again * hidden / (unit if method == "uniform" else 1)
-        passing += layer * (unit if method == "uniform" else 1)
-    # 1F1B: a stage holds as many micro-batches as there are stages from it on; interleaved, a part of a round more.
-    flying = layout.pipeline - stage
-    if layout.virtual_pipeline:
-        flying = layout.pipeline * (1 + (layout.pipeline - 1) / (layout.pipeline * layout.virtual_pipeline))
-    end = hidden * (stage == layout.pipeline - 1) * 2  # the final norm's input, and its output as the head wants it
-    return stored * flying + end, passing
-
-
-def _passing(model: Model, tokens: int) -> float:
-    """Gradients of the MLP's or the attention's tensors, whichever are more; cuDNN sums up that of q in fp32."""
-    size, value, tensor = model.size, model.value, model.layout.tensor
-    dense = (size.ffn or 0) * (size.sparse != size.layers)
-    widest = max(dense, (size.expert_ffn or 0) * (size.experts_per_token or 0))
-    query, key = (count * size.head_dim / tensor for count in (size.heads, size.groups))
-    mlp = value * (tokens * (3 * widest / tensor + 2 * size.hidden / model.split) + 2 * widest * size.hidden / tensor)
-    return max(mlp, tokens * (value * (3 * query + 2 * key) + FP32 * query))
-
-
-def _logits(config: RunConfig, model: Model) -> float:
-    """Log-probs, forward or backward, whichever is more (backends/megatron/logprob.py).
-
-    A chunk's logits exist twice in fp32, under tensor parallelism three times; the gradient of the output layer is
-    summed up in fp32 and, chunk by chunk, made in the weight's dtype. Hidden states are handed out in fp32.
-    """
-    size, layout, value = model.size, model.layout, model.value
-    tokens, vocab = tokens_of(config, layout), size.vocab / layout.tensor
-    chunk = min(config.perf.log_probs_chunk_size, tokens)
-    alone = layout.tensor == 1
-    forward = chunk * vocab * FP32 * (2 if alone else 3) + tokens * size.hidden * 2 * FP32
-    table = vocab * size.hidden
-    logits = chunk * vocab * max((2 * FP32 if alone else FP32 + value), FP32 + value + value * size.hidden / chunk)
-    backward = logits + table * FP32 + tokens * size.hidden * value
-    return max(forward, backward)
+"""How far the estimate may be off; only a run that is beyond it is refused."""
 
 
 def engine(config: RunConfig, model: Model) -> tuple[float, float | None]:
-    """Bytes of an engine's weights on one GPU, and the share of the GPU that they and the KV cache fill, if it is set."""
+    """Bytes of an engine's weights on one GPU, and the share of it that they and the KV cache fill, if that is set."""
     whole = replace(model.layout, tensor=1, pipeline=1, expert=1, expert_tensor=1)
     count = sum(parameters(replace(model, layout=whole), model.size.layers, True, True))
     value = {"float32": 4}.get(str(config.server.get("dtype") or config.rollout.engine_dtype), 2)

@@ -90,8 +90,7 @@ def _order(selected: Sequence[Selected]) -> dict[str, list[str]]:
 
 
 def _values(plan: Plan) -> list[tuple[str, object, str]]:
-    """(key, value, who set it) of every option, of plugins too, and of the fields of Megatron-core, SGLang and its router
-    that somebody set."""
+    """(key, value, who set it) of every option, and of fields of Megatron-core, SGLang and its router that are set."""
     config, found = plan.config, []
     for table, kind in TABLES.items():
         for name, option in options_of(table, kind).items():
@@ -153,9 +152,10 @@ def _engines(plan: Plan, dtype: str) -> list[str]:
     router = "no router" if config.sglang.router == "none" else f"router {config.sglang.router}"
     dtype = config.server.get("dtype", dtype)
     lines = [f"  {number} SGLang engine{'s'[:number != 1]} of {each} GPU{'s'[:each != 1]}{running}, {dtype}; {router}"]
-    own = "" if running else f", {perf.rollout_num_gpus} for engines"
-    shared = f"trainer and engines take turns on {trainer_gpus(config)}"
-    lines.append(f"  placement {perf.placement}, GPUs: {shared if perf.colocate else f'{trainer_gpus(config)} for the trainer{own}'}")
+    whose = f"{trainer_gpus(config)} for the trainer" + f", {perf.rollout_num_gpus} for engines" * (not running)
+    if perf.colocate:
+        whose = f"trainer and engines take turns on {trainer_gpus(config)}"
+    lines.append(f"  placement {perf.placement}, GPUs: {whose}")
     size = perf.update_weight_buffer_size / 1024**2
     return [*lines, f"  weights travel by {perf.weight_sync}, in buckets of at most {size:g} MiB"]
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Literal, Protocol
 from miles_core.config.environment import environment
 from miles_core.config.hardware import gpus, trainer_gpus
 from miles_core.errors import ConfigError
+from miles_core.handover import HandOver
 from miles_core.hosts import Handle, ThreadHost, process_group
-from miles_core.stages.handover import HandOver
 from miles_core.types import Seat
 
 if TYPE_CHECKING:

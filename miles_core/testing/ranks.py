@@ -112,7 +112,7 @@ class Trial:
     def train(self, selected: Sequence[Selected], config: RunConfig, batches: Sequence[Batch],
               save: Path | None, turns: bool) -> dict[Any, Any]:
         """See `Ranks.train`."""
-        steps = []
+        steps, batch = [], None
         with self._trainer(selected, config) as whole:
             trainer = Turns(whole) if turns else whole
             for batch in copy.deepcopy(batches):

@@ -152,6 +152,7 @@ FLAG = re.compile(r"`(--[a-z][a-z0-9.-]*)")
 @pytest.mark.parametrize("page", [page for page in PAGES if page.name not in GENERATED], ids=lambda page: page.name)
 def test_flags_that_the_docs_name_exist(page):
     from miles_core.backends.megatron.surface import surface
+    from miles_core.backends.sglang.forwarded import PREFIXES, surface_of
     from miles_core.cli import flags
     from miles_core.config.flags import miles_flags
 
@@ -159,7 +160,8 @@ def test_flags_that_the_docs_name_exist(page):
     known |= {"--plugin", "--plan", "--json", "--live", "--no-live", "--help", "--version", "--messages"}
     known |= {flag for one in convert.commands.values() for option in one.params for flag in option.opts}
     known |= set(miles_flags()) | {f"--{name.replace('_', '-')}" for name in surface()}
-    known |= {"--cut-off.most-truncated", "--most-truncated"}  # of the plugin that write-a-plugin.md makes
+    known |= {f"--{begin}-{flag[2:]}" for table, begin in PREFIXES.items() for flag in surface_of(table).spellings()}
+    known |= {"--sglang", "--cut-off.most-truncated", "--most-truncated"}  # of the plugin that write-a-plugin.md makes
     named = set(FLAG.findall(page.read_text(encoding="utf-8")))
     assert not {flag for flag in named if flag.rstrip("-.") not in known and flag != "--no-"}
 

@@ -84,9 +84,9 @@ def measure(shape: str, tokens: int, length: int, steps: int, flags: list[str]) 
     import torch
 
     from miles_core import packing
+    from miles_core.backends.megatron import estimate
     from miles_core.backends.megatron.resident import Resident
     from miles_core.build import trainer_part
-    from miles_core.config import memory
     from miles_core.config.architecture import architecture_of
     from miles_core.plugins.plan import prepare
     from miles_core.types import Rank
@@ -120,8 +120,8 @@ def measure(shape: str, tokens: int, length: int, steps: int, flags: list[str]) 
     counted = torch.cuda.max_memory_allocated()
     memory_of = trainer.models.actor.memory
     state = {tag: memory_of.held(tag) for tag in ("weights", "gradients", "optimizer")}
-    model, size = memory.model_of(plan.config), architecture_of(plan.config)
-    parts = memory.trainer(plan.config, model)
+    model, size = estimate.model_of(plan.config), architecture_of(plan.config)
+    parts = estimate.trainer(plan.config, model)
     once = packing.flops(length, parameters=size.active_parameters, attention=size.attention) * (tokens // length)
     step, score = min(seconds["step"][1:]), min(seconds["score"][1:])
     predicted = sum(parts.values())

@@ -1,15 +1,22 @@
-"""Ray actors host the trainer's ranks as spawned processes do: the same figures, and a death that is named."""
+"""Ray actors host ranks and servers as processes do: the same figures, a death that is named, places that are told.
+
+Ray is real and runs here; GPUs that it counts need not be there for it to place by them.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import os
 
 import pytest
 
 ray = pytest.importorskip("ray")
 
-from miles_core.backends.ray.host import ray_group  # noqa: E402 - Ray is an extra
-from miles_core.errors import DiedError  # noqa: E402
+from miles_core.backends.ray import cluster, versions  # noqa: E402 - Ray is an extra
+from miles_core.backends.ray.host import ray_group  # noqa: E402
+from miles_core.backends.ray.placement import RayPlacement  # noqa: E402
+from miles_core.config.tables import Checkpoint, Perf, Rollout, RunConfig  # noqa: E402
+from miles_core.errors import ConfigError, DiedError  # noqa: E402
 
 pytestmark = pytest.mark.xdist_group("layouts")
 
@@ -65,11 +72,95 @@ def test_a_ray_of_our_own_starts_and_ends_with_the_ranks():
     assert not ray.is_initialized()
 
 
-def test_a_ray_that_is_there_stays():
-    """Then the ranks meet over a store of the first one, as they do in a cluster."""
-    ray.init(num_cpus=2, include_dashboard=False, _node_ip_address="127.0.0.1", log_to_driver=False)
-    try:
-        assert asyncio.run(questions()) == ["21", "rank 0 will not"]
-        assert ray.is_initialized()
-    finally:
-        ray.shutdown()
+@pytest.fixture
+def ray_here():
+    """A Ray with two GPUs that do not exist."""
+    ray.init(num_cpus=4, num_gpus=2, include_dashboard=False, _node_ip_address="127.0.0.1", log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+class Told:
+    """A rank or server that tells where it is."""
+
+    def __init__(self, word, place):
+        self.word, self.place = word, place
+
+    def told(self) -> dict:
+        print("somebody asked")
+        name = ray.get_runtime_context().get_actor_name()
+        variables = {key: os.environ.get(key) for key in ("RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES", "NCCL_TRIAL")}
+        return {"word": self.word, "place": self.place, "name": name, "folder": os.getcwd(), **variables}
+
+
+def described(run_dir, **perf) -> RunConfig:
+    return RunConfig(perf=Perf(placement="ray", placement_timeout=2.0, **perf), rollout=Rollout(engine="sglang"),
+                     checkpoint=Checkpoint(run_dir=str(run_dir)), name="trial")
+
+
+async def placed(run_dir) -> None:
+    """One rank and one server share the two GPUs; then the errors; then nothing is left."""
+    (run_dir / "logs").mkdir()
+    there = RayPlacement(described(run_dir, actor_num_gpus_per_node=1))
+    await there.open()
+    trainer = there.trainer(Told, "hello")
+    rank = await trainer.told()
+    assert (rank["word"], rank["place"].size, rank["place"].local) == ("hello", 1, 0)
+    assert (rank["name"], rank["folder"]) == ("miles-trial-trainer-rank-0", os.getcwd())
+    assert (rank["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"], rank["NCCL_TRIAL"]) == ("1", "yes")
+    assert there.environment["NCCL_TRIAL"] == "yes"
+    assert "somebody asked" in (run_dir / "logs/trainer-rank-0.log").read_text()
+    [server] = there.servers(Told, "there")
+    told = await server.told()
+    assert (told["name"], told["place"].gpus, told["place"].nodes) == ("miles-trial-engine-0", (1,), 1)
+
+    other = RayPlacement(described(run_dir, actor_num_gpus_per_node=1))
+    with pytest.raises(ConfigError, match="2 bundles .1 GPU and 1 CPU each. were not free within 2 s"):
+        await other.open()
+    await other.close()
+    large = RayPlacement(described(run_dir, actor_num_gpus_per_node=3))
+    with pytest.raises(ConfigError, match=r"bundle 3 of 4 \(1 GPU and 1 CPU\) does not fit.*got .*: 2 GPUs, 4 CPUs"):
+        await large.open()
+    await large.close()
+    labelled = RayPlacement(described(run_dir, actor_num_gpus_per_node=1, placement_labels=["rack=7"]))
+    with pytest.raises(ConfigError, match="bundle 1 of 2 .* on a node with rack=7.* does not fit"):
+        await labelled.open()
+    await labelled.close()
+
+    await trainer.close()
+    await there.close()
+    shared = RayPlacement(described(run_dir, actor_num_gpus_per_node=2, colocate=True, rollout_num_gpus=2))
+    await shared.open()
+    hosts = [shared.trainer(Told, ""), *shared.servers(Told, "")]
+    assert [(await host.told())["place"].gpus for host in hosts[1:]] == [(0,), (1,)]
+    await shared.close()
+
+
+def test_a_ray_that_is_there_stays_and_is_given_back(ray_here, tmp_path, monkeypatch):
+    """Ranks meet over a store of the first one, as they do in a cluster."""
+    assert asyncio.run(questions()) == ["21", "rank 0 will not"]
+    assert ray.is_initialized()
+    monkeypatch.setenv("NCCL_TRIAL", "yes")
+    asyncio.run(placed(tmp_path))
+    groups = ray.util.placement_group_table().values()
+    assert groups and {group["state"] for group in groups} == {"REMOVED"}
+    assert ray.is_initialized()
+
+
+def test_a_cluster_that_does_not_answer_is_named():
+    with pytest.raises(ConfigError, match="Ray at 127.0.0.1:1: the Ray cluster cannot be joined"):
+        cluster.join("127.0.0.1:1", places=1, who="--placement ray")
+
+
+def test_another_package_on_another_host_is_refused(tmp_path):
+    plugin = tmp_path / "own.py"
+    plugin.write_text("")
+    ours = versions.here([str(plugin)])
+    versions.check("trainer rank 1", ours, ours | {"host": "b"})
+    for package in ("torch", "python", "source of miles-core", f"plugin {plugin}"):
+        with pytest.raises(ConfigError, match="trainer rank 1 on b: .* is not the same on every host") as caught:
+            versions.check("trainer rank 1", ours, ours | {"host": "b", package: "other"})
+        assert package in str(caught.value) and f"other there, {ours[package]} at the driver" in str(caught.value)
+    versions.check("trainer rank 1", ours | {"sglang": "0.5.16"}, ours | {"sglang": "none"})
+    with pytest.raises(ConfigError, match="sglang is not the same"):
+        versions.check("engine 0", ours | {"sglang": "0.5.16"}, ours | {"sglang": "0.5.15"})

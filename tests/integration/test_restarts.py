@@ -1,7 +1,11 @@
-"""--max-restarts: a run whose trainer was killed, again and again, ends with the bits of the run that was not."""
+"""--max-restarts: a run whose trainer was killed, again and again, ends with the bits of the run that was not.
+
+And however a run ends, none of its processes is left.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -41,6 +45,34 @@ class Dies:
 '''
 
 
+class Session:
+    """Remembers the process that leads the session of a run (before=os.setsid)."""
+
+    pid = 0
+
+    def __call__(self, process) -> None:
+        self.pid = process.pid
+
+
+@pytest.fixture
+def session() -> Session:
+    return Session()
+
+
+def left_of(session: int, seconds: float = 10.0) -> list[str]:
+    """Command lines of what is still there of a session after some seconds, or as soon as nothing is."""
+    limit = time.monotonic() + seconds
+    while True:
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error, ProcessLookupError):
+                if os.getsid(process.pid) == session and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(" ".join(process.cmdline()))
+        if not found or time.monotonic() > limit:
+            return found
+        time.sleep(0.1)
+
+
 def restarts(run: Path) -> list[dict]:
     return [event for event in read(run / "events.jsonl") if event["event"] == "restart"]
 
@@ -50,14 +82,15 @@ def starts(run: Path) -> list[int | None]:
     return [event["resumed_from"] for event in events if event["event"] == "run_start"]
 
 
-def test_a_killed_trainer_goes_on_from_the_last_checkpoint_by_itself(run_file, tmp_path):
+def test_a_killed_trainer_goes_on_from_the_last_checkpoint_by_itself(run_file, tmp_path, session):
     (tmp_path / "dies.py").write_text(DIES)
     common = [run_file(), "--threads", "1", "--save-interval", "2"]
     reference = Course(tmp_path, common, rollouts=4).finish("reference")
     course = Course(tmp_path, [*common, "--plugin", tmp_path / "dies.py", "--trainer-host", "process",
                                "--max-restarts", "1"], rollouts=4)
-    outcome = course.start("killed")
+    outcome = course.start("killed", before=os.setsid, while_running=session)
     assert outcome.code == 0, outcome.err
+    assert not left_of(session.pid)
     run = tmp_path / "killed" / "run"
     assert not survival.problems(run, reference, rollouts=4)
     assert starts(run) == [None, 2]
@@ -71,19 +104,40 @@ def test_a_killed_trainer_goes_on_from_the_last_checkpoint_by_itself(run_file, t
     assert "weight_sync to version 1" in (run / "logs/run.log").read_text()
 
 
-def test_restarts_that_are_used_up_end_the_run_with_the_rank_s_name(run_file, tmp_path):
+def test_restarts_that_are_used_up_end_the_run_with_the_rank_s_name(run_file, tmp_path, session):
     """And a run without a checkpoint of its own goes back to its start, whatever lies in --save."""
     (tmp_path / "dies.py").write_text(DIES.replace("not ONCE.exists()", "True"))
     course = Course(tmp_path, [run_file(), "--threads", "1", "--plugin", tmp_path / "dies.py", "--trainer-host",
                                "process", "--max-restarts", "1"], rollouts=4)
-    outcome = course.start("killed")
+    outcome = course.start("killed", before=os.setsid, while_running=session)
     assert outcome.code == 1
+    assert not left_of(session.pid)
     assert "the process 'trainer' died in step() (got exit code -9)" in outcome.err
     assert "trainer-rank-0.log" in outcome.err
     run = tmp_path / "killed" / "run"
     assert starts(run) == [None, None]
     assert [event["resumes"] for event in restarts(run)] == [None]
     assert "restart 1 of 1 from the start of the run" in outcome.out
+
+
+def test_a_signal_ends_every_process(run_file, tmp_path, session):
+    """SIGTERM amid a run whose rank is in a step that takes for ever."""
+    (tmp_path / "hangs.py").write_text(DIES.replace("os.kill(os.getpid(), signal.SIGKILL)", "signal.pause()"))
+    course = Course(tmp_path, [run_file(), "--threads", "1", "--plugin", tmp_path / "hangs.py", "--trainer-host",
+                               "process"], rollouts=4)
+
+    def terminate(process) -> None:
+        session(process)
+        limit = time.monotonic() + 120
+        while not (tmp_path / "hung/killed").exists() and time.monotonic() < limit:
+            time.sleep(0.05)
+        os.kill(process.pid, signal.SIGTERM)
+        terminate.at = time.monotonic()
+
+    outcome = course.start("hung", before=os.setsid, while_running=terminate)
+    assert outcome.code == 130, outcome
+    assert not left_of(session.pid)
+    assert time.monotonic() - terminate.at < 30
 
 
 @pytest.mark.slow

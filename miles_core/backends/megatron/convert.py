@@ -67,7 +67,7 @@ class Job:
     spec: ModelSpec
     weight_map: WeightMap
     selected: Sequence[Selected] = ()
-    config: RunConfig = RunConfig()  # noqa: RUF009 - frozen
+    config: RunConfig = RunConfig()
     dtype: torch.dtype | None = None
     shard_bytes: int = weights.SHARD_BYTES
     companions: Path | None = None

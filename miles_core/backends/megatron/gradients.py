@@ -21,7 +21,6 @@ from megatron.core.optimizer import MegatronOptimizer  # noqa: E402
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32  # noqa: E402
 from megatron.core.transformer.module import param_is_not_shared  # noqa: E402
 
-
 OWN = ""
 """The clip group of all parameters that name none."""
 
@@ -44,31 +43,40 @@ class MegatronGradients:
         self.model, self.clip_grad, self.groups = model, clip_grad, groups
         self._optimizer, self._chunks = optimizer, chunks
         self._pieces: list[Piece] | None = None
+        self._group: str | None = None
+        self._apart: dict[str, str] = {}
 
     @property
     def pieces(self) -> list[Piece]:
         if self._pieces is None:
-            names = {parameter: name for name, parameter in global_parameters(self._chunks).items()}
+            named = global_parameters(self._chunks)
+            names = {parameter: name for name, parameter in named.items()}
             self._pieces = [piece for part in _parts(self._optimizer) for piece in _pieces(part, names)]
-        return self._pieces
+            self._apart = {name: parameter.clip_group for name, parameter in named.items()
+                           if hasattr(parameter, "clip_group")}
+        return [piece for piece in self._pieces if self._group in (None, self._apart.get(piece.name, OWN))]
 
     @contextmanager
     def only(self, group: str) -> Iterator[None]:
-        """Inside, parameters of other clip groups have no gradient, for Megatron and for `pieces` alike."""
-        parameters = dict.fromkeys(parameter for chunk in self._chunks for parameter in chunk.parameters())
-        hidden = [(held, name, getattr(held, name)) for part in _parts(self._optimizer)
-                  for parameter, held in _held(part, parameters)
-                  if getattr(parameter, "clip_group", OWN) != group
-                  and getattr(held, name := _gradient(part), None) is not None]
-        self._pieces = None
+        """Inside, the parameters of a clip group are all there are, for `pieces` and for Megatron's optimizers."""
+        if len(self.groups) == 1:
+            yield
+            return
+        _ = self.pieces  # while Megatron still counts all parameters
+        parameters = [parameter for chunk in self._chunks for parameter in chunk.parameters()]
+        mine = {id(held) for part in _parts(self._optimizer) for parameter, held in _held(part, parameters)
+                if getattr(parameter, "clip_group", OWN) == group}
+        settings = [each for part in _parts(self._optimizer) for each in part.optimizer.param_groups]
+        whole = [each["params"] for each in settings]
         try:
-            for held, name, _ in hidden:
-                setattr(held, name, None)
+            self._group = group
+            for each in settings:
+                each["params"] = [held for held in each["params"] if id(held) in mine]
             yield
         finally:
-            for held, name, gradient in hidden:
-                setattr(held, name, gradient)
-            self._pieces = None
+            self._group = None
+            for each, params in zip(settings, whole, strict=True):
+                each["params"] = params
 
     def sums(self, values: Mapping[str, torch.Tensor | float]) -> dict[str, float]:
         found = gathered({name: float(value) for name, value in values.items()})
@@ -135,15 +143,10 @@ def _decoupled(part: MegatronOptimizer) -> bool:
     return part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
 
 
-def _gradient(part: MegatronOptimizer) -> str:
-    """The attribute in which what the optimizer updates has its gradient."""
-    return "decoupled_grad" if _decoupled(part) else "grad"
-
-
 def _pieces(part: MegatronOptimizer, names: Mapping[torch.nn.Parameter, str]) -> Iterator[Piece]:
     original = _original(part)
     for parameter, held in _held(part, names):
-        grad = getattr(held, _gradient(part), None)
+        grad = getattr(held, "decoupled_grad" if _decoupled(part) else "grad", None)
         if grad is not None:
             own = param_is_not_shared(held)
             whole = tensor_parallel.param_is_not_tensor_parallel_duplicate(held, getattr(part, "tp_group", None))

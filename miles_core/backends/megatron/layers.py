@@ -123,8 +123,9 @@ class _SwiGLU(torch.autograd.Function):
     def backward(ctx, grad):
         (x,) = ctx.saved_tensors
         out = torch.empty_like(x)
-        # In blocks the temporaries stay in cache; whole, each would be fresh memory (measured: half the time).
-        for x_, grad_, out_ in zip(x.split(_BLOCK), grad.split(_BLOCK), out.split(_BLOCK), strict=True):
+        # On a CPU in blocks: the temporaries stay in cache; whole, each is fresh memory (measured: half the time).
+        rows = max(1, len(x)) if x.is_cuda else _BLOCK
+        for x_, grad_, out_ in zip(x.split(rows), grad.split(rows), out.split(rows), strict=True):
             (gate, up), (to_gate, to_up) = x_.chunk(2, -1), out_.chunk(2, -1)
             torch.mul(grad_, F.silu(gate), out=to_up)
             torch.ops.aten.silu_backward.grad_input(grad_ * up, gate, grad_input=to_gate)

@@ -16,7 +16,6 @@ import torch
 
 from miles_core.backends.megatron import cpu, weights
 from miles_core.backends.megatron.layout import layout_of
-from miles_core.backends.megatron.offload import release
 from miles_core.backends.megatron.resident import Resident, architecture, checkpoints
 from miles_core.config.algorithm import needs_reference
 from miles_core.config.tables import RunConfig
@@ -137,14 +136,6 @@ class Models:
         """See stages/step.py."""
         for one in self.residents.values():
             one.memory.onload(tags)
-
-    def close(self) -> None:
-        """Give the host copies back."""
-        for one in self.residents.values():
-            one.memory.close()
-        for copies in self._copies.values():
-            release(copies)
-        self._copies.clear()
 
     def save(self, folder: Path, rollout_id: int, state: dict) -> None:
         """A checkpoint after which rollout `rollout_id` is the next."""

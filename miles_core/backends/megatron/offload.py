@@ -8,7 +8,8 @@ of its distributed optimizer and what a fused Adam keeps need no code of their o
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+import weakref
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -34,18 +35,20 @@ def host_copy(source: torch.Tensor, into: torch.Tensor | None = None) -> torch.T
 
 def _host(like: torch.Tensor) -> torch.Tensor:
     made = torch.empty_like(like, device="cpu")
-    # torch's own pinned memory comes in powers of two: a buffer of 9 GiB would take 16.
-    if like.is_cuda and made.numel() and int(torch.cuda.cudart().cudaHostRegister(made.data_ptr(), made.nbytes, 0)):
-        logger.warning("%.1f GiB of host memory cannot be pinned, so copies are slow: raise ulimit -l",
-                       made.nbytes / 2**30)
+    if like.is_cuda and made.numel():
+        _pin(made)
     return made
 
 
-def release(copies: Iterable[torch.Tensor]) -> None:
-    """Unpin host copies, before they are forgotten."""
-    for copy in copies:
-        if not cpu.no_cuda() and copy.numel() and copy.is_pinned():
-            torch.cuda.cudart().cudaHostUnregister(copy.data_ptr())
+def _pin(tensor: torch.Tensor) -> None:
+    """Pinned until it is freed. torch's own pinned memory comes in powers of two: 9 GiB would take 16."""
+    runtime, address = torch.cuda.cudart(), tensor.data_ptr()
+    if int(runtime.cudaHostRegister(address, tensor.nbytes, 0)):
+        logger.warning("%.1f GiB of host memory cannot be pinned, so copies are slow: raise ulimit -l",
+                       tensor.nbytes / 2**30)
+        return
+    # Memory that is freed while it is pinned would go on being what the GPU writes to.
+    weakref.finalize(tensor, runtime.cudaHostUnregister, address).atexit = False
 
 
 def synchronise() -> None:
@@ -107,15 +110,9 @@ class Offload:
         """Bytes on the device that a tag names."""
         return sum(storage.nbytes() for storage in self._storages(tag))
 
-    def close(self) -> None:
-        """Forget the host copies."""
-        release(self._copies.values())
-        self._copies.clear()
-
     def _keep(self, storage: torch.UntypedStorage) -> torch.Tensor:
         copy = self._copies.get(storage._cdata)
         if copy is not None and copy.nbytes != storage.nbytes():
-            release([copy])
             copy = None
         self._copies[storage._cdata] = copy = host_copy(_bytes(storage), copy)
         return copy

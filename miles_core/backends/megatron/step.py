@@ -159,8 +159,6 @@ class MegatronTrainer:
     def close(self) -> None:
         if self.sender is not None:
             self.sender.close()
-        if (models := getattr(self, "models", None)) is not None:
-            models.close()
         cpu.leave()
 
     def _explained(self, phase: str) -> AbstractContextManager[None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -70,12 +71,24 @@ def join(address: str | None, *, places: int, who: str) -> Joined:
     own = {} if address else {"num_cpus": max(places, cpus()), "include_dashboard": False,
                               "_node_ip_address": "127.0.0.1"}
     try:
+        _reach(address)
         ray.init(address=address, log_to_driver=False, configure_logging=False, **own)
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         raise ConfigError("the Ray cluster cannot be joined", got=str(error).splitlines()[0],
                           who=f"Ray at {address or 'this machine'}",
                           fix="start one with ray start --head, or leave the address out to have one here") from None
     return Joined(ours=True, alone=not address)
+
+
+def _reach(address: str | None) -> None:
+    """Connect to HOST:PORT, and leave again: Ray itself tries for many minutes.
+
+    Raises:
+        OSError: nobody listens there, or nobody answers within 10 s.
+    """
+    host, _, port = (address or "").rpartition(":")
+    if host and port.isdigit() and "/" not in host:
+        socket.create_connection((host, int(port)), timeout=10).close()
 
 
 def reserve(count: int, *, labels: Mapping[str, str], spares: int, timeout: float, name: str, alone: bool) -> Any:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import itertools
 import os
+import signal
+import threading
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -44,6 +46,8 @@ class RayPlacement(Leases):
             max(1, demand(self.config)), perf.ray_address or os.environ.get("RAY_ADDRESS"),
             _labels(perf.placement_labels), perf.placement_spares, perf.placement_timeout, self._namespace,
             perf.placement_rack_label)  # fmt: skip
+        if threading.current_thread() is threading.main_thread():  # Ray's core has put an abort in its place
+            signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
         gpus = self._bundles[0].gpu is not None
         self.environment = {**cluster.VISIBLE, **relevant(), **environment(self.config, gpus=gpus)}
 

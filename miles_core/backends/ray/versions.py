@@ -46,9 +46,9 @@ def check(name: str, ours: Mapping[str, str], theirs: Mapping[str, str]) -> None
     Raises:
         ConfigError: names the host and the first package that differs.
     """
-    for package, version in ours.items() - {("host", ours.get("host"))}:
+    for package, version in ours.items():
         other = theirs.get(package, ABSENT)
-        if package in WHERE_PRESENT and ABSENT in (version, other):
+        if package == "host" or package in WHERE_PRESENT and ABSENT in (version, other):
             continue
         if other != version:
             raise ConfigError(f"{package} is not the same on every host", who=f"{name} on {theirs.get('host', '?')}",

@@ -6,7 +6,7 @@ import os
 import sys
 from pathlib import Path
 
-from miles_core.config.forwarded import words
+from miles_core.backends.sglang.forwarded import words
 from miles_core.config.tables import RunConfig
 from miles_core.types import Seat
 
@@ -78,5 +78,5 @@ def _usual(config: RunConfig) -> dict[str, object]:
     if config.perf.colocate and not {"cuda_graph_config", "disable_cuda_graph"} & set(config.server):
         fields["cuda_graph_backend_prefill"] = "disabled"  # its capture needs memory that the trainer has
     if "speculative_algorithm" in config.server:
-        fields["enable_draft_weights_cpu_backup"] = True  # the draft is not in a sync, and has to outlive an offload
+        fields["enable_draft_weights_cpu_backup"] = True  # released weights come back empty, and no sync brings a draft
     return fields

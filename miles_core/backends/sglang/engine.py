@@ -366,6 +366,9 @@ class SglangEngine:
             self._traffic.end(list(self._flights.values()), self._failure)
 
     def _spawn(self, work: Coroutine) -> None:
+        if self._stopping:  # nothing is left to look after
+            work.close()
+            return
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -14,7 +14,7 @@ from miles_core.backends.sglang.router import Router
 from miles_core.backends.sglang.server import ServerProcess
 from miles_core.backends.sglang.traffic import Lane
 from miles_core.config.tables import RunConfig
-from miles_core.errors import EngineError, MilesError, SyncError
+from miles_core.errors import EngineDiedError, EngineError, MilesError, SyncError
 from miles_core.hosts import Handle
 from miles_core.stages.placement import Placement, logs
 from miles_core.types import Seat
@@ -232,13 +232,13 @@ class Fleet:
             await asyncio.sleep(LOOK)
         if server.handles:
             if server.restarts >= most:
-                raise EngineError(f"it died after {most} restarts", got=why, who=server.name,
-                                  fix=f"look at {log_of(self._config, server)}, or raise --max-engine-restarts")
+                raise EngineDiedError(f"it died after {most} restarts", got=why, who=server.name,
+                                      fix=f"look at {log_of(self._config, server)}, or raise --max-engine-restarts")
             server.restarts += 1
             await launch(server, self._config)
         while not server.alive:  # somebody else's: whoever waits for an answer has a bound of their own
             with suppress(EngineError):
-                await attach(server, self._config)
+                await attach(server, self._config, self._config.sglang.health_check_timeout)
             await asyncio.sleep(LOOK)
         self.event("engine_restarted", engine=server.name, restarts=server.restarts)
         if self.usable(server) and self.router is not None:

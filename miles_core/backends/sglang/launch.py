@@ -18,7 +18,7 @@ from miles_core.hosts import Handle
 from miles_core.stages.placement import logs
 from miles_core.types import Seat
 
-PORT_TRIES = 3
+PORT_TRIES = 2
 """A free port may be taken before the server has it."""
 
 
@@ -86,16 +86,17 @@ async def launch(server: Server, config: RunConfig) -> None:
                 raise
 
 
-async def attach(server: Server, config: RunConfig) -> None:
-    """Reach a server that runs already.
+async def attach(server: Server, config: RunConfig, timeout: float = 30.0) -> None:
+    """Reach a server that runs already; it has `timeout` seconds to answer.
 
     Raises:
         EngineError: it does not answer, or cannot take weights from this run.
     """
     who = f"--rollout-external-engine-addrs {server.url.removeprefix('http://')}"
     try:
-        info = await server.client.server_info(timeout=30.0)
-        await server.client.resume()  # an earlier run may have left it paused
+        info = await server.client.server_info(timeout)
+        await server.client.abort()  # an earlier run may have left it paused and with requests, or we did, when it hung
+        await server.client.resume()
     except MilesError as error:
         raise EngineError("no SGLang server answers there", got=error.got or error.what, who=who,
                           fix="start it, or mend the address") from error

@@ -16,8 +16,8 @@ from pathlib import Path
 from urllib.parse import quote
 
 from miles_core.backends.sglang.client import Client
+from miles_core.backends.sglang.forwarded import words
 from miles_core.backends.sglang.server import ServerProcess, ended
-from miles_core.config.forwarded import words
 from miles_core.config.tables import RunConfig
 from miles_core.errors import EngineError, MilesError
 from miles_core.types import Seat
@@ -27,11 +27,12 @@ START_TIMEOUT = 60.0
 DEFAULTS = {
     # What is in flight is bounded by --server-concurrency, and servers are watched by Miles: a paused server answers no
     # health check, and a long answer is no sign of a wedged one.
-    "smg": {"policy": "round_robin", "prometheus_host": "127.0.0.1", "max_concurrent_requests": 0, "disable_health_check": True,
+    "smg": {"policy": "round_robin", "max_concurrent_requests": 0, "disable_health_check": True,
             "worker_wedge_secs": 10**6, "worker_startup_check_interval": 1, "disable_tokenizer_autoload": True,
-            "shutdown_grace_period_secs": 1, "log_level": "warn"},
-    "sglang-router": {"policy": "round_robin", "prometheus_host": "127.0.0.1", "max_concurrent_requests": -1,
-                      "health_check_endpoint": "/model_info", "worker_startup_check_interval": 1, "log_level": "warn"},
+            "prometheus_host": "127.0.0.1", "shutdown_grace_period_secs": 1, "log_level": "warn"},
+    "sglang-router": {"policy": "round_robin", "max_concurrent_requests": -1, "disable_health_check": True,
+                      "worker_startup_check_interval": 1, "prometheus_host": "127.0.0.1",
+                      "shutdown_grace_period_secs": 1, "log_level": "warn"},
 }  # fmt: skip
 INSTALL = {"smg": "pip install smg", "sglang-router": "pip install sglang-router"}
 

@@ -39,17 +39,17 @@ except OSError as error:
 """Runs first in the new process: code of ours between fork and exec would not be safe in a process with threads."""
 
 CAUSES = (
+    (r"unrecognized arguments|error: argument|invalid choice", "it does not take these flags",
+     "mend the --sglang-* flag that it names"),
     (r"address already in use", "its port is in use",
      "end what listens there, or leave the choice of the port to Miles"),
-    (r"(?i)out ?of ?memory|not enough memory|memory pool size is too small|CUDA error: out of memory",
+    (r"(?i)out ?of ?memory|not enough memory|leave no GPU memory|memory pool size is too small",
      "there is too little memory for it",
      "change --sglang-mem-fraction-static (larger: room for tokens; smaller: room for the rest), shorten "
      "--sglang-context-length, or give the engine more GPUs"),
-    (r"unrecognized arguments|error: argument|invalid choice", "it does not take these flags",
-     "mend the --sglang-* flag that it names"),
-    (r"(?i)not supported for now|unsupported architecture|does not recognize this architecture|no model architectures|"
-     r"cannot find the config|unrecognized model|(?<!un)supported architectures", "it cannot load this model",
-     "use a checkpoint that the installed SGLang serves"),
+    (r"(?i)not supported for now|cannot find model module|does not recognize this architecture|no model architectures|"
+     r"unrecognized model|SafetensorError|cannot find any model weights", "it cannot load this model",
+     "use a checkpoint that is whole and that the installed SGLang serves"),
     (r"No module named ['\"]?(sglang|smg|sglang_router)", "it is not installed", "pip install 'miles-core[sglang]'"),
     (r"cannot start |can't open file", "its command cannot be run", "mend --sglang-server-command"),
 )
@@ -174,15 +174,19 @@ def ended(who: str, code: int | None, lines: Sequence[str], log: Path, seconds: 
         code: its exit code; None when it runs and does not answer, after `seconds`.
     """
     if code is None:
-        what = f"it did not answer within {seconds:g} s"
-        got, fix = None, "raise --server-start-timeout, or see what keeps it"
+        what, got = f"it did not answer within {seconds:g} s", None
+        fix = "raise --server-start-timeout, or see what keeps it"
     else:
-        what, got = "it ended while it started", f"exit code {code}"
-        fix = "a negative code is a signal, -9 often a lack of memory of the machine" if code < 0 else "see its log"
+        what, got, fix = "it ended while it started", f"exit code {code}", "see its log"
+        if code < 0:
+            fix = "a negative code is a signal; -9 is often a lack of memory of the machine"
+    said = [line for line in lines if not line.startswith("$ ")]
+    raised = [line for line in said if re.match(r"[\w.]+(Error|Exception)\b", line)]
+    if raised:  # SGLang kills itself with a signal when a child raises, so the code says nothing then
+        got, fix = raised[-1][:300], "see its log"
     for pattern, meaning, remedy in CAUSES:
-        found = [line for line in lines if re.search(pattern, line)]
-        if found:
-            what, got, fix = f"{what}: {meaning}", found[-1].strip()[-300:], remedy
+        if found := [line for line in said if re.search(pattern, line)]:
+            what, got, fix = f"{what}: {meaning}", found[-1].strip()[:300], remedy
             break
-    text = "\n  ".join(line[-300:] for line in lines[-15:])
+    text = "\n  ".join(line[:300] for line in lines[-10:])
     return EngineError(what, got=got, who=who, fix=f"{fix}. The end of {log}:\n  {text}")

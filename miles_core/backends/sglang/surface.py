@@ -1,7 +1,7 @@
 """The arguments of the installed SGLang server and router, read from their source without importing it.
 
-`ServerArgs` and the router's `add_cli_args` are plain source; reading them costs 0.07 s, once per version, and the result
-is kept (config/cache.py). Where a package is not installed in this Python, the bundled list of one known version
+`ServerArgs` and the router's `add_cli_args` are plain source; reading them costs 0.07 s, once per version, and the
+result is kept (config/cache.py). Where a package is not installed in this Python, the bundled list of one known version
 (server_args.toml) stands in, and whoever checks against it says so.
 
 Types are texts of option types (config/options.py): "int", "bool | None", "Literal['a', 'b']", "list[str] | None" ...

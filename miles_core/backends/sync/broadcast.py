@@ -96,7 +96,7 @@ class BroadcastSender:
         joining = [
             beside(lambda target=target, offset=offset: post(target, "init_weights_update_group", {
                 "master_address": address, "master_port": port, "rank_offset": offset, "world_size": size,
-                "group_name": self._name, "backend": self._backend}, timeout=timeout))
+                "group_name": self._name, "backend": self._backend}, timeout=2 * timeout))
             for target, offset in zip(self.targets, offsets, strict=False)
         ]  # fmt: skip
         group = beside(lambda: process_group(self._backend, f"tcp://{address}:{port}", size, self._name, timeout))
@@ -109,7 +109,8 @@ class BroadcastSender:
         body = {"names": [name for name, *_ in bucket.tensors], "dtypes": [dtype for _, dtype, *_ in bucket.tensors],
                 "shapes": [shape for _, _, shape, _ in bucket.tensors], "group_name": self._name,
                 "load_format": "flattened_bucket", "flush_cache": False}
-        taking = [beside(lambda target=target: post(target, "update_weights_from_distributed", body, timeout=timeout))
+        taking = [beside(lambda target=target: post(target, "update_weights_from_distributed", body,
+                                                    timeout=2 * timeout))
                   for target in self.targets]
         sending = beside(lambda: _broadcast(bucket.flat, self._group))
         _together(sending, taking, self.targets, timeout, "took part in the broadcast")
@@ -126,7 +127,8 @@ def _broadcast(flat: torch.Tensor, group: dist.ProcessGroup) -> None:
 def _together(ours: Future, theirs: Sequence[Future], targets: Sequence[Target], timeout: float, what: str):
     """Wait for our part of something collective and for the servers' answers; the result of ours.
 
-    The first failure ends the wait: whoever still waits for the others does so in threads that keep nothing alive.
+    The first failure ends the wait, and so does the time, before that of the requests themselves: whoever still waits
+    for the others does so in threads that keep nothing alive.
 
     Raises:
         SyncError: a server's own, or one that names those that did not answer in time.

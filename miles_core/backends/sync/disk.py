@@ -157,8 +157,7 @@ class Tally:
 def change(name: str, old: torch.Tensor, new: torch.Tensor, tally: Tally) -> dict[str, torch.Tensor]:
     """What has to be written to turn `old` into `new`, bit by bit; `old` becomes it here.
 
-    Positions are int32 and count elements. A tensor of which more than half changed, or that is too large for them,
-    is written whole.
+    Positions are int32 and count elements. A tensor that is smaller whole, or too large for them, is written whole.
     """
     bits = _BITS[new.element_size()]
     before, after = old.view(-1).view(bits), new.view(-1).view(bits)
@@ -167,7 +166,7 @@ def change(name: str, old: torch.Tensor, new: torch.Tensor, tally: Tally) -> dic
     tally.elements += new.numel()
     if not positions.numel():
         return {}
-    if 2 * positions.numel() > new.numel() or new.numel() >= 2**31:
+    if positions.numel() * (4 + new.element_size()) >= new.numel() * new.element_size() or new.numel() >= 2**31:
         found = {name: new.clone()}
     else:
         found = {f"{name}#positions": positions.int(), f"{name}#values": new.view(-1)[positions]}

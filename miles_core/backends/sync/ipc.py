@@ -41,6 +41,8 @@ class IpcSender:
         self.settings, self.targets = settings, targets
         self._group: dist.ProcessGroup | None = None
         self._servers: Servers | None = None
+        self._turn = 0
+        self._before: tuple[int, dict] | None = None  # buckets of the sync before, and what its report was asked with
 
     def open(self, rank: Rank) -> None:
         """
@@ -61,36 +63,39 @@ class IpcSender:
                 _same_gpu(target, ranks.index(rank.index))
         self._shares = mine is not None
         self._leads = rank.index == self._ranks[0] and (self._shares or not self.targets[0].gpus)
-        names = [frozenset()]
+        shared: list = [frozenset(), None]
         if self._leads:
             self._servers = Servers((mine,) if self._shares else self.targets, self.settings)
-            names = [self._servers.names]
+            shared = [self._servers.names, self._servers.reports.store]
         if self._group is not None:  # all of them have to send the same
-            dist.broadcast_object_list(names, self._ranks[0], group=self._group)
-        self._names = names[0]
+            dist.broadcast_object_list(shared, self._ranks[0], group=self._group)
+        self._names, self._store = shared
 
     def send(self, stream: Iterator[tuple[str, torch.Tensor]], version: int) -> dict[str, float]:
         if not (self._leads or self._shares):
             for _ in stream:
                 pass
             return {}
-        meter, ledger, under_way, bucket = Meter(), Ledger(), None, None
+        meter, ledger, under_way, bucket, count, asked = Meter(), Ledger(), None, None, 0, None
+        self._turn += 1
         for bucket in self.settings.cutter()(self.settings.stream(stream, self._names)):
             if under_way is not None:
                 under_way.result()
-            packed = self._gathered(bucket)  # the others wait here for the answer to the bucket before
+            count, asked = count + 1, self._request(count + 1)
+            packed = self._gathered(bucket, asked)  # the others wait here for the answer to the bucket before
             if self._leads:
                 under_way = self._post(packed)
-                ledger.add(bucket.views())
+            ledger.add(bucket.views(), sums_too=self._leads)
         if under_way is not None:
             under_way.result()
         self._gathered(None)
         del bucket
-        _give_back()
-        if not self._leads:
-            return {}
+        before, self._before = self._before, (count, ledger.expectation())
         transferred = time.perf_counter()
-        return meter.figures(ledger, transferred, self._servers.verify(ledger))
+        added_up = self._servers.verify(ledger, asked if before == self._before else None) if self._leads else 0.0
+        figures = meter.figures(ledger, transferred, added_up)
+        _give_back()
+        return figures if self._leads else {}
 
     def close(self) -> None:
         if self._group is not None:
@@ -102,9 +107,16 @@ class IpcSender:
         servers, each = self._servers, packed if self._shares else packed[0]
         return beside(lambda: for_all(servers.targets, lambda target: servers.load(target, each)))
 
-    def _gathered(self, bucket: Bucket | None) -> list[str]:
+    def _request(self, count: int) -> dict | None:
+        """For a report with the bucket that was the last one in the sync before: it spares a call of its own."""
+        one = self._shares or len(self.targets) == 1  # a report has one place to go to
+        if not one or self._before is None or count != self._before[0]:
+            return None
+        return {"store": self._store, "key": f"with the bucket/{self._turn}", **self._before[1]}
+
+    def _gathered(self, bucket: Bucket | None, report: dict | None = None) -> list[str]:
         """What the ranks of this engine send, in their order; on the first rank. None only meets the others."""
-        own = None if bucket is None else pack(bucket)
+        own = None if bucket is None else pack(bucket, report)
         if self._group is None:
             return [own]
         parts = [None] * len(self._ranks) if self._leads else None
@@ -112,14 +124,15 @@ class IpcSender:
         return parts
 
 
-def pack(bucket: Bucket) -> str:
+def pack(bucket: Bucket, report: dict | None = None) -> str:
     """A bucket as `update_weights_from_tensor` takes it: on a GPU a handle of its memory."""
+    plan = {"tensors": bucket.tensors, **({"report": report} if report else {})}
     if not bucket.flat.is_cuda:
-        return plain({"tensors": bucket.tensors}, bucket.flat)
+        return plain(plan, bucket.flat)
     buffer = io.BytesIO()
     pickler = ForkingPickler(buffer)
     pickler.dispatch_table[torch.Tensor] = _by_uuid
-    pickler.dump([(json.dumps({"tensors": bucket.tensors}), bucket.flat)])
+    pickler.dump([(json.dumps(plan), bucket.flat)])
     return base64.b64encode(buffer.getvalue()).decode()
 
 
@@ -139,6 +152,8 @@ def _same_gpu(target: Target, position: int) -> None:
     Raises:
         SyncError: this rank's GPU is not that of the engine's rank.
     """
+    if not torch.cuda.is_available():
+        return
     visible, here = os.environ.get("CUDA_VISIBLE_DEVICES"), torch.cuda.current_device()
     number = visible.split(",")[here].strip() if visible else str(here)
     if number.isdecimal() and int(number) != target.gpus[position]:

@@ -29,6 +29,7 @@ class Settings:
         source, target: dtype that the trainer's parameters have, and that they are sent in.
         tied: the checkpoint's output layer is its embedding.
         heads: heads of keys and values.
+        layers: of the model, without those for multi-token prediction.
         checkpoint: the Hugging Face folder that the run started from.
     """
 
@@ -38,6 +39,7 @@ class Settings:
     target: str
     tied: bool
     heads: int
+    layers: int
     checkpoint: str
 
     @classmethod
@@ -51,7 +53,7 @@ class Settings:
             timeout=0.9 * config.perf.weight_sync_timeout,  # so that what is late is named before the sync itself is
             target=config.rollout.engine_dtype or source, checkpoint=config.checkpoint.hf_checkpoint,
             tied=bool(constants.get("tie_word_embeddings", text.get("tie_word_embeddings", False))),
-            heads=text.get("num_key_value_heads") or text["num_attention_heads"],
+            heads=text.get("num_key_value_heads") or text["num_attention_heads"], layers=text["num_hidden_layers"],
         )  # fmt: skip
 
     def stream(self, weights: Stream, names: frozenset[str]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -97,14 +99,20 @@ class Servers:
         return info.get("speculative_algorithm") is not None and info.get("speculative_draft_model_path") in (
             None, info.get("model_path"))
 
-    def verify(self, ledger: verify.Ledger) -> float:
+    def verify(self, ledger: verify.Ledger, asked: dict | None = None) -> float:
         """Ask every rank of every server what it holds, and compare; seconds that the slowest took to add up.
+
+        Args:
+            asked: the request that went to the only target with its last bucket.
 
         Raises:
             SyncError: a server that holds something else.
         """
-        sent, timeout = ledger.total(), self.settings.timeout
-        answers = for_all(self.targets, lambda target: self.reports.ask(target, timeout, **ledger.expectation()))
+        sent, timeout = verify.of_target(ledger.total(), self.settings.layers), self.settings.timeout
+        if asked is not None:
+            answers = [self.reports.read(self.targets[0], asked)]
+        else:
+            answers = for_all(self.targets, lambda target: self.reports.ask(target, timeout, **ledger.expectation()))
         for target, ranks in zip(self.targets, answers, strict=True):
             copies = max(1, target.size // self.settings.heads)
             random = self._info[target.name].get("load_format") == "dummy"

@@ -1,7 +1,8 @@
 """The order of a sync with SGLang servers, whatever carries the bytes.
 
-pause -> flush -> transfer -> verify -> version -> confirm -> resume. A server is not routable from the pause until it is
-confirmed. Whatever fails, it stays paused and its version is not set: half-updated weights never serve.
+pause -> transfer -> verify -> version -> confirm (which empties the cache of an idle server) -> resume. A server is not
+routable from the pause until it is confirmed. Whatever fails, it stays paused and its version is not set: half-updated
+weights never serve.
 """
 
 from __future__ import annotations
@@ -24,9 +25,6 @@ if TYPE_CHECKING:
     from miles_core.stages.sync import Sender
 
 logger = logging.getLogger(__name__)
-
-IDLE_SECONDS = 30
-"""How long a paused server may take to have nothing under way."""
 
 
 class ServerSync:
@@ -53,8 +51,6 @@ class ServerSync:
         catching_up = engine.version == version
         if not catching_up:
             await engine.pause(self._mode)
-        if catching_up or self._mode != "in_place":  # what is updated in place keeps its cache
-            await self._all(targets, partial(post, path=f"flush_cache?timeout={IDLE_SECONDS}"))
         if self._equal:
             await self._scramble(targets)
         await self._connect(trainer, targets, any(server.version == 0 for server in servers))
@@ -69,9 +65,8 @@ class ServerSync:
         await engine.confirm(servers, version)
         if not catching_up:
             await engine.resume()
-        logger.info("weight_sync: version %d on %s, %.0f MB in %.3f s, verified in %.3f s", version,
-                    ", ".join(target.name for target in targets), figures["bytes"] / 1e6, figures["transfer_s"],
-                    figures["verify_s"])
+        words = ", ".join(f"{key} {value:.4g}" for key, value in figures.items())
+        logger.info("weight_sync: version %d on %s: %s", version, ", ".join(target.name for target in targets), words)
         return figures
 
     async def _connect(self, trainer: Handle, targets: tuple[Target, ...], new: bool) -> None:

@@ -45,7 +45,8 @@ class Target:
     def of(cls, server) -> Target:
         """From a Server of the engine."""
         seats = sorted(server.seats, key=lambda seat: seat.node)
-        return cls(server.name, server.url, seats[0].engine, server.size, tuple(gpu for s in seats for gpu in s.gpus))
+        gpus = tuple(gpu for seat in seats for gpu in seat.gpus)
+        return cls(server.name, server.url, seats[0].engine if seats else 0, server.size, gpus)
 
 
 def post(target: Target, path: str, body: dict | None = None, *, timeout: float) -> dict:
@@ -157,7 +158,12 @@ class Reports:
     def request(self) -> dict:
         """The `report` of a plan; the same one may go to several targets only if each gets its own key."""
         self._number += 1
-        return {"store": [self.address, self._store.port], "key": f"report/{self._number}"}
+        return {"store": self.store, "key": f"report/{self._number}"}
+
+    @property
+    def store(self) -> list:
+        """Where the ranks find it."""
+        return [self.address, self._store.port]
 
     def read(self, target: Target, request: dict) -> list[dict]:
         """What each rank of the target said, after it has answered the HTTP request that asked for it.

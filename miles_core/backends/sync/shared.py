@@ -14,7 +14,6 @@ import shutil
 import socket
 import tempfile
 import time
-import weakref
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -114,10 +113,9 @@ class SharedMemory:
         await engine.pause(self._mode)
         if self._folder is None:
             self._folder = folder_in_memory(2 * self._settings.limit)
-            weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
             await trainer.connect(SharedSender(self._settings, self._folder))
         paused, seconds = time.perf_counter() - begin, [0.0]
-        with _listening(f"{self._folder}/line", self._settings.timeout) as listener:
+        with _listening(Path(self._folder), self._settings.timeout) as listener:
             taken = self._taken(listener, seconds)
             sending = asyncio.ensure_future(trainer.send(version))
             taking = asyncio.ensure_future(engine.update_weights(taken, version))
@@ -129,8 +127,9 @@ class SharedMemory:
                 taken.close()  # nobody will listen
             results = await asyncio.gather(taking, sending, return_exceptions=True)
         # Whoever failed first left the other without its peer, and only a SyncError may be about that.
-        for error in sorted((r for r in results if isinstance(r, BaseException)), key=lambda e: isinstance(e, SyncError)):
-            raise error
+        errors = [result for result in results if isinstance(result, BaseException)]
+        if errors:
+            raise min(errors, key=lambda error: isinstance(error, SyncError))
         await engine.resume()
         return {"pause_s": paused, **results[1], "verify_s": seconds[0]}
 
@@ -169,15 +168,17 @@ def folder_in_memory(need: int) -> str:
 
 
 @contextlib.contextmanager
-def _listening(path: str, timeout: float) -> Iterator[socket.socket]:
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.settimeout(timeout)
-        listener.bind(path)
-        try:
+def _listening(folder: Path, timeout: float) -> Iterator[socket.socket]:
+    """The socket in a folder that exists as long as the block; mapped files outlive their names."""
+    folder.mkdir(mode=0o700, exist_ok=True)
+    try:
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.settimeout(timeout)
+            listener.bind(f"{folder}/line")
             listener.listen(1)
             yield listener
-        finally:
-            Path(path).unlink()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 class _Line:

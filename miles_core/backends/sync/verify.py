@@ -20,6 +20,7 @@ Sums = tuple[int, int]
 
 _LAYER = re.compile(r"(?:^|\.)(layers|h|blocks)\.(\d+)\.")
 _KEY_VALUE = re.compile(r"\.[kv]_proj\.")
+_PREDICTOR = re.compile(r"(?:^|\.)mtp(?:_layers)?\.")
 
 
 @dataclass
@@ -37,11 +38,12 @@ class Ledger:
     _names: list[str] = field(default_factory=list)
     _sums: list[torch.Tensor] = field(default_factory=list)
 
-    def add(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Add up tensors as they were sent; the sums stay on their device."""
+    def add(self, named: Iterable[tuple[str, torch.Tensor]], *, sums_too: bool = True) -> None:
+        """Add up tensors as they were sent; the sums stay on their device. Without sums, count alone."""
         names, tensors = zip(*named, strict=True)
-        self._names += names
-        self._sums.append(sums(tensors))
+        if sums_too:
+            self._names += names
+            self._sums.append(sums(tensors))
         self.tensors += len(tensors)
         for name, tensor in zip(names, tensors, strict=True):
             self.bytes += tensor.numel() * tensor.element_size()
@@ -58,6 +60,15 @@ class Ledger:
     def expectation(self) -> dict[str, object]:
         """What a report has to be asked with."""
         return {"dtype": self.dtype, "dtypes": self.dtypes}
+
+
+def of_target(sent: Mapping[str, Sums], layers: int) -> dict[str, Sums]:
+    """Without the layers for multi-token prediction, which a draft model takes and no report covers."""
+    def predicts(name: str) -> bool:
+        match = _LAYER.search(name)
+        return _PREDICTOR.search(name) is not None or (match is not None and int(match[2]) >= layers)
+
+    return {name: value for name, value in sent.items() if not predicts(name)}
 
 
 def check(who: str, url: str, sent: Mapping[str, Sums], ranks: Sequence[Mapping], *,

@@ -4,8 +4,8 @@ import pytest
 
 from miles_core.backends.megatron.flags import megatron_lm_flags
 from miles_core.backends.megatron.surface import surface
+from miles_core.backends.sglang.forwarded import surface_of
 from miles_core.config.flags import miles_flags
-from miles_core.config.forwarded import surface_of
 from miles_core.config.load import load
 from miles_core.config.options import options_of
 from miles_core.config.tables import TABLES
@@ -122,7 +122,8 @@ def test_every_field_of_megatron_core_is_a_flag_or_says_why_not(name):
     (["--rollout-batchsize", "3"], "did you mean --rollout-batch-size"),
     (["--eps-clp", "3"], "did you mean --eps-clip"),
     (["--tensor-model-paralel-size", "1"], "did you mean --tensor-model-parallel-size"),
-    (["--prefill-num-servers", "2"], "no servers that only prefill"), (["--use-wandb"], "--use-tensorboard"), (["--fp16"], "--bf16"),
+    (["--prefill-num-servers", "2"], "no servers that only prefill"), (["--use-wandb"], "--use-tensorboard"),
+    (["--fp16"], "--bf16"),
     (["--tis-threshold", "0.9"], "--tis-clip"),
     (["word"], "miles run"), (["--lr"], "one value"), (["--lr", "1", "2"], "one value"), (["--lr", "fast"], "float"),
     (["--use-kl-loss", "maybe"], "true or false"), (["--num-rollout", "2.5"], "int"),
@@ -137,7 +138,8 @@ def test_what_is_wrong_says_what_to_write(argv, message):
 @pytest.mark.parametrize(("table", "key", "message"), [
     ("rollout", "rollout_batchsize", "did you mean 'rollout_batch_size'"),
     ("rollout", "lr", "it belongs in [optimizer]"),
-    ("rolout", "x", "did you mean [rollout]"), ("sft", "x", "not enabled"), ("sglang", "server_concurency", "did you mean server_concurrency"),
+    ("rolout", "x", "did you mean [rollout]"), ("sft", "x", "not enabled"),
+    ("sglang", "server_concurency", "did you mean server_concurrency"),
     ("sglang", "router_polizy", "did you mean router_policy"), ("sglang", "model_path", "--hf-checkpoint"),
     ("server", "tp_size", "no table [server]"),
     ("perf", "fp16", "--bf16"), ("eval", "eval_config", "[[eval.datasets]]"),

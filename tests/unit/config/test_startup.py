@@ -44,6 +44,16 @@ def test_help(tmp_path, argv, limit):
     assert seconds <= limit
 
 
+def test_plan_of_the_gpu_stack(run_file):
+    """SGLang's and its router's arguments are checked without importing them."""
+    path = run_file()
+    flags = ["--engine", "sglang", "--colocate", "--sglang-mem-fraction-static", "0.7", "--router-policy", "random"]
+    seconds, names, out = best(["run", path, "--plan", *flags], path.parent)
+    print(f"miles run --plan with SGLang: {seconds * 1000:.0f} ms CPU")
+    assert "weights travel by ipc" in out and not {*HEAVY, "numpy", "aiohttp", "smg"} & set(names)
+    assert seconds <= 0.4
+
+
 def test_plan(run_file):
     """Also without numpy; the same bytes each time."""
     path = run_file()

@@ -1,4 +1,4 @@
-"""The plugin: options and hooks. Names of tensors are in names.py, the layers in layers.py, imported when first used."""
+"""The plugin: options and hooks. Names are in names.py, the layers in layers.py, both imported when first used."""
 
 from __future__ import annotations
 

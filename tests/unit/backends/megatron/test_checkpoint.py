@@ -219,6 +219,16 @@ def test_another_model_of_the_architecture(checkpoint, saved, hf_model, port):
         checkpoint.load(saved, {"actor": ([other], None, None)})
 
 
+def test_weights_that_the_model_does_not_have(checkpoint, hf_model, port, tmp_path):
+    """They would be lost at the next save."""
+    model, _ = port(hf_model())
+    model.probe = torch.nn.Linear(4, 2, bias=False)
+    checkpoint.save(tmp_path, 1, {"actor": ([model], None, None)})
+    del model.probe
+    with pytest.raises(CheckpointError, match=r"does not have \(got probe.weight\).*enable the plugin"):
+        checkpoint.load(tmp_path, {"actor": ([model], None, None)})
+
+
 def test_optimizer_state_of_another_model(checkpoint, session, saved):
     """An index that lacks a tensor of the optimizer, and one in which it has another shape."""
     from miles_core.backends.megatron import index

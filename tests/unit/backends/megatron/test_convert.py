@@ -126,7 +126,8 @@ def test_what_a_plugin_adds_is_kept_and_nothing_is_lost_without_it(convert, sour
 
     save_file({"probe.weight": torch.randn(3, 64)}, source / "probe.safetensors")
     index = source / "model.safetensors.index.json"
-    index.write_text(index.read_text().replace('"weight_map": {', '"weight_map": {"probe.weight": "probe.safetensors",'))
+    more = '"weight_map": {"probe.weight": "probe.safetensors",'
+    index.write_text(index.read_text().replace('"weight_map": {', more))
     (tmp_path / "adds.py").write_text(ADDS)
     plugin = ("--plugin", tmp_path / "adds.py")
     with pytest.raises(CheckpointError, match=r"1 unexpected: probe\.weight.*enable the plugin"):

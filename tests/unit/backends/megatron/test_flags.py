@@ -150,6 +150,8 @@ def test_accepted_miles_flags_name_options_that_exist(miles):
 def test_both_lists_agree_where_they_overlap(miles, megatron):
     for name in miles["flags"].keys() & megatron["flags"].keys():
         ours, theirs = miles["flags"][name], megatron["flags"][name]
+        if "plugin" in ours:  # what Megatron-LM's entry says then is for the key of that name in [model]
+            continue
         assert state(ours) == state(theirs), name
         if "key" in ours:
             assert theirs["key"] == flags.OWN + ours["key"], name

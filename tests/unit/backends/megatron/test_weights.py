@@ -1,5 +1,6 @@
 import json
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -29,6 +30,24 @@ def test_round_trip_is_bit_exact(hf_model, port, weights, tmp_path, kind):
     assert streamed.keys() == expected.keys()
     for name, tensor in streamed.items():
         assert torch.equal(tensor, expected[name]) and not tensor.requires_grad, name
+
+
+def test_grouped_experts_have_the_names_of_single_ones(hf_model, port, weights):
+    """Transformer Engine keeps a rank's experts as weight0, weight1 ... of one layer; stream and loading know them."""
+    ours, weight_map = port(hf_model(moe=True))
+    expected = dict(weights.hf_stream(ours, weight_map))
+    for layer in ours.decoder.layers:
+        experts, grouped = layer.mlp.experts.local_experts, torch.nn.Module()
+        for name in ("linear_fc1", "linear_fc2"):
+            together = torch.nn.Module()
+            for number, expert in enumerate(experts):
+                together.register_parameter(f"weight{number}", getattr(expert, name).weight)
+            grouped.add_module(name, together)
+        layer.mlp.experts = grouped
+    assert "decoder.layers.0.mlp.experts.linear_fc2.weight7" in dict(ours.named_parameters())
+    streamed = dict(weights.hf_stream(ours, weight_map))
+    assert streamed.keys() == expected.keys()
+    assert all(torch.equal(streamed[name], tensor) for name, tensor in expected.items())
 
 
 def test_the_stream_is_views_where_it_can_be(hf_model, port, weights):
@@ -111,6 +130,26 @@ def test_all_that_is_wrong_is_in_one_message_and_nothing_changes(hf_model, port,
                  "1 misshapen: lm_head.weight [96, 64] where the config says [97, 64]"):  # fmt: skip
         assert text in str(error.value)
     assert all(torch.equal(a, b) for a, b in zip(before, ours.parameters(), strict=True))
+
+
+def test_optional_tensors_are_there_together_or_start_as_drawn(hf_model, port, weights, tmp_path, caplog):
+    """None of them: announced and untouched. Some of them: the others are missing."""
+    from safetensors.torch import save_file
+
+    ours, weight_map = port(hf_model())
+    optional = tuple(replace(rule, optional=rule.megatron.endswith("layernorm.weight")) for rule in weight_map.rules)
+    weight_map = replace(weight_map, rules=optional)
+    names = [n for _, rule, hf in weights.instances(weight_map) if rule.optional for n in hf]
+    whole = {name: tensor.clone() for name, tensor in weights.hf_stream(ours, weight_map)}
+    save_file({name: tensor + 1 for name, tensor in whole.items() if name not in names},
+              tmp_path / "model.safetensors")
+    weights.load_hf(tmp_path, ours, weight_map)
+    assert "holds no tensors for decoder.final_layernorm.weight" in caplog.text and "start as they were" in caplog.text
+    for name, tensor in weights.hf_stream(ours, weight_map):
+        assert torch.equal(tensor, whole[name] + (name not in names)), name
+    save_file({name: tensor for name, tensor in whole.items() if name not in names[1:]}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=f"{len(names) - 1} missing"):
+        weights.load_hf(tmp_path, ours, weight_map)
 
 
 def test_a_tied_head_written_out_is_ignored(hf_model, port, weights, tmp_path):

@@ -1,6 +1,6 @@
 """What is read from the sources is what SGLang's and smg's own parsers say, and what commands say they understand.
 
-Needs a Python that has both: SGLANG_PYTHON names it. Their imports take seconds, so this is slow.
+Needs a Python that has both, as tests/sglang does. Their imports take seconds, so this is slow.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from miles_core.config.check import check
 from miles_core.config.load import load
 from miles_core.types import Seat
 
-PYTHON = os.environ.get("SGLANG_PYTHON", "")
-LAUNCHER = Path(__file__).parents[3] / "sglang" / "sglang_cpu.py"
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(not PYTHON, reason="SGLANG_PYTHON names no Python with SGLang")]
+ROOT = Path(__file__).parents[4]
+PYTHON = Path(os.environ.get("MILES_SGLANG_PYTHON") or ROOT / ".venv-sglang" / "bin" / "python")
+LAUNCHER = ROOT / "tests" / "sglang" / "sglang_cpu.py"
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not PYTHON.is_file(), reason=f"no SGLang for {PYTHON}")]
 
 PARSERS = """
 import argparse, json, sys
@@ -39,13 +40,13 @@ def plain(value):
 def actions(kind):
     parser = argparse.ArgumentParser(add_help=False)
     kind.add_cli_args(parser)
-    return [dict(flags=a.option_strings, dest=a.dest, default=plain(a.default), choices=plain(a.choices and list(a.choices)),
-                 kind=type(a).__name__, several=a.nargs not in (None, 0, "?"), const=plain(getattr(a, "const_value", None)))
-            for a in parser._actions]
+    return [dict(flags=a.option_strings, dest=a.dest, default=plain(a.default), kind=type(a).__name__,
+                 choices=plain(a.choices and list(a.choices)), several=a.nargs not in (None, 0, "?"),
+                 const=plain(getattr(a, "const_value", None))) for a in parser._actions]
 
 args = prepare_server_args([*kept["CPU_FLAGS"], *words])
-wanted = ("model_path", "port", "tp_size", "dtype", "context_length", "random_seed", "mem_fraction_static", "load_format",
-          "custom_weight_loader", "chunked_prefill_size", "enable_metrics", "skip_server_warmup", "json_model_override_args",
+wanted = ("model_path", "port", "tp_size", "dtype", "context_length", "random_seed", "mem_fraction_static",
+          "load_format", "custom_weight_loader", "chunked_prefill_size", "enable_metrics", "skip_server_warmup",
           "default_chat_template_kwargs", "schedule_policy", "trust_remote_code", "fp8_gemm_runner_backend", "nnodes")
 print(json.dumps({"server": actions(ServerArgs), "router": actions(RouterArgs),
                   "args": {name: getattr(args, name) for name in wanted}}))
@@ -129,6 +130,6 @@ def test_sglang_understands_a_command(real, words, tiny):
         "model_path": str(tiny / "qwen3"), "port": 31999, "tp_size": 1, "dtype": "float32", "context_length": 96,
         "random_seed": 9, "mem_fraction_static": 0.3, "load_format": "dummy",
         "custom_weight_loader": ["miles_weights.load"], "chunked_prefill_size": -1, "enable_metrics": True,
-        "skip_server_warmup": True, "json_model_override_args": "{}", "default_chat_template_kwargs": {"thinking": True},
+        "skip_server_warmup": True, "default_chat_template_kwargs": {"thinking": True},
         "schedule_policy": "lpm", "trust_remote_code": False, "fp8_gemm_runner_backend": "triton", "nnodes": 1,
     }

@@ -53,7 +53,7 @@ class ServerArgs:
         parser.add_argument("--config", type=str, help="No field.")
         parser.add_argument("--gone", action=DeprecatedAction, help="Nothing.")
         parser.add_argument("--old-number", action=DeprecatedAliasStoreAction, new_flag="--number", dest="number")
-        parser.add_argument("--graph-a", action=DeprecatedStoreConstAction, dest="graph", const_value=Kind.A, new_flag="x")
+        parser.add_argument("--graph-a", action=DeprecatedStoreConstAction, dest="graph", const_value=Kind.A)
         parser.add_argument("--hidden", action=DeprecatedStoreTrueAction, new_flag="--on")
 '''
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -63,6 +64,7 @@ def synced(tiny, ranks=0, fault=None, dtype="float32", limit=20_000, versions=(1
         finally:
             await trainer.close()
             await engine.stop()
+            assert not Path(sync._folder).exists(), "nothing is left behind"
 
     return asyncio.run(main())
 
@@ -79,7 +81,8 @@ def test_the_engine_has_every_bit_that_the_trainer_sent(tiny, ranks):
 def test_the_dtype_of_the_engine_travels(tiny):
     equal, figures, error = synced(tiny, dtype="bfloat16", versions=(1,))
     assert error is None and equal
-    assert figures[0]["bytes"] == 2 * sum(tensor.numel() for _, tensor in read_tensors(tiny / "qwen3", {"lm_head.weight"}))
+    tensors = read_tensors(tiny / "qwen3", {"lm_head.weight"})
+    assert figures[0]["bytes"] == 2 * sum(tensor.numel() for _, tensor in tensors)
 
 
 @pytest.mark.parametrize(("fault", "kind", "words", "ranks"), [

@@ -13,14 +13,10 @@ import time
 from collections import Counter
 from collections.abc import Coroutine
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
+from typing import Any
 
 from miles_core.errors import SyncError, WaitError
 from miles_core.hosts import Handle, within
-
-if TYPE_CHECKING:
-    from miles_core.stages.placement import Purpose
-    from miles_core.stages.rollout import Engine
 
 TRAINER = ("weights", "gradients", "optimizer")
 ENGINE = ("kv_cache", "weights", "cuda_graph")
@@ -42,11 +38,12 @@ class HandOver:
     """Moves the memory of both sides to where a purpose needs it.
 
     Args:
+        engine: as in stages/rollout.py.
         offload_train, offload_rollout: False keeps that side's memory where it is.
         timeout: seconds that one call of the engine may take; the trainer's handle has its own.
     """
 
-    def __init__(self, trainer: Handle, engine: Engine, *, offload_train: bool = True, offload_rollout: bool = True,
+    def __init__(self, trainer: Handle, engine: Any, *, offload_train: bool = True, offload_rollout: bool = True,
                  timeout: float = 600.0):
         self._sides = {"trainer": trainer, "engine": engine}
         self._moves = {"trainer": offload_train, "engine": offload_rollout}
@@ -55,10 +52,10 @@ class HandOver:
         self._timeout, self._seconds = timeout, Counter()
         self._turn, self._error = asyncio.Lock(), None
         self._filled = False
-        self.purpose: Purpose | None = None
+        self.purpose: str | None = None
 
     @asynccontextmanager
-    async def at(self, purpose: Purpose):
+    async def at(self, purpose: str):
         """Held while the purpose uses the memory; the caller sees to it that purposes do not overlap.
 
         Raises:
@@ -81,7 +78,7 @@ class HandOver:
         self._seconds.clear()
         return found
 
-    async def _to(self, purpose: Purpose) -> None:
+    async def _to(self, purpose: str) -> None:
         if purpose == "rollout" and not self._filled:
             raise SyncError("the engine's weights are empty, and a rollout is about to begin", who="hand-over",
                             got=f"{self.purpose} before it", fix="a sync has to come between training and rollouts")
@@ -106,7 +103,7 @@ class HandOver:
             finally:
                 await _whole(self._change("trainer", "offload", absent))
 
-    async def _move(self, purpose: Purpose) -> None:
+    async def _move(self, purpose: str) -> None:
         self.purpose, row = None, self._row(purpose)
         try:
             for side, method in (("trainer", "offload"), ("engine", "release")):
@@ -118,7 +115,7 @@ class HandOver:
             raise
         self.purpose = purpose
 
-    def _row(self, purpose: Purpose) -> dict[str, set[str]]:
+    def _row(self, purpose: str) -> dict[str, set[str]]:
         trainer, engine = TABLE[purpose]
         return {"trainer": set(trainer if self._moves["trainer"] else TRAINER),
                 "engine": set(engine if self._moves["engine"] else ENGINE)}

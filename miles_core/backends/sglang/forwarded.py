@@ -1,8 +1,8 @@
-"""Keys that are handed on: `--sglang-*` to SGLang's server, `--router-*` to its router, both checked against the installed
-package (backends/sglang/surface.py).
+"""Keys that are handed on: `--sglang-*` to SGLang's server, `--router-*` to its router.
 
-In a run file both stand in [sglang]: a field of ServerArgs under its own name, an argument of the router as `router_NAME`.
-In the plan they are server.NAME and router.NAME. The options of [sglang] itself come first.
+Both are checked against the installed package (surface.py). In a run file both stand in [sglang]: a field of ServerArgs
+under its own name, an argument of the router as `router_NAME`. In the plan they are server.NAME and router.NAME. The
+options of [sglang] itself come first.
 """
 
 from __future__ import annotations
@@ -150,13 +150,13 @@ def _shown(table: str, flag: str, as_flag: bool) -> str:
 
 
 def _read(value: object, field: Field, option: Option, origin: Origin) -> object:
-    """What the program's own parsers would make of a word: JSON, and 32k or 32Ki for a number."""
+    """What the program's own parsers would make of a word: JSON, 32k or 32Ki for a number, a choice of numbers."""
     if field.form == "json" and option.is_list and origin.kind == "flag":
         try:
             return json.loads(" ".join(map(str, value)))
         except json.JSONDecodeError as error:
             raise ConfigError(f"{option.key} takes JSON", got=value, who=str(origin), fix=str(error)) from None
-    if isinstance(value, str) and field.type.startswith("int"):
-        if found := re.fullmatch(r"(\d+(?:\.\d+)?)(Ki|Mi|Gi|k|M|G)", value):
-            return int(float(found[1]) * SUFFIXES[found[2]])
-    return value
+    if isinstance(value, str) and option.choices:
+        return next((choice for choice in option.choices if str(choice) == value), value)
+    short = re.fullmatch(r"(\d+(?:\.\d+)?)(Ki|Mi|Gi|k|M|G)", value) if isinstance(value, str) else None
+    return int(float(short[1]) * SUFFIXES[short[2]]) if short and field.type.startswith("int") else value

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from miles_core.errors import SyncError, WaitError
-from miles_core.stages.handover import ENGINE, TABLE, TRAINER, HandOver
+from miles_core.handover import ENGINE, TABLE, TRAINER, HandOver
 
 
 class Memory:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from miles_core.backends.sglang import surface
-from miles_core.config.forwarded import surface_of
+from miles_core.backends.sglang.forwarded import surface_of
 from miles_core.config.hardware import engines
 from miles_core.config.load import who, with_values
 from miles_core.config.tables import RunConfig
@@ -28,6 +28,9 @@ def serving(config: RunConfig, note: Note) -> RunConfig:
             note(f"the engine is {config.rollout.engine or 'local'}: what is for SGLang is not used "
                  f"({', '.join(dict.fromkeys(given))})")
         return config
+    if config.sglang.rollout_external and config.server:
+        note("the servers run already: what would start them is not used "
+             f"({who(config, *(f'server.{name}' for name in config.server))})")
     for table in ("server", "router"):
         if getattr(config, table) and not surface_of(table).installed:
             note(f"[sglang] {table}: checked against {surface_of(table)}")
@@ -96,12 +99,14 @@ def _speculative(config: RunConfig, note: Note) -> RunConfig:
 
 def _tokenizer(config: RunConfig, note: Note) -> RunConfig:
     rollout = config.rollout
-    needs = {"rollout.rollout_stop": rollout.rollout_stop, "rollout.rollout_min_new_tokens": rollout.rollout_min_new_tokens,
+    needs = {"rollout.rollout_stop": rollout.rollout_stop,
+             "rollout.rollout_min_new_tokens": rollout.rollout_min_new_tokens,
              "eval.eval_min_new_tokens": config.eval.eval_min_new_tokens}
     asked = [key for key, value in needs.items() if value]
     if config.server.get("skip_tokenizer_init") and asked:
         raise ConfigError("servers without a tokenizer know no stop strings and no least number of tokens",
-                          who=who(config, "server.skip_tokenizer_init", *asked), fix="drop --sglang-skip-tokenizer-init")
+                          who=who(config, "server.skip_tokenizer_init", *asked),
+                          fix="drop --sglang-skip-tokenizer-init")
     return config
 
 

@@ -1,0 +1,178 @@
+"""Seconds of a weight sync to a real SGLang server on GPUs, by random models of known shapes.
+
+    NCCL_CUMEM_ENABLE=0 python tests/gpu/sync_speed.py ipc 0.6B 8B        one GPU
+    NCCL_CUMEM_ENABLE=0 python tests/gpu/sync_speed.py broadcast 0.6B 8B  two GPUs
+
+Prints a line of JSON for each shape: the best of five syncs, its share of the device's copy bandwidth (ipc) or of a
+plain NCCL broadcast's bandwidth between the same two GPUs (broadcast), and the share that the verification takes.
+Figures go to docs/benchmarks.md.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from pathlib import Path
+
+import torch
+
+from miles_core.backends.sync.broadcast import BroadcastSender
+from miles_core.backends.sync.ipc import IpcSender
+from miles_core.backends.sync.sender import Settings
+from miles_core.backends.sync.servers import Target
+from miles_core.types import Rank
+
+SHAPES = {
+    "0.6B": dict(hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16,
+                 num_key_value_heads=8, tie_word_embeddings=True),
+    "8B": dict(hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32,
+               num_key_value_heads=8, tie_word_embeddings=False),
+}
+SERVED = Path(__file__).parents[2] / "miles_core" / "backends" / "sglang" / "served"
+FLAGS = ["--attention-backend", "triton", "--sampling-backend", "pytorch", "--grammar-backend", "none",
+         "--skip-server-warmup", "--skip-tokenizer-init", "--disable-cuda-graph", "--mem-fraction-static", "0.3",
+         "--load-format", "dummy", "--custom-weight-loader", "miles_weights.load", "--host", "127.0.0.1"]
+TURNS = 5
+
+
+class Server:
+    """A server with random weights of a shape, on the first GPU."""
+
+    def __init__(self, folder: Path):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.url, self.log = f"http://127.0.0.1:{port}", folder / "log"
+        path = os.pathsep.join([str(SERVED), os.environ.get("PYTHONPATH", "")])
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "sglang.launch_server", "--model-path", folder, "--port", str(port), *FLAGS],
+            stdout=self.log.open("w"), stderr=subprocess.STDOUT,
+            env={**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "0", "NCCL_CUMEM_ENABLE": "0"})
+
+    def __enter__(self) -> Server:
+        end = time.monotonic() + 400
+        while time.monotonic() < end:
+            assert self.process.poll() is None, self.log.read_text()[-3000:]
+            try:
+                urllib.request.urlopen(f"{self.url}/health", timeout=2).read()
+                return self
+            except OSError:
+                time.sleep(0.5)
+        raise TimeoutError(self.log.read_text()[-3000:])
+
+    def __exit__(self, *_error) -> None:
+        self.process.terminate()
+        self.process.wait(30)
+
+
+def weights(folder: Path, device: str) -> list[tuple[str, torch.Tensor]]:
+    """Random bfloat16 tensors by Hugging Face's names."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(folder)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    names = [(name, p.shape) for name, p in model.named_parameters()
+             if not (config.tie_word_embeddings and name == "lm_head.weight")]
+    generator = torch.Generator(device).manual_seed(0)
+    return [(name, torch.empty(shape, dtype=torch.bfloat16, device=device).normal_(0, 0.02, generator=generator))
+            for name, shape in names]
+
+
+def copied(size: int) -> float:
+    """Seconds of a device copy of this many bytes, best of ten: it reads and writes each."""
+    source = torch.empty(size, dtype=torch.uint8, device="cuda")
+    target, best = torch.empty_like(source), float("inf")
+    for _ in range(10):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        target.copy_(source)
+        torch.cuda.synchronize()
+        best = min(best, time.perf_counter() - begin)
+    return best
+
+
+def _peer(port: int, size: int) -> None:
+    """The other end of `broadcast_seconds`."""
+    import torch.distributed as dist
+
+    torch.cuda.set_device(0)
+    dist.init_process_group("nccl", init_method=f"tcp://127.0.0.1:{port}", rank=1, world_size=2)
+    flat = torch.empty(size, dtype=torch.uint8, device="cuda")
+    for _ in range(10):
+        dist.broadcast(flat, 0)
+    torch.cuda.synchronize()
+
+
+def broadcast_seconds(size: int) -> float:
+    """Seconds of an NCCL broadcast of this many bytes from the second GPU to the first, best of the last nine."""
+    import torch.distributed as dist
+    import torch.multiprocessing as mp
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    peer = mp.get_context("spawn").Process(target=_peer, args=(port, size))
+    peer.start()
+    torch.cuda.set_device(1)
+    dist.init_process_group("nccl", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=2)
+    flat, times = torch.empty(size, dtype=torch.uint8, device="cuda"), []
+    for _ in range(10):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        dist.broadcast(flat, 0)
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - begin)
+    peer.join(60)
+    dist.destroy_process_group()
+    return min(times[1:])
+
+
+def measure(kind: str, shape: str, buffer: int) -> dict[str, object]:
+    """The figures of one shape."""
+    from transformers import Qwen3Config
+
+    folder = Path(tempfile.mkdtemp())
+    Qwen3Config(vocab_size=151936, head_dim=128, max_position_embeddings=4096, dtype="bfloat16",
+                architectures=["Qwen3ForCausalLM"], **SHAPES[shape]).save_pretrained(folder)
+    device = "cuda:0" if kind == "ipc" else "cuda:1"
+    torch.cuda.set_device(device)
+    held = weights(folder, device)
+    size = sum(tensor.numel() * 2 for _, tensor in held)
+    reference = copied(min(size, 2**32)) * size / min(size, 2**32) if kind == "ipc" else broadcast_seconds(buffer)
+    tied = SHAPES[shape]["tie_word_embeddings"]
+    settings = Settings(limit=buffer, timeout=120, source="bfloat16", target="bfloat16", tied=tied, heads=8,
+                        layers=SHAPES[shape]["num_hidden_layers"], checkpoint=str(folder))
+    with Server(folder) as server:
+        target = Target("engine 0", server.url, gpus=(0,) if kind == "ipc" else ())
+        sender = (IpcSender if kind == "ipc" else BroadcastSender)(settings, (target,))
+        sender.open(Rank())
+        turns = []
+        for turn in range(TURNS):
+            for _, tensor in held:
+                tensor.mul_(1.0 + 2**-7)
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            figures = sender.send(iter(held), turn + 1)  # as the trainer's stream: tensors that are there
+            turns.append((time.perf_counter() - begin, figures))
+        sender.close()
+    seconds, figures = min(turns, key=lambda turn: turn[0])
+    unit = size / reference if kind == "ipc" else buffer / reference
+    return {"kind": kind, "shape": shape, "gb": round(size / 1e9, 3), "first_s": round(turns[0][0], 4),
+            "best_s": round(seconds, 4), "transfer_s": round(figures["transfer_s"], 4),
+            "verify_s": round(figures["verify_s"], 4), "add_up_s": round(figures["add_up_s"], 4),
+            "verification_share": round(figures["verify_s"] / seconds, 4),
+            "bandwidth_gb_s": round(unit / 1e9, 1), "share_of_bandwidth": round(size / seconds / unit, 4)}
+
+
+if __name__ == "__main__":
+    kind, *shapes = sys.argv[1:] or ["ipc"]
+    for each in shapes or list(SHAPES):
+        for size in (512, 2048):
+            print(json.dumps({"bucket_mib": size, **measure(kind, each, size * 1024**2)}), flush=True)

@@ -1,0 +1,31 @@
+"""What several tests do with an engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from miles_core.stages.rollout import Request, SamplingParams
+
+PROMPT = (256, 10, 20, 30, 40)
+
+
+def ask(name: object, tokens: int, *, want: tuple[str, ...] = (), **sampling) -> Request:
+    """A request for this many tokens, the end-of-sequence id ignored unless `sampling` says otherwise."""
+    params = SamplingParams(**{"max_new_tokens": tokens, "ignore_eos": True, **sampling})
+    return Request(f"train-{name}", PROMPT, params, key=1, want=frozenset(want))
+
+
+async def sync(engine, model: Path, version: int) -> None:
+    """What a weight sync does, with SGLang's own reading from disk as the transfer."""
+    await engine.pause(engine._config.rollout.pause_generation_mode)
+    await update(engine, model, version)
+    await engine.resume()
+
+
+async def update(engine, model: Path, version: int) -> None:
+    """Bring stale servers up to date."""
+    stale = engine.stale(version)
+    for server in stale:
+        await server.client.call("/update_weights_from_disk", {
+            "model_path": str(model), "weight_version": str(version), "flush_cache": False}, timeout=120)
+    await engine.confirm(stale, version)

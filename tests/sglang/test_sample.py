@@ -1,0 +1,30 @@
+"""The short sample of test_conformance.py that CI runs where there is an SGLang for the CPU."""
+
+import asyncio
+
+import numpy as np
+from scenes import PROMPT, ask, sync
+from test_conformance import reference
+
+
+def test_a_real_server_generates_is_retracted_updated_and_goes_on(beside, models):
+    """Every token has the log-prob of the weights that its version names."""
+    engine = beside()
+
+    async def story():
+        await engine.start()
+        try:
+            await sync(engine, models["old"], 1)
+            calls = [asyncio.ensure_future(engine.generate(ask(i, 800))) for i in range(2)]
+            await asyncio.sleep(1.0)
+            await sync(engine, models["new"], 2)
+            return await asyncio.gather(*calls)
+        finally:
+            await engine.stop()
+
+    for response in asyncio.run(story()):
+        ids, cut = [*PROMPT, *response.output_ids.tolist()], int((response.versions == 1).sum())
+        assert len(response.output_ids) == 800 and 0 < cut < 800
+        expected = np.concatenate([reference(models["old"], ids)[len(PROMPT) - 1:][:cut],
+                                   reference(models["new"], ids)[len(PROMPT) - 1:][cut:]])
+        np.testing.assert_allclose(response.log_probs, expected, atol=5e-5, rtol=0)

@@ -1,0 +1,172 @@
+"""What follows from the hardware that a run asks for, and yields to what somebody says; what excludes itself."""
+
+import pytest
+
+from miles_core.config import hardware
+from miles_core.errors import ConfigError
+
+BATCH = ("--rollout-batch-size", 8, "--n-samples-per-prompt", 4)
+
+
+@pytest.fixture(autouse=True)
+def nothing_here(monkeypatch):
+    """A machine without GPUs or SGLang, whatever it has."""
+    machine(monkeypatch, gpus=0, sglang=False)
+
+
+def machine(monkeypatch, gpus, sglang):
+    monkeypatch.setattr(hardware, "gpus", lambda: gpus)
+    monkeypatch.setattr(hardware, "folder_of", lambda package: sglang or None)
+
+
+SGLANG = ("--engine", "sglang")
+GPUS = "perf.rollout_num_gpus"
+
+# flags -> what they imply
+IMPLIED = [
+    ((), {"rollout.engine": None, GPUS: None, "perf.weight_sync": "in-process", "perf.placement": "local"}),
+    (("--actor-num-gpus-per-node", 2), {"perf.weight_sync": "shared-memory", "perf.trainer_host": "process"}),
+    (SGLANG, {GPUS: 1, "perf.weight_sync": "broadcast", "sglang.router": "none", "perf.offload_train": None}),
+    ((*SGLANG, "--rollout-num-gpus-per-engine", 4), {GPUS: 4, "sglang.router": "none"}),
+    ((*SGLANG, "--rollout-num-gpus", 4), {GPUS: 4, "sglang.router": "smg"}),
+    ((*SGLANG, "--colocate", "--actor-num-gpus-per-node", 8),
+     {GPUS: 8, "perf.offload_train": True, "perf.offload_rollout": True, "perf.weight_sync": "ipc",
+      "sglang.router": "smg", "perf.placement": "local"}),
+    ((*SGLANG, "--colocate", "--no-offload-train"), {"perf.offload_train": False, "perf.offload_rollout": True}),
+    ((*SGLANG, "--colocate", "--debug-rollout-only"), {"perf.offload_train": False, "perf.offload_rollout": False}),
+    ((*SGLANG, "--offload"), {"perf.offload_train": True, "perf.offload_rollout": True}),
+    ((*SGLANG, "--colocate", "--actor-num-gpus-per-node", 4, "--rollout-num-gpus", 2), {GPUS: 2}),
+    ((*SGLANG, "--actor-num-nodes", 2), {"perf.placement": "ray", GPUS: 1}),
+    ((*SGLANG, "--rollout-num-gpus-per-engine", 16), {"perf.placement": "ray", GPUS: 16}),
+    ((*SGLANG, "--rollout-num-gpus-per-engine", 16, "--placement", "local"), {"perf.placement": "local"}),
+    (("--rollout-external", "--rollout-external-engine-addrs", "a:1", "b:2"),
+     {"rollout.engine": "sglang", GPUS: 2, "sglang.router": "smg", "perf.weight_sync": "broadcast"}),
+    ((*SGLANG, "--weight-sync", "disk", "--update-weight-disk-dir", "x"), {"perf.weight_sync": "disk"}),
+    ((*SGLANG, "--router-ip", "10.0.0.9", "--sglang-router-port", 1), {"sglang.router": "smg"}),
+    ((*SGLANG, "--sglang-dtype", "float32"), {"rollout.engine_dtype": "float32"}),
+    ((*SGLANG, "--sglang-context-length", 512), {"rollout.rollout_max_context_len": 512}),
+    ((*SGLANG, "--sglang-context-length", 512, "--rollout-max-context-len", 100),
+     {"rollout.rollout_max_context_len": 100}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("flags", "values"), IMPLIED, ids=[" ".join(map(str, flags)) for flags, _ in IMPLIED])
+def test_what_is_not_said_is_derived_and_what_is_said_stands(plan, flags, values):
+    config = plan(*flags, *BATCH).config
+    for key, value in values.items():
+        table, _, name = key.partition(".")
+        assert getattr(getattr(config, table), name) == value, key
+
+
+def test_the_plan_says_what_colocate_implies_and_where_it_is_from(plan):
+    text = plan(*SGLANG, "--colocate", "--actor-num-gpus-per-node", 4, "--rollout-num-gpus-per-engine", 2).to_text()
+    for line in ("  perf.rollout_num_gpus = 4  (--colocate)", "  perf.offload_train = True  (--colocate)",
+                 "  2 SGLang engines of 2 GPUs, bfloat16; router smg",
+                 "  placement local, GPUs: trainer and engines take turns on 4",
+                 "  weights travel by ipc, in buckets of at most 512 MiB"):
+        assert line in text.splitlines()
+    assert "in the driver's process" not in text and "in the driver's process" in plan().to_text()
+
+
+@pytest.mark.parametrize(("given", "note"), [
+    (4, "--rollout-num-gpus is not needed with --colocate"), (2, "2 of the trainer's 4 GPUs rest while engines sample"),
+])
+def test_gpus_of_colocated_engines_are_noted(plan, given, note):
+    made = plan(*SGLANG, "--colocate", "--actor-num-gpus-per-node", 4, "--rollout-num-gpus", given)
+    assert any(note in one for one in made.notes)
+
+
+@pytest.mark.parametrize(("gpus", "sglang", "engine"), [(0, True, None), (1, False, None), (1, True, "sglang")])
+def test_the_engine_is_sglang_where_a_gpu_and_sglang_are(plan, monkeypatch, gpus, sglang, engine):
+    machine(monkeypatch, gpus, sglang)
+    made = plan()
+    assert made.config.rollout.engine == engine
+    assert made.owner("engine").name == (engine or "local")
+    assert plan("--engine", "local").owner("engine").name == "local"
+
+
+@pytest.mark.parametrize(("gpus", "flags", "placement"), [
+    (8, ("--actor-num-gpus-per-node", 4, "--rollout-num-gpus", 4), "local"),
+    (8, ("--actor-num-gpus-per-node", 4, "--rollout-num-gpus", 8), "ray"),
+    (4, ("--actor-num-gpus-per-node", 4, "--colocate"), "local"),
+    (4, ("--actor-num-gpus-per-node", 8, "--colocate"), "ray"),
+    (4, ("--actor-num-gpus-per-node", 8, "--colocate", "--placement", "local"), "local"),
+])
+def test_the_placement_is_ray_where_the_machine_has_too_few_gpus(plan, monkeypatch, gpus, flags, placement):
+    machine(monkeypatch, gpus, True)
+    assert plan(*flags, *BATCH).config.perf.placement == placement
+
+
+@pytest.mark.parametrize(("visible", "number"), [("", 0), ("-1", 0), ("0", 1), ("2,3", 2)])
+def test_gpus_are_those_that_the_environment_leaves_visible(monkeypatch, visible, number):
+    monkeypatch.undo()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert hardware.gpus() == number
+
+
+REFUSED = {
+    "with --colocate the engines are on the trainer's GPUs": ["--colocate", "--rollout-num-gpus", 2],
+    "3 GPUs do not divide into engines of 2": ["--rollout-num-gpus", 3, "--rollout-num-gpus-per-engine", 2],
+    "1 GPUs do not divide into engines of 2": ["--rollout-num-gpus", 1, "--rollout-num-gpus-per-engine", 2],
+    "rollout_num_gpus should be at least 1": ["--rollout-num-gpus", 0],
+    "engines of 12 GPUs do not fill nodes of 8": ["--rollout-num-gpus-per-engine", 12],
+    "engines of 3 GPUs do not fill nodes of 4": ["--colocate", "--actor-num-nodes", 3, "--actor-num-gpus-per-node", 4,
+                                                 "--rollout-num-gpus-per-engine", 3, *BATCH[:3], 6],
+    "named by two flags": ["--rollout-external"],
+    "servers that run already are named by two flags": ["--rollout-external-engine-addrs", "a:1"],
+    "the address of a server is HOST:PORT": ["--rollout-external", "--rollout-external-engine-addrs", "a"],
+    "cannot hand their GPUs over": ["--rollout-external", "--rollout-external-engine-addrs", "a:1", "--colocate"],
+    "a router that runs already has a port": ["--router-ip", "10.0.0.9"],
+    "does not reach the engine 'sglang'": ["--weight-sync", "in-process"],
+    "a GPU that both sides share": ["--weight-sync", "ipc"],
+    "needs a folder that trainer and engines share": ["--weight-sync", "disk-delta"],
+    "server_concurrency should be at least 1": ["--sglang-server-concurrency", 0],
+    "server_start_timeout should be above 0": ["--server-start-timeout", 0],
+    "the tensor-parallel size is": ["--sglang-tp-size", 2],
+    "do not divide by its pipeline of 2": ["--sglang-pp-size", 2],
+    "dp_size is for data-parallel attention": ["--sglang-dp-size", 2],
+    "the engine's dtype is said twice": ["--engine-dtype", "float32", "--sglang-dtype", "bfloat16"],
+    "beyond the servers' context length": ["--sglang-context-length", 64, "--rollout-max-context-len", 65],
+    "without an algorithm": ["--sglang-speculative-num-steps", 3],
+    "there is no such draft model": ["--sglang-speculative-algorithm", "EAGLE",
+                                     "--sglang-speculative-draft-model-path", "./nowhere"],
+    "no stop strings": ["--sglang-skip-tokenizer-init", "--rollout-stop", "x"],
+    "drops routed experts": ["--rollout-num-gpus", 2, "--router", "sglang-router",
+                             "--sglang-enable-return-routed-experts"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_excludes_itself_does_not_start(plan, message):
+    with pytest.raises(ConfigError) as caught:
+        plan(*SGLANG, *REFUSED[message])
+    assert message in str(caught.value) and "Fix: " in str(caught.value)
+
+
+@pytest.mark.parametrize("flags", [
+    ("--engine", "local", "--weight-sync", "broadcast"),
+    ("--engine", "local", "--rollout-external", "--rollout-external-engine-addrs", "a:1"),
+])
+def test_what_is_for_sglang_alone_does_not_start_with_the_local_engine(plan, flags):
+    with pytest.raises(ConfigError):
+        plan(*flags)
+
+
+@pytest.mark.parametrize(("flags", "note"), [
+    (("--sglang-mem-fraction-static", 0.8, "--server-start-timeout", 9),
+     "the engine is local: what is for SGLang is not used (--sglang-mem-fraction-static, --server-start-timeout)"),
+    ((*SGLANG, "--sglang-router-policy", "random"), "no router is in front of the engine"),
+    (("--rollout-external", "--rollout-external-engine-addrs", "a:1", "--sglang-mem-fraction-static", 0.8),
+     "the servers run already"),
+    ((*SGLANG, "--offload-train"), "--offload-train parks nothing without --colocate"),
+    ((*SGLANG, "--sglang-context-length", 512), "at most 512 tokens together (--sglang-context-length)"),
+    ((*SGLANG, "--use-fault-tolerance"), "--max-engine-restarts"), (("--use-miles-router",), "smg"),
+])
+def test_what_is_without_effect_or_changes_something_else_is_said(plan, flags, note):
+    assert any(note in one for one in plan(*flags).notes), plan(*flags).notes
+
+
+@pytest.mark.parametrize("flags", [("--sglang-tp-size", 2, "--rollout-num-gpus-per-engine", 2),
+                                   ("--sglang-dtype", "bfloat16", "--engine-dtype", "bfloat16")])
+def test_saying_what_holds_anyway_is_accepted(plan, flags):
+    assert plan(*SGLANG, *flags).config.rollout.engine == "sglang"

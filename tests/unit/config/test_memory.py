@@ -1,0 +1,158 @@
+"""The memory plan, against what torch really keeps: parameters, saved tensors, the peak of the log-probs."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from miles_core.backends.megatron import estimate
+from miles_core.backends.megatron.layout import Layout
+from miles_core.config import memory
+from miles_core.config.architecture import Architecture
+from miles_core.config.tables import Perf, RunConfig
+from miles_core.errors import ConfigError
+
+CONSTANTS = {"vocab_size": 512, "hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
+             "intermediate_size": 384, "max_position_embeddings": 1024}  # fmt: skip
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "decoder_sparse_step": 1}
+TOKENS = 512
+
+
+def described(sparse: bool, layers: int, tied: bool = False, **layout) -> estimate.Model:
+    some = {"experts": 8, "expert_ffn": 64, "experts_per_token": 2, "sparse": layers} if sparse else {}
+    size = Architecture(layers=layers, hidden=128, heads=4, groups=2, head_dim=64, vocab=512, ffn=384, checkpoint=True,
+                        **some)
+    return estimate.Model(size=size, layout=Layout(**layout), value=2, tied=tied, qk_norm=True)
+
+
+@pytest.fixture(scope="module")
+def built():
+    """(sparse, layers) -> a Megatron model in bf16."""
+    from transformers import Qwen3Config, Qwen3MoeConfig
+
+    from miles_core.backends.megatron import cpu, model
+    from miles_core.backends.megatron.families import FAMILIES
+
+    cpu.initialize()
+
+    def make(sparse, layers):
+        kind, more = (Qwen3MoeConfig, EXPERTS) if sparse else (Qwen3Config, {})
+        hf = kind(**CONSTANTS, **more, num_hidden_layers=layers, tie_word_embeddings=False)
+        spec = FAMILIES[hf.model_type].model_spec(hf)
+        return model.build(model.transformer_config(spec, bf16=True), spec).bfloat16()
+
+    return make
+
+
+@pytest.mark.parametrize("sparse", [False, True], ids=["dense", "experts"])
+def test_parameters_are_counted_exactly(built, sparse):
+    model = described(sparse, 3)
+    assert sum(estimate.parameters(model, 3, True, True)) == sum(p.numel() for p in built(sparse, 3).parameters())
+
+
+@pytest.mark.parametrize("sparse", [False, True], ids=["dense", "experts"])
+def test_what_a_layer_keeps_is_what_autograd_saves(built, sparse):
+    """The local layers keep q, k and v as one tensor beside the copy that the norm of q reads: as much again as q."""
+    import torch
+
+    from miles_core.backends.megatron.plan import packed_rows
+
+    def saved(layers: int) -> int:
+        model, found = built(sparse, layers), {}
+        own = {p.untyped_storage()._cdata for p in model.parameters()}
+
+        def pack(tensor):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in own:
+                found[storage._cdata] = storage
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            out = model(torch.arange(TOKENS)[None] % 512, None, None, packed_seq_params=packed_rows([0, 256, TOKENS]))
+        size = sum(storage.nbytes() for storage in found.values())
+        del out
+        return size
+
+    of_one = (saved(3) - saved(1)) / 2 / TOKENS
+    again = 2 * 4 * 64
+    assert sum(estimate.kept(described(sparse, 1), sparse).values()) == pytest.approx(of_one - again, rel=0.01)
+
+
+def test_the_peak_of_the_log_probs_is_what_torch_allocates():
+    """Forward and backward in bf16, by torch's own record of the CPU's allocations."""
+    import torch
+
+    from miles_core.backends.megatron.logprob import token_log_probs
+
+    tokens, vocab, hidden, chunk = 4096, 8192, 256, 512
+    states = torch.randn(tokens, hidden).bfloat16().requires_grad_()
+    weight = torch.randn(vocab, hidden).bfloat16().requires_grad_()
+    targets = torch.randint(0, vocab, (tokens,))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        token_log_probs(states, weight, targets, chunk_size=chunk)[0].sum().backward()
+    held, most = 0, 0
+    for event in profile.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            most = max(most, held)
+    model = replace(described(False, 1), size=Architecture(layers=1, hidden=hidden, heads=4, groups=2, head_dim=64,
+                                                           vocab=vocab, ffn=384, checkpoint=True))
+    config = RunConfig(perf=Perf(use_dynamic_batch_size=True, max_tokens_per_gpu=tokens, log_probs_chunk_size=chunk))
+    assert estimate._logits(config, model) == pytest.approx(most, rel=0.15)
+
+
+def test_ranks_share_what_the_layout_splits():
+    """Tensor ranks share matrices, stages layers, data ranks the optimizer; experts have ranks of their own."""
+    whole, split = described(False, 4), described(False, 4, tensor=2, sequence_parallel=True, world=2)
+    one, two = (sum(estimate.kept(m, False).values()) for m in (whole, split))
+    assert two == pytest.approx(one / 2)
+    dense, sparse = estimate.parameters(described(True, 4), 4, True, True)
+    assert estimate.parameters(described(True, 4, expert=4), 4, True, True) == (dense, sparse / 4)
+    assert estimate.parameters(described(True, 4), 2, True, False)[1] == sparse / 2
+    config = RunConfig(perf=Perf(use_dynamic_batch_size=True, max_tokens_per_gpu=1024))
+    alone = estimate.trainer(config, described(False, 4))
+    shared = estimate.trainer(config, described(False, 4, data=4))
+    assert shared["optimizer"] == alone["optimizer"] / 4 and shared["weights"] == alone["weights"]
+    again = estimate.trainer(replace(config, megatron={"recompute_granularity": "full"}), described(False, 4))
+    assert again["activations"] < alone["activations"] / 5
+    away = replace(config, megatron={"optimizer_cpu_offload": True})
+    assert estimate.trainer(away, described(False, 4))["optimizer"] == 0
+
+
+@pytest.fixture
+def large(tmp_path) -> RunConfig:
+    """A run of Qwen3-4B on one GPU."""
+    said = {"model_type": "qwen3", "hidden_size": 2560, "num_hidden_layers": 36, "num_attention_heads": 32,
+            "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 9728, "vocab_size": 151936,
+            "tie_word_embeddings": True}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(said))
+    config = RunConfig(perf=Perf(use_dynamic_batch_size=True, max_tokens_per_gpu=16384))
+    return replace(config, checkpoint=replace(config.checkpoint, hf_checkpoint=str(tmp_path)))
+
+
+def on(config: RunConfig, gib: float | None) -> RunConfig:
+    return replace(config, perf=replace(config.perf, gpu_memory_gib=gib))
+
+
+def test_a_run_that_cannot_fit_is_refused_with_what_would(large):
+    """Each remedy fits by the same estimate; a run that is close is announced, one with room is silent."""
+    needed = memory.peak(large, estimate.model_of(large)) / memory.GIB
+    with pytest.raises(ConfigError, match=r"does not fit.*--recompute-granularity full \(\d+ GiB\)"):
+        memory.check_memory(on(large, 100), print)
+    notes = []
+    memory.check_memory(on(large, needed + 3), notes.append)
+    memory.check_memory(on(large, 2 * needed), notes.append)
+    memory.check_memory(on(large, None), notes.append)
+    assert len(notes) == 1 and "tight" in notes[0]
+    with pytest.raises(ConfigError, match="larger --tensor-model-parallel-size"):
+        memory.check_memory(on(large, 20), print)
+
+
+def test_the_plan_says_it_for_gpus_only(large, monkeypatch):
+    assert memory.lines(on(large, None)) == []
+    _, title, trainer = memory.lines(on(large, 140))
+    assert title == "memory of a GPU, estimated" and trainer.startswith("  trainer  ") and " of 140.0 GiB" in trainer
+    rollout = replace(large.rollout, engine="sglang")
+    served = replace(on(large, 140), rollout=rollout, server={"mem_fraction_static": 0.5})
+    served = replace(served, perf=replace(served.perf, rollout_num_gpus=2, rollout_num_gpus_per_engine=2))
+    assert memory.lines(served)[-1] == "  engine   70.0 of 140.0 GiB: weights 3.7, KV cache 66.3"
