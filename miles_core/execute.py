@@ -40,7 +40,7 @@ def execute(plan: Plan, *, live: bool | None = None) -> int:
             console = Views(Console(live), Console(False, log, details=True))
             try:
                 return asyncio.run(_run(attempt, directory, console))
-            except KeyboardInterrupt:
+            except (KeyboardInterrupt, asyncio.CancelledError):
                 console.stop("interrupted")
                 print(f"Interrupted. {_how_to_go_on(plan)}", file=sys.stderr)
                 return 130
@@ -137,7 +137,8 @@ async def _run(attempt: Attempt, directory: RunDirectory, console: Views) -> int
     from miles_core.build import build, parts
     from miles_core.loop import train
 
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, _interrupt)
+    # Not by way of SIGINT: a shell's background job ignores that one.
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, asyncio.current_task().cancel)
     plan = attempt.plan
     found = parts(plan)
     journal = Journal(directory, console, trackers=found.driver.metrics, decode_piece=found.decode_piece,
@@ -229,10 +230,6 @@ async def _stop(run, found) -> list[Exception]:
         except Exception as error:  # noqa: BLE001 - told of by the caller
             late.append(error)
     return late
-
-
-def _interrupt() -> None:
-    signal.raise_signal(signal.SIGINT)
 
 
 def _versions(plan: Plan) -> dict[str, str]:

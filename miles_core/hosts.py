@@ -219,6 +219,8 @@ class RankGroup(Handle):
                 more, _ = await asyncio.wait(pending, timeout=self.GRACE)
                 done |= more
         except asyncio.CancelledError:
+            for call in calls:
+                call.cancel()
             self._end(TrainError(f"the {self._name} was abandoned in {method}()", fix="see the error before this one"))
             raise
         errors = [call.exception() for call in calls if call in done and call.exception()]

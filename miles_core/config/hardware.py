@@ -25,7 +25,7 @@ def hardware(config: RunConfig, note: Note) -> RunConfig:
     Raises:
         ConfigError: what was asked for excludes itself or does not divide.
     """
-    for step in (_engine, _external, _colocate, _gpus, _placement):
+    for step in (_engine, _head, _external, _colocate, _gpus, _placement):
         config = step(config, note)
     return config
 
@@ -72,6 +72,14 @@ def engines(config: RunConfig) -> int:
 def trainer_gpus(config: RunConfig) -> int:
     """GPUs of the trainer, one for each rank."""
     return config.perf.actor_num_nodes * config.perf.actor_num_gpus_per_node
+
+
+def _head(config: RunConfig, note: Note) -> RunConfig:
+    low = config.rollout.engine_dtype or ("bfloat16" if config.perf.bf16 else "float32")
+    if config.algorithm.fp32_lm_head and config.rollout.engine != "sglang" and low == "bfloat16":
+        raise ConfigError("the local engine rounds bf16 logits, and the trainer would not",
+                          who=who(config, "algorithm.fp32_lm_head"), fix="drop it, or use --engine-dtype float32")
+    return config
 
 
 def _engine(config: RunConfig, note: Note) -> RunConfig:

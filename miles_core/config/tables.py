@@ -208,6 +208,10 @@ class Algorithm:
     skip_actor_forward_only: bool = option(
         False, "No pass for old log-probs: the ratio is 1. Needs one optimizer step per rollout."
     )
+    fp32_lm_head: bool = option(
+        False, "Keep bf16 logits in the float32 of their product, in the trainer and in SGLang (--sglang-enable-fp32-lm-"
+        "head): the two sides' log-probs come closer."
+    )
     true_on_policy_mode: bool = option(
         False, "Engine and trainer agree bit for bit, or the run ends: dense Qwen3, float32, one rank, on a CPU."
     )

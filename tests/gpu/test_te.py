@@ -228,9 +228,10 @@ def test_the_gpus_memory_goes_and_comes_back(run_file):
         trainer.offload(["weights", "gradients", "optimizer"])
         left = torch.cuda.memory_allocated()
         print(f"held {held / 2**20:.1f} MiB, left {left / 2**20:.1f} MiB")
-        workspaces = 100 * 2**20  # of cuBLAS and Transformer Engine, which stay
-        assert left < 0.1 * held + workspaces and all(
-            copy.is_pinned() for copy in trainer.models.actor.memory._copies.values())
+        # bf16 weights, fp32 gradients, masters and two moments; workspaces of cuBLAS and Transformer Engine stay.
+        state = 18 * sum(tensor.numel() for tensor in before.values())
+        assert held - left > 0.9 * state
+        assert all(copy.is_pinned() for copy in trainer.models.actor.memory._copies.values())
         trainer.onload(["weights"])
         assert all(torch.equal(tensor.cpu(), before[name]) for name, tensor in trainer.models.stream())
     finally:

@@ -59,6 +59,12 @@ def session() -> Session:
     return Session()
 
 
+def in_the_background() -> None:
+    """As a shell starts a job with &: in a session of its own here, and deaf to SIGINT."""
+    os.setsid()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
 def left_of(session: int, seconds: float = 10.0) -> list[str]:
     """Command lines of what is still there of a session after some seconds, or as soon as nothing is."""
     limit = time.monotonic() + seconds
@@ -134,7 +140,7 @@ def test_a_signal_ends_every_process(run_file, tmp_path, session):
         os.kill(process.pid, signal.SIGTERM)
         terminate.at = time.monotonic()
 
-    outcome = course.start("hung", before=os.setsid, while_running=terminate)
+    outcome = course.start("hung", before=in_the_background, while_running=terminate)
     assert outcome.code == 130, outcome
     assert not left_of(session.pid)
     assert time.monotonic() - terminate.at < 30

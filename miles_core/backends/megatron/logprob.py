@@ -35,6 +35,7 @@ def token_log_probs(
     entropy_gradient: bool = False,
     group: dist.ProcessGroup | None = None,
     softcap: float | None = None,
+    rounded: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """log p(target) and the entropy of p = softmax(hidden weight^T / temperature), untruncated.
 
@@ -46,6 +47,7 @@ def token_log_probs(
         entropy_gradient: whether it has a gradient; without one it costs nothing in backward.
         group: tensor-parallel ranks among which the rows of `weight` are cut, [V / t, H] each.
         softcap: logits are softcap x tanh(hidden weight^T / softcap), as in Gemma 2 (arXiv:2408.00118); by default not.
+        rounded: bf16 logits are rounded to bf16, as in Hugging Face; else they keep the product's fp32.
 
     Returns:
         log_probs [N] and entropy [N] or None, in fp32 (float64 for float64 inputs).
@@ -55,7 +57,7 @@ def token_log_probs(
     """
     hidden, chunk_size, group = _prepared(hidden, weight, temperature, chunk_size, group)
     log_probs, spread = _TokenLogProbs.apply(
-        hidden, weight, targets, (float(temperature), softcap), chunk_size, entropy or entropy_gradient,
+        hidden, weight, targets, (float(temperature), softcap, rounded), chunk_size, entropy or entropy_gradient,
         entropy_gradient, group,
     )  # fmt: skip
     return log_probs, spread if entropy or entropy_gradient else None
@@ -63,12 +65,12 @@ def token_log_probs(
 
 @torch.no_grad()
 def log_probs_at(
-    hidden, weight, tokens, *, temperature=1.0, chunk_size=None, group=None, softcap=None
+    hidden, weight, tokens, *, temperature=1.0, chunk_size=None, group=None, softcap=None, rounded=True
 ) -> torch.Tensor:
     """log p of K tokens a row: tokens [N, K] int64 -> [N, K], without gradient; otherwise as `token_log_probs`."""
     hidden, chunk_size, group = _prepared(hidden, weight, temperature, chunk_size, group)
     found = hidden.new_empty(tokens.shape, dtype=_wide(hidden))
-    for here, log_p in _normalised(hidden, weight, (temperature, softcap), chunk_size, group):
+    for here, log_p in _normalised(hidden, weight, (temperature, softcap, rounded), chunk_size, group):
         found[here] = _pick(log_p, tokens[here], group)
         if group is not None:
             dist.all_reduce(found[here], group=group)
@@ -76,12 +78,12 @@ def log_probs_at(
 
 
 @torch.no_grad()
-def top_log_probs(hidden, weight, k, *, temperature=1.0, chunk_size=None, group=None, softcap=None):
+def top_log_probs(hidden, weight, k, *, temperature=1.0, chunk_size=None, group=None, softcap=None, rounded=True):
     """The k likeliest tokens of each row, [N, k] int64, and their log-probs [N, k], likeliest first; no gradient."""
     hidden, chunk_size, group = _prepared(hidden, weight, temperature, chunk_size, group)
     tokens = torch.empty(hidden.shape[0], k, dtype=torch.int64, device=hidden.device)
     values = hidden.new_empty(tokens.shape, dtype=_wide(hidden))
-    for here, log_p in _normalised(hidden, weight, (temperature, softcap), chunk_size, group):
+    for here, log_p in _normalised(hidden, weight, (temperature, softcap, rounded), chunk_size, group):
         best, where = log_p.topk(min(k, log_p.shape[1]), 1)
         if group is not None:
             where += group.rank() * weight.shape[0]
@@ -148,8 +150,8 @@ def _scored_chunk(hidden, weight, targets, shape, want_entropy, group):
 
 def _logits_gradient(hidden, weight, targets, entropy, normaliser, grad, grad_entropy, shape, group):
     """[n, V] in the dtype of `hidden`: of the plain logits, from those of the log-probs and of the entropy."""
-    temperature, softcap = shape
-    log_p = _logits(hidden, weight, temperature, softcap)
+    temperature, softcap, _ = shape
+    log_p = _logits(hidden, weight, *shape)
     # With z the plain logit, d (c tanh(z / c)) / d z = 1 - tanh(z / c)^2.
     slope = None if softcap is None else (log_p * (temperature / softcap)).square_().neg_().add_(1)
     log_p = torch.log_softmax(log_p, 1) if group is None else log_p.sub_(normaliser[:, None])
@@ -184,7 +186,7 @@ def _wide(hidden: torch.Tensor) -> torch.dtype:
 
 
 def _logits(
-    hidden: torch.Tensor, weight: torch.Tensor, temperature: float, softcap: float | None = None
+    hidden: torch.Tensor, weight: torch.Tensor, temperature: float, softcap: float | None, rounded: bool
 ) -> torch.Tensor:
     """[n, H], [V, H] -> [n, V] logits of the temperature-scaled distribution, in the wide dtype.
 
@@ -193,12 +195,19 @@ def _logits(
     rows = hidden.shape[0]
     if rows % ROWS:
         hidden = F.pad(hidden, (0, 0, 0, -rows % ROWS))
-    logits = F.linear(hidden, weight).to(_wide(hidden))
+    logits = F.linear(hidden, weight).to(_wide(hidden)) if rounded else _unrounded(hidden, weight)
     if softcap is not None:
         logits.div_(softcap).tanh_().mul_(softcap)
     if temperature != 1:
         logits.div_(temperature)
     return logits[:rows]
+
+
+def _unrounded(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """The product in the wide dtype; a GPU's kernels sum up in it anyway."""
+    if hidden.is_cuda and hidden.dtype != _wide(hidden):
+        return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
+    return F.linear(hidden.to(_wide(hidden)), weight.to(_wide(hidden)))
 
 
 def _normalised(hidden, weight, shape, chunk_size, group) -> Iterator[tuple[slice, torch.Tensor]]:

@@ -19,14 +19,17 @@ from megatron.core import parallel_state, tensor_parallel  # noqa: E402 - after 
 
 @dataclass(frozen=True, slots=True)
 class Temperature:
-    """How log-probs are made: the distribution's temperature, and how many rows' logits exist at once."""
+    """How log-probs are made: the distribution's temperature, how many rows' logits exist at once, whether bf16 logits
+    are rounded."""
 
     value: float
     chunk_size: int | None
+    rounded: bool = True
 
     @classmethod
     def of(cls, config: RunConfig) -> Temperature:
-        return cls(config.rollout.rollout_temperature or 1.0, config.perf.log_probs_chunk_size)
+        return cls(config.rollout.rollout_temperature or 1.0, config.perf.log_probs_chunk_size,
+                   not config.algorithm.fp32_lm_head)
 
 
 class Scored:
@@ -72,7 +75,8 @@ class Scored:
     def _how(self) -> dict[str, object]:
         group = parallel_state.get_tensor_model_parallel_group()
         return {"temperature": self.temperature.value, "softcap": self.model.spec.logit_softcap,
-                "chunk_size": self.temperature.chunk_size, "group": group}  # fmt: skip
+                "chunk_size": self.temperature.chunk_size, "group": group,
+                "rounded": self.temperature.rounded}  # fmt: skip
 
 
 def _whole(hidden: torch.Tensor, model: Resident) -> torch.Tensor:

@@ -77,6 +77,8 @@ def _usual(config: RunConfig) -> dict[str, object]:
         fields["enable_memory_saver"] = True
     if config.perf.colocate and not {"cuda_graph_config", "disable_cuda_graph"} & set(config.server):
         fields["cuda_graph_backend_prefill"] = "disabled"  # its capture needs memory that the trainer has
+    if config.algorithm.fp32_lm_head:
+        fields["enable_fp32_lm_head"] = True
     if "speculative_algorithm" in config.server:
         fields["enable_draft_weights_cpu_backup"] = True  # released weights come back empty, and no sync brings a draft
     return fields

@@ -43,6 +43,7 @@ REFUSED = {
     "3 weights": ["--rm-weights", 1, 2, 3],
     "named twice": ["--rm-type", "math", "math"],
     "no eval dataset": ["--eval-interval", 2],
+    "rounds bf16 logits": ["--fp32-lm-head", "--bf16", "--engine", "local"],
     "NAME PATH pairs": ["--eval-interval", 2, "--eval-prompt-data", "a", "a.jsonl", "b"],
     "eps_clip_c should be above 1": ["--eps-clip-c", 1.0],
     "no effect without --use-kl-loss": ["--kl-loss-coef", 0.1],

@@ -68,6 +68,19 @@ def test_bf16_inputs_have_an_fp32_softmax():
     assert low[1].grad.dtype == torch.bfloat16
 
 
+def test_unrounded_logits_keep_what_bf16_would_lose():
+    """Log-probs and gradients are those of the same bf16 numbers multiplied in fp32."""
+    hidden, weight, targets = inputs(n=64, h=32, v=500)
+    low = [t.detach().bfloat16().requires_grad_() for t in (hidden, weight)]
+    exact = [t.detach().float().requires_grad_() for t in low]
+    found, _ = token_log_probs(*low, targets, chunk_size=7, rounded=False)
+    expected, _ = token_log_probs(*exact, targets)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+    found.sum().backward(), expected.sum().backward()
+    torch.testing.assert_close(low[0].grad.float(), exact[0].grad, atol=0.05, rtol=0.02)
+    assert (token_log_probs(*low, targets)[0] - found).abs().max() > 1e-3, "rounding is seen"
+
+
 def test_large_logits_do_not_overflow():
     hidden, weight, targets = inputs(dtype=torch.float32)
     log_probs, entropy = token_log_probs(hidden * 1000, weight, targets, entropy=True)
