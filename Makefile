@@ -9,7 +9,7 @@ READY  := $(VENV)/.ready
 export OMP_WAIT_POLICY ?= PASSIVE
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help demo test test-slow lint bench support-matrix models venv sglang-cpu clean
+.PHONY: help demo test test-slow test-sglang lint bench support-matrix models venv sglang-cpu clean
 
 help:  ## Show this list.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -55,19 +55,19 @@ $(READY): pyproject.toml $(CONSTRAINTS) $(PLUGINS:%=%/pyproject.toml)
 	$(BIN)/pip install -q --disable-pip-version-check -c $(CONSTRAINTS) -e '.[dev]' $(PLUGINS:%=-e ./%)
 	@touch $@
 
-# sglang's own requirements are the CUDA stack; these are what its CPU code imports. torch first, as above.
+test-sglang: $(READY) .venv-sglang/.ready  ## Run the quick tests against a real SGLang server on the CPU (two minutes).
+	$(BIN)/pytest -q tests/sglang
+
 sglang-cpu: .venv-sglang/.ready  ## Set up a real SGLang for the CPU in .venv-sglang, for tests/sglang (3 GB).
 
+# sglang's own requirements are the CUDA stack, so pip is told each package and looks for no others; torch first, as above.
 .venv-sglang/.ready: PIP := .venv-sglang/bin/pip install -q --disable-pip-version-check
-.venv-sglang/.ready: Makefile
+.venv-sglang/.ready: constraints/sglang-cpu.txt
+	@$(PYTHON) -c 'import ensurepip, venv' || { echo "missing: $(PYTHON) with its venv module. Name another with PYTHON=..."; exit 1; }
+	@echo "setting up .venv-sglang"
 	@test -x .venv-sglang/bin/python || $(PYTHON) -m venv .venv-sglang
-	$(PIP) torch==2.13.0
-	$(PIP) --no-deps sglang==0.5.16 torchvision==0.28.0
-	$(PIP) transformers==5.12.1 numpy fastapi uvicorn uvloop orjson pyzmq msgspec psutil pybase64 python-multipart \
-	  requests setproctitle prometheus-client aiohttp pydantic pillow einops packaging tqdm partial_json_parser \
-	  interegular ninja compressed-tensors IPython numba==0.65.1 watchfiles safetensors triton dill openai \
-	  xgrammar==0.2.1 sentencepiece gguf jsonschema soundfile
-	$(PIP) smg==1.13.0
+	$(PIP) $$(grep ^torch== $<)
+	$(PIP) --no-deps -r $<
 	@touch $@
 
 clean:  ## Remove the environment and the runs.

@@ -6,9 +6,11 @@ import asyncio
 import contextlib
 import functools
 import json
+import sys
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +61,22 @@ def parts(plan: Plan) -> Parts:
         CheckpointError, DataError: --hf-checkpoint is not one.
     """
     config = with_context(plan.config)
+    _check_sglang(config)
     hooks = {role: bind.bind(plan.selected, config, role) for role in ("driver", "rollout")}
     return Parts(config, hooks["driver"], hooks["rollout"], load_tokenizer(config))
+
+
+def _check_sglang(config: RunConfig) -> None:
+    """
+    Raises:
+        ConfigError: servers are to be started, and SGLang is not installed. A plan can be made without it.
+    """
+    sglang = config.sglang
+    ours = config.rollout.engine == "sglang" and not (sglang.server_command or sglang.rollout_external)
+    if ours and find_spec("sglang") is None:
+        raise ConfigError("SGLang is not installed in this Python", got=sys.executable, who="engine sglang",
+                          fix="pip install 'miles-core[sglang]', name another Python's with --server-command PYTHON -m "
+                          "sglang.launch_server, or write --engine local")
 
 
 async def build(plan: Plan, parts: Parts, journal: Journal) -> Run:

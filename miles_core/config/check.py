@@ -250,7 +250,8 @@ def _layout(config: RunConfig, note: Note) -> RunConfig:
 def _restarts(config: RunConfig, note: Note) -> None:
     checkpoint, origin = config.checkpoint, who(config, "perf.max_restarts")
     if config.perf.max_restarts < 0:
-        raise ConfigError("max_restarts should not be negative", got=config.perf.max_restarts, who=origin, fix="0 is off")
+        raise ConfigError("max_restarts should not be negative", got=config.perf.max_restarts, who=origin,
+                          fix="0 is off")
     if config.perf.max_restarts and checkpoint.save is None:
         raise ConfigError("--max-restarts goes on from checkpoints, and this run writes none", who=origin,
                           fix="add --save FOLDER and --save-interval N")

@@ -209,8 +209,8 @@ class Algorithm:
         False, "No pass for old log-probs: the ratio is 1. Needs one optimizer step per rollout."
     )
     fp32_lm_head: bool = option(
-        False, "Keep bf16 logits in the float32 of their product, in the trainer and in SGLang (--sglang-enable-fp32-lm-"
-        "head): the two sides' log-probs come closer."
+        False, "Keep bf16 logits in the float32 of their product, in the trainer and in SGLang: the two sides' "
+        "log-probs come closer."
     )
     true_on_policy_mode: bool = option(
         False, "Engine and trainer agree bit for bit, or the run ends: dense Qwen3, float32, one rank, on a CPU."
@@ -250,11 +250,11 @@ class Sglang:
         3.0, "Seconds between looks at each server.", flags=("--rollout-health-check-interval",)
     )
     health_check_timeout: float = option(
-        10.0, "Seconds without an answer after which a server counts as dead.", flags=("--rollout-health-check-timeout",)
+        10.0, "Seconds without an answer after which a server is dead.", flags=("--rollout-health-check-timeout",)
     )
     max_engine_restarts: int = option(3, "Times that one engine is started anew before the run ends.")
     router: Literal["smg", "sglang-router", "none"] | None = option(
-        None, "In front of the engines; default: none for one engine, smg for several. sglang-router loses routed experts."
+        None, "In front of the engines; default: smg, or none for one engine. sglang-router loses routed experts."
     )
     router_ip: str | None = option(None, "Address of a router that runs already.", flags=("--sglang-router-ip",))
     router_port: int | None = option(None, "Its port; or the port of ours.", flags=("--sglang-router-port",))

@@ -1,7 +1,7 @@
 """Seconds of a weight sync to a real SGLang server on GPUs, by random models of known shapes.
 
     NCCL_CUMEM_ENABLE=0 python tests/gpu/sync_speed.py ipc 0.6B 8B        one GPU
-    NCCL_CUMEM_ENABLE=0 python tests/gpu/sync_speed.py broadcast 0.6B 8B  two GPUs
+    NCCL_CUMEM_ENABLE=0 python tests/gpu/sync_speed.py broadcast 0.6B 8B  two GPUs; 8B:2048 is one size of buckets, in MiB
 
 Prints a line of JSON for each shape: the best of five syncs, its share of the device's copy bandwidth (ipc) or of a
 plain NCCL broadcast's bandwidth between the same two GPUs (broadcast), and the share that the verification takes.
@@ -174,5 +174,6 @@ def measure(kind: str, shape: str, buffer: int) -> dict[str, object]:
 if __name__ == "__main__":
     kind, *shapes = sys.argv[1:] or ["ipc"]
     for each in shapes or list(SHAPES):
-        for size in (512, 2048):
+        each, _, given = each.partition(":")
+        for size in [int(given)] if given else (512, 2048):
             print(json.dumps({"bucket_mib": size, **measure(kind, each, size * 1024**2)}), flush=True)

@@ -1,7 +1,8 @@
 """Trainer and engines on GPUs of their own: the first trainer rank broadcasts buckets to all ranks of all engines.
 
-One process group holds the sender as rank 0 and then the engines' ranks, over NCCL, or gloo on a CPU. Servers receive
-a bucket in an HTTP request (SGLang's `flattened_bucket`) that names its tensors, while the bytes come by the group.
+One process group holds the sender as rank 0 and then the engines' ranks, over NCCL, or gloo on a CPU. One request has a
+server take all buckets of a sync (miles_weights.receive): it loads one while the next is on its way, where SGLang's own
+update_weights_from_distributed does the one after the other. What a bucket holds goes by a key-value store.
 """
 
 from __future__ import annotations
@@ -12,15 +13,13 @@ import socket
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
 
-from miles_core.backends.sync.buckets import Bucket
+from miles_core.backends.sglang.served.miles_weights import process_group
 from miles_core.backends.sync.sender import Meter, Servers, Settings
-from miles_core.backends.sync.servers import Target, beside, post
+from miles_core.backends.sync.servers import Target, beside, load, plain
 from miles_core.backends.sync.verify import Ledger
 from miles_core.errors import SyncError
 from miles_core.types import Rank
@@ -39,6 +38,8 @@ class BroadcastSender:
         self.settings, self.targets = settings, targets
         self._servers: Servers | None = None
         self._group: dist.ProcessGroup | None = None
+        self._turn = 0
+        self._before: dict | None = None  # what the report of the sync before was asked with
 
     def open(self, rank: Rank) -> None:
         """
@@ -53,6 +54,7 @@ class BroadcastSender:
             raise SyncError("NCCL_CUMEM_ENABLE has to be 0 where weights are broadcast from, as SGLang has it",
                             got=os.environ.get("NCCL_CUMEM_ENABLE", "unset"),
                             fix="start the trainer with NCCL_CUMEM_ENABLE=0")
+        self._device = torch.cuda.current_device() if self._backend == "nccl" else None
         self._servers = Servers(self.targets, self.settings)
         self._name = f"miles-{os.getpid()}-{next(_numbers)}"
         self._group = self._meet()
@@ -62,28 +64,31 @@ class BroadcastSender:
             for _ in stream:
                 pass
             return {}
-        meter, ledger, under_way = Meter(), Ledger(), None
-        # SGLang lays tensors side by side without room between them.
-        for bucket in self.settings.cutter(alignment=1)(self.settings.stream(stream, self._servers.names)):
-            if under_way is not None:
-                under_way.result()
-            under_way = beside(lambda bucket=bucket: self._carry(bucket))
-            ledger.add(bucket.views())
-        if under_way is not None:
-            under_way.result()
+        meter, ledger, reports, self._turn = Meter(), Ledger(), self._servers.reports, self._turn + 1
+        key, timeout = f"buckets/{self._turn}", self.settings.timeout
+        plan = {"receive": {"name": self._name, "store": reports.store, "key": key, "seconds": timeout}}
+        plans, asked, before = [plan] * len(self.targets), None, self._before
+        if before is not None:  # a report with the last bucket spares a call of its own
+            asked = [{"store": reports.store, "key": f"with {key}/{i}", **before} for i in range(len(self.targets))]
+            plans = [{**plan, "report": one} for one in asked]
+        taking = [beside(lambda target=target, plan=plan: load(target, plain(plan), timeout=timeout))
+                  for target, plan in zip(self.targets, plans, strict=True)]
+        sending = beside(lambda: self._carry(stream, key, ledger))
+        _together(sending, taking, self.targets, timeout, "taken all buckets")
         transferred = time.perf_counter()
-        return meter.figures(ledger, transferred, self._servers.verify(ledger))
+        self._before = ledger.expectation()
+        added_up = self._servers.verify(ledger, asked if before == self._before else None)
+        return meter.figures(ledger, transferred, added_up)
 
     def close(self) -> None:
         """The group is left on both sides; a server that is gone has left it."""
         if self._group is None:
             return
         group, self._group = self._group, None
-        for target in self.targets:
-            beside(lambda target=target: post(target, "destroy_weights_update_group", {"group_name": self._name},
-                                              timeout=10))
-        leaving = beside(lambda: dist.destroy_process_group(group))
-        wait([leaving], timeout=10)
+        leaving = [beside(lambda target=target: load(target, plain({"leave": self._name}), timeout=10))
+                   for target in self.targets]
+        leaving.append(beside(lambda: dist.destroy_process_group(group)))
+        wait(leaving, timeout=10)
 
     def _meet(self) -> dist.ProcessGroup:
         """The group; every server joins in a request of its own while this process waits for them."""
@@ -93,35 +98,39 @@ class BroadcastSender:
             port = free.getsockname()[1]
         size = 1 + sum(target.size for target in self.targets)
         offsets = itertools.accumulate((target.size for target in self.targets), initial=1)
-        joining = [
-            beside(lambda target=target, offset=offset: post(target, "init_weights_update_group", {
-                "master_address": address, "master_port": port, "rank_offset": offset, "world_size": size,
-                "group_name": self._name, "backend": self._backend}, timeout=2 * timeout))
-            for target, offset in zip(self.targets, offsets, strict=False)
-        ]  # fmt: skip
-        group = beside(lambda: process_group(self._backend, f"tcp://{address}:{port}", size, self._name, timeout))
+        method = f"tcp://{address}:{port}"
+        joining = [beside(lambda target=target, offset=offset: self._join(target, method, size, offset, timeout))
+                   for target, offset in zip(self.targets, offsets, strict=False)]
+        group = beside(lambda: process_group(self._backend, method, 0, size, self._name, timeout))
         return _together(group, joining, self.targets, timeout, f"joined the {self._backend} group of {size} ranks at "
                          f"{address}:{port}")
 
-    def _carry(self, bucket: Bucket) -> None:
-        """Broadcast a bucket while the servers wait for it."""
-        timeout = self.settings.timeout
-        body = {"names": [name for name, *_ in bucket.tensors], "dtypes": [dtype for _, dtype, *_ in bucket.tensors],
-                "shapes": [shape for _, _, shape, _ in bucket.tensors], "group_name": self._name,
-                "load_format": "flattened_bucket", "flush_cache": False}
-        taking = [beside(lambda target=target: post(target, "update_weights_from_distributed", body,
-                                                    timeout=2 * timeout))
-                  for target in self.targets]
-        sending = beside(lambda: _broadcast(bucket.flat, self._group))
-        _together(sending, taking, self.targets, timeout, "took part in the broadcast")
+    def _join(self, target: Target, method: str, size: int, offset: int, timeout: float) -> None:
+        """Have a server's ranks join; what went wrong there its report says."""
+        member = {"name": self._name, "backend": self._backend, "method": method, "size": size, "offset": offset,
+                  "seconds": 2 * timeout}  # who is late is named here first
+        self._servers.reports.ask(target, timeout, {"join": member}, names_only=True)
 
-
-def _broadcast(flat: torch.Tensor, group: dist.ProcessGroup) -> None:
-    if flat.is_cuda:
-        torch.cuda.set_device(flat.device)  # of this thread
-    dist.broadcast(flat, 0, group=group)
-    if flat.is_cuda:
-        torch.cuda.current_stream().synchronize()
+    def _carry(self, stream: Iterator[tuple[str, torch.Tensor]], key: str, ledger: Ledger) -> None:
+        """Broadcast bucket after bucket; what each holds goes by the store, an empty list after the last."""
+        if self._device is not None:
+            torch.cuda.set_device(self._device)  # of this thread
+        works: list = [None, None]
+        reports, count = self._servers.reports, 0
+        try:
+            for bucket in self.settings.cutter(before=lambda turn: works[turn] and works[turn].wait())(
+                    self.settings.stream(stream, self._servers.names)):
+                reports.put(f"{key}/{count}", bucket.tensors)
+                works[count % 2] = dist.broadcast(bucket.flat, 0, group=self._group, async_op=True)
+                ledger.add(bucket.views())
+                count += 1
+        finally:
+            reports.put(f"{key}/{count}", [])
+        for work in works:
+            if work is not None:
+                work.wait()
+        if self._device is not None:
+            torch.cuda.current_stream().synchronize()
 
 
 def _together(ours: Future, theirs: Sequence[Future], targets: Sequence[Target], timeout: float, what: str):
@@ -146,14 +155,3 @@ def _together(ours: Future, theirs: Sequence[Future], targets: Sequence[Target],
     raise SyncError(f"{', '.join(late) or 'the trainer'} has not {what} within {timeout:g} s",
                     got=None if cause is None else str(cause)[:300],
                     fix="look at the engine's log; its hosts and the trainer's have to reach each other")
-
-
-def process_group(backend: str, method: str, size: int, name: str, timeout: float) -> dist.ProcessGroup:
-    """Rank 0 of a group beside the default one, met as SGLang's ranks meet it (init_custom_process_group there)."""
-    limit = timedelta(seconds=timeout)
-    store, rank, size = next(c10d.rendezvous(method, 0, size, timeout=limit))
-    store.set_timeout(limit)
-    group, _ = c10d._new_process_group_helper(size, rank, [], c10d.Backend(backend), c10d.PrefixStore(name, store),
-                                              group_name=name, timeout=limit)
-    c10d._world.pg_group_ranks[group] = {i: i for i in range(size)}
-    return group

@@ -66,6 +66,7 @@ class Cutter:
         alignment: of each tensor's first byte; 1 leaves no room between tensors.
         buffers: how many buckets exist at once: a bucket's memory is that of the one `buffers` before it.
         allocate: (which buffer, bytes, device) -> [bytes] uint8.
+        before: told which buffer is about to be filled, so that who reads from it is waited for.
     """
 
     limit: int
@@ -75,6 +76,7 @@ class Cutter:
     buffers: int = 2
     allocate: Callable[[int, int, torch.device], torch.Tensor] = lambda index, size, device: torch.empty(
         size, dtype=torch.uint8, device=device)
+    before: Callable[[int], object] = lambda index: None
 
     def __call__(self, stream: Stream) -> Iterator[Bucket]:
         """Each is filled when it is asked for, and is the caller's until the one after the next `buffers - 1`."""
@@ -88,6 +90,7 @@ class Cutter:
                 bucket = None
             if bucket is None:
                 turn, count = count % self.buffers, count + 1
+                self.before(turn)
                 need = max(self.limit, self._room(group))
                 if memory[turn] is None or memory[turn].numel() < need:
                     memory[turn] = None  # before the larger one is asked for

@@ -92,7 +92,8 @@ class IpcSender:
         del bucket
         before, self._before = self._before, (count, ledger.expectation())
         transferred = time.perf_counter()
-        added_up = self._servers.verify(ledger, asked if before == self._before else None) if self._leads else 0.0
+        added_up = self._servers.verify(ledger, [asked] if asked and before == self._before else None
+                                         ) if self._leads else 0.0
         figures = meter.figures(ledger, transferred, added_up)
         _give_back()
         return figures if self._leads else {}

@@ -99,18 +99,18 @@ class Servers:
         return info.get("speculative_algorithm") is not None and info.get("speculative_draft_model_path") in (
             None, info.get("model_path"))
 
-    def verify(self, ledger: verify.Ledger, asked: dict | None = None) -> float:
+    def verify(self, ledger: verify.Ledger, asked: Sequence[dict] | None = None) -> float:
         """Ask every rank of every server what it holds, and compare; seconds that the slowest took to add up.
 
         Args:
-            asked: the request that went to the only target with its last bucket.
+            asked: the requests that went to the targets with their last bucket.
 
         Raises:
             SyncError: a server that holds something else.
         """
         sent, timeout = verify.of_target(ledger.total(), self.settings.layers), self.settings.timeout
         if asked is not None:
-            answers = [self.reports.read(self.targets[0], asked)]
+            answers = [self.reports.read(target, one) for target, one in zip(self.targets, asked, strict=True)]
         else:
             answers = for_all(self.targets, lambda target: self.reports.ask(target, timeout, **ledger.expectation()))
         for target, ranks in zip(self.targets, answers, strict=True):

@@ -165,6 +165,10 @@ class Reports:
         """Where the ranks find it."""
         return [self.address, self._store.port]
 
+    def put(self, key: str, value: object) -> None:
+        """For the ranks to get."""
+        self._store.set(key, json.dumps(value))
+
     def read(self, target: Target, request: dict) -> list[dict]:
         """What each rank of the target said, after it has answered the HTTP request that asked for it.
 

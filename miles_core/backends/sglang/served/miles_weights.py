@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 try:
     import triton
@@ -38,6 +39,8 @@ _errors: list[str] = []
 """What went wrong since the last report, a draft model's loading included."""
 _first: dict[int, dict[str, list[int]]] = {}
 """The sums of the first report, by id of the model."""
+_groups: dict[str, dist.ProcessGroup] = {}
+"""Groups of senders, by name."""
 _buckets: list[torch.Tensor] = []
 """Memory of the sender that is open here: opening it anew for every bucket would cost more than reading it."""
 
@@ -49,6 +52,8 @@ def load(model, named_tensors) -> None:
         named_tensors: [(plan, flat)]. flat is uint8; the plan is JSON with any of these:
             tensors: [[name, dtype, shape, offset in bytes], ...] of what lies in flat.
             patch: {folder, copy, version, base}; see `patch`. drop: the copy's path, to remove it.
+            join: {name, backend, method, size, offset, seconds}: become a member of a group. leave: its name.
+            receive: {name, store, key, seconds}: take buckets from that group until the store says stop.
             report: {store: [host, port], key, names_only, dtype, dtypes}: tell what the model holds now.
     """
     ((text, flat),) = named_tensors
@@ -59,6 +64,12 @@ def load(model, named_tensors) -> None:
         if "drop" in plan:
             shutil.rmtree(plan["drop"], ignore_errors=True)
             Path(f"{plan['drop']}.lock").unlink(missing_ok=True)
+        if "join" in plan:
+            join(**plan["join"])
+        if "leave" in plan and (group := _groups.pop(plan["leave"], None)) is not None:
+            dist.destroy_process_group(group)
+        if "receive" in plan:
+            receive(model, flat.device, **plan["receive"])
         if plan.get("tensors"):
             model.load_weights(split(flat, plan["tensors"]))
             if flat.is_cuda:
@@ -71,14 +82,63 @@ def load(model, named_tensors) -> None:
         _report(model, **plan["report"])
 
 
+def join(name: str, backend: str, method: str, size: int, offset: int, seconds: float) -> None:
+    """Become rank `offset` + own rank of a group that the sender leads."""
+    _groups[name] = process_group(backend, method, offset + (dist.get_rank() if dist.is_initialized() else 0), size,
+                                  name, seconds)
+
+
+def process_group(backend: str, method: str, rank: int, size: int, name: str, seconds: float) -> dist.ProcessGroup:
+    """A group beside the default one, among processes that have no default one in common."""
+    limit = timedelta(seconds=seconds)
+    store, rank, size = next(c10d.rendezvous(method, rank, size, timeout=limit))
+    store.set_timeout(limit)
+    group, _ = c10d._new_process_group_helper(size, rank, [], c10d.Backend(backend), c10d.PrefixStore(name, store),
+                                              group_name=name, timeout=limit)
+    c10d._world.pg_group_ranks[group] = {i: i for i in range(size)}
+    return group
+
+
+def receive(model, device: torch.device, name: str, store: Sequence, key: str, seconds: float) -> None:
+    """Load one bucket while the next one is on its way; what each holds comes by the store, `key`/number.
+
+    An error in loading is kept for the report, and the rest is taken all the same: the others in the group wait.
+    """
+    client = dist.TCPStore(store[0], store[1], is_master=False, timeout=timedelta(seconds=seconds))
+    buffers: list[torch.Tensor | None] = [None, None]
+    number, before = 0, None
+    while True:
+        coming, tensors = None, json.loads(client.get(f"{key}/{number}"))
+        if tensors:
+            size = max(at + _bytes(dtype, shape) for _, dtype, shape, at in tensors)
+            if buffers[number % 2] is None or buffers[number % 2].numel() < size:
+                buffers[number % 2] = torch.empty(size, dtype=torch.uint8, device=device)
+            flat = buffers[number % 2][:size]
+            # On a GPU it begins after what this stream has been given: the copies out of this very buffer.
+            coming = dist.broadcast(flat, 0, group=_groups[name], async_op=True), flat, tensors
+        if before is not None:
+            work, flat, taken = before
+            work.wait()
+            try:
+                if not _errors:
+                    model.load_weights(split(flat, taken))
+            except Exception as error:  # noqa: BLE001 - as in `load`
+                _errors.append(f"{type(error).__name__}: {error}"[:2000])
+        number, before = number + 1, coming
+        if coming is None:
+            break
+    if device.type == "cuda":
+        torch.cuda.current_stream().synchronize()
+
+
+def _bytes(dtype: str, shape: Sequence[int]) -> int:
+    return getattr(torch, dtype).itemsize * torch.Size(shape).numel()
+
+
 def split(flat: torch.Tensor, tensors: Sequence[Sequence]) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors in a bucket, as views."""
     for name, dtype, shape, offset in tensors:
-        dtype = getattr(torch, dtype)
-        size = dtype.itemsize
-        for length in shape:
-            size *= length
-        yield name, flat[offset : offset + size].view(dtype).view(shape)
+        yield name, flat[offset : offset + _bytes(dtype, shape)].view(getattr(torch, dtype)).view(shape)
 
 
 def sums(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
