@@ -6,8 +6,8 @@ import asyncio
 import contextlib
 import functools
 import json
-import sys
 import os
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec

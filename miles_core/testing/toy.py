@@ -12,8 +12,8 @@ from miles_core.config.tables import RunConfig
 from miles_core.evaluation import Evaluation
 from miles_core.run import Run
 from miles_core.stages.buffer import Buffer
-from miles_core.stages.reward import Scoring
 from miles_core.stages.placement import Local, Placement
+from miles_core.stages.reward import Scoring
 from miles_core.types import Batch, Drop, Group, Prompt, Sample, Status
 
 

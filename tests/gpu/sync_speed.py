@@ -1,7 +1,8 @@
 """Seconds of a weight sync to a real SGLang server on GPUs, by random models of known shapes.
 
     NCCL_CUMEM_ENABLE=0 python tests/gpu/sync_speed.py ipc 0.6B 8B        one GPU
-    NCCL_CUMEM_ENABLE=0 python tests/gpu/sync_speed.py broadcast 0.6B 8B  two GPUs; 8B:2048 is one size of buckets, in MiB
+    NCCL_CUMEM_ENABLE=0 python tests/gpu/sync_speed.py broadcast 0.6B 8B  two GPUs
+    ... 8B:2048                                                           buckets of one size, in MiB
 
 Prints a line of JSON for each shape: the best of five syncs, its share of the device's copy bandwidth (ipc) or of a
 plain NCCL broadcast's bandwidth between the same two GPUs (broadcast), and the share that the verification takes.

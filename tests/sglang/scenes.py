@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+from contextlib import suppress
 from pathlib import Path
+
+import psutil
 
 from miles_core.stages.rollout import Request, SamplingParams
 
@@ -29,3 +33,18 @@ async def update(engine, model: Path, version: int) -> None:
         await server.client.call("/update_weights_from_disk", {
             "model_path": str(model), "weight_version": str(version), "flush_cache": False}, timeout=120)
     await engine.confirm(stale, version)
+
+
+def mark(**environment: str) -> None:
+    """Let whatever this process starts be found by its environment."""
+    os.environ.update(environment)
+
+
+def marked(name: str, value: str) -> list[str]:
+    """Command lines of the processes that are marked so."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.environ().get(name) == value and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(" ".join(process.cmdline()))
+    return found

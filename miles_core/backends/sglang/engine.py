@@ -338,6 +338,7 @@ class SglangEngine:
     async def _let_go(self) -> None:
         if self._open and not self._released and not self._stopping:
             await self._fleet.each(lambda server: server.client.resume(), filter(self._fleet.usable, self.servers))
+            await self._fleet.route()
             self._fleet.serving = True
             self._traffic.admit()
 

@@ -50,7 +50,7 @@ class Fleet:
         self.event: Callable[..., None] = lambda kind, **fields: None
         self.admit: Callable[[], None] = lambda: None
         self._serving, self._changed = False, 0.0
-        self._recovering = asyncio.Lock()
+        self._recovering, self._routing = asyncio.Lock(), asyncio.Lock()
 
     @property
     def serving(self) -> bool:
@@ -81,7 +81,7 @@ class Fleet:
         if sglang.router != "none" and (url or sglang.router or len(self.servers) > 1):
             self.router = Router(self._config, logs(self._config) / "router.log", url)
             await self.router.start()
-            await asyncio.gather(*(self.router.add(server.url) for server in self.servers if self.usable(server)))
+            await self.route()
 
     def usable(self, server: Server) -> bool:
         """Its answers are from the weights that they should be from."""
@@ -126,6 +126,22 @@ class Fleet:
         for server in servers:
             server.version = version
 
+    async def route(self) -> None:
+        """Have the router know every server in use; they have to draw tokens, for it asks them for one.
+
+        Raises:
+            EngineError: the router lives and does not take one.
+        """
+        if self.router is None:
+            return
+        async with self._routing:
+            try:
+                await asyncio.gather(*(self.router.add(server.url) for server in self.servers if self.usable(server)))
+            except MilesError:
+                if await self.router.ill(self._config.sglang.health_check_timeout) is None:
+                    raise
+                # Its watch starts it again, and has them routed.
+
     async def recheck(self) -> None:
         """After an answer from other weights: a server that has them is not used until it is brought up to date."""
         for server in filter(self.usable, self.servers):
@@ -169,6 +185,8 @@ class Fleet:
             if why is not None:
                 self.event("router_lost", why=why)
                 await self.router.revive(why)
+                if self.serving:  # else they draw no tokens now; whoever lets them go has them routed
+                    await self._route_again()
                 self.event("router_restarted")
                 self.admit()
 
@@ -212,6 +230,13 @@ class Fleet:
             server.seen = time.monotonic()
         return None
 
+    async def _route_again(self) -> None:
+        try:
+            await self.route()
+        except MilesError:
+            if self.serving:  # else they were paused meanwhile
+                raise
+
     def _stale(self, server: Server) -> bool:
         return server.alive and server.version != self.version
 
@@ -241,8 +266,8 @@ class Fleet:
                 await attach(server, self._config, self._config.sglang.health_check_timeout)
             await asyncio.sleep(LOOK)
         self.event("engine_restarted", engine=server.name, restarts=server.restarts)
-        if self.usable(server) and self.router is not None:
-            await self.router.add(server.url)
+        if self.serving:
+            await self._route_again()
         self.admit()
 
     async def _has(self, server: Server, version: int, flush: bool) -> None:
@@ -251,8 +276,6 @@ class Fleet:
             right = str(said) == str(version)
             if right and flush:
                 await server.client.flush()
-            if right and self.router is not None:
-                await self.router.add(server.url)
         except MilesError as error:
             raise SyncError(f"version {version} is not in use: {error.what}", got=error.got, who=server.name,
                             fix=error.fix) from error

@@ -75,18 +75,23 @@ class Router:
         self.alive = True
 
     async def add(self, url: str) -> None:
-        """Let it send requests to this server.
+        """Let it send requests to this server, which has to draw tokens: a router asks for one. One that is being started
+        again takes the server then.
 
         Raises:
             EngineError: the worker is not in its list within START_TIMEOUT seconds.
         """
         self._workers.add(url)
-        if url in await self._list():
+        if not self.alive or url in await self._list():
             return
         if self._old_protocol:
             await self._ask(f"/add_worker?url={quote(url, safe='')}", {})
         else:
-            await self._ask("/workers", {"url": url})
+            try:
+                await self._ask("/workers", {"url": url})
+            except EngineError as error:
+                if "already in progress" not in str(error.got):  # it still tries, since an earlier `add`
+                    raise
         await self._until(url, listed=True)
 
     async def remove(self, url: str) -> None:
@@ -113,7 +118,7 @@ class Router:
         return None
 
     async def revive(self, why: str) -> None:
-        """Start our own again, at the same port and with the workers it had, or wait for one that we did not start.
+        """Start our own again at the same port, or wait for one that we did not start. It may have no workers then.
 
         Raises:
             EngineError: it has been started --max-engine-restarts times, or does not come up.
@@ -134,7 +139,6 @@ class Router:
                 if self.own:
                     raise
                 await asyncio.sleep(1.0)
-        await asyncio.gather(*(self.add(url) for url in sorted(self._workers)))
 
     async def stop(self) -> None:
         """End our own, or take our servers out of the one that ran before."""
@@ -235,7 +239,7 @@ def launcher(kind: str) -> list[str]:
     module = {"smg": "smg", "sglang-router": "sglang_router"}[kind]
     if importlib.util.find_spec(module) is not None:
         return [sys.executable, "-m", f"{module}.launch_router"]
-    if kind == "smg" and (program := shutil.which("smg")):
+    if program := shutil.which(kind):  # in an environment of its own
         return [program, "launch"]
     raise EngineError(f"the router {kind} is not installed", who=f"--router {kind}",
                       fix=f"{INSTALL[kind]}, or --router none and Miles spreads the requests")
