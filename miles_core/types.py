@@ -170,9 +170,11 @@ class Rank:
         local: index among those of its node, which is also the GPU to use.
         rendezvous: where the processes find each other, file://PATH, tcp://HOST:PORT, or env:// for torchrun's; None
             for one process.
+        gpu: whether the placement counts on a GPU for it; otherwise it computes on the CPU where it sees none.
     """
 
     index: int = 0
     size: int = 1
     local: int = 0
     rendezvous: str | None = None
+    gpu: bool = False

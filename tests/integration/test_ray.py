@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
+import sys
 
 import pytest
 
@@ -152,15 +154,30 @@ def test_a_cluster_that_does_not_answer_is_named():
         cluster.join("127.0.0.1:1", places=1, who="--placement ray")
 
 
+def test_whoever_lacks_a_token_is_told_how_to_give_one(monkeypatch, tmp_path):
+    """In a process of its own: Ray reads these variables once."""
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "none"))
+    run = subprocess.run([sys.executable, "-c", "from miles_core.backends.ray import cluster\n"
+                          "cluster._reach = lambda address: None\n"
+                          "cluster.join('127.0.0.1:1', places=1, who='--placement ray')"],
+                         capture_output=True, text=True, timeout=60)
+    assert "ConfigError: Ray at 127.0.0.1:1: the Ray cluster cannot be joined" in run.stderr
+    assert "RAY_AUTH_MODE=token and RAY_AUTH_TOKEN" in run.stderr
+
+
 def test_another_package_on_another_host_is_refused(tmp_path):
     plugin = tmp_path / "own.py"
     plugin.write_text("")
     ours = versions.here([str(plugin)])
     versions.check("trainer rank 1", ours, ours | {"host": "b"})
-    for package in ("torch", "python", "source of miles-core", f"plugin {plugin}"):
+    for package in ("torch", "python", "miles_core/execute.py", f"plugin {plugin}"):
         with pytest.raises(ConfigError, match="trainer rank 1 on b: .* is not the same on every host") as caught:
             versions.check("trainer rank 1", ours, ours | {"host": "b", package: "other"})
         assert package in str(caught.value) and f"other there, {ours[package]} at the driver" in str(caught.value)
+    old = {name: "old" for name in ours if name.startswith("miles_core/")} | {"miles_core/gone.py": "1"}
+    with pytest.raises(ConfigError, match=f" and {len(old) - versions.SHOWN} more are not the same"):
+        versions.check("trainer rank 1", ours, ours | old)
     versions.check("trainer rank 1", ours | {"sglang": "0.5.16"}, ours | {"sglang": "none"})
     with pytest.raises(ConfigError, match="sglang is not the same"):
         versions.check("engine 0", ours | {"sglang": "0.5.16"}, ours | {"sglang": "0.5.15"})

@@ -168,6 +168,25 @@ def test_a_rank_killed_five_times_changes_no_bit(run_file, tmp_path):
     print("\n" + "\n".join(f"{event['culprit']}, resumed {event['resumes']}" for event in restarts(run)))
 
 
+@pytest.mark.slow
+def test_a_killed_ray_actor_changes_no_bit(run_file, tmp_path):
+    """Rank 1 of two dies in its step in a Ray of the run's own; the reference has local ranks and nobody dies."""
+    pytest.importorskip("ray")
+    lonely = DIES.replace("== 2 and", "== 2 and torch.distributed.get_rank() == 1 and")
+    (tmp_path / "dies.py").write_text(lonely.replace("import signal", "import signal\nimport torch"))
+    common = [run_file(), "--threads", "1", "--save-interval", "2", "--actor-num-gpus-per-node", "2"]
+    reference = Course(tmp_path, common, rollouts=4).finish("reference")
+    course = Course(tmp_path, [*common, "--plugin", tmp_path / "dies.py", "--placement", "ray", "--max-restarts", "1"],
+                    rollouts=4)
+    outcome = course.start("killed", timeout=300)
+    assert outcome.code == 0, outcome.err
+    run = tmp_path / "killed" / "run"
+    assert starts(run) == [None, 2]
+    [event] = restarts(run)
+    assert event["culprit"] == "the Ray actor of trainer rank 1 died in step()"
+    assert not survival.problems(run, reference, rollouts=4)
+
+
 def _wait_for_start(run: Path, number: int, process) -> None:
     limit = time.monotonic() + 120
     while time.monotonic() < limit and process.is_alive():

@@ -361,12 +361,11 @@ def test_deaths_of_server_and_router_in_mid_rollout(config, tokenizer, models, m
     from dataclasses import replace
     from pathlib import Path
 
-    from conftest import PYTHON
-
     from miles_core.backends.sglang.engine import SglangEngine
     from miles_core.stages.placement import Local
 
-    monkeypatch.setenv("PATH", f"{os.environ['PATH']}:{Path(PYTHON).parent}")  # smg may be there alone
+    beside_python = Path(config.sglang.server_command[0]).parent  # smg may be there alone
+    monkeypatch.setenv("PATH", f"{os.environ['PATH']}:{beside_python}")
     before = {process.pid for process in processes()}
 
     def ours(word):

@@ -9,7 +9,6 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from conftest import LAUNCHER, PYTHON
 from scenes import mark, marked
 
 from miles_core.record.events import read
@@ -23,13 +22,13 @@ pytestmark = [pytest.mark.slow, pytest.mark.integration]
     pytest.param(["--placement", "ray"], marks=pytest.mark.skipif(not find_spec("ray"), reason="no Ray")),
     ["--max-lag", "1", "--rollout-num-gpus", "2"],
 ], ids=["local", "ray", "two servers, one step off"])
-def test_a_run_trains_on_what_real_servers_draw(run_file, tmp_path, flags):
+def test_a_run_trains_on_what_real_servers_draw(config, run_file, tmp_path, flags):
     """Rewards rise, log-probs of engine and trainer agree wherever both have the same weights, each rollout is followed
     by a sync, and the run leaves no process behind."""
-    tag = str(tmp_path)
-    path = f"{os.environ['PATH']}:{Path(PYTHON).parent}"  # smg may be there alone
+    tag, launcher = str(tmp_path), config.sglang.server_command
+    path = f"{os.environ['PATH']}:{Path(launcher[0]).parent}"  # smg may be there alone
     outcome = miles(["run", run_file(), "--no-live", "--run-dir", "run", "--engine", "sglang", "--server-command",
-                     *LAUNCHER, "--sglang-max-total-tokens", "4096", *flags],
+                     *launcher, "--sglang-max-total-tokens", "4096", *flags],
                     tmp_path, timeout=500, before=partial(mark, MILES_TEST_RUN=tag, PATH=path))  # fmt: skip
     assert outcome.code == 0, outcome.err
     until = time.monotonic() + 10

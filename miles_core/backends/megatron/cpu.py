@@ -16,6 +16,7 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import os
+import platform
 import queue
 import re
 import sys
@@ -262,11 +263,13 @@ def process_group(rank: Rank = _ALONE, timeout: float | None = None) -> None:
 
     Args:
         timeout: seconds after which a collective that some process does not join is an error.
+
+    Raises:
+        ConfigError: the rank's GPU is not there.
     """
     if dist.is_initialized():
         return
-    if not no_cuda():
-        torch.cuda.set_device(rank.local)
+    _take_gpu(rank)
     backend = "gloo" if no_cuda() else "cpu:gloo,cuda:nccl"
     if rank.size == 1:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
@@ -283,6 +286,20 @@ def process_group(rank: Rank = _ALONE, timeout: float | None = None) -> None:
         host, _, port = rank.rendezvous.removeprefix("tcp://").rpartition(":")
         store = dist.TCPStore(host, int(port), is_master=False)
     dist.init_process_group(store=store, **bound)
+
+
+def _take_gpu(rank: Rank) -> None:
+    """Compute on the rank's GPU from now on, if there are GPUs or ought to be."""
+    seen = 0 if no_cuda() else torch.cuda.device_count()
+    if not (seen or rank.gpu):
+        return
+    if rank.local >= seen:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        raise ConfigError(f"there is no GPU {rank.local} for it", who=f"trainer rank {rank.index} on {platform.node()}",
+                          got=f"{seen} GPUs that torch sees there, CUDA_VISIBLE_DEVICES "
+                              f"{'not set' if visible is None else repr(visible)}",
+                          fix="look at nvidia-smi and torch.cuda.is_available() there, or ask for fewer GPUs")
+    torch.cuda.set_device(rank.local)
 
 
 def leave() -> None:

@@ -15,6 +15,10 @@ from miles_core.hosts import cpus
 VISIBLE = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
 """Every process sees all GPUs of its node and is told its number: peers in one node need to see one another."""
 
+TOKEN = ("for a cluster that wants a token, set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN, or have the token in "
+         "~/.ray/auth_token")
+"""Part of a remedy: a cluster that refuses a token looks to Ray like one that is not there."""
+
 
 @dataclass(frozen=True, slots=True)
 class Joined:
@@ -58,7 +62,7 @@ def join(address: str | None, *, places: int, who: str) -> Joined:
     """Use the Ray that this process is connected to, the cluster at an address, or one of our own on this machine.
 
     Raises:
-        ConfigError: Ray is not installed, or nothing answers at the address.
+        ConfigError: Ray is not installed, nothing answers at the address, or the cluster does not take our token.
     """
     try:
         import ray
@@ -73,10 +77,11 @@ def join(address: str | None, *, places: int, who: str) -> Joined:
     try:
         _reach(address)
         ray.init(address=address, log_to_driver=False, configure_logging=False, **own)
-    except (OSError, RuntimeError, ValueError) as error:
-        raise ConfigError("the Ray cluster cannot be joined", got=str(error).splitlines()[0],
-                          who=f"Ray at {address or 'this machine'}",
-                          fix="start one with ray start --head, or leave the address out to have one here") from None
+    except (OSError, RuntimeError, ValueError, ray.exceptions.AuthenticationError) as error:
+        raise ConfigError("the Ray cluster cannot be joined", who=f"Ray at {address or 'this machine'}",
+                          got=str(error).splitlines()[0].partition(". ")[0],
+                          fix="start one with ray start --head, or leave the address out to have one here; "
+                              f"{TOKEN}") from None
     return Joined(ours=True, alone=not address)
 
 

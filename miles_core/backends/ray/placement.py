@@ -56,8 +56,8 @@ class RayPlacement(Leases):
         places = self._bundles[:size]
         actors = [self._actor(place, RANK, f"trainer-rank-{i}") for i, place in enumerate(places)]
         meet = actors[0].meeting_point.remote() if size > 1 else None
-        folder = logs(self.config)
-        hosts = [RayHost(f"trainer rank {i}", actor, factory, (*args, Rank(i, size, place.local)), meet=meet,
+        folder, gpus = logs(self.config), places[0].gpu is not None
+        hosts = [RayHost(f"trainer rank {i}", actor, factory, (*args, Rank(i, size, place.local, gpu=gpus)), meet=meet,
                          log=folder / f"trainer-rank-{i}.log", plugins=self.config.plugins)
                  for i, (actor, place) in enumerate(zip(actors, places, strict=True))]
         return RankGroup("trainer", hosts)

@@ -18,17 +18,19 @@ WHERE_PRESENT = ("sglang", "transformer-engine")
 """A node without GPUs may do without these; two versions of them may not meet."""
 
 ABSENT = "none"
+SHOWN = 3
+"""Differences that an error tells one by one."""
 
 
 def here(plugins: Sequence[str] = ()) -> dict[str, str]:
-    """Version by name of what matters to a run; the source of miles_core and of plugin files by a digest.
+    """Version by name of what matters to a run; the files of miles_core and of plugins by digests.
 
     Args:
         plugins: as the run names them.
     """
     found = {"host": platform.node(), "python": ".".join(platform.python_version_tuple()[:2])}
     found |= {name: _version(name) for name in (*NEEDED, *WHERE_PRESENT)}
-    found["source of miles-core"] = _source()
+    found |= _source()
     named = {one.name: f"{one.distribution} {one.version}" for one in installed()}
     for plugin in plugins:
         short = plugin.rpartition(":")[2].removeprefix("miles-plugin-").removeprefix("miles-")
@@ -44,16 +46,21 @@ def check(name: str, ours: Mapping[str, str], theirs: Mapping[str, str]) -> None
         theirs: of `here` there, with its host under "host".
 
     Raises:
-        ConfigError: names the host and the first package that differs.
+        ConfigError: names the host, and what differs there.
     """
-    for package, version in ours.items():
-        other = theirs.get(package, ABSENT)
-        if package == "host" or package in WHERE_PRESENT and ABSENT in (version, other):
-            continue
-        if other != version:
-            raise ConfigError(f"{package} is not the same on every host", who=f"{name} on {theirs.get('host', '?')}",
-                              got=f"{other} there, {version} at the driver",
-                              fix="install the same packages on every node")
+    differing = []
+    for package in dict.fromkeys([*ours, *theirs]):
+        pair = (theirs.get(package, ABSENT), ours.get(package, ABSENT))
+        if pair[0] != pair[1] and package != "host" and not (package in WHERE_PRESENT and ABSENT in pair):
+            differing.append((package, *pair))
+    if differing:
+        rest = f" and {len(differing) - SHOWN} more" if len(differing) > SHOWN else ""
+        verb = "are" if len(differing) > 1 else "is"
+        raise ConfigError(
+            f"{', '.join(package for package, *_ in differing[:SHOWN])}{rest} {verb} not the same on every host",
+            who=f"{name} on {theirs.get('host', '?')}", fix="install the same packages on every node",
+            got="; ".join(f"{package}: {there} there, {here} at the driver"
+                          for package, there, here in differing[:SHOWN]))
 
 
 def _version(name: str) -> str:
@@ -65,12 +72,10 @@ def _version(name: str) -> str:
 
 
 @functools.cache
-def _source() -> str:
-    """Digest of every Python file of miles_core: an edited checkout has the version of the one it was made from."""
-    root, digest = Path(miles_core.__file__).parent, hashlib.sha256()
-    for path in sorted(root.rglob("*.py")):
-        digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()[:12]
+def _source() -> dict[str, str]:
+    """Digest of each Python file of miles_core: an edited checkout has the version of the one it was made from."""
+    root = Path(miles_core.__file__).parent
+    return {path.relative_to(root.parent).as_posix(): _digest(path) for path in sorted(root.rglob("*.py"))}
 
 
 def _digest(path: Path) -> str:

@@ -75,8 +75,9 @@ class Router:
         self.alive = True
 
     async def add(self, url: str) -> None:
-        """Let it send requests to this server, which has to draw tokens: a router asks for one. One that is being started
-        again takes the server then.
+        """Let it send requests to this server, which has to draw tokens: a router asks for one.
+
+        A router that is dead does not get it; nor does a server that is removed meanwhile stay in the way.
 
         Raises:
             EngineError: the worker is not in its list within START_TIMEOUT seconds.
@@ -223,6 +224,8 @@ class Router:
     async def _until(self, url: str, *, listed: bool) -> None:
         until = time.monotonic() + START_TIMEOUT
         while (url in await self._list()) is not listed:
+            if listed and url not in self._workers:
+                return
             if time.monotonic() > until:
                 raise EngineError(f"the router did not {'take' if listed else 'give up'} a worker within "
                                   f"{START_TIMEOUT:g} s", got=url, who=f"the router at {self.client.url}",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import platform
 import re
 import signal
 import socket
@@ -21,6 +22,7 @@ from pathlib import Path
 import psutil
 
 from miles_core.errors import EngineError
+from miles_core.stages.placement import visible_gpus
 from miles_core.types import Seat
 
 STOP_SECONDS = 5.0
@@ -85,8 +87,13 @@ class ServerProcess:
         """Start it and return its process id. Its output is appended to `log`.
 
         Raises:
-            EngineError: it runs already, or the log cannot be written.
+            EngineError: it runs already, a GPU of its seat is not there, or the log cannot be written.
         """
+        there = visible_gpus()
+        if missing := [gpu for gpu in self.seat.gpus if gpu not in there]:
+            raise EngineError(f"there is no GPU {missing[0]} for it", got=f"{len(there)} GPUs there: {list(there)}",
+                              who=f"engine {self.seat.engine}, node {self.seat.node}, on {platform.node()}",
+                              fix="look at nvidia-smi and CUDA_VISIBLE_DEVICES there")
         if self._process is not None and self._process.poll() is None:
             raise EngineError("the server runs already", got=f"process {self._process.pid}", fix="stop() it first")
         self._log, self._children = Path(log), {}

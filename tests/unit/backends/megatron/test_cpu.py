@@ -1,5 +1,6 @@
 import importlib.util
 import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 
 from miles_core.backends.megatron import cpu
 from miles_core.errors import ConfigError
+from miles_core.types import Rank
 
 
 def core() -> Path:
@@ -102,6 +104,24 @@ def test_one_process_needs_no_port(megatron):
 
     cpu.process_group()
     assert dist.get_world_size() == 1 and dist.get_backend() == "gloo"
+
+
+@pytest.mark.parametrize("seen", [0, 2])
+def test_a_rank_whose_gpu_is_not_there_says_so_before_it_is_taken(seen, monkeypatch):
+    """A placement that counts on GPUs gets none computed on the CPU; one that does not, may."""
+    import torch
+    import torch.distributed as dist
+
+    taken = []
+    monkeypatch.setattr(dist, "is_initialized", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: seen > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: seen)
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    with pytest.raises(ConfigError, match=rf"trainer rank 5 on {platform.node()}: there is no GPU 3.*got {seen} GPUs"):
+        cpu.process_group(Rank(5, 8, 3, gpu=True))
+    assert not taken
+    cpu._take_gpu(Rank(1, 8, 1))
+    assert taken == ([1] if seen else [])
 
 
 def test_a_layout_that_does_not_divide_is_refused(megatron):

@@ -38,13 +38,14 @@ def config(tmp_path) -> RunConfig:
 
 @pytest.fixture
 def engine_over(config):
-    """(*wires, mode=, **[sglang] options) -> an engine that uses these servers; `events` is what it told."""
+    """(*wires, mode=, trained=, **[sglang] options) -> an engine that uses these servers; `events` is what it told."""
     from dataclasses import replace
 
-    def make(*wires, mode="retract", **options):
+    def make(*wires, mode="retract", trained=False, **options):
         addresses = [wire.url.removeprefix("http://") for wire in wires]
         engine = SglangEngine(replace(
             config, rollout=replace(config.rollout, pause_generation_mode=mode),
+            debug=Debug(debug_rollout_only=not trained),
             sglang=replace(config.sglang, rollout_external_engine_addrs=addresses, **options)), Letters(), None)
         engine.events = []
         engine.event = lambda kind, **fields: engine.events.append(kind)

@@ -312,19 +312,13 @@ def test_a_server_with_other_weights_than_it_should_have_is_taken_out_of_use(eng
 @pytest.mark.parametrize(("change", "words"), [
     ({"loader": None}, "start it with --custom-weight-loader miles_weights.load"),
     ({"gone": True}, "no SGLang server answers there")])
-def test_an_external_server_that_does_not_fit_is_one_sentence(config, ask, change, words):
-    from conftest import Letters
-
-    from miles_core.backends.sglang.engine import SglangEngine
-
+def test_an_external_server_that_does_not_fit_is_one_sentence(engine_over, change, words):
     async def story():
         async with Wire() as wire:
             wire.loader = change.get("loader", wire.loader)
-            address = "127.0.0.1:9" if change.get("gone") else wire.url
-            engine = SglangEngine(replace(config, debug=replace(config.debug, debug_rollout_only=False), sglang=replace(
-                config.sglang, rollout_external_engine_addrs=[address])), Letters(), None)
+            wire.url = "http://127.0.0.1:9" if change.get("gone") else wire.url
             with pytest.raises(EngineError, match=words):
-                await engine.start()
+                await engine_over(wire, trained=True).start()
 
     asyncio.run(story())
 
@@ -350,6 +344,24 @@ def test_workers_come_and_go_by_either_protocol(config, tmp_path, protocol):
                 await other.start()
             await other.stop()
             assert wire.workers
+
+    asyncio.run(story())
+
+
+def test_a_router_gets_the_servers_when_they_are_let_go(engine_over):
+    """It asks each for a token, which a paused one does not draw: a first sync would wait for ever."""
+    async def story():
+        async with Wire() as one, Wire() as two, WireRouter("new", (one, two)) as wire:
+            host, port = wire.url.removeprefix("http://").split(":")
+            engine = engine_over(one, two, trained=True, router="smg", router_ip=host, router_port=int(port))
+            await engine.start()
+            try:
+                assert not wire.workers  # they have no weights yet
+                async with asyncio.timeout(5):
+                    await sync(engine, 1)
+                assert sorted(wire.workers.values()) == sorted([one.url, two.url])
+            finally:
+                await engine.stop()
 
     asyncio.run(story())
 

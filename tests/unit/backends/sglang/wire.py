@@ -36,7 +36,7 @@ class Wire:
         self.calls: list[tuple[str, dict]] = []
         self.running: dict[str, bool] = {}
         self.loader = ["miles_weights.load"]
-        self.alive = True
+        self.alive, self.held = True, False
 
     async def __aenter__(self) -> Wire:
         app = web.Application()
@@ -115,6 +115,8 @@ class Wire:
     async def control(self, request: web.Request) -> web.Response:
         body, name = await request.json(), request.path[1:]
         self.calls.append((name, body))
+        if name in ("pause_generation", "continue_generation"):
+            self.held = name == "pause_generation"
         if name == "pause_generation" and body["mode"] == "in_place":
             self.paused.clear()
         if name == "continue_generation":
@@ -133,10 +135,12 @@ class Wire:
 
 
 class WireRouter:
-    """A router of one protocol: "new" has /workers, "old" has /add_worker, /remove_worker and /list_workers."""
+    """A router of one protocol: "new" has /workers, "old" has /add_worker, /remove_worker and /list_workers.
 
-    def __init__(self, protocol: str):
-        self.protocol, self.workers = protocol, {}
+    Like a real one it takes a worker later than it says, and once the worker draws tokens if it is one of `servers`."""
+
+    def __init__(self, protocol: str, servers: tuple[Wire, ...] = ()):
+        self.protocol, self.workers, self.servers = protocol, {}, servers
 
     async def __aenter__(self) -> WireRouter:
         app = web.Application()
@@ -161,9 +165,14 @@ class WireRouter:
 
     async def added(self, request: web.Request) -> web.Response:
         url = request.query["url"] if self.protocol == "old" else (await request.json())["url"]
-        loop = asyncio.get_running_loop()  # 202: it is done later
-        loop.call_later(0.05, self.workers.__setitem__, f"id-{len(self.workers)}", url)
+        self.taking = asyncio.ensure_future(self.take(url))
         return web.json_response({"status": "accepted"}, status=202)
+
+    async def take(self, url: str) -> None:
+        await asyncio.sleep(0.05)
+        while any(server.url == url and server.held for server in self.servers):
+            await asyncio.sleep(0.005)
+        self.workers[f"id-{len(self.workers)}"] = url
 
     async def removed(self, request: web.Request) -> web.Response:
         keys = [request.match_info["id"]] if self.protocol == "new" else [
