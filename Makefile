@@ -20,7 +20,7 @@ demo: $(READY)  ## Train a tiny Qwen3 with GRPO on sums until it gets them right
 	$(BIN)/miles report runs/demo
 	@echo "open runs/demo/report.html to look at it"
 
-test: $(READY)  ## Run the tests (about seven minutes on two cores).
+test: $(READY)  ## Run the tests (about nine minutes on two cores).
 	$(BIN)/pytest -q -n 2
 
 test-slow: $(READY)  ## Run the tests that take longer (half an hour): kills at every file operation, controls.
