@@ -10,6 +10,7 @@ import ast
 import dataclasses
 import functools
 import json
+import re
 from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin
 
@@ -89,6 +90,16 @@ def options_of(table: str, kind: type) -> dict[str, Option]:
         found[field.name] = Option(table, field.name, str(field.type), default, field.metadata["help"],
                                    field.metadata["flags"], field.metadata["off"])
     return found
+
+
+def brief(text: str) -> str:
+    """An option's help from a longer text: as many first sentences as fit in 160 characters, at least one."""
+    first, *others = re.split(r"(?<=[.!?])\s+(?=[A-Z(])", " ".join(text.split()))
+    for sentence in others:
+        if len(first) + len(sentence) >= 160:
+            break
+        first = f"{first} {sentence}"
+    return first
 
 
 _WORDS = {"int": int, "float": float, "bool": bool, "str": str, "list": list, "dict": dict, "object": object,

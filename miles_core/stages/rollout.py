@@ -91,6 +91,29 @@ class Response:
     figures: dict[str, float] = field(default_factory=dict)
 
 
+def check_request(request: Request, vocabulary: int, experts: bool, engine: str) -> None:
+    """What no engine can answer.
+
+    Args:
+        vocabulary: token ids are below it.
+        experts: the model has any.
+        engine: who asks, for the error.
+
+    Raises:
+        EngineError: ids outside of the vocabulary, or something wanted that there is not.
+    """
+    who = f"request {request.id}"
+    if not 0 <= min(request.input_ids) <= max(request.input_ids) < vocabulary:
+        raise EngineError(f"{who} has token ids outside of the vocabulary of {vocabulary}",
+                          got=f"{min(request.input_ids)} to {max(request.input_ids)}",
+                          fix="use the checkpoint's tokenizer")
+    if unknown := request.want - {"routed_experts"}:
+        raise EngineError(f"{who} wants what {engine} cannot give", got=sorted(unknown),
+                          fix="ask for routed_experts, or for nothing")
+    if request.want and not experts:
+        raise EngineError(f"{who} wants routed_experts of a model without experts", fix="use a mixture of experts")
+
+
 class Engine(Protocol):
     """What every engine can do. All waits inside are bounded by the caller."""
 

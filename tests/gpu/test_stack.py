@@ -80,3 +80,22 @@ def test_tensor_parallel_on_both_sides(tmp_path):
     flags = ["--actor-num-gpus-per-node", "2", "--tensor-model-parallel-size", "2", "--sequence-parallel", "--colocate",
              "--rollout-num-gpus-per-engine", "2", "--num-rollout", "4", "--eval-interval", "4"]
     learned(run(tmp_path / "run", *flags), "tensor parallel", gain=-0.1)
+
+
+def test_speculative_decoding_on_one_gpu(tmp_path):
+    """Drafts from n-grams of the text so far: the run learns, and says how many drafted tokens were accepted."""
+    events = run(tmp_path / "run", "--colocate", "--sglang-speculative-algorithm", "NGRAM", "--num-rollout", "12",
+                 "--eval-interval", "12", "--sglang-speculative-num-draft-tokens", "4")
+    learned(events, "speculative", gain=0.1)
+    steps = [event["metrics"] for event in events if event["event"] == "metrics"]
+    rates = [step["rollout/spec_accept_rate"] for step in steps]
+    lengths = [step["rollout/spec_accept_length"] for step in steps]
+    print(f"speculative: rates {[round(r, 3) for r in rates]}, lengths {[round(n, 3) for n in lengths]}")
+    assert all(0 <= rate <= 1 for rate in rates) and all(length >= 1 for length in lengths)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() > 3, reason="needs a host with fewer GPUs than are asked for")
+def test_a_gpu_too_many_is_named(tmp_path):
+    """The sentence says how many there are, and nothing was started."""
+    with pytest.raises(AssertionError, match=r"GPU"):
+        run(tmp_path / "run", "--colocate", "--actor-num-gpus-per-node", "4", "--num-rollout", "1", seconds=120)

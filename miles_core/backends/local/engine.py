@@ -25,7 +25,7 @@ from miles_core.backends.local.decode import Decoder
 from miles_core.backends.local.sampling import StopStrings, check
 from miles_core.backends.local.weights import FAMILIES, ModelShape
 from miles_core.errors import CheckpointError, EngineError
-from miles_core.stages.rollout import PauseMode, Request, Response
+from miles_core.stages.rollout import PauseMode, Request, Response, check_request
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -216,15 +216,7 @@ class LocalEngine:
         if not 0 < length < self.max_context:
             raise EngineError(f"{who} leaves no room in a context of {self.max_context} tokens",
                               got=f"a prompt of {length} tokens", fix="shorten the prompt, or raise max_context")
-        if not 0 <= min(request.input_ids) <= max(request.input_ids) < self.shape.vocab:
-            raise EngineError(f"{who} has token ids outside of the vocabulary of {self.shape.vocab}",
-                              got=f"{min(request.input_ids)} to {max(request.input_ids)}",
-                              fix="use the checkpoint's tokenizer")
-        if unknown := request.want - {"routed_experts"}:
-            raise EngineError(f"{who} wants what the local engine cannot give", got=sorted(unknown),
-                              fix="ask for routed_experts, or for nothing")
-        if request.want and not self.shape.sparse:
-            raise EngineError(f"{who} wants routed_experts of a model without experts", fix="use a mixture of experts")
+        check_request(request, self.shape.vocab, bool(self.shape.sparse), "the local engine")
         if sampling.stop and self._tokenizer is None:
             raise EngineError(f"{who} has stop strings and the engine no tokenizer", got=sampling.stop,
                               fix="give the engine a tokenizer, or use stop_token_ids")

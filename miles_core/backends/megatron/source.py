@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from miles_core.backends.megatron.surface import ENUMS, SOURCES, SurfaceField
+from miles_core.config.options import brief
 from miles_core.errors import ConfigError
 
 # Parameters of the two signatures that a user may set. The rest is placement (pre_process), derived (vocab_size) or
@@ -118,7 +119,7 @@ def _field(owner, name, annotation, value, text, enums) -> SurfaceField | None:
     if has_default and default is None and "None" not in kinds:
         kinds.append("None")
     kinds = list(dict.fromkeys(kind for kind in kinds if kind != "None")) + ["None"] * ("None" in kinds)
-    return SurfaceField(name, owner, " | ".join(kinds), default, _brief(text), _table(owner, name), has_default)
+    return SurfaceField(name, owner, " | ".join(kinds), default, brief(text), _table(owner, name), has_default)
 
 
 def _types(node: ast.expr, enums: dict[str, list[str]]) -> list[str]:
@@ -171,17 +172,6 @@ def _default(node: ast.expr | None) -> tuple[bool, object]:
         return True, ast.literal_eval(node)
     except ValueError:
         return True, ast.unparse(node)
-
-
-def _brief(text: str) -> str:
-    """As many first sentences as fit in 160 characters, at least one, on one line."""
-    sentences = re.split(r"(?<=[.!?])\s+(?=[A-Z(])", " ".join(text.split()))
-    brief = sentences[0]
-    for sentence in sentences[1:]:
-        if len(brief) + len(sentence) >= 160:
-            break
-        brief = f"{brief} {sentence}"
-    return brief
 
 
 def _table(owner: str, name: str) -> str:

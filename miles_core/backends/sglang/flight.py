@@ -19,7 +19,7 @@ import numpy as np
 
 from miles_core.backends.sglang.client import SPECULATION, Answer, Failed
 from miles_core.errors import CheckpointError, EngineError
-from miles_core.stages.rollout import Request, Response
+from miles_core.stages.rollout import Request, Response, check_request
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,19 +231,11 @@ def _check(request: Request, facts: ModelFacts) -> None:
         raise EngineError(f"{who} leaves no room in a context of {facts.context} tokens; an input has at most "
                           f"{facts.longest}",
                           got=f"a prompt of {length} tokens", fix="shorten the prompt, or raise the context length")
-    if not 0 <= min(request.input_ids) <= max(request.input_ids) < facts.vocab:
-        raise EngineError(f"{who} has token ids outside of the vocabulary of {facts.vocab}",
-                          got=f"{min(request.input_ids)} to {max(request.input_ids)}",
-                          fix="use the checkpoint's tokenizer")
+    check_request(request, facts.vocab, facts.topk > 0, "SGLang")
     if not 0 <= sampling.min_new_tokens <= sampling.max_new_tokens or sampling.max_new_tokens < 1:
         raise EngineError(f"{who} has impossible lengths",
                           got=f"min_new_tokens {sampling.min_new_tokens}, max_new_tokens {sampling.max_new_tokens}",
                           fix="at least one new token, and not fewer than min_new_tokens")
-    if unknown := request.want - {"routed_experts"}:
-        raise EngineError(f"{who} wants what SGLang cannot give", got=sorted(unknown),
-                          fix="ask for routed_experts, or for nothing")
-    if request.want and not facts.topk:
-        raise EngineError(f"{who} wants routed_experts of a model without experts", fix="use a mixture of experts")
 
 
 def _ids(value: Any) -> list[int]:

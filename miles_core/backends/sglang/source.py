@@ -10,12 +10,13 @@ from __future__ import annotations
 import ast
 import json
 import operator
-import re
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from miles_core.backends.sglang.surface import Field, read, usual, version_of
+from miles_core.config.options import brief
 from miles_core.errors import ConfigError
 
 SCALARS = ("int", "float", "bool", "str")
@@ -44,11 +45,11 @@ def server_args(file: Path) -> tuple[dict[str, Field], dict[str, list]]:
         flag = _flag(call.args[0])
         name = _evaluate(given["dest"], constants) if "dest" in given else flag[2:].replace("-", "_")
         if name in hidden:
-            fields[name] = _replace(hidden.pop(name), flag=flag, help=_help(given.get("help")))
+            fields[name] = replace(hidden.pop(name), flag=flag, help=_help(given.get("help")))
         elif name in fields and "const_value" in given:
             old[flag] = [name, _word(given["const_value"])]
         elif name in fields and "new_flag" in given:
-            fields[name] = _replace(fields[name], also=(*fields[name].also, flag))
+            fields[name] = replace(fields[name], also=(*fields[name].also, flag))
     return fields, old
 
 
@@ -217,7 +218,6 @@ def _word(node: ast.expr) -> object:
 
 
 def _help(node: ast.expr | None) -> str:
-    """As many first sentences as fit in 160 characters, at least one, on one line."""
     def text(part: ast.expr | None) -> str:
         match part:
             case ast.Constant(value=str() as words):
@@ -228,17 +228,7 @@ def _help(node: ast.expr | None) -> str:
                 return text(left) + text(right)
         return ""
 
-    sentences = re.split(r"(?<=[.!?])\s+(?=[A-Z(])", " ".join(text(node).split()))
-    brief = sentences[0]
-    for sentence in sentences[1:]:
-        if len(brief) + len(sentence) >= 160:
-            break
-        brief = f"{brief} {sentence}"
-    return brief
-
-
-def _replace(field: Field, **changes: object) -> Field:
-    return Field(**{**{name: getattr(field, name) for name in Field.__slots__}, **changes})
+    return brief(text(node))
 
 
 def _parse(file: Path) -> ast.Module:

@@ -9,8 +9,6 @@ from itertools import groupby
 
 import torch
 
-from miles_core.errors import SyncError
-
 PARTNERS = {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj", "kv_a_proj_with_mqa": "q_a_proj"}
 """Projections that engines keep as one parameter, each by the first of its group. Such a group is never split: some
 loaders (multi-head latent attention's) join them only when they come in one call."""
@@ -63,7 +61,7 @@ class Cutter:
     Args:
         limit: most bytes of a bucket; a group of tensors that has more rides alone.
         source, target: tensors of dtype `source` are sent as `target`; others as they are.
-        alignment: of each tensor's first byte; 1 leaves no room between tensors.
+        alignment: of each tensor's first byte.
         buffers: how many buckets exist at once: a bucket's memory is that of the one `buffers` before it.
         allocate: (which buffer, bytes, device) -> [bytes] uint8.
         before: told which buffer is about to be filled, so that who reads from it is waited for.
@@ -85,7 +83,7 @@ class Cutter:
         for _, members in groupby(stream, key=lambda pair: atom(pair[0])):
             group = [(name, tensor, self._sent_as(tensor)) for name, tensor in members]
             end = self._end(bucket, group)
-            if bucket is not None and (end is None or end > self.limit):
+            if bucket is not None and end > self.limit:
                 yield bucket
                 bucket = None
             if bucket is None:
@@ -110,22 +108,16 @@ class Cutter:
     def _start(self, end: int, dtype: torch.dtype) -> int:
         return end + -end % max(self.alignment, dtype.itemsize)
 
-    def _end(self, bucket: Bucket | None, group: list) -> int | None:
-        """Where the bucket would end with this group; None where that would leave a gap that must not be."""
+    def _end(self, bucket: Bucket | None, group: list) -> int:
+        """Where the bucket would end with this group."""
         end = 0 if bucket is None else bucket.size
         for _, tensor, dtype in group:
-            start = self._start(end, dtype)
-            if self.alignment == 1 and start != end:
-                return None
-            end = start + tensor.numel() * dtype.itemsize
+            end = self._start(end, dtype) + tensor.numel() * dtype.itemsize
         return end
 
     def _fill(self, bucket: Bucket, group: list) -> None:
         for name, tensor, dtype in group:
             start = self._start(bucket.size, dtype)
-            if self.alignment == 1 and start != bucket.size:
-                raise SyncError("tensors of different dtypes that belong together do not fit side by side", got=name,
-                                fix="use another --weight-sync than broadcast")
             end = start + tensor.numel() * dtype.itemsize
             bucket.buffer[start:end].view(dtype).view(tensor.shape).copy_(tensor.detach())
             bucket.tensors.append((name, str(dtype).removeprefix("torch."), list(tensor.shape), start))

@@ -45,22 +45,6 @@ def test_buckets_hold_the_stream_in_order_and_within_the_limit(stream, limit, al
         assert len(where[key]) == 1, f"{key} is split"
 
 
-@settings(max_examples=40, deadline=None)
-@given(stream=streams([torch.bfloat16, torch.uint8]), limit=st.integers(1, 300))
-def test_side_by_side_there_is_no_room_between_tensors(stream, limit):
-    """The layout of SGLang's flattened_bucket. Tensors that would need room begin another bucket."""
-    mixed = [b for a, b in zip(stream, stream[1:], strict=False)
-             if atom(a[0]) == atom(b[0]) and a[1].dtype != b[1].dtype]
-    if mixed:
-        return
-    for bucket in Cutter(limit, alignment=1)(iter(stream)):
-        end = 0
-        for (*_, start), (_, view) in zip(bucket.tensors, bucket.views(), strict=True):
-            assert start == end
-            end += view.numel() * view.element_size()
-        assert end == bucket.size
-
-
 def test_only_the_trainers_dtype_is_cast():
     stream = [("a.weight", torch.tensor([1.0009765625])), ("b.weight", torch.tensor([1.0], dtype=torch.float64))]
     (bucket,) = Cutter(64, torch.float32, torch.bfloat16)(stream)
