@@ -27,15 +27,15 @@ from miles_core.plugins.plan import Plan
 from miles_core.plugins.resolve import chosen
 from miles_core.plugins.select import Selected
 from miles_core.record.journal import Journal
-from miles_core.record.replay import Replay
+from miles_core.record.replay import Replay, load_flow
 from miles_core.run import Run
 from miles_core.stages.buffer import Buffer
 from miles_core.stages.placement import Placement
-from miles_core.stages.prompts import JsonlPrompts, Rows
+from miles_core.stages.prompts import JsonlPrompts, PromptSource, Rows
 from miles_core.stages.reward import Scoring
 from miles_core.stages.rollout import Engine, Generation, SamplingParams
 from miles_core.stages.step import Resume
-from miles_core.types import Batch, Group, Prompt, Rank, Sample
+from miles_core.types import Batch, Group, Prompt, Rank, Recall, Sample
 
 
 @dataclass(slots=True)
@@ -107,6 +107,9 @@ async def _assembled(parts: Parts, journal: Journal, placement: Placement, train
         if prompts is not None:
             prompts.load_state_dict(resume.state["prompts"])
         _restore(parts, resume.state.get("plugins", {}))
+    slots, begun = load_flow(resume.state or {})
+    if slots or begun:
+        _same_data(config, prompts, resume.state["prompts"])
     engine: Engine | None = None if only_train else parts.rollout.engine[chosen(config, "engine")](
         config, tokenizer, placement)
     if (path := getattr(engine, "path", None)) is not None:
@@ -118,29 +121,64 @@ async def _assembled(parts: Parts, journal: Journal, placement: Placement, train
     first = rollout.start_rollout_id if rollout.start_rollout_id is not None else resume.rollout_id
     if config.debug.debug_exit_after_rollout is not None:
         last = min(last, first + config.debug.debug_exit_after_rollout)
-    buffer = Replay(config.debug.load_debug_rollout_data, first) if only_train else Buffer(
-        rollout.rollout_batch_size, rollout.max_lag, batches=max(last - first, 0),
-        credit=rollout.over_sampling_batch_size - rollout.rollout_batch_size,
-        most_drops=rollout.max_over_sampling_waves * rollout.over_sampling_batch_size,
-        give_back=prompts.give_back)  # fmt: skip
+    buffer = Replay(config.debug.load_debug_rollout_data, first) if only_train else _buffer(
+        config, max(last - first, 0), keeps=parts.rollout.unfinished is not None)
     combine = parts.rollout.combine_rewards[rollout.combine_rewards]
     scorers = {name: parts.rollout.reward[name] for name in rollout.rm_type}
     scoring = Scoring(scorers, dict(zip(rollout.rm_type, rollout.rm_weights, strict=True)), combine, rollout.rm_timeout)
     sync = Unsynced() if only_rollout or only_train else parts.driver.weight_sync[config.perf.weight_sync](config)
     run = Run(
         config=config, first=first, last=last, steps=0 if only_rollout else rollout.num_steps_per_rollout,
-        prompts=prompts, generate=_generator(parts, engine, sampling(config), "train", rollout.n_samples_per_prompt),
+        prompts=prompts, generate=_from_slots(parts, engine),
         scoring=scoring, chain=parts.rollout.filter_group, shape=parts.rollout.shape_rewards, buffer=buffer,
         engine=engine, trainer=trainer, weight_sync=sync,
         placement=placement,
         evaluation=Evaluation([] if only_train else _datasets(parts, engine), scoring, config.eval.eval_interval,
                               config.eval.skip_eval_before_train),
-        journal=journal, state=lambda: _states(parts),
+        journal=journal, state=lambda: _states(parts), unfinished=parts.rollout.unfinished,
+        select=parts.rollout.select_from_buffer, begun=begun,
     )  # fmt: skip
+    if isinstance(buffer, Buffer):
+        buffer.take_back = run.take_back
+        buffer.too_stale = run.too_stale
+        prompts.give_back([slot.prompt for slot in buffer.restore(slots)])
     for name, told in (("recover", run.recover), ("event", journal.event)):
         if hasattr(engine, name):
             setattr(engine, name, told)
     return run
+
+
+def _same_data(config: RunConfig, prompts: PromptSource | None, state: dict) -> None:
+    """
+    Raises:
+        CheckpointError: the groups under way in a checkpoint are of other prompts than this run's.
+    """
+    if prompts is None or state.get("data") != prompts.data:
+        raise CheckpointError("the checkpoint has groups under way whose prompts are of another dataset",
+                              who=f"--load {config.checkpoint.load}, --prompt-data {config.rollout.prompt_data}",
+                              fix="resume with the prompts of that run, or start anew from its weights with --ref-load")
+
+
+def _buffer(config: RunConfig, batches: int, keeps: bool) -> Buffer:
+    """
+    Args:
+        keeps: a plugin keeps groups that were called back.
+    """
+    rollout, most = config.rollout, config.rollout.async_max_concurrent_samples
+    again = {"aborted", "stale"} if rollout.async_unused_samples_handler == "retry" else set()
+    return Buffer(
+        rollout.rollout_batch_size, rollout.max_lag, batches=batches, order=rollout.batch_order,
+        credit=rollout.over_sampling_batch_size - rollout.rollout_batch_size,
+        most_in_flight=most and most // rollout.n_samples_per_prompt,
+        most_drops=rollout.max_over_sampling_waves * rollout.over_sampling_batch_size,
+        again=frozenset(again | ({"aborted"} if keeps else set())))  # fmt: skip
+
+
+def _from_slots(parts: Parts, engine: Engine | None) -> Callable:
+    """The generator of training."""
+    samples = parts.config.rollout.n_samples_per_prompt
+    generate = _generator(parts, engine, sampling(parts.config), "train", samples)
+    return lambda slot: generate(slot.prompt, slot.begun, slot.recall)
 
 
 def trainer_part(selected: Sequence[Selected], config: RunConfig, rank: Rank, hooks: Hooks | None = None) -> Any:
@@ -190,13 +228,14 @@ def _generator(parts: Parts, engine: Engine | None, params: SamplingParams, stre
     def decode(ids, skip_special_tokens):
         return tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
-    async def generate(prompt: Prompt) -> Group:
+    async def generate(prompt: Prompt, begun: Sequence[Sample] = (), recall: Recall | None = None) -> Group:
         on_request = (lambda request: hooks.generate_request(request, prompt)) if hooks.generate_request else None
         room = min(params.max_new_tokens, context - len(prompt.token_ids))
         generation = Generation(
             engine=engine, sampling=replace(params, max_new_tokens=room), samples=samples,
             key=lambda index, turn: rng.key(config.rollout.rollout_seed, stream, prompt.uid, index, turn),
-            decode=decode, timeout=config.rollout.rollout_timeout,
+            decode=decode, timeout=config.rollout.rollout_timeout, begun=begun, recall=recall or Recall(),
+            columns=columns,
             on_request=on_request or (lambda request: request),
             on_response=hooks.generate_response or (lambda sample, response: sample),
         )  # fmt: skip

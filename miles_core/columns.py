@@ -19,7 +19,7 @@ columns keep their row, response column j lies at row T-R-1+j, and rows that a c
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 import numpy as np
@@ -183,6 +183,48 @@ def grid(align: Align, sample: Sample) -> slice:
     if align is Align.PREDICTION:
         return slice(0, total - 1)
     return slice(total - sample.response_length - 1, total - 1)
+
+
+def joined(begun: Sample, later: Sample, columns: Mapping[str, Column]) -> Sample:
+    """One sample from two spans of its response, of which the second was drawn after the whole first as its prompt.
+
+    Rows of the first span stay what they were when it was drawn, also where the second computed them again. Columns
+    that say "last", and those without rows, are the second's; what only one span has is filled with `pad`.
+
+    Args:
+        begun: P + M tokens, of which M are response.
+        later: P + M + N tokens, of which N are response; its other fields (status, figures) are the result's.
+
+    Raises:
+        ColumnError: the second does not begin with the tokens of the first.
+    """
+    size = begun.length
+    if not np.array_equal(later.tokens[:size], begun.tokens) or later.length - later.response_length != size:
+        raise ColumnError(f"{begun.name} was not gone on with: its later span begins with other tokens", who="core",
+                          fix="pass the tokens so far, and only those, as the input of the next request")
+    found = {name: _spliced(columns[name], begun.columns.get(name), later.columns.get(name), begun, later)
+             for name in {*begun.columns, *later.columns}}
+    return replace(later, columns=found, response_length=begun.response_length + later.response_length,
+                   metadata={**begun.metadata, **later.metadata})
+
+
+def _spliced(column: Column, first: np.ndarray | None, second: np.ndarray | None, begun: Sample, later: Sample,
+             ) -> np.ndarray:
+    if column.align not in PER_TOKEN or column.spans == "last":
+        return first if second is None else second
+    response = column.align is Align.RESPONSE
+    head = {Align.TOKEN: begun.length, Align.PREDICTION: begun.length - 1}.get(column.align, begun.response_length)
+    if first is None:  # the second computed these rows, too, unless they are of the response alone
+        first = _gap(column, head, second) if response else second[:head]
+    if second is None:
+        second = _gap(column, later.response_length, first)
+    elif not response:
+        second = second[head:]
+    return np.concatenate([first, second])
+
+
+def _gap(column: Column, rows: int, like: np.ndarray) -> np.ndarray:
+    return np.full((rows, *like.shape[1:]), column.pad, column.dtype)
 
 
 def split(packed: Packed, rank: int, size: int) -> Packed:

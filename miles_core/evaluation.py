@@ -44,10 +44,11 @@ class Evaluation:
     skip_first: bool = False
 
     def due(self, done: int, last: int, *, before: bool) -> bool:
-        """Whether to evaluate after `done` rollouts of `last`: before the first, by interval, and after the last."""
+        """Whether to evaluate after `done` rollouts of `last`: before the first, by interval, and after the last;
+        a resumed run looks again at the weights that it starts from."""
         if not self.datasets or self.interval is None:
             return False
-        if before:
+        if before and done == 0:
             return not self.skip_first
         return done == last or done % self.interval == 0
 

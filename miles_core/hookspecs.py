@@ -136,6 +136,18 @@ def filter_group(group: Group) -> Group | Drop:
     """4: keep a group, changed or not, or return Drop(reason), which is counted. (--dynamic-sampling-filter-path)"""
 
 
+@hookspec("chain", role="rollout", per="group")
+def unfinished(group: Group) -> Group:
+    """5: a group that was called back, its samples finished or not: return what of it goes on later, without samples
+    to have the prompt sampled anew. With an implementation, over-sampling loses no token."""
+
+
+@hookspec("chain", role="rollout", per="group")
+def select_from_buffer(groups: list[Group], rollout_id: int) -> list[Group]:
+    """1: which of the groups that were called back, oldest first, goes on now: the first of what is returned; none to
+    take a new prompt. (--buffer-filter-path)"""
+
+
 @hookspec("chain", role="rollout", per="rollout")
 def shape_rewards(groups: list[Group]) -> list[Group]:
     """5: the whole rollout's rewards before advantages are made of them. (--custom-reward-post-process-path)"""

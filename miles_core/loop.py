@@ -27,6 +27,7 @@ async def train(run: Run) -> None:
         for side in sides:
             side.cancel()
         await asyncio.gather(*sides, return_exceptions=True)
+        await run.rest()
     for side in done:
         side.result()
 
@@ -34,9 +35,10 @@ async def train(run: Run) -> None:
 async def produce(run: Run) -> None:
     """Fill the buffer. Waits for: room. Unblocked by: consume() after a sync, or a drop."""
     async with run.tasks() as start:
+        start(run.heartbeat())
         while True:
             slot = await run.buffer.reserve()
-            slot.prompt = run.prompts.next()               # 1 prompts
+            run.prompt(slot)                               # 1 prompts
             slot.task = start(sample(run, slot))
 
 
@@ -44,9 +46,9 @@ async def sample(run: Run, slot: Slot) -> None:
     """One slot's way from prompt to buffer; an error here is the run's error."""
     with run.buffer.filling(slot):
         async with run.placement.lease("rollout"):
-            group = await run.rollout(slot.prompt)         # 2 rollout
-            group = await run.reward(group)                # 3 reward
-        slot.outcome = run.filter(group)                   # 4 filter: a drop is counted with its reason
+            slot.group = await run.rollout(slot)           # 2 rollout
+            slot.group = await run.reward(slot.group)      # 3 reward
+        slot.outcome = run.filter(slot.group)              # 4 filter: a drop is counted with its reason
 
 
 async def consume(run: Run) -> None:

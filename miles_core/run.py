@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import copy
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -15,19 +14,19 @@ from typing import Any
 import numpy as np
 
 from miles_core.config.tables import RunConfig
-from miles_core.errors import WaitError
+from miles_core.errors import HookError, WaitError
 from miles_core.evaluation import Evaluation
 from miles_core.hosts import Handle, within
 from miles_core.record.journal import Journal
-from miles_core.record.replay import save_batch
-from miles_core.stages.buffer import Buffer, Taken
+from miles_core.record.replay import save_batch, save_flow
+from miles_core.stages.buffer import Buffer, Slot, Taken
 from miles_core.stages.filter import filter_group
 from miles_core.stages.placement import Placement
 from miles_core.stages.prompts import PromptSource
 from miles_core.stages.reward import Scoring
 from miles_core.stages.rollout import Engine
 from miles_core.stages.sync import WeightSync
-from miles_core.types import Batch, Drop, Group, Prompt
+from miles_core.types import Batch, Drop, Group
 
 
 @dataclass
@@ -37,10 +36,12 @@ class Run:
     Args:
         first, last: rollouts first .. last-1 are done.
         steps: optimizer steps of each rollout.
-        generate: prompt -> group, all answers sampled.
+        generate: slot -> group, its answers sampled; some unfinished where the slot was called back.
         chain, shape: the bound filter_group and shape_rewards chains, or None.
         trainer: handle of the hosted trainer.
+        unfinished, select: the bound chains unfinished and select_from_buffer, or None.
         state: () -> JSON state of the plugins, for checkpoints.
+        begun: groups that were called back and go on later, oldest first.
         clock: seconds, for the figures under perf/.
         version: of the weights that the engine has.
         steady: whether the trainer holds that version, too: between a sync and the next batch.
@@ -51,7 +52,7 @@ class Run:
     last: int
     steps: int
     prompts: PromptSource
-    generate: Callable[[Prompt], Coroutine[Any, Any, Group]]
+    generate: Callable[[Slot], Coroutine[Any, Any, Group]]
     scoring: Scoring
     chain: Callable[[Group], Group | Drop] | None
     shape: Callable[[list[Group]], list[Group]] | None
@@ -62,13 +63,18 @@ class Run:
     placement: Placement
     evaluation: Evaluation
     journal: Journal
+    unfinished: Callable[[Group], Group] | None = None
+    select: Callable[[list[Group], int], list[Group]] | None = None
     state: Callable[[], dict] = dict
     clock: Callable[[], float] = time.perf_counter
     version: int = 0
     steady: bool = False
     metrics: dict[str, float] = field(default_factory=dict)
     resumable: dict = field(default_factory=dict)
+    begun: list[Group] = field(default_factory=list)
     _mark: float | None = None
+    _finished: float = 0.0
+    _evaluating: asyncio.Task | None = None
 
     def rollouts(self) -> Iterator[int]:
         """The rollouts that are left to do."""
@@ -99,9 +105,20 @@ class Run:
             async with self.placement.lease("start"):
                 await self.engine.start()
 
-    async def rollout(self, prompt: Prompt) -> Group:
+    def prompt(self, slot: Slot) -> None:
+        """Stage 1: a group that was called back goes on, else the next prompt; a restored slot has its own."""
+        slot.since = self.clock()
+        if slot.prompt is not None:
+            return
+        group = self._selected() if self.begun else None
+        if group is None:
+            slot.prompt = self.prompts.next()
+        else:
+            slot.prompt, slot.begun = group.prompt, tuple(group.samples)
+
+    async def rollout(self, slot: Slot) -> Group:
         """Stage 2."""
-        return await self.generate(prompt)
+        return await self.generate(slot)
 
     async def reward(self, group: Group) -> Group:
         """Stage 3."""
@@ -110,13 +127,75 @@ class Run:
 
     def filter(self, group: Group) -> Group | Drop:
         """Stage 4."""
+        self._finished = self.clock()
         return filter_group(group, self.chain)
+
+    async def take_back(self, slots: list[Slot]) -> None:
+        """Of slots that no batch can hold: what a plugin keeps goes on later, the prompts of the others come again."""
+        keep = self.unfinished is not None
+        if keep:
+            await self._recall(slots)
+        anew = []
+        for slot in slots:
+            if slot.task is not None:
+                slot.task.cancel()
+            stale = isinstance(slot.outcome, Drop) and slot.outcome.reason == "stale"
+            kept = self.unfinished(slot.group) if keep and slot.group is not None and not stale else None
+            if kept is not None and kept.samples:
+                self.begun.append(kept)
+            elif slot.prompt is not None:
+                anew.append(slot.prompt)
+        self.prompts.give_back(anew)
+
+    def too_stale(self, group: Group) -> bool:
+        """Whether --max-weight-staleness says that a group must not be trained on with the weights of now."""
+        most = self.config.rollout.max_weight_staleness
+        return most is not None and self.version - group.oldest_version > most
+
+    async def _recall(self, slots: list[Slot]) -> None:
+        """End the requests of these slots, and wait until each has what was drawn."""
+        for slot in slots:
+            slot.recall.asked = True
+        under_way = [slot for slot in slots if slot.task is not None and not slot.task.done()]
+        if not under_way:
+            return
+        limit = self.config.rollout.rollout_timeout
+        async with within(limit, lambda: WaitError(
+                f"groups that were called back did not end within {limit:g} s", who="the engine, or a generator",
+                got=f"prompts {[slot.prompt.uid for slot in under_way if not slot.task.done()]}",
+                fix="look at the engine's log; a generator has to end once its engine calls do")):
+            if ids := [id for slot in under_way for id in slot.recall.ids]:
+                await self.engine.abort(ids)
+            await asyncio.wait([slot.task for slot in under_way])
+
+    def _selected(self) -> Group | None:
+        chosen = self.begun if self.select is None else self.select(list(self.begun), self.version - 1)
+        if not chosen:
+            return None
+        place = next((i for i, group in enumerate(self.begun) if group is chosen[0]), None)
+        if place is None:
+            raise HookError("select_from_buffer should return groups that it was given",
+                            got=f"one of prompt {chosen[0].prompt.uid}", fix="order and leave out, but do not copy")
+        return self.begun.pop(place)
+
+    async def heartbeat(self) -> None:
+        """Tell every --heartbeat-interval seconds that sampling lives, and how far it is."""
+        rollout = self.config.rollout
+        if rollout.max_lag:
+            self.journal.message("info", f"Continuous async rollout worker started: up to {rollout.max_lag} rollouts "
+                                         "ahead of training")
+        self._finished = self.clock()
+        while rollout.heartbeat_interval:
+            await asyncio.sleep(rollout.heartbeat_interval)
+            now = self.clock()
+            self.journal.event("heartbeat", rollout_id=self.version - 1, version=self.version,
+                               idle_s=now - self._finished, **self.buffer.figures(now))
 
     def batch(self, rollout_id: int, taken: Taken) -> Batch:
         """The taken groups as a batch; their rewards go through shape_rewards."""
         self.steady = False
         self._timed("rollout_time")
-        self._drops(rollout_id, taken.drops)
+        self._passed_over(rollout_id, taken)
         batch = Batch(rollout_id, taken.groups, self.version)
         if self.config.debug.save_debug_rollout_data:
             save_batch(self.config.debug.save_debug_rollout_data, batch)
@@ -148,8 +227,9 @@ class Run:
     async def sync(self, rollout_id: int) -> None:
         """Stage 9: weights that `rollout_id` samples from.
 
-        Version n serves rollout n-1, so 0 is never a trained one.
+        Version n serves rollout n-1, so 0 is never a trained one. An evaluation keeps its weights to its end.
         """
+        await self.evaluated()
         self._timed("train_time")
         version = rollout_id + 1
         self.journal.stage("sync")
@@ -160,7 +240,7 @@ class Run:
         self.metrics["perf/update_weights_time"] = self.clock() - begin
         self.journal.event("weight_sync", rollout_id=rollout_id, version=version, seconds=self.clock() - begin,
                            **figures)
-        self.resumable = self._state() if self.config.checkpoint.save else {}
+        self.resumable = self._state() if self._saves(rollout_id) else {}
         self._mark = self.clock()
         self.journal.stage("rollout")
 
@@ -176,10 +256,30 @@ class Run:
         self.journal.event("engine_recovered", version=self.version, **figures)
 
     async def evaluate(self, rollout_id: int, *, before: bool = False) -> None:
-        """Stages 1 to 3 on the eval datasets with the weights that the engine has; no-op when none is due."""
+        """Stages 1 to 3 on the eval datasets with the weights that the engine has; no-op when none is due.
+
+        It goes on beside sampling and training; the next sync waits for it. The first and the last stand alone.
+        """
         if not self.evaluation.due(rollout_id, self.last, before=before):
             return
         self.journal.stage("eval")
+        self._evaluating = asyncio.create_task(self._evaluate(rollout_id))
+        if before or rollout_id == self.last:
+            await self.evaluated()
+
+    async def evaluated(self) -> None:
+        """Wait for the evaluation that is under way, if there is one."""
+        if self._evaluating is not None:
+            await self._evaluating
+            self._evaluating = None
+
+    async def rest(self) -> None:
+        """End what still goes on in the background."""
+        if self._evaluating is not None:
+            self._evaluating.cancel()
+            await asyncio.gather(self._evaluating, return_exceptions=True)
+
+    async def _evaluate(self, rollout_id: int) -> None:
         async with self.placement.lease("rollout"):
             for name, metrics, samples in await self.evaluation(self.engine):
                 self.journal.evaluation(name, rollout_id, metrics, samples)
@@ -198,10 +298,14 @@ class Run:
                 hashes = await self.trainer.hashes(batch)
             self.journal.hashes(batch.rollout_id, hashes["weights"], hashes["batch"], norm)
         await self.evaluate(done)
+        if self._saves(done):
+            await self.save(done)
+
+    def _saves(self, done: int) -> bool:
+        """Whether a checkpoint is due after so many rollouts."""
         checkpoint = self.config.checkpoint
         due = checkpoint.save_interval and done % checkpoint.save_interval == 0
-        if checkpoint.save and (done == self.last or due):
-            await self.save(done)
+        return bool(checkpoint.save and (done == self.last or due))
 
     async def save(self, done: int) -> None:
         """A checkpoint from which rollout `done` is the next.
@@ -228,18 +332,22 @@ class Run:
         Asked for after a sync, before the room comes back: at max_lag 0 nothing is under way then, so nothing that a
         resumed run does again has left a trace in it.
         """
-        prompts = self.buffer.state_dict() if self.prompts is None else self.prompts.state_dict(self.buffer.untrained())
-        return copy.deepcopy({"prompts": prompts, "plugins": self.state()})
+        if self.prompts is None:
+            return copy.deepcopy({"prompts": self.buffer.state_dict(), "plugins": self.state()})
+        return {**copy.deepcopy({"prompts": self.prompts.state_dict(), "plugins": self.state()}),
+                **save_flow(self.buffer.slots(), self.begun)}
 
     def _timed(self, name: str) -> None:
         now = self.clock()
         self.metrics[f"perf/{name}"] = 0.0 if self._mark is None else now - self._mark
         self._mark = now
 
-    def _drops(self, rollout_id: int, drops: Counter[str]) -> None:
-        for reason, count in drops.items():
+    def _passed_over(self, rollout_id: int, taken: Taken) -> None:
+        for reason, count in taken.drops.items():
             self.metrics[f"rollout/dynamic_filter/drop_{reason}"] = float(count)
             self.journal.event("drop", rollout_id=rollout_id, reason=reason, count=count)
+        for reason, count in taken.again.items():
+            self.metrics[f"rollout/sampled_again/{reason}"] = float(count)
 
 
 def rollout_metrics(batch: Batch) -> dict[str, float]:
@@ -247,6 +355,7 @@ def rollout_metrics(batch: Batch) -> dict[str, float]:
     samples = batch.samples
     rewards = np.array([s.reward for s in samples])
     lengths = np.array([s.response_length for s in samples])
+    behind = np.concatenate([(batch.version - s.columns["versions"])[s.columns["loss_mask"] > 0] for s in samples])
     spread = [np.ptp([s.reward for s in group.samples]) for group in batch.groups]
     found = {
         "rollout/raw_reward": rewards.mean(),
@@ -255,6 +364,8 @@ def rollout_metrics(batch: Batch) -> dict[str, float]:
         "rollout/truncated_ratio": np.mean([s.status == "truncated" for s in samples]),
         "rollout/zero_std/percentage": np.mean([value == 0 for value in spread]),
         "rollout/weight_version/lag": max(batch.version - group.oldest_version for group in batch.groups),
+        "rollout/staleness/mean": behind.mean() if len(behind) else 0, "rollout/staleness/max": max(behind, default=0),
+        "rollout/off_policy_tokens": np.mean(behind > 0) if len(behind) else 0,
     }  # fmt: skip
     for name in sorted({name for s in samples for name in s.metadata.get("figures", ())}):
         found[f"rollout/{name}"] = np.mean([s.metadata["figures"][name] for s in samples

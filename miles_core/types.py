@@ -109,6 +109,19 @@ class Group:
         return min(int(s.columns["versions"].min()) for s in self.samples if s.response_length)
 
 
+@dataclass(slots=True)
+class Recall:
+    """The engine's requests of one group, so that it can be called back.
+
+    Args:
+        asked: no further request shall begin; those under way were told to end.
+        ids: of the requests under way.
+    """
+
+    asked: bool = False
+    ids: set[str] = field(default_factory=set)
+
+
 @dataclass(frozen=True, slots=True)
 class Drop:
     """A group that shall not be trained on, and why.

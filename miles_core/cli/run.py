@@ -62,6 +62,10 @@ def _words(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[
     return run_words(ctx, param, incomplete)
 
 
+SCRIPTS: dict[str, tuple[str, ...]] = {"train.py": (), "train_async.py": ("--train-async",)}
+"""Where an old launch script names one of these, `miles run` may stand before it; the second samples ahead."""
+
+
 @click.command("run", cls=RunCommand, context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
 @click.option("--plan", "plan_only", is_flag=True, help="Print what would run and stop. Imports no plugin.")
 @click.option("--json", "as_json", is_flag=True, help="With --plan: as JSON.")
@@ -81,7 +85,10 @@ def command(plan_only: bool, as_json: bool, live: bool | None, words: tuple[str,
     from miles_core.plugins.plan import prepare
 
     run_file = Path(words[0]) if words and not words[0].startswith("-") else None
-    plan = prepare(run_file, words[1:] if run_file else words)
+    words = words[1:] if run_file else words
+    if run_file is not None and (preset := SCRIPTS.get(run_file.name)) is not None:
+        run_file, words = None, (*words, *preset)
+    plan = prepare(run_file, words)
     if plan_only:
         import json
 

@@ -180,6 +180,7 @@ def _rollout(config: RunConfig, note: Note) -> RunConfig:
         raise ConfigError("--colocate hands the GPUs back and forth and needs max_lag = 0",
                           got=f"max_lag = {rollout.max_lag}", who=who(config, "perf.colocate", "rollout.max_lag"),
                           fix="set max_lag = 0")
+    _staleness(config, note)
     if not 0 < rollout.rollout_top_p <= 1 or rollout.rollout_temperature < 0:
         raise ConfigError("rollout_top_p lies in (0, 1] and rollout_temperature is not negative",
                           got=f"{rollout.rollout_top_p}, {rollout.rollout_temperature}", who="[rollout]",
@@ -189,6 +190,26 @@ def _rollout(config: RunConfig, note: Note) -> RunConfig:
     if rollout.rollout_top_p < 1 or rollout.rollout_top_k > 0:
         note("top-p and top-k restrict what is drawn; log-probs stay those of the uncut distribution on both sides")
     return with_values(config, "rollout_batch_size", rollout__over_sampling_batch_size=over)
+
+
+def _staleness(config: RunConfig, note: Note) -> None:
+    rollout = config.rollout
+    limit, most = rollout.max_weight_staleness, rollout.async_max_concurrent_samples
+    if limit is not None and limit < 0:
+        raise ConfigError("max_weight_staleness should not be negative", got=limit,
+                          who=who(config, "rollout.max_weight_staleness"), fix="0 trains on the current weights alone")
+    if limit == 0 and rollout.max_lag:
+        raise ConfigError("no sample may be stale, and sampling may run ahead of training",
+                          got=f"max_weight_staleness = 0, max_lag = {rollout.max_lag}",
+                          who=who(config, "rollout.max_weight_staleness", "rollout.max_lag"),
+                          fix="set max_lag = 0, or allow a staleness of 1 or more")
+    if most is not None and most < rollout.n_samples_per_prompt:
+        raise BatchError("async_max_concurrent_samples has no room for one group", got=most,
+                         who=who(config, "rollout.async_max_concurrent_samples"),
+                         fix=f"at least n_samples_per_prompt = {rollout.n_samples_per_prompt}")
+    if rollout.heartbeat_interval < 0:
+        raise ConfigError("heartbeat_interval should not be negative", got=rollout.heartbeat_interval,
+                          who=who(config, "rollout.heartbeat_interval"), fix="0 is off")
 
 
 def _rewards(config: RunConfig, note: Note) -> RunConfig:

@@ -105,12 +105,13 @@ def assign(given: Sequence[Given], spellings: Spellings,
     """
     made: list[Assignment] = []
     notes: list[str] = []
-    for one in given:
+    for one in given:  # what a flag sets beside its own option yields to a flag that names it
         if one.flag in spellings:
             option, off = spellings[one.flag]
             made.append(Assignment(option.key, value_of(one, option, off), Origin("flag", one.flag)))
         else:
-            made += _foreign(one, spellings, plugins, notes)
+            found = _foreign(one, spellings, plugins, notes)
+            made = [*found, *made] if "set" in miles_flags().get(one.flag, {}) else [*made, *found]
     return made, notes
 
 

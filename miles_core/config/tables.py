@@ -66,6 +66,19 @@ class Rollout:
         32, "Waves of --over-sampling-batch-size prompts for one rollout before the run ends with an error."
     )
     max_lag: int = option(0, "Rollouts that sampling may run ahead of training; 0 is synchronous and on-policy.")
+    max_weight_staleness: int | None = option(
+        None, "Weight versions that the oldest token of a group may be behind when it is trained on."
+    )
+    async_max_concurrent_samples: int | None = option(
+        None, "Most samples in flight, in whole groups; default: as many as there is room for."
+    )
+    async_unused_samples_handler: Literal["drop", "retry"] = option(
+        "drop", "What becomes of groups that were aborted or are too stale: dropped and counted, or sampled again."
+    )
+    batch_order: Literal["started", "window"] = option(
+        "started", "Batches hold groups as they were started, or (window) finished ones overtake those that can wait."
+    )
+    heartbeat_interval: float = option(30.0, "Seconds between heartbeat events of the rollout; 0 is off.")
     engine: str | None = option(None, "Which engine; default: sglang where a GPU and SGLang are, else local.")
     engine_dtype: Literal["float32", "bfloat16"] | None = option(None, "Engine's dtype; default: the trainer's.")
     engine_max_batch: int = option(256, "Requests that the local engine decodes at once.")

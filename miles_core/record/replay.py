@@ -1,30 +1,32 @@
-"""Rollouts on disk, for --save-debug-rollout-data and --load-debug-rollout-data: safetensors with JSON, no pickle."""
+"""Samples on disk, in safetensors with JSON and no pickle: rollouts for --save-debug-rollout-data and
+--load-debug-rollout-data, and in a checkpoint the groups that were sampled and not trained on yet."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from miles_core.errors import DataError
+from miles_core.errors import CheckpointError, DataError
 from miles_core.record.directory import publish
 from miles_core.stages.buffer import Slot, Taken
-from miles_core.types import Batch, Group, Prompt, Sample, Status
+from miles_core.types import Batch, Drop, Group, Prompt, Sample, Status
+
+FLOW = "flow.safetensors"
+"""File of a checkpoint that holds the samples of what was under way."""
 
 
 def save_batch(template: str, batch: Batch) -> Path:
     """Write one rollout; `template` holds {rollout_id}."""
     path = Path(template.format(rollout_id=batch.rollout_id))
-    arrays = {f"{i}.{name}": np.ascontiguousarray(array) for i, sample in enumerate(batch.samples)
-              for name, array in sample.columns.items()}
-    groups = [[_record(sample) for sample in group.samples] for group in batch.groups]
-    meta = {"rollout_id": batch.rollout_id, "version": batch.version, "groups": groups}
+    meta = {"rollout_id": batch.rollout_id, "version": batch.version, "groups": [len(g.samples) for g in batch.groups]}
     path.parent.mkdir(parents=True, exist_ok=True)
-    publish(path, save(arrays, {"miles": json.dumps(meta)}))
+    publish(path, _pack(meta, batch.samples))
     return path
 
 
@@ -36,27 +38,91 @@ def load_batch(template: str, rollout_id: int) -> Batch:
     """
     path = Path(template.format(rollout_id=rollout_id))
     try:
-        data = path.read_bytes()
-        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-        meta, arrays = json.loads(header["__metadata__"]["miles"]), load(data)
+        meta, samples = _unpack(path.read_bytes())
+        sizes = iter(meta["groups"])
+        groups = [_group(samples, next(sizes)) for _ in meta["groups"]]
+        return Batch(meta["rollout_id"], groups, meta["version"])
     except FileNotFoundError:
         raise DataError("there is no saved rollout", who=str(path),
                         fix="check --load-debug-rollout-data and --num-rollout") from None
-    except (SafetensorError, ValueError, KeyError) as error:
+    except (SafetensorError, ValueError, KeyError, TypeError, IndexError) as error:
         raise DataError("this is no saved rollout", got=str(error), who=str(path),
                         fix="write it with --save-debug-rollout-data") from None
-    columns: dict[int, dict[str, np.ndarray]] = {}
-    for key, array in arrays.items():
+
+
+def save_flow(slots: Sequence[tuple[int, Slot]], begun: Sequence[Group]) -> dict[str, object]:
+    """What a checkpoint keeps of the buffer: prompts under way, finished groups, and groups that go on later.
+
+    Args:
+        slots: as `Buffer.slots` gives them.
+        begun: groups that were called back, oldest first.
+
+    Returns:
+        Entries of a checkpoint's state; none when nothing is under way.
+    """
+    if not slots and not begun:
+        return {}
+    samples: list[Sample] = []
+    entries = []
+    for round_, slot in slots:
+        held = slot.outcome.samples if isinstance(slot.outcome, Group) else slot.begun
+        drop = [slot.outcome.reason, slot.outcome.detail] if isinstance(slot.outcome, Drop) else None
+        entries.append({"round": round_, "prompt": _prompt_record(slot.prompt), "drop": drop,
+                        "finished": isinstance(slot.outcome, Group), "samples": 0 if drop else len(held)})
+        samples += () if drop else held
+    for group in begun:
+        samples += group.samples
+    meta = {"slots": entries, "begun": [len(group.samples) for group in begun]}
+    return {"flow": meta, "files": {FLOW: _pack({}, samples)}}
+
+
+def load_flow(state: Mapping[str, object]) -> tuple[list[Slot], list[Group]]:
+    """Slots for `Buffer.restore`, and groups that go on later.
+
+    Raises:
+        CheckpointError: the checkpoint's file is not what its state says.
+    """
+    if "flow" not in state:
+        return [], []
+    try:
+        meta, (_, samples) = state["flow"], _unpack(state["files"][FLOW])
+        slots = []
+        for entry in meta["slots"]:
+            slot = Slot(entry["round"], _prompt(entry["prompt"]))
+            held = [samples.pop(0) for _ in range(entry["samples"])]
+            if entry["drop"] is not None:
+                slot.outcome = Drop(*entry["drop"])
+            elif entry["finished"]:
+                slot.outcome = slot.group = Group(slot.prompt, held)
+            else:
+                slot.begun = tuple(held)
+            slots.append(slot)
+        return slots, [_group(samples, size) for size in meta["begun"]]
+    except (SafetensorError, ValueError, KeyError, TypeError, IndexError) as error:
+        raise CheckpointError("the groups under way cannot be read", got=f"{type(error).__name__}: {error}",
+                              who=FLOW, fix="use an earlier iteration") from error
+
+
+def _pack(meta: dict, samples: Sequence[Sample]) -> bytes:
+    arrays = {f"{i}.{name}": np.ascontiguousarray(array) for i, sample in enumerate(samples)
+              for name, array in sample.columns.items()}
+    return save(arrays, {"miles": json.dumps({**meta, "samples": [_record(sample) for sample in samples]})})
+
+
+def _unpack(data: bytes) -> tuple[dict, list[Sample]]:
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    meta = json.loads(header["__metadata__"]["miles"])
+    columns: list[dict[str, np.ndarray]] = [{} for _ in meta["samples"]]
+    for key, array in load(data).items():
         index, _, name = key.partition(".")
-        columns.setdefault(int(index), {})[name] = array
-    groups, index = [], 0
-    for records in meta["groups"]:
-        samples = []
-        for record in records:
-            samples.append(_sample(record, columns[index]))
-            index += 1
-        groups.append(Group(samples[0].prompt, samples))
-    return Batch(meta["rollout_id"], groups, meta["version"])
+        columns[int(index)][name] = array
+    return meta, [_sample(record, held) for record, held in zip(meta["samples"], columns, strict=True)]
+
+
+def _group(samples: list[Sample], size: int) -> Group:
+    """The next group of so many samples, which are taken off the list."""
+    taken = [samples.pop(0) for _ in range(size)]
+    return Group(taken[0].prompt, taken)
 
 
 class Replay:
@@ -78,27 +144,40 @@ class Replay:
     def release(self) -> None:
         """Nothing to give back."""
 
-    def untrained(self) -> list[Prompt]:
-        return []
-
     def state_dict(self) -> dict:
         """What a prompt source goes on from: the first prompt after those that were replayed."""
         return {"next": self._prompts, "again": []}
 
 
+def _prompt_record(prompt: Prompt) -> dict:
+    return {"uid": prompt.uid, "row": prompt.row, "text": prompt.text, "token_ids": prompt.token_ids,
+            "label": prompt.label, "metadata": _plain(prompt.metadata), "stream": prompt.stream,
+            "messages": prompt.messages and _plain(prompt.messages)}
+
+
+def _prompt(record: dict) -> Prompt:
+    messages = record["messages"]
+    return Prompt(**{**record, "token_ids": tuple(record["token_ids"]),
+                     "messages": None if messages is None else tuple(messages)})
+
+
 def _record(sample: Sample) -> dict:
-    prompt = sample.prompt
     return {
-        "uid": prompt.uid, "row": prompt.row, "text": prompt.text, "label": prompt.label, "stream": prompt.stream,
-        "metadata": json.loads(json.dumps(dict(prompt.metadata), default=str)), "index": sample.index,
-        "response": sample.text, "response_length": sample.response_length, "status": str(sample.status),
-        "rewards": sample.rewards, "reward": sample.reward, "rollout": sample.rollout,
+        "prompt": _prompt_record(sample.prompt), "index": sample.index, "text": sample.text,
+        "response_length": sample.response_length, "status": str(sample.status), "rewards": sample.rewards,
+        "reward": sample.reward, "rollout": sample.rollout, "metadata": _plain(sample.metadata),
     }  # fmt: skip
 
 
 def _sample(record: dict, columns: dict[str, np.ndarray]) -> Sample:
-    size = len(columns["tokens"]) - record["response_length"]
-    prompt = Prompt(record["uid"], record["row"], record["text"], tuple(int(t) for t in columns["tokens"][:size]),
-                    record["label"], record["metadata"], None, record["stream"])
-    return Sample(prompt, record["index"], columns, record["response_length"], record["response"],
-                  Status(record["status"]), record["rewards"], record["reward"], record["rollout"])
+    return Sample(**{**record, "prompt": _prompt(record["prompt"]), "status": Status(record["status"])},
+                  columns=columns)
+
+
+def _plain(value: object) -> object:
+    """As JSON has it; what JSON cannot hold becomes text."""
+    return json.loads(json.dumps(dict(value) if isinstance(value, Mapping) else value, default=_number))
+
+
+def _number(value: object) -> object:
+    return value.item() if hasattr(value, "item") else dict(value) if isinstance(value, Mapping) else str(value)

@@ -5,20 +5,27 @@ trained on its batch have been synced (`release`), so with capacity batch_size x
 on more than max_lag syncs after it was started, and max_lag = 0 *is* synchronous training. Batches are cut in the order
 in which slots were started, whatever finished first: at max_lag 0 timing cannot change what is trained on.
 
+Order "window" lets a finished group overtake slower ones for as long as these can still come later: those that no later
+batch could hold go first and are waited for, the rest of the batch is what is finished, oldest first. Every group that
+was started is trained on in either order, so neither prefers short answers.
+
 Over-sampling adds credit for slots in flight, not capacity. What a full batch leaves over and could only be trained on
-too late is taken back: its prompts return to the source in their old order.
+too late is taken back.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Literal
 
 from miles_core.errors import StarvedError
-from miles_core.types import Drop, Group, Prompt
+from miles_core.types import Drop, Group, Prompt, Recall, Sample
+
+Order = Literal["started", "window"]
 
 
 @dataclass(eq=False, slots=True)
@@ -27,21 +34,39 @@ class Slot:
 
     Args:
         round: how many syncs there had been when it was reserved.
+        begun: samples of the group that were called back before.
+        group: what was sampled, finished or not.
         outcome: None while sampling, then the group, or why it was dropped.
+        recall: what ends its requests early.
+        since: the clock when its sampling began.
     """
 
     round: int
     prompt: Prompt | None = None
+    begun: tuple[Sample, ...] = ()
+    group: Group | None = None
     outcome: Group | Drop | None = None
     task: asyncio.Task | None = None
+    recall: Recall = field(default_factory=Recall)
+    since: float = 0.0
 
 
 @dataclass(slots=True)
 class Taken:
-    """One batch's groups in the order in which they were started, and the drops passed over on the way."""
+    """One batch's groups in the order in which they were started, and what was passed over on the way.
+
+    Args:
+        drops: groups that are not trained on, by reason.
+        again: groups whose prompt comes again, by reason.
+    """
 
     groups: list[Group]
     drops: Counter[str] = field(default_factory=Counter)
+    again: Counter[str] = field(default_factory=Counter)
+
+
+async def forget(slots: list[Slot]) -> None:
+    """Take slots back and keep nothing of them."""
 
 
 class Buffer:
@@ -51,32 +76,44 @@ class Buffer:
         batch_size: groups of a batch (--rollout-batch-size).
         max_lag: syncs that may pass between reserving a slot and training on it.
         credit: slots beyond the capacity that may be in flight (--over-sampling-batch-size less the batch size).
+        most_in_flight: groups that may be sampled at once; None for as many as there is room for.
+        order: how batches are cut.
         batches: batches that will be taken in all; nothing is started that none of them could hold.
         most_drops: drops within one batch after which the run ends.
-        give_back: takes the prompts of slots that were taken back, oldest first.
+        too_stale: whether a group is too old to be trained on now.
+        again: reasons ("aborted", "stale") for which a group is taken back in place of being dropped.
+        take_back: what becomes of slots that no batch can hold any more, oldest first.
     """
 
-    def __init__(self, batch_size: int, max_lag: int, *, batches: int, credit: int = 0, most_drops: int = 1024,
-                 give_back: Callable[[list[Prompt]], None] = lambda prompts: None):
+    def __init__(self, batch_size: int, max_lag: int, *, batches: int, credit: int = 0,
+                 most_in_flight: int | None = None, order: Order = "started", most_drops: int = 1024,
+                 too_stale: Callable[[Group], bool] = lambda group: False, again: frozenset[str] = frozenset(),
+                 take_back: Callable[[list[Slot]], Awaitable[None]] = forget):
         self.batch_size, self.max_lag, self.credit, self.most_drops = batch_size, max_lag, credit, most_drops
-        self.batches = batches
-        self._give_back = give_back
+        self.batches, self.most_in_flight, self.order = batches, most_in_flight, order
+        self.too_stale, self.again, self.take_back = too_stale, again, take_back
         self._slots: list[Slot] = []
+        self._restored: deque[Slot] = deque()
+        self._retried: Counter[str] = Counter()
         self._taken = self._released = 0
         self._failure: BaseException | None = None
         self._changed = asyncio.Condition()
         self._wakers: set[asyncio.Task] = set()
 
     async def reserve(self) -> Slot:
-        """A slot, once there is room. Waits for: the consumer's `release`, or a drop.
+        """A slot, once there is room; one with a prompt goes on from a checkpoint.
+
+        Waits for: the consumer's `release`, a drop, or an answer where --async-max-concurrent-samples bounds them.
 
         Raises:
             StarvedError: the filters drop nearly everything.
             whatever ended a slot's sampling.
         """
-        await self._until(self._has_room)
+        await self._until(lambda: self._may_begin() and (self._restored or self._has_room()))
+        if self._restored:
+            return self._restored.popleft()
         dropped = [slot.outcome for slot in self._slots if isinstance(slot.outcome, Drop)]
-        if len(dropped) >= self.most_drops:
+        if len(dropped) + self._retried.total() >= self.most_drops:
             raise self._starved(dropped)
         slot = Slot(round=self._released)
         self._slots.append(slot)
@@ -93,20 +130,21 @@ class Buffer:
             self._wake()
 
     async def take(self) -> Taken:
-        """The oldest full batch. Waits for: the producer.
+        """The next full batch. Waits for: the producer.
 
         Raises:
             whatever ended a slot's sampling.
         """
-        await self._until(lambda: self._oldest_batch() is not None)
-        taken, rest = self._oldest_batch()
+        while True:
+            await self._until(lambda: self._cut() is not None)
+            if not await self._set_aside():
+                break
+        taken, rest = self._cut()
         self._taken += 1
-        stale = [slot for slot in rest if self._taken - slot.round > self.max_lag]
-        for slot in stale:
-            if slot.task is not None:
-                slot.task.cancel()
-        self._slots = [slot for slot in rest if slot not in stale]
-        self._give_back([slot.prompt for slot in stale if slot.prompt is not None])
+        surplus = [slot for slot in rest if self._taken - slot.round > self.max_lag]
+        self._slots = [slot for slot in rest if slot not in surplus]
+        await self.take_back(surplus)
+        self._retried.clear()
         return taken
 
     def release(self) -> None:
@@ -119,9 +157,40 @@ class Buffer:
         self._failure = self._failure or error
         self._wake()
 
-    def untrained(self) -> list[Prompt]:
-        """Prompts that were handed out and not taken yet, oldest first: what a resumed run has to sample again."""
-        return [slot.prompt for slot in self._slots if slot.prompt is not None]
+    def slots(self) -> list[tuple[int, Slot]]:
+        """What is reserved and not taken yet, oldest first, each with how many batches were taken since: <= 0.
+
+        Asked for between a sync and its `release`; `restore` of a new buffer takes it.
+        """
+        return [(slot.round - self._taken, slot) for slot in self._slots]
+
+    def restore(self, slots: Iterable[Slot]) -> list[Slot]:
+        """Begin with these slots, oldest first; those without an outcome are sampled before any other.
+
+        Returns:
+            Slots that are too old for this run's max_lag, or more than it has room for.
+        """
+        slots = list(slots)
+        room = min(self.max_lag + 1, self.batches) * self.batch_size + self.credit
+        fit = [slot for slot in slots if -slot.round <= self.max_lag]
+        drops = [slot for slot in fit if isinstance(slot.outcome, Drop)]
+        keep = {*drops, *[slot for slot in fit if slot not in drops][:room]}
+        self._slots = [slot for slot in slots if slot in keep]
+        self._restored = deque(slot for slot in self._slots if slot.outcome is None)
+        return [slot for slot in slots if slot not in keep]
+
+    def figures(self, now: float) -> dict[str, float]:
+        """Of this moment: groups being sampled, finished and dropped, room in all, age of the oldest one in seconds."""
+        under_way = [slot for slot in self._slots if slot.task is not None and slot.outcome is None]
+        dropped = sum(isinstance(slot.outcome, Drop) for slot in self._slots)
+        finished = sum(slot.outcome is not None for slot in self._slots) - dropped
+        return {"sampling": len(under_way), "finished": finished, "dropped": dropped,
+                "capacity": self.batch_size * (self.max_lag + 1),
+                "oldest_s": max((now - slot.since for slot in under_way), default=0.0)}
+
+    def _may_begin(self) -> bool:
+        under_way = sum(slot.outcome is None for slot in self._slots) - len(self._restored)
+        return self.most_in_flight is None or under_way < self.most_in_flight
 
     def _has_room(self) -> bool:
         if self._taken - self._released > self.max_lag:
@@ -131,31 +200,50 @@ class Buffer:
         occupied = sum(not isinstance(slot.outcome, Drop) for slot in self._slots)
         return occupied < room + self.credit * (room > 0)
 
-    def _oldest_batch(self) -> tuple[Taken, list[Slot]] | None:
-        taken = Taken([])
-        for i, slot in enumerate(self._slots):
+    def _cut(self) -> tuple[Taken, list[Slot]] | None:
+        """The next batch and the slots that stay, or None when it is not full yet."""
+        taken, chosen = Taken([], again=Counter(self._retried)), set()
+        for slot in self._slots:
+            last_chance = self._taken + 1 - slot.round > self.max_lag
             if slot.outcome is None:
-                return None  # an older slot may still be kept: waiting for it is what makes the order exact
+                if self.order == "started" or last_chance:
+                    return None  # an older slot may still be kept: waiting for it is what makes the order exact
+                continue
+            chosen.add(slot)
             if isinstance(slot.outcome, Drop):
                 taken.drops[slot.outcome.reason] += 1
             else:
                 taken.groups.append(slot.outcome)
             if len(taken.groups) == self.batch_size:
-                return taken, self._slots[i + 1 :]
+                return taken, [slot for slot in self._slots if slot not in chosen]
         return None
 
+    async def _set_aside(self) -> bool:
+        """Drop what has become too stale while it waited, or has its prompt come again; whether there was any."""
+        stale = [slot for slot in self._slots if isinstance(slot.outcome, Group) and self.too_stale(slot.outcome)]
+        for slot in stale:
+            slot.outcome = Drop("stale", f"prompt {slot.prompt.uid} was sampled from version "
+                                         f"{slot.outcome.oldest_version} on")
+        again = [slot for slot in self._slots if isinstance(slot.outcome, Drop) and slot.outcome.reason in self.again]
+        self._retried.update(slot.outcome.reason for slot in again)
+        self._slots = [slot for slot in self._slots if slot not in again]
+        await self.take_back(again)
+        self._wake()
+        return bool(stale or again)
+
     def _starved(self, dropped: list[Drop]) -> StarvedError:
-        reasons = ", ".join(f"{reason} {count}" for reason, count in Counter(d.reason for d in dropped).most_common())
+        counts = Counter(drop.reason for drop in dropped) + self._retried
+        reasons = ", ".join(f"{reason} {count}" for reason, count in counts.most_common())
         kept = sum(isinstance(slot.outcome, Group) for slot in self._slots)
         detail = next((d.detail for d in reversed(dropped) if d.detail), "")
         return StarvedError(
-            f"filters dropped {len(dropped)} groups ({reasons}) and kept {kept} of the {self.batch_size} that a "
+            f"filters dropped {counts.total()} groups ({reasons}) and kept {kept} of the {self.batch_size} that a "
             f"rollout needs{'; last: ' + detail if detail else ''}",
             fix="look at the reward first: when every answer of a group scores the same there is nothing to learn from "
             "(wrong --label-key, a scorer that never matches, or a task that is too hard or too easy)",
         )
 
-    async def _until(self, ready: Callable[[], bool]) -> None:
+    async def _until(self, ready: Callable[[], object]) -> None:
         async with self._changed:
             await self._changed.wait_for(lambda: self._failure is not None or ready())
         if self._failure is not None:

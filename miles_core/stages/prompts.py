@@ -6,6 +6,7 @@ the numbers that were handed out and have to come again.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections import deque
@@ -24,6 +25,9 @@ from miles_core.types import Prompt
 class PromptSource(Protocol):
     """What the loop needs of a prompt source."""
 
+    data: str
+    """Tells one dataset from another; what a run has under way belongs to it."""
+
     def __len__(self) -> int:
         """Prompts of one epoch."""
 
@@ -33,8 +37,8 @@ class PromptSource(Protocol):
     def give_back(self, prompts: list[Prompt]) -> None:
         """Hand these out again before anything else, in this order."""
 
-    def state_dict(self, untrained: list[Prompt]) -> dict:
-        """JSON state from which a resumed run hands out `untrained` again, then goes on."""
+    def state_dict(self) -> dict:
+        """JSON state from which a resumed run goes on; what was handed out is not in it."""
 
     def load_state_dict(self, state: dict) -> None:
         """Go on where `state_dict` was taken."""
@@ -71,6 +75,8 @@ class JsonlPrompts:
     def __init__(self, rows: Rows, tokenizer: Any, *, shuffle: bool = False, seed: int = 0):
         self._rows, self._tokenizer, self._shuffle, self._seed = rows, tokenizer, shuffle, seed
         self._records, numbers = read_jsonl(rows.path)
+        with open(rows.path.partition("@")[0], "rb") as file:
+            self.data = hashlib.file_digest(file, "sha256").hexdigest()[:16] + rows.path.partition("@")[2]
         self._numbers = numbers
         self._ready: dict[int, Prompt] = {}
         self._again: deque[int] = deque()
@@ -105,11 +111,11 @@ class JsonlPrompts:
     def give_back(self, prompts: list[Prompt]) -> None:
         self._again.extendleft(prompt.uid for prompt in reversed(prompts))
 
-    def state_dict(self, untrained: list[Prompt]) -> dict:
-        following, again = self._next, [*(prompt.uid for prompt in untrained), *self._again]
+    def state_dict(self) -> dict:
+        following, again = self._next, list(self._again)
         while again and again[-1] == following - 1:  # the same stream; how far sampling got is a matter of timing
             following = again.pop()
-        return {"next": following, "again": again}
+        return {"next": following, "again": again, "data": self.data}
 
     def load_state_dict(self, state: dict) -> None:
         self._next, self._again = state["next"], deque(state["again"])

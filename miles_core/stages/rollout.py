@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
 
+from miles_core.columns import Columns, joined
 from miles_core.errors import EngineError
 from miles_core.hosts import within
-from miles_core.types import Prompt, Sample, Status
+from miles_core.types import Prompt, Recall, Sample, Status
 
 if TYPE_CHECKING:
     import torch
@@ -173,6 +174,9 @@ class Generation:
         key: (sample index, turn) -> key of its draws, already bound to run seed, stream and prompt.
         decode: token ids -> text.
         timeout: seconds that one engine call may take.
+        begun: samples of this group that were called back before; a generator that resumes goes on from them.
+        recall: what ends the group's requests early; `call_engine` sees to it.
+        columns: of the run.
         on_request, on_response: the chains of the hooks generate_request and generate_response.
     """
 
@@ -182,12 +186,17 @@ class Generation:
     key: Callable[[int, int], int]
     decode: Callable[[Iterable[int], bool], str]
     timeout: float
+    begun: Sequence[Sample] = ()
+    recall: Recall = field(default_factory=Recall)
+    columns: Columns = field(default_factory=Columns)
     on_request: RequestHook = lambda request: request
     on_response: ResponseHook = lambda sample, response: sample
 
 
 async def single_turn(prompt: Prompt, generation: Generation) -> list[Sample]:
     """Sample every answer with one engine call, all of them in flight at once.
+
+    Answers that were called back before go on with the tokens that they have; finished ones stay as they are.
 
     Raises:
         EngineError: a call failed, or took longer than `generation.timeout` seconds.
@@ -201,19 +210,36 @@ async def single_turn(prompt: Prompt, generation: Generation) -> list[Sample]:
 
 
 async def _one_turn(prompt: Prompt, index: int, generation: Generation) -> Sample:
+    begun = next((sample for sample in generation.begun if sample.index == index), None)
+    if begun is not None and begun.status is not Status.ABORTED:
+        return begun
+    drawn, sampling = 0 if begun is None else begun.response_length, generation.sampling
+    if drawn and drawn >= sampling.max_new_tokens:
+        return replace(begun, status=Status.TRUNCATED)
     request = Request(
         id=f"{prompt.stream}-{prompt.uid}-{index}",
-        input_ids=prompt.token_ids,
-        sampling=generation.sampling,
-        key=generation.key(index, 0),
+        input_ids=prompt.token_ids if begun is None else tuple(begun.tokens.tolist()),
+        sampling=replace(sampling, max_new_tokens=sampling.max_new_tokens - drawn,
+                         min_new_tokens=max(0, sampling.min_new_tokens - drawn)),
+        key=generation.key(index, 0 if begun is None else begun.metadata["spans"]),
     )
     request = generation.on_request(request)
     response = await call_engine(generation, request)
-    return generation.on_response(to_sample(prompt, index, request, response), response)
+    sample = to_sample(prompt, index, request, response)
+    if sample.response_length or sample.status is not Status.ABORTED:  # else there is nothing to read from it
+        sample = generation.on_response(sample, response)
+    if begun is not None:
+        sample = joined(begun, sample, generation.columns)
+        sample.text = generation.decode(sample.tokens[len(prompt.token_ids):].tolist(), sampling.skip_special_tokens)
+    if sample.status is Status.ABORTED:
+        sample.metadata["spans"] = 1 + (0 if begun is None else begun.metadata["spans"])
+    return sample
 
 
 async def call_engine(generation: Generation, request: Request) -> Response:
     """`engine.generate` with the bounded wait and the checks that every answer has to pass.
+
+    A group that was called back gets an empty answer, finish_reason "abort", without the engine being asked.
 
     Raises:
         EngineError: too slow, or an answer whose parts do not fit together.
@@ -222,8 +248,15 @@ async def call_engine(generation: Generation, request: Request) -> Response:
         return EngineError(f"the engine did not answer request {request.id} within {generation.timeout:g} s",
                            fix="raise --rollout-timeout, or look at the engine's log")
 
-    async with within(generation.timeout, late):
-        response = await generation.engine.generate(request)
+    recall = generation.recall
+    if recall.asked:
+        return Response(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32), "abort")
+    recall.ids.add(request.id)
+    try:
+        async with within(generation.timeout, late):
+            response = await generation.engine.generate(request)
+    finally:
+        recall.ids.discard(request.id)
     lengths = {len(response.output_ids), len(response.log_probs), len(response.versions)}
     if len(lengths) != 1:
         raise EngineError(f"the engine's answer to request {request.id} has parts of different lengths",

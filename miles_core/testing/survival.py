@@ -176,12 +176,15 @@ def lost_or_doubled(run: Path) -> list[str]:
     """Whether each prompt that the final checkpoint says was handed out was trained on once, dropped, or is to come."""
     folder = run / "checkpoints"
     last = int((folder / "latest_checkpointed_iteration.txt").read_text())
-    state = json.loads((folder / f"iter_{last:07d}" / "miles.json").read_text())["state"]["prompts"]
+    kept = json.loads((folder / f"iter_{last:07d}" / "miles.json").read_text())["state"]
+    state = kept["prompts"]
     times = Counter(uid for rollout in trained(run) for uid in rollout)
     dropped = sum(sum(counts.values()) for counts in drops(list(read(run / "events.jsonl"))).values())
     found = [f"prompt {uid} was trained on {count} times" for uid, count in times.items() if count > 1]
     found += [f"prompt {uid} was trained on and is to come again" for uid in state["again"] if uid in times]
-    known = len(times) + dropped + len(state["again"])
+    under_way = [slot["prompt"]["uid"] for slot in kept.get("flow", {}).get("slots", ())]
+    found += [f"prompt {uid} was trained on and is still under way" for uid in under_way if uid in times]
+    known = len(times) + dropped + len(state["again"]) + len(under_way) + len(kept.get("flow", {}).get("begun", ()))
     if known != state["next"]:
         found.append(f"{state['next']} prompts were handed out, and {known} are accounted for")
     return found

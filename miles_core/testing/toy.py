@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from miles_core.config.tables import RunConfig
+from miles_core.config.tables import Rollout, RunConfig
 from miles_core.evaluation import Evaluation
 from miles_core.run import Run
-from miles_core.stages.buffer import Buffer
+from miles_core.stages.buffer import Buffer, Slot
 from miles_core.stages.placement import Local, Placement
 from miles_core.stages.reward import Scoring
 from miles_core.types import Batch, Drop, Group, Prompt, Sample, Status
@@ -20,9 +20,14 @@ from miles_core.types import Batch, Drop, Group, Prompt, Sample, Status
 class ToyPrompts:
     """Prompts 0, 1, 2, ...; what is given back comes first."""
 
+    data = "toy"
+
     def __init__(self) -> None:
         self.fresh, self.again = 0, []
         self.handed_out: list[int] = []
+
+    def __len__(self) -> int:
+        return 1_000_000
 
     def next(self) -> Prompt:
         if self.again:
@@ -35,8 +40,8 @@ class ToyPrompts:
     def give_back(self, prompts: list[Prompt]) -> None:
         self.again = [prompt.uid for prompt in prompts] + self.again
 
-    def state_dict(self, untrained: list[Prompt]) -> dict:
-        return {"next": self.fresh, "again": [prompt.uid for prompt in untrained] + self.again}
+    def state_dict(self) -> dict:
+        return {"next": self.fresh, "again": list(self.again)}
 
 
 def toy_group(prompt: Prompt, version: int, samples: int = 2, reward: float | None = None) -> Group:
@@ -91,6 +96,9 @@ class ToyJournal:
     def event(self, kind: str, /, rollout_id: int | None = None, **fields: object) -> None:
         self.events.append((kind, rollout_id, fields))
 
+    def message(self, level: str, text: str) -> None:
+        """Of no interest here."""
+
     def stage(self, name: str) -> None:
         """Of no interest here."""
 
@@ -118,8 +126,10 @@ def toy_run(*, rollouts: int, batch_size: int, max_lag: int, duration: Callable[
         dropped, crash: which prompts a filter drops, and whose sampling raises.
     """
     prompts, tries = ToyPrompts(), {}
+    config = RunConfig(rollout=Rollout(heartbeat_interval=0))
 
-    async def generate(prompt: Prompt) -> Group:
+    async def generate(slot: Slot) -> Group:
+        prompt = slot.prompt
         tries[prompt.uid] = tries.get(prompt.uid, 0) + 1
         version = run.version
         await asyncio.sleep(duration(prompt.uid, tries[prompt.uid]))
@@ -128,12 +138,12 @@ def toy_run(*, rollouts: int, batch_size: int, max_lag: int, duration: Callable[
         return toy_group(prompt, version)
 
     run = Run(
-        config=RunConfig(), first=0, last=rollouts, steps=1, prompts=prompts, generate=generate,
+        config=config, first=0, last=rollouts, steps=1, prompts=prompts, generate=generate,
         scoring=Scoring({}, {}, lambda sample, weights: 0.0, 60.0),
         chain=lambda group: Drop("chosen") if dropped(group.prompt.uid) else group, shape=None,
-        buffer=buffer(batch_size, max_lag, batches=rollouts, credit=credit, give_back=prompts.give_back,
-                      most_drops=most_drops),
+        buffer=buffer(batch_size, max_lag, batches=rollouts, credit=credit, most_drops=most_drops),
         engine=None, trainer=ToyTrainer(train), weight_sync=ToySync(), placement=placement or Local(RunConfig()),
         evaluation=Evaluation([], None, None), journal=ToyJournal(), clock=lambda: asyncio.get_running_loop().time(),
     )  # fmt: skip
+    run.buffer.take_back = run.take_back
     return run

@@ -157,14 +157,15 @@ def test_a_resumed_run_samples_exactly_the_prompts_that_were_not_trained_on():
 
     async def spy(batch):
         await finish(batch)
-        state = run.prompts.state_dict(run.buffer.untrained())
+        state = run.prompts.state_dict()
         done = {uid for uids in trained(run) for uid in uids}
-        seen.append((done, state))
+        seen.append((done, state, [slot.prompt.uid for _, slot in run.buffer.slots() if slot.prompt is not None]))
 
     run.finish = spy
     run_virtual(lambda: train(run))
-    for done, state in seen:
-        to_come = set(state["again"])
+    for done, state, under_way in seen:
+        to_come = {*state["again"], *under_way}
+        assert len(to_come) == len(state["again"]) + len(under_way), "would be sampled twice"
         assert not done & to_come, "would be trained on twice"
         lost = set(range(state["next"])) - done - to_come
         assert all(third(uid) for uid in lost), "only drops may be gone"
@@ -176,7 +177,7 @@ def test_a_resumed_run_samples_exactly_the_prompts_that_were_not_trained_on():
 class FinishOrder(Buffer):
     """Takes whatever finished first."""
 
-    def _oldest_batch(self):
+    def _cut(self):
         kept = [slot for slot in self._slots if slot.outcome is not None and not isinstance(slot.outcome, Drop)]
         if len(kept) < self.batch_size:
             return None

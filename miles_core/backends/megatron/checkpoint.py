@@ -99,7 +99,7 @@ def save(folder: str | Path, iteration: int, parts: Mapping[str, Part],
 
     Args:
         parts: the trained models by name, the actor at the top and each other in a folder of its name.
-        state: anything that JSON can hold.
+        state: anything that JSON can hold, and under "files" names and bytes of files to put beside it.
 
     Raises:
         CheckpointError: the disk is full or cannot be written.
@@ -120,7 +120,11 @@ def save(folder: str | Path, iteration: int, parts: Mapping[str, Part],
             strategy = TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1)
             dist_checkpointing.save(sharded, str(where), strategy)
         if first:
-            (temporary / STATE).write_text(json.dumps({"iteration": iteration, "state": state or {}}))
+            files = (state or {}).get("files", {})
+            for name, data in files.items():
+                (temporary / name).write_bytes(data)
+            kept = {**(state or {}), **({"files": sorted(files)} if files else {})}
+            (temporary / STATE).write_text(json.dumps({"iteration": iteration, "state": kept}))
         _barrier()
     if first:
         write_text(Path(folder) / TRACKER, f"{iteration}\n")
@@ -151,7 +155,7 @@ def load(folder: str | Path, parts: Mapping[str, Part], iteration: int | None = 
                                   fix="resume with the plugins that the run had, or start anew with --ref-load")
         held = index.read(where / ".metadata")
         try:
-            kept = json.loads((source / STATE).read_text())["state"]
+            kept = _state(source)
             _load_part(where, held, *part)
         except (CheckpointingException, CheckpointException, OSError, EOFError, KeyError, ValueError, RuntimeError,
                 pickle.UnpicklingError) as error:  # fmt: skip
@@ -159,6 +163,13 @@ def load(folder: str | Path, parts: Mapping[str, Part], iteration: int | None = 
                                   who=str(where), fix="use the checkpoint of a run of the same model and optimizer, or "
                                   "an earlier iteration") from error
     return iteration, kept
+
+
+def _state(source: Path) -> dict:
+    kept = json.loads((source / STATE).read_text())["state"]
+    if "files" in kept:
+        kept["files"] = {name: (source / Path(name).name).read_bytes() for name in kept["files"]}
+    return kept
 
 
 def _load_part(source: Path, held: index.Held, chunks: Sequence[torch.nn.Module], optimizer, scheduler) -> None:
