@@ -165,9 +165,11 @@ def _buffer(config: RunConfig, batches: int, keeps: bool) -> Buffer:
         keeps: a plugin keeps groups that were called back.
     """
     rollout, most = config.rollout, config.rollout.async_max_concurrent_samples
+    # Further ahead than the limit, groups would only be sampled to be found too stale.
+    most_stale = rollout.max_lag if rollout.max_weight_staleness is None else rollout.max_weight_staleness
     again = {"aborted", "stale"} if rollout.async_unused_samples_handler == "retry" else set()
     return Buffer(
-        rollout.rollout_batch_size, rollout.max_lag, batches=batches, order=rollout.batch_order,
+        rollout.rollout_batch_size, min(rollout.max_lag, most_stale), batches=batches, order=rollout.batch_order,
         credit=rollout.over_sampling_batch_size - rollout.rollout_batch_size,
         most_in_flight=most and most // rollout.n_samples_per_prompt,
         most_drops=rollout.max_over_sampling_waves * rollout.over_sampling_batch_size,

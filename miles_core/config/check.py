@@ -203,6 +203,8 @@ def _staleness(config: RunConfig, note: Note) -> None:
                           got=f"max_weight_staleness = 0, max_lag = {rollout.max_lag}",
                           who=who(config, "rollout.max_weight_staleness", "rollout.max_lag"),
                           fix="set max_lag = 0, or allow a staleness of 1 or more")
+    if limit is not None and limit < rollout.max_lag:
+        note(f"max_weight_staleness {limit} is below max_lag {rollout.max_lag}: sampling runs {limit} rollout(s) ahead")
     if most is not None and most < rollout.n_samples_per_prompt:
         raise BatchError("async_max_concurrent_samples has no room for one group", got=most,
                          who=who(config, "rollout.async_max_concurrent_samples"),

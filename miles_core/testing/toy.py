@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -118,15 +118,17 @@ class ToySync:
 def toy_run(*, rollouts: int, batch_size: int, max_lag: int, duration: Callable[[int, int], float],
             dropped: Callable[[int], bool] = lambda uid: False, crash: Callable[[int], bool] = lambda uid: False,
             credit: int = 0, placement: Placement | None = None, buffer: type[Buffer] = Buffer, train: float = 1.0,
-            most_drops: int = 1000) -> Run:
+            most_drops: int = 1000, options: Mapping[str, object] | None = None, **flow: object) -> Run:
     """A Run of the shipped loop whose engine and trainer only take time.
 
     Args:
         duration: (prompt number, how often it was sampled) -> seconds of its sampling.
         dropped, crash: which prompts a filter drops, and whose sampling raises.
+        options: of [rollout]; heartbeats are off, since they would never let a schedule get stuck.
+        flow: further arguments of the buffer.
     """
     prompts, tries = ToyPrompts(), {}
-    config = RunConfig(rollout=Rollout(heartbeat_interval=0))
+    config = RunConfig(rollout=Rollout(**{"heartbeat_interval": 0, "max_lag": max_lag, **(options or {})}))
 
     async def generate(slot: Slot) -> Group:
         prompt = slot.prompt
@@ -141,9 +143,9 @@ def toy_run(*, rollouts: int, batch_size: int, max_lag: int, duration: Callable[
         config=config, first=0, last=rollouts, steps=1, prompts=prompts, generate=generate,
         scoring=Scoring({}, {}, lambda sample, weights: 0.0, 60.0),
         chain=lambda group: Drop("chosen") if dropped(group.prompt.uid) else group, shape=None,
-        buffer=buffer(batch_size, max_lag, batches=rollouts, credit=credit, most_drops=most_drops),
+        buffer=buffer(batch_size, max_lag, batches=rollouts, credit=credit, most_drops=most_drops, **flow),
         engine=None, trainer=ToyTrainer(train), weight_sync=ToySync(), placement=placement or Local(RunConfig()),
         evaluation=Evaluation([], None, None), journal=ToyJournal(), clock=lambda: asyncio.get_running_loop().time(),
     )  # fmt: skip
-    run.buffer.take_back = run.take_back
+    run.buffer.take_back, run.buffer.too_stale = run.take_back, run.too_stale
     return run

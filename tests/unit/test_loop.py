@@ -171,6 +171,111 @@ def test_a_resumed_run_samples_exactly_the_prompts_that_were_not_trained_on():
         assert all(third(uid) for uid in lost), "only drops may be gone"
 
 
+@pytest.mark.parametrize("max_lag", [0, 1, 3])
+@pytest.mark.parametrize("seed", range(3))
+def test_in_a_window_finished_groups_overtake_and_none_is_lost(max_lag, seed):
+    """The bound holds, every group that is older than the last one trained on was trained on, and steps come sooner."""
+    def schedule(order):
+        run = toy_run(rollouts=30, batch_size=4, max_lag=max_lag, duration=uneven(seed), order=order)
+        async def main():
+            await train(run)
+            return asyncio.get_running_loop().time()
+        return run, run_virtual(main)
+
+    (ordered, slow), (window, fast) = schedule("started"), schedule("window")
+    assert max(lags(window)) <= max_lag and fast <= slow
+    uids = [uid for batch in trained(window) for uid in batch]
+    assert len(set(uids)) == len(uids) == 120
+    behind = 4 * max_lag  # those that were overtaken are still to come
+    assert set(range(120 - behind)) <= set(uids)
+    if max_lag == 0:
+        assert trained(window) == trained(ordered)
+    else:
+        assert uids != sorted(uids)
+
+
+@pytest.mark.parametrize("most", [1, 3, 7])
+def test_groups_in_flight_are_bounded(most):
+    run = toy_run(rollouts=6, batch_size=4, max_lag=2, duration=uneven(2), most_in_flight=most)
+    generate, now, seen = run.generate, Counter(), []
+
+    async def counting(slot):
+        now["flying"] += 1
+        seen.append(now["flying"])
+        try:
+            return await generate(slot)
+        finally:
+            now["flying"] -= 1
+
+    run.generate = counting
+    run_virtual(lambda: train(run))
+    assert max(seen) == most and len(run.trainer.batches) == 6
+
+
+@pytest.mark.parametrize("again", [frozenset(), frozenset({"stale"})], ids=["drop", "retry"])
+def test_a_group_that_is_too_stale_is_not_trained_on(again):
+    """Training is slow, so groups wait: those beyond the limit are dropped and counted, or their prompts come again."""
+    run = go(rollouts=12, batch_size=4, max_lag=3, duration=lambda uid, tries: 0.01, train=5.0, again=again,
+             options={"max_weight_staleness": 1})
+    assert len(run.trainer.batches) == 12 and max(lags(run)) == 1
+    uids = [uid for batch in trained(run) for uid in batch]
+    assert len(set(uids)) == len(uids)
+    drops = sum(fields["count"] for kind, _, fields in run.journal.events if kind == "drop")
+    retried = sum(metrics.get("rollout/sampled_again/stale", 0) for _, metrics in run.journal.rollouts)
+    if again:
+        under_way = {slot.prompt.uid for _, slot in run.buffer.slots() if slot.prompt is not None}
+        assert drops == 0 and retried > 0
+        assert set(range(max(uids) + 1)) <= {*uids, *under_way, *run.prompts.again}, "lost"
+    else:
+        assert drops >= max(uids) + 1 - len(uids) > 0 and retried == 0
+
+
+def test_staleness_is_counted_per_trained_token():
+    run = go(rollouts=12, batch_size=4, max_lag=2, duration=lambda uid, tries: 0.01, train=5.0)
+    last = run.journal.rollouts[-1][1]
+    assert (last["rollout/staleness/mean"], last["rollout/staleness/max"], last["rollout/off_policy_tokens"]) == (2, 2, 1)
+    now = go(rollouts=3, batch_size=4, max_lag=0, duration=uneven(0)).journal.rollouts[-1][1]
+    assert (now["rollout/staleness/mean"], now["rollout/staleness/max"], now["rollout/off_policy_tokens"]) == (0, 0, 0)
+
+
+def test_an_evaluation_goes_on_beside_training_and_the_next_sync_waits_for_it():
+    run, spans = toy_run(rollouts=4, batch_size=2, max_lag=1, duration=lambda uid, tries: 0.5), []
+
+    async def evaluation(engine):
+        begin, version = asyncio.get_running_loop().time(), run.version
+        await asyncio.sleep(2.5)
+        spans.append((begin, asyncio.get_running_loop().time(), version, run.version, len(run.trainer.batches)))
+        return []
+
+    evaluation.due = lambda done, last, before: True
+    run.evaluation = evaluation
+    run_virtual(lambda: train(run))
+    assert [(first, last) for _, _, first, last, _ in spans] == [(n, n) for n in range(1, 6)], "its weights stay"
+    assert [batches for *_, batches in spans] == [0, 2, 3, 4, 4], "a step was done meanwhile, except first and last"
+
+
+def test_a_failing_evaluation_ends_the_run():
+    run = toy_run(rollouts=9, batch_size=2, max_lag=1, duration=lambda uid, tries: 0.5)
+
+    async def evaluation(engine):
+        raise ZeroDivisionError("no eval")
+
+    evaluation.due = lambda done, last, before: done == 2
+    run.evaluation = evaluation
+    with pytest.raises(ZeroDivisionError, match="no eval"):
+        run_virtual(lambda: train(run))
+    assert len(run.trainer.batches) <= 3
+
+
+def test_heartbeats_say_that_sampling_lives():
+    run = go(rollouts=3, batch_size=4, max_lag=1, duration=lambda uid, tries: 25.0, options={"heartbeat_interval": 10.0})
+    beats = [fields for kind, _, fields in run.journal.events if kind == "heartbeat"]
+    assert len(beats) >= 5
+    assert beats[0] == {"version": 1, "idle_s": 10.0, "sampling": 8, "finished": 0, "dropped": 0, "capacity": 8,
+                        "oldest_s": pytest.approx(10.0)}
+    assert max(beat["oldest_s"] for beat in beats) <= 25
+
+
 # --------------------------------------------------------------------------------------------------- mutants
 
 

@@ -39,6 +39,10 @@ REFUSED = {
     "below rollout_batch_size": ["--over-sampling-batch-size", 4],
     "max_lag should not be negative": ["--max-lag", -1],
     "needs max_lag = 0": ["--colocate", "--max-lag", 1],
+    "no sample may be stale": ["--max-lag", 2, "--max-weight-staleness", 0],
+    "staleness should not be negative": ["--max-weight-staleness", -1],
+    "no room for one group": ["--async-max-concurrent-samples", 1],
+    "heartbeat_interval should not be negative": ["--heartbeat-interval", -1],
     "top_p lies in": ["--rollout-top-p", 0],
     "3 weights": ["--rm-weights", 1, 2, 3],
     "named twice": ["--rm-type", "math", "math"],
@@ -143,3 +147,32 @@ def test_which_reduction(plan, flags, name):
 def test_a_reduction_that_nobody_offers_is_refused(plan):
     with pytest.raises(OwnerError, match="did you mean 'constant'"):
         plan("--reduction", "konstant")
+
+
+@pytest.mark.parametrize("flags, lag", [
+    (["--fully-async"], 2), (["--fully-async", "--max-lag", 5], 5), (["--max-lag", 5, "--fully-async"], 5),
+    (["--train-async"], 1), (["--fully-async", "--train-async"], 2), (["--fully-async", "--max-weight-staleness", 1], 2),
+])
+def test_old_flags_of_asynchrony_are_one_number_and_yield_to_it(plan, flags, lag):
+    assert plan(*flags).config.rollout.max_lag == lag
+
+
+def test_a_launch_script_of_one_step_off_training_is_recognised(run_file, monkeypatch):
+    """`miles run train_async.py FLAGS`: what follows `python3` in an old script."""
+    from click.testing import CliRunner
+
+    from miles_core.cli.run import command
+
+    def planned(script, *flags):
+        words = [*map(str, flags), "--hf-checkpoint", "x", "--prompt-data", "y", "--rollout-batch-size", "4",
+                 "--num-rollout", "1", "--model-name", "qwen3"]
+        done = CliRunner().invoke(command, ["--plan", script, *words])
+        return done.output if done.exception is None else str(done.exception)
+
+    monkeypatch.chdir(run_file().parent)
+    seen = {}
+    monkeypatch.setattr("miles_core.plugins.plan.prepare", lambda path, argv: seen.update(path=path, argv=argv) or 1 / 0)
+    planned("train_async.py", "--fully-async")
+    assert seen["path"] is None and seen["argv"][0] == "--fully-async" and seen["argv"][-1] == "--train-async"
+    planned("train.py")
+    assert seen["path"] is None and "--train-async" not in seen["argv"]
