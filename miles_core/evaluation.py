@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from miles_core.errors import RolloutError
+from miles_core.stages.filter import unfinished
 from miles_core.stages.prompts import JsonlPrompts
 from miles_core.stages.reward import Scoring
 from miles_core.stages.rollout import Engine
@@ -53,16 +55,33 @@ class Evaluation:
         return done == last or done % self.interval == 0
 
     async def __call__(self, engine: Engine) -> list[tuple[str, dict[str, float], list[Sample]]]:
-        """(dataset, metrics, samples) for each dataset."""
+        """(dataset, metrics, samples) for each dataset, of the groups that were finished.
+
+        Raises:
+            RolloutError: none of a dataset's was.
+        """
         found = []
         for dataset in self.datasets:
             groups = await asyncio.gather(*(self._group(dataset, uid) for uid in range(len(dataset.prompts))))
-            samples = [sample for group in groups for sample in group.samples]
-            found.append((dataset.name, metrics_of(dataset.name, groups), samples))
+            finished = [group for group in groups if not unfinished(group)]
+            if not finished:
+                raise RolloutError(f"no group of eval dataset {dataset.name} was finished",
+                                   got=next(filter(None, (told(group) for group in groups)), None),
+                                   fix="look at its samples, and at the generator's own log")
+            metrics = metrics_of(dataset.name, finished)
+            metrics[f"eval/{dataset.name}-failed_ratio"] = 1 - len(finished) / len(groups)
+            found.append((dataset.name, metrics, [sample for group in finished for sample in group.samples]))
         return found
 
     async def _group(self, dataset: Dataset, uid: int) -> Group:
-        return await self.scoring(await dataset.generate(dataset.prompts[uid]))
+        """Scored, unless it was not finished: a failure is no answer that scores 0."""
+        group = await dataset.generate(dataset.prompts[uid])
+        return group if unfinished(group) else await self.scoring(group)
+
+
+def told(group: Group) -> str | None:
+    """What a generator said of a sample that it could not finish."""
+    return next((sample.metadata.get("drop", {}).get("detail") for sample in unfinished(group)), None)
 
 
 def metrics_of(name: str, groups: Sequence[Group]) -> dict[str, float]:

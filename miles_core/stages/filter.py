@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from miles_core.types import Drop, Group, Status
+from miles_core.types import Drop, Group, Sample, Status
 
 
 def filter_group(group: Group, chain: Callable[[Group], Group | Drop] | None) -> Group | Drop:
     """What the run's filters say, in their order; a group with an unfinished sample never reaches them."""
-    unfit = [s.status for s in group.samples if s.status not in (Status.COMPLETED, Status.TRUNCATED)]
+    unfit = unfinished(group)
     if unfit:
-        return Drop(str(unfit[0]), f"prompt {group.prompt.uid} has {len(unfit)} sample(s) that did not finish")
+        # A generator may say why in metadata["drop"]: {"reason": a word that is counted, "detail": a sentence}.
+        told = unfit[0].metadata.get("drop", {})
+        return Drop(told.get("reason", str(unfit[0].status)), told.get(
+            "detail", f"prompt {group.prompt.uid} has {len(unfit)} sample(s) that did not finish"))
     return group if chain is None else chain(group)
+
+
+def unfinished(group: Group) -> list[Sample]:
+    """Samples that are no answer: aborted, or failed."""
+    return [sample for sample in group.samples if sample.status not in (Status.COMPLETED, Status.TRUNCATED)]
