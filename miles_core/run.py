@@ -117,8 +117,9 @@ class Run:
             slot.prompt, slot.begun = group.prompt, tuple(group.samples)
 
     async def rollout(self, slot: Slot) -> Group:
-        """Stage 2."""
-        return await self.generate(slot)
+        """Stage 2; what is too stale already is not gone on with."""
+        begun = Group(slot.prompt, list(slot.begun))
+        return begun if self.too_stale(begun) else await self.generate(slot)
 
     async def reward(self, group: Group) -> Group:
         """Stage 3."""
@@ -128,6 +129,8 @@ class Run:
     def filter(self, group: Group) -> Group | Drop:
         """Stage 4."""
         self._finished = self.clock()
+        if self.too_stale(group):
+            return Drop("stale", f"prompt {group.prompt.uid} was sampled from version {group.oldest_version} on")
         return filter_group(group, self.chain)
 
     async def take_back(self, slots: list[Slot]) -> None:
@@ -135,22 +138,27 @@ class Run:
         keep = self.unfinished is not None
         if keep:
             await self._recall(slots)
-        anew = []
+        anew, before = [], len(self.begun)
         for slot in slots:
             if slot.task is not None:
                 slot.task.cancel()
             stale = isinstance(slot.outcome, Drop) and slot.outcome.reason == "stale"
-            kept = self.unfinished(slot.group) if keep and slot.group is not None and not stale else None
+            group = slot.group or (Group(slot.prompt, list(slot.begun)) if slot.begun else None)
+            kept = self.unfinished(group) if keep and group is not None and not stale else None
             if kept is not None and kept.samples:
                 self.begun.append(kept)
             elif slot.prompt is not None:
                 anew.append(slot.prompt)
         self.prompts.give_back(anew)
+        if keep:
+            called_back = self.metrics.get("rollout/called_back", 0.0)
+            self.metrics["rollout/called_back"] = called_back + len(self.begun) - before
 
     def too_stale(self, group: Group) -> bool:
         """Whether --max-weight-staleness says that a group must not be trained on with the weights of now."""
         most = self.config.rollout.max_weight_staleness
-        return most is not None and self.version - group.oldest_version > most
+        drawn = any(sample.response_length for sample in group.samples)
+        return most is not None and drawn and self.version - group.oldest_version > most
 
     async def _recall(self, slots: list[Slot]) -> None:
         """End the requests of these slots, and wait until each has what was drawn."""
@@ -181,7 +189,7 @@ class Run:
     async def heartbeat(self) -> None:
         """Tell every --heartbeat-interval seconds that sampling lives, and how far it is."""
         rollout = self.config.rollout
-        if rollout.max_lag:
+        if rollout.max_lag and self.first < self.last:
             self.journal.message("info", f"Continuous async rollout worker started: up to {rollout.max_lag} rollouts "
                                          "ahead of training")
         self._finished = self.clock()
@@ -346,6 +354,8 @@ class Run:
         for reason, count in taken.drops.items():
             self.metrics[f"rollout/dynamic_filter/drop_{reason}"] = float(count)
             self.journal.event("drop", rollout_id=rollout_id, reason=reason, count=count)
+        for kind, count in taken.kinds.items():
+            self.metrics[f"rollout/dynamic_filter/drop_{kind}"] = float(count)
         for reason, count in taken.again.items():
             self.metrics[f"rollout/sampled_again/{reason}"] = float(count)
 

@@ -205,6 +205,10 @@ def _staleness(config: RunConfig, note: Note) -> None:
                           fix="set max_lag = 0, or allow a staleness of 1 or more")
     if limit is not None and limit < rollout.max_lag:
         note(f"max_weight_staleness {limit} is below max_lag {rollout.max_lag}: sampling runs {limit} rollout(s) ahead")
+    if rollout.max_lag and not config.algorithm.use_rollout_logprobs:
+        note(f"samples are up to {rollout.max_lag} versions old when they are trained on, and ratios are those to the "
+             "weights before the step: --use-rollout-logprobs makes them those to the weights that were sampled from, "
+             "--use-tis weights the difference")
     if most is not None and most < rollout.n_samples_per_prompt:
         raise BatchError("async_max_concurrent_samples has no room for one group", got=most,
                          who=who(config, "rollout.async_max_concurrent_samples"),

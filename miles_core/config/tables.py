@@ -94,7 +94,9 @@ class Rollout:
     rollout_stop: list[str] = option([], "Strings that end a response.")
     rollout_stop_token_ids: list[int] = option([], "Token ids that end a response.")
     rollout_skip_special_tokens: bool = option(False, "Leave special tokens out of the decoded text.")
-    rollout_timeout: float = option(600.0, "Seconds that one engine call may take.")
+    rollout_timeout: float = option(
+        600.0, "Seconds that one engine call may take, and all else that a generator does between two of them."
+    )
     pause_generation_mode: Literal["retract", "in_place", "abort"] = option(
         "retract", "What becomes of requests in flight while weights change."
     )
