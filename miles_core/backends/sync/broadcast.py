@@ -131,6 +131,7 @@ class BroadcastSender:
                 work.wait()
         if self._device is not None:
             torch.cuda.current_stream().synchronize()
+        ledger.total()  # before the answers: the servers load and add up
 
 
 def _together(ours: Future, theirs: Sequence[Future], targets: Sequence[Target], timeout: float, what: str):

@@ -11,6 +11,7 @@ import base64
 import io
 import json
 import os
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -86,6 +87,7 @@ class IpcSender:
             if self._leads:
                 under_way = self._post(packed)
             ledger.add(bucket.views(), sums_too=self._leads)
+        ledger.total()  # before the answer: the servers load and add up
         if under_way is not None:
             under_way.result()
         self._gathered(None)
@@ -105,8 +107,12 @@ class IpcSender:
 
     def _post(self, packed: list[str]) -> Future:
         """Hand a bucket to the servers while the next one is filled."""
-        servers, each = self._servers, packed if self._shares else packed[0]
-        return beside(lambda: for_all(servers.targets, lambda target: servers.load(target, each)))
+        servers, each, sent = self._servers, packed if self._shares else packed[0], threading.Event()
+        under_way = beside(lambda: for_all(servers.targets, lambda target: servers.load(target, each, sent.set)))
+        if self._shares:  # a handle is sent at once, unless what this thread does next keeps the interpreter to itself
+            under_way.add_done_callback(lambda _: sent.set())
+            sent.wait()
+        return under_way
 
     def _request(self, count: int) -> dict | None:
         """For a report with the bucket that was the last one in the sync before: it spares a call of its own."""

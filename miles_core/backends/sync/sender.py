@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -89,9 +89,9 @@ class Servers:
         self._info = {target.name: info for target, (info, _) in zip(self.targets, found, strict=True)}
         self.names = frozenset.union(*(names for _, names in found))
 
-    def load(self, target: Target, packed: str | Sequence[str]) -> None:
+    def load(self, target: Target, packed: str | Sequence[str], sent: Callable[[], object]) -> None:
         """A bucket for one of them; see `servers.load`."""
-        load(target, packed, timeout=self.settings.timeout, draft=self.drafts(target))
+        load(target, packed, timeout=self.settings.timeout, draft=self.drafts(target), sent=sent)
 
     def drafts(self, target: Target) -> bool:
         """Whether the server's draft model comes from the checkpoint that is trained, so that it is sent, too."""
@@ -108,7 +108,7 @@ class Servers:
         Raises:
             SyncError: a server that holds something else.
         """
-        sent, timeout = verify.of_target(ledger.total(), self.settings.layers), self.settings.timeout
+        sent, timeout = ledger.total(), self.settings.timeout
         if asked is not None:
             answers = [self.reports.read(target, one) for target, one in zip(self.targets, asked, strict=True)]
         else:
@@ -116,7 +116,8 @@ class Servers:
         for target, ranks in zip(self.targets, answers, strict=True):
             copies = max(1, target.size // self.settings.heads)
             random = self._info[target.name].get("load_format") == "dummy"
-            verify.check(target.name, target.url, sent, ranks, copies=copies, random=random)
+            verify.check(target.name, target.url, sent, ranks, layers=self.settings.layers, copies=copies,
+                         random=random)
         return max(rank["seconds"] for ranks in answers for rank in ranks)
 
 

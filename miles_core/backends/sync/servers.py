@@ -49,8 +49,9 @@ class Target:
         return cls(server.name, server.url, seats[0].engine if seats else 0, server.size, gpus)
 
 
-def post(target: Target, path: str, body: dict | None = None, *, timeout: float) -> dict:
-    """POST JSON to a server; its answer, {} where that is no JSON.
+def post(target: Target, path: str, body: dict | None = None, *, timeout: float,
+         sent: Callable[[], object] = lambda: None) -> dict:
+    """POST JSON to a server; its answer, {} where that is no JSON. `sent` is called when the request is on its way.
 
     Raises:
         SyncError: names the server: no answer within `timeout` seconds, a lost connection, or what it said.
@@ -60,6 +61,7 @@ def post(target: Target, path: str, body: dict | None = None, *, timeout: float)
     try:
         with contextlib.closing(connection):
             connection.request("POST", f"/{path}", json.dumps(body or {}), {"Content-Type": "application/json"})
+            sent()
             answer = connection.getresponse()
             status, text = answer.status, answer.read().decode(errors="replace")
     except TimeoutError:
@@ -118,18 +120,20 @@ def plain(plan: dict, flat: torch.Tensor | None = None) -> str:
     return base64.b64encode(pickle.dumps([(json.dumps(plan), flat)])).decode()
 
 
-def load(target: Target, packed: str | Sequence[str], *, timeout: float, draft: bool = False) -> None:
+def load(target: Target, packed: str | Sequence[str], *, timeout: float, draft: bool = False,
+         sent: Callable[[], object] = lambda: None) -> None:
     """Hand a bucket to every rank of a server: the same to all, or one for each.
 
     The cache is not flushed here: SGLang ends itself when it cannot. Nor is the version set: only after the reports.
 
     Args:
         draft: a draft model for speculative decoding gets it, too.
+        sent: see `post`.
     """
     each = [packed] * target.size if isinstance(packed, str) else list(packed)
     body = {"serialized_named_tensors": each, "load_format": LOADER, "flush_cache": False,
             "disable_draft_model": not draft}
-    post(target, "update_weights_from_tensor", body, timeout=timeout)
+    post(target, "update_weights_from_tensor", body, timeout=timeout, sent=sent)
 
 
 def address_towards(host: str) -> str:
@@ -177,12 +181,12 @@ class Reports:
         """
         found = []
         for rank in range(target.size):
-            key = f"{request['key']}/{rank}"
-            if not self._store.check([key]):
+            try:
+                found.append(json.loads(self._store.queue_pop(f"{request['key']}/{rank}", block=False)))
+            except dist.QueueEmptyError:
                 raise SyncError(f"rank {rank} of {target.name} did not report what it loaded", who=target.url,
                                 fix=f"the engine's hosts have to reach {self.address} at port {self._store.port}; "
-                                "see the engine's log")
-            found.append(json.loads(self._store.get(key)))
+                                "see the engine's log") from None
         errors = [f"rank {i}: {one['error']}" for i, one in enumerate(found) if one["error"]]
         if errors:
             raise SyncError(f"{target.name} could not load the weights", who=target.url, got="; ".join(errors[:3]),

@@ -10,17 +10,29 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import chain
+from typing import NamedTuple
 
 import torch
 
 from miles_core.backends.sglang.served.miles_weights import sums
 from miles_core.errors import SyncError
 
-Sums = tuple[int, int]
-
 _LAYER = re.compile(r"(?:^|\.)(layers|h|blocks)\.(\d+)\.")
 _KEY_VALUE = re.compile(r"\.[kv]_proj\.")
 _PREDICTOR = re.compile(r"(?:^|\.)mtp(?:_layers)?\.")
+
+
+class Sums(NamedTuple):
+    """Of named tensors.
+
+    Args:
+        values: [tensors, 2] int64 on the host.
+    """
+
+    names: tuple[str, ...]
+    values: torch.Tensor
 
 
 @dataclass
@@ -46,107 +58,130 @@ class Ledger:
             self._sums.append(sums(tensors))
         self.tensors += len(tensors)
         for name, tensor in zip(names, tensors, strict=True):
-            self.bytes += tensor.numel() * tensor.element_size()
+            self.bytes += tensor.nbytes
             dtype = str(tensor.dtype).removeprefix("torch.")
             self.dtype = self.dtype or dtype
             if dtype != self.dtype:
                 self.dtypes[name] = dtype
 
-    def total(self) -> dict[str, Sums]:
-        """name -> its sums."""
-        rows = [row for part in self._sums for row in part.tolist()]
-        return {name: (one, two) for name, (one, two) in zip(self._names, rows, strict=True)}
+    def total(self) -> Sums:
+        """Of all. The first call waits for the devices; a sender makes it while its servers still work."""
+        self._sums = [torch.cat([part.cpu() for part in self._sums] or [torch.zeros(0, 2, dtype=torch.int64)])]
+        return Sums(tuple(self._names), self._sums[0])
 
     def expectation(self) -> dict[str, object]:
         """What a report has to be asked with."""
         return {"dtype": self.dtype, "dtypes": self.dtypes}
 
 
-def of_target(sent: Mapping[str, Sums], layers: int) -> dict[str, Sums]:
-    """Without the layers for multi-token prediction, which a draft model takes and no report covers."""
-    def predicts(name: str) -> bool:
-        match = _LAYER.search(name)
-        return _PREDICTOR.search(name) is not None or (match is not None and int(match[2]) >= layers)
-
-    return {name: value for name, value in sent.items() if not predicts(name)}
-
-
-def check(who: str, url: str, sent: Mapping[str, Sums], ranks: Sequence[Mapping], *,
-          copies: int = 1, random: bool = False) -> None:
+def check(who: str, url: str, sent: Sums, ranks: Sequence[Mapping], *, layers: int, copies: int = 1,
+          random: bool = False) -> None:
     """Compare what was sent with what an engine's ranks report.
 
     Args:
-        sent: name -> sums of the whole stream.
-        ranks: each with "sums" of its parameters and persistent buffers, and the names of those "changed" since its
-            first report.
+        sent: the whole stream.
+        ranks: as `miles_weights.load` reports: "names" of parameters and persistent buffers, their "sums", and which
+            of them "changed" since the first report.
+        layers: of the model without those for multi-token prediction, which a draft model takes and no report covers.
         copies: ranks that hold the same head of keys and values, because there are more ranks than heads.
         random: whether the engine started with random weights: then it must have been sent everything.
 
     Raises:
         SyncError: names what differs, or what was never sent.
     """
-    problems = differences(sent, whole(ranks), copies)
-    if problems:
+    plan = Plan.of(sent.names, tuple(tuple(rank["names"]) for rank in ranks), layers, copies)
+    if problems := plan.differences(sent.values, [_values(rank) for rank in ranks]):
         raise SyncError(f"{who} does not hold the weights that were sent", who=url, got=_few(problems),
                         fix="it stays paused and serves nothing; report this with the engine's log")
-    unsent = never_sent(sent, whole(ranks))
-    changed = {name for rank in ranks for name in rank["changed"]} & set(unsent)
-    if unsent and random:
+    if plan.unsent and random:
         raise SyncError(f"{who} has weights that the trainer never sends; they are random there", who=url,
-                        got=_few(unsent), fix="start the engine with --sglang-load-format auto, so that they come "
+                        got=_few(plan.unsent), fix="start the engine with --sglang-load-format auto, so that they come "
                         "from the checkpoint, or add them to the family's weight_map")
-    if changed:
+    if changed := {rank["names"][i] for rank in ranks for i in rank["changed"]} & set(plan.unsent):
         raise SyncError(f"{who} has weights that the trainer never sends and that changed since its first sync",
                         who=url, got=_few(sorted(changed)), fix="keep them when memory is released, or send them")
 
 
-def whole(ranks: Sequence[Mapping]) -> dict[str, Sums]:
-    """Sums of the parameters that the ranks hold parts of.
+def _values(rank: Mapping) -> torch.Tensor:
+    return torch.frombuffer(bytearray.fromhex(rank["sums"]), dtype=torch.int64).view(-1, 2)
 
-    Ranks that hold the same bits hold copies, which count once; others hold different parts.
+
+@dataclass(frozen=True)
+class Plan:
+    """Which sums have to be equal. It follows from the names alone, which stay from sync to sync.
+
+    Args:
+        units: what is compared: (what it is, names sent, names held); no names held where the engine has no place.
+        unsent: names of what the engine holds and nothing of the stream can have filled.
+        ours: [2, parts] int64: positions in the stream, and the unit that each is a part of.
+        theirs: the same of what the engine holds.
+        places: of each rank's tensors among the `size` that the engine holds.
     """
-    parts: dict[str, set[Sums]] = {}
-    for rank in ranks:
-        for name, (one, two) in rank["sums"].items():
-            parts.setdefault(name, set()).add((one, two))
-    return {name: added(each) for name, each in parts.items()}
+
+    units: tuple[tuple[str, list[str], list[str]], ...]
+    unsent: tuple[str, ...]
+    ours: torch.Tensor
+    theirs: torch.Tensor
+    places: tuple[torch.Tensor, ...]
+    size: int
+
+    @staticmethod
+    @lru_cache(maxsize=64)
+    def of(sent: tuple[str, ...], held: tuple[tuple[str, ...], ...], layers: int, copies: int) -> Plan:
+        """A tensor of both sides is a unit; all others of a layer are one."""
+        ours = {name: i for i, name in enumerate(sent) if not _predicts(name, layers)}
+        theirs = {name: i for i, name in enumerate(dict.fromkeys(chain(*held)))}
+        found: dict[str, tuple[list[str], list[str]]] = {}
+        for side, names in enumerate((ours, theirs)):
+            for name in sorted(names):
+                unit = name if name in ours and name in theirs else _layer(name)
+                found.setdefault(unit, ([], []))[side].append(name)
+        units = tuple((what, *names) for what, names in found.items() if names[0])
+        parts = [[(ours[name], i) for i, (_, names, there) in enumerate(units) for name in names
+                  for _ in range(copies if names != there and _KEY_VALUE.search(name) else 1)],
+                 [(theirs[name], i) for i, (_, _, names) in enumerate(units) for name in names]]
+        unsent = tuple(sorted(name for mine, names in found.values() if not mine for name in names))
+        places = tuple(torch.tensor([theirs[name] for name in names], dtype=torch.int64) for names in held)
+        return Plan(units, unsent, *(torch.tensor(pairs, dtype=torch.int64).view(-1, 2).t() for pairs in parts),
+                    places, len(theirs))
+
+    def differences(self, sent: torch.Tensor, ranks: Sequence[torch.Tensor]) -> list[str]:
+        """What differs, in words.
+
+        Args:
+            sent: [tensors, 2] int64.
+            ranks: the same of each rank. Ranks that hold the same bits hold copies, which count once; others hold
+                different parts.
+        """
+        each = sent.new_zeros(len(ranks), self.size, 2)
+        for held, places, values in zip(each, self.places, ranks, strict=True):
+            held[places] = values
+        whole = each[0].clone()
+        for i in range(1, len(each)):
+            whole += each[i] * (each[:i] != each[i]).any(2).all(0)[:, None]
+        differs = (self._added(sent, self.ours) != self._added(whole, self.theirs)).any(1).tolist()
+        return [self._said(unit) for unit, other in zip(self.units, differs, strict=True) if other or not unit[2]]
+
+    def _added(self, values: torch.Tensor, parts: torch.Tensor) -> torch.Tensor:
+        """[units, 2], modulo 2^64."""
+        return values.new_zeros(len(self.units), 2).index_add_(0, parts[1], values[parts[0]])
+
+    @staticmethod
+    def _said(unit: tuple[str, list[str], list[str]]) -> str:
+        what, ours, theirs = unit
+        if not theirs:
+            return f"{what}: the engine has no place for {_few(ours)}"
+        return what if ours == theirs else f"{what}: {_few(ours)} as {_few(theirs)}"
 
 
-def added(parts: Iterable[Sums]) -> Sums:
-    """Modulo 2^64, as int64."""
-    one, two = (sum(column) for column in zip((0, 0), *parts, strict=True))
-    return _wrapped(one), _wrapped(two)
+def _layer(name: str) -> str:
+    match = _LAYER.search(name)
+    return f"layer {match[2]}" if match else "outside of the layers"
 
 
-def differences(sent: Mapping[str, Sums], held: Mapping[str, Sums], copies: int = 1) -> list[str]:
-    """What differs, in words."""
-    found = [name for name, value in held.items() if name in sent and sent[name] != value]
-    ours, theirs = _by_layer(sent.keys() - held.keys()), _by_layer(held.keys() - sent.keys())
-    for layer, names in ours.items():
-        parts = [sent[name] for name in names for _ in range(copies if _KEY_VALUE.search(name) else 1)]
-        if (there := theirs.get(layer)) is None:
-            found.append(f"{layer}: the engine has no place for {_few(names)}")
-        elif added(parts) != added(held[name] for name in there):
-            found.append(f"{layer}: {_few(names)} as {_few(there)}")
-    return found
-
-
-def never_sent(sent: Mapping[str, Sums], held: Mapping[str, Sums]) -> list[str]:
-    """Names of what the engine holds and nothing of the stream can have filled."""
-    ours, theirs = _by_layer(sent.keys() - held.keys()), _by_layer(held.keys() - sent.keys())
-    return sorted(name for layer, names in theirs.items() if layer not in ours for name in names)
-
-
-def _by_layer(names: Iterable[str]) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
-    for name in sorted(names):
-        match = _LAYER.search(name)
-        found.setdefault(f"layer {match[2]}" if match else "outside of the layers", []).append(name)
-    return found
-
-
-def _wrapped(value: int) -> int:
-    return (value + 2**63) % 2**64 - 2**63
+def _predicts(name: str, layers: int) -> bool:
+    match = _LAYER.search(name)
+    return _PREDICTOR.search(name) is not None or (match is not None and int(match[2]) >= layers)
 
 
 def _few(names: Sequence[str], most: int = 4) -> str:

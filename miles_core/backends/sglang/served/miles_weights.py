@@ -14,8 +14,12 @@ import json
 import os
 import shutil
 import time
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
+from functools import reduce
+from itertools import accumulate
+from operator import or_
 from pathlib import Path
 
 import torch
@@ -41,6 +45,8 @@ _first: dict[int, dict[str, list[int]]] = {}
 """The sums of the first report, by id of the model."""
 _groups: dict[str, dist.ProcessGroup] = {}
 """Groups of senders, by name."""
+_stores: dict[tuple[str, int], dist.TCPStore] = {}
+"""The connection to the sender, by its address: to connect takes longer than to report."""
 _buckets: list[torch.Tensor] = []
 """Memory of the sender that is open here: opening it anew for every bucket would cost more than reading it."""
 
@@ -149,7 +155,8 @@ def sums(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     brought to the host.
     """
     device = tensors[0].device if tensors else torch.device("cpu")
-    if device.type == "cuda" and triton is not None and all(tensor.element_size() > 1 for tensor in tensors):
+    lanes_of_16 = all(dtype.itemsize > 1 for dtype in {tensor.dtype for tensor in tensors})
+    if device.type == "cuda" and triton is not None and lanes_of_16:
         return _sums_at_once(tensors)
     pieces: list[tuple[list[int], torch.Tensor]] = []
     alike: dict[tuple, list[tuple[int, torch.Tensor]]] = {}
@@ -186,26 +193,34 @@ CHUNK, BLOCK = 1 << 16, 1 << 12
 
 def _sums_at_once(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """`sums` in one kernel: casting to int64 first, as torch's sum does, moves nine times the bytes."""
-    flat = [tensor.detach().contiguous() for tensor in tensors]
-    sizes = torch.tensor([tensor.numel() * tensor.element_size() // 2 for tensor in flat])
-    starts = torch.tensor([tensor.data_ptr() for tensor in flat])
-    chunks = (sizes + CHUNK - 1) // CHUNK
-    owners = torch.repeat_interleave(torch.arange(len(flat)), chunks)
-    first = torch.arange(len(owners)) - torch.repeat_interleave(chunks.cumsum(0) - chunks, chunks)
-    lengths = (sizes[owners] - first * CHUNK).clamp(max=CHUNK)
-    table = torch.stack([starts[owners] + 2 * CHUNK * first, lengths, owners]).to(flat[0].device)
+    flat = [tensor.contiguous() for tensor in tensors]
+    starts, sizes = [tensor.data_ptr() for tensor in flat], [tensor.nbytes // 2 for tensor in flat]
+    ends = list(accumulate((size + CHUNK - 1) // CHUNK for size in sizes))
+    table = torch.frombuffer(array("q", starts + sizes + ends), dtype=torch.int64)
     found = torch.zeros(len(flat), 2, dtype=torch.int64, device=flat[0].device)
-    aligned = not bool((starts % 16).any() or (sizes % 16).any())
-    if len(owners):
-        _add_up[(len(owners),)](table, found, len(owners), CHUNK, BLOCK, aligned)
+    if ends[-1]:
+        _add_up[(ends[-1],)](table.to(found.device, non_blocking=True), found, len(flat), CHUNK, BLOCK,
+                             reduce(or_, starts + sizes) % 16 == 0)
     return found
 
 
-def _add_up(table, found, chunks, CHUNK: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr):
-    """One chunk of lanes, added to its tensor's two sums."""
+def _add_up(table, found, tensors, CHUNK: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr):
+    """One chunk of lanes, added to its tensor's two sums.
+
+    Args:
+        table: [3, tensors] int64: where each begins, its lanes, and the chunks of those up to it.
+    """
     chunk = tl.program_id(0).to(tl.int64)
-    lanes = tl.load(table + chunk).to(tl.pointer_type(tl.int16))
-    length, owner = tl.load(table + chunks + chunk), tl.load(table + 2 * chunks + chunk)
+    owner, end = 0, tensors
+    while owner < end:  # the first whose chunks end after this one
+        middle = (owner + end) // 2
+        if tl.load(table + 2 * tensors + middle) <= chunk:
+            owner = middle + 1
+        else:
+            end = middle
+    length = tl.load(table + tensors + owner)
+    before = (chunk - tl.load(table + 2 * tensors + owner) + (length + CHUNK - 1) // CHUNK) * CHUNK
+    lanes, length = tl.load(table + owner).to(tl.pointer_type(tl.int16)) + before, length - before
     if ALIGNED:  # else every lane is read by itself
         lanes, length = tl.multiple_of(lanes, 16), tl.multiple_of(length, 16)
     at = tl.arange(0, BLOCK)
@@ -219,30 +234,53 @@ def _add_up(table, found, chunks, CHUNK: tl.constexpr, BLOCK: tl.constexpr, ALIG
 
 
 if triton is not None:
-    _add_up = triton.jit(_add_up)
+    _add_up = triton.jit(_add_up, do_not_specialize=["tensors"])
 
 
-def held(model, dtype: str | None, dtypes: Mapping[str, str]) -> dict[str, list[int]]:
-    """The sums of every parameter and of every buffer that a checkpoint would hold.
+def state(model) -> dict[str, torch.Tensor]:
+    """Every parameter and every buffer that a checkpoint would hold, once.
+
+    One walk, in place of those of named_parameters, named_buffers and named_modules. It is made for each report: what
+    was remembered could hide that a parameter was replaced.
+    """
+    found: dict[str, torch.Tensor] = {}
+    seen: set[int] = set()
+
+    def visit(prefix: str, module: torch.nn.Module) -> None:
+        own, left_out = module._parameters, module._non_persistent_buffers_set
+        if module._buffers:
+            own = own | {name: buffer for name, buffer in module._buffers.items() if name not in left_out}
+        for name, tensor in own.items():
+            if tensor is not None and id(tensor) not in seen:
+                seen.add(id(tensor))
+                found[prefix + name] = tensor
+        for name, child in module._modules.items():
+            if child is not None and id(child) not in seen:
+                seen.add(id(child))
+                visit(f"{prefix}{name}.", child)
+
+    visit("", model)
+    return found
+
+
+def held(model, dtype: str | None, dtypes: Mapping[str, str]) -> tuple[list[str], torch.Tensor]:
+    """Names and, on the host, sums of every parameter and of every buffer that a checkpoint would hold.
 
     Args:
         dtype: what the sender sent; a wider parameter is cast back to it, which is exact.
         dtypes: by name, for tensors that were sent in another one.
     """
-    temporary = {f"{prefix}{'.' if prefix else ''}{name}" for prefix, module in model.named_modules()
-                 for name in module._non_persistent_buffers_set}
-    tensors = dict(model.named_parameters())
-    tensors |= {name: buffer for name, buffer in model.named_buffers() if name not in temporary}
+    tensors, usual = state(model), dtype and getattr(torch, dtype)
     for name, tensor in tensors.items():
-        sent = dtypes.get(name, dtype)
-        if sent is not None and tensor.is_floating_point() and tensor.element_size() > getattr(torch, sent).itemsize:
-            tensors[name] = tensor.to(getattr(torch, sent))
-    return dict(zip(tensors, sums(list(tensors.values())).tolist(), strict=True))
+        sent = getattr(torch, dtypes[name]) if name in dtypes else usual
+        if sent not in (None, tensor.dtype) and tensor.is_floating_point() and tensor.element_size() > sent.itemsize:
+            tensors[name] = tensor.to(sent)
+    return list(tensors), sums(list(tensors.values())).cpu()
 
 
 def _report(model, store: Sequence, key: str, names_only: bool = False, dtype: str | None = None,
             dtypes: Mapping[str, str] | None = None) -> None:
-    """Tell the sender, under `key`/rank."""
+    """Tell the sender, under `key`/rank: sums as the hexadecimal bytes of int64, `changed` as positions in `names`."""
     begin = time.perf_counter()
     answer: dict[str, object] = {"error": _errors[0] if _errors else None}
     _errors.clear()
@@ -250,18 +288,34 @@ def _report(model, store: Sequence, key: str, names_only: bool = False, dtype: s
         answer["names"] = [name for name, _ in model.named_parameters()]
     elif answer["error"] is None:
         try:
-            answer["sums"] = found = held(model, dtype, dtypes or {})
-            first = _first.setdefault(id(model), found)
-            answer["changed"] = [name for name in found if found[name] != first.get(name)]
+            names, found = held(model, dtype, dtypes or {})
+            rows = dict(zip(names, found.tolist(), strict=True))
+            first = _first.setdefault(id(model), rows)
+            answer |= {"names": names, "sums": found.numpy().tobytes().hex(),
+                       "changed": [i for i, name in enumerate(names) if rows[name] != first.get(name)]}
         except Exception as error:  # noqa: BLE001 - as in `load`
             answer["error"] = f"{type(error).__name__}: {error}"[:2000]
     answer["seconds"] = time.perf_counter() - begin
     try:
-        rank = dist.get_rank() if dist.is_initialized() else 0
-        client = dist.TCPStore(store[0], store[1], is_master=False, timeout=timedelta(seconds=STORE_SECONDS))
-        client.set(f"{key}/{rank}", json.dumps(answer))
+        _put(tuple(store), f"{key}/{dist.get_rank() if dist.is_initialized() else 0}", json.dumps(answer))
     except Exception as error:  # noqa: BLE001 - a sender that hears nothing does not let the weights serve
         print(f"miles_weights: the sender's store at {store} cannot be reached: {error}", flush=True)
+
+
+def _put(store: tuple[str, int], key: str, value: str) -> None:
+    """Into a queue of a sender's store, which takes it out."""
+    def push() -> None:
+        client.queue_push(key, value)
+        client.queue_len(key)  # waits until it is there: to push alone does not notice a lost connection
+
+    try:
+        client = _stores.pop(store)
+        push()
+    except Exception:  # noqa: BLE001 - there is none yet, or the one that is kept was lost
+        _stores.clear()
+        client = dist.TCPStore(*store, is_master=False, timeout=timedelta(seconds=STORE_SECONDS))
+        push()
+    _stores[store] = client
 
 
 def patch(folder: str, copy: str, version: int, base: int | None) -> None:

@@ -8,6 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from miles_core.backends.sglang.served import miles_weights
 from miles_core.backends.sync.servers import Reports, Target, describe, for_all, post
@@ -52,6 +53,12 @@ def says(status, body):
 def test_what_a_server_does_wrong_is_said_with_its_name(answer, words):
     with server(answer) as target, pytest.raises(SyncError, match=words):
         post(target, "x", timeout=0.3)
+
+
+def test_a_request_is_said_to_be_on_its_way_before_the_answer():
+    sent = threading.Event()
+    with server(lambda handler, path: says(200, {"early": sent.wait(5)})(handler, path)) as target:
+        assert post(target, "x", timeout=10, sent=sent.set) == {"early": True}
 
 
 def test_the_first_error_is_raised_when_all_have_answered():
@@ -114,11 +121,57 @@ def test_the_loader_reports_parameters_and_what_a_checkpoint_would_hold():
     assert loaded(model, reports, {}, names_only=True)["names"] == ["weight"]
     sent = torch.tensor([1.5, -2.0, 3.0, 0.25]).bfloat16()
     found = loaded(model, reports, {"weight": sent}, dtype="bfloat16")
-    assert model.weight.tolist() == sent.tolist() and sorted(found["sums"]) == ["kept", "weight"]
-    assert found["sums"]["weight"] == miles_weights.sums([sent])[0].tolist(), "cast back to what was sent"
+    assert model.weight.tolist() == sent.tolist() and found["names"] == ["weight", "kept"]
+    assert found["sums"] == sums_of(sent, model.kept), "the weight is cast back to what was sent"
     assert found["changed"] == []
     model.kept += 1
-    assert loaded(model, reports, {}, dtype="bfloat16")["changed"] == ["kept"]
+    assert loaded(model, reports, {}, dtype="bfloat16")["changed"] == [1]
+
+
+def sums_of(*tensors):
+    return miles_weights.sums(tensors).numpy().tobytes().hex()
+
+
+def test_a_parameter_that_was_replaced_or_moved_is_seen_in_the_next_report():
+    reports, model = Reports([Target("engine 2", "http://127.0.0.1:1")], 5), Model()
+    loaded(model, reports, {})
+    model.weight = torch.nn.Parameter(torch.tensor([1.0, 2, 3, 4]), requires_grad=False)
+    assert loaded(model, reports, {})["sums"] == sums_of(model.weight, model.kept)
+    model.weight.data, model.kept = torch.full((4,), 5.0), torch.ones(3)
+    assert loaded(model, reports, {})["sums"] == sums_of(model.weight, model.kept)
+    model.child = torch.nn.Linear(2, 2)
+    found = loaded(model, reports, {})
+    assert found["names"] == ["weight", "kept", "child.weight", "child.bias"] and found["changed"] == [0, 1, 2, 3]
+
+
+def test_what_is_tied_is_held_once_under_the_names_that_torch_gives():
+    model = torch.nn.Sequential(Model(), torch.nn.Sequential(Model(), torch.nn.BatchNorm1d(2)), Model())
+    model[1][0].weight, model[2].kept = model[0].weight, model[0].kept
+    model.append(model[1])
+    found = miles_weights.state(model)
+    wanted = dict(model.named_parameters()) | {name: one for name, one in model.named_buffers() if "comp" not in name}
+    assert found.keys() == wanted.keys() and all(found[name] is wanted[name] for name in wanted)
+
+
+def test_a_connection_to_the_sender_that_was_lost_is_replaced(monkeypatch):
+    """A sender that starts anew may get the port of the one before."""
+    made, connect = [], dist.TCPStore
+
+    def counted(*args, **kwargs):
+        made.append(connect(*args, **kwargs))
+        return made[-1]
+
+    monkeypatch.setattr(miles_weights, "_stores", {})
+    store = connect("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setattr(dist, "TCPStore", counted)
+    address = ("127.0.0.1", store.port)
+    for key in "ab":
+        miles_weights._put(address, key, key)
+    assert [store.queue_pop(key, False) for key in "ab"] == [b"a", b"b"] and len(made) == 1
+    del store
+    store = connect(*address, is_master=True, wait_for_workers=False)
+    miles_weights._put(address, "c", "c")
+    assert store.queue_pop("c", False) == b"c" and len(made) == 2 and len(miles_weights._stores) == 1
 
 
 def test_an_error_in_the_server_is_kept_for_the_report_and_ends_nothing():

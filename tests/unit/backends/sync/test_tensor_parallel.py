@@ -30,12 +30,10 @@ class Half(torch.nn.Module):
     def __init__(self, rank):
         super().__init__()
         self.rank, self.seen = rank, []
-        self.held = torch.nn.ParameterDict()
-        for name, shape in {"o_proj": (4, 3), "gate_up_proj": (6, 4), "norm": (4,)}.items():
-            self.held[name] = torch.nn.Parameter(torch.zeros(shape), requires_grad=False)
-
-    def named_parameters(self, *args, **kwargs):
-        return [(f"model.layers.0.{name}.weight", parameter) for name, parameter in self.held.items()]
+        layer = torch.nn.ModuleDict({"o_proj": torch.nn.Linear(3, 4, bias=False), "norm": torch.nn.RMSNorm(4),
+                                     "gate_up_proj": torch.nn.Linear(4, 6, bias=False)})
+        self.model = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([layer])})
+        self.held = {name: module.weight.data for name, module in layer.items()}
 
     def load_weights(self, weights):
         for name, tensor in weights:

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from miles_core.backends.sglang.served.miles_weights import PIECE, SMALL, sums
-from miles_core.backends.sync.verify import added, check, differences, never_sent, of_target, whole
+from miles_core.backends.sync.verify import Plan, Sums, check
 from miles_core.errors import SyncError
 
 LAYER = {"self_attn.q_proj": (16, 8), "self_attn.k_proj": (8, 8), "self_attn.v_proj": (8, 8),
@@ -19,7 +19,7 @@ def one(tensor):
 
 
 def by_name(tensors):
-    return {name: tuple(row) for name, row in zip(tensors, sums(list(tensors.values())).tolist(), strict=True)}
+    return Sums(tuple(tensors), sums(list(tensors.values())))
 
 
 def policy(dtype=torch.bfloat16, layers=2):
@@ -58,7 +58,8 @@ def engine(tensors, ranks=1, replicas=1):
 
 
 def reports(found, changed=()):
-    return [{"sums": by_name(tensors), "changed": list(changed)} for tensors in found]
+    return [{"names": list(tensors), "sums": by_name(tensors).values.numpy().tobytes().hex(),
+             "changed": [list(tensors).index(name) for name in changed]} for tensors in found]
 
 
 @settings(max_examples=30, deadline=None)
@@ -67,7 +68,7 @@ def test_sums_add_up_over_parts_in_any_order(data, dtype):
     tensor = torch.randint(-9, 9, (data.draw(st.integers(1, 9)), data.draw(st.integers(1, 9)))).to(dtype)
     cut = data.draw(st.integers(0, tensor.shape[1]))
     parts = [tensor[:, :cut], tensor[:, cut:].t()]
-    assert added(map(one, parts)) == one(tensor) == one(torch.cat([tensor, torch.zeros_like(tensor)]))
+    assert tuple(sums(parts).sum(0).tolist()) == one(tensor) == one(torch.cat([tensor, torch.zeros_like(tensor)]))
 
 
 @settings(max_examples=100, deadline=None)
@@ -98,7 +99,8 @@ def test_large_and_small_tensors_in_one_call_are_those_of_each_alone():
 @pytest.mark.parametrize(("ranks", "replicas"), [(1, 1), (2, 1), (4, 1), (8, 2)])
 def test_an_engine_that_holds_what_was_sent_passes(ranks, replicas):
     sent = policy()
-    check("engine 0", "", by_name(sent), reports(engine(sent, ranks, replicas)), copies=replicas, random=True)
+    check("engine 0", "", by_name(sent), reports(engine(sent, ranks, replicas)), layers=2, copies=replicas,
+          random=True)
 
 
 def wrong(name):
@@ -128,7 +130,7 @@ def wrong(name):
 def test_half_applied_updates_are_caught_and_named(name, said, ranks):
     sent, tensors = wrong(name)
     with pytest.raises(SyncError, match="engine 3 does not hold") as caught:
-        check("engine 3", "http://x", by_name(sent), reports(engine(tensors, ranks)))
+        check("engine 3", "http://x", by_name(sent), reports(engine(tensors, ranks)), layers=2)
     assert said in str(caught.value)
 
 
@@ -138,29 +140,48 @@ def test_the_order_inside_of_a_fused_parameter_is_not_seen():
     gate, up = (f"model.layers.0.mlp.{kind}.weight" for kind in ("gate_proj", "up_proj"))
     tensors[gate], tensors[up] = tensors[up], tensors[gate]
     tensors["model.layers.0.self_attn.o_proj.weight"] = tensors["model.layers.0.self_attn.o_proj.weight"].flip(0)
-    check("engine 0", "", by_name(sent), reports(engine(tensors)))
+    check("engine 0", "", by_name(sent), reports(engine(tensors)), layers=2)
 
 
 def test_what_was_never_sent_has_to_be_from_a_checkpoint_and_to_stay():
     sent = policy()
     found = [tensors | {"model.layers.0.mlp.gate.bias": torch.ones(4)} for tensors in engine(sent)]
-    left_out = {name: value for name, value in by_name(sent).items() if name != "model.norm.weight"}
-    assert never_sent(left_out, whole(reports(engine(sent)))) == ["model.norm.weight"]
-    check("engine 0", "", left_out, reports(engine(sent)), random=False)
-    with pytest.raises(SyncError, match="never sends; they are random"):
-        check("engine 0", "", left_out, reports(engine(sent)), random=True)
+    left_out = by_name({name: tensor for name, tensor in sent.items() if name != "model.norm.weight"})
+    check("engine 0", "", left_out, reports(engine(sent)), layers=2, random=False)
+    with pytest.raises(SyncError, match="never sends; they are random") as caught:
+        check("engine 0", "", left_out, reports(engine(sent)), layers=2, random=True)
+    assert caught.value.got == "model.norm.weight"
     with pytest.raises(SyncError, match="changed since its first sync"):
-        check("engine 0", "", left_out, reports(engine(sent), changed=["model.norm.weight"]))
-    assert "gate.bias" in differences(by_name(sent), whole(reports(found)))[0], "compared with the others of its layer"
+        check("engine 0", "", left_out, reports(engine(sent), changed=["model.norm.weight"]), layers=2)
+    with pytest.raises(SyncError, match="gate.bias"):  # compared with the others of its layer
+        check("engine 0", "", by_name(sent), reports(found), layers=2)
 
 
 def test_layers_for_multi_token_prediction_are_for_a_draft_model():
-    extra = {name: (1, 1) for name in ("mtp.layers.0.mlp.down_proj.weight", "mtp.fc.weight",
-                                       "model.layers.2.eh_proj.weight", "model.mtp_layers.0.input_proj.weight")}
-    assert of_target(by_name(policy()) | extra, 2) == by_name(policy())
+    extra = {name: torch.ones(3) for name in ("mtp.layers.0.mlp.down_proj.weight", "mtp.fc.weight",
+                                              "model.layers.2.eh_proj.weight", "model.mtp_layers.0.input_proj.weight")}
+    check("engine 0", "", by_name(policy() | extra), reports(engine(policy())), layers=2)
+
+
+def test_ranks_that_hold_other_tensors_are_put_together():
+    """Equal parts are copies, also where a rank before has none of it; and a copy that differs is another part."""
+    sent = {f"model.layers.{i}.x.weight": torch.randn(4) for i in range(3)}
+    one, two, three = sent
+    held = [{one: sent[one], two: sent[two][:2]}, {three: sent[three], two: sent[two][2:]}, {two: sent[two][2:]}]
+    check("engine 0", "", by_name(sent), reports(held), layers=3, random=True)
+    held[2][two] = sent[two][2:] + 1
+    with pytest.raises(SyncError) as caught:
+        check("engine 0", "", by_name(sent), reports(held), layers=3)
+    assert caught.value.got == two
+
+
+def test_what_follows_from_names_is_worked_out_once_for_each_set_of_names():
+    sent = by_name(policy()).names
+    assert Plan.of(sent, (sent,), 2, 1) is Plan.of((*sent,), ((*sent,),), 2, 1) is not Plan.of(sent, (sent[1:],), 2, 1)
 
 
 def test_what_the_engine_has_no_place_for_is_named():
-    sent = policy() | {"model.layers.7.extra.weight": torch.ones(3)}
+    """Zeros, too, whose sums are those of nothing."""
+    sent = policy() | {"model.layers.7.extra.weight": torch.zeros(3)}
     with pytest.raises(SyncError, match="no place for model.layers.7.extra.weight"):
-        check("engine 0", "", by_name(sent), reports(engine(policy())))
+        check("engine 0", "", by_name(sent), reports(engine(policy())), layers=8)
