@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.metadata
 import os
 import signal
@@ -53,6 +54,8 @@ def execute(plan: Plan, *, live: bool | None = None) -> int:
                     for note in _blame(error.__cause__):
                         error.add_note(note)
                     error.add_note(_traceback(directory))
+                if attempt.begun:
+                    error.add_note(f"`miles doctor {directory}` says which side to look at")
                 raise
             except (Exception, SystemExit) as error:
                 console.stop("failed")
@@ -159,6 +162,8 @@ async def _run(attempt: Attempt, directory: RunDirectory, console: Views) -> int
         status = "restarting" if attempt.survives(caught) else "failed"
         if attempt.begun:
             error.exit_code = 1  # whatever it is, it was not there to be seen before the start
+        with contextlib.suppress(MilesError):  # a full disk takes no more of it; whoever reads the terminal is told
+            journal.events.message("error", str(error))  # before anything is stopped, which may hang as well
         raise
     finally:
         console.stop(status)
@@ -217,10 +222,10 @@ async def _stop(run, found) -> list[Exception]:
     """End the engine, the trainer, their hosts and the plugins, each within seconds; returns what went wrong."""
     late = []
     if run is not None:
-        for part in (run.engine.stop() if run.engine else None, run.trainer.close(), run.placement.close()):
+        for end in (run.engine.stop if run.engine else None, run.trainer.close, run.placement.close):
             try:
-                if part is not None:
-                    await asyncio.wait_for(part, 10)
+                if end is not None:
+                    await asyncio.wait_for(end(), 10)
             except Exception as error:  # noqa: BLE001 - told of by the caller
                 late.append(error)
     for hooks in (found.driver, found.rollout):
