@@ -1,0 +1,1 @@
+"""Rewards from an HTTP service for Miles."""

@@ -1,0 +1,1 @@
+"""Tool use for Miles: conversations of several turns by token ids, with tools that run in a sandbox."""

@@ -1,0 +1,187 @@
+"""The generator "agent": each sample is what a black-box agent and the policy said in a session of the endpoint."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from miles_core.errors import ConfigError, RewardError
+from miles_core.stages.rollout import Generation
+from miles_core.types import Prompt, Recall, Sample, Status
+from miles_tools.agent_call import AgentFailed, Task, call_function, call_program, find_function, load_function
+from miles_tools.session import CALLED_BACK, Failure, Session
+from miles_tools.session_server import SessionServer
+from miles_tools.template import Template, load
+
+if TYPE_CHECKING:
+    from miles_core.config import RunConfig
+    from miles_tools.plugin import ToolsOptions
+
+SCORER = "agent"
+LOOK = 0.5
+"""Seconds between two looks at whether a group was called back."""
+
+
+def check(options: ToolsOptions, config: RunConfig) -> None:
+    """What can be known of an agent before the start.
+
+    Raises:
+        ConfigError: none is named, or two, one that is not there, or numbers that cannot be.
+    """
+    if (options.agent is None) == (not options.agent_command):
+        raise ConfigError("the generator agent needs one agent", who="tools.agent, tools.agent_command",
+                          got="neither" if options.agent is None else "a function and a program",
+                          fix="--agent FILE.py:FUNCTION, or --agent-command PROGRAM ARGUMENT ...")
+    if options.agent is not None:
+        find_function(options.agent)
+    if not options.agent_timeout > 0 or options.agent_concurrency < 1:
+        raise ConfigError("agent_timeout should be above 0, and agent_concurrency at least 1", who="[tools]",
+                          got=f"{options.agent_timeout:g} and {options.agent_concurrency}", fix="leave them out")
+    if not config.rollout.rollout_temperature > 0:
+        raise ConfigError("an agent's tokens are drawn at the run's temperature, which is 0 here",
+                          who="rollout.rollout_temperature", fix="--rollout-temperature 1")
+
+
+class Agents:
+    """The agents of a run and the endpoint that they talk to."""
+
+    def __init__(self, options: ToolsOptions, config: RunConfig):
+        self._options, self._config = options, config
+        self._function: Callable | None = None
+        self._tokenizer = None
+        self._turns = asyncio.Semaphore(options.agent_concurrency)
+        self._server = SessionServer()
+
+    async def generate(self, prompt: Prompt, generation: Generation) -> list[Sample]:
+        """The samples of a group, each by an agent of its own, all of them at once.
+
+        Raises:
+            ConfigError: the agent cannot be loaded, or prompts are not rendered by a chat template.
+            DataError: the chat template rewrites earlier turns.
+            EngineError: the engine failed under an agent.
+            RewardError: an agent rewards itself in a run whose scorers do not ask for that.
+        """
+        await self._begin()
+        done = {sample.index: sample for sample in generation.begun if sample.status is not Status.ABORTED}
+        calls = [asyncio.ensure_future(self._one(prompt, index, generation))
+                 for index in range(generation.samples) if index not in done]
+        try:
+            done |= {sample.index: sample for sample in await asyncio.gather(*calls)}
+        finally:
+            for call in calls:
+                call.cancel()  # the others, when one failed
+            await asyncio.gather(*calls, return_exceptions=True)  # bounded: they end their agents
+        return [done[index] for index in sorted(done)]
+
+    def stop(self) -> None:
+        """End the endpoint."""
+        self._server.stop()
+
+    async def _begin(self) -> None:
+        if self._tokenizer is None:
+            if self._options.agent is not None:
+                self._function = load_function(self._options.agent)
+            self._tokenizer = load(self._config)
+            if not self._options.allow_rewriting_template:
+                self._template(()).check("user")
+        await self._server.start()
+
+    def _template(self, tools: Sequence[Mapping]) -> Template:
+        return Template(self._tokenizer, self._config.rollout.apply_chat_template_kwargs or {}, list(tools))
+
+    async def _one(self, prompt: Prompt, index: int, generation: Generation) -> Sample:
+        session = Session(prompt, index, generation, context=self._config.rollout.rollout_max_context_len,
+                          template=self._template)
+        async with self._turns:
+            begin = time.monotonic()
+            result, failure = await self._in_session(prompt, session, generation.recall)
+            seconds = time.monotonic() - begin
+        sample = session.to_sample(failure)
+        if sample.status in (Status.COMPLETED, Status.TRUNCATED):
+            sample.metadata["figures"] |= {"agent/time": seconds, "agent/own_time": seconds - session.engine_seconds}
+            sample = self._rewarded(sample, session, result)
+        return sample
+
+    async def _in_session(self, prompt: Prompt, session: Session, recall: Recall) -> tuple[dict, Failure | None]:
+        """(what the agent told, why it failed). An agent that runs out of context may fail of it: its answers stand."""
+        key = self._server.open(session)
+        agent = asyncio.ensure_future(self._call(prompt, key))
+        broken = asyncio.ensure_future(session.broken())
+        try:
+            deadline = time.monotonic() + self._options.agent_timeout
+            while (left := deadline - time.monotonic()) > 0 and not (agent.done() or broken.done()):
+                await asyncio.wait((agent, broken), timeout=min(left, LOOK), return_when=asyncio.FIRST_COMPLETED)
+                if recall.asked and not agent.done():
+                    return {}, CALLED_BACK
+            if session.error is not None:
+                raise session.error
+            if not agent.done():
+                return {}, Failure("agent_timeout", f"the agent took longer than {self._options.agent_timeout:g} s")
+            return told(agent.result()), None
+        except AgentFailed as failed:
+            return {}, None if session.full and session.turns else Failure(failed.reason, failed.detail)
+        finally:
+            agent.cancel()
+            broken.cancel()
+            await asyncio.gather(agent, broken, return_exceptions=True)  # bounded: see agent_call
+            await self._server.close(key)
+
+    async def _call(self, prompt: Prompt, key: str) -> object:
+        messages = prompt.messages or ({"role": "user", "content": prompt.text},)
+        task = Task(self._server.base_url, key, copy.deepcopy(list(messages)), copy.deepcopy(dict(prompt.metadata)),
+                    prompt.label)  # copies: an agent may change them, and its group shares the prompt
+        if self._function is not None:
+            return await call_function(self._function, task)
+        return await call_program(self._options.agent_command, task)
+
+    def _rewarded(self, sample: Sample, session: Session, result: dict[str, float]) -> Sample:
+        """
+        Raises:
+            RewardError: the agent's reward would be thrown away.
+        """
+        scorers = self._config.rollout.rm_type
+        sample.metadata["figures"] |= {f"agent/{name}": value for name, value in result.items() if name != "reward"}
+        if "reward" in result:
+            if scorers and SCORER not in scorers:
+                raise RewardError(f"the agent gave {sample.name} a reward that no scorer asks for", who=self._who,
+                                  got=f"rm_type {', '.join(scorers)}",
+                                  fix=f"add {SCORER} to --rm-type, or let the agent return none")
+            sample.rewards[SCORER] = sample.reward = result["reward"]
+        elif session.full and not set(scorers) - {SCORER}:
+            return session.to_sample(Failure("agent_out_of_context", "the agent gave no reward after that"))
+        return sample
+
+    @property
+    def _who(self) -> str:
+        return f"agent {self._options.agent or ' '.join(self._options.agent_command)}"
+
+
+def reward_of(sample: Sample) -> float:
+    """The scorer "agent": what the sample's agent gave it.
+
+    Raises:
+        RewardError: it gave none.
+    """
+    if SCORER not in sample.rewards:
+        raise RewardError(f"the agent gave {sample.name} no reward", who="--rm-type agent",
+                          fix="let the agent return one, or leave the scorer agent out")
+    return sample.rewards[SCORER]
+
+
+def told(result: object) -> dict[str, float]:
+    """What an agent returned, as numbers by name: nothing, its reward, or a dict with "reward" and other figures.
+
+    Raises:
+        AgentFailed: anything else, or a number that is not finite.
+    """
+    found = {} if result is None else result if isinstance(result, Mapping) else {"reward": result}
+    numbers = {str(name): float(value) for name, value in found.items()
+               if isinstance(value, bool | int | float) or hasattr(value, "__float__")}
+    if len(numbers) != len(found) or not all(map(math.isfinite, numbers.values())):
+        raise AgentFailed("agent_bad_result", f"the agent returned {result!r}; a reward and figures are finite "
+                                              "numbers"[:500])
+    return numbers

@@ -1,0 +1,190 @@
+"""Several turns: draw, make the calls, append their answers, draw again; token in, token out.
+
+A conversation ends with a turn that calls no tool or calls one of `ending_tools` (completed), when its tokens or turns
+are used up (truncated), or when the engine is told to end it (aborted: it goes on later with what it has). A draw
+depends on generation.key(sample, engine call) alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from miles_core.errors import ConfigError, DataError
+from miles_core.stages.rollout import Generation, Request, call_engine
+from miles_core.types import Prompt, Sample, Status
+from miles_tools.calls import Call, parse
+from miles_tools.template import Template
+from miles_tools.template import load as load_tokenizer
+from miles_tools.toolbox import Toolbox
+from miles_tools.toolbox import load as load_tools
+from miles_tools.transcript import Transcript
+
+if TYPE_CHECKING:
+    from miles_core.config import RunConfig
+    from miles_tools.plugin import ToolsOptions
+    from miles_tools.sandbox import Sandbox
+
+FIGURES = ("turns", "tool_calls", "tool_errors", "tool_time")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Conversations:
+    """What every conversation of a run shares.
+
+    Args:
+        context: tokens that the model can hold.
+    """
+
+    template: Template
+    toolbox: Toolbox
+    options: ToolsOptions
+    context: int
+
+    async def group(self, prompt: Prompt, generation: Generation) -> list[Sample]:
+        """A conversation for each sample, side by side; those that were called back go on.
+
+        Raises:
+            DataError: the prompt is no conversation, or leaves no room with its tools.
+            EngineError, SandboxError: what a sample depends on failed.
+        """
+        prompt = self.opened(prompt)
+        talks = [asyncio.ensure_future(self._one(prompt, index, generation)) for index in range(generation.samples)]
+        try:
+            return list(await asyncio.gather(*talks))
+        finally:
+            for talk in talks:
+                talk.cancel()  # the others, when one failed
+
+    def opened(self, prompt: Prompt) -> Prompt:
+        """The prompt as the template writes it with the tools.
+
+        Raises:
+            DataError: the prompt is no conversation, or leaves no room with its tools.
+        """
+        where = f"{prompt.stream} row {prompt.row}"
+        if prompt.messages is None:
+            raise DataError("the prompt is text that was rendered before", who=where, fix="add --apply-chat-template")
+        text = self.template.text(prompt.messages, where)
+        ids = tuple(self.template.encode(text))
+        if len(ids) >= self.context:
+            raise DataError(f"the prompt has {len(ids)} tokens with its tools and leaves no room for an answer",
+                            got=f"a context of {self.context}", who=where,
+                            fix="shorten it, or leave long prompts out with --rollout-max-prompt-len N")
+        return dataclasses.replace(prompt, text=text, token_ids=ids)
+
+    async def _one(self, prompt: Prompt, index: int, generation: Generation) -> Sample:
+        begun = next((sample for sample in generation.begun if sample.index == index), None)
+        if begun is not None and begun.status is not Status.ABORTED:
+            return begun
+        talk = _Conversation(self, prompt, index, generation, begun)
+        while (status := await talk.turn()) is None:
+            pass
+        return talk.sample(status)
+
+
+class _Conversation:
+    """One sample on its way."""
+
+    def __init__(self, shared: Conversations, prompt: Prompt, index: int, generation: Generation,
+                 begun: Sample | None):
+        self._shared, self._prompt, self._index, self._generation = shared, prompt, index, generation
+        self._transcript = Transcript.begin(prompt.token_ids) if begun is None else Transcript.resume(begun)
+        told = {} if begun is None else begun.metadata["begun"]
+        self._draws = told.get("draws", 0)
+        self._figures = {name: told.get(name, 0) for name in FIGURES}
+        self._most = min(generation.sampling.max_new_tokens, shared.context - len(prompt.token_ids))
+        self._begun, self._last = begun, None
+
+    async def turn(self) -> Status | None:
+        """Draw, and answer the calls; how the conversation ends, None while it goes on."""
+        generation, transcript, sampling = self._generation, self._transcript, self._generation.sampling
+        room = self._most - transcript.response_length
+        if room <= 0:
+            return Status.TRUNCATED
+        response = await call_engine(generation, generation.on_request(Request(
+            id=f"{self._prompt.stream}-{self._prompt.uid}-{self._index}-{self._draws}",
+            input_ids=tuple(transcript.ids),
+            sampling=dataclasses.replace(sampling, max_new_tokens=room,
+                                         min_new_tokens=max(0, sampling.min_new_tokens - transcript.drawn)),
+            key=generation.key(self._index, self._draws),
+        )))
+        self._draws += 1
+        transcript.append_drawn(response)
+        self._last = response if len(response.output_ids) else self._last
+        if response.finish_reason not in ("stop", "length"):
+            return Status.ABORTED
+        self._figures["turns"] += 1
+        return Status.TRUNCATED if response.finish_reason == "length" else await self._answered()
+
+    async def _answered(self) -> Status | None:
+        options, transcript = self._shared.options, self._transcript
+        said = self._text(self._shared.template.without_end(transcript.last_turn))
+        calls = parse(said, options.tool_format, tuple(self._shared.toolbox.tools))[1]
+        if not calls:
+            return Status.COMPLETED
+        if any(call.name in options.ending_tools and call.error is None for call in calls):
+            self._figures["tool_calls"] += len(calls)
+            return Status.COMPLETED
+        if self._figures["turns"] >= options.generate_max_turns:
+            return Status.TRUNCATED
+        messages = [await self._message(number, call) for number, call in enumerate(calls)]
+        suffix = self._shared.template.suffix(messages, after=transcript.ids[-1])
+        if transcript.response_length + len(suffix) >= self._most:
+            return Status.TRUNCATED
+        transcript.append_suffix(suffix)
+        return None
+
+    async def _message(self, number: int, call: Call) -> dict[str, str]:
+        options, template = self._shared.options, self._shared.template
+        answer = await self._shared.toolbox.answer(call)
+        self._figures["tool_calls"] += 1
+        self._figures["tool_errors"] += answer.failed
+        self._figures["tool_time"] += answer.seconds
+        text = template.shortened(template.harmless(answer.text), options.tool_response_tokens)
+        return {"role": options.tool_role, "name": call.name, "content": text, "tool_call_id": f"call_{number}"}
+
+    def sample(self, status: Status) -> Sample:
+        """What the conversation comes to; its text is that of the last turn, which is what scorers judge."""
+        transcript = self._transcript
+        if self._last is None and self._begun is not None:
+            return dataclasses.replace(self._begun, status=status)
+        sample = transcript.to_sample(self._prompt, self._index, status=status, text="")
+        sample.text = self._text(transcript.last_turn)
+        sample.metadata["figures"] |= {name: float(value) for name, value in self._figures.items()}
+        sample.metadata["conversation"] = self._text(sample.tokens[transcript.prompt_length:].tolist())
+        if status is Status.ABORTED:
+            sample.metadata["begun"] = {"draws": self._draws, **self._figures}
+        return sample if self._last is None else self._generation.on_response(sample, self._last)
+
+    def _text(self, ids: Sequence[int]) -> str:
+        return self._generation.decode(ids, False)
+
+
+def of(options: ToolsOptions, config: RunConfig, sandbox: Sandbox) -> Conversations:
+    """The conversations of a run.
+
+    Raises:
+        ConfigError, DataError: tools, tokenizer or template do not fit.
+    """
+    toolbox = Toolbox(load_tools(options.tools), sandbox)
+    template = Template(load_tokenizer(config), config.rollout.apply_chat_template_kwargs or {}, toolbox.schemas)
+    return Conversations(template, toolbox, options, config.rollout.rollout_max_context_len)
+
+
+def check(options: ToolsOptions, config: RunConfig) -> None:
+    """What can be known of tools and template before anything is sampled.
+
+    Raises:
+        ConfigError: no tools, or ending tools that there are not.
+        DataError: the template leaves out the answers of tools, or rewrites earlier turns.
+    """
+    tools = load_tools(options.tools)
+    if unknown := [name for name in options.ending_tools if name not in tools]:
+        raise ConfigError("a tool that there is not cannot end a conversation", got=unknown, who="tools.ending_tools",
+                          fix=f"one of {', '.join(tools)}")
+    arguments = config.rollout.apply_chat_template_kwargs or {}
+    template = Template(load_tokenizer(config), arguments, [tool.schema for tool in tools.values()])
+    template.check(options.tool_role, rewriting=options.allow_rewriting_template)

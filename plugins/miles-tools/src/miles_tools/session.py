@@ -1,0 +1,264 @@
+"""A session: one conversation with the policy, whose ids are only ever appended to.
+
+Each request brings the whole conversation as messages. It has to begin with the messages of the request before and the
+answer that was given to it; what follows them is rendered and appended, and nothing is ever tokenised again. An agent
+that edits, drops or invents an earlier message, or changes its tools, is refused, and its sample is not trained on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from miles_core.errors import DataError, EngineError
+from miles_core.stages.rollout import Generation, Request, Response, SamplingParams, call_engine
+from miles_core.types import Prompt, Sample, Status
+from miles_tools.calls import parse
+from miles_tools.session_request import Asked, Message, Refused, for_template
+from miles_tools.transcript import Transcript
+
+if TYPE_CHECKING:
+    from miles_tools.template import Template
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """An answer.
+
+    Args:
+        message: the assistant's, as the agent has to send it back.
+        finish_reason: "stop", "length" or "tool_calls".
+        prompt_tokens, completion_tokens: of this turn.
+        turn: how many there were before it.
+    """
+
+    message: Message
+    finish_reason: str
+    prompt_tokens: int
+    completion_tokens: int
+    turn: int
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a sample is not trained on: a word that can be counted, and what a person wants to know."""
+
+    reason: str
+    detail: str
+
+
+CALLED_BACK = Failure("aborted", "the group was called back")
+"""Not the agent's doing: its prompt may come again."""
+
+
+class Session:
+    """One conversation.
+
+    Args:
+        template: tools -> how messages become ids.
+        context: tokens that the conversation may have in all; those after its prompt are bounded by the run's
+            rollout_max_response_len as well.
+    """
+
+    def __init__(self, prompt: Prompt, index: int, generation: Generation, *, context: int,
+                 template: Callable[[Sequence[Mapping[str, object]]], Template]):
+        self._prompt, self._index, self._generation = prompt, index, generation
+        self._context, self._make_template = context, template
+        self._template: Template | None = None
+        self._tools: tuple[Mapping[str, object], ...] = ()
+        self._transcript: Transcript | None = None
+        self._last: Response | None = None
+        self._busy = False
+        self.messages: list[Message] = []
+        self.turns = 0
+        self.ignored = 0
+        """Requests with sampling parameters that are not the run's."""
+        self.engine_seconds = 0.0
+        self.full = False
+        """Whether a request found no room in the context."""
+        self.failure: Failure | None = None
+        self.error: Exception | None = None
+        """What ends the run: the engine failed."""
+        self._broken = asyncio.Event()
+
+    @property
+    def name(self) -> str:
+        """How messages refer to it."""
+        return f"{self._prompt.stream} prompt {self._prompt.uid} (row {self._prompt.row}), sample {self._index}"
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """The run's, which every answer is drawn with."""
+        return self._generation.sampling
+
+    async def broken(self) -> None:
+        """Wait for `error`; whoever calls bounds it."""
+        await self._broken.wait()
+
+    async def complete(self, asked: Asked) -> Completion:
+        """Answer one request.
+
+        A call that is cancelled, or that the engine did not answer, leaves the conversation as it was.
+
+        Raises:
+            Refused: 400, it cannot be rendered or has no room; 409, another call is under way, or it rewrites what was
+                there; 503, the group was called back.
+            EngineError: the engine failed, or drew nothing; kept in `error`, like any other error.
+        """
+        if self._busy:
+            raise Refused(409, "another request of this session is under way; a session is one conversation",
+                          "conflict", again=True)
+        self._busy = True
+        try:
+            ids, new = self._next_ids(asked)
+            return await self._draw(asked, ids, new)
+        except Exception as error:
+            if not isinstance(error, Refused):
+                self.error = error
+                self._broken.set()
+            raise
+        finally:
+            self._busy = False
+
+    def to_sample(self, failure: Failure | None) -> Sample:
+        """The conversation as a sample; with a failure, or without a turn, one that is not trained on.
+
+        A sample is truncated when its last answer is, or when the agent asked for more than the context holds.
+        """
+        failure = self.failure or failure
+        if self._last is None:
+            failure = failure or (Failure("agent_out_of_context", "its first request left no room for an answer")
+                                  if self.full else
+                                  Failure("agent_never_called", "the agent ended without an answer of the model"))
+        if failure is not None:
+            return self._unfinished(failure)
+        truncated = self.full or self._last.finish_reason == "length"
+        text = self._generation.decode(self._last.output_ids.tolist(), self.sampling.skip_special_tokens)
+        sample = self._transcript.to_sample(self._prompt, self._index, text=text,
+                                            status=Status.TRUNCATED if truncated else Status.COMPLETED)
+        sample.metadata["messages"] = self.messages
+        sample.metadata["figures"] |= {"agent/turns": float(self.turns),
+                                       "agent/ignored_parameters": float(self.ignored)}
+        return self._generation.on_response(sample, self._last)
+
+    def _next_ids(self, asked: Asked) -> tuple[list[int], list[int]]:
+        """The ids that the engine is given, and those of them that this request adds to a begun conversation."""
+        if self.failure is not None:
+            raise self._over(self.failure)
+        try:
+            if self._transcript is None:
+                self._template = self._make_template(asked.tools)
+                ids, suffix = self._template.prompt(self._rendered(asked.messages), self.name), []
+            else:
+                new = self._rendered(self._continued(asked))
+                suffix = self._template.suffix(new, self._transcript.ids[-1])
+                ids = self._transcript.ids + suffix
+        except DataError as error:
+            raise Refused(400, f"the messages cannot be rendered: {error}") from error
+        if self._room(ids) < 1:
+            self.full = True
+            raise Refused(400, f"{len(ids)} tokens leave no room for an answer: the context is {self._context}, and "
+                               f"after the prompt there may be {self.sampling.max_new_tokens}",
+                          "context_length_exceeded")
+        return ids, suffix
+
+    def _room(self, ids: list[int]) -> int:
+        begun = 0 if self._transcript is None else len(ids) - self._transcript.prompt_length
+        return min(self._context - len(ids), self.sampling.max_new_tokens - begun)
+
+    def _rendered(self, messages: Sequence[Message]) -> list[Message]:
+        """Messages as the template takes them; a special token in one of them ends no turn."""
+        return [{**message, "content": self._template.harmless(message["content"])}
+                for message in for_template(messages)]
+
+    def _continued(self, asked: Asked) -> Sequence[Message]:
+        """The messages that a request adds; a request that does not begin with what was there fails the session."""
+        size, problem = len(self.messages), None
+        came = dict(enumerate(asked.messages))
+        differs = next((i for i, old in enumerate(self.messages) if came.get(i) != old), None)
+        if asked.tools != self._tools:
+            problem = "the tools are not those of the first request"
+        elif differs is not None and differs >= len(asked.messages):
+            problem = f"there were {size} messages, the last answer included, and {len(asked.messages)} came back"
+        elif differs is not None:
+            own = self.messages[differs]["role"] == "assistant"
+            problem = f"messages[{differs}] is not {'the answer that was given' if own else 'what it was'}"
+        elif any(message["role"] == "assistant" for message in asked.messages[size:]):
+            problem = "a new message is the assistant's, and the model did not write it"
+        if problem is not None:
+            raise self._over(Failure("agent_rewrote_history", problem))
+        if size == len(asked.messages):
+            raise Refused(400, "nothing follows the last answer: add a message, or end")
+        return asked.messages[size:]
+
+    def _over(self, failure: Failure) -> Refused:
+        """End the conversation; what an agent that goes on is told."""
+        self.failure = failure
+        if failure is CALLED_BACK:
+            return Refused(503, "the run has called this conversation back; it will begin anew", "aborted")
+        return Refused(409, f"{failure.detail}. A conversation is only ever appended to here; this one is over and "
+                            "will not be trained on", "conflict")
+
+    async def _draw(self, asked: Asked, ids: list[int], suffix: list[int]) -> Completion:
+        generation, sampling, room = self._generation, self.sampling, self._room(ids)
+        bound = min(room, asked.max_tokens or room)
+        request = generation.on_request(Request(
+            id=f"{self._prompt.stream}-{self._prompt.uid}-{self._index}-{self.turns}", input_ids=tuple(ids),
+            sampling=replace(sampling, max_new_tokens=bound, min_new_tokens=min(sampling.min_new_tokens, bound),
+                             stop=tuple(dict.fromkeys((*sampling.stop, *asked.stop)))),
+            key=generation.key(self._index, self.turns)))
+        begin = time.monotonic()
+        response = await call_engine(generation, request)
+        self.engine_seconds += time.monotonic() - begin
+        if response.finish_reason not in ("stop", "length"):
+            raise self._over(CALLED_BACK)
+        if not len(response.output_ids):
+            raise EngineError(f"the engine drew nothing for request {request.id}", fix="look at the engine's log")
+        return self._commit(asked, ids, suffix, response)
+
+    def _commit(self, asked: Asked, ids: list[int], suffix: list[int], response: Response) -> Completion:
+        if self._transcript is None:
+            self._transcript, self._tools = Transcript.begin(ids), asked.tools
+        else:
+            self._transcript.append_suffix(suffix)
+        self._transcript.append_drawn(response)
+        message, called = self._message(asked, response)
+        self.messages = [*asked.messages, message]
+        self._last, self.turns = response, self.turns + 1
+        self.ignored += bool(asked.ignored)
+        reason = "tool_calls" if called and response.finish_reason == "stop" else response.finish_reason
+        return Completion(message, reason, len(ids), len(response.output_ids), self.turns - 1)
+
+    def _message(self, asked: Asked, response: Response) -> tuple[Message, bool]:
+        """The answer as a message, without its end token and the stop text; whether it calls tools."""
+        text = self._generation.decode(response.output_ids.tolist(), True)
+        cuts = [at for stop in asked.stop if (at := text.find(stop)) >= 0]
+        text, calls = text[: min(cuts, default=None)], ()
+        if asked.tools and asked.calls:
+            said, found = parse(text)
+            if not any(call.error for call in found):  # else the agent gets to see what the model wrote
+                text, calls = said, found
+        message: Message = {"role": "assistant", "content": text}
+        if calls:
+            message["tool_calls"] = [
+                {"id": f"call_{self.turns}_{i}", "type": "function",
+                 "function": {"name": call.name, "arguments": json.dumps(call.arguments)}}
+                for i, call in enumerate(calls)]
+        return message, bool(calls)
+
+    def _unfinished(self, failure: Failure) -> Sample:
+        """A sample of no response tokens: nothing of it can be trained on by mistake, and nothing goes on from it."""
+        status, metadata = Status.ABORTED, {}
+        if failure is not CALLED_BACK:
+            status = Status.FAILED
+            metadata = {"messages": self.messages,
+                        "drop": {"reason": failure.reason, "detail": f"{self.name}: {failure.detail}"}}
+        return Sample(
+            prompt=self._prompt, index=self._index, status=status, metadata=metadata,
+            columns={"tokens": np.array(self._prompt.token_ids, np.int32), "loss_mask": np.zeros(0, np.uint8),
+                     "rollout_log_probs": np.zeros(0, np.float32), "versions": np.zeros(0, np.int32)})  # fmt: skip

@@ -1,0 +1,195 @@
+"""What an agent asks: the body of POST /v1/chat/completions, read strictly where the answer would be wrong otherwise.
+
+Sampling parameters are the run's. An agent that sends others is not refused, for many do out of habit; they are left
+out and counted. What cannot be left out without a wrong answer (several choices, a forced tool, a forced format) is
+refused.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from miles_core.stages.rollout import SamplingParams
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+NEUTRAL = {"presence_penalty": (0,), "frequency_penalty": (0,), "repetition_penalty": (1,), "min_p": (0,),
+           "logit_bias": ({},), "seed": (), "parallel_tool_calls": (True,)}
+"""Parameters that no run has, and the values with which they do nothing."""
+
+Message = dict[str, object]
+
+
+class Refused(Exception):
+    """A request that is not answered.
+
+    Args:
+        status: of the HTTP answer.
+        sentence: what is wrong and what to do.
+        code: OpenAI's word for it.
+        again: whether the same request may fare better later.
+    """
+
+    def __init__(self, status: int, sentence: str, code: str = "invalid_request_error", *, again: bool = False):
+        super().__init__(sentence)
+        self.status, self.sentence, self.code, self.again = status, sentence, code, again
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request of an agent.
+
+    Args:
+        messages: the conversation so far; see `readable`.
+        tools: schemas of functions, as the chat template takes them.
+        calls: whether calls of tools are looked for in the answer.
+        stop: strings that end the answer, beside the run's.
+        max_tokens: most tokens of the answer; None for the run's bound.
+        stream, include_usage: whether the answer is a stream of events, and whether the last one counts tokens.
+        ignored: sampling parameters that the run does not follow.
+    """
+
+    messages: tuple[Message, ...]
+    tools: tuple[Mapping[str, object], ...] = ()
+    calls: bool = True
+    stop: tuple[str, ...] = ()
+    max_tokens: int | None = None
+    stream: bool = False
+    include_usage: bool = False
+    ignored: tuple[str, ...] = ()
+
+
+def parse(body: bytes, sampling: SamplingParams) -> Asked:
+    """Read a request.
+
+    Raises:
+        Refused: 400, not JSON, malformed, or asking for what a session does not give.
+    """
+    try:
+        data = json.loads(body)
+    except (ValueError, RecursionError):
+        raise Refused(400, "the body is not JSON") from None
+    if not isinstance(data, dict):
+        raise Refused(400, "the body is not a JSON object")
+    _refuse_others(data)
+    messages = data.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise Refused(400, "messages should be a list of at least one message")
+    bounds = [_count(data, key) for key in ("max_tokens", "max_completion_tokens") if data.get(key) is not None]
+    options = data.get("stream_options") or {}
+    return Asked(
+        messages=tuple(readable(message, f"messages[{i}]") for i, message in enumerate(messages)),
+        tools=_tools(data.get("tools") or []), calls=data.get("tool_choice") != "none",
+        stop=_stop(data.get("stop")), max_tokens=min(bounds, default=None),
+        stream=bool(data.get("stream")), ignored=_ignored(data, sampling),
+        include_usage=isinstance(options, dict) and bool(options.get("include_usage")))  # fmt: skip
+
+
+def readable(message: object, where: str) -> Message:
+    """A message in one form: text as a string, no key without a value; what a client adds to it does not matter.
+
+    An assistant's message is its content and its tool calls, whose arguments are text.
+
+    Raises:
+        Refused: 400, an unknown role, content that is no text, or malformed tool calls.
+    """
+    if not isinstance(message, dict) or message.get("role") not in ROLES:
+        raise Refused(400, f"{where} should be an object with a role: {', '.join(ROLES)}")
+    found: Message = {"role": message["role"], "content": _text(message.get("content"), where)}
+    if message["role"] == "assistant":
+        if message.get("function_call"):
+            raise Refused(400, f"{where} has a function_call; write tool_calls")
+        if calls := message.get("tool_calls"):
+            found["tool_calls"] = _calls(calls, where)
+        return found
+    return found | {key: value for key, value in message.items() if key not in found and value not in (None, [], {})}
+
+
+def _text(content: object, where: str) -> str:
+    if isinstance(content, list):
+        parts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
+                 for part in content]
+        content = "".join(parts) if all(isinstance(part, str) for part in parts) else content
+    if content is not None and not isinstance(content, str):
+        raise Refused(400, f"the content of {where} is not text, and a session has nothing else")
+    return content or ""
+
+
+def _calls(calls: object, where: str) -> list[dict]:
+    try:
+        found = [{"id": call.get("id"), "type": "function",
+                  "function": {"name": call["function"]["name"], "arguments": call["function"]["arguments"]}}
+                 for call in calls]
+        if not all(isinstance(call["function"][key], str) for call in found for key in ("name", "arguments")):
+            raise TypeError
+    except (KeyError, TypeError, AttributeError):
+        raise Refused(400, f"tool_calls of {where} should be a list of {{id, function: {{name, arguments}}}}, "
+                           "arguments as text") from None
+    return found
+
+
+def _tools(tools: object) -> tuple[Mapping[str, object], ...]:
+    if not isinstance(tools, list) or not all(
+            isinstance(tool, dict) and isinstance(tool.get("function"), dict)
+            and isinstance(tool["function"].get("name"), str) for tool in tools):
+        raise Refused(400, "tools should be a list of {type: function, function: {name, ...}}")
+    return tuple(tools)
+
+
+def _stop(stop: object) -> tuple[str, ...]:
+    found = [stop] if isinstance(stop, str) else stop or []
+    if not isinstance(found, list) or len(found) > 16 or not all(isinstance(one, str) and one for one in found):
+        raise Refused(400, "stop should be a text or a list of at most 16 of them")
+    return tuple(found)
+
+
+def _count(data: Mapping[str, object], key: str) -> int:
+    value = data[key]
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise Refused(400, f"{key} should be a whole number above 0")
+    return value
+
+
+def _refuse_others(data: Mapping[str, object]) -> None:
+    """What is not given here, where leaving it out would answer another question."""
+    if data.get("n") not in (None, 1):
+        raise Refused(400, "a session is one conversation: n should be 1", "unsupported_parameter")
+    if data.get("logprobs") or data.get("top_logprobs"):
+        raise Refused(400, "log-probs are kept for training and not given: leave logprobs out", "unsupported_parameter")
+    if (data.get("response_format") or {"type": "text"}) != {"type": "text"}:
+        raise Refused(400, "a forced format would change what tokens are drawn from: leave response_format out, and "
+                           "say in the prompt what you want", "unsupported_parameter")
+    if data.get("tool_choice") not in (None, "auto", "none"):
+        raise Refused(400, "a forced tool would change what tokens are drawn from: tool_choice is auto or none",
+                      "unsupported_parameter")
+    if data.get("functions") or data.get("function_call"):
+        raise Refused(400, "functions have become tools: write tools", "unsupported_parameter")
+
+
+def _ignored(data: Mapping[str, object], sampling: SamplingParams) -> tuple[str, ...]:
+    """Names of the sampling parameters in a request that are not the run's."""
+    ours = {"temperature": (sampling.temperature,), "top_p": (sampling.top_p,),
+            "top_k": (sampling.top_k, *((-1, 0) if sampling.top_k in (-1, 0) else ()))}
+    return tuple(name for name, same in {**ours, **NEUTRAL}.items()
+                 if data.get(name) is not None and data[name] not in same)
+
+
+def for_template(messages: Sequence[Message]) -> list[Message]:
+    """The same messages as chat templates take them: arguments of tool calls as objects, where their text is one."""
+    found = []
+    for message in messages:
+        if calls := message.get("tool_calls"):
+            message = {**message, "tool_calls": [
+                {**call, "function": {**call["function"], "arguments": _object(call["function"]["arguments"])}}
+                for call in calls]}
+        found.append(message)
+    return found
+
+
+def _object(text: str) -> object:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    return value if isinstance(value, dict) else text

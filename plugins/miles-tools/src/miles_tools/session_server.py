@@ -1,0 +1,213 @@
+"""The endpoint: sessions over HTTP on the loopback interface, in the form of OpenAI's chat completions.
+
+    GET  /health                 whether it serves; needs no token
+    GET  /v1/models              the one model there is
+    POST /v1/chat/completions    the next answer of the session whose token the request bears
+
+A token is the session's alone and stops working when it ends. Requests whose Host is not this address are refused: a
+page in somebody's browser can reach loopback addresses under a name of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import logging
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Iterator
+
+from aiohttp import web
+
+from miles_tools.session import Completion, Session
+from miles_tools.session_request import Asked, Refused, parse
+
+MODEL = "miles"
+LARGEST = 2**24
+"""Bytes of a request."""
+PATIENCE = 30.0
+"""Seconds that a client may take to send a request's body, and to take its answer."""
+LOG = logging.getLogger(__name__)
+LOG.addHandler(logging.NullHandler())  # what an agent sends that is no HTTP is not the run's to print
+
+
+class SessionServer:
+    """One listener for all sessions of a run; `open` gives a session's key, and `close` ends it."""
+
+    def __init__(self):
+        self._sessions: dict[str, tuple[bytes, Session]] = {}
+        self._calls: dict[Session, set[asyncio.Task]] = {}
+        self._server: web.Server | None = None
+        self._listener: asyncio.Server | None = None
+        self._starting = asyncio.Lock()
+        self.port = 0
+
+    @property
+    def base_url(self) -> str:
+        """What an OpenAI client calls base_url."""
+        return f"http://127.0.0.1:{self.port}/v1"
+
+    async def start(self) -> None:
+        """Listen on a free port of 127.0.0.1; a second call does nothing."""
+        async with self._starting:
+            if self._listener is None:
+                loop = asyncio.get_running_loop()
+                # A call whose client has gone is cancelled; what it asked for was not delivered, and it may ask again.
+                self._server = web.Server(self._handle, handler_cancellation=True, access_log=None, logger=LOG)
+                self._listener = await loop.create_server(self._server, "127.0.0.1", 0)
+                self.port = self._listener.sockets[0].getsockname()[1]
+
+    def open(self, session: Session) -> str:
+        """The key with which requests reach this session."""
+        name, secret = secrets.token_hex(8), secrets.token_hex(32)
+        self._sessions[name] = secret.encode(), session
+        self._calls[session] = set()
+        return f"{name}.{secret}"
+
+    async def close(self, key: str) -> None:
+        """End a session: its key stops working, and a call under way is cancelled."""
+        _, session = self._sessions.pop(key.partition(".")[0])
+        calls = self._calls.pop(session)
+        for call in calls:
+            call.cancel()
+        if calls:
+            await asyncio.wait(calls, timeout=PATIENCE)
+
+    def stop(self) -> None:
+        """End all: no new connection, none of the old ones."""
+        if self._listener is not None:
+            self._listener.close()
+            for connection in list(self._server.connections):
+                connection.force_close()
+            self._listener = self._server = None
+            self._sessions.clear()
+
+    async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        try:
+            return await self._route(request)
+        except Refused as refused:
+            return _refusal(refused)
+        except (asyncio.CancelledError, ConnectionError):
+            raise
+        except Exception as error:  # noqa: BLE001 - the session keeps it, and it ends the run
+            return _refusal(Refused(500, f"the run failed: {error}", "server_error"))
+
+    async def _route(self, request: web.BaseRequest) -> web.StreamResponse:
+        if request.host not in (f"127.0.0.1:{self.port}", f"localhost:{self.port}"):
+            raise Refused(403, f"requests have to be addressed to 127.0.0.1:{self.port}", "forbidden")
+        handlers: dict[str, tuple[str, Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]]] = {
+            "/health": ("GET", self._health), "/v1/models": ("GET", self._models),
+            "/v1/chat/completions": ("POST", self._complete)}
+        if request.path not in handlers:
+            raise Refused(404, f"there is no {request.path}; there are {', '.join(handlers)}", "not_found")
+        method, handler = handlers[request.path]
+        if request.method != method:
+            raise Refused(405, f"{request.path} takes {method}", "method_not_allowed")
+        return await handler(request)
+
+    async def _health(self, _request: web.BaseRequest) -> web.Response:
+        return web.json_response({"status": "ok"})
+
+    async def _models(self, request: web.BaseRequest) -> web.Response:
+        self._session(request)
+        return web.json_response({"object": "list", "data": [
+            {"id": MODEL, "object": "model", "created": 0, "owned_by": MODEL}]})
+
+    async def _complete(self, request: web.BaseRequest) -> web.StreamResponse:
+        session = self._session(request)
+        asked = parse(await _body(request), session.sampling)
+        self._session(request)  # it may have ended meanwhile
+        calls, call = self._calls[session], asyncio.ensure_future(session.complete(asked))
+        calls.add(call)
+        try:
+            completion = await call
+        finally:
+            call.cancel()
+            calls.discard(call)
+        headers = {"x-miles-ignored": ", ".join(asked.ignored)} if asked.ignored else {}
+        if not asked.stream:
+            return web.json_response(_whole(completion), headers=headers)
+        return await _stream(request, completion, asked, headers)
+
+    def _session(self, request: web.BaseRequest) -> Session:
+        """
+        Raises:
+            Refused: 401, no token, or none of a session under way.
+        """
+        scheme, _, key = request.headers.get("Authorization", "").partition(" ")
+        name, _, secret = key.strip().partition(".")
+        kept, session = self._sessions.get(name, (b"", None))
+        if scheme.lower() != "bearer" or not hmac.compare_digest(kept, secret.encode(errors="replace")) or not session:
+            raise Refused(401, "the token is missing or of no session under way; send the session's key as "
+                               "Authorization: Bearer KEY", "invalid_api_key")
+        return session
+
+
+async def _body(request: web.BaseRequest) -> bytes:
+    """
+    Raises:
+        Refused: 413, more than LARGEST bytes; 408, not there within PATIENCE seconds.
+    """
+    data = bytearray()
+    try:
+        async with asyncio.timeout(PATIENCE):
+            async for piece in request.content.iter_any():
+                data += piece
+                if len(data) > LARGEST:
+                    raise Refused(413, f"a request may have {LARGEST} bytes", "request_too_large")
+    except TimeoutError:
+        raise Refused(408, f"the request was not there within {PATIENCE:g} s", "timeout") from None
+    return bytes(data)
+
+
+def _refusal(refused: Refused) -> web.Response:
+    """OpenAI's form of an error. Their clients try some statuses again unless they are told not to."""
+    body = {"error": {"message": refused.sentence, "type": refused.code, "code": refused.code, "param": None}}
+    response = web.json_response(body, status=refused.status, headers={
+        "x-should-retry": "true" if refused.again else "false"})
+    if refused.status in (401, 403, 408, 413):
+        response.force_close()  # whatever else is on its way here is not read
+    return response
+
+
+def _whole(completion: Completion) -> dict:
+    """OpenAI's object of an answer."""
+    return {**_head(completion, "chat.completion"), "usage": _usage(completion), "choices": [
+        {"index": 0, "message": _shown(completion), "logprobs": None, "finish_reason": completion.finish_reason}]}
+
+
+def _head(completion: Completion, kind: str) -> dict:
+    return {"id": f"chatcmpl-{completion.turn}", "object": kind, "created": int(time.time()), "model": MODEL}
+
+
+def _shown(completion: Completion) -> dict:
+    message = completion.message
+    return {**message, "content": message["content"] or (None if "tool_calls" in message else "")}
+
+
+def _usage(completion: Completion) -> dict[str, int]:
+    return {"prompt_tokens": completion.prompt_tokens, "completion_tokens": completion.completion_tokens,
+            "total_tokens": completion.prompt_tokens + completion.completion_tokens}
+
+
+def _pieces(completion: Completion, asked: Asked) -> Iterator[dict]:
+    """An answer as the events of a stream: the message, its end, and how many tokens it has."""
+    head, message = _head(completion, "chat.completion.chunk"), _shown(completion)
+    if calls := message.get("tool_calls"):
+        message["tool_calls"] = [{"index": i, **call} for i, call in enumerate(calls)]
+    for delta, reason in ((message, None), ({}, completion.finish_reason)):
+        yield {**head, "choices": [{"index": 0, "delta": delta, "logprobs": None, "finish_reason": reason}]}
+    if asked.include_usage:
+        yield {**head, "choices": [], "usage": _usage(completion)}
+
+
+async def _stream(request: web.BaseRequest, completion: Completion, asked: Asked, headers: dict) -> web.StreamResponse:
+    response = web.StreamResponse(headers={**headers, "Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    async with asyncio.timeout(PATIENCE):
+        await response.prepare(request)
+        for piece in _pieces(completion, asked):
+            await response.write(f"data: {json.dumps(piece)}\n\n".encode())
+        await response.write(b"data: [DONE]\n\n")
+        await response.write_eof()
+    return response

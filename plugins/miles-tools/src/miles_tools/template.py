@@ -1,0 +1,146 @@
+"""The chat template's part of a conversation: the prompt with its tools, and the suffixes between two drawn turns.
+
+A suffix is rendered beside an assistant's turn that stands for the drawn one, and what follows that turn is taken:
+
+    <|im_start|>user\\n.<|im_end|>\\n<|im_start|>assistant\\nMARK
+    <|im_end|>\\n<|im_start|>tool\\n46<|im_end|>\\n<|im_start|>assistant\\n        this is the suffix
+
+Its first token ends the assistant's turn; where the engine drew one that does, it is left out. So the newline that the
+template writes after the end of a turn is part of the suffix, and no drawn text is ever rendered or tokenised again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from miles_core.errors import ConfigError, DataError
+from miles_core.stages.prompts import render
+
+if TYPE_CHECKING:
+    from miles_core.config import RunConfig
+
+MARK = "miles-stands-for-the-drawn-turn"
+ANSWER = "miles-stands-for-the-answer-of-a-tool"
+CALL = '<tool_call>\n{"name": "find", "arguments": {"number": 1}}\n</tool_call>'
+THOUGHT = "<think>\nI had better look.\n</think>\n\n"
+
+
+def load(config: RunConfig) -> Any:
+    """The run's tokenizer, with the run's chat template.
+
+    Raises:
+        ConfigError: the prompts are not rendered by a template.
+        DataError: there is no tokenizer, or no such template.
+    """
+    if not config.rollout.apply_chat_template:
+        raise ConfigError("a conversation needs prompts that a chat template renders",
+                          who="rollout.apply_chat_template", fix="add --apply-chat-template")
+    from miles_core.build import load_tokenizer
+
+    return load_tokenizer(config)
+
+
+class Template:
+    """A tokenizer's chat template with a run's arguments and tools.
+
+    Args:
+        arguments: further arguments of the template (--apply-chat-template-kwargs).
+        tools: descriptions of functions, given to the template as `tools`.
+    """
+
+    def __init__(self, tokenizer: Any, arguments: Mapping[str, object], tools: Sequence[dict] | None = None):
+        self.tokenizer = tokenizer
+        self._arguments = {**arguments, **({"tools": list(tools)} if tools else {})}
+        self._special = frozenset(tokenizer.all_special_ids)
+
+    def text(self, messages: Sequence[Mapping], where: str, *, opening: bool = True) -> str:
+        """Messages as the template writes them, with the opening of an answer.
+
+        Raises:
+            DataError: no template, or one that refuses the messages.
+        """
+        return render(self.tokenizer, messages, {**self._arguments, "add_generation_prompt": opening}, where)
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a rendered text."""
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def prompt(self, messages: Sequence[Mapping], where: str) -> list[int]:
+        """The ids that a conversation begins with."""
+        return self.encode(self.text(messages, where))
+
+    def suffix(self, messages: Sequence[Mapping], after: int) -> list[int]:
+        """The ids that follow a drawn turn: these messages, and the opening of the next turn.
+
+        Args:
+            after: the last drawn id.
+        """
+        ids = self.encode(self._after_a_turn(messages, MARK))
+        return ids[1:] if ids and ids[0] in self._special and after in self._special else ids
+
+    def without_end(self, drawn: Sequence[int]) -> list[int]:
+        """A drawn turn less the special token that ended it."""
+        return list(drawn[:-1] if drawn and drawn[-1] in self._special else drawn)
+
+    def harmless(self, text: str) -> str:
+        """A text of somebody else's with a space in whatever would be tokenised as a special token."""
+        for token in self.tokenizer.all_special_tokens:
+            text = text.replace(token, f"{token[0]} {token[1:]}")
+        return text
+
+    def shortened(self, text: str, most: int) -> str:
+        """At most so many tokens of a text; a mark says that something was cut."""
+        ids = self.encode(text)
+        if len(ids) <= most:
+            return text
+        return f"{self.tokenizer.decode(ids[:most])}\n[cut: {most} of {len(ids)} tokens]"
+
+    def check(self, role: str, *, rewriting: bool = False) -> None:
+        """Refuse a template that writes earlier turns otherwise once there are later ones, or no answers of tools.
+
+        The ids of a conversation are appended to and stay as they are. A template that drops the reasoning of earlier
+        turns shows the model another history when it is used than when it was trained.
+
+        Args:
+            role: of the messages that hold a tool's answer.
+            rewriting: a template that rewrites may be used.
+
+        Raises:
+            DataError: names what is rewritten.
+        """
+        who = f"the chat template of {getattr(self.tokenizer, 'name_or_path', 'the tokenizer')}"
+        answer = {"role": role, "name": "find", "content": ANSWER, "tool_call_id": "0"}
+        if ANSWER not in self._after_a_turn([answer], MARK):
+            raise DataError(f"it leaves out messages of the role {role!r}", who=who,
+                            fix="pass a template that writes them with --chat-template-path, or --tools.tool-role user")
+        if not rewriting:
+            self._check_history(answer, who)
+
+    def _check_history(self, answer: Mapping, who: str) -> None:
+        for name, turn in (("the reasoning", THOUGHT + CALL), ("the opening", CALL)):
+            messages: list[dict] = [{"role": "user", "content": "Find 1."}]
+            shown = self.text(messages, who)
+            for _ in range(2):
+                drawn = _after_opening(shown, turn)
+                messages += [{"role": "assistant", "content": turn}, answer]
+                longer = self.text(messages, who)
+                expected = shown + drawn
+                if not longer.startswith(expected):
+                    at = next((i for i, (a, b) in enumerate(zip(longer, expected)) if a != b), len(longer))
+                    raise DataError(
+                        f"it rewrites {name} of earlier turns", who=who,
+                        got=f"{longer[max(at - 20, 0):at + 30]!r} in place of {expected[max(at - 20, 0):at + 30]!r}",
+                        fix="pass a template that only appends with --chat-template-path (`miles check-template` shows "
+                        "where it does not), or train on the history as it was with --tools.allow-rewriting-template")
+                shown = longer
+
+    def _after_a_turn(self, messages: Sequence[Mapping], turn: str) -> str:
+        before = [{"role": "user", "content": "."}, {"role": "assistant", "content": turn}]
+        return self.text([*before, *messages], "a tool's answer").rpartition(turn)[2]
+
+
+def _after_opening(shown: str, turn: str) -> str:
+    """What is left to draw of a turn whose opening the template has written already."""
+    opened = next((start for start in ("<think>\n", "<think>") if shown.endswith(start) and turn.startswith(start)), "")
+    return turn.removeprefix(opened)
