@@ -16,6 +16,7 @@ from typing import Any
 
 from miles_core import rng
 from miles_core.columns import Columns
+from miles_core.config.architecture import architecture_of
 from miles_core.config.load import with_values
 from miles_core.config.tables import RunConfig
 from miles_core.errors import CheckpointError, ConfigError, DataError, HookError
@@ -33,7 +34,7 @@ from miles_core.stages.buffer import Buffer
 from miles_core.stages.placement import Placement
 from miles_core.stages.prompts import JsonlPrompts, PromptSource, Rows
 from miles_core.stages.reward import Scoring
-from miles_core.stages.rollout import Engine, Generation, SamplingParams
+from miles_core.stages.rollout import Engine, Generation, SamplingParams, attended
 from miles_core.stages.step import Resume
 from miles_core.types import Batch, Group, Prompt, Rank, Recall, Sample
 
@@ -141,7 +142,7 @@ async def _assembled(parts: Parts, journal: Journal, placement: Placement, train
     if isinstance(buffer, Buffer):
         buffer.take_back = run.take_back
         buffer.too_stale = run.too_stale
-        prompts.give_back([slot.prompt for slot in buffer.restore(slots)])
+        await run.take_back(buffer.restore(slots))
     for name, told in (("recover", run.recover), ("event", journal.event)):
         if hasattr(engine, name):
             setattr(engine, name, told)
@@ -173,7 +174,7 @@ def _buffer(config: RunConfig, batches: int, keeps: bool) -> Buffer:
         credit=rollout.over_sampling_batch_size - rollout.rollout_batch_size,
         most_in_flight=most and most // rollout.n_samples_per_prompt,
         most_drops=rollout.max_over_sampling_waves * rollout.over_sampling_batch_size,
-        again=frozenset(again | ({"aborted"} if keeps else set())))  # fmt: skip
+        again=frozenset(again | ({"aborted"} if keeps else set())), resumes=keeps)  # fmt: skip
 
 
 def _from_slots(parts: Parts, engine: Engine | None) -> Callable:
@@ -226,6 +227,7 @@ def _generator(parts: Parts, engine: Engine | None, params: SamplingParams, stre
     config, hooks, tokenizer = parts.config, parts.rollout, parts.tokenizer
     how, context = hooks.generate[config.rollout.generate], config.rollout.rollout_max_context_len
     columns = Columns(hooks.columns() if hooks.columns else ())
+    vocabulary = architecture_of(config).vocab
 
     def decode(ids, skip_special_tokens):
         return tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
@@ -237,15 +239,15 @@ def _generator(parts: Parts, engine: Engine | None, params: SamplingParams, stre
             engine=engine, sampling=replace(params, max_new_tokens=room), samples=samples,
             key=lambda index, turn: rng.key(config.rollout.rollout_seed, stream, prompt.uid, index, turn),
             decode=decode, timeout=config.rollout.rollout_timeout, begun=begun, recall=recall or Recall(),
-            columns=columns,
+            columns=columns, vocabulary=vocabulary,
             on_request=on_request or (lambda request: request),
             on_response=hooks.generate_response or (lambda sample, response: sample),
         )  # fmt: skip
-        found = await how(prompt, generation)
+        who = f"generator {config.rollout.generate!r}, {stream} prompt {prompt.uid}"
+        found = await attended(how(prompt, generation), generation, who)
         if not (isinstance(found, list) and found and all(isinstance(sample, Sample) for sample in found)):
             raise HookError("a generator should return a list of samples, at least one", got=repr(found)[:100],
-                            who=f"generator {config.rollout.generate!r}, {stream} prompt {prompt.uid}",
-                            fix="see docs/hooks.md")
+                            who=who, fix="see docs/hooks.md")
         group = Group(prompt, found)
         for sample in group.samples:
             columns.check(sample)

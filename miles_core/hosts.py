@@ -64,15 +64,15 @@ class Handle:
 
 
 @contextlib.asynccontextmanager
-async def within(seconds: float | None, late: Callable[[], MilesError]) -> AsyncIterator[None]:
-    """Bound the waits of a block; None waits for ever.
+async def within(seconds: float | None, late: Callable[[], MilesError]) -> AsyncIterator[asyncio.Timeout]:
+    """Bound the waits of a block; None waits for ever. Gives what the bound can be moved with.
 
     Raises:
         what `late` makes, once `seconds` are over. A TimeoutError from inside the block stays what it is.
     """
     try:
         async with asyncio.timeout(seconds) as bound:
-            yield
+            yield bound
     except TimeoutError:
         if not bound.expired():
             raise

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from miles_core.config.tables import RunConfig
-from miles_core.errors import HookError, WaitError
+from miles_core.errors import DataError, HookError, MilesError, WaitError
 from miles_core.evaluation import Evaluation
 from miles_core.hosts import Handle, within
 from miles_core.record.journal import Journal
@@ -26,7 +26,7 @@ from miles_core.stages.prompts import PromptSource
 from miles_core.stages.reward import Scoring
 from miles_core.stages.rollout import Engine
 from miles_core.stages.sync import WeightSync
-from miles_core.types import Batch, Drop, Group
+from miles_core.types import Batch, Drop, Group, Prompt
 
 
 @dataclass
@@ -112,9 +112,21 @@ class Run:
             return
         group = self._selected() if self.begun else None
         if group is None:
-            slot.prompt = self.prompts.next()
+            slot.prompt = self._next()
         else:
             slot.prompt, slot.begun = group.prompt, tuple(group.samples)
+
+    def _next(self) -> Prompt:
+        who = f"prompt source {self.config.rollout.prompt_source!r}"
+        try:
+            return self.prompts.next()
+        except StopIteration:
+            raise DataError("it ended, and the run needs more prompts", who=who, fix="begin again at its end, as an "
+                            "endless stream does, or lower --num-rollout") from None
+        except MilesError:
+            raise
+        except Exception as error:
+            raise DataError("it failed", got=f"{type(error).__name__}: {error}", who=who, fix="mend it") from error
 
     async def rollout(self, slot: Slot) -> Group:
         """Stage 2; what is too stale already is not gone on with."""

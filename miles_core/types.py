@@ -6,6 +6,7 @@ included, so that a plugin's data takes exactly the path that the core's takes. 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -116,10 +117,27 @@ class Recall:
     Args:
         asked: no further request shall begin; those under way were told to end.
         ids: of the requests under way.
+        idle: bounds the time in which none is.
     """
 
     asked: bool = False
     ids: set[str] = field(default_factory=set)
+    idle: asyncio.Timeout | None = None
+
+    def begins(self, id: str) -> None:
+        """A request is under way."""
+        self.ids.add(id)
+        self._bound(None)
+
+    def ends(self, id: str, patience: float) -> None:
+        """It is no more; after the last one the group has so many seconds to end or to begin another."""
+        self.ids.discard(id)
+        if not self.ids:
+            self._bound(patience)
+
+    def _bound(self, seconds: float | None) -> None:
+        if self.idle is not None and not self.idle.expired():
+            self.idle.reschedule(None if seconds is None else asyncio.get_running_loop().time() + seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,10 +147,12 @@ class Drop:
     Args:
         reason: a word that is counted, such as "reward_std_zero".
         detail: what a person wants to know when nothing but drops is left.
+        kind: a finer word that is counted beside the reason, such as "all_right".
     """
 
     reason: str
     detail: str = ""
+    kind: str = ""
 
 
 @dataclass(slots=True)

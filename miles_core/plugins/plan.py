@@ -19,7 +19,8 @@ from miles_core.config.hardware import engines, trainer_gpus
 from miles_core.config.load import load
 from miles_core.config.options import options_of
 from miles_core.config.tables import TABLES, RunConfig
-from miles_core.plugins.resolve import Choice, resolve
+from miles_core.plugins import resolve
+from miles_core.plugins.resolve import Choice
 from miles_core.plugins.select import Selected
 
 
@@ -76,7 +77,8 @@ def prepare(run_file: Path | None, argv: Sequence[str] = ()) -> Plan:
     """
     loaded = load(run_file, argv)
     config, notes = checks.check(loaded.config)
-    return Plan(config, tuple(loaded.selected), tuple(resolve(loaded.selected, config)), (*loaded.notes, *notes))
+    notes = (*loaded.notes, *notes, *resolve.notes(loaded.selected, config))
+    return Plan(config, tuple(loaded.selected), tuple(resolve.resolve(loaded.selected, config)), notes)
 
 
 def _order(selected: Sequence[Selected]) -> dict[str, list[str]]:

@@ -114,6 +114,7 @@ def resolve(selected: Sequence[Selected], config: RunConfig) -> list[Choice]:
                                      f"{first} and {one.manifest.name}",
                                      fix="enable one of them, or rename one offer")
     _capabilities(selected)
+    _resumes(selected, config)
     return [_own(hook, name, key, owners, config) for hook, name, key in choices(config)]
 
 
@@ -139,6 +140,36 @@ def _official(hook: str) -> list[str]:
     """Names that official plugins offer for a hook; naming one enables its plugin."""
     offered = (offer.partition(":") for offers in KNOWN.values() for offer in offers)
     return [name for one, _, name in offered if one == hook]
+
+
+def keeper(selected: Sequence[Selected]) -> str | None:
+    """The plugin that keeps groups which were called back (hook unfinished); None where nobody does."""
+    return next((one.manifest.name for one in selected for offer in one.manifest.offers if offer.hook == "unfinished"),
+                None)
+
+
+def notes(selected: Sequence[Selected], config: RunConfig) -> list[str]:
+    """What has to be announced once plugins and configuration are known."""
+    rollout, keeps = config.rollout, keeper(selected)
+    surplus = rollout.over_sampling_batch_size > rollout.rollout_batch_size
+    if keeps is None or surplus or (rollout.max_lag and (rollout.batch_order == "window"
+                                                         or rollout.pause_generation_mode == "abort")):
+        return []
+    return [f"plugin {keeps} has nothing to keep: no group is called back without over-sampling "
+            "(--over-sampling-batch-size), or sampling ahead (--max-lag) with --batch-order window or "
+            "--pause-generation-mode abort"]
+
+
+def _resumes(selected: Sequence[Selected], config: RunConfig) -> None:
+    """
+    Raises:
+        OwnerError: groups are called back, and their generator could not go on with them.
+    """
+    keeps, name = keeper(selected), config.rollout.generate
+    if keeps is not None and not any(f"resumes:{name}" in one.manifest.provides for one in selected):
+        raise OwnerError(f"the generator {name!r} cannot go on with what was sampled before", who=f"plugin {keeps}",
+                         fix="--generate single-turn can; a plugin whose generator starts from generation.begun says "
+                         f'so: provides = ("resumes:{name}",)')
 
 
 def _capabilities(selected: Sequence[Selected]) -> None:

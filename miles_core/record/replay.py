@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import astuple
 from pathlib import Path
 
 import numpy as np
@@ -65,15 +67,15 @@ def save_flow(slots: Sequence[tuple[int, Slot]], begun: Sequence[Group]) -> dict
     samples: list[Sample] = []
     entries = []
     for round_, slot in slots:
-        held = slot.outcome.samples if isinstance(slot.outcome, Group) else slot.begun
-        drop = [slot.outcome.reason, slot.outcome.detail] if isinstance(slot.outcome, Drop) else None
-        entries.append({"round": round_, "prompt": _prompt_record(slot.prompt), "drop": drop,
-                        "finished": isinstance(slot.outcome, Group), "samples": 0 if drop else len(held)})
-        samples += () if drop else held
+        held, drop = _held(slot), slot.outcome if isinstance(slot.outcome, Drop) else None
+        entries.append({"round": round_, "prompt": _prompt_record(slot.prompt), "samples": len(held),
+                        "drop": drop and astuple(drop), "finished": isinstance(slot.outcome, Group)})
+        samples += held
     for group in begun:
         samples += group.samples
-    meta = {"slots": entries, "begun": [len(group.samples) for group in begun]}
-    return {"flow": meta, "files": {FLOW: _pack({}, samples)}}
+    data = _pack({}, samples)
+    meta = {"slots": entries, "begun": [len(group.samples) for group in begun], "digest": _digest(data)}
+    return {"flow": meta, "files": {FLOW: data}}
 
 
 def load_flow(state: Mapping[str, object]) -> tuple[list[Slot], list[Group]]:
@@ -85,35 +87,55 @@ def load_flow(state: Mapping[str, object]) -> tuple[list[Slot], list[Group]]:
     if "flow" not in state:
         return [], []
     try:
-        meta, (_, samples) = state["flow"], _unpack(state["files"][FLOW])
+        meta, data = state["flow"], state["files"][FLOW]
+        if _digest(data) != meta["digest"]:
+            raise ValueError(f"{len(data)} bytes that are not those of the checkpoint")
+        _, samples = _unpack(data)
         slots = []
         for entry in meta["slots"]:
             slot = Slot(entry["round"], _prompt(entry["prompt"]))
             held = [samples.pop(0) for _ in range(entry["samples"])]
             if entry["drop"] is not None:
-                slot.outcome = Drop(*entry["drop"])
+                slot.outcome, slot.group = Drop(*entry["drop"]), Group(slot.prompt, held) if held else None
             elif entry["finished"]:
                 slot.outcome = slot.group = Group(slot.prompt, held)
             else:
                 slot.begun = tuple(held)
             slots.append(slot)
-        return slots, [_group(samples, size) for size in meta["begun"]]
+        later = [_group(samples, size) for size in meta["begun"]]
+        if samples:
+            raise ValueError(f"{len(samples)} samples are nobody's")
+        return slots, later
     except (SafetensorError, ValueError, KeyError, TypeError, IndexError) as error:
         raise CheckpointError("the groups under way cannot be read", got=f"{type(error).__name__}: {error}",
                               who=FLOW, fix="use an earlier iteration") from error
 
 
+def _held(slot: Slot) -> Sequence[Sample]:
+    """Of a slot's samples, those that are of use later: finished ones, or what was drawn of unfinished ones."""
+    if isinstance(slot.outcome, Group):
+        return slot.outcome.samples
+    aborted = isinstance(slot.outcome, Drop) and slot.outcome.reason == Status.ABORTED and slot.group is not None
+    return slot.group.samples if aborted else () if isinstance(slot.outcome, Drop) else slot.begun
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
 def _pack(meta: dict, samples: Sequence[Sample]) -> bytes:
-    arrays = {f"{i}.{name}": np.ascontiguousarray(array) for i, sample in enumerate(samples)
+    """Columns are tensors, and all else is one of bytes: safetensors allows its header 100 MB, which texts exceed."""
+    arrays = {f"{i}.{name}": np.asarray(array, order="C") for i, sample in enumerate(samples)
               for name, array in sample.columns.items()}
-    return save(arrays, {"miles": json.dumps({**meta, "samples": [_record(sample) for sample in samples]})})
+    records = json.dumps({**meta, "samples": [_record(sample) for sample in samples]}).encode()
+    return save({"records": np.frombuffer(records, np.uint8), **arrays})
 
 
 def _unpack(data: bytes) -> tuple[dict, list[Sample]]:
-    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-    meta = json.loads(header["__metadata__"]["miles"])
+    arrays = load(data)
+    meta = json.loads(arrays.pop("records").tobytes())
     columns: list[dict[str, np.ndarray]] = [{} for _ in meta["samples"]]
-    for key, array in load(data).items():
+    for key, array in arrays.items():
         index, _, name = key.partition(".")
         columns[int(index)][name] = array
     return meta, [_sample(record, held) for record, held in zip(meta["samples"], columns, strict=True)]
@@ -150,9 +172,9 @@ class Replay:
 
 
 def _prompt_record(prompt: Prompt) -> dict:
-    return {"uid": prompt.uid, "row": prompt.row, "text": prompt.text, "token_ids": prompt.token_ids,
-            "label": prompt.label, "metadata": _plain(prompt.metadata), "stream": prompt.stream,
-            "messages": prompt.messages and _plain(prompt.messages)}
+    return _plain({"uid": prompt.uid, "row": prompt.row, "text": prompt.text, "token_ids": prompt.token_ids,
+                   "label": prompt.label, "metadata": prompt.metadata, "messages": prompt.messages,
+                   "stream": prompt.stream})
 
 
 def _prompt(record: dict) -> Prompt:
@@ -162,11 +184,10 @@ def _prompt(record: dict) -> Prompt:
 
 
 def _record(sample: Sample) -> dict:
-    return {
-        "prompt": _prompt_record(sample.prompt), "index": sample.index, "text": sample.text,
-        "response_length": sample.response_length, "status": str(sample.status), "rewards": sample.rewards,
-        "reward": sample.reward, "rollout": sample.rollout, "metadata": _plain(sample.metadata),
-    }  # fmt: skip
+    return {"prompt": _prompt_record(sample.prompt), **_plain({
+        "index": sample.index, "text": sample.text, "response_length": sample.response_length,
+        "status": str(sample.status), "rewards": sample.rewards, "reward": sample.reward, "rollout": sample.rollout,
+        "metadata": sample.metadata})}
 
 
 def _sample(record: dict, columns: dict[str, np.ndarray]) -> Sample:
@@ -176,8 +197,10 @@ def _sample(record: dict, columns: dict[str, np.ndarray]) -> Sample:
 
 def _plain(value: object) -> object:
     """As JSON has it; what JSON cannot hold becomes text."""
-    return json.loads(json.dumps(dict(value) if isinstance(value, Mapping) else value, default=_number))
-
-
-def _number(value: object) -> object:
-    return value.item() if hasattr(value, "item") else dict(value) if isinstance(value, Mapping) else str(value)
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): _plain(held) for key, held in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(held) for held in value]
+    return _plain(value.tolist()) if hasattr(value, "tolist") else str(value)

@@ -7,7 +7,8 @@ in which slots were started, whatever finished first: at max_lag 0 timing cannot
 
 Order "window" lets a finished group overtake slower ones for as long as these can still come later: those that no later
 batch could hold go first and are waited for, the rest of the batch is what is finished, oldest first. Every group that
-was started is trained on in either order, so neither prefers short answers.
+was started is trained on in either order, so neither prefers short answers. Where a plugin keeps what was called back,
+a window waits for nobody: a batch is what finished first, and the others go on in the next one.
 
 Over-sampling adds credit for slots in flight, not capacity. What a full batch leaves over and could only be trained on
 too late is taken back.
@@ -57,11 +58,13 @@ class Taken:
 
     Args:
         drops: groups that are not trained on, by reason.
+        kinds: the same by reason/kind, where a drop says one.
         again: groups whose prompt comes again, by reason.
     """
 
     groups: list[Group]
     drops: Counter[str] = field(default_factory=Counter)
+    kinds: Counter[str] = field(default_factory=Counter)
     again: Counter[str] = field(default_factory=Counter)
 
 
@@ -82,17 +85,20 @@ class Buffer:
         most_drops: drops within one batch after which the run ends.
         too_stale: whether a group is too old to be trained on now.
         again: reasons ("aborted", "stale") for which a group is taken back in place of being dropped.
+        resumes: what is taken back goes on later, so a window need not wait for anybody.
         take_back: what becomes of slots that no batch can hold any more, oldest first.
     """
 
     def __init__(self, batch_size: int, max_lag: int, *, batches: int, credit: int = 0,
                  most_in_flight: int | None = None, order: Order = "started", most_drops: int = 1024,
                  too_stale: Callable[[Group], bool] = lambda group: False, again: frozenset[str] = frozenset(),
+                 resumes: bool = False,
                  take_back: Callable[[list[Slot]], Awaitable[None]] = forget):
         self.batch_size, self.max_lag, self.credit, self.most_drops = batch_size, max_lag, credit, most_drops
         self.batches, self.most_in_flight, self.order = batches, most_in_flight, order
-        self.too_stale, self.again, self.take_back = too_stale, again, take_back
+        self.too_stale, self.again, self.resumes, self.take_back = too_stale, again, resumes, take_back
         self._slots: list[Slot] = []
+        self._leaving: list[Slot] = []
         self._restored: deque[Slot] = deque()
         self._retried: Counter[str] = Counter()
         self._taken = self._released = 0
@@ -109,7 +115,10 @@ class Buffer:
             StarvedError: the filters drop nearly everything.
             whatever ended a slot's sampling.
         """
-        await self._until(lambda: self._may_begin() and (self._restored or self._has_room()))
+        while True:
+            await self._until(lambda: not self._leaving and self._may_begin() and (self._restored or self._has_room()))
+            if not await self._return_again():  # so that they go on before anything new begins
+                break
         if self._restored:
             return self._restored.popleft()
         dropped = [slot.outcome for slot in self._slots if isinstance(slot.outcome, Drop)]
@@ -139,11 +148,11 @@ class Buffer:
             await self._until(lambda: self._cut() is not None)
             if not await self._set_aside():
                 break
-        taken, rest = self._cut()
+        taken, self._slots = self._cut()
         self._taken += 1
-        surplus = [slot for slot in rest if self._taken - slot.round > self.max_lag]
-        self._slots = [slot for slot in rest if slot not in surplus]
-        await self.take_back(surplus)
+        surplus = [slot for slot in self._slots if self._taken - slot.round > self.max_lag]
+        self._restored = deque(slot for slot in self._restored if slot not in surplus)
+        await self._give_back(surplus)
         self._retried.clear()
         return taken
 
@@ -162,7 +171,7 @@ class Buffer:
 
         Asked for between a sync and its `release`; `restore` of a new buffer takes it.
         """
-        return [(slot.round - self._taken, slot) for slot in self._slots]
+        return [(slot.round - self._taken, slot) for slot in (*self._leaving, *self._slots)]
 
     def restore(self, slots: Iterable[Slot]) -> list[Slot]:
         """Begin with these slots, oldest first; those without an outcome are sampled before any other.
@@ -206,12 +215,13 @@ class Buffer:
         for slot in self._slots:
             last_chance = self._taken + 1 - slot.round > self.max_lag
             if slot.outcome is None:
-                if self.order == "started" or last_chance:
+                if self.order == "started" or (last_chance and not self.resumes):
                     return None  # an older slot may still be kept: waiting for it is what makes the order exact
                 continue
             chosen.add(slot)
             if isinstance(slot.outcome, Drop):
                 taken.drops[slot.outcome.reason] += 1
+                taken.kinds.update([f"{slot.outcome.reason}/{slot.outcome.kind}"] if slot.outcome.kind else ())
             else:
                 taken.groups.append(slot.outcome)
             if len(taken.groups) == self.batch_size:
@@ -224,12 +234,26 @@ class Buffer:
         for slot in stale:
             slot.outcome = Drop("stale", f"prompt {slot.prompt.uid} was sampled from version "
                                          f"{slot.outcome.oldest_version} on")
-        again = [slot for slot in self._slots if isinstance(slot.outcome, Drop) and slot.outcome.reason in self.again]
-        self._retried.update(slot.outcome.reason for slot in again)
-        self._slots = [slot for slot in self._slots if slot not in again]
-        await self.take_back(again)
+        again = await self._return_again()
         self._wake()
-        return bool(stale or again)
+        return bool(stale) or again
+
+    async def _return_again(self) -> bool:
+        """Take back the groups that shall come again; whether there was any. Without one it does not suspend."""
+        again = [slot for slot in self._slots if isinstance(slot.outcome, Drop) and slot.outcome.reason in self.again]
+        if not again:
+            return False
+        self._retried.update(slot.outcome.reason for slot in again)
+        await self._give_back(again)
+        return True
+
+    async def _give_back(self, slots: list[Slot]) -> None:
+        """Have slots taken back. Meanwhile a checkpoint still keeps them, and nothing else begins before they can."""
+        self._slots = [slot for slot in self._slots if slot not in slots]
+        self._leaving += slots
+        await self.take_back(slots)
+        self._leaving = [slot for slot in self._leaving if slot not in slots]
+        self._wake()
 
     def _starved(self, dropped: list[Drop]) -> StarvedError:
         counts = Counter(drop.reason for drop in dropped) + self._retried

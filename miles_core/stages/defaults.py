@@ -9,6 +9,8 @@ from miles_core.hookspecs import hookimpl
 class Core:
     """Defaults of the loop: prompts, single-turn generation, weighted sum, clipped surrogate, KL, reductions."""
 
+    provides = ("resumes:single-turn",)
+
     def __init__(self, config: RunConfig):
         self.config = config
 

@@ -7,14 +7,14 @@ many engine calls as it likes; `single_turn` is the default.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
 
 from miles_core.columns import Columns, joined
-from miles_core.errors import EngineError
+from miles_core.errors import EngineError, RolloutError
 from miles_core.hosts import within
 from miles_core.types import Prompt, Recall, Sample, Status
 
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     import torch
 
 PauseMode = Literal["abort", "retract", "in_place"]
+
+ROUNDING = 1e-3
+"""A log-prob of a certain token may come out this much above 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,10 +176,11 @@ class Generation:
         samples: how many samples a group has.
         key: (sample index, turn) -> key of its draws, already bound to run seed, stream and prompt.
         decode: token ids -> text.
-        timeout: seconds that one engine call may take.
+        timeout: seconds that one engine call may take, and all else between two of them.
         begun: samples of this group that were called back before; a generator that resumes goes on from them.
         recall: what ends the group's requests early; `call_engine` sees to it.
         columns: of the run.
+        vocabulary: token ids are below it; None where nobody knows.
         on_request, on_response: the chains of the hooks generate_request and generate_response.
     """
 
@@ -189,6 +193,7 @@ class Generation:
     begun: Sequence[Sample] = ()
     recall: Recall = field(default_factory=Recall)
     columns: Columns = field(default_factory=Columns)
+    vocabulary: int | None = None
     on_request: RequestHook = lambda request: request
     on_response: ResponseHook = lambda sample, response: sample
 
@@ -236,34 +241,97 @@ async def _one_turn(prompt: Prompt, index: int, generation: Generation) -> Sampl
     return sample
 
 
+async def attended(work: Awaitable[list[Sample]], generation: Generation, who: str) -> list[Sample]:
+    """What a generator makes, with a bound on each stretch in which it waits for something else than the engine.
+
+    Raises:
+        RolloutError: nothing came of it, and no engine call, for `generation.timeout` seconds.
+    """
+    def late() -> RolloutError:
+        return RolloutError(f"the generator neither ended nor asked the engine for {generation.timeout:g} s", who=who,
+                            fix="look at what it waits for (a tool, another server), or raise --rollout-timeout")
+
+    async with within(generation.timeout, late) as generation.recall.idle:
+        try:
+            return await work
+        finally:
+            generation.recall.idle = None
+
+
 async def call_engine(generation: Generation, request: Request) -> Response:
     """`engine.generate` with the bounded wait and the checks that every answer has to pass.
 
     A group that was called back gets an empty answer, finish_reason "abort", without the engine being asked.
 
     Raises:
-        EngineError: too slow, or an answer whose parts do not fit together.
+        EngineError: too slow, or an answer that `check_response` refuses.
     """
     def late() -> EngineError:
         return EngineError(f"the engine did not answer request {request.id} within {generation.timeout:g} s",
                            fix="raise --rollout-timeout, or look at the engine's log")
 
-    recall = generation.recall
+    engine, recall = generation.engine, generation.recall
     if recall.asked:
         return Response(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32), "abort")
-    recall.ids.add(request.id)
+    oldest = engine.version
     try:
+        recall.begins(request.id)
         async with within(generation.timeout, late):
-            response = await generation.engine.generate(request)
+            response = await engine.generate(request)
     finally:
-        recall.ids.discard(request.id)
-    lengths = {len(response.output_ids), len(response.log_probs), len(response.versions)}
-    if len(lengths) != 1:
-        raise EngineError(f"the engine's answer to request {request.id} has parts of different lengths",
-                          got=sorted(lengths))
-    if len(response.log_probs) and not np.isfinite(response.log_probs).all():
-        raise EngineError(f"the engine's answer to request {request.id} has log-probs that are not finite")
+        recall.ends(request.id, generation.timeout)
+    check_response(request, response, generation.vocabulary, oldest, engine.version)
     return response
+
+
+def check_response(request: Request, response: Response, vocabulary: int | None, oldest: int, newest: int) -> None:
+    """Whether an answer can be trained on.
+
+    Args:
+        vocabulary: token ids are below it; None where nobody knows.
+        oldest, newest: weight versions that the engine had when it was asked and when it answered.
+
+    Raises:
+        EngineError: parts of different lengths, nothing drawn although nobody ended it, ids outside of the vocabulary,
+            log-probs that are none, versions that the engine did not have meanwhile or that go backwards.
+    """
+    problem = _unfit(response) or _tainted(response, vocabulary, oldest, newest)
+    if problem is not None:
+        what, got = problem
+        raise EngineError(f"the engine's answer to request {request.id} {what}", got=got,
+                          fix="look at the engine's log; such an answer must not be trained on")
+
+
+def _unfit(response: Response) -> tuple[str, object] | None:
+    """What is wrong with an answer's parts, and what was got."""
+    count, reason = len(response.output_ids), response.finish_reason
+    if not count == len(response.log_probs) == len(response.versions):
+        return "has parts of different lengths", (f"{count} tokens, {len(response.log_probs)} log-probs, "
+                                                  f"{len(response.versions)} versions")
+    if reason not in ("stop", "length", "abort"):
+        return "ended for a reason that nobody knows", repr(reason)
+    if not count and reason != "abort":  # a stop token alone is one
+        return f"ended by {reason!r} and is empty", "no token"
+    return None
+
+
+def _tainted(response: Response, vocabulary: int | None, oldest: int, newest: int) -> tuple[str, object] | None:
+    """What is wrong with an answer's tokens, and what was got."""
+    ids, log_probs, versions = (np.asarray(x) for x in (response.output_ids, response.log_probs, response.versions))
+    if not len(ids):
+        return None
+    if ids.min() < 0 or vocabulary is not None and ids.max() >= vocabulary:
+        return f"has token ids outside of the vocabulary of {vocabulary}", f"{ids.min()} to {ids.max()}"
+    if not np.isfinite(log_probs).all():
+        return "has log-probs that are not finite", log_probs[~np.isfinite(log_probs)][0]
+    if log_probs.max() > ROUNDING:
+        return "has log-probs above 0", log_probs.max()
+    if (np.diff(versions) < 0).any():
+        return "has weight versions that go backwards", versions.tolist()
+    if versions[0] < oldest or versions[-1] > newest:
+        asked = f"version {newest}" if oldest == newest else f"versions {oldest} to {newest}"
+        return f"is of weight versions that the engine did not have, but {asked}", f"{versions[0]} to {versions[-1]}"
+    return None
 
 
 def to_sample(prompt: Prompt, index: int, request: Request, response: Response) -> Sample:

@@ -70,7 +70,8 @@ def test_disaggregated_on_two_gpus(tmp_path):
     """A GPU each; weights go by an NCCL group. Sampling ahead of training learns as well, and takes less wall time."""
     flags = ["--rollout-num-gpus", "1", "--num-rollout", "14", "--eval-interval", "14"]
     alone = learned(run(tmp_path / "sync", *flags), "max_lag 0")
-    ahead = learned(run(tmp_path / "ahead", *flags, "--max-lag", "1", "--use-rollout-logprobs"), "max_lag 1", current=False)
+    ahead = learned(run(tmp_path / "ahead", *flags, "--max-lag", "1", "--use-rollout-logprobs"), "max_lag 1",
+                    current=False)
     print(f"wall per step, max_lag 1 over max_lag 0: {ahead / alone:.3f}")
 
 

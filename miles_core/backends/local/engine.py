@@ -25,6 +25,7 @@ from miles_core.backends.local.decode import Decoder
 from miles_core.backends.local.sampling import StopStrings, check
 from miles_core.backends.local.weights import FAMILIES, ModelShape
 from miles_core.errors import CheckpointError, EngineError
+from miles_core.hosts import in_daemon_thread
 from miles_core.stages.rollout import PauseMode, Request, Response, check_request
 
 if TYPE_CHECKING:
@@ -115,8 +116,8 @@ class LocalEngine:
         if self._thread is not None:
             return
         if self._weights is None:
-            source = (self._decoder.random,) if self._random_init else (self._decoder.read, self._checkpoint)
-            self._weights = await asyncio.to_thread(*source)
+            source = self._decoder.random if self._random_init else lambda: self._decoder.read(self._checkpoint)
+            self._weights = await in_daemon_thread(source)
         self._batch = Batch(self._decoder, self._max_batch, self.max_context)
         self._waiting: deque[Flight] = deque()
         self._paused: PauseMode | None = None
@@ -182,7 +183,7 @@ class LocalEngine:
         """
         self._must_run()
         self._must_be_newer(version)
-        staged = await asyncio.to_thread(self._decoder.stage, weights)
+        staged = await in_daemon_thread(lambda: self._decoder.stage(weights))
         await self._ask(lambda: self._swap(staged, version))
 
     async def release(self, tags: Iterable[str]) -> None:
@@ -201,7 +202,7 @@ class LocalEngine:
             return
         self._submit()
         self._post(Command(self._halt))
-        await asyncio.to_thread(thread.join, STOP_SECONDS)
+        await in_daemon_thread(lambda: thread.join(STOP_SECONDS))
         if thread.is_alive():
             raise EngineError(f"the local engine's thread did not end within {STOP_SECONDS:g} s",
                               fix="look at what it computes, e.g. with py-spy")

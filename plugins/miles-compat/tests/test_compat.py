@@ -1,7 +1,7 @@
 """Adapters by themselves; tests/integration/test_compat.py has them all in whole runs.
 
-Hooks of this plugin: megatron_init, log_prob, microbatch, train_step, reward, shape_rewards, advantage, policy_loss,
-token_weights, reduction.
+Hooks of this plugin: megatron_init, log_prob, microbatch, train_step, reward, select_from_buffer, shape_rewards,
+advantage, policy_loss, token_weights, reduction.
 """
 
 import copy
@@ -16,6 +16,7 @@ from miles_compat.importance import weighted
 from miles_compat.plugin import Compat, CompatOptions
 from miles_compat.reducer import token_weights
 from miles_compat.rollout import advantages, post_processed, rollout_data
+from miles_compat.selection import selected
 
 from miles_core.columns import Columns
 from miles_core.config.tables import Algorithm, Checkpoint, Perf, Rollout, RunConfig
@@ -189,6 +190,29 @@ def test_what_is_not_two_lists_of_rewards_is_refused(batch, answer):
     with pytest.raises(HookError, match="the function should return"):
         post_processed(lambda args, samples: answer, None, batch.groups)
     assert [sample.reward for sample in batch.samples] == before
+
+
+def test_a_function_selects_from_the_buffer(batch):
+    """Miles's default takes from the front and removes what it returns; ours is a copy, and one group is asked for."""
+    seen = []
+
+    def pop_first(args, rollout_id, buffer, num_samples):
+        seen.append((args, rollout_id, len(buffer), num_samples))
+        taken = buffer[:num_samples]
+        del buffer[:num_samples]
+        return taken
+
+    groups = list(batch.groups)
+    assert selected(pop_first, "args", groups, 7) == [groups[0]]
+    assert seen == [("args", 7, len(groups), 1)] and groups == batch.groups
+    assert selected(lambda args, rollout_id, buffer, n: buffer[::-1], None, groups, 7) == [groups[-1]]
+    assert selected(lambda args, rollout_id, buffer, n: [], None, groups, 7) == []
+
+
+@pytest.mark.parametrize("answer", [None, 3, [[]], ["x"], [[object()]]])
+def test_what_is_not_of_the_buffer_is_refused(batch, answer):
+    with pytest.raises(HookError, match="should return groups of the buffer"):
+        selected(lambda *arguments: answer, None, batch.groups, 0)
 
 
 def with_log_probs(batch):

@@ -69,3 +69,73 @@ def test_binary_rewards_follow_the_paper(rewards):
 @settings(deadline=None)
 def test_equal_rewards_have_a_deviation_of_exactly_zero(reward, count):
     assert reward_std([reward] * count) == 0.0
+
+
+@pytest.mark.parametrize("rewards, kind", [
+    ((1.0, 1.0), "all_right"), ((0.0, 0.0), "all_wrong"), ((-1.0, -1.0), "all_wrong"), ((0.5, 0.5), "alike")])
+def test_drops_are_counted_by_what_was_scored_too(rewards, kind):
+    outcome = plugin().filter_group(group(*rewards))
+    assert (outcome.reason, outcome.kind) == ("reward_std_zero", kind)
+
+
+def penalising(most=100, samples=4, **options):
+    config = RunConfig(rollout=Rollout(n_samples_per_prompt=samples, rollout_max_response_len=most))
+    return DapoFilter(DapoFilterOptions(**{"overlong_buffer_len": 20, **options}), config)
+
+
+def answers(*pairs):
+    return Group(PROMPT, [Sample(PROMPT, i, reward=reward, response_length=length)
+                          for i, (reward, length) in enumerate(pairs)])
+
+
+@given(st.integers(1, 400), st.data())
+@settings(deadline=None)
+def test_the_penalty_is_equation_13(most, data):
+    """Written as the paper has it, with L_max = most and L_cache = buffer."""
+    buffer, length = data.draw(st.integers(1, most)), data.draw(st.integers(0, most))
+    if length <= most - buffer:
+        expected = 0.0
+    elif length <= most:
+        expected = ((most - buffer) - length) / buffer
+    found = penalising(most, overlong_buffer_len=buffer).overlong.penalty(answers((1.0, length)).samples[0])
+    assert found == pytest.approx(expected) and -1 <= found <= 0
+
+
+def test_rewards_of_a_batch_lose_the_penalty_once_and_keep_the_raw_score():
+    """Hook shape_rewards."""
+    batch = [answers((1.0, 80), (1.0, 90), (0.0, 100))]
+    assert penalising(overlong_penalty_factor=0.5).shape_rewards(batch) is batch
+    assert [sample.reward for sample in batch[0].samples] == [1.0, 0.75, -0.5]
+    assert [sample.metadata["raw_reward"] for sample in batch[0].samples] == [1.0, 1.0, 0.0]
+    assert [sample.metadata["figures"] for sample in batch[0].samples] == [
+        {"overlong_penalty": 0.0, "overlong_ratio": 0.0}, {"overlong_penalty": -0.25, "overlong_ratio": 1.0},
+        {"overlong_penalty": -0.5, "overlong_ratio": 1.0}]
+
+
+def test_without_a_buffer_nothing_is_penalised():
+    batch = [answers((1.0, 100))]
+    assert plugin().shape_rewards(batch) is batch
+    assert (batch[0].samples[0].reward, batch[0].samples[0].metadata) == (1.0, {})
+
+
+def test_the_filter_looks_at_raw_scores_unless_told_to():
+    uneven, even = answers((1.0, 80), (1.0, 100)), answers((1.0, 100), (1.0, 100))
+    assert penalising().filter_group(uneven).kind == "all_right"
+    after = penalising(filter_penalised=True)
+    assert after.filter_group(uneven) is uneven and [s.reward for s in uneven.samples] == [1.0, 1.0]
+    assert after.filter_group(even).kind == "all_right"
+
+
+@pytest.mark.parametrize("options, words", [
+    ({"overlong_buffer_len": 0}, "0 of 100 tokens"), ({"overlong_buffer_len": 101}, "101 of 100 tokens"),
+    ({"overlong_penalty_factor": 0.0}, "should be above 0"), ({"overlong_penalty_factor": -1.0}, "should be above 0")])
+def test_penalties_that_make_no_sense_are_refused(options, words):
+    with pytest.raises(ConfigError, match=words):
+        penalising(**options)
+
+
+@pytest.mark.parametrize("key", ["overlong_penalty_factor", "filter_penalised"])
+def test_options_without_effect_are_refused(key):
+    config = RunConfig(rollout=Rollout(n_samples_per_prompt=4), origin={f"dapo-filter.{key}": "flag"})
+    with pytest.raises(ConfigError, match=f"{key} has no effect without overlong_buffer_len"):
+        DapoFilter(DapoFilterOptions(), config)

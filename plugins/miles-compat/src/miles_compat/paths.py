@@ -41,6 +41,7 @@ SHAPES = MappingProxyType({
     "custom_megatron_before_train_step_hook_path": Shape(
         "hook(args, rollout_id, step_id, model, optimizer, opt_param_scheduler)", 6),
     "custom_rm_path": Shape("reward(args, sample) -> float", 2, may_wait=True),
+    "buffer_filter_path": Shape("select(args, rollout_id, buffer, num_samples) -> list of groups of the buffer", 4),
     "custom_reward_post_process_path": Shape("post_process(args, samples) -> (raw_rewards, rewards)", 2),
     "custom_advantage_function_path": Shape("advantage(args, rollout_data)", 2),
     "custom_loss_function_path": Shape(

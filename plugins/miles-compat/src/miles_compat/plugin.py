@@ -41,6 +41,9 @@ class CompatOptions:
     custom_rm_path: str | None = option(
         None, "Scores a sample; chosen by --rm-type custom.", flags=("--custom-rm-path",)
     )
+    buffer_filter_path: str | None = option(
+        None, "Selects which of the groups that were called back go on.", flags=("--buffer-filter-path",)
+    )
     custom_reward_post_process_path: str | None = option(
         None, "Changes the rewards of a whole rollout.", flags=("--custom-reward-post-process-path",)
     )
@@ -113,6 +116,15 @@ class Compat:
             return await function(self.args, sample)
         answer = await in_daemon_thread(lambda: function(self.args, sample))
         return await answer if inspect.isawaitable(answer) else answer
+
+    @hookimpl
+    def select_from_buffer(self, groups: list[Group], rollout_id: int) -> list[Group]:
+        """buffer_filter_path."""
+        if function := self._function("buffer_filter_path"):
+            from miles_compat.selection import selected
+
+            return selected(function, self.args, groups, rollout_id)
+        return groups
 
     @hookimpl
     def shape_rewards(self, groups: list[Group]) -> list[Group]:

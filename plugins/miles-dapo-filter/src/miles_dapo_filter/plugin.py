@@ -1,4 +1,4 @@
-"""The plugin: options and hook. The test itself is in spread.py."""
+"""The plugin: options and hooks. The test of a group is in spread.py, the penalty of long answers in overlong.py."""
 
 from __future__ import annotations
 
@@ -15,23 +15,41 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class DapoFilterOptions:
-    """When a group has nothing to teach."""
+    """When a group has nothing to teach, and what long answers cost."""
 
     min_reward_std: float = option(1e-8, "Groups whose rewards have a standard deviation up to this are dropped.")
+    overlong_buffer_len: int | None = option(
+        None, "Response tokens before --rollout-max-response-len in which a penalty grows; default: no penalty."
+    )
+    overlong_penalty_factor: float = option(1.0, "What an answer of the full length loses.")
+    filter_penalised: bool = option(False, "Look at rewards less the penalty, not at raw ones, to drop a group.")
 
 
 class DapoFilter:
-    """Drops groups whose answers all score the same: they have no advantage and no gradient (arXiv:2503.14476)."""
+    """Drops groups whose answers all score the same, and takes a soft penalty off overlong ones (arXiv:2503.14476)."""
 
     def __init__(self, options: DapoFilterOptions, config: RunConfig):
+        from miles_dapo_filter.overlong import Overlong
+
         if config.rollout.n_samples_per_prompt == 1:
             raise ConfigError("dapo-filter would drop every group: a group of one has no spread",
                               who="rollout.n_samples_per_prompt", got=1, fix="sample at least 2 answers per prompt")
         self.options = options
+        self.overlong = Overlong.of(options, config)
 
     @hookimpl
     def filter_group(self, group: Group) -> Group | Drop:
         """The group, or Drop("reward_std_zero")."""
         from miles_dapo_filter.spread import keep_spread
 
-        return keep_spread(group, self.options.min_reward_std)
+        penalty = self.overlong.penalty if self.overlong and self.options.filter_penalised else None
+        return keep_spread(group, self.options.min_reward_std, penalty)
+
+    @hookimpl
+    def shape_rewards(self, groups: list[Group]) -> list[Group]:
+        """Rewards less the penalty; the raw ones stay in metadata["raw_reward"]."""
+        if self.overlong is not None:
+            for group in groups:
+                for sample in group.samples:
+                    self.overlong.penalise(sample)
+        return groups

@@ -10,9 +10,10 @@ over the rewards of its n samples. DAPO states it for rewards of 0 and 1, as 0 <
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 from miles_core.errors import RewardError
-from miles_core.types import Drop, Group
+from miles_core.types import Drop, Group, Sample
 
 
 def reward_std(rewards: list[float]) -> float:
@@ -23,8 +24,11 @@ def reward_std(rewards: list[float]) -> float:
     return math.sqrt(math.fsum((reward - mean) ** 2 for reward in rewards) / (len(rewards) - 1))
 
 
-def keep_spread(group: Group, min_std: float) -> Group | Drop:
-    """The group itself, or a Drop with reason "reward_std_zero".
+def keep_spread(group: Group, min_std: float, penalty: Callable[[Sample], float] | None = None) -> Group | Drop:
+    """The group itself, or a Drop with reason "reward_std_zero" and of a kind that `kind_of` gives.
+
+    Args:
+        penalty: what is added to the reward of a sample before it is looked at.
 
     Raises:
         RewardError: a sample that nobody scored.
@@ -32,9 +36,15 @@ def keep_spread(group: Group, min_std: float) -> Group | Drop:
     for sample in group.samples:
         if sample.reward is None:
             raise RewardError(f"nobody scored {sample.name}", who="dapo-filter", fix="name a scorer with --rm-type")
-    rewards = [sample.reward for sample in group.samples]
+    rewards = [sample.reward + (penalty(sample) if penalty else 0.0) for sample in group.samples]
     if reward_std(rewards) > min_std:
         return group
     low, high = min(rewards), max(rewards)
     scored = f"{low:g}" if low == high else f"between {low:g} and {high:g}"
-    return Drop("reward_std_zero", f"all {len(rewards)} answers to prompt {group.prompt.uid} scored {scored}")
+    return Drop("reward_std_zero", f"all {len(rewards)} answers to prompt {group.prompt.uid} scored {scored}",
+                kind_of([sample.reward for sample in group.samples]))
+
+
+def kind_of(rewards: list[float]) -> str:
+    """"all_right" where every raw reward is at least 1, "all_wrong" where none is above 0, else "alike"."""
+    return "all_right" if min(rewards) >= 1 else "all_wrong" if max(rewards) <= 0 else "alike"
