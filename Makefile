@@ -9,7 +9,7 @@ READY  := $(VENV)/.ready
 export OMP_WAIT_POLICY ?= PASSIVE
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help demo test test-slow test-sglang lint bench support-matrix models venv sglang-cpu clean
+.PHONY: help demo test test-slow test-sglang lint bench reliability reliability-sglang support-matrix models venv sglang-cpu clean
 
 help:  ## Show this list.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -35,6 +35,13 @@ bench: $(READY)  ## Measure what docs/benchmarks.md reports.
 	$(BIN)/python bench/engine.py
 	$(BIN)/python bench/engine.py --steps
 	$(BIN)/python bench/on_policy.py
+	$(BIN)/python bench/async_throughput.py
+
+reliability: $(READY)  ## Let every fault of docs/reliability.md happen in every mode and write its table (five minutes).
+	MILES_WRITE_RELIABILITY=1 $(BIN)/pytest -q -m slow tests/integration/test_faults.py
+
+reliability-sglang: $(READY) .venv-sglang/.ready  ## The same for its table of real SGLang servers.
+	MILES_WRITE_RELIABILITY=1 $(BIN)/pytest -q -m slow tests/sglang/test_faults.py
 
 support-matrix: $(READY)  ## Measure every model family against transformers and write docs/model-families.md's table.
 	$(BIN)/python -m miles_core.testing.parity

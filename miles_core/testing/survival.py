@@ -7,14 +7,16 @@ import json
 import shutil
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
 
 from miles_core.record.events import read
+from miles_core.record.replay import FLOW, load_batch, load_flow
 from miles_core.testing.faults import Faults, Operation, operations, untraced
 from miles_core.testing.forked import Outcome, miles
+from miles_core.types import Drop, Group
 
 LEFTOVERS = ("*.publishing", ".tmp-*", "*.tmp")
 
@@ -25,13 +27,17 @@ class Course:
     Args:
         argv: what follows `miles run`.
         rollouts: how many it does.
+        judge: what is wrong with a run directory whose run was killed and has ended well. By default all that tells it
+            from the reference; with another judge its operations need not come in the reference's order either.
     """
 
-    def __init__(self, path: Path, argv: Sequence[str | Path], *, rollouts: int):
+    def __init__(self, path: Path, argv: Sequence[str | Path], *, rollouts: int,
+                 judge: Callable[[Path], list[str]] | None = None):
         self.path, self.rollouts = path, rollouts
         self.argv = ["run", *argv, "--no-live", "--run-dir", "run", "--save", "run/checkpoints", "--load",
                      "run/checkpoints", "--num-rollout", str(rollouts)]
-        self.seconds = 0.0
+        self.seconds, self.exact = 0.0, judge is None
+        self.judge = judge or (lambda run: problems(run, path / "reference/run", rollouts=rollouts))
 
     def start(self, name: str, *more: str | Path, **options) -> Outcome:
         """The command in folder `name`, once."""
@@ -70,7 +76,8 @@ class Course:
         name = f"{'torn' if torn else 'before'}-{operation.number}-{again}"
         outcome = self.start(name, before=self.faults(name, operation.number, operation.size // 2 if torn else 0))
         last = operations(self.log(name))[-1]
-        if outcome.code != -9 or (last.kind, last.path) != (operation.kind, operation.path):
+        same = not self.exact or (last.kind, last.path) == (operation.kind, operation.path)
+        if outcome.code != -9 or not same:
             return [f"not killed there: exit code {outcome.code} at {last}\n{outcome.err[-2000:]}"]
         if again is not None:
             self.log(name).unlink()
@@ -79,22 +86,28 @@ class Course:
                 return [f"not killed again: exit code {outcome.code}\n{outcome.err[-2000:]}"]
         return self.resumed(name)
 
-    def killed_after(self, seconds: float, name: str) -> list[str] | None:
-        """Kill a run from outside after some time and resume it; None when it had ended before."""
+    def killed_after(self, *seconds: float, name: str, then: Sequence[str] = ()) -> list[str] | None:
+        """Kill a run from outside after some time and resume it; None when it had ended before.
 
-        def kill(process) -> None:
-            process.join(seconds)
-            process.kill()
+        Args:
+            seconds: one or several: the resumed run is killed as well, and that is resumed.
+            then: flags of the last start.
+        """
+        for moment in seconds:
+            def kill(process, moment=moment) -> None:
+                process.join(moment)
+                process.kill()
 
-        outcome = self.start(name, while_running=kill)
-        return self.resumed(name) if outcome.code == -9 else None
+            if self.start(name, while_running=kill).code != -9:
+                return None
+        return self.resumed(name, *then)
 
-    def resumed(self, name: str) -> list[str]:
-        """Run the command again in a folder; what tells its run from the reference."""
-        outcome = self.start(name)
+    def resumed(self, name: str, *more: str) -> list[str]:
+        """Run the command again in a folder; what is wrong with its run."""
+        outcome = self.start(name, *more)
         if outcome.code != 0:
             return [f"the resumed run ends with exit code {outcome.code}: {outcome.err[-2000:]}"]
-        found = problems(self.path / name / "run", self.path / "reference/run", rollouts=self.rollouts)
+        found = self.judge(self.path / name / "run")
         if not found:
             shutil.rmtree(self.path / name)
         return found
@@ -108,11 +121,7 @@ def problems(run: Path, reference: Path, *, rollouts: int, ends: int = 1) -> lis
         ends: starts of the run that came to their end.
     """
     ours, theirs = list(read(run / "events.jsonl")), list(read(reference / "events.jsonl"))
-    found = [f"left behind: {path}" for path in leftovers(run)]
-    found += _ending(ours, ends)
-    done = [event["rollout_id"] for event in ours if event["event"] == "metrics"]
-    if done != list(range(rollouts)):
-        found.append(f"rollouts in the lineage: {done}")
+    found = _whole(run, ours, rollouts, ends)
     for name, of in (("metrics", metrics), ("drops", drops)):
         if of(ours) != of(theirs):
             found.append(f"{name} differ: {_first_difference(of(ours), of(theirs))}")
@@ -122,6 +131,59 @@ def problems(run: Path, reference: Path, *, rollouts: int, ends: int = 1) -> lis
         if wrong := [key for key in other if mine.get(key) != other[key]]:
             found.append(f"{name} differ: {wrong}")
     return found
+
+
+def problems_ahead(run: Path, *, rollouts: int, max_lag: int, surplus: bool = False, ends: int = 1) -> list[str]:
+    """What a finished run breaks of the promises for max_lag > 0; empty when nothing. It has to keep its batches:
+
+        --save-debug-rollout-data run/debug/{rollout_id}.safetensors
+
+    Each rollout is done once. No token is older than `max_lag` versions. Of the prompts that were handed out each was
+    trained on once, dropped, or is to come. A group that a checkpoint holds finished is trained on as it is there.
+
+    Args:
+        max_lag: the largest of its starts.
+        surplus: finished groups may have been sampled again, from later weights: by over-sampling, or since a start
+            had a smaller max_lag.
+        ends: starts of the run that came to their end.
+    """
+    found = _whole(run, list(read(run / "events.jsonl")), rollouts, ends) + lost_or_doubled(run)
+    batches = [load_batch(str(run / "debug/{rollout_id}.safetensors"), rollout) for rollout in range(rollouts)]
+    reported = [path.read_text().splitlines() for path in sorted(run.glob("samples/rollout_*.jsonl"))]
+    for batch, lines in zip(batches, reported, strict=True):
+        shown = [(line["prompt_uid"], line["index"], line["token_ids"], line["versions"])
+                 for line in map(json.loads, lines)]
+        if shown != [(s.prompt.uid, s.index, s.tokens[-s.response_length:].tolist(), s.columns["versions"].tolist())
+                     for s in batch.samples]:
+            found.append(f"rollout {batch.rollout_id} was trained on other samples than were handed over")
+        versions = {version for _, _, _, held in shown for version in held}
+        if not batch.rollout_id + 1 - max_lag <= min(versions) <= max(versions) <= batch.rollout_id + 1:
+            found.append(f"rollout {batch.rollout_id} was trained on versions {sorted(versions)}")
+    trained = {group.prompt.uid: group for batch in batches for group in batch.groups}
+    for done, groups in finished(run):
+        for group in groups:
+            later = trained.get(group.prompt.uid)
+            if later is None or contents(later) == contents(group):
+                continue
+            anew = all(s.columns["versions"].min() > done for s in later.samples)
+            if not (surplus and anew):
+                found.append(f"prompt {group.prompt.uid} was finished at checkpoint {done} and trained on otherwise")
+    return found
+
+
+def finished(run: Path) -> Iterator[tuple[int, list[Group]]]:
+    """Of every checkpoint: how many rollouts were done, and the groups that were sampled and not trained on yet."""
+    for folder in sorted(run.glob("checkpoints/iter_*")):
+        state = json.loads((folder / "miles.json").read_text())
+        files = {FLOW: (folder / FLOW).read_bytes()} if (folder / FLOW).exists() else {}
+        slots, _ = load_flow({**state["state"], "files": files})
+        yield state["iteration"], [slot.group for slot in slots if slot.group and not isinstance(slot.outcome, Drop)]
+
+
+def contents(group: Group) -> list[tuple]:
+    """What was sampled and how it was scored, to the bit."""
+    return [(s.index, s.text, s.status, s.rewards, {name: array.tobytes() for name, array in s.columns.items()})
+            for s in group.samples]
 
 
 def leftovers(run: Path) -> list[str]:
@@ -188,6 +250,13 @@ def lost_or_doubled(run: Path) -> list[str]:
     if known != state["next"]:
         found.append(f"{state['next']} prompts were handed out, and {known} are accounted for")
     return found
+
+
+def _whole(run: Path, events: list[dict], rollouts: int, ends: int) -> list[str]:
+    """What is wrong with any run that has ended: temporary files, its ends, its rollouts."""
+    done = [event["rollout_id"] for event in events if event["event"] == "metrics"]
+    wrong = [] if done == list(range(rollouts)) else [f"rollouts in the lineage: {done}"]
+    return [f"left behind: {path}" for path in leftovers(run)] + _ending(events, ends) + wrong
 
 
 def _ending(events: list[dict], ends: int) -> list[str]:

@@ -5,7 +5,6 @@ And however a run ends, none of its processes is left.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import random
 import signal
@@ -19,6 +18,7 @@ from miles_core.record.events import read
 from miles_core.record.report import write_report
 from miles_core.testing import survival
 from miles_core.testing.survival import Course
+from tests.integration.watching import left_of
 
 pytestmark = pytest.mark.integration
 
@@ -63,20 +63,6 @@ def in_the_background() -> None:
     """As a shell starts a job with &: in a session of its own here, and deaf to SIGINT."""
     os.setsid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-
-def left_of(session: int, seconds: float = 10.0) -> list[str]:
-    """Command lines of what is still there of a session after some seconds, or as soon as nothing is."""
-    limit = time.monotonic() + seconds
-    while True:
-        found = []
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error, ProcessLookupError):
-                if os.getsid(process.pid) == session and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(" ".join(process.cmdline()))
-        if not found or time.monotonic() > limit:
-            return found
-        time.sleep(0.1)
 
 
 def restarts(run: Path) -> list[dict]:

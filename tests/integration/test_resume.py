@@ -1,10 +1,9 @@
-"""What a resume restores, and what it does not depend on: folder, host, number of starts. Also with sampling ahead."""
+"""What a resume restores, and what it does not depend on: folder, host, number of starts."""
 
 from __future__ import annotations
 
 import json
 import os
-import random
 import signal
 import time
 from pathlib import Path
@@ -30,12 +29,6 @@ def course(run_file, tmp_path):
         return Course(tmp_path, [*common, *argv], rollouts=rollouts)
 
     return make
-
-
-@pytest.fixture
-def ahead(course, picky):
-    """Sampling runs up to two rollouts ahead and a filter drops some groups."""
-    return course("--max-lag", "2", "--plugin", picky, "--over-sampling-batch-size", "6")
 
 
 def rows(run: Path) -> list[int]:
@@ -130,51 +123,6 @@ def test_an_interrupt_is_a_kill_with_a_word(course):
         run = whole.finish(name)
         assert survival.checkpoint(run) == survival.checkpoint(reference)
         assert not survival.leftovers(run)
-
-
-def kill_ahead(course: Course, name: str, rollouts: int, seed: int) -> None:
-    """Kill a run some time after so many rollouts, resume it, and account for every prompt."""
-
-    draw = random.Random(seed)
-    for attempt in range(10):  # it may have ended before it is killed
-        folder = f"{name}-{attempt}"
-
-        def kill(process, folder=folder) -> None:
-            _wait_for_rollouts(course.path / folder / "run", rollouts)
-            process.join(draw.uniform(0, 0.1))
-            process.kill()
-
-        if course.start(folder, while_running=kill).code == -9:
-            break
-    else:
-        raise AssertionError("it always ended before it was killed")
-    run = course.finish(folder)
-    events = list(read(run / "events.jsonl"))
-    metrics = [event for event in events if event["event"] == "metrics"]
-    assert [event["rollout_id"] for event in metrics] == list(range(ROLLOUTS))
-    lags = [event["metrics"]["rollout/weight_version/lag"] for event in metrics]
-    assert max(lags) <= 2, lags
-    assert not survival.lost_or_doubled(run)
-    assert survival.drops(events), "the filter has nothing to say, so this shows little"
-    assert not survival.leftovers(run)
-    assert [event["status"] for event in events if event["event"] == "run_end"] == ["completed"]
-
-
-def test_no_prompt_is_lost_or_trained_on_twice_when_sampling_runs_ahead(ahead):
-    whole = ahead.finish("whole")
-    assert not survival.lost_or_doubled(whole)
-    lags = [event["metrics"]["rollout/weight_version/lag"] for event in read(whole / "events.jsonl")
-            if event["event"] == "metrics"]
-    assert 0 < max(lags) <= 2
-    kill_ahead(ahead, "killed", 3, 0)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("rollouts", [0, 1, 2, 3, 4])
-def test_no_prompt_is_lost_wherever_it_is_killed(ahead, rollouts):
-    ahead.start("warm", "--plan")
-    for seed in range(3):
-        kill_ahead(ahead, f"killed-{seed}", rollouts, seed)
 
 
 def test_a_trainer_in_a_process_of_its_own(course):

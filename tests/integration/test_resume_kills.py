@@ -47,7 +47,7 @@ def test_a_sample_of_kills(course):
     torn = draw.choice([o for o in recorded if o.tearable and o.path == "events.jsonl"])
     found["torn"] = course.killed_at(torn, torn=True)
     found["twice"] = course.killed_at(draw.choice(recorded), again=40)
-    found |= {f"after {seconds:.2f}s": course.killed_after(seconds, f"after-{seconds}")
+    found |= {f"after {seconds:.2f}s": course.killed_after(seconds, name=f"after-{seconds}")
               for seconds in (course.seconds * draw.uniform(0.3, 0.8) for _ in range(2))}
     assert not {where: wrong for where, wrong in found.items() if wrong}
 
@@ -90,7 +90,7 @@ def test_twenty_kills_at_random_times(course, capsys):
     draw, landed, failures = random.Random(1), 0, {}
     for attempt in range(60):
         seconds = draw.uniform(0.05, 1.0) * course.seconds
-        wrong = course.killed_after(seconds, f"random-{attempt}")
+        wrong = course.killed_after(seconds, name=f"random-{attempt}")
         landed += wrong is not None
         if wrong:
             failures[f"after {seconds:.2f} s"] = wrong

@@ -18,7 +18,8 @@ class Proxy:
 
     `fault(path, kind, times)` lets the next `times` requests for a path meet: "delay" (a second late), "drop" (it is
     taken and nothing ever comes back), "500", "truncated" (half of the answer's body), "wrong version" (the answer's
-    weight_version is another), "reset" (the connection breaks), "late 500" (the server does it, and the answer is 500).
+    weight_version is another), "garbage" (its token ids are beyond any vocabulary), "reset" (the connection breaks),
+    "late 500" (the server does it, and the answer is 500).
     `seen` counts requests by path, `bodies` keeps those of /generate.
     """
 
@@ -68,10 +69,8 @@ class Proxy:
             data = await answer.read()
         if kind == "late 500":
             return web.Response(status=500, text="the proxy says so, after the fact")
-        if kind == "wrong version":
-            changed = json.loads(data)
-            changed["meta_info"]["weight_version"] = "77"
-            data = json.dumps(changed).encode()
+        if kind in ("wrong version", "garbage"):
+            data = _spoilt(kind, data)
         if kind == "truncated":
             response = web.StreamResponse(headers={"Content-Length": str(len(data))})
             await response.prepare(request)
@@ -79,3 +78,15 @@ class Proxy:
             request.transport.close()
             return response
         return web.Response(status=answer.status, body=data, content_type=answer.content_type)
+
+
+def _spoilt(kind: str, data: bytes) -> bytes:
+    """An answer of /generate that is well made and wrong."""
+    changed = json.loads(data)
+    if kind == "wrong version":
+        changed["meta_info"]["weight_version"] = "77"
+    else:
+        for one in changed["meta_info"]["output_token_logprobs"]:
+            one[1] += 100_000
+        changed["output_ids"] = [token + 100_000 for token in changed["output_ids"]]
+    return json.dumps(changed).encode()

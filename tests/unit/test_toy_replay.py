@@ -72,6 +72,8 @@ class Replay:
 class Engine:
     """Answers with ids that tell which prompt, position, layer and choice they belong to."""
 
+    version = 1
+
     async def generate(self, request):
         assert "routed_experts" in request.want
         count = 3 + request.key % 4
@@ -96,10 +98,12 @@ def test_ids_reach_the_consumer_through_generator_filter_buffer_packing_and_spli
     rollout, trainer = (bind.bind(plugin, config(plugin), role) for role in ("rollout", "trainer"))
     run = toy_run(rollouts=2, batch_size=3, max_lag=0, duration=lambda uid, tries: 1.0, dropped=lambda uid: uid == 1)
 
-    async def generate(prompt):
+    async def generate(slot):
+        prompt = slot.prompt
         generation = Generation(Engine(), SamplingParams(), 2, lambda index, turn: prompt.uid * 31 + index,
                                 lambda ids, skip: "", 9.0,
-                                lambda request: rollout.generate_request(request, prompt), rollout.generate_response)
+                                on_request=lambda request: rollout.generate_request(request, prompt),
+                                on_response=rollout.generate_response)
         group = Group(prompt, await single_turn(prompt, generation))
         await asyncio.sleep(1.0 + prompt.uid % 3)
         return group

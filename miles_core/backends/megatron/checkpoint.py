@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from miles_core.backends.megatron import cpu, index
+from miles_core.backends.megatron import cpu, index, intact
 from miles_core.backends.megatron.optimizer import load_state, prepare_state
 from miles_core.backends.megatron.publish import TEMPORARY, publish, write_error, write_text
 from miles_core.backends.megatron.shards import few
@@ -124,7 +124,8 @@ def save(folder: str | Path, iteration: int, parts: Mapping[str, Part],
             for name, data in files.items():
                 (temporary / name).write_bytes(data)
             kept = {**(state or {}), **({"files": sorted(files)} if files else {})}
-            (temporary / STATE).write_text(json.dumps({"iteration": iteration, "state": kept}))
+            (temporary / STATE).write_text(json.dumps({"iteration": iteration, "state": kept,
+                                                       "digest": intact.digest(kept)}))
         _barrier()
     if first:
         write_text(Path(folder) / TRACKER, f"{iteration}\n")
@@ -155,6 +156,7 @@ def load(folder: str | Path, parts: Mapping[str, Part], iteration: int | None = 
                                   fix="resume with the plugins that the run had, or start anew with --ref-load")
         held = index.read(where / ".metadata")
         try:
+            intact.check(where, dist.get_rank(), dist.get_world_size())
             kept = _state(source)
             _load_part(where, held, *part)
         except (CheckpointingException, CheckpointException, OSError, EOFError, KeyError, ValueError, RuntimeError,
@@ -166,7 +168,9 @@ def load(folder: str | Path, parts: Mapping[str, Part], iteration: int | None = 
 
 
 def _state(source: Path) -> dict:
-    kept = json.loads((source / STATE).read_text())["state"]
+    read = json.loads((source / STATE).read_text())
+    intact.check_state(read, source / STATE)
+    kept = read["state"]
     if "files" in kept:
         kept["files"] = {name: (source / Path(name).name).read_bytes() for name in kept["files"]}
     return kept

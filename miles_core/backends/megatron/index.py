@@ -50,18 +50,35 @@ def read(path: Path) -> Held:
     Raises:
         CheckpointError: not the index of tensors that it should be.
     """
-    try:
-        with open(path, "rb") as file:
-            entries = _MetadataReader(file).load().state_dict_metadata
-    except Exception as error:
-        raise CheckpointError("the checkpoint's index cannot be trusted or read", who=str(path),
-                              got=(str(error).strip() or type(error).__name__).splitlines()[0][:300],
-                              fix="use another iteration; do not load checkpoints from strangers") from error
+    entries = _read(path).state_dict_metadata
     for name, entry in entries.items():
         if not hasattr(entry, "chunks"):
             raise CheckpointError("the checkpoint holds something else than tensors", got=name, who=str(path),
                                   fix="use a checkpoint that miles wrote")
     return {name: tuple(entry.size) for name, entry in entries.items()}
+
+
+def places(path: Path) -> list[tuple[Path, int, int]]:
+    """File, first byte and size of everything that a `.metadata` file tells of, in the order of the files.
+
+    Raises:
+        CheckpointError: it cannot be read, or leads out of its folder.
+    """
+    stored = [(one.relative_path, one.offset, one.length) for one in (_read(path).storage_data or {}).values()]
+    if wrong := [name for name, _, _ in stored if Path(name).name != name]:
+        raise CheckpointError("the checkpoint's index leads out of its folder", got=wrong[0], who=str(path),
+                              fix="do not load checkpoints from strangers")
+    return [(path.parent / name, begin, size) for name, begin, size in sorted(stored)]
+
+
+def _read(path: Path):
+    try:
+        with open(path, "rb") as file:
+            return _MetadataReader(file).load()
+    except Exception as error:
+        raise CheckpointError("the checkpoint's index cannot be trusted or read", who=str(path),
+                              got=(str(error).strip() or type(error).__name__).splitlines()[0][:300],
+                              fix="use another iteration; do not load checkpoints from strangers") from error
 
 
 def check(held: Held, sharded: dict, folder: Path) -> None:

@@ -45,12 +45,16 @@ class ServerSync:
         if not servers:
             return {"tensors": 0, "bytes": 0}
         begin = time.perf_counter()
-        targets = tuple(Target.of(server) for server in servers)
         # Servers that lag behind the engine's own version were restarted: they have nothing under way, and the others
         # go on.
         catching_up = engine.version == version
         if not catching_up:
             await engine.pause(self._mode)
+            servers = engine.stale(version)  # one that hung was found out by that, and ended: it catches up later
+            if not servers:
+                await engine.resume()
+                return {"tensors": 0, "bytes": 0}
+        targets = tuple(Target.of(server) for server in servers)
         if self._equal:
             await self._scramble(targets)
         await self._connect(trainer, targets, any(server.version == 0 for server in servers))

@@ -134,6 +134,52 @@ def test_a_full_disk_leaves_the_older_checkpoint(checkpoint, session, tmp_path, 
     assert checkpoint.latest(tmp_path) == 2
 
 
+def _flip(path, at):
+    data = bytearray(path.read_bytes())
+    data[at] ^= 16
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("share", [0.1, 0.3, 0.5, 0.7, 0.9])
+def test_a_bit_that_flipped_on_the_disk_is_not_loaded(checkpoint, session, tmp_path, share):
+    """torch reads such a file without a word."""
+    file = save(checkpoint, tmp_path, 1, session) / "__0_0.distcp"
+    before = [parameter.detach().clone() for parameter in session.model.parameters()]
+    _flip(file, int(file.stat().st_size * share))
+    with pytest.raises(CheckpointError, match="__0_0.distcp: .*not those that were written.*earlier iteration"):
+        load(checkpoint, tmp_path, session)
+    assert all(torch.equal(a, b) for a, b in zip(before, session.model.parameters(), strict=True)), "nothing was loaded"
+
+
+def test_damage_to_what_is_no_tensor(checkpoint, session, tmp_path):
+    folder = save(checkpoint, tmp_path, 1, session, prompts={"next": 24})
+    state = folder / "miles.json"
+    good, numbers = state.read_text(), (folder / "common.pt").read_bytes()
+    state.write_text(good.replace("24", "34"))
+    with pytest.raises(CheckpointError, match="miles.json: the run's own state.*not what was written"):
+        load(checkpoint, tmp_path, session)
+    state.write_text(good)
+    _flip(folder / "common.pt", len(numbers) // 3)
+    with pytest.raises(CheckpointError, match="common.pt"):
+        load(checkpoint, tmp_path, session)
+    (folder / "common.pt").write_bytes(numbers)
+    assert load(checkpoint, tmp_path, session) == (1, {"prompts": {"next": 24}})
+
+
+def test_each_rank_looks_at_its_share_and_together_they_look_at_all(checkpoint, session, tmp_path):
+    from miles_core.backends.megatron import intact
+
+    file = save(checkpoint, tmp_path, 1, session) / "__0_0.distcp"
+    _flip(file, file.stat().st_size // 2)
+    found = 0
+    for rank in range(3):
+        try:
+            intact.check(file.parent, rank, 3)
+        except CheckpointError:
+            found += 1
+    assert found == 1
+
+
 def _raise(target):
     from miles_core.backends.megatron.publish import write_error
 
