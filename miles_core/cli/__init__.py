@@ -9,6 +9,8 @@ import click
 COMMANDS = {
     "run": "Train, or show with --plan what would be done.",
     "report": "Write one HTML page about a run.",
+    "watch": "Look at a run while it goes on, in the browser.",
+    "doctor": "Say what is wrong with a run, and which side to look at.",
     "diff": "Name the first difference between two runs.",
     "convert": "Convert a checkpoint: Hugging Face to torch_dist, or back.",
     "check-template": "Check a chat template by the token ids that it gives.",
@@ -54,7 +56,9 @@ def cli() -> None:
     \b
       miles run examples/demo.toml --plan         what would run, and why
       miles run examples/demo.toml --lr 1e-4      run it, one value changed
+      miles watch runs/demo                       look at it while it goes on
       miles report runs/demo                      a page about it
+      miles doctor runs/demo                      what is wrong with it, and on which side
       miles diff runs/a runs/b                    where two runs part
       miles plugins list                          what is installed
 

@@ -158,6 +158,8 @@ def test_flags_that_the_docs_name_exist(page):
 
     known = {flag for option in flags.options() for side in flags.spellings(option) for flag in side}
     known |= {"--plugin", "--plan", "--json", "--live", "--no-live", "--help", "--version", "--messages"}
+    known |= {"--bundle", "--with-samples"}
+    known |= {"--host", "--port", "--open"}
     known |= {flag for one in convert.commands.values() for option in one.params for flag in option.opts}
     known |= set(miles_flags()) | {f"--{name.replace('_', '-')}" for name in surface()}
     known |= {f"--{begin}-{flag[2:]}" for table, begin in PREFIXES.items() for flag in surface_of(table).spellings()}

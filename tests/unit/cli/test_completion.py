@@ -41,8 +41,15 @@ def test_commands():
     assert set(complete("re")) == {"report"}
 
 
+def test_a_doctor_takes_a_folder_and_writes_a_file():
+    assert set(complete("doctor", "--")) >= {"--json", "--bundle", "--with-samples"}
+    for words, kind in ((["doctor", ""], "dir"), (["doctor", "--bundle", ""], "file")):
+        items = ShellComplete(cli, {}, "miles", "_MILES_COMPLETE").get_completions(words[:-1], words[-1])
+        assert [item.type for item in items] == [kind]
+
+
 def test_a_diff_takes_two_folders():
-    assert set(complete("d")) == {"diff"} and set(complete("diff", "--j")) == {"--json"}
+    assert set(complete("d")) == {"diff", "doctor"} and set(complete("diff", "--j")) == {"--json"}
     for words in (["diff", ""], ["diff", "runs/a", ""]):
         items = ShellComplete(cli, {}, "miles", "_MILES_COMPLETE").get_completions(words[:-1], words[-1])
         assert [item.type for item in items] == ["dir"]

@@ -1,5 +1,7 @@
 """The report: self-contained, deaf to hostile text, bounded, and there for runs in any state."""
 
+import base64
+import hashlib
 import json
 import os
 import re
@@ -14,10 +16,13 @@ from miles_core.cli.report import report
 from miles_core.errors import RunDirectoryError
 from miles_core.record.directory import RunDirectory
 from miles_core.record.events import EventLog
-from miles_core.record.report import TEMPLATE, Limits, write_report
+from miles_core.record.page import FOLDER, render
+from miles_core.record.page.document import Limits
+from miles_core.record.report import write_report
 
 HOSTILE = ("</script><img src=x onerror=alert(1)><!-- <script> https://example.com/x //cdn \u2028 \ud800 "
-           "__DATA__ __TITLE__")
+           "__DATA__ __TITLE__ __SCRIPT__")
+POLICY = "Content-Security-Policy"
 VOID = {"meta", "input", "img", "br", "link", "hr"}
 
 
@@ -26,13 +31,14 @@ class Page(HTMLParser):
 
     def __init__(self, text: str):
         super().__init__()
-        self.open, self.tags, self.scripts, self.references = [], [], [], []
+        self.open, self.tags, self.scripts, self.references, self.attributes = [], [], [], [], []
         self.feed(text)
         self.close()
         assert self.open == []
 
     def handle_starttag(self, tag, attrs):
         self.tags.append(tag)
+        self.attributes.append((tag, attrs))
         self.references += [value for name, value in attrs if name in ("src", "href") and not value.startswith("#")]
         if tag not in VOID:
             self.open.append(tag)
@@ -62,7 +68,9 @@ def test_the_page_of_a_run(run):
     curve = data["curves"]["rollout/raw_reward"]
     assert curve["x"] == list(range(60)) and len(curve["y"]) == 60
     assert data["curves"]["train/grad_norm"]["y"][41] is None
-    assert {"rollout", "train", "sync", "eval", "save", "other"} <= set(data["stages"]["rows"])
+    stages = set().union(*(bar["took"] for bar in data["stages"]))
+    assert stages >= {"rollout", "train", "sync", "eval", "save", "other"}
+    assert [(bar["from"], bar["to"]) for bar in data["stages"]] == [(at, at) for at in range(60)]
     assert [reason for reason, _ in data["drops"]] == ["zero reward variance", "response too long"]
     assert any(entry["level"] == "warning" for entry in data["log"]) and data["syncs"]["version"] == 61
     assert "estimator        grpo" in data["plan"]
@@ -77,11 +85,19 @@ def test_no_reference_leaves_the_page(run):
     assert "innerHTML" not in text and "document.write" not in text and "default-src 'none'" in text
 
 
+def test_the_policy_admits_the_script_of_the_page_and_no_other(run):
+    page = Page(write_report(run).read_text())
+    digest = base64.b64encode(hashlib.sha256(page.scripts[1].encode()).digest()).decode()
+    policy = next(dict(attrs)["content"] for _, attrs in page.attributes if ("http-equiv", POLICY) in attrs)
+    assert f"script-src 'sha256-{digest}';" in policy and "connect-src" not in policy
+    assert "connect-src 'self'" in render("x", {}, live=True)[1]
+
+
 def test_hostile_text_stays_text(tmp_path, make_run):
     run = make_run(tmp_path / "<b>bad&__DATA__", rollouts=6, resumed=None, end="failed", hostile=HOSTILE, width=2)
     path = write_report(run)
     data, page = data_of(path)
-    template = Page(TEMPLATE.read_text())
+    template = Page((FOLDER / "page.html").read_text())
     assert page.tags == template.tags and page.references == []
     assert not re.search("https?://", path.read_text("utf-8"))
     assert data["samples"][0]["samples"][0]["prompt"].endswith(HOSTILE)
@@ -92,7 +108,7 @@ def test_hostile_text_stays_text(tmp_path, make_run):
 def test_unfinished_runs_and_runs_without_samples(tmp_path, make_run, kwargs):
     run = make_run(tmp_path / "r", resumed=None, end=None, **kwargs)
     data, _ = data_of(write_report(run))
-    assert data["run"]["status"] == "interrupted" and data["run"]["done"] == kwargs["rollouts"]
+    assert data["run"]["status"] == "killed" and data["run"]["done"] == kwargs["rollouts"]
     with open(RunDirectory(run).events, "ab") as file:
         file.write(b'{"event": "metr')
     with RunDirectory(run):
@@ -114,7 +130,7 @@ def test_the_page_is_bounded_and_says_what_was_left_out(run):
     assert all(len(sample["pieces"]) <= 3 for file in data["samples"] for sample in file["samples"])
     whole = [[s["i"] for s in file["samples"]] for file in data["samples"] if file["name"] == "rollout"]
     assert all(indices == list(range(8)) for indices in whole), "whole groups"
-    assert len(data["curves"]["rollout/raw_reward"]["x"]) == 10
+    assert len(data["curves"]["rollout/raw_reward"]["x"]) <= 16
     notes = " ".join(data["notes"])
     for words in ("8 of 66 recorded", "64 of the 368 samples", "responses are cut after 3 tokens", "older messages"):
         assert words in notes, words
@@ -130,12 +146,12 @@ def test_samples_that_a_resumed_run_has_yet_to_do_again_are_not_shown(tmp_path, 
     assert [file["rollout"] for file in data["samples"]] == [0, 1, 2, 3, 4, 5]
 
 
-def test_several_steps_of_a_rollout_are_spread(tmp_path):
+def test_several_steps_of_a_rollout_are_all_there(tmp_path):
     log = EventLog(tmp_path / "events.jsonl")
     for value in (1.0, 2.0):
         log.metrics(3, {"train/loss": value})
     data, _ = data_of(write_report(tmp_path))
-    assert data["curves"]["train/loss"] == {"x": [3, 3.5], "y": [1.0, 2.0]}
+    assert data["curves"]["train/loss"] == {"x": [3, 3], "y": [1.0, 2.0]}
 
 
 def test_the_command(run, tmp_path):
