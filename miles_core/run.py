@@ -278,13 +278,13 @@ class Run:
     async def evaluate(self, rollout_id: int, *, before: bool = False) -> None:
         """Stages 1 to 3 on the eval datasets with the weights that the engine has; no-op when none is due.
 
-        It goes on beside sampling and training; the next sync waits for it. The first and the last stand alone.
+        Where sampling runs ahead, it goes on beside it and training, and the next sync waits for its end.
         """
         if not self.evaluation.due(rollout_id, self.last, before=before):
             return
         self.journal.stage("eval")
         self._evaluating = asyncio.create_task(self._evaluate(rollout_id))
-        if before or rollout_id == self.last:
+        if before or rollout_id == self.last or not self.config.rollout.max_lag:
             await self.evaluated()
 
     async def evaluated(self) -> None:

@@ -8,6 +8,7 @@
     eval         metrics {name: number}
     weight_sync  version, seconds, tensors, bytes
     drop         reason, count, ...
+    heartbeat    sampling, finished, dropped, capacity, version, oldest_s, idle_s
     checkpoint   path, seconds
     message      level, text
     environment  role, variables {name: value} that change how its processes compute or talk

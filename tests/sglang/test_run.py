@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from functools import partial
@@ -48,3 +49,23 @@ def test_a_run_trains_on_what_real_servers_draw(config, run_file, tmp_path, flag
     servers = sorted((tmp_path / "run/logs").glob("engine-*.log"))
     assert len(servers) == 1 + ("2" in flags)
     assert all("POST /generate HTTP/1.1\" 200" in log.read_text() for log in servers)
+
+
+def test_what_a_real_server_was_asked_for_goes_on_in_the_next_rollout(config, run_file, tmp_path):
+    """Partial rollout: requests are aborted by name, their tokens stay, each with the version that drew it."""
+    launcher = config.sglang.server_command
+    outcome = miles(["run", run_file(), "--no-live", "--run-dir", "run", "--engine", "sglang", "--server-command",
+                     *launcher, "--sglang-max-total-tokens", "4096", "--sglang-max-running-requests", "6",
+                     "--partial-rollout", "--batch-order", "window",
+                     "--over-sampling-batch-size", "8", "--rollout-max-response-len", "40", "--rollout-ignore-eos",
+                     "--num-rollout", "4"], tmp_path, timeout=500)  # fmt: skip
+    assert outcome.code == 0, outcome.err
+    steps = [event["metrics"] for event in read(tmp_path / "run/events.jsonl") if event["event"] == "metrics"]
+    assert len(steps) == 4 and sum(step.get("rollout/called_back", 0) for step in steps) > 0
+    resumed = [step for step in steps if step["rollout/resumed"] > 0]
+    assert resumed and all(step["rollout/staleness/max"] >= 1 for step in resumed)
+    for rollout, path in enumerate(sorted((tmp_path / "run/samples").glob("rollout_*.jsonl"))):
+        for sample in map(json.loads, path.read_text().splitlines()):
+            versions = sample["versions"]
+            assert versions == sorted(versions) and versions[-1] <= rollout + 1 and len(versions) <= 40
+            assert len(versions) == len(sample["token_ids"]) == len(sample["log_probs"])

@@ -262,9 +262,11 @@ class _Keeper:
 
     def _read(self, seconds: float) -> dict[str, Any]:
         deadline, pipe = time.monotonic() + seconds, self._popen.stdout.fileno()
+        ready = select.poll()  # select() knows no descriptor above 1023, and a driver has many
+        ready.register(pipe, select.POLLIN)
         while b"\n" not in self._rest:
             left = deadline - time.monotonic()
-            if left <= 0 or not select.select([pipe], [], [], left)[0]:
+            if left <= 0 or not ready.poll(1000 * left):
                 raise SandboxError(f"a sandbox process did not answer within {seconds:g} s")
             data = os.read(pipe, 1 << 16)
             if not data:
