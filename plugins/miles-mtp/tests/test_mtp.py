@@ -14,6 +14,7 @@ import torch
 from miles_mtp.plugin import Mtp, MtpOptions
 from safetensors.torch import load_file, save_file
 
+from miles_core.backends.megatron import cpu
 from miles_core.config.load import with_values
 from miles_core.errors import CheckpointError, UnknownKeyError
 from miles_core.plugins.plan import prepare
@@ -258,7 +259,10 @@ def convert(capsys):
     from miles_core.cli import cli
 
     def run(*words):
-        cli(["convert", *map(str, words)], standalone_mode=False)
+        try:
+            cli(["convert", *map(str, words)], standalone_mode=False)
+        finally:
+            cpu.leave()  # the command's process would end here
         return capsys.readouterr().out
 
     return run
