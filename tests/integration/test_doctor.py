@@ -394,6 +394,7 @@ SICK: dict[str, list[tuple[str, str, Callable[[Patient], object], str]]] = {
         "train/loss not finite, first at rollout 15"),
                    ("error", "rollout", lambda run: run.ends(
         "the engine's answer to request 12 has log-probs that are not finite."), "request 12")],
+    "uncorrected": [("warning", "training", lambda run: run.metrics(rollout__off_policy_tokens=0.9), "90%")],
     "experts-collapse": [("error", "training", experts, "128 experts")],
     "reward-falls": [("warning", "training", fallen, "0.05")],
     "collapse": [("error", "training", lambda run: run.metrics(
@@ -466,11 +467,12 @@ def test_what_follows_from_a_sickness_does_not_hide_it(patient):
     lambda run: run.logs("engine-0.log", "[2026-11-06 01:16:21] The server is fired up and ready to roll!",
                          "server_args=ServerArgs(watchdog_timeout=300, soft_watchdog_timeout=None)"),
     lambda run: run.metrics(rollout__staleness__max=0.0, rollout__staleness__mean=0.0),
+    lambda run: (run.plan(algorithm__use_rollout_logprobs=True), run.metrics(rollout__off_policy_tokens=0.9)),
     lambda run: (run.plan(rollout__max_lag=2), run.metrics(rollout__staleness__max=2.0, rollout__staleness__mean=0.7)),
     heartbeats(1, 31, 61),
     lambda run: run.logs("trainer-rank-0.log", "json.decoder.JSONDecodeError: a plugin's own"),
     lambda run: (run.plan(algorithm__loss_type="sft_loss"), run.metrics(rollout__zero_std__percentage=1.0)),
-], ids=range(8))  # fmt: skip
+], ids=range(9))  # fmt: skip
 def test_what_resembles_a_sickness_and_is_none(patient, harmless):
     harmless(patient)
     assert patient.examine().healthy, "\n".join(patient.examine().text())

@@ -35,6 +35,8 @@ RULES = (
     Rule("first-gradient", "training", "the first gradient is large", training.first_gradient),
     Rule("explosion", "training", "gradient or loss grow a hundredfold", training.explosion),
     Rule("non-finite", "training", "NaN or infinity", training.non_finite),
+    Rule("uncorrected", "training", "most tokens are of older weights, and nothing corrects for it",
+         training.uncorrected),
     Rule("experts-collapse", "training", "reward of a mixture of experts falls and log-probs part, without R3",
          training.experts_collapse),
     Rule("reward-falls", "training", "the reward goes down for good", training.reward_falls),

@@ -131,6 +131,18 @@ def non_finite(run: Record) -> Iterator[Finding]:
                       run.where(first), first["rollout_id"], side="rollout" if rollout else None)
 
 
+def uncorrected(run: Record) -> Iterator[Finding]:
+    """Samples of older weights, and nothing that corrects for their age."""
+    shares = [share for _, share in run.series("rollout/off_policy_tokens")]
+    corrected = run.option("use_rollout_logprobs") or "tis" in run.plugins
+    if corrected or not shares or (share := fmean(shares)) <= 0.5:
+        return
+    last_id, last = list(run.metrics.items())[-1]
+    yield Finding("warning", f"{share:.0%} of the trained tokens are of older weights, and nothing corrects for it",
+                  "ratios are those to the weights before the step, so an old token counts as one of now; a policy can "
+                  "forget what it knew", "write --use-rollout-logprobs, or --use-tis", run.where(last), last_id)
+
+
 def experts_collapse(run: Record) -> Iterator[Finding]:
     """A mixture of experts whose two sides route differently, and whose reward falls for it."""
     reward, gap = _fall(run), run.ends("train/train_rollout_logprob_abs_diff")
