@@ -19,7 +19,7 @@ from miles_core.evaluation import Evaluation
 from miles_core.hosts import Handle, within
 from miles_core.record.journal import Journal
 from miles_core.record.replay import save_batch, save_flow
-from miles_core.stages.buffer import Buffer, Slot, Taken
+from miles_core.stages.buffer import Buffer, Slot, Taken, stale_drop
 from miles_core.stages.filter import filter_group
 from miles_core.stages.placement import Placement
 from miles_core.stages.prompts import PromptSource
@@ -142,7 +142,7 @@ class Run:
         """Stage 4."""
         self._finished = self.clock()
         if self.too_stale(group):
-            return Drop("stale", f"prompt {group.prompt.uid} was sampled from version {group.oldest_version} on")
+            return stale_drop(group)
         return filter_group(group, self.chain)
 
     async def take_back(self, slots: list[Slot]) -> None:

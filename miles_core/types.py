@@ -28,6 +28,11 @@ class Status(StrEnum):
     ABORTED = "aborted"
     FAILED = "failed"
 
+    @property
+    def finished(self) -> bool:
+        """Whether it is an answer."""
+        return self in (Status.COMPLETED, Status.TRUNCATED)
+
 
 @dataclass(frozen=True, slots=True)
 class Prompt:

@@ -206,15 +206,24 @@ def _lines(path: str | os.PathLike[str], only: tuple[bytes, ...] = (b"",)) -> It
                 return
             if not any(word in line for word in only):
                 continue
-            try:
-                event = json.loads(line)
-                event["event"], event["time"], event["rollout_id"]
-            except (ValueError, KeyError, TypeError) as error:
-                raise RunDirectoryError(
-                    f"line {number} is damaged", got=line[:60].decode("utf-8", "replace").rstrip(), who=str(path),
-                    fix="remove that line; the others stand on their own",
-                ) from error
-            yield event
+            yield parsed(line, number, path)
+
+
+def parsed(line: bytes, number: int, path: str | os.PathLike[str]) -> dict:
+    """One whole line as an event.
+
+    Raises:
+        RunDirectoryError: it is damaged; names line and file.
+    """
+    try:
+        event = json.loads(line)
+        event["event"], event["time"], event["rollout_id"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise RunDirectoryError(
+            f"line {number} is damaged", got=line[:60].decode("utf-8", "replace").rstrip(), who=str(path),
+            fix="remove that line; the others stand on their own",
+        ) from error
+    return event
 
 
 def _cut_torn_line(file: int) -> None:

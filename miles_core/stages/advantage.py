@@ -14,7 +14,7 @@ import numpy as np
 
 from miles_core.config.tables import Algorithm
 from miles_core.errors import RewardError, TrainError
-from miles_core.types import Batch, Group, Sample, Status
+from miles_core.types import Batch, Group, Sample
 
 DDOF = 1
 STD_EPSILON = 1e-6
@@ -198,7 +198,7 @@ def _trained(batch: Batch) -> np.ndarray:
 
 
 def _trainable_reward(sample: Sample) -> float:
-    if sample.status not in (Status.COMPLETED, Status.TRUNCATED):
+    if not sample.status.finished:
         raise TrainError(f"{sample.name} must not be trained on", got=f"status {sample.status}",
                          fix="drop unfinished samples before the advantage stage")
     if sample.reward is None or not math.isfinite(sample.reward):

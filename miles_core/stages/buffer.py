@@ -68,6 +68,11 @@ class Taken:
     again: Counter[str] = field(default_factory=Counter)
 
 
+def stale_drop(group: Group) -> Drop:
+    """A group that is too stale to be trained on, as a drop."""
+    return Drop("stale", f"prompt {group.prompt.uid} was sampled from version {group.oldest_version} on")
+
+
 async def forget(slots: list[Slot]) -> None:
     """Take slots back and keep nothing of them."""
 
@@ -232,8 +237,7 @@ class Buffer:
         """Drop what has become too stale while it waited, or has its prompt come again; whether there was any."""
         stale = [slot for slot in self._slots if isinstance(slot.outcome, Group) and self.too_stale(slot.outcome)]
         for slot in stale:
-            slot.outcome = Drop("stale", f"prompt {slot.prompt.uid} was sampled from version "
-                                         f"{slot.outcome.oldest_version} on")
+            slot.outcome = stale_drop(slot.outcome)
         again = await self._return_again()
         self._wake()
         return bool(stale) or again

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from miles_core.types import Drop, Group, Sample, Status
+from miles_core.types import Drop, Group, Sample
 
 
 def filter_group(group: Group, chain: Callable[[Group], Group | Drop] | None) -> Group | Drop:
@@ -20,4 +20,4 @@ def filter_group(group: Group, chain: Callable[[Group], Group | Drop] | None) ->
 
 def unfinished(group: Group) -> list[Sample]:
     """Samples that are no answer: aborted, or failed."""
-    return [sample for sample in group.samples if sample.status not in (Status.COMPLETED, Status.TRUNCATED)]
+    return [sample for sample in group.samples if not sample.status.finished]

@@ -11,7 +11,7 @@ import numpy as np
 from miles_core.config.tables import Rollout, RunConfig
 from miles_core.evaluation import Evaluation
 from miles_core.run import Run
-from miles_core.stages.buffer import Buffer, Slot
+from miles_core.stages.buffer import Buffer, Slot, Taken
 from miles_core.stages.placement import Local, Placement
 from miles_core.stages.reward import Scoring
 from miles_core.types import Batch, Drop, Group, Prompt, Sample, Status
@@ -54,6 +54,17 @@ def toy_group(prompt: Prompt, version: int, samples: int = 2, reward: float | No
                       reward=float(index) if reward is None else reward)
 
     return Group(prompt, [sample(index) for index in range(samples)])
+
+
+class FinishOrder(Buffer):
+    """The mutant that tests of the order have to catch: it takes what finished first, whatever waits longer."""
+
+    def _cut(self):
+        kept = [slot for slot in self._slots if slot.outcome is not None and not isinstance(slot.outcome, Drop)]
+        if len(kept) < self.batch_size:
+            return None
+        first = kept[: self.batch_size]
+        return Taken([slot.outcome for slot in first]), [slot for slot in self._slots if slot not in first]
 
 
 class ToyTrainer:

@@ -9,11 +9,10 @@ import pytest
 
 from miles_core import rng
 from miles_core.loop import train
-from miles_core.stages.buffer import Buffer, Taken, forget
+from miles_core.stages.buffer import Buffer, forget
 from miles_core.testing.clock import run_virtual
 from miles_core.testing.distributions import kolmogorov_smirnov
-from miles_core.testing.toy import toy_run
-from miles_core.types import Drop
+from miles_core.testing.toy import FinishOrder, toy_run
 
 GROUPS, SEED = 2048, 0
 
@@ -43,17 +42,6 @@ SAMPLED = [length(uid) for uid in range(10**6, 10**6 + 4096)]
 def test_lengths_are_trained_on_as_they_are_sampled(order, flow):
     _, chance = kolmogorov_smirnov(trained_lengths(order=order, **flow), SAMPLED)
     assert chance > 0.05
-
-
-class FinishOrder(Buffer):
-    """Takes what finished first, and drops as stale what no later batch may hold."""
-
-    def _cut(self):
-        kept = [slot for slot in self._slots if slot.outcome is not None and not isinstance(slot.outcome, Drop)]
-        if len(kept) < self.batch_size:
-            return None
-        first = kept[: self.batch_size]
-        return Taken([slot.outcome for slot in first]), [slot for slot in self._slots if slot not in first]
 
 
 @pytest.mark.parametrize("max_lag", [1, 3])

@@ -8,11 +8,10 @@ import pytest
 
 from miles_core.errors import StarvedError, WaitError
 from miles_core.loop import train
-from miles_core.stages.buffer import Buffer, Taken
+from miles_core.stages.buffer import Buffer
 from miles_core.stages.placement import Turns
 from miles_core.testing.clock import run_virtual
-from miles_core.testing.toy import toy_run
-from miles_core.types import Drop
+from miles_core.testing.toy import FinishOrder, toy_run
 
 
 def uneven(seed):
@@ -278,17 +277,6 @@ def test_heartbeats_say_that_sampling_lives():
 
 
 # --------------------------------------------------------------------------------------------------- mutants
-
-
-class FinishOrder(Buffer):
-    """Takes whatever finished first."""
-
-    def _cut(self):
-        kept = [slot for slot in self._slots if slot.outcome is not None and not isinstance(slot.outcome, Drop)]
-        if len(kept) < self.batch_size:
-            return None
-        first = kept[: self.batch_size]
-        return Taken([slot.outcome for slot in first]), [slot for slot in self._slots if slot not in first]
 
 
 class EarlyReturn(Buffer):

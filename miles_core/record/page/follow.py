@@ -7,7 +7,7 @@ import os
 import secrets
 from pathlib import Path
 
-from miles_core.errors import RunDirectoryError
+from miles_core.record.events import parsed
 from miles_core.record.page.history import History
 
 HEAD = 128
@@ -47,7 +47,7 @@ class Follower:
                 for line in file:
                     if not line.endswith(b"\n"):
                         break
-                    self.history.take(self._parsed(line, self._lines + 1))
+                    self.history.take(parsed(line, self._lines + 1, self.path))
                     self.offset, self._lines = self.offset + len(line), self._lines + 1
         except FileNotFoundError:
             if self.offset:
@@ -65,14 +65,3 @@ class Follower:
 
     def _forget(self) -> None:
         self.__init__(self.path)
-
-    def _parsed(self, line: bytes, number: int) -> dict:
-        try:
-            event = json.loads(line)
-            event["event"], event["time"], event["rollout_id"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise RunDirectoryError(
-                f"line {number} is damaged", got=line[:60].decode("utf-8", "replace").rstrip(), who=str(self.path),
-                fix="remove that line; the others stand on their own",
-            ) from error
-        return event

@@ -14,8 +14,6 @@ import numpy as np
 
 from miles_core.types import Group, Sample, Status
 
-FINISHED = (Status.COMPLETED, Status.TRUNCATED)
-
 
 def called_back(group: Group, *, mask: bool) -> Group:
     """What of a group goes on later: all of its samples, finished ones included, or none.
@@ -28,7 +26,8 @@ def called_back(group: Group, *, mask: bool) -> Group:
             same weights. Rewards and advantages of the group still count them.
     """
     samples = group.samples
-    fit = all(sample.status in (*FINISHED, Status.ABORTED) and "drop" not in sample.metadata for sample in samples)
+    fit = all((sample.status.finished or sample.status is Status.ABORTED) and "drop" not in sample.metadata
+              for sample in samples)
     drawn = any(sample.response_length for sample in samples)
     to_go = any(sample.status is Status.ABORTED for sample in samples)
     if not (fit and drawn and (to_go or not mask)):

@@ -101,7 +101,7 @@ class Agents:
             result, failure = await self._in_session(prompt, session, generation.recall)
             seconds = time.monotonic() - begin
         sample = session.to_sample(failure)
-        if sample.status in (Status.COMPLETED, Status.TRUNCATED):
+        if sample.status.finished:
             sample.metadata["figures"] |= {"agent/time": seconds, "agent/own_time": seconds - session.engine_seconds}
             sample = self._rewarded(sample, session, result)
         return sample
