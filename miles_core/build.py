@@ -112,7 +112,7 @@ async def _assembled(parts: Parts, journal: Journal, placement: Placement, train
     if slots or begun:
         _same_data(config, prompts, resume.state["prompts"])
     engine: Engine | None = None if only_train else parts.rollout.engine[chosen(config, "engine")](
-        config, tokenizer, placement)
+        config, tokenizer, placement, parts.rollout)
     if (path := getattr(engine, "path", None)) is not None:
         journal.message("info", f"engine {chosen(config, 'engine')}: {path}")
     rollout = config.rollout

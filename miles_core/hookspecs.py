@@ -100,7 +100,7 @@ def prompt_source(config: RunConfig, tokenizer: Any) -> PromptSource:
 
 
 @hookspec("named", role="rollout", per="run", part=True)
-def engine(config: RunConfig, tokenizer: Any, placement: Placement) -> Engine:
+def engine(config: RunConfig, tokenizer: Any, placement: Placement, hooks: Any) -> Engine:
     """2: what turns tokens into tokens. `placement` gives hosts to servers. Default "local"."""
 
 
@@ -252,7 +252,19 @@ def export_weights(stream: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple
     """9: the actor's names and tensors on their way to the engine, as a generator; every rank goes through it."""
 
 
+@hookspec("chain", role="rollout", per="sync")
+def import_weights(stream: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """9: what came from `export_weights`, or from a checkpoint, on its way into an engine that computes with plain
+    weights (the local one), as a generator."""
+
+
 # -------------------------------------------------------------------------------------------------------- driver
+
+
+@hookspec("named", role="driver", per="command")
+def convert(source: Path, out: Path) -> str:
+    """`miles convert NAME SRC OUT`: a Hugging Face directory becomes another, with the plugin's options as flags; OUT
+    appears when it is complete. Returns what was written, in words."""
 
 
 @hookspec("named", role="driver", per="run", part=True)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import click
 
 from miles_core.cli.completion import plugins
+from miles_core.cli.convert_by import Conversions
 from miles_core.errors import CheckpointError, ConfigError
 from miles_core.types import Rank
 
@@ -53,7 +54,7 @@ def _shared(function: Callable) -> Callable:
     return function
 
 
-@click.group("convert")
+@click.group("convert", cls=Conversions)
 def command() -> None:
     """Convert checkpoints, a parameter at a time: memory does not grow with the model.
 
@@ -62,7 +63,7 @@ def command() -> None:
       miles convert dist-to-hf runs/demo/checkpoints models/trained --hf-checkpoint models/qwen3
       torchrun --nproc-per-node 4 --no-python miles convert hf-to-dist models/qwen3 models/qwen3-dist
 
-    Nothing needs converting before a run: --hf-checkpoint is read as it is.
+    Nothing needs converting before a run: --hf-checkpoint is read as it is. Plugins add further conversions.
     """
 
 

@@ -98,8 +98,10 @@ def _build(from_file: Sequence[Assignment], given: Sequence[Given], selected: li
     made, notes = flags.assign(given, spellings, absent)
     values: dict[str, object] = {}
     origin: dict[str, Origin] = {}
-    for one in (*from_file, *made):
+    for one in (*_implied(selected, tables, lenient), *from_file, *made):
         key, value = _typed(one, tables, absent)
+        if key in values and values[key] != value and origin[key].kind == "plugin":
+            _outvoted(key, values[key], origin[key], value, one.origin, notes)
         values[key], origin[key] = value, one.origin
     config = RunConfig(
         **{name: kind(**_of(values, name)) for name, kind in TABLES.items()},
@@ -110,6 +112,23 @@ def _build(from_file: Sequence[Assignment], given: Sequence[Given], selected: li
         name=path.stem if path else "run",
     )
     return Loaded(_with_model_name(config), selected, notes)
+
+
+def _implied(selected: Sequence[Selected], tables: Mapping[str, object], lenient: bool) -> list[Assignment]:
+    """What plugins' manifests give the run; the run file and flags have the last word."""
+    return [Assignment(key, value, Origin("plugin", f"plugin {one.manifest.name}")) for one in selected
+            for key, value in one.manifest.implies.items() if not lenient or key.partition(".")[0] in tables]
+
+
+def _outvoted(key: str, implied: object, by: Origin, value: object, origin: Origin, notes: list[str]) -> None:
+    """
+    Raises:
+        OwnerError: two plugins want two values of one key, and nobody has said which.
+    """
+    if origin.kind == "plugin":
+        raise OwnerError(f"{by} and {origin} want two values of {key}", got=f"{implied!r} and {value!r}",
+                         fix="enable one of them")
+    notes.append(f"{key} = {value!r} ({origin}) in place of the {implied!r} that {by} would have it be")
 
 
 def config_json(config: RunConfig) -> tuple[Path, Mapping[str, object] | None]:

@@ -19,6 +19,7 @@ from miles_core import hookspecs
 from miles_core.config.tables import RunConfig
 from miles_core.errors import HookError, MilesError, OwnerError, PluginError, SharedStateError
 from miles_core.plugins.load import load, marked
+from miles_core.plugins.manifest import STATED, WORDS
 from miles_core.plugins.select import Selected
 from miles_core.types import Drop
 
@@ -116,7 +117,7 @@ def _check_class(one: Selected, kind: type) -> None:
     table = hookspecs.specs()
     methods = marked(kind)
     for name, value in vars(kind).items():
-        if name.startswith("_") or name in ("provides", "requires", "conflicts"):
+        if name.startswith("_") or name in (*WORDS, *STATED):
             continue
         if inspect.isfunction(value) and name in table and name not in methods:
             raise HookError(f"{one.manifest.plugin}.{name} has a hook's name but no @hookimpl",

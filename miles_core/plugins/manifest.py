@@ -16,6 +16,10 @@ from miles_core.config.options import Option
 from miles_core.errors import ManifestError
 
 FILE = "miles-plugin.toml"
+WORDS = ("provides", "requires", "conflicts")
+"""Tuples of words in a plugin's class body."""
+STATED = ("implies", "precision")
+"""Tables there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +40,8 @@ class Manifest:
         plugin: "module:Class", or "path/to/file.py:Class".
         api: the plugin API it was written for.
         provides, requires, conflicts: capabilities, for checks before anything is imported.
+        implies: dotted key -> value that the run gets with the plugin, unless somebody says otherwise.
+        precision: row of the plan's table of precision -> what the plugin makes of it; {name} is an option's value.
     """
 
     name: str
@@ -47,6 +53,8 @@ class Manifest:
     provides: tuple[str, ...] = ()
     requires: tuple[str, ...] = ()
     conflicts: tuple[str, ...] = ()
+    implies: dict[str, object] = field(default_factory=dict)
+    precision: dict[str, str] = field(default_factory=dict)
 
 
 def of_source(path: Path, *, name: str | None = None, module: str | None = None) -> Manifest:
@@ -75,7 +83,8 @@ def of_source(path: Path, *, name: str | None = None, module: str | None = None)
     constants = {t.id: s.value for s in node.body if isinstance(s, ast.Assign)
                  for t in s.targets if isinstance(t, ast.Name)}
     name = name or _literal(constants.get("name"), path) or path.stem.replace("_", "-")
-    words = {key: tuple(_literal(constants.get(key), path) or ()) for key in ("provides", "requires", "conflicts")}
+    words = {key: tuple(_literal(constants.get(key), path) or ()) for key in WORDS}
+    tables = {key: dict(_literal(constants.get(key), path) or {}) for key in STATED}
     return Manifest(
         name=name,
         plugin=f"{module or path}:{node.name}",
@@ -84,6 +93,7 @@ def of_source(path: Path, *, name: str | None = None, module: str | None = None)
         offers=tuple(_offer(f, _marker(f), name, path) for f in _functions(node) if _marker(f) is not None),
         options=_options(name, node, classes, path),
         **words,
+        **tables,
     )
 
 
@@ -117,8 +127,10 @@ def of_toml(data: dict, where: str) -> Manifest:
     options = {key: Option(data["name"], key, o["type"], o.get("default"), o["help"], tuple(o.get("flags", ())),
                            tuple(o.get("off", ()))) for key, o in data.get("options", {}).items()}
     offers = tuple(Offer(o["hook"], o["name"], o["method"]) for o in data.get("offers", ()))
-    words = {key: tuple(data.get(key, ())) for key in ("provides", "requires", "conflicts")}
-    return Manifest(data["name"], data["plugin"], data.get("summary", ""), data["api"], offers, options, **words)
+    words = {key: tuple(data.get(key, ())) for key in WORDS}
+    tables = {key: dict(data.get(key, {})) for key in STATED}
+    return Manifest(data["name"], data["plugin"], data.get("summary", ""), data["api"], offers, options, **words,
+                    **tables)
 
 
 def to_toml(manifest: Manifest) -> str:
@@ -130,8 +142,10 @@ def to_toml(manifest: Manifest) -> str:
 
     lines = ["# Generated from the code by `miles plugins manifest --write`; a test compares the two.",
              *(f"{key} = {value(getattr(manifest, key))}" for key in ("name", "plugin", "summary", "api"))]
-    lines += [f"{key} = {value(words)}" for key in ("provides", "requires", "conflicts")
-              if (words := getattr(manifest, key))]
+    lines += [f"{key} = {value(words)}" for key in WORDS if (words := getattr(manifest, key))]
+    for key in STATED:
+        if stated := getattr(manifest, key):
+            lines += ["", f"[{key}]", *(f"{value(name)} = {value(item)}" for name, item in stated.items())]
     for offer in manifest.offers:
         lines += ["", "[[offers]]", *(f"{key} = {value(getattr(offer, key))}" for key in ("hook", "name", "method"))]
     for option in manifest.options.values():

@@ -14,7 +14,7 @@ from pathlib import Path
 from miles_core import hookspecs
 from miles_core.backends.megatron.layout import Layout, layout_of
 from miles_core.config import check as checks
-from miles_core.config import memory
+from miles_core.config import memory, precision
 from miles_core.config.hardware import engines, trainer_gpus
 from miles_core.config.load import load
 from miles_core.config.options import options_of
@@ -127,6 +127,7 @@ def _text(plan: Plan) -> list[str]:
     dtype = "bfloat16" if config.perf.bf16 else "float32"
     lines += ["", "layout",
               f"  {_ranks(config, layout)}: {layout.sizes}, {dtype}", *_engines(plan, rollout.engine_dtype or dtype)]
+    lines += precision.lines(config, plan.selected)
     lines += memory.lines(config)
     given = [(k, v, o) for k, v, o in _values(plan) if o != "default"]
     lines += ["", "options that are not defaults"]

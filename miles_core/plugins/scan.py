@@ -33,11 +33,17 @@ KNOWN = {
     "sft": ("generate:sft", "advantage:sft", "policy_loss:sft"),
     "dapo-filter": ("filter_group:dapo-filter",),
     "partial-rollout": ("unfinished:partial-rollout",),
+    "r3": ("columns:r3", "microbatch:r3"),
+    "fp8": ("transformer_config:fp8", "export_weights:fp8", "convert:hf-to-fp8"),
+    "int4-qat": ("build_model:int4-qat", "export_weights:int4-qat", "convert:hf-to-int4"),
+    "lora": ("build_model:lora", "weight_sync:adapter"),
     "mtp": ("weight_map:mtp", "build_model:mtp", "loss_terms:mtp"),
     "tensorboard": ("metrics:tensorboard",),
     "specs-llama": ("model_spec:llama", "model_spec:mistral"),
     "specs-qwen2": ("model_spec:qwen2",),
     "specs-glm": ("model_spec:glm4",),
+    "specs-qwen3next": ("model_spec:qwen3_next",),
+    "specs-moe": ("model_spec:deepseek_v3", "model_spec:glm4_moe", "model_spec:minimax_m2"),
     "specs-gemma": ("model_spec:gemma2", "model_spec:gemma3_text"),
 }
 """Official plugins and what they offer, so that an error can name the one to install or to enable."""

@@ -64,6 +64,7 @@ class Request:
         key: 64-bit key of this request's random draws. Draw i depends on (key, i) alone, so neither timing nor
             batching changes a token.
         want: further data to return, such as "routed_experts".
+        adapter: name of an adapter that the engine has been given and applies to this request.
     """
 
     id: str
@@ -71,6 +72,7 @@ class Request:
     sampling: SamplingParams
     key: int
     want: frozenset[str] = frozenset()
+    adapter: str | None = None
 
 
 @dataclass(slots=True)

@@ -16,14 +16,14 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 
-from miles_core.backends.local.weights import Layer, ModelShape, Weights
+from miles_core.backends.local.weights import Layer, ModelShape, Weights, read_tensors
 
 ROWS = 16
 """Row counts are multiples of this: products of fewer rows take other kernels (seen up to 15 rows)."""
@@ -183,9 +183,9 @@ class Decoder:
         """See Weights.from_stream."""
         return Weights.from_stream(self.shape, self._dtype, stream)
 
-    def read(self, folder: Path) -> Weights:
-        """See Weights.from_folder."""
-        return Weights.from_folder(self.shape, self._dtype, folder)
+    def tensors(self, folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+        """A checkpoint's, for `stage`; see read_tensors."""
+        return read_tensors(folder, {"lm_head.weight"} if self.shape.tied else set())
 
     def random(self) -> Weights:
         """See Weights.random."""

@@ -79,15 +79,18 @@ class LocalEngine:
         max_context: longest sequence in tokens, prompt included; default what the checkpoint was made for.
         random_init: seeded random weights instead of the checkpoint's, until the first update.
         tokenizer: with transformers' `decode`; without one, texts are "" and stop strings are refused.
+        incoming: the bound hook import_weights: what every stream of weights, also the checkpoint's, passes first.
 
     Raises:
         CheckpointError: nothing there, or an architecture that this engine does not decode.
     """
 
     def __init__(self, hf_checkpoint: Path, *, dtype: torch.dtype = torch.float32, max_batch: int = 256,
-                 max_context: int | None = None, random_init: bool = False, tokenizer=None):
+                 max_context: int | None = None, random_init: bool = False, tokenizer=None,
+                 incoming: Callable[[Iterable], Iterable] | None = None):
         self.version = 0
         self._checkpoint, self._random_init = Path(hf_checkpoint), random_init
+        self._incoming = incoming or (lambda stream: stream)
         self._decoder, self.path = decoder_for(self._checkpoint, dtype, max_context)
         self.shape = self._decoder.shape
         self.max_context = max_context or self.shape.context
@@ -116,7 +119,7 @@ class LocalEngine:
         if self._thread is not None:
             return
         if self._weights is None:
-            source = self._decoder.random if self._random_init else lambda: self._decoder.read(self._checkpoint)
+            source = self._decoder.random if self._random_init else self._read
             self._weights = await in_daemon_thread(source)
         self._batch = Batch(self._decoder, self._max_batch, self.max_context)
         self._waiting: deque[Flight] = deque()
@@ -183,7 +186,7 @@ class LocalEngine:
         """
         self._must_run()
         self._must_be_newer(version)
-        staged = await in_daemon_thread(lambda: self._decoder.stage(weights))
+        staged = await in_daemon_thread(lambda: self._decoder.stage(self._incoming(weights)))
         await self._ask(lambda: self._swap(staged, version))
 
     async def release(self, tags: Iterable[str]) -> None:
@@ -207,6 +210,9 @@ class LocalEngine:
             raise EngineError(f"the local engine's thread did not end within {STOP_SECONDS:g} s",
                               fix="look at what it computes, e.g. with py-spy")
         self._thread = None
+
+    def _read(self) -> Weights | PreTrainedModel:
+        return self._decoder.stage(self._incoming(self._decoder.tensors(self._checkpoint)))
 
     def _flight(self, request: Request) -> Flight:
         """Check a request and make it ready; see `generate` for the errors."""

@@ -138,9 +138,9 @@ class ModuleDecoder:
                                   fix="look at the last training step")
         return self._ready(self._load(state))
 
-    def read(self, folder: Path) -> PreTrainedModel:
-        """The same from a checkpoint folder's safetensors files."""
-        return self.stage(read_tensors(folder))
+    def tensors(self, folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+        """A checkpoint's, for `stage`; see read_tensors."""
+        return read_tensors(folder)
 
     def random(self) -> PreTrainedModel:
         """The architecture's own random weights; the same ones every time."""

@@ -9,7 +9,7 @@ class Local:
     """Decodes in the driver's process, on a CPU or GPU, with a copy of the weights of its own."""
 
     @hookimpl(name="local")
-    def engine(self, config, tokenizer):
+    def engine(self, config, tokenizer, hooks):
         """The engine "local"."""
         from pathlib import Path
 
@@ -22,5 +22,6 @@ class Local:
         return LocalEngine(
             Path(config.checkpoint.hf_checkpoint), dtype=getattr(torch, dtype), max_batch=rollout.engine_max_batch,
             max_context=rollout.rollout_max_context_len, tokenizer=tokenizer,
+            incoming=hooks.import_weights,
             random_init=not config.debug.debug_rollout_only,  # the trainer's weights arrive before the first request
         )  # fmt: skip

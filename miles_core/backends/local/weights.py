@@ -244,16 +244,6 @@ class Weights:
                 place.copy_(torch.randn(expected, generator=generator) * shape.init_std)
         return weights
 
-    @classmethod
-    def from_folder(cls, shape: ModelShape, dtype: torch.dtype, folder: Path) -> Weights:
-        """The weights of a checkpoint folder's safetensors files.
-
-        Raises:
-            CheckpointError: no such files.
-            EngineError: as from_stream.
-        """
-        return cls.from_stream(shape, dtype, read_tensors(folder, {"lm_head.weight"} if shape.tied else set()))
-
 
 def read_tensors(folder: Path, skip: Collection[str] = ()) -> Iterator[tuple[str, torch.Tensor]]:
     """Every tensor of a folder's safetensors files but those in `skip`: some tied checkpoints store the head as well.

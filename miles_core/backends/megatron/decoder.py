@@ -49,6 +49,7 @@ class Decoder:
         softmax_scale: factor on attention scores; None for head_dim^-0.5.
         constants, defaults: further fields of TransformerConfig, as in ModelSpec.
         mlp: rules of the MLPs where they are not one dense MLP per layer.
+        mixing: rules of the token mixers where they are not one attention per layer; the norms around them excepted.
     """
 
     hf: object
@@ -66,6 +67,7 @@ class Decoder:
     constants: Mapping[str, object] = field(default_factory=dict)
     defaults: Mapping[str, object] = field(default_factory=dict)
     mlp: tuple[Rule, ...] | None = None
+    mixing: tuple[Rule, ...] | None = None
 
     def spec(self) -> ModelSpec:
         """The architecture."""
@@ -121,14 +123,16 @@ class Decoder:
             parts = tuple(f"{_THEIRS}self_attn.{part}_proj.{kind}" for part in "qkv")
             return Rule(f"{_OURS}self_attention.linear_qkv.{kind}", parts, "qkv", layers)
 
-        rules = [same("input_layernorm.weight", f"{self.norms.before_attention}.weight"), qkv("weight")]
+        mixing = [qkv("weight")]
         if self.qkv_bias or self.linear_bias:
-            rules.append(qkv("bias"))
+            mixing.append(qkv("bias"))
         if self.qk_norm:
-            rules += [same(f"self_attention.{x}_layernorm.weight", f"self_attn.{x}_norm.weight") for x in "qk"]
-        rules.append(same("self_attention.linear_proj.weight", "self_attn.o_proj.weight"))
+            mixing += [same(f"self_attention.{x}_layernorm.weight", f"self_attn.{x}_norm.weight") for x in "qk"]
+        mixing.append(same("self_attention.linear_proj.weight", "self_attn.o_proj.weight"))
         if self.linear_bias:
-            rules.append(same("self_attention.linear_proj.bias", "self_attn.o_proj.bias"))
+            mixing.append(same("self_attention.linear_proj.bias", "self_attn.o_proj.bias"))
+        rules = [same("input_layernorm.weight", f"{self.norms.before_attention}.weight"),
+                 *(mixing if self.mixing is None else self.mixing)]
         rules.append(same("pre_mlp_layernorm.weight", f"{self.norms.before_mlp}.weight"))
         if self.norms.after_mlp is not None:
             rules += [same("self_attn_bda.norm.weight", f"{self.norms.after_attention}.weight"),

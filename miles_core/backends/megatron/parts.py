@@ -116,11 +116,14 @@ def layer(config: TransformerConfig, spec: ModelSpec, sparse: bool, attention: A
     if spec.post_norms:
         params = {"config": config, "norm": parts.norm}
         inside.self_attn_bda = inside.mlp_bda = ModuleSpec(module=layers.NormThenAdd, params=params)
-    inner = inside.self_attention.submodules
-    inner.linear_qkv, inner.linear_proj = parts.column, parts.row
-    inner.core_attention = parts.attention(config, attention, rope)
-    if config.qk_layernorm:
-        inner.q_layernorm = inner.k_layernorm = parts.norm
+    if attention.mixer is not None:
+        inside.self_attention = attention.mixer(config, attention, rope, parts)
+    else:
+        inner = inside.self_attention.submodules
+        inner.linear_qkv, inner.linear_proj = parts.column, parts.row
+        inner.core_attention = parts.attention(config, attention, rope)
+        if config.qk_layernorm:
+            inner.q_layernorm = inner.k_layernorm = parts.norm
     activation = parts.activations[spec.activation]
     dense = MLPSubmodules(linear_fc1=parts.column, linear_fc2=parts.row, activation_func=activation)
     if not sparse:

@@ -6,7 +6,7 @@ decoders that differ in a few parts, which `decoder.py` describes. No torch here
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -43,11 +43,15 @@ class Attention:
         rotary: their positions.
         window: keys that a query sees, its own included; None for all before it.
         softcap: scores become softcap x tanh(scores / softcap) before the mask (Gemma 2, arXiv:2408.00118).
+        mixer: makes the layer's token mixer where it is not Megatron's SelfAttention: latent attention, linear
+            attention. Called with (config, this, rope, parts), all of parts.py; returns the ModuleSpec that takes
+            the place of `self_attention`. A function of a module, which may import torch when it is called.
     """
 
     rotary: Rotary
     window: int | None = None
     softcap: float | None = None
+    mixer: Callable | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -148,11 +148,13 @@ def export_hf(
     dtype: torch.dtype | None = None,
     *,
     shard_bytes: int = SHARD_BYTES,
+    config: Mapping[str, object] | None = None,
 ) -> None:
     """Write a Hugging Face directory: the source's config, tokenizer and generation config, and the stream's tensors.
 
     Args:
         dtype: of all tensors in the files; by default each keeps its own.
+        config: further keys of config.json, such as quantization_config.
 
     One process calls it. The folder appears when it is complete; an older one of that name is replaced.
 
@@ -165,16 +167,17 @@ def export_hf(
                               fix="give the Hugging Face directory that the run started from")
     with publish(Path(folder)) as target:
         written = _write_shards(target, stream, dtype, shard_bytes)
-        copy_companions(source, target, written)
+        copy_companions(source, target, written, config)
 
 
-def copy_companions(source: Path, target: Path, dtype: torch.dtype) -> None:
-    """What a Hugging Face directory holds beside the weights, with the dtype of these in its config.json."""
+def copy_companions(source: Path, target: Path, dtype: torch.dtype, more: Mapping[str, object] | None = None) -> None:
+    """What a Hugging Face directory holds beside the weights; config.json with the dtype of these, and with `more`."""
     for file in sorted(source.iterdir()):
         if file.is_file() and not file.name.endswith(_WEIGHT_FILES) and not file.name.startswith("."):
             shutil.copyfile(file, target / file.name)
     config = json.loads((target / "config.json").read_text())
     config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype).removeprefix("torch.")
+    config |= more or {}
     (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 

@@ -125,6 +125,8 @@ class Flight:
                 "return_logprob": True}
         if "routed_experts" in self.request.want:
             body |= {"return_routed_experts": True, "routed_experts_start_len": self._rows}
+        if self.request.adapter is not None:
+            body["lora_path"] = self.request.adapter
         if cache_key is not None:
             body["extra_key"] = cache_key  # prefixes are shared among equal keys alone
         return body

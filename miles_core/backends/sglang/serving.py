@@ -23,7 +23,7 @@ def serving(config: RunConfig, note: Note) -> RunConfig:
     """
     if config.rollout.engine != "sglang":
         given = [str(origin) for key, origin in config.origin.items() if key.partition(".")[0] in (
-            "sglang", "server", "router")]
+            "sglang", "server", "router") and origin.kind != "plugin"]
         if given and not config.debug.debug_train_only:
             note(f"the engine is {config.rollout.engine or 'local'}: what is for SGLang is not used "
                  f"({', '.join(dict.fromkeys(given))})")

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from miles_core.backends.local.decode import ROWS, Attention, Cache, Decoder, linear, round_up
-from miles_core.backends.local.weights import ModelShape, Weights
+from miles_core.backends.local.weights import ModelShape, Weights, read_tensors
 
 KINDS = ("dense", "tied", "moe", "moe-plain")
 VOCAB = 96
@@ -18,7 +18,7 @@ LONG = 600
 def make(models, kind, dtype=torch.float32):
     folder, reference = models[kind]
     shape = ModelShape.read(folder)
-    return Decoder(shape, shape.context, dtype), Weights.from_folder(shape, dtype, folder), reference
+    return Decoder(shape, shape.context, dtype), Weights.from_stream(shape, dtype, read_tensors(folder)), reference
 
 
 def random_ids(count, seed):

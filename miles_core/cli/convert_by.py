@@ -1,0 +1,88 @@
+"""`miles convert NAME` for the names that plugins offer: hook `convert`, with the plugin's options as flags."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from miles_core.errors import CheckpointError, MilesError
+from miles_core.plugins import select
+from miles_core.plugins.scan import KNOWN, installed
+
+if TYPE_CHECKING:
+    from miles_core.plugins.select import Selected
+
+HOOK = "convert"
+
+
+def offered() -> dict[str, str]:
+    """Name -> plugin, of official plugins and of those that are installed and can be read."""
+    found = {offer.partition(":")[2]: plugin for plugin, offers in KNOWN.items() for offer in offers
+             if offer.startswith(f"{HOOK}:")}
+    for one in installed():
+        try:
+            (selected,) = select.select([(one.name, "miles convert")], ())
+        except MilesError:  # a broken one is the business of who enables it
+            continue
+        found |= {offer.name: one.name for offer in selected.manifest.offers if offer.hook == HOOK}
+    return found
+
+
+class Conversions(click.Group):
+    """A group with the core's own conversions and those of plugins."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return [*super().list_commands(ctx), *sorted(offered())]
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        own = super().get_command(ctx, name)
+        if own is not None or (plugin := offered().get(name)) is None:
+            return own
+        return _command(name, plugin)
+
+
+def _command(name: str, plugin: str) -> click.Command:
+    def run(source: Path, out: Path, **given: object) -> None:
+        (one,) = select.select([(plugin, f"miles convert {name}")], ())
+        click.echo(f"Wrote {out}: {_convert(one, name, source, out, given)}")
+
+    try:
+        (one,) = select.select([(plugin, f"miles convert {name}")], ())
+        options, about = one.manifest.options.values(), f"{one.manifest.summary} (plugin {plugin})"
+    except MilesError as error:  # not installed: said when it is called, and in the help
+        options, about = (), str(error)
+    parameters = [click.Argument(["source"], metavar="SRC", type=click.Path(exists=True, file_okay=False,
+                                                                            path_type=Path)),
+                  click.Argument(["out"], type=click.Path(path_type=Path))]
+    for option in options:
+        words = [f"--{option.name.replace('_', '-')}"]
+        words[0] += f"/--no-{words[0][2:]}" if option.is_bool else ""
+        parameters.append(click.Option([option.name, *words], help=option.help, default=None, metavar=(
+            None if option.is_bool else "|".join(map(str, option.choices)) or option.type)))
+    return click.Command(name, params=parameters, callback=run, help=about)
+
+
+def _convert(one: Selected, name: str, source: Path, out: Path, given: dict[str, object]) -> str:
+    """
+    Raises:
+        CheckpointError: a source that is no Hugging Face directory, or a target that is there already.
+        ConfigError: an option's value does not fit.
+    """
+    from miles_core.config.load import with_values
+    from miles_core.config.options import Origin, convert
+    from miles_core.config.tables import RunConfig
+    from miles_core.plugins import bind
+
+    if not (source / "config.json").is_file():
+        raise CheckpointError("this is no Hugging Face directory", got="no config.json", who=str(source),
+                              fix="give the folder of config.json and *.safetensors")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise CheckpointError("there is something already", who=str(out), fix="give a folder that is not there yet")
+    options = one.manifest.options
+    values = {key: convert(options[key], value, Origin("flag", f"--{key.replace('_', '-')}"))
+              for key, value in given.items() if value is not None}
+    config = with_values(RunConfig(options={one.manifest.name: values}), f"miles convert {name}",
+                         checkpoint__hf_checkpoint=str(source))
+    return bind.bind([one], config, "driver").convert[name](source, out)
