@@ -98,11 +98,15 @@ def _build(from_file: Sequence[Assignment], given: Sequence[Given], selected: li
     made, notes = flags.assign(given, spellings, absent)
     values: dict[str, object] = {}
     origin: dict[str, Origin] = {}
-    for one in (*_implied(selected, tables, lenient), *from_file, *made):
+    for one in (*from_file, *made):
         key, value = _typed(one, tables, absent)
-        if key in values and values[key] != value and origin[key].kind == "plugin":
-            _outvoted(key, values[key], origin[key], value, one.origin, notes)
         values[key], origin[key] = value, one.origin
+    for one in _implied(selected, tables, lenient):
+        key, value = _typed(one, tables, absent)
+        if key not in values:
+            values[key], origin[key] = value, one.origin
+        elif values[key] != value:
+            notes.append(_outvoted(key, value, one.origin, values[key], origin[key]))
     config = RunConfig(
         **{name: kind(**_of(values, name)) for name, kind in TABLES.items()},
         plugins=tuple(text for text, _ in named),
@@ -120,15 +124,16 @@ def _implied(selected: Sequence[Selected], tables: Mapping[str, object], lenient
             for key, value in one.manifest.implies.items() if not lenient or key.partition(".")[0] in tables]
 
 
-def _outvoted(key: str, implied: object, by: Origin, value: object, origin: Origin, notes: list[str]) -> None:
-    """
+def _outvoted(key: str, implied: object, by: Origin, value: object, origin: Origin) -> str:
+    """What to announce of a value that a plugin implies and the run does not have.
+
     Raises:
         OwnerError: two plugins want two values of one key, and nobody has said which.
     """
     if origin.kind == "plugin":
-        raise OwnerError(f"{by} and {origin} want two values of {key}", got=f"{implied!r} and {value!r}",
-                         fix="enable one of them")
-    notes.append(f"{key} = {value!r} ({origin}) in place of the {implied!r} that {by} would have it be")
+        raise OwnerError(f"{origin} and {by} want two values of {key}", got=f"{value!r} and {implied!r}",
+                         fix="say which in the run file, or enable one of them")
+    return f"{key} = {value!r} ({origin}) in place of the {implied!r} that {by} would have it be"
 
 
 def config_json(config: RunConfig) -> tuple[Path, Mapping[str, object] | None]:

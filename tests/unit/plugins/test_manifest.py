@@ -27,6 +27,8 @@ class Hostile:
     """Leaves a trace when it runs."""
     name = "gentle"
     provides = ("calm",)
+    implies = {{"server.enable_return_routed_experts": True}}
+    precision = {{"sync": "{{width}} bits"}}
 
     def __init__(self, options: Options):
         self.options = options
@@ -52,6 +54,8 @@ def test_a_file_is_read_and_not_executed(hostile, tmp_path):
     found = of_source(hostile)
     assert found.name == "gentle" and found.provides == ("calm",)
     assert found.offers == (Offer("reward", "zero", "zero"), Offer("filter_group", "gentle", "filter_group"))
+    assert found.implies == {"server.enable_return_routed_experts": True}
+    assert found.precision == {"sync": "{width} bits"}
     assert found.options["width"] == Option("gentle", "width", "int", 3, "How wide.", ("--width",))
     assert not (tmp_path / "trace").exists()
 
@@ -91,11 +95,16 @@ options = st.builds(lambda name, default, help, flags: Option("p", name, "str", 
                     st.from_regex("[a-z][a-z_]{0,8}", fullmatch=True), values, words, st.lists(words, max_size=2))
 
 
-@given(words, st.lists(options, max_size=3, unique_by=lambda o: o.name), st.lists(words, max_size=2))
-def test_a_manifest_survives_its_toml(summary, found, provides):
+implied = st.dictionaries(words, st.one_of(st.booleans(), st.integers(-10**6, 10**6), words), max_size=2)
+
+
+@given(words, st.lists(options, max_size=3, unique_by=lambda o: o.name), st.lists(words, max_size=2), implied,
+       st.dictionaries(words, words, max_size=2))
+def test_a_manifest_survives_its_toml(summary, found, provides, implies, precision):
     import tomllib
 
-    one = Manifest("p", "m:C", summary, 1, (Offer("reward", "x", "f"),), {o.name: o for o in found}, tuple(provides))
+    one = Manifest("p", "m:C", summary, 1, (Offer("reward", "x", "f"),), {o.name: o for o in found}, tuple(provides),
+                   implies=implies, precision=precision)
     assert of_toml(tomllib.loads(to_toml(one)), "here") == one
 
 

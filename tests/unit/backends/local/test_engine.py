@@ -484,6 +484,32 @@ def test_a_bad_update_changes_nothing(models, build, tmp_path, edit, message):
     same(session(body, folder), session(together([request(2)]), folder)[0])
 
 
+@pytest.mark.parametrize("kind", ["moe", "through transformers"])
+def test_weights_in_a_plugins_format_pass_its_hook_first(models, build, tmp_path, kind):
+    """Both those of an update and those on disk, on both paths."""
+    changes = {"attention_bias": True} if kind != "moe" else {}
+    model = build("moe" if not changes else "dense", tmp_path, **changes)
+    plain = dict(stream(model))
+
+    def doubled():
+        return ((f"packed.{name}", 2 * tensor) for name, tensor in plain.items())
+
+    def halved(weights):
+        for name, tensor in weights:
+            yield name.removeprefix("packed."), tensor / 2
+
+    async def body(engine):
+        await engine.update_weights(doubled(), 1)
+        return await engine.generate(request(2))
+
+    expected = session(together([request(2)]), tmp_path)[0]
+    same(session(body, tmp_path, incoming=halved, random_init=True), expected)
+    on_disk = session(together([request(2)]), tmp_path, incoming=lambda weights: ((n, 2 * t) for n, t in weights))[0]
+    assert not (on_disk.log_probs == expected.log_probs).all(), "what is on disk passes it, too"
+    with pytest.raises(EngineError, match="packed"):
+        session(body, tmp_path, random_init=True)
+
+
 def test_versions_must_increase(models):
     folder, model = models["dense"]
 
