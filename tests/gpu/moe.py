@@ -1,0 +1,166 @@
+"""Mixtures of experts through whole runs on GPUs: what routing replay gives and costs, and a model of 30B parameters.
+
+    python tests/gpu/moe.py replay                 one GPU: a random model with 32 experts, with and without --plugin r3
+    python tests/gpu/moe.py large --gpus 4         four: Qwen3-30B-A3B's shape, trainer TP2 x EP2, one engine of TP4 x EP4
+    python tests/gpu/moe.py replay --tiny          the same code on a CPU: the local engine, a few layers
+
+Weights are random and made here; the reward is a coin. Prints a table; the exit status is 1 where a run fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from miles_core.record.events import read
+
+ROOT = Path(__file__).parents[2]
+DATA = ROOT / "examples/arithmetic"
+QWEN3_MOE = {
+    "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "hidden_act": "silu", "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000, "attention_bias": False, "use_sliding_window": False, "max_position_embeddings": 4096,
+    "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [], "tie_word_embeddings": False,
+    "bos_token_id": None, "eos_token_id": 258, "pad_token_id": 256, "dtype": "bfloat16",
+}  # fmt: skip
+SHAPES = {
+    "replay": QWEN3_MOE | {"hidden_size": 1024, "num_hidden_layers": 12, "num_attention_heads": 16, "head_dim": 64,
+                           "num_key_value_heads": 4, "intermediate_size": 2048, "num_experts": 32, "vocab_size": 264,
+                           "num_experts_per_tok": 4, "moe_intermediate_size": 512},
+    "tiny": QWEN3_MOE | {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "head_dim": 64,
+                         "num_key_value_heads": 2, "intermediate_size": 256, "num_experts": 16, "vocab_size": 264,
+                         "num_experts_per_tok": 4, "moe_intermediate_size": 128},
+    "large": QWEN3_MOE | {"hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32, "head_dim": 128,
+                          "num_key_value_heads": 4, "intermediate_size": 6144, "num_experts": 128,
+                          "vocab_size": 151936, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
+}  # fmt: skip
+SGLANG = [
+    "--engine", "sglang", "--placement", "ray", "--colocate", "--bf16",
+    "--sglang-attention-backend", "triton", "--sglang-sampling-backend", "pytorch", "--sglang-grammar-backend", "none",
+    "--sglang-cuda-graph-max-bs", "64",
+]  # fmt: skip
+FIGURES = {
+    "log-prob difference": "train/train_rollout_logprob_abs_diff",
+    "step s": "perf/step_time", "rollout s": "perf/rollout_time", "log-probs s": "perf/log_probs_time",
+    "train s": "perf/actor_train_time", "sync s": "perf/update_weights_time",
+}  # fmt: skip
+
+
+def checkpoint(shape: dict, folder: Path, std: float) -> float:
+    """A Hugging Face directory of random bfloat16 weights, a file a layer; the number of parameters."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(shape, indent=2))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DATA / "tiny-qwen3-moe" / name, folder)
+    hidden, head = shape["hidden_size"], shape["head_dim"]
+    q, kv, ffn = shape["num_attention_heads"] * head, shape["num_key_value_heads"] * head, shape["moe_intermediate_size"]
+    layer = {"input_layernorm": [hidden], "post_attention_layernorm": [hidden], "self_attn.q_proj": [q, hidden],
+             "self_attn.k_proj": [kv, hidden], "self_attn.v_proj": [kv, hidden], "self_attn.o_proj": [hidden, q],
+             "self_attn.q_norm": [head], "self_attn.k_norm": [head], "mlp.gate": [shape["num_experts"], hidden]}
+    for expert in range(shape["num_experts"]):
+        layer |= {f"mlp.experts.{expert}.{part}": [ffn, hidden] for part in ("gate_proj", "up_proj")}
+        layer[f"mlp.experts.{expert}.down_proj"] = [hidden, ffn]
+    ends = {"model.embed_tokens": [shape["vocab_size"], hidden], "model.norm": [hidden],
+            "lm_head": [shape["vocab_size"], hidden]}
+    files = [ends] + [{f"model.layers.{i}.{name}": size for name, size in layer.items()}
+                      for i in range(shape["num_hidden_layers"])]
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    index = {}
+    with ThreadPoolExecutor(8) as pool:
+        jobs = []
+        for number, tensors in enumerate(files):
+            torch.manual_seed(number)
+            file = f"model-{number + 1:05}-of-{len(files):05}.safetensors"
+            made = {f"{name}.weight": (torch.ones(size, dtype=torch.bfloat16) if len(size) == 1 else
+                                       torch.randn(size, device=device, dtype=torch.bfloat16).mul_(std).cpu())
+                    for name, size in tensors.items()}
+            index |= dict.fromkeys(made, file)
+            jobs.append(pool.submit(save_file, made, folder / file, {"format": "pt"}))
+        for job in jobs:
+            job.result()
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    return sum(torch.Size(size).numel() for tensors in files for size in tensors.values())
+
+
+def run(folder: Path, words: list[str], seconds: float) -> list[dict]:
+    """The metrics of each rollout of a run; prints its last lines where it fails."""
+    shutil.rmtree(folder, ignore_errors=True)
+    command = [sys.executable, "-c", "from miles_core.cli import main; main()", "run", "examples/moe.toml", "--no-live",
+               "--run-dir", folder, "--plugin", "tests/gpu/coin.py", "--rm-type", "coin", *words]
+    begin = time.perf_counter()
+    done = subprocess.run([*map(str, command)], cwd=ROOT, capture_output=True, text=True, timeout=seconds, check=False)
+    print(f"{folder.name}: {time.perf_counter() - begin:.0f} s, exit {done.returncode}", flush=True)
+    if done.returncode:
+        logs = "".join(f"--- {log.name}\n{log.read_text(errors='replace')[-2500:]}"
+                       for log in (folder / "logs").glob("*.log"))
+        print(done.stdout[-3000:], done.stderr[-5000:], logs, flush=True)
+    events = list(read(folder / "events.jsonl")) if (folder / "events.jsonl").is_file() else []
+    return [event["metrics"] for event in events if event["event"] == "metrics"]
+
+
+def table(found: dict[str, list[dict]]) -> None:
+    """Means over the rollouts after the first two, and all figures of replay, per run."""
+    late = {name: steps[2:] or steps for name, steps in found.items()}
+    names = dict(FIGURES)
+    names |= {key: key for steps in found.values() for step in steps for key in sorted(step) if "r3" in key}
+    print(f"{'':<44}" + "".join(f"{name:>16}" for name in found))
+    for title, key in names.items():
+        cells = []
+        for steps in late.values():
+            values = [step[key] for step in steps if key in step]
+            cells.append(f"{sum(values) / len(values):>16.5f}" if values else f"{'-':>16}")
+        print(f"{title:<44}" + "".join(cells))
+    first, *others = (steps for steps in late.values() if steps)
+    for name, steps in zip(list(found)[1:], others, strict=False):
+        ratio = sum(s["perf/step_time"] for s in steps) / len(steps) / (
+            sum(s["perf/step_time"] for s in first) / len(first))
+        print(f"seconds of a step, {name} over {next(iter(found))}: {ratio:.3f}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["replay", "large"])
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--gpus", type=int, default=1)
+    parser.add_argument("--folder", type=Path, default=Path("/dev/shm/miles-moe"))
+    parser.add_argument("--rollouts", type=int, default=6)
+    parser.add_argument("--seconds", type=float, default=400)
+    parser.add_argument("--flags", default="", help="further flags of every run")
+    args = parser.parse_args()
+    shape = SHAPES["tiny" if args.tiny else args.what]
+    begin = time.perf_counter()
+    size = checkpoint(shape, args.folder / "model", 0.02 if args.what == "large" and not args.tiny else 0.06)
+    print(f"{size / 1e9:.2f}e9 parameters, made in {time.perf_counter() - begin:.0f} s", flush=True)
+    common = ["--hf-checkpoint", args.folder / "model", "--num-rollout", args.rollouts, "--skip-eval-before-train",
+              "--eval-interval", 1000, *args.flags.split()]
+    if args.tiny:
+        common += ["--engine", "local", "--engine-dtype", "bfloat16", "--rollout-max-response-len", 24,
+                   "--rollout-batch-size", 4]
+    else:
+        common += [*SGLANG, "--rollout-max-response-len", 256, "--rollout-batch-size", 32, "--max-tokens-per-gpu", 16384]
+    if args.what == "large" and not args.tiny:
+        common += ["--actor-num-gpus-per-node", args.gpus, "--rollout-num-gpus-per-engine", args.gpus,
+                   "--tensor-model-parallel-size", 2, "--sequence-parallel", "--expert-model-parallel-size", 2,
+                   "--sglang-ep-size", args.gpus]
+    found = {}
+    for name, words in {"without": [], "with r3": ["--plugin", "r3"]}.items():
+        if args.what == "large" and not words:
+            continue
+        found[name] = run(args.folder / name.replace(" ", "-"), [*map(str, common), *words], args.seconds)
+    if not all(found.values()):
+        return 1
+    table(found)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
