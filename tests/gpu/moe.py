@@ -1,8 +1,8 @@
 """Mixtures of experts through whole runs on GPUs: what routing replay gives and costs, and a model of 30B parameters.
 
-    python tests/gpu/moe.py replay                 one GPU: a random model with 32 experts, with and without --plugin r3
-    python tests/gpu/moe.py large --gpus 4         four: Qwen3-30B-A3B's shape, trainer TP2 x EP2, one engine of TP4 x EP4
-    python tests/gpu/moe.py replay --tiny          the same code on a CPU: the local engine, a few layers
+    python tests/gpu/moe.py replay            one GPU: a random model with 32 experts, with and without --plugin r3
+    python tests/gpu/moe.py large --gpus 4    four: Qwen3-30B-A3B's shape, trainer TP2 x EP2, an engine of TP4 x EP4
+    python tests/gpu/moe.py replay --tiny     the same code on a CPU: the local engine, a few layers
 
 Weights are random and made here; the reward is a coin. Prints a table; the exit status is 1 where a run fails.
 """
@@ -62,7 +62,8 @@ def checkpoint(shape: dict, folder: Path, std: float) -> float:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(DATA / "tiny-qwen3-moe" / name, folder)
     hidden, head = shape["hidden_size"], shape["head_dim"]
-    q, kv, ffn = shape["num_attention_heads"] * head, shape["num_key_value_heads"] * head, shape["moe_intermediate_size"]
+    q, kv = shape["num_attention_heads"] * head, shape["num_key_value_heads"] * head
+    ffn = shape["moe_intermediate_size"]
     layer = {"input_layernorm": [hidden], "post_attention_layernorm": [hidden], "self_attn.q_proj": [q, hidden],
              "self_attn.k_proj": [kv, hidden], "self_attn.v_proj": [kv, hidden], "self_attn.o_proj": [hidden, q],
              "self_attn.q_norm": [head], "self_attn.k_norm": [head], "mlp.gate": [shape["num_experts"], hidden]}
@@ -146,7 +147,8 @@ def main() -> int:
         common += ["--engine", "local", "--engine-dtype", "bfloat16", "--rollout-max-response-len", 24,
                    "--rollout-batch-size", 4]
     else:
-        common += [*SGLANG, "--rollout-max-response-len", 256, "--rollout-batch-size", 32, "--max-tokens-per-gpu", 16384]
+        common += [*SGLANG, "--rollout-max-response-len", 256, "--rollout-batch-size", 32,
+                   "--max-tokens-per-gpu", 16384]
     if args.what == "large" and not args.tiny:
         common += ["--actor-num-gpus-per-node", args.gpus, "--rollout-num-gpus-per-engine", args.gpus,
                    "--tensor-model-parallel-size", 2, "--sequence-parallel", "--expert-model-parallel-size", 2,
