@@ -11,6 +11,7 @@ Exit codes are those of errors before the first rollout; once it has begun, ever
     │   ├── ManifestError              a manifest that cannot be read or disagrees with the code
     │   ├── HookError                  a hook implementation that breaks its specification
     │   ├── OwnerError                 two owners of one name, or a name that nobody offers
+    │   ├── LockError                  the run is made of something else than its lock says
     │   └── SharedStateError           state that two roles of one plugin can both reach
     ├── DataError                  exit code 2: dataset, tokenizer, template
     │   └── ColumnError                data that does not fit the column it was declared as
@@ -94,6 +95,10 @@ class HookError(PluginError):
 
 
 class OwnerError(PluginError):
+    pass
+
+
+class LockError(PluginError):
     pass
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from miles_core.config.environment import relevant
 from miles_core.config.load import with_values
 from miles_core.errors import CheckpointError, DiedError, EngineDiedError, MilesError
+from miles_core.plugins import lock
 from miles_core.plugins.plan import Plan
 from miles_core.record.console import Console
 from miles_core.record.directory import RunDirectory, publish
@@ -36,6 +37,7 @@ def execute(plan: Plan, *, live: bool | None = None) -> int:
     with RunDirectory(plan.config.checkpoint.run_dir).acquire() as directory, directory.open_log("run.log") as log:
         publish(directory.plan_text, plan.to_text())
         publish(directory.plan_json, _json(plan))
+        publish(directory.lock, lock.text(lock.of(plan)))
         attempt = Attempt.first(plan)
         while True:
             console = Views(Console(live), Console(False, log, details=True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 
 import click
 
@@ -14,7 +15,7 @@ COMMANDS = {
     "diff": "Name the first difference between two runs.",
     "convert": "Convert a checkpoint: Hugging Face to torch_dist, or back.",
     "check-template": "Check a chat template by the token ids that it gives.",
-    "plugins": "What is installed; write or check manifests.",
+    "plugins": "What is installed, what a run is composed of, locks, manifests.",
     "flags": "Every flag, as Markdown.",
     "hooks": "Every hook that a plugin may implement, as Markdown.",
     "completion": "The completion script of a shell.",
@@ -67,11 +68,16 @@ def cli() -> None:
 
 
 def main() -> None:
-    """The entry point: errors of Miles become a sentence and an exit code."""
+    """The entry point."""
+    main_of(lambda: cli(standalone_mode=False))
+
+
+def main_of(body: Callable[[], object]) -> None:
+    """Run a program: errors of Miles become a sentence and an exit code."""
     from miles_core.errors import MilesError
 
     try:
-        cli(standalone_mode=False)
+        body()
     except click.exceptions.Abort:
         raise SystemExit(130) from None
     except click.ClickException as error:

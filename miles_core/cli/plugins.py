@@ -1,54 +1,51 @@
-"""`miles plugins`: what is installed, and the manifests of the plugins one writes."""
+"""`miles plugins`: what is installed, what a run is composed of, and the tools of those who write plugins."""
 
 from __future__ import annotations
 
-from pathlib import Path
+import importlib
 
 import click
 
+COMMANDS = {
+    "list": ("inventory:list_", "What is installed, and what could be."),
+    "info": ("inventory:info", "Everything that a plugin states about itself."),
+    "check": ("composition:check", "Whether a run's plugins fit each other; binds every hook."),
+    "why": ("composition:why", "Who set a key of a run, in order."),
+    "graph": ("composition:graph", "Hooks in call order, and who implements them."),
+    "lock": ("composition:lock", "Write down what a run is made of, for run --locked."),
+    "diff": ("composition:diff", "How two locks, or two run directories, differ."),
+    "doctor": ("inventory:doctor", "Import each plugin in a process of its own."),
+    "install": ("inventory:install", "Install plugins with pip into this Python."),
+    "manifest": ("authoring:manifest", "Write or check miles-plugin.toml."),
+}
 
-@click.group("plugins")
+
+class Plugins(click.Group):
+    """Commands are imported when they are called, and none of them imports a plugin into this process."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        if name not in COMMANDS:
+            return None
+        module, _, function = COMMANDS[name][0].partition(":")
+        return getattr(importlib.import_module(f"miles_core.cli.plugin_{module}"), function)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
+
+
+@click.group("plugins", cls=Plugins)
 def command() -> None:
-    """Look at plugins without importing them."""
-
-
-@command.command("list")
-def list_() -> None:
-    """Plugins of this environment. Installed never means active: a run names what it uses."""
-    from miles_core.plugins.scan import KNOWN, installed
-
-    have = installed()
-    for one in have:
-        click.echo(f"{one.name:<16}{one.distribution} {one.version}")
-    for name in sorted(set(KNOWN) - {one.name for one in have}):
-        click.echo(f"{name:<16}not installed: pip install miles-{name}")
-
-
-@command.command("manifest")
-@click.argument("projects", nargs=-1, type=click.Path(exists=True, file_okay=False, path_type=Path), required=True)
-@click.option("--write/--check", default=False, help="Write miles-plugin.toml, or compare it with the code (default).")
-def manifest(projects: tuple[Path, ...], write: bool) -> None:
-    """Write or check miles-plugin.toml of plugin projects (folders with a pyproject.toml).
+    """Look at plugins without importing them.
 
     \b
-      miles plugins manifest --write plugins/*
+      miles plugins list
+      miles plugins info r3
+      miles plugins check examples/demo.toml --plugin r3
+      miles plugins why rollout.num_rollout examples/demo.toml --num-rollout 5
+      miles plugins lock examples/demo.toml > plugins.lock
+      miles run examples/demo.toml --locked plugins.lock
     """
-    import tomllib
-
-    from miles_core.errors import ManifestError
-    from miles_core.plugins.manifest import FILE, of_source, to_toml
-    from miles_core.plugins.scan import GROUP
-
-    for project in projects:
-        entries = tomllib.loads((project / "pyproject.toml").read_text())["project"]["entry-points"][GROUP]
-        for name, value in entries.items():
-            module = value.partition(":")[0]
-            source = project / "src" / Path(*module.split(".")).with_suffix(".py")
-            target = project / "src" / module.partition(".")[0] / FILE
-            text = to_toml(of_source(source, name=name, module=module))
-            if write:
-                target.write_text(text)
-                click.echo(f"wrote {target}")
-            elif not target.is_file() or target.read_text() != text:
-                raise ManifestError(f"the manifest of plugin {name!r} is not what its code says", who=str(target),
-                                    fix=f"miles plugins manifest --write {project}")

@@ -69,10 +69,12 @@ SCRIPTS: dict[str, tuple[str, ...]] = {"train.py": (), "train_async.py": ("--tra
 @click.command("run", cls=RunCommand, context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
 @click.option("--plan", "plan_only", is_flag=True, help="Print what would run and stop. Imports no plugin.")
 @click.option("--json", "as_json", is_flag=True, help="With --plan: as JSON.")
+@click.option("--locked", type=click.Path(exists=True, path_type=Path), metavar="FILE",
+              help="Refuse to run anything but what this lock, or this run directory, says.")
 @click.option("--live/--no-live", default=None, help="The live view; default: on a terminal.")
 @click.argument("words", nargs=-1, type=click.UNPROCESSED, shell_complete=_words,
                 metavar="[RUN_FILE] [--plugin NAME]... [FLAGS]...")
-def command(plan_only: bool, as_json: bool, live: bool | None, words: tuple[str, ...]) -> None:
+def command(plan_only: bool, as_json: bool, locked: Path | None, live: bool | None, words: tuple[str, ...]) -> None:
     """Train as a run file and flags say; flags win. ./miles.toml is read when no run file is named.
 
     \b
@@ -89,6 +91,10 @@ def command(plan_only: bool, as_json: bool, live: bool | None, words: tuple[str,
     if run_file is not None and (preset := SCRIPTS.get(run_file.name)) is not None:
         run_file, words = None, (*words, *preset)
     plan = prepare(run_file, words)
+    if locked is not None:
+        from miles_core.plugins import lock
+
+        lock.check(lock.read(locked), plan, f"--locked {locked}")
     if plan_only:
         import json
 

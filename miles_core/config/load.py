@@ -18,7 +18,7 @@ from miles_core.config.flags import Assignment, Given, Spellings
 from miles_core.config.options import Option, Origin, convert, options_of
 from miles_core.config.tables import TABLES, RunConfig
 from miles_core.errors import ConfigError, OwnerError, UnknownKeyError
-from miles_core.plugins import resolve, select
+from miles_core.plugins import presets, resolve, select
 from miles_core.plugins.scan import KNOWN, installed
 from miles_core.plugins.select import Selected
 
@@ -32,11 +32,13 @@ class Loaded:
     Args:
         selected: the plugins that take part, in order, the built-in ones first.
         notes: announcements, such as a flag that is not needed.
+        said: everybody who said something of a key, and what, the last of whom counts.
     """
 
     config: RunConfig
     selected: list[Selected]
     notes: list[str] = field(default_factory=list)
+    said: dict[str, list[tuple[object, Origin]]] = field(default_factory=dict)
 
 
 def load(run_file: Path | None, argv: Sequence[str] = ()) -> Loaded:
@@ -53,18 +55,29 @@ def load(run_file: Path | None, argv: Sequence[str] = ()) -> Loaded:
     path = run_file or (Path("miles.toml") if Path("miles.toml").is_file() else None)
     document, lines = _read(path)
     given = flags.split(argv)
-    named = [(text, f"{path.name}:{lines.get('plugins', 1)}") for text in _plugins(document, path)] if path else []
-    named += [(word, "--plugin") for one in given if one.flag == "--plugin" for word in one.words]
-    given = [one for one in given if one.flag != "--plugin"]
+    chosen = presets.find(_named("preset", document, lines, path, given))
+    mine = _named("plugin", document, lines, path, given)
+    theirs = {plugin: one.origin for one in chosen for plugin in one.plugins}
+    twice = {select.short(text) for text, _ in mine}
+    named = [(plugin, origin) for plugin, origin in theirs.items() if select.short(plugin) not in twice] + mine
+    dropped = [(word, one.flag) for one in given if one.flag == "--no-plugin" for word in one.words]
+    named = select.without(named, dropped)
+    given = [one for one in given if one.flag not in ("--plugin", "--no-plugin", "--preset")]
 
     selected = select.select(named, select.built_in())
     selected = select.select(_by_flags(given, selected), selected)
-    from_file = list(_assignments(document, path, lines))
+    from_file = [Assignment(key, value, Origin("preset", one.origin)) for one in chosen
+                 for key, value in one.values.items()] + list(_assignments(document, path, lines))
     # Named parts may bring plugins of their own (--rm-type math), whose flags are only known then: look twice.
     first = _build(from_file, given, selected, named, path, lenient=True)
     more = resolve.missing(selected, first.config)
     selected = select.select(more, selected)
+    more = resolve.called_for(selected, first.config, quantised(first.config))
+    selected = select.select(more, selected)
     loaded = _build(from_file, given, selected, named, path, lenient=False)
+    if more := resolve.called_for(selected, loaded.config, None):  # by a flag of Megatron's, now that it is read
+        selected = select.select(more, selected)
+        loaded = _build(from_file, given, selected, named, path, lenient=False)
     if loaded.config.algorithm.policy_loss is None:
         name, reason = resolve.policy_loss(selected, loaded.config)
         loaded.config = with_values(loaded.config, reason, algorithm__policy_loss=name)
@@ -98,15 +111,18 @@ def _build(from_file: Sequence[Assignment], given: Sequence[Given], selected: li
     made, notes = flags.assign(given, spellings, absent)
     values: dict[str, object] = {}
     origin: dict[str, Origin] = {}
+    said: dict[str, list[tuple[object, Origin]]] = {}
     for one in (*from_file, *made):
         key, value = _typed(one, tables, absent)
         values[key], origin[key] = value, one.origin
+        said.setdefault(key, []).append((value, one.origin))
     for one in _implied(selected, tables, lenient):
         key, value = _typed(one, tables, absent)
         if key not in values:
             values[key], origin[key] = value, one.origin
         elif values[key] != value:
             notes.append(_outvoted(key, value, one.origin, values[key], origin[key]))
+        said.setdefault(key, []).insert(0, (value, one.origin))
     config = RunConfig(
         **{name: kind(**_of(values, name)) for name, kind in TABLES.items()},
         plugins=tuple(text for text, _ in named),
@@ -115,12 +131,16 @@ def _build(from_file: Sequence[Assignment], given: Sequence[Given], selected: li
         origin=origin,
         name=path.stem if path else "run",
     )
-    return Loaded(_with_model_name(config), selected, notes)
+    return Loaded(_with_model_name(config), selected, notes, said)
 
 
 def _implied(selected: Sequence[Selected], tables: Mapping[str, object], lenient: bool) -> list[Assignment]:
-    """What plugins' manifests give the run; the run file and flags have the last word."""
-    return [Assignment(key, value, Origin("plugin", f"plugin {one.manifest.name}")) for one in selected
+    """What plugins' manifests give the run; the run file and flags have the last word.
+
+    A plugin that is there because the checkpoint needs it, and nobody has asked for, gives nothing.
+    """
+    asked = [one for one in selected if not one.origin.startswith(resolve.OF_CHECKPOINT)]
+    return [Assignment(key, value, Origin("plugin", f"plugin {one.manifest.name}")) for one in asked
             for key, value in one.manifest.implies.items() if not lenient or key.partition(".")[0] in tables]
 
 
@@ -147,6 +167,12 @@ def config_json(config: RunConfig) -> tuple[Path, Mapping[str, object] | None]:
     except (OSError, ValueError):
         return path, None
     return path, said if isinstance(said, dict) else None
+
+
+def quantised(config: RunConfig) -> str | None:
+    """What config.json of --hf-checkpoint says its weights are quantised by; None for plain ones."""
+    said = (config_json(config)[1] or {}).get("quantization_config")
+    return str(said.get("quant_method", "quantised")) if isinstance(said, Mapping) else None
 
 
 def _with_model_name(config: RunConfig) -> RunConfig:
@@ -226,23 +252,28 @@ def _absent(enabled: Mapping[str, object]) -> dict[str, str]:
     return {name: f"add --plugin {name}" + ("" if name in have else f" (pip install miles-{name})") for name in names}
 
 
-def _plugins(document: Mapping[str, object], path: Path | None) -> list[str]:
-    named = document.get("plugins", [])
+def _named(what: str, document: Mapping[str, object], lines: Mapping[str, int], path: Path | None,
+           given: Sequence[Given]) -> list[tuple[str, str]]:
+    """(name, who wrote it) of the plugins or presets that the run file lists and flags add."""
+    key = f"{what}s"
+    named = document.get(key, [])
     if not isinstance(named, list) or not all(isinstance(item, str) for item in named):
-        raise ConfigError("plugins should be a list of names", got=repr(named), who=str(path),
+        raise ConfigError(f"{key} should be a list of names", got=repr(named), who=str(path),
                           fix='write plugins = ["grpo", "math"]')
     # A file plugin is meant relative to the run file that names it, wherever the run is started.
-    return [str(path.parent / item) if item.startswith((".", "/")) and path else item for item in named]
+    found = [str(path.parent / item) if item.startswith((".", "/")) and path else item for item in named]
+    flagged = [(word, f"--{what}") for one in given if one.flag == f"--{what}" for word in one.words]
+    return [(text, f"{path.name}:{lines.get(key, 1)}") for text in found] + flagged
 
 
 def _assignments(document: Mapping[str, object], path: Path | None, lines: Mapping[str, int]):
     for table, content in document.items():
-        if table == "plugins":
+        if table in ("plugins", "presets"):
             continue
         where = f"{path.name}:{lines.get(table, 1)}"
         if not isinstance(content, Mapping):
             raise UnknownKeyError(f"the key {table!r} stands outside of any table", who=where,
-                                  fix="move it into its table; only `plugins` stands at the top")
+                                  fix="move it into its table; only `plugins` and `presets` stand at the top")
         for key, value in content.items():
             spot = Origin("file", f"{path.name}:{lines.get(f'{table}.{key}', lines.get(table, 1))}")
             yield Assignment(f"{table}.{key.replace('-', '_')}", value, spot)

@@ -18,7 +18,7 @@ from miles_core.errors import ManifestError
 FILE = "miles-plugin.toml"
 WORDS = ("provides", "requires", "conflicts")
 """Tuples of words in a plugin's class body."""
-STATED = ("implies", "precision")
+STATED = ("implies", "precision", "presets")
 """Tables there."""
 
 
@@ -41,7 +41,9 @@ class Manifest:
         api: the plugin API it was written for.
         provides, requires, conflicts: capabilities, for checks before anything is imported.
         implies: dotted key -> value that the run gets with the plugin, unless somebody says otherwise.
-        precision: row of the plan's table of precision -> what the plugin makes of it; {name} is an option's value.
+        presets: name -> what `--preset NAME` stands for; see plugins/presets.py.
+        precision: row of the plan's table of precision -> what the plugin makes of it, or several texts, of which the
+            first counts whose words in braces are all set (config/precision.py).
     """
 
     name: str
@@ -54,7 +56,8 @@ class Manifest:
     requires: tuple[str, ...] = ()
     conflicts: tuple[str, ...] = ()
     implies: dict[str, object] = field(default_factory=dict)
-    precision: dict[str, str] = field(default_factory=dict)
+    precision: dict[str, str | list[str]] = field(default_factory=dict)
+    presets: dict[str, dict] = field(default_factory=dict)
 
 
 def of_source(path: Path, *, name: str | None = None, module: str | None = None) -> Manifest:
@@ -140,12 +143,17 @@ def to_toml(manifest: Manifest) -> str:
     def value(item: object) -> str:
         return json.dumps(list(item) if isinstance(item, tuple) else item, ensure_ascii=False)
 
+    def inline(item: object) -> str:
+        if not isinstance(item, dict):
+            return value(item)
+        return "{ " + ", ".join(f"{value(name)} = {inline(one)}" for name, one in item.items()) + " }"
+
     lines = ["# Generated from the code by `miles plugins manifest --write`; a test compares the two.",
              *(f"{key} = {value(getattr(manifest, key))}" for key in ("name", "plugin", "summary", "api"))]
     lines += [f"{key} = {value(words)}" for key in WORDS if (words := getattr(manifest, key))]
     for key in STATED:
         if stated := getattr(manifest, key):
-            lines += ["", f"[{key}]", *(f"{value(name)} = {value(item)}" for name, item in stated.items())]
+            lines += ["", f"[{key}]", *(f"{value(name)} = {inline(item)}" for name, item in stated.items())]
     for offer in manifest.offers:
         lines += ["", "[[offers]]", *(f"{key} = {value(getattr(offer, key))}" for key in ("hook", "name", "method"))]
     for option in manifest.options.values():

@@ -66,14 +66,40 @@ def _built_in(name: str, module: str) -> Manifest:
     return manifests.of_source(path, name=name, module=module)
 
 
+def without(named: Sequence[tuple[str, str]], dropped: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+    """What is named, less what --no-plugin takes out, also of a preset.
+
+    Raises:
+        UnknownPluginError: something that nobody named is to be taken out.
+        OwnerError: a part of the core is.
+    """
+    names = {short(text) for text, _ in named}
+    for text, origin in dropped:
+        if short(text) in BUILT_IN:
+            raise OwnerError(f"{text!r} is a part of the core", who=origin, fix="choose another owner of what it does, "
+                             "for instance --engine NAME")
+        if short(text) not in names:
+            near = difflib.get_close_matches(short(text), names, 1, 0.6)
+            raise UnknownPluginError(f"plugin {text!r} is not enabled", who=origin,
+                                     got=f"enabled: {', '.join(sorted(names)) or 'none'}",
+                                     fix=f"did you mean {near[0]!r}?" if near else "leave it out")
+    gone = {short(text) for text, _ in dropped}
+    return [one for one in named if short(one[0]) not in gone]
+
+
+def short(text: str) -> str:
+    """A plugin's name in any of its spellings: r3, miles-r3, miles-plugin-r3, dist:r3; a file's path stays."""
+    if text.endswith(".py") or "/" in text:
+        return text
+    return text.rpartition(":")[2].removeprefix("miles-plugin-").removeprefix("miles-")
+
+
 def _find(text: str, origin: str, have: Sequence[Installed]) -> Selected:
     if text.endswith(".py") or "/" in text:
         path = Path(text).resolve()
         manifest = manifests.of_source(path)
         return Selected(manifest, "file", hashlib.sha256(path.read_bytes()).hexdigest()[:12], origin)
-    distribution, _, name = text.rpartition(":")
-    if not distribution:
-        name = text.removeprefix("miles-plugin-").removeprefix("miles-")
+    distribution, name = text.rpartition(":")[0], short(text)
     matches = [one for one in have if one.name == name and distribution in ("", one.distribution)]
     if len(matches) > 1:
         raise OwnerError(f"plugin {name!r} is in {len(matches)} distributions: "
@@ -82,7 +108,16 @@ def _find(text: str, origin: str, have: Sequence[Installed]) -> Selected:
     if not matches:
         raise _unknown(text, name, origin, have)
     one = matches[0]
-    return Selected(manifests.of_package(one.entry, one.name), one.distribution, one.version, origin)
+    return Selected(manifest_of(one), one.distribution, one.version, origin)
+
+
+def manifest_of(one: Installed) -> Manifest:
+    """What an installed plugin states; nothing of it is imported.
+
+    Raises:
+        ManifestError: the statement is missing or cannot be read.
+    """
+    return manifests.of_package(one.entry, one.name)
 
 
 def _unknown(text: str, name: str, origin: str, have: Sequence[Installed]) -> UnknownPluginError:

@@ -54,6 +54,11 @@ class RunDirectory:
         return self.path / "plan.json"
 
     @property
+    def lock(self) -> Path:
+        """Versions and digests of all that the run is made of."""
+        return self.path / "plugins.lock"
+
+    @property
     def plan_text(self) -> Path:
         return self.path / "plan.txt"
 

@@ -1,0 +1,178 @@
+"""`miles plugins check | why | graph | lock | diff`: what a run is composed of, from the words of `miles run`."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+
+from miles_core.errors import PluginError, UnknownKeyError, WaitError
+
+SECONDS = 120.0
+"""How long binding the hooks of a run may take."""
+
+_RUN = {"ignore_unknown_options": True, "allow_extra_args": True}
+_WORDS = "[RUN_FILE] [FLAGS]..."
+
+_BIND = """
+import sys
+from pathlib import Path
+from miles_core.cli import main_of
+from miles_core.plugins import bind
+from miles_core.plugins.plan import prepare
+
+def body():
+    words = sys.argv[1:]
+    plan = prepare(Path(words[0]) if words[0] else None, words[1:])
+    bind.check_roles_apart([bind.bind(plan.selected, plan.config, role) for role in ("driver", "rollout", "trainer")])
+
+main_of(body)
+"""
+
+
+def _split(words: Sequence[str]) -> tuple[Path | None, tuple[str, ...]]:
+    """Run file and flags, as `miles run` takes them."""
+    run_file = Path(words[0]) if words and not words[0].startswith("-") else None
+    return run_file, tuple(words[1:] if run_file else words)
+
+
+@click.command("check", context_settings=_RUN)
+@click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar=_WORDS)
+def check(words: tuple[str, ...]) -> None:
+    """Whether a run's plugins fit each other: owners, requirements, options; then every hook is bound for every role.
+
+    \b
+      miles plugins check examples/demo.toml --plugin r3 --plugin fp8
+    """
+    from miles_core.plugins.plan import prepare
+
+    run_file, flags = _split(words)
+    plan = prepare(run_file, flags)
+    command = [sys.executable, "-c", _BIND, str(run_file or ""), *flags]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        raise WaitError(f"binding the hooks took more than {SECONDS:g} s", who="miles plugins check",
+                        fix="miles plugins doctor says which plugin takes long") from None
+    if done.returncode:
+        click.echo(done.stderr, nl=False, err=True)
+        raise SystemExit(done.returncode)
+    names = [one.manifest.name for one in plan.selected if one.source != "built-in"]
+    click.echo(f"{len(names)} plugins fit each other: {', '.join(names) or 'none beside the core'}")
+    for note in plan.notes:
+        click.echo(f"note: {note}")
+
+
+@click.command("why", context_settings=_RUN)
+@click.argument("key")
+@click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar=_WORDS)
+def why(key: str, words: tuple[str, ...]) -> None:
+    """Who set KEY (table.name), from the default to the last word.
+
+    \b
+      miles plugins why rollout.num_rollout examples/demo.toml --num-rollout 5
+    """
+    import difflib
+
+    from miles_core.config.load import load
+    from miles_core.plugins.plan import prepare
+
+    run_file, flags = _split(words)
+    plan = prepare(run_file, flags)
+    values, origins = plan.to_json()["options"], plan.to_json()["origins"]
+    if key not in values:
+        near = difflib.get_close_matches(key, values, 1, 0.5)
+        raise UnknownKeyError(f"the run has no key {key!r}", fix=f"did you mean {near[0]}?" if near else
+                              "keys are table.name: miles run --plan lists those that are set")
+    said = load(run_file, flags).said.get(key, [])
+    chain = [(_default(plan, key), "default"), *((value, str(origin)) for value, origin in said)]
+    if origins[key] not in {origin for _, origin in chain}:
+        chain.append((values[key], f"derived: {origins[key]}"))
+    width = max(len(repr(value)) for value, _ in chain)
+    for number, (value, origin) in enumerate(chain):
+        click.echo(f"{'->' if number == len(chain) - 1 else '  '} {value!r:<{width}}  {origin}")
+
+
+def _default(plan, key: str) -> object:
+    from miles_core.config.options import options_of
+    from miles_core.config.tables import TABLES
+
+    table, _, name = key.partition(".")
+    if table in TABLES and name in (known := options_of(table, TABLES[table])):
+        return known[name].default
+    for one in plan.selected:
+        if one.manifest.name == table and name in one.manifest.options:
+            return one.manifest.options[name].default
+    return None
+
+
+@click.command("graph", context_settings=_RUN)
+@click.option("--dot", is_flag=True, help="As a graph for Graphviz.")
+@click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar=_WORDS)
+def graph(dot: bool, words: tuple[str, ...]) -> None:
+    """Hooks in call order, by role: who implements each, and which named parts the run picked.
+
+    \b
+      miles plugins graph examples/demo.toml
+      miles plugins graph examples/demo.toml --dot | dot -Tsvg > hooks.svg
+    """
+    from miles_core.hookspecs import ROLES, specs
+    from miles_core.plugins.plan import prepare
+
+    plan = prepare(*_split(words))
+    order = plan.to_json()["order"]
+    picked: dict[str, list[str]] = {}
+    for choice in plan.choices:
+        picked.setdefault(choice.hook, []).append(f"{choice.plugin} ({choice.name})")
+    edges = [(spec.role, name, spec.kind, picked.get(name, []) if spec.kind == "named" else order.get(name, []))
+             for name, spec in specs().items()]
+    if dot:
+        click.echo("digraph hooks {\n  rankdir=LR; node [shape=box];")
+        for role, name, _, who in edges:
+            for number, one in enumerate(who):
+                label = f' [label="{number + 1}"]' if len(who) > 1 else ""
+                click.echo(f'  "{role}" -> "{name}" -> "{one}"{label};')
+        click.echo("}")
+        return
+    for role in ("every", *ROLES):
+        click.echo(f"{role} role")
+        for owner, name, kind, who in edges:
+            if owner == role and who:
+                click.echo(f"  {name:<20}{kind:<9}{' -> '.join(who) if kind != 'named' else ', '.join(who)}")
+
+
+@click.command("lock", context_settings=_RUN)
+@click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar=_WORDS)
+def lock(words: tuple[str, ...]) -> None:
+    """Print what a run is made of: versions and digests of its plugins, their order, owners, every value.
+
+    \b
+      miles plugins lock examples/demo.toml > plugins.lock
+      miles run examples/demo.toml --locked plugins.lock
+    """
+    from miles_core.plugins import lock as locks
+    from miles_core.plugins.plan import prepare
+
+    click.echo(locks.text(locks.of(prepare(*_split(words)))), nl=False)
+
+
+@click.command("diff")
+@click.argument("first", type=click.Path(exists=True, path_type=Path))
+@click.argument("second", type=click.Path(exists=True, path_type=Path))
+def diff(first: Path, second: Path) -> None:
+    """How two locks, or what two runs were made of, differ; the exit status is 2 where they do.
+
+    \b
+      miles plugins diff plugins.lock runs/demo
+    """
+    from miles_core.plugins import lock as locks
+
+    found = locks.differences(locks.read(first), locks.read(second))
+    for line in found:
+        click.echo(line)
+    if found:
+        raise PluginError(f"{len(found)} difference{'s'[:len(found) != 1]}", who=f"{first}, {second}")
+    click.echo("the same")

@@ -1,0 +1,97 @@
+"""Presets: named lists of plugins and values that a plugin's manifest offers, printed expanded in the plan.
+
+    presets = {"dapo": {"plugins": ["grpo", "dapo-filter"], "values": {"algorithm.eps_clip_high": 0.28}}}
+
+in a plugin's class body. A preset stands behind the run file and flags: both overrule what it says.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from miles_core.errors import ConfigError, MilesError, OwnerError
+from miles_core.plugins.manifest import Manifest
+from miles_core.plugins.scan import KNOWN, Installed, installed
+from miles_core.plugins.select import manifest_of
+
+
+@dataclass(frozen=True, slots=True)
+class Preset:
+    """What a name stands for.
+
+    Args:
+        plugin: who offers it; it need not take part itself.
+        plugins: to be enabled, in this order.
+        values: dotted key -> value.
+    """
+
+    name: str
+    plugin: str
+    plugins: tuple[str, ...] = ()
+    values: dict[str, object] = field(default_factory=dict)
+
+    @property
+    def origin(self) -> str:
+        """Who set a value, for the plan."""
+        return f"preset {self.name} of plugin {self.plugin}"
+
+
+def find(names: Sequence[tuple[str, str]]) -> list[Preset]:
+    """The presets that a run names, in its order.
+
+    Args:
+        names: (name, who wrote it).
+
+    Raises:
+        ConfigError: no installed plugin offers one, or its statement cannot be read.
+        OwnerError: two plugins offer one.
+    """
+    if not names:
+        return []
+    offered = list(_offered(installed()))
+    return [_one(name, origin, offered) for name, origin in names]
+
+
+def offered() -> list[Preset]:
+    """Every preset of the installed plugins that can be read."""
+    return list(_offered(installed()))
+
+
+def _one(name: str, origin: str, there: Sequence[Preset]) -> Preset:
+    found = [one for one in there if one.name == name]
+    if len(found) > 1:
+        raise OwnerError(f"two plugins offer the preset {name!r}: {found[0].plugin} and {found[1].plugin}", who=origin,
+                         fix="uninstall one, or write out what it stands for")
+    if found:
+        return found[0]
+    known = [plugin for plugin, offers in KNOWN.items() if f"preset:{name}" in offers]
+    near = difflib.get_close_matches(name, [one.name for one in there], 1, 0.6)
+    raise ConfigError(f"there is no preset {name!r}", who=origin, got="there are "
+                      + (", ".join(sorted(one.name for one in there)) or "none"),
+                      fix=f"pip install miles-{known[0]}" if known else f"did you mean {near[0]!r}?" if near else
+                      "a plugin offers presets: `miles plugins info NAME`")
+
+
+def _offered(have: Iterable[Installed]) -> Iterable[Preset]:
+    for one in have:
+        try:
+            yield from of_manifest(manifest_of(one))
+        except MilesError:  # a broken plugin that nobody enabled
+            continue
+
+
+def of_manifest(manifest: Manifest) -> list[Preset]:
+    """What one plugin offers.
+
+    Raises:
+        ConfigError: a preset that is not a table of plugins and values.
+    """
+    found = []
+    for name, stated in manifest.presets.items():
+        if not isinstance(stated, dict) or set(stated) - {"plugins", "values"}:
+            raise ConfigError(f"the preset {name!r} of plugin {manifest.name!r} cannot be read", got=repr(stated)[:100],
+                              who=manifest.plugin, fix='write {"plugins": [...], "values": {"table.key": value}}')
+        found.append(Preset(name, manifest.name, tuple(stated.get("plugins", ())), dict(stated.get("values", {}))))
+    return found

@@ -1,0 +1,111 @@
+"""`miles plugins`: every command works beside a broken and a hostile plugin, and imports none of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.unit.plugins.installed import BODY, install
+
+ROOT = Path(__file__).parents[3]
+DEMO = ["--hf-checkpoint", "x", "--prompt-data", "y", "--rollout-batch-size", "2", "--num-rollout", "1", "--rm-type",
+        "good-reward", "--plugin", "good"]  # fmt: skip
+UNBINDABLE = BODY.replace("def score(self, sample)", "def score(self, sampel)")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory) -> Path:
+    """A site folder with a good plugin, one without manifest, one that must not run, and some whose code is wrong."""
+    folder = tmp_path_factory.mktemp("site")
+    install(folder, "good", stated={"presets": {"calm": {"plugins": ["good"], "values": {"good.width": 1}}}})
+    install(folder, "broken", manifest=False)
+    install(folder, "hostile", code=f"open({str(folder / 'trace')!r}, 'w').close()\n")
+    install(folder, "raises", code="raise RuntimeError('no such device')\n")
+    install(folder, "unbindable", body=UNBINDABLE)
+    return folder
+
+
+@pytest.fixture
+def miles(site, tmp_path):
+    """(words) -> (exit status, stdout, stderr) of a process that sees the site folder."""
+
+    def run(*words: object) -> tuple[int, str, str]:
+        done = subprocess.run(
+            [sys.executable, "-c", "from miles_core.cli import main; main()", *map(str, words)], cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(site)}, capture_output=True, text=True, timeout=120, check=False)
+        return done.returncode, done.stdout, done.stderr
+
+    yield run
+    assert not (site / "trace").exists(), "a plugin that nobody named has run"
+
+
+def test_list_shows_all_of_them_and_says_which_cannot_be_read(miles):
+    code, out, _ = miles("plugins", "list")
+    assert code == 0
+    assert "good              miles-good 1.0" in out and "hostile           miles-hostile 1.0" in out
+    assert "cannot be read" in next(line for line in out.splitlines() if line.startswith("broken"))
+    rows = {row["name"]: row for row in json.loads(miles("plugins", "list", "--json", "--all")[1])}
+    assert rows["good"]["offers"] == ["reward:good-reward"] and rows["megatron"]["distribution"] == "built-in"
+    assert "no manifest" in rows["broken"]["error"]
+
+
+def test_info_tells_hooks_options_and_presets(miles):
+    _, out, _ = miles("plugins", "info", "miles-good")
+    assert "reward 'good-reward'  (named, rollout role" in out and "--good.width" in out and "calm" in out
+    assert json.loads(miles("plugins", "info", "good", "--json")[1])["presets"]["calm"]["plugins"] == ["good"]
+    code, _, err = miles("plugins", "info", "goood")
+    assert code == 2 and "did you mean 'good'" in err
+
+
+def test_check_binds_every_hook(miles):
+    code, out, _ = miles("plugins", "check", *DEMO)
+    assert code == 0 and "plugins fit each other: good" in out
+    code, _, err = miles("plugins", "check", *DEMO, "--plugin", "unbindable")
+    assert code == 2 and "unbindable" in err and "sampel" in err
+    code, _, err = miles("plugins", "check", *DEMO, "--plugin", "raises")
+    assert code == 2 and "raises" in err and "no such device" in err and "drop --plugin raises" in err
+
+
+def test_why_tells_everybody_who_spoke(miles, tmp_path):
+    (tmp_path / "run.toml").write_text('presets = ["calm"]\n[good]\nwidth = 2\n')
+    _, out, _ = miles("plugins", "why", "good.width", "run.toml", *DEMO, "--good.width", "4")
+    lines = [line.split(None, 2) if line.startswith("->") else line.split(None, 1) for line in out.splitlines()]
+    assert [line[-2] for line in lines] == ["3", "1", "2", "4"]
+    assert [line[-1] for line in lines] == ["default", "preset calm of plugin good", "run.toml:3", "--good.width"]
+    code, _, err = miles("plugins", "why", "good.widht", *DEMO)
+    assert code == 2 and "did you mean good.width" in err
+
+
+def test_graph_has_every_owner_by_role(miles):
+    _, out, _ = miles("plugins", "graph", *DEMO)
+    assert "reward              named    good (good-reward)" in out
+    assert out.index("driver role") < out.index("rollout role") < out.index("trainer role")
+    assert '"rollout" -> "reward" -> "good (good-reward)"' in miles("plugins", "graph", "--dot", *DEMO)[1]
+
+
+def test_a_locked_run_refuses_what_is_not_in_the_lock(miles, tmp_path):
+    (tmp_path / "plugins.lock").write_text(miles("plugins", "lock", *DEMO)[1])
+    assert miles("run", "--locked", "plugins.lock", "--plan", *DEMO)[0] == 0
+    code, _, err = miles("run", "--locked", "plugins.lock", "--plan", *DEMO, "--good.width", "8")
+    assert code == 2 and "good.width: 3 -> 8" in err
+    (tmp_path / "other.lock").write_text(miles("plugins", "lock", *DEMO, "--good.width", "8")[1])
+    code, out, _ = miles("plugins", "diff", "plugins.lock", "other.lock")
+    assert code == 2 and "good.width: 3 -> 8" in out
+    assert miles("plugins", "diff", "plugins.lock", "plugins.lock")[1] == "the same\n"
+
+
+def test_doctor_imports_each_in_a_process_of_its_own(miles):
+    code, out, err = miles("plugins", "doctor", "good", "raises", "broken")
+    rows = {line.split()[0]: line for line in out.splitlines()}
+    assert code == 2 and "2 of 3 plugins cannot be loaded" in err
+    assert "nothing heavy" in rows["good"] and "no such device" in rows["raises"] and "no manifest" in rows["broken"]
+
+
+def test_install_is_pip_in_this_python(miles):
+    _, out, _ = miles("plugins", "install", "--dry-run", "good", "miles-plugin-other", "./here")
+    assert out.split() == [sys.executable, "-m", "pip", "install", "miles-good", "miles-plugin-other", "./here"]

@@ -1,0 +1,58 @@
+"""Distributions of plugins as pip leaves them in a site folder, without pip."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from miles_core.plugins.manifest import FILE, of_source, to_toml
+
+BODY = '''"""A plugin."""
+
+from dataclasses import dataclass
+
+from miles_core import hookimpl, option
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    width: int = option(3, "How wide.")
+
+
+class Part:
+    """Offers the reward {name}."""
+
+{stated}
+    def __init__(self, options: Options):
+        self.options = options
+
+    @hookimpl("reward", name="{name}-reward")
+    def score(self, sample):
+        return 0.0
+'''
+
+
+def install(site: Path, name: str, *, stated: dict | None = None, distribution: str | None = None,
+            version: str = "1.0", body: str = BODY, manifest: bool = True, code: str = "") -> Path:
+    """Put a plugin into a site folder; its package's folder.
+
+    Args:
+        stated: class attributes such as implies or presets.
+        manifest: whether it has its miles-plugin.toml.
+        code: further lines at the top of the module, which run when it is imported, not when the manifest is written.
+    """
+    distribution = distribution or f"miles-{name}"
+    package = distribution.replace("-", "_")
+    folder = site / package
+    folder.mkdir(parents=True)
+    (folder / "__init__.py").touch()
+    attributes = "\n".join(f"    {key} = {value!r}" for key, value in (stated or {}).items())
+    text = body.format(name=name, stated=attributes)
+    (folder / "plugin.py").write_text(text)
+    if manifest:
+        (folder / FILE).write_text(to_toml(of_source(folder / "plugin.py", name=name, module=f"{package}.plugin")))
+    (folder / "plugin.py").write_text(code + text)
+    info = site / f"{package}-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n")
+    (info / "entry_points.txt").write_text(f"[miles.plugins]\n{name} = {package}.plugin:Part\n")
+    return folder

@@ -1,0 +1,108 @@
+"""What a run enables: names in every spelling, presets, --no-plugin; and what each mistake is answered with."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from miles_core.errors import ConfigError, ManifestError, OwnerError, UnknownPluginError
+from miles_core.plugins.plan import prepare
+from tests.unit.plugins.installed import install
+
+BASE = ["--hf-checkpoint", "x", "--prompt-data", "y", "--rollout-batch-size", "2", "--num-rollout", "1"]
+DAPO = {"wide": {"plugins": ["two", "one"], "values": {"one.width": 9, "rollout.rollout_seed": 5}}}
+
+
+@pytest.fixture
+def site(tmp_path, monkeypatch):
+    """A site folder that Python sees."""
+    folder = tmp_path / "site"
+    folder.mkdir()
+    monkeypatch.syspath_prepend(str(folder))
+    return folder
+
+
+@pytest.fixture
+def two(site):
+    """The plugins one, which offers a preset, and two."""
+    install(site, "one", stated={"presets": DAPO})
+    install(site, "two", distribution="miles-plugin-two")
+
+
+def enabled(*flags: str, run_file=None) -> list[str]:
+    """What takes part, less grpo, which the default estimator brings."""
+    plan = prepare(run_file, [*BASE, "--rm-type", "one-reward", *flags])
+    return [one.manifest.name for one in plan.selected if one.source != "built-in" and one.manifest.name != "grpo"]
+
+
+@pytest.mark.parametrize("words", ["one", "miles-one", "miles-plugin-one", "miles-one:one"])
+def test_a_plugin_is_named_in_any_spelling(two, words):
+    assert enabled("--plugin", words)[0] == "one"
+
+
+def test_a_preset_enables_its_plugins_in_its_order_and_the_plan_says_whose_values_they_are(two):
+    plan = prepare(None, [*BASE, "--rm-type", "one-reward", "--preset", "wide"])
+    assert [one.manifest.name for one in plan.selected if one.source != "built-in"][:2] == ["two", "one"]
+    text = plan.to_text()
+    assert "one.width = 9  (preset wide of plugin one)" in text and "(preset wide of plugin one)" in text
+    assert plan.config.rollout.rollout_seed == 5
+
+
+def test_run_file_and_flags_overrule_a_preset(two, tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text('presets = ["wide"]\n[rollout]\nrollout_seed = 6\n')
+    plan = prepare(path, [*BASE, "--rm-type", "one-reward", "--one.width", "4"])
+    assert plan.config.rollout.rollout_seed == 6 and plan.config.options["one"]["width"] == 4
+
+
+def test_no_plugin_takes_one_out_of_a_preset(two):
+    assert enabled("--preset", "wide", "--no-plugin", "miles-two") == ["one"]
+
+
+def test_a_plugin_of_a_preset_that_is_named_too_stands_where_it_is_named(two):
+    assert enabled("--preset", "wide", "--plugin", "two")[:2] == ["one", "two"]
+
+
+@pytest.mark.parametrize(("flags", "kind", "message"), [
+    (["--preset", "wode"], ConfigError, "no preset 'wode'.*there are wide.*did you mean 'wide'"),
+    (["--plugin", "one", "--no-plugin", "two"], UnknownPluginError, "'two' is not enabled.*enabled: one"),
+    (["--plugin", "one", "--no-plugin", "megatron"], OwnerError, "'megatron' is a part of the core"),
+    (["--plugin", "oen"], UnknownPluginError, "no plugin 'oen'.*did you mean 'one'"),
+    (["--plugin", "one", "--plugin", "one"], OwnerError, "two plugins are called 'one'"),
+    (["--plugin", "one", "--two.width", "3"], ConfigError, "belongs to plugin 'two', which is not enabled.*add"),
+])  # fmt: skip
+def test_each_mistake_is_answered(two, flags, kind, message):
+    with pytest.raises(kind, match=message):
+        enabled(*flags)
+
+
+def test_two_plugins_that_offer_one_preset_are_both_named(two, site):
+    install(site, "three", stated={"presets": DAPO})
+    with pytest.raises(OwnerError, match="preset 'wide': .*three.*one|preset 'wide': .*one.*three"):
+        enabled("--preset", "wide")
+
+
+def test_a_preset_that_cannot_be_read_names_its_plugin(site):
+    install(site, "one", stated={"presets": {"odd": {"plugin": "x"}}})
+    with pytest.raises((ConfigError, ManifestError), match="preset 'odd'"):
+        enabled("--preset", "odd")
+
+
+def test_a_name_in_two_distributions_is_told_apart_by_its_distribution(site):
+    install(site, "one")
+    install(site, "one", distribution="other-one", version="2.0")
+    with pytest.raises(OwnerError, match="in 2 distributions: .*miles-one 1.0.*other-one 2.0"):
+        enabled("--plugin", "one")
+    assert enabled("--plugin", "other-one:one") == ["one"]
+
+
+def test_what_is_installed_and_not_named_never_runs(site, tmp_path):
+    trace = tmp_path / "trace"
+    install(site, "one")
+    install(site, "hostile", code=f"open({str(trace)!r}, 'w').close()\n")
+    install(site, "broken", manifest=False)
+    assert enabled("--plugin", "one") == ["one"]
+    assert not trace.exists() and "miles_hostile" not in sys.modules
+    with pytest.raises(ManifestError, match="'broken' has no manifest"):
+        enabled("--plugin", "broken")
