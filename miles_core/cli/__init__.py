@@ -15,7 +15,7 @@ COMMANDS = {
     "diff": "Name the first difference between two runs.",
     "convert": "Convert a checkpoint: Hugging Face to torch_dist, or back.",
     "check-template": "Check a chat template by the token ids that it gives.",
-    "plugins": "What is installed, what a run is composed of, locks, manifests.",
+    "plugins": "What is installed; what a run is composed of.",
     "flags": "Every flag, as Markdown.",
     "hooks": "Every hook that a plugin may implement, as Markdown.",
     "completion": "The completion script of a shell.",

@@ -33,6 +33,10 @@ def command(shell: str) -> None:
     click.echo(get_completion_class(shell)(cli, {}, "miles", "_MILES_COMPLETE").source())
 
 
+_SELECTING = {"--no-plugin": "Take a plugin out again, also one of a preset.",
+              "--preset": "Plugins and values under a name that a plugin offers."}
+
+
 def run_flags(incomplete: str) -> list[CompletionItem]:
     """Flags of `miles run` that begin so; the many of Megatron-core and SGLang once there is a letter to go by."""
     found = {flag: text for flag, text in _own_flags() if flag.startswith(incomplete)}
@@ -53,6 +57,7 @@ def run_flags(incomplete: str) -> list[CompletionItem]:
                     found.setdefault(flag, field.help or f"An argument of {surface_of(table)}.")
     if "--plugin".startswith(incomplete):
         found["--plugin"] = "Enable a plugin, by name or file; may be repeated."
+    found |= {flag: text for flag, text in _SELECTING.items() if flag.startswith(incomplete)}
     return [CompletionItem(flag, help=text) for flag, text in found.items()]
 
 

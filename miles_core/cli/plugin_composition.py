@@ -145,18 +145,24 @@ def graph(dot: bool, words: tuple[str, ...]) -> None:
 
 
 @click.command("lock", context_settings=_RUN)
+@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Where to; default: print.")
 @click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar=_WORDS)
-def lock(words: tuple[str, ...]) -> None:
-    """Print what a run is made of: versions and digests of its plugins, their order, owners, every value.
+def lock(out: Path | None, words: tuple[str, ...]) -> None:
+    """Write what a run is made of: versions and digests of its plugins, their order, owners, every value.
 
     \b
-      miles plugins lock examples/demo.toml > plugins.lock
+      miles plugins lock examples/demo.toml --out plugins.lock
       miles run examples/demo.toml --locked plugins.lock
     """
     from miles_core.plugins import lock as locks
     from miles_core.plugins.plan import prepare
 
-    click.echo(locks.text(locks.of(prepare(*_split(words)))), nl=False)
+    text = locks.text(locks.of(prepare(*_split(words))))
+    if out is None:
+        click.echo(text, nl=False)
+    else:
+        out.write_text(text, encoding="utf-8")
+        click.echo(f"wrote {out}")
 
 
 @click.command("diff")

@@ -73,7 +73,7 @@ SCRIPTS: dict[str, tuple[str, ...]] = {"train.py": (), "train_async.py": ("--tra
               help="Refuse to run anything but what this lock, or this run directory, says.")
 @click.option("--live/--no-live", default=None, help="The live view; default: on a terminal.")
 @click.argument("words", nargs=-1, type=click.UNPROCESSED, shell_complete=_words,
-                metavar="[RUN_FILE] [--plugin NAME]... [FLAGS]...")
+                metavar="[RUN_FILE] [--plugin|--no-plugin|--preset NAME]... [FLAGS]...")
 def command(plan_only: bool, as_json: bool, locked: Path | None, live: bool | None, words: tuple[str, ...]) -> None:
     """Train as a run file and flags say; flags win. ./miles.toml is read when no run file is named.
 

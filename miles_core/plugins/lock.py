@@ -55,7 +55,7 @@ def read(path: Path) -> dict:
             raise ValueError(f"format {found['format']} where this version reads {FORMAT}")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError("this is no lock", got=str(error), who=str(path),
-                          fix="write one with miles plugins lock RUN_FILE > plugins.lock") from None
+                          fix="write one with miles plugins lock RUN_FILE --out plugins.lock") from None
     return found
 
 

@@ -158,7 +158,7 @@ def test_flags_that_the_docs_name_exist(page):
 
     known = {flag for option in flags.options() for side in flags.spellings(option) for flag in side}
     known |= {"--plugin", "--plan", "--json", "--live", "--no-live", "--help", "--version", "--messages"}
-    known |= {"--bundle", "--with-samples"}
+    known |= {"--bundle", "--with-samples", "--no-plugin", "--preset", "--locked", "--out", "--all"}
     known |= {"--host", "--port", "--open"}
     known |= {flag for one in convert.commands.values() for option in one.params for flag in option.opts}
     known |= set(miles_flags()) | {f"--{name.replace('_', '-')}" for name in surface()}

@@ -79,7 +79,7 @@ def test_anything_else_is_a_file():
 
 
 def test_conversions():
-    assert set(complete("convert", "")) == {"hf-to-dist", "dist-to-hf"}
+    assert {"hf-to-dist", "dist-to-hf", "hf-to-fp8"} <= set(complete("convert", ""))
     assert "--hf-checkpoint" in complete("convert", "dist-to-hf", "--hf")
     assert set(complete("convert", "hf-to-dist", "--dtype", "b")) == {"bfloat16"}
     assert "grpo" in complete("convert", "hf-to-dist", "--plugin", "gr")
