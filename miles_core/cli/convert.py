@@ -47,6 +47,8 @@ def _shared(function: Callable) -> Callable:
                      help="Share the work among so many. Under torchrun: its processes."),
         click.option("--plugin", "plugins", multiple=True, metavar="NAME", shell_complete=plugins,
                      help="Where the architecture comes from, if from no official plugin; may be repeated."),
+        click.option("--option", "options", multiple=True, metavar="PLUGIN.KEY=VALUE",
+                     help="An option that the run gave one of these plugins; may be repeated."),
         click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float16"]),
                      help="Of what is written; default: as it is read."),
     ):
@@ -71,7 +73,8 @@ def command() -> None:
 @click.argument("source", metavar="SRC", type=_FOLDER)
 @click.argument("out", type=click.Path(path_type=Path))
 @_shared
-def hf_to_dist(source: Path, out: Path, dtype: str | None, plugins: tuple[str, ...], processes: int, host: str) -> None:
+def hf_to_dist(source: Path, out: Path, dtype: str | None, plugins: tuple[str, ...], options: tuple[str, ...],
+               processes: int, host: str) -> None:
     """A Hugging Face directory SRC becomes a torch_dist checkpoint OUT, for --ref-load.
 
     It holds weights alone, loads under any layout, and appears when it is complete.
@@ -86,7 +89,7 @@ def hf_to_dist(source: Path, out: Path, dtype: str | None, plugins: tuple[str, .
 
     if not checkpoint.never_saved(out):
         raise _taken(out)
-    described = architecture(source, plugins)
+    described = architecture(source, plugins, options)
     target = checkpoint.iteration_folder(out, 0)
     with _made(out), publish.publish(target, writer=ranks.first) as folder:
         done = ranks.run(ToDist, Job(source.resolve(), folder.resolve(), *described, dtype=_dtype(dtype)))
@@ -103,7 +106,7 @@ def hf_to_dist(source: Path, out: Path, dtype: str | None, plugins: tuple[str, .
 @click.option("--shard-size", type=Bytes(), default="5GB", show_default=True, help="Most bytes of a file of weights.")
 @_shared
 def dist_to_hf(source: Path, out: Path, hf_checkpoint: Path, shard_size: int, dtype: str | None,
-               plugins: tuple[str, ...], processes: int, host: str) -> None:
+               plugins: tuple[str, ...], options: tuple[str, ...], processes: int, host: str) -> None:
     """The weights of a torch_dist checkpoint CKPT become a Hugging Face directory OUT.
 
     CKPT is a folder that a run saved into, whose latest iteration counts, or one of its iterations.
@@ -122,7 +125,7 @@ def dist_to_hf(source: Path, out: Path, hf_checkpoint: Path, shard_size: int, dt
     iteration = source if _is_iteration(source) else checkpoint.iteration_folder(source, checkpoint.latest(source))
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise _taken(out)
-    described = architecture(hf_checkpoint, plugins)
+    described = architecture(hf_checkpoint, plugins, options)
     with publish.publish(out, writer=ranks.first, beside=False) as folder:
         done = ranks.run(ToHuggingFace, Job(iteration.resolve(), folder.resolve(), *described, dtype=_dtype(dtype),
                                             shard_bytes=shard_size, companions=hf_checkpoint.resolve()))

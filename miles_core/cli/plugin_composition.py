@@ -145,7 +145,7 @@ def graph(dot: bool, words: tuple[str, ...]) -> None:
 
 
 @click.command("lock", context_settings=_RUN)
-@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Where to; default: print.")
+@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Default: print it.")
 @click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar=_WORDS)
 def lock(out: Path | None, words: tuple[str, ...]) -> None:
     """Write what a run is made of: versions and digests of its plugins, their order, owners, every value.

@@ -1,0 +1,17 @@
+"""Refuse answers that would not make a plugin, before anything is written."""
+
+import re
+import sys
+
+name, distribution = "{{ cookiecutter.name }}", "{{ cookiecutter.distribution }}"
+known = "{{ cookiecutter.__known }}".split()  # noqa: SIM905 - rendered
+hooks = "{{ cookiecutter.hooks }}".replace(" ", "").split(",")
+
+if not re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", name):
+    sys.exit(f"The name {name!r} should be lower-case letters and digits, with single dashes between: my-reward.")
+if distribution not in (f"miles-{name}", f"miles-plugin-{name}"):
+    sys.exit(f"The distribution should be miles-{name} or miles-plugin-{name}.")
+if unknown := [hook for hook in hooks if hook not in known]:
+    sys.exit(f"There is no hook {unknown[0]!r} to begin with; there are {', '.join(known)}.")
+if len(set(hooks)) < len(hooks):
+    sys.exit("A hook is named twice.")

@@ -1,0 +1,77 @@
+{%- set where = 'templates/stubs.jinja' if _copier_conf is defined else 'stubs.jinja' %}{%- from where import STUBS %}{%- set chosen = cookiecutter.hooks.replace(' ', '').split(',') %}"""{{ cookiecutter.summary | replace('\\', '\\\\') | replace('"', '\\"') }}"""
+
+from __future__ import annotations
+
+{% set named = namespace(imports=[], torch=false, numpy=false) -%}
+{% for hook in chosen -%}
+{% set named.imports = named.imports + STUBS[hook].imports -%}
+{% set named.torch = named.torch or STUBS[hook].torch -%}
+{% set named.numpy = named.numpy or STUBS[hook].numpy -%}
+{% endfor -%}
+from dataclasses import dataclass
+{%- if named.imports or named.torch or named.numpy %}
+from typing import TYPE_CHECKING
+{%- endif %}
+{%- if cookiecutter.state == 'yes' %}
+from typing import Any as Json
+{%- endif %}
+
+from miles_core import hookimpl, option
+{%- if named.imports or named.torch or named.numpy %}
+
+if TYPE_CHECKING:
+{%- for module, group in named.imports | groupby(0) if module in ('collections.abc', 'pathlib', 'typing') %}
+    from {{ module }} import {{ group | map(attribute=1) | unique | sort | join(', ') }}
+{%- endfor %}
+{%- set theirs = named.imports | rejectattr(0, 'in', ('collections.abc', 'pathlib', 'typing')) | list %}
+{%- if (named.numpy or named.torch or theirs) and named.imports | length > theirs | length %}
+{% endif %}
+{%- if named.numpy %}
+    import numpy as np
+{%- endif %}
+{%- if named.torch %}
+    import torch
+{%- endif %}
+{%- for module, group in theirs | groupby(0) %}
+    from {{ module }} import {{ group | map(attribute=1) | unique | sort | join(', ') }}
+{%- endfor %}
+{%- endif %}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Options of the plugin: [{{ cookiecutter.name }}] in a run file, --{{ cookiecutter.name }}.NAME as a flag."""
+
+    strength: float = option(1.0, "What this plugin does is done so strongly.")
+
+
+class {{ cookiecutter.__class }}:
+    """{{ cookiecutter.summary | replace('\\', '\\\\') | replace('"', '\\"') }}"""
+{% if cookiecutter.state == 'yes' %}
+    state_version = 1
+{% endif %}
+    def __init__(self, options: Options):
+        self.options = options
+{%- if cookiecutter.state == 'yes' %}
+        self.count = 0
+
+    def state_dict(self) -> dict[str, Json]:
+        """What a checkpoint keeps: plain data."""
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, Json]) -> None:
+        """The inverse."""
+        self.count = state["count"]
+{%- endif %}
+{% for hook in chosen %}
+    @hookimpl{% if STUBS[hook].named %}(name="{{ cookiecutter.part }}"){% endif %}
+{%- for line in STUBS[hook].lines %}
+    {{ line }}
+{%- endfor %}
+{%- for line in STUBS[hook].doc %}
+        {{ line }}
+{%- endfor %}
+{%- for line in STUBS[hook].body %}
+{{ ('        ' ~ line) if line else '' }}
+{%- endfor %}
+{% endfor -%}

@@ -1,0 +1,181 @@
+"""The template renders projects that are right from the start, by either tool, and older projects can be brought up.
+
+A rendered project is built, installed from its wheel in an environment of its own, listed, tested, linted and typed.
+"""
+
+from __future__ import annotations
+
+import filecmp
+import itertools
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tomllib
+import venv
+from pathlib import Path
+
+import pytest
+
+from miles_core import hookspecs
+from miles_core.errors import ConfigError, PluginError
+from miles_core.plugins import scaffold
+from miles_core.plugins.manifest import of_source, to_toml
+
+ROOT = Path(__file__).parents[2]
+TEMPLATE = ROOT / "cookiecutter"
+HOOKS = [name for name, spec in hookspecs.specs().items() if not spec.part]
+AWKWARD = {
+    "my-reward": {"hooks": "reward"},
+    "x2": {"hooks": ",".join(HOOKS), "state": "yes", "gpu_tests": "yes", "licence": "MIT",
+           "summary": "Says \"yes\" \\ 'no', often.", "author": "O'Neil \"X\""},
+    "a-b-c": {"hooks": "filter_group, metrics", "distribution": "miles-a-b-c", "licence": "BSD-3-Clause"},
+}  # fmt: skip
+
+pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("template")]
+
+
+def shell(*words: object, cwd: Path, **environment: str) -> str:
+    done = subprocess.run([str(word) for word in words], cwd=cwd, capture_output=True, text=True, timeout=300,
+                          env={**os.environ, **environment}, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+def by_copier(folder: Path, name: str, **answers: str) -> Path:
+    return scaffold.new(name, template=None, out=folder / answers.get("distribution", f"miles-plugin-{name}"),
+                        answers=answers)
+
+
+def by_cookiecutter(folder: Path, name: str, **answers: str) -> Path:
+    from cookiecutter.main import cookiecutter
+
+    return Path(cookiecutter(str(TEMPLATE), no_input=True, output_dir=str(folder),
+                             extra_context={"name": name, **answers}))
+
+
+@pytest.fixture(scope="module")
+def projects(tmp_path_factory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("projects")
+    return {name: by_copier(folder, name, **answers) for name, answers in AWKWARD.items()}
+
+
+@pytest.mark.parametrize("name", AWKWARD)
+def test_both_tools_render_the_same_files(projects, tmp_path, name):
+    other = by_cookiecutter(tmp_path, name, **AWKWARD[name])
+    files = {path.relative_to(other) for path in other.rglob("*") if path.is_file()}
+    assert files == {path.relative_to(projects[name]) for path in projects[name].rglob("*") if path.is_file()}
+    differing = [str(file) for file in files if not filecmp.cmp(other / file, projects[name] / file, shallow=False)]
+    assert differing == [scaffold.ANSWERS], "which each writes in its own way"
+
+
+@pytest.mark.parametrize("name", AWKWARD)
+def test_the_rendered_manifest_is_what_the_code_says(projects, name):
+    package = projects[name].name.replace("-", "_")
+    folder = projects[name] / "src" / package
+    fresh = to_toml(of_source(folder / "plugin.py", name=name, module=f"{package}.plugin"))
+    assert (folder / "miles-plugin.toml").read_text() == fresh
+    assert tomllib.loads((projects[name] / "pyproject.toml").read_text())["project"]["name"] == projects[name].name
+
+
+@pytest.mark.parametrize("name", AWKWARD)
+def test_a_rendered_project_is_linted(projects, name):
+    shell(sys.executable, "-m", "ruff", "check", ".", cwd=projects[name])
+
+
+def test_every_hook_alone_makes_a_plugin_that_binds(tmp_path):
+    """With the arguments and kind that its specification wants; and all of them are clean."""
+    from miles_core.config.tables import RunConfig
+    from miles_core.plugins import bind
+    from miles_core.plugins.select import Selected
+
+    for number, hook in enumerate(HOOKS):
+        source = by_cookiecutter(tmp_path, f"p{number}", hooks=hook) / f"src/miles_plugin_p{number}/plugin.py"
+        manifest = of_source(source, name=f"p{number}")
+        for role in ("driver", "rollout", "trainer"):
+            bind.bind([Selected(manifest, "file", "0", "a test")], RunConfig(), role)
+    shell(sys.executable, "-m", "ruff", "check", ".", cwd=tmp_path)
+
+
+@pytest.mark.parametrize(("name", "answers", "message"), [
+    ("My Reward", {}, "no name for a plugin"), ("x--y", {}, "no name for a plugin"),
+    ("fine", {"hooks": "rewrd"}, "no hook rewrd"), ("fine", {"distribution": "other"}, "miles-fine or"),
+])  # fmt: skip
+def test_answers_that_make_no_plugin_are_refused(tmp_path, name, answers, message):
+    with pytest.raises((ConfigError, PluginError), match=message):
+        by_copier(tmp_path, name, **answers)
+    from cookiecutter.exceptions import FailedHookException
+
+    with pytest.raises(FailedHookException):
+        by_cookiecutter(tmp_path / "other", name, **answers)
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+@pytest.fixture(scope="module")
+def clean(tmp_path_factory) -> Path:
+    """The Python of a new environment; what Miles itself needs comes from this one, by a path file."""
+    folder = tmp_path_factory.mktemp("clean")
+    venv.create(folder / "venv", with_pip=True)
+    (site,) = (folder / "venv" / "lib").glob("python*/site-packages")
+    ours = [sysconfig.get_paths()["purelib"]]
+    (site / "zz-host.pth").write_text("\n".join(f"import site; site.addsitedir({path!r})" for path in ours) + "\n")
+    return folder / "venv" / "bin" / "python"
+
+
+def test_a_project_is_built_installed_listed_tested_and_typed(projects, clean, tmp_path):
+    project = shutil.copytree(projects["my-reward"], tmp_path / "project")
+    shell(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", tmp_path, ".",
+          cwd=project)
+    (wheel,) = tmp_path.glob("*.whl")
+    shell(clean, "-m", "pip", "install", "--quiet", "--no-deps", wheel, cwd=tmp_path)
+    miles = [clean, "-c", "from miles_core.cli import main; main()"]
+    assert "my-reward         miles-plugin-my-reward 0.1.0" in shell(*miles, "plugins", "list", cwd=tmp_path)
+    shell(*miles, "plugins", "doctor", "my-reward", cwd=tmp_path)
+    shell(clean, "-m", "pytest", "-q", "-p", "no:cacheprovider", cwd=project, OMP_NUM_THREADS="1")
+    shell(sys.executable, "-m", "mypy", cwd=project)
+
+
+def test_an_older_project_with_edits_of_its_own_is_brought_up(tmp_path):
+    """What the template changed comes, what the author changed stays, and uncommitted work is not touched."""
+    git = ["git", "-c", "user.name=T", "-c", "user.email=t@example.org"]
+    environment = {f"GIT_{who}_{what}": value for who, (what, value) in itertools.product(
+        ("AUTHOR", "COMMITTER"), (("NAME", "T"), ("EMAIL", "t@example.org")))}
+    template = tmp_path / "template"
+    shutil.copytree(TEMPLATE, template)
+
+    def commit(folder: Path, *tag: str) -> None:
+        if not (folder / ".git").exists():
+            shell("git", "init", "--quiet", "-b", "main", cwd=folder)
+        shell("git", "add", "-A", cwd=folder)
+        shell(*git, "commit", "--quiet", "-m", "A step", cwd=folder)
+        for name in tag:
+            shell("git", "tag", name, cwd=folder)
+
+    commit(template, "v1")
+    project = scaffold.new("my-reward", template=str(template), out=tmp_path / "project", answers={"hooks": "reward"})
+    commit(project)
+    readme, plugin = project / "README.md", project / "src/miles_plugin_my_reward/plugin.py"
+    plugin.write_text(plugin.read_text().replace("return float(", "return 2.0 * float("))
+    with pytest.raises(ConfigError, match="not committed"):
+        scaffold.update(project, None)
+    commit(project)
+    theirs = template / "{{cookiecutter.distribution}}" / "README.md"
+    theirs.write_text(theirs.read_text().replace("## Work on it", "## Contributing"))
+    commit(template, "v2")
+    with pytest.MonkeyPatch.context() as patch:
+        for key, value in environment.items():
+            patch.setenv(key, value)
+        said = scaffold.update(project, None)
+    assert "README.md" in said and "## Contributing" in readme.read_text()
+    assert "return 2.0 * float(" in plugin.read_text() and "<<<<<<<" not in plugin.read_text() + readme.read_text()
+
+
+def test_what_is_generated_in_the_template_is_up_to_date():
+    import importlib.util
+
+    spec = importlib.util.spec_from_file_location("make_stubs", TEMPLATE / "make_stubs.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    stale = [path.name for path, text in module.files().items() if path.read_text(encoding="utf-8") != text]
+    assert not stale, "run python cookiecutter/make_stubs.py"
