@@ -133,7 +133,7 @@ def test_a_project_is_built_installed_listed_tested_and_typed(projects, clean, t
     assert "my-reward         miles-plugin-my-reward 0.1.0" in shell(*miles, "plugins", "list", cwd=tmp_path)
     shell(*miles, "plugins", "doctor", "my-reward", cwd=tmp_path)
     shell(clean, "-m", "pytest", "-q", "-p", "no:cacheprovider", cwd=project, OMP_NUM_THREADS="1")
-    shell(sys.executable, "-m", "mypy", cwd=project)
+    shell(sys.executable, "-m", "mypy", cwd=project, MYPYPATH=str(ROOT))
 
 
 def test_an_older_project_with_edits_of_its_own_is_brought_up(tmp_path):
