@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import importlib.machinery
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from importlib import metadata
 from pathlib import Path
 
+from miles_core.errors import ConfigError
 from miles_core.plugins.select import PACKAGE, Selected
 
 SHOWN = 12
@@ -32,7 +34,47 @@ def core() -> str:
 
 def _of_files(root: Path, files: Iterable[Path]) -> str:
     found = hashlib.sha256()
-    for path in sorted(files):
-        if path.is_file() and "__pycache__" not in path.parts:
+    files = [path for path in sorted(files) if path.is_file()]
+    if not files:
+        return "missing"
+    for path in files:
+        if "__pycache__" not in path.parts:
             found.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
     return found.hexdigest()[:SHOWN]
+
+
+def proof(selected: Sequence[Selected]) -> dict[str, str]:
+    """What this process runs, by its own files: version and digest of the core and of each plugin."""
+    found = {"miles-core": core()}
+    for one in selected:
+        if one.source != "built-in":
+            found[f"plugin {one.manifest.name}"] = f"{_version(one)} {of(one)}"
+    return found
+
+
+def check(expected: Mapping[str, str], selected: Sequence[Selected], who: str) -> None:
+    """Whether this process runs what the driver planned.
+
+    Args:
+        expected: the driver's `proof`.
+        who: this process, with its host.
+
+    Raises:
+        ConfigError: names the process, and each package of which it has another version or other code.
+    """
+    mine = proof(selected)
+    differing = [f"{name}: {mine.get(name)} here, {there} at the driver" for name, there in expected.items()
+                 if mine.get(name) != there]
+    if differing:
+        raise ConfigError("this process would run other code than was planned", got="; ".join(differing), who=who,
+                          fix="install the same packages on every host")
+
+
+def _version(one: Selected) -> str:
+    """As installed here, which the plan cannot know of another host."""
+    if one.source == "file":
+        return "file"
+    try:
+        return f"{one.source} {metadata.version(one.source)}"
+    except metadata.PackageNotFoundError:
+        return f"{one.source} missing"

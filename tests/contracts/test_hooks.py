@@ -8,6 +8,8 @@ from source import BUDGETS, ROOT
 
 from miles_core import hookspecs
 from miles_core.cli import flags, hooks
+from miles_core.config.tables import RunConfig
+from miles_core.plugins import bind, select
 from miles_core.plugins.manifest import of_source
 from miles_core.plugins.select import built_in
 
@@ -48,7 +50,22 @@ def test_every_hook_has_an_implementation_or_a_reason_to_wait():
 
 def test_the_pages_name_every_hook_once():
     page = (ROOT / "docs" / "hooks.md").read_text(encoding="utf-8")
-    assert re.findall(r"^## (.*)$", page, re.MULTILINE) == list(SPECS), "hooks in docs/hooks.md, in loop order"
+    assert re.findall(r"^\| \[`(\w+)`\]", page, re.MULTILINE) == list(SPECS), "hooks in docs/hooks.md, in loop order"
+    assert {path.stem for path in (ROOT / "docs" / "hooks").glob("*.md")} == set(SPECS)
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_a_hook_has_a_page_a_call_site_and_an_example_that_binds(name, tmp_path):
+    page = (ROOT / "docs" / "hooks" / f"{name}.md").read_text(encoding="utf-8")
+    assert page == hooks.page(name), "write it anew: miles hooks --pages docs/hooks"
+    assert hooks.call_sites(name), f"nothing in the core calls the hook {name}"
+    path = tmp_path / "mine.py"
+    path.write_text(page.partition(f"<!-- hook: {name} -->\n```python\n")[2].partition("```")[0])
+    selected = select.select([(str(path), "the page")], ())
+    roles = hookspecs.ROLES if SPECS[name].role == "every" else [SPECS[name].role]
+    for role in roles:
+        bound = getattr(bind.bind(selected, RunConfig(), role), name)
+        assert bound is not None and bound != {}, f"{name} is not bound in the {role}"
 
 
 @pytest.mark.parametrize("page, text", [("hooks.md", hooks.text), ("flags.md", flags.text)])
