@@ -7,6 +7,7 @@ import contextlib
 import functools
 import json
 import os
+import platform
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from miles_core import rng
+from miles_core.backends.sglang.forwarded import surface_of
 from miles_core.columns import Columns
 from miles_core.config.architecture import architecture_of
 from miles_core.config.load import with_values
@@ -22,7 +24,7 @@ from miles_core.config.tables import RunConfig
 from miles_core.errors import CheckpointError, ConfigError, DataError, HookError
 from miles_core.evaluation import Dataset, Evaluation
 from miles_core.hosts import Handle, ThreadHost, cpus
-from miles_core.plugins import bind
+from miles_core.plugins import bind, digest, state
 from miles_core.plugins.bind import Hooks
 from miles_core.plugins.plan import Plan
 from miles_core.plugins.resolve import chosen
@@ -105,14 +107,12 @@ async def _assembled(parts: Parts, journal: Journal, placement: Placement, train
     journal.console.loaded(resume.source)
     prompts = None if only_train else parts.rollout.prompt_source[config.rollout.prompt_source](config, tokenizer)
     if resume.state is not None:
-        if prompts is not None:
-            prompts.load_state_dict(resume.state["prompts"])
-        _restore(parts, resume.state.get("plugins", {}))
+        _restore(parts, prompts, resume.state, journal)
     slots, begun = load_flow(resume.state or {})
     if slots or begun:
         _same_data(config, prompts, resume.state["prompts"])
     engine: Engine | None = None if only_train else parts.rollout.engine[chosen(config, "engine")](
-        config, tokenizer, placement, parts.rollout)
+        _with_engine_args(config, parts.rollout), tokenizer, placement, parts.rollout)
     if (path := getattr(engine, "path", None)) is not None:
         journal.message("info", f"engine {chosen(config, 'engine')}: {path}")
     rollout = config.rollout
@@ -132,21 +132,41 @@ async def _assembled(parts: Parts, journal: Journal, placement: Placement, train
         config=config, first=first, last=last, steps=0 if only_rollout else rollout.num_steps_per_rollout,
         prompts=prompts, generate=_from_slots(parts, engine),
         scoring=scoring, chain=parts.rollout.filter_group, shape=parts.rollout.shape_rewards, buffer=buffer,
-        engine=engine, trainer=trainer, weight_sync=sync,
-        placement=placement,
+        engine=engine, trainer=trainer, weight_sync=sync, placement=placement,
         evaluation=Evaluation([] if only_train else _datasets(parts, engine), scoring, config.eval.eval_interval,
                               config.eval.skip_eval_before_train),
-        journal=journal, state=lambda: _states(parts), unfinished=parts.rollout.unfinished,
-        select=parts.rollout.select_from_buffer, begun=begun,
+        journal=journal, state=lambda: state.collect((parts.driver, parts.rollout)),
+        unfinished=parts.rollout.unfinished, select=parts.rollout.select_from_buffer, begun=begun,
     )  # fmt: skip
     if isinstance(buffer, Buffer):
-        buffer.take_back = run.take_back
-        buffer.too_stale = run.too_stale
+        buffer.take_back, buffer.too_stale = run.take_back, run.too_stale
         await run.take_back(buffer.restore(slots))
     for name, told in (("recover", run.recover), ("event", journal.event)):
         if hasattr(engine, name):
             setattr(engine, name, told)
     return run
+
+
+def _restore(parts: Parts, prompts: PromptSource | None, saved: dict, journal: Journal) -> None:
+    if prompts is not None:
+        prompts.load_state_dict(saved["prompts"])
+    roles, drop = (parts.driver, parts.rollout), parts.config.checkpoint.drop_plugin_state
+    for note in state.restore(roles, saved.get("plugins", {}), drop):
+        journal.message("info", note)
+
+
+def _with_engine_args(config: RunConfig, hooks: Hooks) -> RunConfig:
+    """
+    Raises:
+        HookError: a field that no flag of the server has.
+    """
+    if hooks.engine_args is None or chosen(config, "engine") != "sglang":
+        return config
+    fields = hooks.engine_args(dict(config.server))
+    if unknown := sorted(fields.keys() - surface_of("server").fields.keys()):
+        raise HookError("engine_args sets a field that the server does not have", got=", ".join(unknown),
+                        who=str(surface_of("server")), fix="see the fields of SGLang's ServerArgs")
+    return replace(config, server=fields)
 
 
 def _same_data(config: RunConfig, prompts: PromptSource | None, state: dict) -> None:
@@ -184,6 +204,16 @@ def _from_slots(parts: Parts, engine: Engine | None) -> Callable:
     return lambda slot: generate(slot.prompt, slot.begun, slot.recall)
 
 
+def proven_trainer_part(proof: dict[str, str], selected: Sequence[Selected], config: RunConfig, rank: Rank) -> Any:
+    """`trainer_part` in a process of its own, which first shows that it runs what the driver planned.
+
+    Raises:
+        ConfigError: it has other code; names host, rank and package.
+    """
+    digest.check(proof, selected, f"trainer rank {rank.index} on {platform.node()}")
+    return trainer_part(selected, config, rank)
+
+
 def trainer_part(selected: Sequence[Selected], config: RunConfig, rank: Rank, hooks: Hooks | None = None) -> Any:
     """The trainer of one rank, made where it runs."""
     hooks = hooks or bind.bind(selected, config, "trainer")
@@ -203,7 +233,7 @@ def _host(selected: Sequence[Selected], parts: Parts, placement: Placement) -> H
     if perf.placement == "local":
         threads = perf.threads or max(1, cpus() // (perf.actor_num_nodes * perf.actor_num_gpus_per_node))
         config = with_values(config, "CPUs / ranks", perf__threads=threads)
-    return placement.trainer(trainer_part, selected, config)
+    return placement.trainer(proven_trainer_part, digest.proof(selected), selected, config)
 
 
 def sampling(config: RunConfig, dataset: dict | None = None) -> SamplingParams:
@@ -329,27 +359,6 @@ def load_tokenizer(config: RunConfig) -> Any:
             raise DataError("the chat template cannot be read", got=error.strerror,
                             who=f"--chat-template-path {template}", fix="name a Jinja file") from None
     return tokenizer
-
-
-def _states(parts: Parts) -> dict:
-    found = {}
-    for hooks in (parts.driver, parts.rollout):
-        for name, instance in hooks.instances.items():
-            if hasattr(instance, "state_dict"):
-                found.setdefault(name, {})[hooks.role] = instance.state_dict()
-    return found
-
-
-def _restore(parts: Parts, state: dict) -> None:
-    for hooks in (parts.driver, parts.rollout):
-        for name, roles in state.items():
-            if hooks.role not in roles:
-                continue
-            instance = hooks.instances.get(name)
-            if instance is None:
-                raise ConfigError(f"the checkpoint holds state of plugin {name!r}, which this run does not enable",
-                                  fix=f"add --plugin {name}, or start from the weights alone with --ref-load")
-            instance.load_state_dict(roles[hooks.role])
 
 
 class Untrained:

@@ -49,8 +49,7 @@ class Column:
         name: key in `Sample.columns`.
         align: one of Align.
         dtype: numpy dtype in memory.
-        wire: numpy dtype between processes and on disk; `dtype` when None.
-        axes: names of further axes, such as ("layer", "topk"). An axis called "layer" is cut by pipeline stage.
+        axes: names of further axes, such as ("layer", "topk"). Every rank has all of them.
         pad: value of rows that belong to no token of the column.
         missing: "error", or "pad" to fill a sample that has no such column.
         spans: "concat" when generations of one sample append rows, "last" when the last one replaces all.
@@ -60,7 +59,6 @@ class Column:
     name: str
     align: Align
     dtype: str = "float32"
-    wire: str | None = None
     axes: tuple[str, ...] = ()
     pad: float = 0
     missing: str = "error"

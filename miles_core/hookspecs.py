@@ -104,6 +104,11 @@ def engine(config: RunConfig, tokenizer: Any, placement: Placement, hooks: Any) 
     """2: what turns tokens into tokens. `placement` gives hosts to servers. Default "local"."""
 
 
+@hookspec("chain", role="rollout", per="run")
+def engine_args(fields: dict[str, Any]) -> dict[str, Any]:
+    """2: fields of SGLang's ServerArgs that the run sets, before servers start: what follows from options."""
+
+
 @hookspec("named", role="rollout", per="group")
 async def generate(prompt: Prompt, generation: Generation) -> list[Sample]:
     """2: one prompt and an engine become the samples of a group. Default "single-turn".
@@ -189,7 +194,8 @@ def transformer_config(fields: dict[str, Any], folder: Path, model: str) -> dict
 
 
 @hookspec("chain", role="trainer", per="run")
-def build_model(chunk: torch.nn.Module, spec: ModelSpec, folder: Path, model: str) -> torch.nn.Module:
+def build_model(chunk: torch.nn.Module, spec: ModelSpec, folder: Path, model: str,
+                weight_map: WeightMap) -> torch.nn.Module:
     """8: this rank's part of a model (of each virtual stage), neither wrapped nor filled yet: add modules, freeze.
     Parameters with an attribute `clip_group`, a name, are clipped by themselves and stay out of the norm."""
 
@@ -250,6 +256,12 @@ def clip_gradients(gradients: Gradients) -> float:
 @hookspec("chain", role="trainer", per="sync")
 def export_weights(stream: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
     """9: the actor's names and tensors on their way to the engine, as a generator; every rank goes through it."""
+
+
+@hookspec("chain", role="trainer", per="run")
+def save_weights(stream: Iterator[tuple[str, torch.Tensor]], folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """The actor's names and tensors on their way into a Hugging Face directory (--save-hf), which appears when every
+    rank has gone through all of them."""
 
 
 @hookspec("chain", role="rollout", per="sync")

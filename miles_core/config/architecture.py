@@ -21,6 +21,15 @@ NAMES: dict[str, tuple[tuple[str, ...], str]] = {
     "expert_ffn": (("moe_intermediate_size",), "moe_ffn_hidden_size"),
     "experts_per_token": (("num_experts_per_tok",), "moe_router_topk"),
     "shared_ffn": (("shared_expert_intermediate_size",), "moe_shared_expert_intermediate_size"),
+    "query_rank": (("q_lora_rank",), "q_lora_rank"),
+    "rank": (("kv_lora_rank",), "kv_lora_rank"),
+    "plain": (("qk_nope_head_dim",), "qk_head_dim"),
+    "turned": (("qk_rope_head_dim",), "qk_pos_emb_head_dim"),
+    "value": (("v_head_dim",), "v_head_dim"),
+    "linear_groups": (("linear_num_key_heads",), "linear_num_key_heads"),
+    "linear_heads": (("linear_num_value_heads",), "linear_num_value_heads"),
+    "linear_key": (("linear_key_head_dim",), "linear_key_head_dim"),
+    "linear_value": (("linear_value_head_dim",), "linear_value_head_dim"),
 }
 
 
@@ -31,6 +40,11 @@ class Architecture:
     Args:
         groups: key-value heads.
         ffn, expert_ffn, shared_ffn: inner widths of a dense layer, an expert, and the experts that all tokens share.
+        query_rank, rank, plain, turned, value: of latent attention, which a model has if it has a rank: widths of the
+            latents of queries and of keys, channels of a key without and with its position, and of a value.
+        linear_groups, linear_heads, linear_key, linear_value: of layers of linear attention: heads of keys and of
+            values, and the channels of one.
+        linear: how many of the layers are such.
         sparse: how many of the layers are mixtures of experts.
         checkpoint: whether they are of a config.json, so that what it lacks is not there.
         source: field -> who says so, for messages.
@@ -47,6 +61,16 @@ class Architecture:
     expert_ffn: int | None = None
     experts_per_token: int | None = None
     shared_ffn: int | None = None
+    query_rank: int | None = None
+    rank: int | None = None
+    plain: int | None = None
+    turned: int | None = None
+    value: int | None = None
+    linear_groups: int | None = None
+    linear_heads: int | None = None
+    linear_key: int | None = None
+    linear_value: int | None = None
+    linear: int = 0
     sparse: int = 0
     checkpoint: bool = False
     source: Mapping[str, str] = field(default_factory=dict)
@@ -56,21 +80,59 @@ class Architecture:
         """Constants that `attention` and `active_parameters` want and that are not known, by their names."""
         needed = ["layers", "hidden", "heads", "groups", "head_dim", "vocab"]
         needed += ["ffn"] * (self.sparse != self.layers) + ["expert_ffn", "experts_per_token"] * (self.sparse > 0)
+        needed += ["linear_groups", "linear_heads", "linear_key", "linear_value"] * (self.linear > 0)
         return [NAMES[name][0][0] for name in needed if getattr(self, name) is None]
 
     @property
     def attention(self) -> int:
-        """layers x heads x size of a head, as `packing.flops` wants it; nothing may be `uncounted`."""
-        return self.layers * self.heads * self.head_dim
+        """layers x heads x size of a head, as `packing.flops` wants it; nothing may be `uncounted`.
+
+        Linear attention grows with the sequence and not with its square, so it has no part in this.
+        """
+        return (self.layers - self.linear) * self.heads * (self.head_dim + self.value_dim) // 2
+
+    @property
+    def value_dim(self) -> int:
+        """Channels of a value's head."""
+        return self.value if self.rank and self.value else self.head_dim
+
+    @property
+    def linear_widths(self) -> tuple[int, int]:
+        """Channels of all keys and of all values of a layer of linear attention; 0 without such layers."""
+        return (self.linear_groups or 0) * (self.linear_key or 0), (self.linear_heads or 0) * (self.linear_value or 0)
+
+    @property
+    def mixing(self) -> tuple[int, int]:
+        """(those cut by heads, those that every tensor-parallel rank has) parameters of one layer's attention.
+
+        Where some layers have linear attention, of the average layer.
+        """
+        cut, whole = self._attention
+        if not self.linear:
+            return cut, whole
+        keys, values = self.linear_widths
+        # Queries, keys, values, the gates of the output, and two numbers per head; then the output.
+        linear = self.hidden * (2 * keys + 2 * values + 2 * self.linear_heads) + values * self.hidden
+        share = self.layers - self.linear
+        return (cut * share + linear * self.linear) // self.layers, whole * share // self.layers
+
+    @property
+    def _attention(self) -> tuple[int, int]:
+        heads = self.heads * self.head_dim
+        if not self.rank:
+            return self.hidden * self.head_dim * (2 * self.heads + 2 * self.groups), 0
+        latents = self.hidden * (self.rank + self.turned + (self.query_rank or 0))
+        output = self.heads * self.value_dim
+        made = self.rank * self.heads * (self.plain + self.value_dim)
+        return heads * (self.query_rank or self.hidden) + made + output * self.hidden, latents
 
     @property
     def active_parameters(self) -> int:
         """Parameters of all matrices that one token meets: attention, gated MLPs, routers, its experts, the output."""
-        attention = self.layers * self.head_dim * (2 * self.heads + 2 * self.groups)
         dense = (self.layers - self.sparse) * 3 * (self.ffn or 0)
         widths = (self.expert_ffn or 0) * (self.experts_per_token or 0) + (self.shared_ffn or 0)
         sparse = self.sparse * (3 * widths + (self.experts or 0))
-        return self.hidden * (attention + dense + sparse + self.vocab)
+        return self.layers * sum(self.mixing) + self.hidden * (dense + sparse + self.vocab)
 
 
 def architecture_of(config: RunConfig) -> Architecture:
@@ -86,14 +148,29 @@ def architecture_of(config: RunConfig) -> Architecture:
             source[name] = who(config, f"megatron.{ours}") if said is None else str(path)
     if "head_dim" not in found and {"hidden", "heads"} <= set(found):
         found["head_dim"] = found["hidden"] // found["heads"]
+    if "rank" in found and {"plain", "turned", "heads"} <= set(found):  # config.json's head_dim may be the turned part
+        found |= {"head_dim": found["plain"] + found["turned"], "groups": found["heads"]}
+    if "experts" in found and "expert_ffn" not in found and "ffn" in found:  # no dense layers, so no name for it
+        found["expert_ffn"] = found["ffn"]
     if said is not None and "expert_ffn" in found and "shared_ffn" not in found and said.get("n_shared_experts"):
         found["shared_ffn"], source["shared_ffn"] = said["n_shared_experts"] * found["expert_ffn"], str(path)
     sparse = _sparse(said or {}, found.get("layers", 0)) if "experts" in found else 0
-    return Architecture(**found, sparse=sparse, checkpoint=said is not None, source=source)
+    linear = _linear(said or {}, found.get("layers", 0))
+    return Architecture(**found, linear=linear, sparse=sparse, checkpoint=said is not None, source=source)
+
+
+def _linear(said: Mapping[str, object], layers: int) -> int:
+    """Layers with linear attention: those that are called so, or all but every n-th."""
+    if isinstance(said.get("layer_types"), list):
+        return sum(kind == "linear_attention" for kind in said["layer_types"][:layers])
+    every = said.get("full_attention_interval")
+    return layers - layers // every if isinstance(every, int) and every > 0 and "linear_num_key_heads" in said else 0
 
 
 def _sparse(said: Mapping[str, object], layers: int) -> int:
-    """Layers with experts, by the keys of Qwen3-MoE (mlp_only_layers, decoder_sparse_step) and DeepSeek-V3."""
+    """Layers with experts, by the keys that transformers' families have for them."""
+    if isinstance(said.get("mlp_layer_types"), list):
+        return sum(kind == "sparse" for kind in said["mlp_layer_types"][:layers])
     dense, step = said.get("mlp_only_layers") or (), said.get("decoder_sparse_step") or 1
     first = said.get("first_k_dense_replace") or 0
     return sum(layer not in dense and (layer + 1) % step == 0 and layer >= first for layer in range(layers))

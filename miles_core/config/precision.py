@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from miles_core.backends.sglang.arguments import dtype
-from miles_core.config.load import config_json
+from miles_core.config.load import quantised
 from miles_core.config.tables import RunConfig
 from miles_core.errors import ManifestError
 
@@ -14,6 +15,10 @@ if TYPE_CHECKING:
     from miles_core.plugins.select import Selected
 
 ROWS = ("trainer", "log-probs", "engine", "KV cache", "sync")
+WORDS = ("own", "checkpoint", "computed", "local", "server")
+"""What a plugin's text may name beside its own options and `megatron.FIELD`: the row as it stands, what the engine's
+checkpoint is quantised by, and what the engine computes in; the last two are that of one kind of engine, else unset."""
+_BRACES = re.compile(r"\{([^{}]*)\}")
 
 
 def lines(config: RunConfig, selected: Sequence[Selected]) -> list[str]:
@@ -24,18 +29,16 @@ def lines(config: RunConfig, selected: Sequence[Selected]) -> list[str]:
     """
     rows = _own(config)
     for one in selected:
-        for row, text in _stated(one, config):
-            rows[row] = f"{text}  (plugin {one.manifest.name})"
+        for row, text in _stated(one, config, rows):
+            rows[row] = text if text == rows[row] else f"{text}  (plugin {one.manifest.name})"
     return ["", "precision", *(f"  {row:<12}{rows[row]}" for row in ROWS)]
 
 
 def _own(config: RunConfig) -> dict[str, str]:
     """The core's, as far as the configuration tells."""
     trained = "bfloat16, float32 masters" if config.perf.bf16 else "float32"
-    server = config.rollout.engine == "sglang"
-    computed = str(config.server.get("dtype", dtype(config))) if server else dtype(config)
-    method = quantised(config)
-    cache = config.server.get("kv_cache_dtype", "auto") if server else "float32"
+    computed, method = _computed(config), quantised(config)
+    cache = config.server.get("kv_cache_dtype", "auto") if config.rollout.engine == "sglang" else "float32"
     return {
         "trainer": trained, "log-probs": "the trainer's forward, log-softmax in float32",
         "engine": f"{method} weights (config.json), {computed}" if method else computed,
@@ -44,22 +47,32 @@ def _own(config: RunConfig) -> dict[str, str]:
     }  # fmt: skip
 
 
-def quantised(config: RunConfig) -> str | None:
-    """What config.json of --hf-checkpoint says its weights are quantised by; None for plain ones."""
-    said = (config_json(config)[1] or {}).get("quantization_config")
-    return str(said.get("quant_method", "quantised")) if isinstance(said, Mapping) else None
+def _computed(config: RunConfig) -> str:
+    """What the engine's activations are."""
+    return str(config.server.get("dtype", dtype(config))) if config.rollout.engine == "sglang" else dtype(config)
 
 
-def _stated(one: Selected, config: RunConfig) -> Iterator[tuple[str, str]]:
+def _stated(one: Selected, config: RunConfig, rows: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Of each row's texts, the first whose words in braces are all set."""
     manifest = one.manifest
-    values = {option.name: config.options.get(manifest.name, {}).get(option.name, option.default)
-              for option in manifest.options.values()}
-    for row, text in manifest.precision.items():
-        try:
-            if row not in ROWS:
-                raise KeyError(row)
-            yield row, text.format(**values)
-        except (KeyError, IndexError, ValueError) as error:
-            raise ManifestError(f"the precision that plugin {manifest.name!r} states cannot be read",
-                                got=f"{row}: {text!r}, {error}", who=manifest.plugin,
-                                fix=f"rows are {', '.join(ROWS)}; words in braces are its options") from None
+    options = {option.name: config.options.get(manifest.name, {}).get(option.name, option.default)
+               for option in manifest.options.values()}
+    computed, server = _computed(config), config.rollout.engine == "sglang"
+    for row, texts in manifest.precision.items():
+        own = {"own": rows.get(row), "checkpoint": quantised(config), "computed": computed,
+               "local": None if server else computed, "server": computed if server else None}
+        values = {**own, **options}
+        for text in [texts] if isinstance(texts, str) else texts:
+            names = _BRACES.findall(text)
+            unknown = [name for name in names if name not in values and not name.startswith("megatron.")]
+            if row not in ROWS or unknown or not _BRACES.sub("", text).isprintable() or (
+                    {"{", "}"} & set(_BRACES.sub("", text))):
+                raise ManifestError(f"the precision that plugin {manifest.name!r} states cannot be read",
+                                    got=f"{row}: {text!r}", who=manifest.plugin,
+                                    fix=f"rows are {', '.join(ROWS)}; words in braces are its options, megatron.FIELD, "
+                                    f"{', '.join(WORDS)}")
+            found = {name: config.megatron.get(name.removeprefix("megatron.")) if name.startswith("megatron.")
+                     else values[name] for name in names}
+            if all(value is not None for value in found.values()):
+                yield row, _BRACES.sub(lambda match, found=found: str(found[match[1]]), text)
+                break

@@ -4,7 +4,8 @@
         model_parity(case, tmp_path).check()
 
 `python -m miles_core.testing.parity` runs it for every family of this repository and writes the table of
-docs/model-families.md. Nothing is fetched: models are made from configs.
+docs/model-families.md; with paths of files of cases it prints the table of these. Nothing is fetched: models are made
+from configs.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import sys
 import tomllib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,7 @@ from miles_core.errors import ConfigError
 
 if TYPE_CHECKING:
     from miles_core.backends.megatron.specs import Family
+    from miles_core.plugins.select import Selected
     from miles_core.testing.resharding import Cut
 
 LOGITS = 5e-6
@@ -27,6 +29,10 @@ LOGITS = 5e-6
 
 GRADIENTS = 1e-5
 """Largest difference of a gradient's entry, as a share of the largest entry of its tensor."""
+
+LOOSE = 1e-3
+"""The same for tensors that a case names: gradients that add up terms which all but cancel, where transformers' own
+are so far from those in float64."""
 
 TINY = {
     "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -51,12 +57,14 @@ class Case:
         name: what a table calls it.
         config: keys of config.json in which it differs from TINY.
         notes: what is special about it.
+        loose: ends of names of tensors whose gradients may differ by LOOSE.
     """
 
     family: str
     name: str
     config: dict[str, object] = field(default_factory=dict)
     notes: str = ""
+    loose: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return self.name.replace(" ", "-")
@@ -69,6 +77,7 @@ class Parity:
     Args:
         logits: largest difference of a logit; deviation: the logits' standard deviation.
         gradients: worst tensor's largest difference, as a share of its largest entry; worst: that tensor's name.
+        loose: the largest of those differences among the tensors that the case names, which `gradients` leaves out.
         exact: the model, streamed out again, has the checkpoint's names, shapes and bits.
     """
 
@@ -78,6 +87,7 @@ class Parity:
     gradients: float
     worst: str
     exact: bool
+    loose: float = 0.0
 
     def check(self) -> None:
         """
@@ -89,6 +99,8 @@ class Parity:
             f"logits deviate by {self.deviation:.2f}, too little or much to tell" if not 0.3 < self.deviation < 3
             else "",
             f"the gradient of {self.worst} differs by {self.gradients:.1e}" if not self.gradients <= GRADIENTS else "",
+            f"the gradients of {', '.join(self.case.loose)} differ by {self.loose:.1e}" if not self.loose <= LOOSE
+            else "",
             "" if self.exact else "the exported checkpoint is not the imported one",
         ]
         if any(problems):
@@ -96,9 +108,13 @@ class Parity:
 
 
 def cases(path: Path) -> list[Case]:
-    """Read cases from TOML: `[[MODEL_TYPE]]` with `name` and, where there are any, `config` and `notes`."""
+    """Read cases from TOML: `[[MODEL_TYPE]]` with `name` and, where there are any, `config` and `notes`.
+
+    TOML has no null: a key of `config` that is null in config.json is the text "null".
+    """
     tables = tomllib.loads(path.read_text(encoding="utf-8"))
-    return [Case(family, **one) for family, entries in tables.items() for one in entries]
+    found = [Case(family, **one) for family, entries in tables.items() for one in entries]
+    return [replace(case, config={k: None if v == "null" else v for k, v in case.config.items()}) for case in found]
 
 
 def model_parity(case: Case, folder: Path, family: Family | None = None) -> Parity:
@@ -138,9 +154,11 @@ def model_parity(case: Case, folder: Path, family: Family | None = None) -> Pari
         _hold_gradients(each)
     wanted = _on_disk(theirs, folder / "gradients")
     differences = {name: _share(grad, wanted[name]) for name, grad in weights.hf_stream(ours, weight_map)}
+    loose = {name: differences.pop(name) for name in [*differences] if name.endswith(tuple(case.loose))}
     worst = max(differences, key=differences.get)
     expected, got = expected.detach(), got.detach()
-    return Parity(case, float((got - expected).abs().max()), float(expected.std()), differences[worst], worst, exact)
+    return Parity(case, float((got - expected).abs().max()), float(expected.std()), differences[worst], worst, exact,
+                  max(loose.values(), default=0.0))
 
 
 def random_model(case: Case):
@@ -152,9 +170,10 @@ def random_model(case: Case):
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
-                parameter.add_(0.2 * torch.randn_like(parameter))
+        kept = model.state_dict(keep_vars=True)  # with a router's bias, which is no parameter
+        for tensor in (*model.parameters(), *(x for x in kept.values() if not isinstance(x, torch.nn.Parameter))):
+            if tensor.dim() == 1:
+                tensor.add_(0.2 * torch.randn_like(tensor))
     return model
 
 
@@ -176,17 +195,29 @@ def family_of(model_type: str, hf):
     Raises:
         ConfigError: none does.
     """
-    from miles_core.plugins import load, select
+    from miles_core.plugins import load
+
+    one, method = builder(model_type)
+    return getattr(load.load(one.manifest)(), method)(hf)
+
+
+def builder(model_type: str) -> tuple[Selected, str]:
+    """(the plugin, its method) that offers the family of a model_type: built in, official, or installed.
+
+    Raises:
+        ConfigError: none does.
+    """
+    from miles_core.plugins import select
     from miles_core.plugins.scan import KNOWN, installed
 
     def offered(selected):
-        return [(one, offer) for one in selected for offer in one.manifest.offers
+        return [(one, offer.method) for one in selected for offer in one.manifest.offers
                 if (offer.hook, offer.name) == ("model_spec", model_type)]
 
     official = [name for name, offers in KNOWN.items() if f"model_spec:{model_type}" in offers]
     named = [(name, "the parity kit") for name in official or [each.name for each in installed()]]
-    for one, offer in offered(select.built_in()) or offered(select.select(named, ())):
-        return getattr(load.load(one.manifest)(), offer.method)(hf)
+    for found in offered(select.built_in()) or offered(select.select(named, ())):
+        return found
     raise ConfigError("no installed plugin builds this architecture", got=model_type, fix="see docs/model-families.md")
 
 
@@ -195,11 +226,12 @@ def matrix(results: Iterable[tuple[Parity, Sequence[Cut]]]) -> str:
     from miles_core.testing.resharding import CUTS
 
     titles = ["family", "model type", "plugin", "logits", "gradients", *CUTS, "round trip", "notes"]
-    rows, plugins = ["| " + " | ".join(titles) + " |", "|---" * len(titles) + "|"], _plugins()
+    rows, official = ["| " + " | ".join(titles) + " |", "|---" * len(titles) + "|"], _plugins()
     for one, cuts in results:
-        exact = one.exact and all(cut.exact for cut in cuts)
-        cells = [one.case.name, f"`{one.case.family}`", plugins[one.case.family], f"{one.logits:.1e}",
-                 f"{one.gradients:.1e}", *(f"{cut.gradient:.1e}" for cut in cuts), "exact" if exact else "differs",
+        exact, found = one.exact and all(cut.exact for cut in cuts), {cut.layout: cut for cut in cuts}
+        differences = (f"{found[name].gradient:.1e}" if name in found else "–" for name in CUTS)
+        cells = [one.case.name, f"`{one.case.family}`", official.get(one.case.family, "own"), f"{one.logits:.1e}",
+                 f"{one.gradients:.1e}", *differences, "exact" if exact else "differs",
                  one.case.notes]
         rows.append("| " + " | ".join(cells) + " |")
     return "\n".join([*rows, ""])
@@ -243,8 +275,8 @@ def _initialized() -> bool:
     return parallel_state.model_parallel_is_initialized()
 
 
-def main(root: Path) -> int:
-    """Run every case of the repository and write the table; the exit status is 1 where one fails its check."""
+def measure(paths: Iterable[Path]) -> tuple[list[tuple[Parity, list[Cut]]], list[str]]:
+    """(every case of some files, whole and cut; what failed its check)."""
     import tempfile
 
     import transformers
@@ -253,10 +285,9 @@ def main(root: Path) -> int:
     from miles_core.testing.resharding import reshard_parity
 
     transformers.utils.logging.disable_progress_bar()
-    found = [root / "tests/unit/backends/megatron/parity.toml", *sorted(root.glob("plugins/*/tests/parity.toml"))]
-    results, failed = [], 0
+    results, failed = [], []
     with Ranks(1) as alone, Ranks(2) as two:
-        for case in (case for path in found for case in cases(path)):
+        for case in (case for path in paths for case in cases(path)):
             with tempfile.TemporaryDirectory() as folder:
                 whole = model_parity(case, Path(folder))
             with tempfile.TemporaryDirectory() as folder:
@@ -266,17 +297,25 @@ def main(root: Path) -> int:
                 try:
                     one.check()
                 except AssertionError as error:
-                    failed = 1
-                    print(error, file=sys.stderr)
-            print(f"{case.name}: logits {whole.logits:.1e}, gradients {whole.gradients:.1e}")
-    page = root / "docs" / "model-families.md"
-    before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
-    after = rest.partition(END)[2]
-    page.write_text(before + BEGIN + matrix(results) + END + after, encoding="utf-8")
-    return failed
+                    failed.append(str(error))
+    return results, failed
+
+
+def main(root: Path, paths: Sequence[str]) -> int:
+    """The table of some files' cases, printed; without any that of the repository's, written. 1 if a check failed."""
+    known = [root / "tests/unit/backends/megatron/parity.toml", *sorted(root.glob("plugins/*/tests/parity.toml"))]
+    results, failed = measure([Path(path) for path in paths] or known)
+    print(*failed, sep="\n", end="\n" * bool(failed), file=sys.stderr)
+    if paths:
+        print(matrix(results), end="")
+    else:
+        page = root / "docs" / "model-families.md"
+        before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
+        page.write_text(before + BEGIN + matrix(results) + END + rest.partition(END)[2], encoding="utf-8")
+    return int(bool(failed))
 
 
 if __name__ == "__main__":
     from miles_core.testing import parity  # spawned ranks know this module by its name
 
-    sys.exit(parity.main(Path.cwd()))
+    sys.exit(parity.main(Path.cwd(), sys.argv[1:]))

@@ -135,7 +135,7 @@ class Trial:
             trainer.take_batch(copy.deepcopy(batch))
             metrics = trainer.score() | trainer.advantage() | trainer.step(0)
             actor = trainer.models.actor
-            actor.put([parameter.main_grad for parameter in actor.parameters()])
+            actor.put([getattr(tensor, "main_grad", 0 * tensor) for tensor in actor.tensors()])
             streamed = self._weights(trainer)
             return metrics if streamed is None else metrics | {"gradients": streamed, "hashes": loaded}
 

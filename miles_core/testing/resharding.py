@@ -1,4 +1,4 @@
-"""The parity kit's second half: a family cut into tensor-parallel ranks, pipeline stages and context-parallel ranks.
+"""The parity kit's second half: a family cut into tensor-parallel, context-parallel and expert ranks, and stages.
 
     with Ranks(1) as one, Ranks(2) as two:
         for case in cases(Path("parity.toml")):
@@ -14,15 +14,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from miles_core.config.architecture import NAMES
 from miles_core.plugins.plan import prepare
-from miles_core.testing.parity import TINY, Case, random_model
+from miles_core.plugins.select import BUILT_IN
+from miles_core.testing.parity import TINY, Case, builder, random_model
 from miles_core.testing.ranks import Ranks, batches
 
 CUTS = {
     "TP2 + SP": ("--tensor-model-parallel-size", "2", "--sequence-parallel"),
     "PP2": ("--pipeline-model-parallel-size", "2"),
     "CP2": ("--context-parallel-size", "2"),
+    "EP2": ("--expert-model-parallel-size", "2"),
 }
+"""The last one only where there are experts."""
 
 GRADIENT = 2e-6
 """Largest |g - g1| / |g1| over all parameters together."""
@@ -58,7 +62,7 @@ class Cut:
 
 
 def reshard_parity(case: Case, folder: Path, one: Ranks, two: Ranks) -> Iterator[Cut]:
-    """The case on two ranks, under each of CUTS, beside itself on one."""
+    """The case on two ranks, under each of CUTS that it can have, beside itself on one."""
     import numpy as np
     from safetensors.torch import load_file
 
@@ -67,10 +71,14 @@ def reshard_parity(case: Case, folder: Path, one: Ranks, two: Ranks) -> Iterator
     random_model(case).save_pretrained(folder)
     saved = tensor_hashes(load_file(folder / "model.safetensors").items())
     [batch] = batches(1, groups=2, samples=2, vocab=TINY["vocab_size"])
-    argv = ["--hf-checkpoint", str(folder), *RUN]
+    name = builder(case.family)[0].manifest.name
+    argv = ["--hf-checkpoint", str(folder), *RUN, *([] if name in BUILT_IN else ["--plugin", name])]
     _, expected = one.gradients(prepare(None, argv), batch)
     size = np.sqrt(sum(np.square(g, dtype=np.float64).sum() for g in expected.values()))
+    sparse = any(case.config.get(name) for name in NAMES["experts"][0])
     for layout, flags in CUTS.items():
+        if layout == "EP2" and not sparse:
+            continue
         plan = prepare(None, [*argv, "--actor-num-gpus-per-node", "2", *flags])
         found = two.ask("gradients", list(plan.selected), plan.config, batch)
         off = sum(np.square(found["gradients"][k] - g, dtype=np.float64).sum() for k, g in expected.items())

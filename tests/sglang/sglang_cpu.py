@@ -37,12 +37,13 @@ def declare_torchvision() -> list[torch.library.Library]:
 
 
 def without_pinning() -> None:
-    """SGLang allocates pinned memory for routed experts, which needs an accelerator; its weight check waits for one."""
+    """SGLang pins memory for experts and adapters, which needs an accelerator; its weight check waits for one."""
     def unpinned(make):
         return lambda *sizes, pin_memory=False, **options: make(*sizes, **options)
 
-    for name in ("empty", "zeros", "full"):
+    for name in ("empty", "zeros", "full", "tensor"):
         setattr(torch, name, unpinned(getattr(torch, name)))
+    torch.Tensor.pin_memory = lambda tensor, device=None: tensor
     torch.cuda.synchronize = lambda device=None: None
     torch.Tensor.cuda = lambda tensor, *args, **options: tensor  # it compares on the accelerator
     torch.Tensor.cpu = lambda tensor, *args, **options: tensor.clone()  # a snapshot has to be a copy

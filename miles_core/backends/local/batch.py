@@ -121,7 +121,7 @@ class Batch:
             for flight in members:
                 self._seat(flight)
             chosen = torch.tensor(picks)
-            self._cache.put(torch.arange(first, len(self.flights)), chosen, filled.k, filled.v)
+            self._cache.put(torch.arange(first, len(self.flights)), chosen, filled)
             if trace:
                 self._keep_prefill_routing(first, picks, filled)
             rows = slice(first, len(self.flights))
@@ -131,8 +131,11 @@ class Batch:
     def _join(self, flights: Sequence[Flight]) -> list[Flight]:
         """Seat those whose twin runs, a row that began with the same context by the same weights; returns the others.
 
-        The next step feeds them their context's last token, with the bits that a prefill would have given.
+        The next step feeds them their context's last token, with the bits that a prefill would have given. A state has
+        gone on with its row and does not know the context's any more: then nobody joins.
         """
+        if self._cache.states:
+            return list(flights)
         pairs, others = [], []
         for flight in flights:
             twins = self._origins.get(flight.origin)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -96,7 +96,8 @@ class Cache:
     """Keys and values of the rows that decode together: per layer two tensors [rows, kv_heads, width, head_dim].
 
     Shapes and dtype are those of the first prefill that is put in. Zero where nothing was written, left-aligned:
-    position p of a row lies in column p. It grows as needed, to at most `max_rows`.
+    position p of a row lies in column p. It grows as needed, to at most `max_rows`. Layers whose past is a state have
+    that in `states` [rows, ...] (recurrent.py).
 
     Its memory is mapped, not taken from the allocator: pages that nobody writes cost nothing, and what is let go is the
     system's again at once, rather than lost to the trainer in another thread's heap.
@@ -111,6 +112,7 @@ class Cache:
         self.rows = self.width = 0
         self.k: list[torch.Tensor] = []
         self.v: list[torch.Tensor] = []
+        self.states: dict[Hashable, torch.Tensor] = {}
 
     def reserve(self, rows: int, width: int) -> None:
         """Hold at least `rows` rows of `width` positions."""
@@ -124,26 +126,39 @@ class Cache:
             for index, old in enumerate(tensors):
                 tensors[index] = self._zeros(old)
                 tensors[index][:old_rows, :, :old_width] = old
+        for key, old in self.states.items():
+            self.states[key] = _mapped((self.rows, *old.shape[1:]), old.dtype)
+            self.states[key][:old_rows] = old
 
     def copy(self, source: torch.Tensor, target: torch.Tensor, width: int | None = None) -> None:
         """Copy rows `source` over rows `target` (both [n] int64), their first `width` positions."""
         for tensor in (*self.k, *self.v):
             tensor[target, :, :width] = tensor[source, :, :width]
+        for tensor in self.states.values():
+            tensor[target] = tensor[source]
 
-    def put(self, rows: torch.Tensor, picks: torch.Tensor, k: list[torch.Tensor], v: list[torch.Tensor]) -> None:
-        """Fill rows [n] with the sequences `picks` [n] of a prefill: k and v per layer [U, kv_heads, W, head_dim]."""
-        if not self.k:
-            self.k, self.v = ([self._zeros(like) for like in side] for side in (k, v))
-        width = min(k[0].shape[2], self.width)
-        for mine, theirs in ((self.k, k), (self.v, v)):
+    def put(self, rows: torch.Tensor, picks: torch.Tensor, filled: Prefill) -> None:
+        """Fill rows [n] with the sequences `picks` [n] of a prefill."""
+        if not self.k and not self.states:
+            self.k, self.v = ([self._zeros(like) for like in side] for side in (filled.k, filled.v))
+            self.states = {key: _mapped((self.rows, *like.shape[1:]), like.dtype)
+                           for key, like in filled.states.items()}
+        for mine, theirs in ((self.k, filled.k), (self.v, filled.v)):
             for tensor, new in zip(mine, theirs, strict=True):
+                width = min(new.shape[2], self.width)
                 tensor[rows, :, :width] = new[picks][:, :, :width]
+        for key, tensor in self.states.items():
+            tensor[rows] = filled.states[key][picks]
 
     def _zeros(self, like: torch.Tensor) -> torch.Tensor:
-        """[rows, kv_heads, width, head_dim] in pages of their own."""
-        shape = (self.rows, like.shape[1], self.width, like.shape[3])
-        count = math.prod(shape)
-        return torch.frombuffer(mmap.mmap(-1, like.itemsize * count), dtype=like.dtype, count=count).view(shape)
+        """[rows, kv_heads, width, head_dim]."""
+        return _mapped((self.rows, like.shape[1], self.width, like.shape[3]), like.dtype)
+
+
+def _mapped(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Zeros in pages of their own."""
+    count = math.prod(shape)
+    return torch.frombuffer(mmap.mmap(-1, dtype.itemsize * count), dtype=dtype, count=count).view(shape)
 
 
 @dataclass(slots=True)
@@ -153,12 +168,14 @@ class Prefill:
     Args:
         logits: [U, V] float32 after each sequence's last token.
         k, v: per layer [U, kv_heads, W, head_dim]; columns beyond a sequence's length hold nothing of use.
+        states: [U, ...] after each sequence's last token, of layers whose past is a state.
         routing: [U, W, layers, topk] int16 where asked for.
     """
 
     logits: torch.Tensor
     k: list[torch.Tensor] = field(default_factory=list)
     v: list[torch.Tensor] = field(default_factory=list)
+    states: dict[Hashable, torch.Tensor] = field(default_factory=dict)
     routing: torch.Tensor | None = None
 
 

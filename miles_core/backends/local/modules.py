@@ -10,7 +10,9 @@ full forward to rounding.
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -26,13 +28,14 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging as transformers_logging
 
 from miles_core.backends.local.decode import Cache, Prefill, round_up
+from miles_core.backends.local.recurrent import Recurrent, States, by_length
 from miles_core.backends.local.weights import eos_ids, read_tensors
 from miles_core.errors import CheckpointError, EngineError
 
 ROWS_ATTENTION = "miles-rows"
 """Name under which transformers finds the attention and the masks of this file."""
-LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
-"""Kinds of layers whose past is keys and values by position."""
+LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "linear_attention"}
+"""Kinds of layers whose past is keys and values by position, or a state."""
 BATCHED_ROPES = {"dynamic", "longrope"}
 """Rotary embeddings whose frequencies change with the longest sequence of the batch."""
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.2}
@@ -57,18 +60,19 @@ ALL_ATTENTION_FUNCTIONS.register(ROWS_ATTENTION, _attend)
 ALL_MASK_ATTENTION_FUNCTIONS.register(ROWS_ATTENTION, _mask)
 
 
-class _Rows(TransformersCache):
+class _Rows(Recurrent, TransformersCache):
     """What a module takes for its cache during one forward of B rows.
 
     Args:
         positions: [B, Q] of the tokens that are fed.
         width: positions that `store` returns.
         store: (layer, new keys and values [B, kv_heads, Q, head_dim]) -> all keys and values [B, kv_heads, width, ...].
+        states: of layers that have them.
     """
 
-    def __init__(self, positions: torch.Tensor, width: int, store: Callable):
+    def __init__(self, positions: torch.Tensor, width: int, store: Callable, states: States):
         super().__init__(layers=[])
-        self._positions, self._width, self._store = positions, width, store
+        self._positions, self._width, self._store, self.states = positions, width, store, states
 
     def update(self, key_states, value_states, layer_idx, *args, **kwargs):
         return self._store(layer_idx, key_states, value_states)
@@ -85,7 +89,8 @@ class _Rows(TransformersCache):
 
 @dataclass(frozen=True)
 class ModuleShape:
-    """What the engine has to know of a model; see ModelShape for the names. Routed experts are not returned."""
+    """What the engine has to know of a model; see ModelShape for the names. `sparse` are layers whose experts can be
+    told; without any, topk is 0."""
 
     vocab: int
     layers: int
@@ -115,11 +120,14 @@ class ModuleDecoder:
         with _building, torch.device("meta"):
             skeleton = AutoModelForCausalLM.from_config(copy.deepcopy(self._config))
         embedded = skeleton.get_input_embeddings().weight.numel()
+        sparse = frozenset(_experts(skeleton))
         self.shape = ModuleShape(
             vocab=text.vocab_size, layers=text.num_hidden_layers, context=text.max_position_embeddings,
             eos=eos_ids(self._config, folder),
             layer_weights=(skeleton.num_parameters() - embedded) // text.num_hidden_layers,
+            topk=text.num_experts_per_tok if sparse else 0, sparse=sparse,
         )  # fmt: skip
+        self._recurrent = "linear_attention" in (getattr(text, "layer_types", None) or ())
         self._slots: dict[int, int] = {}  # layer -> place in the cache; layers that borrow another's keys have none
 
     def stage(self, stream: Iterable[tuple[str, torch.Tensor]]) -> PreTrainedModel:
@@ -151,50 +159,106 @@ class ModuleDecoder:
 
     @torch.inference_mode()
     def prefill(self, weights: PreTrainedModel, sequences: list[tuple[int, ...]], trace: bool = False) -> Prefill:
-        """Compute whole sequences, padded to the right; then their last tokens once more, for the logits alone."""
+        """Compute whole sequences, padded to the right; then their last tokens once more, for the logits alone.
+
+        Where layers have states, which would take both in, sequences of one length are computed at once instead.
+        """
+        if self._recurrent:
+            return by_length(sequences, lambda equal: self._unpadded(weights, equal, trace))
         count, width = len(sequences), round_up(max(map(len, sequences)))
         tokens = torch.zeros(count, width, dtype=torch.int64)
         for row, ids in enumerate(sequences):
             tokens[row, : len(ids)] = torch.tensor(ids)
         result = Prefill(logits=torch.empty(0))
+        store = self._filling(result)
+        positions = torch.arange(width).clamp_(max=self.shape.context - 1).expand(count, -1)
+        with self._routing(weights, trace) as routes:
+            self._forward(weights, tokens, positions, width, store)
+        last = torch.tensor([len(ids) - 1 for ids in sequences])
+        ids = torch.tensor([ids[-1] for ids in sequences])
+        with self._routing(weights, trace) as again:
+            result.logits = self._next(weights, result, ids, last, width)
+        if trace:
+            result.routing = self._stacked(routes, count * width).view(count, width, self.shape.layers, -1)
+            result.routing[torch.arange(count), last] = self._stacked(again, count)
+        return result
 
+    def _unpadded(self, weights: PreTrainedModel, sequences: list[tuple[int, ...]], trace: bool) -> Prefill:
+        """Sequences of one length, every token of theirs once."""
+        tokens, result = torch.tensor(sequences), Prefill(logits=torch.empty(0))
+        count, width = tokens.shape
+        states = States(None, count)
+        with self._routing(weights, trace) as routes:
+            positions = torch.arange(width).expand(count, -1)
+            logits = self._forward(weights, tokens, positions, width, self._filling(result), states)
+        result.logits, result.states = logits[:, -1].float(), states.kept
+        if trace:
+            result.routing = self._stacked(routes, count * width).view(count, width, self.shape.layers, -1)
+        return result
+
+    def _filling(self, result: Prefill) -> Callable:
+        """What keeps a prefill's keys and values, for `_Rows`."""
         def store(layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             self._slots.setdefault(layer, len(self._slots))
             result.k.append(k)
             result.v.append(v)
             return k, v
 
-        positions = torch.arange(width).clamp_(max=self.shape.context - 1).expand(count, -1)
-        self._forward(weights, tokens, positions, width, store)
-        last = torch.tensor([len(ids) - 1 for ids in sequences])
-        ids = torch.tensor([ids[-1] for ids in sequences])
-        result.logits = self._next(weights, (result.k, result.v), ids, last, width)
-        return result
+        return store
 
     @torch.inference_mode()
     def step(self, weights: PreTrainedModel, cache: Cache, tokens: torch.Tensor, positions: torch.Tensor,
-             trace: bool = False) -> tuple[torch.Tensor, None]:
-        """As Decoder.step; there is no routing."""
+             trace: bool = False) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """As Decoder.step."""
         width = round_up(int(positions.max()) + 1)
-        return self._next(weights, (cache.k, cache.v), tokens, positions, width), None
+        with self._routing(weights, trace) as routes:
+            logits = self._next(weights, cache, tokens, positions, width)
+        return logits, self._stacked(routes, len(tokens)) if trace else None
 
-    def _next(self, weights: PreTrainedModel, kept: tuple[list[torch.Tensor], list[torch.Tensor]],
-              tokens: torch.Tensor, positions: torch.Tensor, width: int) -> torch.Tensor:
-        """Feed one token per row (tokens, positions [R]), write its keys and values; logits [R, V] float32."""
+    @contextmanager
+    def _routing(self, weights: PreTrainedModel, trace: bool) -> Iterator[dict[int, torch.Tensor]]:
+        """Layer -> [rows, topk] experts of a forward inside, with `trace`."""
+        found: dict[int, torch.Tensor] = {}
+
+        def note(layer: int) -> Callable:
+            def hook(module, args, kwargs) -> None:
+                found[layer] = kwargs["top_k_index"] if "top_k_index" in kwargs else args[1]
+            return hook
+
+        handles = [module.register_forward_pre_hook(note(layer), with_kwargs=True)
+                   for layer, module in _experts(weights).items()] if trace else []
+        try:
+            yield found
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _stacked(self, routes: dict[int, torch.Tensor], rows: int) -> torch.Tensor:
+        """[rows, layers, topk] int16, -1 in layers without experts."""
+        result = torch.full((rows, self.shape.layers, self.shape.topk), -1, dtype=torch.int16)
+        for layer, chosen in routes.items():
+            result[:, layer] = chosen.view(rows, -1).to(torch.int16)
+        return result
+
+    def _next(self, weights: PreTrainedModel, kept: Cache | Prefill, tokens: torch.Tensor, positions: torch.Tensor,
+              width: int) -> torch.Tensor:
+        """Feed one token per row (tokens, positions [R]), write keys, values, states; logits [R, V] float32."""
         rows = torch.arange(len(tokens))
 
         def store(layer: int, *new: torch.Tensor) -> list[torch.Tensor]:
             slot = self._slots[layer]
-            for side, values in zip(kept, new, strict=True):
+            for side, values in zip((kept.k, kept.v), new, strict=True):
                 side[slot][rows, :, positions] = values[:, :, 0]
-            return [side[slot][: len(rows), :, :width] for side in kept]
+            return [side[slot][: len(rows), :, :width] for side in (kept.k, kept.v)]
 
-        return self._forward(weights, tokens[:, None], positions[:, None], width, store)[:, -1].float()
+        states = States(kept.states, len(tokens))
+        return self._forward(weights, tokens[:, None], positions[:, None], width, store, states)[:, -1].float()
 
-    def _forward(self, weights, tokens, positions, width, store) -> torch.Tensor:
+    def _forward(self, weights, tokens, positions, width, store, states=None) -> torch.Tensor:
+        cache = _Rows(positions, width, store, states or States(None, len(tokens)))
         with _building:
-            return weights(input_ids=tokens, position_ids=positions, past_key_values=_Rows(positions, width, store),
-                           use_cache=True, logits_to_keep=1).logits
+            return weights(input_ids=tokens, position_ids=positions, past_key_values=cache, use_cache=True,
+                           logits_to_keep=1).logits
 
     def _load(self, state: dict[str, torch.Tensor]) -> PreTrainedModel:
         """transformers' own loading, which knows each architecture's names on disk, ties and stacked experts."""
@@ -220,9 +284,10 @@ class ModuleDecoder:
         if not self._checked:
             module.set_attn_implementation("eager")
             try:
-                expected = [_full(module, ids) for ids in _PROBES]
-                module.set_attn_implementation(ROWS_ATTENTION)
-                gap = self._gap(module, expected)
+                with _hushed():  # transformers says which kernels it does without, in a line each
+                    expected = [_full(module, ids) for ids in _PROBES]
+                    module.set_attn_implementation(ROWS_ATTENTION)
+                    gap = self._gap(module, expected)
             except Exception as error:
                 raise CheckpointError("the local engine cannot decode this architecture", got=str(error),
                                       who=self._config.model_type, fix="use --engine sglang") from error
@@ -235,18 +300,25 @@ class ModuleDecoder:
         return module
 
     def _gap(self, module: PreTrainedModel, expected: list[torch.Tensor]) -> float:
-        """Prefill and one step of two sequences of unequal lengths against full forwards: largest relative difference.
+        """Prefill and two steps of two sequences of unequal lengths against full forwards: largest relative difference.
 
         An architecture may make positions or masks in ways of its own, which would be wrong here and silent.
         """
         cache = Cache(len(_PROBES))
         cache.reserve(len(_PROBES), max(map(len, _PROBES)))
-        filled = self.prefill(module, [ids[:-1] for ids in _PROBES])
         each = torch.arange(len(_PROBES))
-        cache.put(each, each, filled.k, filled.v)
-        last = torch.tensor([ids[-1] for ids in _PROBES])
-        got, _ = self.step(module, cache, last, torch.tensor([len(ids) - 1 for ids in _PROBES]))
+        cache.put(each, each, self.prefill(module, [ids[:-2] for ids in _PROBES]))
+        for back in (2, 1):
+            fed = torch.tensor([ids[-back] for ids in _PROBES])
+            got, _ = self.step(module, cache, fed, torch.tensor([len(ids) - back for ids in _PROBES]))
         return max(float((a - b).abs().max() / b.std()) for a, b in zip(got, expected, strict=True))
+
+
+def _experts(module: PreTrainedModel) -> dict[int, torch.nn.Module]:
+    """The decoder's layers' experts, by layer: modules that are told who computes, under transformers' own name."""
+    found = ((re.search(r"\.layers\.(\d+)\.", name), each) for name, each in module.named_modules())
+    return {int(place[1]): each for place, each in found
+            if place and "top_k_index" in inspect.signature(each.forward).parameters}
 
 
 _PROBES = ((1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13), (3, 1, 4, 1, 5))
@@ -264,6 +336,8 @@ def _config(folder: Path) -> PreTrainedConfig:
     except (OSError, ValueError, KeyError) as error:
         raise CheckpointError("transformers does not know this architecture", got=str(error).splitlines()[0],
                               who=str(folder), fix="use --engine sglang, or another checkpoint") from error
+    if getattr(config, "quantization_config", None) is not None:
+        del config.quantization_config  # `import_weights` makes streams plain; transformers would not expect that
     text = config.get_text_config()
     rope = getattr(text, "rope_parameters", None) or {}
     kinds = {one.get("rope_type") for one in (rope, *rope.values()) if isinstance(one, dict)}

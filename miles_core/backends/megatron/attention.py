@@ -6,13 +6,12 @@ import torch
 import torch.nn.functional as F
 
 from miles_core.backends.megatron import cpu
-from miles_core.backends.megatron.plan import Pick, Plan, Unpick, make_plan, seen
+from miles_core.backends.megatron.plan import Pick, Unpick, plan_of, seen
 from miles_core.backends.megatron.rope import Rope, Rotate
 
 cpu.install()
 
 from megatron.core import parallel_state  # noqa: E402 - after install()
-from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region  # noqa: E402
 
 EXACT_KEYS = 256
@@ -28,11 +27,12 @@ class PackedAttention(torch.nn.Module):
         rope: applied here rather than by Megatron, which would rebuild the tables for q and k of every layer.
         window: keys that a query sees, its own included; None for all.
         softcap: of the scores. They are then written out in full, as no fused kernel of torch's has it.
+        k_channels, v_channels: of a head, for those who have to know; here the tensors say it.
     """
 
     def __init__(self, config, layer_number, attn_mask_type, attention_type, attention_dropout=None,
-                 softmax_scale=None, cp_comm_type=None, pg_collection=None, *, rope: Rope | None = None,
-                 window: int | None = None, softcap: float | None = None):  # fmt: skip
+                 softmax_scale=None, k_channels=None, v_channels=None, cp_comm_type=None, pg_collection=None, *,
+                 rope: Rope | None = None, window: int | None = None, softcap: float | None = None):  # fmt: skip
         super().__init__()
         self.rope, self.window, self.softcap = rope, window, softcap
         self.scale = softmax_scale if softmax_scale is not None else config.kv_channels**-0.5
@@ -41,14 +41,14 @@ class PackedAttention(torch.nn.Module):
 
     def forward(self, query, key, value, attention_mask=None, attn_mask_type=None, attention_bias=None,
                 packed_seq_params=None):  # fmt: skip
-        """q [T, n, d], k and v [T, g, d] -> [T, n*d]; without packed_seq_params q [s, b, n, d] -> [s, b, n*d].
+        """q [T, n, d], k [T, g, d], v [T, g, e] -> [T, n*e]; without packed_seq_params q [s, b, n, d] -> [s, b, n*e].
 
         Raises:
             ValueError: a mask, or context parallelism without packing: only causal packed rows are meant.
         """
         if packed_seq_params is None:
             return self._batched(query, key, value, attention_mask)
-        plan = self._plan(packed_seq_params, query)
+        plan = plan_of(packed_seq_params, query, self.group)
         if self.rope is not None:
             tables = plan.tables(self.rope, query.dtype)
             query, key = (Rotate.apply(x, *tables, self.rope.interleaved) for x in (query, key))
@@ -71,7 +71,7 @@ class PackedAttention(torch.nn.Module):
         return joined if plan.query_rows is None else Unpick.apply(joined, plan.query_back)
 
     def _attend(self, query, key, value, mask=None):
-        """[B, n, q, d], [B, g, k, d] twice -> [B, n, q, d]; causal where no mask is given."""
+        """[B, n, q, d], [B, g, k, d], [B, g, k, e] -> [B, n, q, e]; causal where no mask is given."""
         dropout = self.dropout if self.training else 0.0
         exact = query.dtype == torch.float32 and not query.is_cuda and key.shape[2] <= EXACT_KEYS and not dropout
         if self.softcap is not None or (exact and mask is None):
@@ -83,18 +83,18 @@ class PackedAttention(torch.nn.Module):
 
     def _written_out(self, query, key, value, mask, dropout):
         """The same in the engine's order of operations (backends/local/decode.py), and so with the same bits."""
-        count, heads, queries, dim = query.shape
+        count, heads, queries = query.shape[:3]
         groups, keys = key.shape[1:3]
         hidden = torch.full((queries, keys), -torch.inf, dtype=query.dtype, device=query.device)
         hidden = hidden.triu_(1) if mask is None else hidden.masked_fill_(mask, 0)
-        query, key, value = (x.reshape(count * groups, -1, dim) for x in (query, key, value))
+        query, key, value = (x.reshape(count * groups, -1, x.shape[-1]) for x in (query, key, value))
         scores = torch.bmm(query, key.transpose(1, 2)).mul_(self.scale)
         if self.softcap is not None:
             scores = torch.tanh(scores / self.softcap) * self.softcap
         scores = scores.view(count * heads, queries, keys).add_(hidden)
         shares = torch.softmax(scores, -1, dtype=torch.promote_types(query.dtype, torch.float32)).to(query.dtype)
         shares = F.dropout(shares, dropout) if dropout else shares
-        return torch.bmm(shares.view(count * groups, -1, keys), value).view(count, heads, queries, dim)
+        return torch.bmm(shares.view(count * groups, -1, keys), value).view(count, heads, queries, -1)
 
     def _batched(self, query, key, value, attention_mask):
         if attention_mask is not None or self.group.size() > 1:
@@ -107,12 +107,3 @@ class PackedAttention(torch.nn.Module):
         mask = None if plain else seen(positions, len(positions), self.window)
         out = self._attend(*(x.permute(1, 2, 0, 3) for x in (query, key, value)), mask)
         return out.permute(2, 0, 1, 3).flatten(2)
-
-    def _plan(self, params: PackedSeqParams, query: torch.Tensor) -> Plan:
-        plan = getattr(params, "plan", None)
-        if plan is None:
-            cu = params.cu_seqlens_q_padded if params.cu_seqlens_q_padded is not None else params.cu_seqlens_q
-            size = self.group.size()
-            plan = make_plan(cu.tolist(), query.shape[0] * size, self.group.rank(), size).to(query.device)
-            params.plan = plan
-        return plan

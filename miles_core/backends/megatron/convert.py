@@ -28,6 +28,7 @@ from miles_core.backends.megatron import checkpoint, cpu, shards, weights
 from miles_core.backends.megatron.model import build, transformer_config
 from miles_core.backends.megatron.specs import ModelSpec, Rule, WeightMap
 from miles_core.config.load import with_values
+from miles_core.config.options import Origin, convert
 from miles_core.config.tables import RunConfig
 from miles_core.errors import CheckpointError, ConfigError, OwnerError, WaitError
 from miles_core.hosts import Handle, within
@@ -155,15 +156,18 @@ class Conversion:
         raise NotImplementedError
 
 
-def architecture(folder: Path, plugins: Sequence[str]) -> tuple[ModelSpec, WeightMap, Sequence[Selected], RunConfig]:
+def architecture(folder: Path, plugins: Sequence[str],
+                 options: Sequence[str] = ()) -> tuple[ModelSpec, WeightMap, Sequence[Selected], RunConfig]:
     """What a config.json describes, by the plugin that offers its model_type and those that add to it, for a Job.
 
     Args:
         plugins: names or files; an official one that offers the model_type is found without being named.
+        options: PLUGIN.KEY=VALUE of each option of these that is not its default.
 
     Raises:
         CheckpointError: config.json cannot be read.
         OwnerError: no plugin builds the architecture, or two do.
+        ConfigError: an option that no plugin has, or a value that does not fit.
     """
     from transformers import AutoConfig
 
@@ -184,13 +188,27 @@ def architecture(folder: Path, plugins: Sequence[str]) -> tuple[ModelSpec, Weigh
         raise OwnerError(f"{'two' if owners else 'no'} plugins build the architecture {name!r}", who=str(path),
                          got=names or None, fix="name one of them" if owners else
                          "add the family in a plugin of about fifty lines, --plugin ./it.py: docs/model-families.md")
-    config = with_values(RunConfig(), str(path), checkpoint__hf_checkpoint=str(folder))
+    config = with_values(RunConfig(options=_options(options, selected)), str(path),
+                         checkpoint__hf_checkpoint=str(folder))
     hooks = bind.bind(selected, config, "trainer")
     family = hooks.model_spec[name](hf)
     weight_map = family.weight_map(hf)
     if hooks.weight_map is not None:
         weight_map = hooks.weight_map(weight_map, folder, checkpoint.ACTOR)
     return family.model_spec(hf), weight_map, tuple(selected), config
+
+
+def _options(given: Sequence[str], selected: Sequence[Selected]) -> dict[str, dict[str, object]]:
+    known = {(one.manifest.name, name): option for one in selected for name, option in one.manifest.options.items()}
+    found: dict[str, dict[str, object]] = {}
+    for text in given:
+        key, _, value = text.partition("=")
+        plugin, _, name = key.partition(".")
+        if (plugin, name) not in known:
+            raise ConfigError("none of the plugins has this option", got=text, who="--option",
+                              fix="write PLUGIN.KEY=VALUE, and name the plugin with --plugin")
+        found.setdefault(plugin, {})[name] = convert(known[plugin, name], value, Origin("flag", f"--option {text}"))
+    return found
 
 
 def _builds(one: Selected, name: str) -> bool:
@@ -230,7 +248,7 @@ def _parameters(job: Job) -> list[Parameter]:
     with torch.device("meta"):
         model = build(transformer_config(spec, fields), spec)
         if hooks.build_model is not None:
-            model = hooks.build_model(model, spec, folder, checkpoint.ACTOR)
+            model = hooks.build_model(model, spec, folder, checkpoint.ACTOR, weight_map)
     (entries,) = checkpoint.sharded_entries([model], None, loading=True).values()
     found = {}
     for ours, rule, names in weights.instances(weight_map):

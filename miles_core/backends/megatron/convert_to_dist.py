@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from miles_core.backends.megatron import checkpoint, cpu, shards, weights
+from miles_core.backends.megatron import checkpoint, cpu, joins, shards, weights
 from miles_core.backends.megatron.convert import Conversion, Parameter, full_shape
 from miles_core.errors import CheckpointError
 
@@ -61,7 +61,7 @@ class ToDist(Conversion):
 
     def _read(self, one: Parameter) -> torch.Tensor:
         tensor = torch.empty(one.entry.data.shape, dtype=one.dtype)
-        for name, view in zip(one.hf, weights.hf_views(one.rule, tensor, self.job.weight_map), strict=True):
+        for name, view in zip(one.hf, joins.hf_views(one.rule, tensor, self.job.weight_map), strict=True):
             shards.read_into(self._stored[name], view)
         return tensor
 

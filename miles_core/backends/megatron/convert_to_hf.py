@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.utils import _create_file_view
 
-from miles_core.backends.megatron import cpu, index, shards, weights
+from miles_core.backends.megatron import cpu, index, joins, shards, weights
 from miles_core.backends.megatron.convert import Conversion, Parameter, full_shape
 from miles_core.errors import CheckpointError
 
@@ -75,7 +75,7 @@ class ToHuggingFace(Conversion):
             tensor = torch.empty(one.entry.data.shape, dtype=one.dtype)
             for piece in one.pieces(tensor):
                 piece.data.copy_(self._read(piece))
-        views = weights.hf_views(one.rule, tensor, self.job.weight_map)
+        views = joins.hf_views(one.rule, tensor, self.job.weight_map)
         for view, shape in zip(views, one.hf.values(), strict=True):
             append(view.reshape(shape))
 
@@ -116,7 +116,7 @@ class ToHuggingFace(Conversion):
         dist.barrier()  # every file is there
         if self.rank.index == 0:
             largest = max(self.parameters, key=lambda one: one.nbytes)
-            weights.copy_companions(self.job.companions, self.job.target, largest.dtype)
+            weights.copy_companions(self.job.companions, self.job.target, largest.dtype, weights.PLAIN)
             names = [[name for one in file.parameters for name in one.hf] for file in self._files]
             shards.write_index(self.job.target, names, sum(file.nbytes for file in self._files))
         return len(self._files)

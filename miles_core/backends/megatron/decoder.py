@@ -6,13 +6,18 @@ tensors are those that transformers' decoders share. No torch here.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from miles_core.backends.megatron.specs import Attention, ModelSpec, Rotary, Rule, WeightMap
 from miles_core.errors import ConfigError
 
-_SCALINGS = ("default", "linear", "llama3")
+if TYPE_CHECKING:
+    from miles_core.backends.megatron.mixture import Mixture
+
+_SCALINGS = ("default", "linear", "llama3", "yarn")
 _NEVER = {
     "softmax_type": "vanilla", "apply_query_key_layer_scaling": False, "window_size": None,
     "window_attn_skip_freq": None, "no_rope_freq": None, "glu_linear_offset": 0.0, "activation_func_clamp_value": None,
@@ -42,14 +47,17 @@ class Decoder:
         norms: their names.
         zero_centred_norms: a norm multiplies with 1 + weight.
         qk_norm: a norm on each head of q and k.
+        wide_qk_norm: one norm over all heads of q together, and one over those of k.
         qkv_bias: q, k and v have biases.
         linear_bias: every projection has one.
         fused_gate_up: the checkpoint keeps gate and up as one tensor.
         activation, embedding_scale, logit_softcap: see ModelSpec.
         softmax_scale: factor on attention scores; None for head_dim^-0.5.
-        constants, defaults: further fields of TransformerConfig, as in ModelSpec.
-        mlp: rules of the MLPs where they are not one dense MLP per layer.
+        constants, defaults, also: further fields of TransformerConfig and options that may be repeated: see ModelSpec.
+        mixture: the mixtures of experts that some or all layers have for an MLP; see mixture.py.
+        mlp: rules of the MLPs where they are neither these nor one dense MLP per layer.
         mixing: rules of the token mixers where they are not one attention per layer; the norms around them excepted.
+        left: see WeightMap.
     """
 
     hf: object
@@ -57,6 +65,7 @@ class Decoder:
     norms: LayerNorms = LayerNorms()
     zero_centred_norms: bool = False
     qk_norm: bool = False
+    wide_qk_norm: bool = False
     qkv_bias: bool = False
     linear_bias: bool = False
     fused_gate_up: bool = False
@@ -66,8 +75,11 @@ class Decoder:
     logit_softcap: float | None = None
     constants: Mapping[str, object] = field(default_factory=dict)
     defaults: Mapping[str, object] = field(default_factory=dict)
+    also: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
+    mixture: Mixture | None = None
     mlp: tuple[Rule, ...] | None = None
     mixing: tuple[Rule, ...] | None = None
+    left: tuple[str, ...] = ()
 
     def spec(self) -> ModelSpec:
         """The architecture."""
@@ -82,20 +94,23 @@ class Decoder:
             "layernorm_epsilon": hf.rms_norm_eps,
             "normalization": "RMSNorm",
             "layernorm_zero_centered_gamma": self.zero_centred_norms,
-            "qk_layernorm": self.qk_norm,
+            "qk_layernorm": self.qk_norm or self.wide_qk_norm,
             "add_bias_linear": self.linear_bias,
             "add_qkv_bias": self.qkv_bias or self.linear_bias,
             "gated_linear_unit": True,
             "softmax_scale": self.softmax_scale,
             "rotary_interleaved": self.attention[0].rotary.interleaved,
             **_NEVER,
+            **({} if self.mixture is None else self.mixture.constants),
             **self.constants,
         }
+        defaults = {**({} if self.mixture is None else self.mixture.defaults), **self.defaults}
         return ModelSpec(
-            constants=constants, defaults=self.defaults, vocab_size=hf.vocab_size, attention=self.attention,
+            constants=constants, defaults=defaults, vocab_size=hf.vocab_size, attention=self.attention,
             tied=bool(hf.tie_word_embeddings), max_positions=hf.max_position_embeddings, source=source(hf),
-            activation=self.activation, post_norms=self.norms.after_mlp is not None,
+            activation=self.activation, post_norms=self.norms.after_mlp is not None, wide_qk_norm=self.wide_qk_norm,
             embedding_scale=self.embedding_scale, logit_softcap=self.logit_softcap,
+            also={**({} if self.mixture is None else self.mixture.also), **self.also},
         )  # fmt: skip
 
     def weight_map(self) -> WeightMap:
@@ -105,15 +120,20 @@ class Decoder:
         rules = [
             Rule("embedding.word_embeddings.weight", ("model.embed_tokens.weight",)),
             *self._attention(layers),
-            *(self.mlp if self.mlp is not None else dense_mlp(layers, self.fused_gate_up, self.linear_bias)),
+            *self._mlp(layers),
             Rule("decoder.final_layernorm.weight", ("model.norm.weight",)),
         ]
         if not hf.tie_word_embeddings:
             rules.append(Rule("output_layer.weight", ("lm_head.weight",)))
         return WeightMap(
             rules=tuple(rules), heads=hf.num_attention_heads, groups=hf.num_key_value_heads, head_dim=head_dim(hf),
-            ignored=frozenset({"lm_head.weight"} if hf.tie_word_embeddings else ()),
+            ignored=frozenset({"lm_head.weight"} if hf.tie_word_embeddings else ()), left=self.left,
         )  # fmt: skip
+
+    def _mlp(self, layers: tuple[int, ...]) -> tuple[Rule, ...]:
+        if self.mlp is not None:
+            return self.mlp
+        return dense_mlp(layers, self.fused_gate_up, self.linear_bias) if self.mixture is None else self.mixture.rules()
 
     def _attention(self, layers: tuple[int, ...]) -> list[Rule]:
         def same(ours: str, theirs: str) -> Rule:
@@ -126,7 +146,7 @@ class Decoder:
         mixing = [qkv("weight")]
         if self.qkv_bias or self.linear_bias:
             mixing.append(qkv("bias"))
-        if self.qk_norm:
+        if self.qk_norm or self.wide_qk_norm:
             mixing += [same(f"self_attention.{x}_layernorm.weight", f"self_attn.{x}_norm.weight") for x in "qk"]
         mixing.append(same("self_attention.linear_proj.weight", "self_attn.o_proj.weight"))
         if self.linear_bias:
@@ -190,30 +210,57 @@ def by_layer_type(hf, kinds: Mapping[str, Attention]) -> tuple[Attention, ...]:
 
 
 def rotary(
-    hf, parameters: Mapping[str, object] | None = None, *, partial: bool = False, interleaved: bool = False
+    hf, parameters: Mapping[str, object] | None = None, *, partial: bool = False, interleaved: bool = False,
+    fraction: float | None = None,
 ) -> Rotary:
     """The rotary embedding that config.json describes.
 
     Args:
         parameters: transformers' rope_parameters; by default the config's own.
         partial: whether the family may turn a part of each head only.
+        fraction: what part that is, where other keys of the config say it.
 
     Raises:
-        ConfigError: a scaling other than linear and llama3, or a part where the family has none.
+        ConfigError: a scaling other than linear, llama3 and yarn, or a part where the family has none.
     """
     given = dict(parameters if parameters is not None else getattr(hf, "rope_parameters", None) or {})
     scaling = given.get("rope_type", "default")
     if scaling not in _SCALINGS:
         raise _unsupported(hf, f"rope_type other than {', '.join(_SCALINGS)}", scaling)
-    fraction = float(given.get("partial_rotary_factor", 1.0))
-    if fraction != 1 and not partial:
-        raise _unsupported(hf, "partial_rotary_factor other than 1", fraction)
-    read = {"factor": "factor", "low_freq_factor": "low", "high_freq_factor": "high",
-            "original_max_position_embeddings": "original"} if scaling != "default" else {}
+    said = float(given.get("partial_rotary_factor", 1.0))
+    if said != 1 and not partial:
+        raise _unsupported(hf, "partial_rotary_factor other than 1", said)
+    read = {} if scaling == "default" else _YARN if scaling == "yarn" else _SCALED
+    found = {ours: given[name] for name, ours in read.items() if given.get(name) is not None}
+    if scaling == "yarn":
+        found = {"low": 1.0, "high": 32.0, "original": hf.max_position_embeddings, **found}
+        found.setdefault("factor", hf.max_position_embeddings / found["original"])
+        found["magnitude"] = _magnitude(given, found["factor"])
     return Rotary(
-        theta=float(given.get("rope_theta") or hf.rope_theta), fraction=fraction, interleaved=interleaved,
-        scaling=scaling, **{ours: given[name] for name, ours in read.items() if name in given},
+        theta=float(given.get("rope_theta") or hf.rope_theta), fraction=fraction or said, interleaved=interleaved,
+        scaling=scaling, **found,
     )  # fmt: skip
+
+
+_SCALED = {"factor": "factor", "low_freq_factor": "low", "high_freq_factor": "high",
+           "original_max_position_embeddings": "original"}
+_YARN = {"factor": "factor", "beta_slow": "low", "beta_fast": "high", "original_max_position_embeddings": "original",
+         "truncate": "whole"}
+"""Keys of rope_parameters -> fields of Rotary."""
+
+
+def yarn_magnitude(factor: float, slope: float = 1.0) -> float:
+    """By how much what is turned grows where positions are stretched by a factor (YaRN, section 3.4)."""
+    return 0.1 * slope * math.log(factor) + 1 if factor > 1 else 1.0
+
+
+def _magnitude(given: Mapping[str, object], factor: float) -> float:
+    if given.get("attention_factor") is not None:
+        return float(given["attention_factor"])
+    slopes = given.get("mscale"), given.get("mscale_all_dim")
+    if all(slopes):
+        return yarn_magnitude(factor, slopes[0]) / yarn_magnitude(factor, slopes[1])
+    return yarn_magnitude(factor)
 
 
 def refuse(hf, **wanted: object) -> None:

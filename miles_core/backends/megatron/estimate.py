@@ -54,7 +54,7 @@ def model_of(config: RunConfig) -> Model | None:
         return None
     return Model(size=size, layout=layout_of(config), value=2 if config.perf.bf16 else FP32,
                  tied=bool(said.get("tie_word_embeddings")),
-                 qk_norm=str(said.get("model_type", "")).startswith(_QK_NORM))
+                 qk_norm=bool(said.get("use_qk_norm") or str(said.get("model_type", "")).startswith(_QK_NORM)))
 
 
 def kept(model: Model, sparse: bool) -> dict[str, float]:
@@ -68,12 +68,19 @@ def kept(model: Model, sparse: bool) -> dict[str, float]:
     hidden, statistic = value * size.hidden / model.split, FP32 / model.split
     query = value * size.heads * size.head_dim / tensor
     key = value * size.groups * size.head_dim / tensor
+    values, output = (value * count * size.value_dim / tensor for count in (size.groups, size.heads))
+    latents = value * ((size.query_rank or 0) + (size.rank or 0)) / model.split
+    # Of the average layer; linear attention is computed again from its inputs.
+    linear, (keys, inner) = size.linear / size.layers, size.linear_widths
+    full = 1 - linear
     found = {
         "attention norm: input": hidden + statistic,
         "qkv: input": hidden,
-        "norms of q and k: inputs": (query + key + FP32 * (size.heads + size.groups) / tensor) * model.qk_norm,
-        "attention: q, k, v": query + 2 * key,
-        "attention: output": query + FP32 * size.heads / tensor,
+        "norms of q and k: inputs": full * (query + key + FP32 * (size.heads + size.groups) / tensor) * model.qk_norm,
+        "latents: inputs of norms and projections": 2 * latents,
+        "attention: q, k, v": full * (query + key + values),
+        "attention: output": full * (output + FP32 * size.heads / tensor),
+        "linear attention: q, k, v, output, gate, gated output": linear * value * (2 * keys + 4 * inner) / tensor,
         "mlp norm: input": hidden + statistic,
     }
     if not sparse:
@@ -97,8 +104,9 @@ def parameters(model: Model, layers: float, first: bool, last: bool) -> tuple[fl
     """(dense, experts') parameters of one rank that holds so many layers, and the ends of the model or not."""
     size, tensor = model.size, model.layout.tensor
     sparse = layers * size.sparse / size.layers
-    attention = size.hidden * size.head_dim * (2 * size.heads + 2 * size.groups) / tensor
-    norms = 2 * size.hidden + 2 * size.head_dim * model.qk_norm
+    cut, whole = size.mixing
+    attention = cut / tensor + whole
+    norms = 2 * size.hidden + 2 * size.head_dim * model.qk_norm + (size.query_rank or 0) + (size.rank or 0)
     table = size.vocab * size.hidden / tensor
     dense = layers * (attention + norms) + (layers - sparse) * 3 * size.hidden * (size.ffn or 0) / tensor
     dense += sparse * size.hidden * ((size.experts or 0) + 3 * (size.shared_ffn or 0) / tensor)

@@ -53,6 +53,8 @@ def check_architecture(given: Mapping[str, object], spec: ModelSpec) -> None:
         "activation_func": spec.activation,
     }  # fmt: skip
     for name, value in given.items():
+        if value in spec.also.get(name, ()):
+            continue
         if name in fixed and value != fixed[name]:
             raise ConfigError(f"{name} disagrees with the checkpoint, which says {fixed[name]}", got=value,
                               who=spec.source, fix=f"leave {name} out, or use a checkpoint with that value")

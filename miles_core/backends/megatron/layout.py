@@ -190,6 +190,9 @@ def _divisions(layout: Layout, architecture: Architecture, config: RunConfig) ->
     # Megatron-core splits a group over several ranks as well; the weight map moves whole groups.
     yield "groups", ("tensor",)
     yield "vocab", ("tensor",)
+    if architecture.linear:
+        yield "linear_groups", ("tensor",)
+        yield "linear_heads", ("tensor",)
     if architecture.layers != architecture.sparse:
         yield "ffn", ("tensor",)
     if architecture.experts:

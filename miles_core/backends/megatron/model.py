@@ -112,6 +112,9 @@ def transformer_config(
     ours = {**_DEFAULTS, **_OF_LAYERS[chosen], "activation_func": _ACTIVATIONS[spec.activation]}
     values = {**defaults_for(TransformerConfig), **ours, **spec.defaults, **spec.constants, **overrides, **layout,
               "transformer_impl": chosen}  # fmt: skip
+    if spec.wide_qk_norm:
+        # Megatron would add up the gradients of norms of q and k over tensor-parallel ranks, which here are cut.
+        values["qk_layernorm"] = False
     if values.get("moe_aux_loss_coeff") and "moe_router_load_balancing_type" not in overrides:
         values["moe_router_load_balancing_type"] = "aux_loss"
     if overrides.get("recompute_granularity") == "full":
@@ -126,6 +129,7 @@ def transformer_config(
 def _checked(spec: ModelSpec, overrides: Mapping[str, object], chosen: str) -> dict[str, object]:
     """The overrides, without what the chosen layers cannot have."""
     known = {field.name for field in dataclasses.fields(TransformerConfig)}
+    overrides = {name: value for name, value in overrides.items() if value not in spec.also.get(name, ())}
     for name, value in overrides.items():
         if name not in known:
             raise UnknownKeyError("Megatron's TransformerConfig has no such field", got=name,

@@ -1,7 +1,7 @@
 """The models of a rank: the actor, others that are built beside it, and others that are swapped into its place.
 
 A model of the actor's architecture that does not train (the reference) is kept as host copies of its parameters,
-pinned where there is a GPU.
+pinned where there is a GPU; where it comes from the same place, what is frozen in the actor needs no copy.
 `at(name)` copies them into the actor's place and puts the actor back afterwards, so memory holds one model's
 activations and buffers. A model that trains (a critic) or has another architecture (a larger teacher) is its own.
 """
@@ -80,7 +80,7 @@ class Models:
         held = None  # the source whose weights the actor's place holds
         for name, source in self._swapped.items():
             self.actor.fill(source)
-            self._copies[name], held = self.actor.copy(), source
+            self._copies[name], held = self.actor.copy(moving=self._shares(name)), source
         for one in self.residents.values():
             there = one is self.actor and held == one.declared.source
             if not there and not (resume and one.declared.trainable):
@@ -116,14 +116,20 @@ class Models:
         if name in self.residents:
             yield place
             return
-        actor = self.actor.copy(self._copies.get("actor"))
+        moving = self._shares(name)
+        kept = "the actor's moving weights" if moving else "the actor"
+        actor = self.actor.copy(self._copies.get(kept), moving)
         if not cpu.no_cuda():  # pinning takes longer than the copy itself; without a GPU it is only memory
-            self._copies["actor"] = actor
-        self.actor.put(self._copies[name])
+            self._copies[kept] = actor
+        self.actor.put(self._copies[name], moving)
         try:
             yield self.actor
         finally:
-            self.actor.put(actor)
+            self.actor.put(actor, moving)
+
+    def _shares(self, name: str) -> bool:
+        """Whether a model that is swapped in has the actor's frozen weights."""
+        return self._swapped[name] == self.actor.declared.source
 
     def offload(self, tags: Sequence[str]) -> None:
         """See stages/step.py. Models that are swapped in are in host memory anyhow."""
@@ -157,4 +163,4 @@ class Models:
 
     def export(self, folder: Path, stream: Iterator[tuple[str, torch.Tensor]]) -> None:
         """The actor's stream as a Hugging Face directory; one rank writes it."""
-        weights.export_hf(folder, self.actor.folder, stream, next(self.actor.parameters()).dtype)
+        weights.export_hf(folder, self.actor.folder, stream, config=weights.PLAIN)

@@ -92,6 +92,19 @@ class OptimizerOptions:
         return self.train_iters if self.lr_decay_iters is None else self.lr_decay_iters
 
 
+def rounded(config: TransformerConfig, chunk: torch.nn.Module) -> Float16Module:
+    """The chunk with parameters in 16 bits. Buffers stay in float32: a router's bias, and the counts it is made of.
+
+    Megatron rounds them too, and widens what is left of the bias again when the router is next called.
+    """
+    kept = [(module, name, buffer) for module in chunk.modules() for name, buffer in module.named_buffers(recurse=False)
+            if buffer.is_floating_point()]
+    whole = Float16Module(config, chunk)
+    for module, name, buffer in kept:
+        module._buffers[name] = buffer
+    return whole
+
+
 def wrap(
     chunks: Sequence[torch.nn.Module], config: TransformerConfig, options: OptimizerOptions
 ) -> list[DistributedDataParallel]:
@@ -110,7 +123,7 @@ def wrap(
             overlap_grad_reduce=options.overlap_grad_reduce, overlap_param_gather=options.overlap_param_gather,
         ))  # fmt: skip
         wrapped = [
-            DistributedDataParallel(config, ddp, Float16Module(config, part) if low else part, disable_bucketing=i > 0)
+            DistributedDataParallel(config, ddp, rounded(config, part) if low else part, disable_bucketing=i > 0)
             for i, part in enumerate(chunks)
         ]
     if ddp.overlap_grad_reduce:

@@ -14,6 +14,7 @@ from miles_core.backends.megatron import cpu, layers
 from miles_core.backends.megatron.attention import PackedAttention
 from miles_core.backends.megatron.rope import Rope
 from miles_core.backends.megatron.specs import Attention, ModelSpec
+from miles_core.backends.megatron.wide_norm import WideNorm
 from miles_core.errors import ConfigError
 
 cpu.install()
@@ -92,10 +93,11 @@ def parts_of(config: TransformerConfig) -> Parts:
 def fits(config: TransformerConfig, attention: Attention) -> bool:
     """Whether Transformer Engine's fused attention computes this; else PackedAttention does, between its layers.
 
-    The kernels are for 16 bits, cap no scores, and have no window where keys travel between context-parallel ranks.
+    The kernels are for 16 bits, cap no scores, turn without a magnitude, and have no window where keys travel between
+    context-parallel ranks.
     """
     windowed = attention.window is not None and config.context_parallel_size > 1
-    wanted = config.attention_backend != AttnBackend.local
+    wanted = config.attention_backend != AttnBackend.local and attention.rotary.magnitude == 1
     return wanted and config.bf16 and attention.softcap is None and not windowed
 
 
@@ -124,6 +126,10 @@ def layer(config: TransformerConfig, spec: ModelSpec, sparse: bool, attention: A
         inner.core_attention = parts.attention(config, attention, rope)
         if config.qk_layernorm:
             inner.q_layernorm = inner.k_layernorm = parts.norm
+        if spec.wide_qk_norm:
+            inner.q_layernorm, inner.k_layernorm = (
+                ModuleSpec(module=WideNorm, params={"heads": heads})
+                for heads in (config.num_attention_heads, config.num_query_groups))
     activation = parts.activations[spec.activation]
     dense = MLPSubmodules(linear_fc1=parts.column, linear_fc2=parts.row, activation_func=activation)
     if not sparse:

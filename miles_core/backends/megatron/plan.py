@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 
 from miles_core.backends.megatron import cpu
 
@@ -170,6 +171,21 @@ def packed_rows(cu_seqlens) -> PackedRows:
         qkv_format="thd", cu_seqlens_q=cu, cu_seqlens_kv=cu, cu_seqlens_q_padded=cu, cu_seqlens_kv_padded=cu,
         max_seqlen_q=longest, max_seqlen_kv=longest,
     )  # fmt: skip
+
+
+def plan_of(params: PackedSeqParams, rows: torch.Tensor, group: dist.ProcessGroup) -> Plan:
+    """The plan of a micro-batch, which the first layer that asks makes and all others share.
+
+    Args:
+        rows: [T, ...] of this rank, on the device where the plan is wanted.
+        group: the context-parallel ranks.
+    """
+    plan = getattr(params, "plan", None)
+    if plan is None:
+        cu = params.cu_seqlens_q_padded if params.cu_seqlens_q_padded is not None else params.cu_seqlens_q
+        plan = make_plan(cu.tolist(), rows.shape[0] * group.size(), group.rank(), group.size()).to(rows.device)
+        params.plan = plan
+    return plan
 
 
 def _padded(length: int) -> int:

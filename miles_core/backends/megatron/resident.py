@@ -25,7 +25,6 @@ cpu.install()
 
 from megatron.core.distributed import finalize_model_grads  # noqa: E402 - after install()
 from megatron.core.transformer import TransformerConfig  # noqa: E402
-from megatron.core.transformer.module import Float16Module  # noqa: E402
 
 
 class Resident:
@@ -58,7 +57,7 @@ class Resident:
         if hooks.weight_map is not None:
             self.weight_map = hooks.weight_map(self.weight_map, self.folder, name)
         if hooks.build_model is not None:
-            chunks = [hooks.build_model(chunk, self.spec, self.folder, name) for chunk in chunks]
+            chunks = [hooks.build_model(chunk, self.spec, self.folder, name, self.weight_map) for chunk in chunks]
         self.chunks = [chunk.to(cpu.device()) for chunk in chunks]
         self.clip_groups = gradients.clip_groups(self.chunks)
         self.options = _options(config, declared)
@@ -70,7 +69,7 @@ class Resident:
             self.wrapped = optimizer.wrap(self.chunks, self.settings, self.options)
         else:
             low = self.settings.bf16
-            self.wrapped = [Float16Module(self.settings, chunk) if low else chunk for chunk in self.chunks]
+            self.wrapped = [optimizer.rounded(self.settings, chunk) if low else chunk for chunk in self.chunks]
 
     @property
     def head(self) -> torch.Tensor:
@@ -157,23 +156,32 @@ class Resident:
         """Of all chunks, in order."""
         return (parameter for chunk in self.chunks for parameter in chunk.parameters())
 
-    def copy(self, into: Sequence[torch.Tensor] | None = None) -> list[torch.Tensor]:
+    def tensors(self, moving: bool = False) -> Iterator[torch.Tensor]:
+        """What a checkpoint holds of the model: parameters, then persistent buffers.
+
+        Args:
+            moving: without parameters that are frozen.
+        """
+        yield from (parameter for parameter in self.parameters() if parameter.requires_grad or not moving)
+        yield from (buffer for chunk in self.chunks for _, buffer in weights.kept_buffers(chunk))
+
+    def copy(self, into: Sequence[torch.Tensor] | None = None, moving: bool = False) -> list[torch.Tensor]:
         """The weights in host memory.
 
         Args:
             into: an earlier copy to write over.
+            moving: see `tensors`.
         """
         self.settle()
-        copies = [host_copy(parameter, None if into is None else into[i])
-                  for i, parameter in enumerate(self.parameters())]
+        copies = [host_copy(one, None if into is None else into[i]) for i, one in enumerate(self.tensors(moving))]
         synchronise()
         return copies
 
-    def put(self, tensors: list[torch.Tensor]) -> None:
+    def put(self, tensors: list[torch.Tensor], moving: bool = False) -> None:
         """The inverse of `copy`."""
         with torch.no_grad():
-            for parameter, tensor in zip(self.parameters(), tensors, strict=True):
-                parameter.copy_(tensor, non_blocking=True)
+            for ours, tensor in zip(self.tensors(moving), tensors, strict=True):
+                ours.copy_(tensor, non_blocking=True)
         synchronise()
 
 

@@ -53,13 +53,14 @@ class Rope:
 
     def __init__(self, dim: int, rotary: Rotary):
         self.interleaved = rotary.interleaved
-        self.inverse_frequency = _inverse_frequency(int(dim * rotary.fraction), rotary)
+        self.magnitude = rotary.magnitude
+        self.inverse_frequency = _inverse_frequency(int(dim * rotary.fraction + 1e-6), rotary)
         self._angles: torch.Tensor | None = None
 
     def tables(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """positions [N] -> cos and sin [N, r/2], r the channels that are turned; the angles in fp32."""
+        """positions [N] -> cos and sin [N, r/2] times the magnitude, r the channels that are turned; made in fp32."""
         angles = torch.outer(positions.float(), self.inverse_frequency.to(positions.device))
-        return angles.cos().to(dtype), angles.sin().to(dtype)
+        return tuple((table * self.magnitude).to(dtype) for table in (angles.cos(), angles.sin()))
 
     def angles(self, count: int, device: torch.device) -> torch.Tensor:
         """[count or more, 1, 1, r] fp32 of the positions from 0, each pair's angle twice: Transformer Engine's form.
@@ -81,7 +82,23 @@ def _inverse_frequency(dim: int, rotary: Rotary) -> torch.Tensor:
     slow = plain / rotary.factor
     if rotary.scaling == "linear":
         return slow
+    if rotary.scaling == "yarn":
+        keep = 1 - _ramp(dim, rotary)
+        return slow * (1 - keep) + plain * keep
     # Llama 3: waves longer than original / low are slowed, shorter ones than original / high stay, in between a blend.
     turns = rotary.original * plain / (2 * math.pi)
     keep = ((turns - rotary.low) / (rotary.high - rotary.low)).clamp(0, 1)
     return (1 - keep) * slow + keep * plain
+
+
+def _ramp(dim: int, rotary: Rotary) -> torch.Tensor:
+    """[dim/2] 0 up to the channel that makes `high` turns over the original positions, 1 from that of `low` on."""
+    def channel(turns: float) -> float:
+        return dim * math.log(rotary.original / (turns * 2 * math.pi)) / (2 * math.log(rotary.theta))
+
+    first, last = channel(rotary.high), channel(rotary.low)
+    if rotary.whole:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, dim - 1)
+    last += 0.001 * (first == last)  # a step rather than 0 / 0
+    return ((torch.arange(dim // 2, dtype=torch.float32) - first) / (last - first)).clamp(0, 1)

@@ -19,10 +19,14 @@ class Rotary:
         theta: its base.
         fraction: share of each head that is turned; the rest passes through.
         interleaved: pairs are (x[0], x[1]), (x[2], x[3]) ...; otherwise x[i] goes with x[i + half].
-        scaling: "default", "linear" (every frequency by 1/factor: Chen et al., arXiv:2306.15595) or "llama3" (only the
-            low ones, with a smooth transition: Llama 3, arXiv:2407.21783, as transformers computes it).
-        factor: of both scalings.
-        low, high, original: of llama3: the two frequency factors and the positions of the first training.
+        scaling: "default", "linear" (every frequency by 1/factor: Chen et al., arXiv:2306.15595), "llama3" (only the
+            low ones, with a smooth transition: Llama 3, arXiv:2407.21783, as transformers computes it) or "yarn" (by
+            the turns that a frequency makes: Peng et al., arXiv:2309.00071).
+        factor: of the scalings.
+        low, high, original: of llama3: the two frequency factors and the positions of the first training; of yarn:
+            turns over these positions up to which a frequency is scaled, and from which it stays.
+        whole: of yarn: the transition begins and ends at whole channels.
+        magnitude: factor on what is turned.
     """
 
     theta: float
@@ -33,6 +37,8 @@ class Rotary:
     low: float = 1.0
     high: float = 4.0
     original: int = 8192
+    whole: bool = True
+    magnitude: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +67,15 @@ class ModelSpec:
     Args:
         constants: fields of TransformerConfig that the checkpoint fixes; an override may repeat but not change them.
         defaults: fields that the family prefers and an override may change.
+        also: options of Megatron's -> values that say of its own layers what the checkpoint says, where the layers here
+            have other fields, or none. Repeated they change nothing.
         vocab_size: rows of the embedding.
         attention: one entry per layer of the whole model.
         tied: the output layer is the embedding.
         max_positions: longest sequence that the checkpoint was made for.
         source: where this was read, for messages.
         activation: of the gated MLP: "silu" or "gelu_pytorch_tanh".
+        wide_qk_norm: the norms of q and k go over all heads together.
         post_norms: the outputs of attention and MLP pass a norm before they join the residual.
         embedding_scale: factor on the embedding's output.
         logit_softcap: logits become softcap x tanh(logits / softcap); None for plain ones.
@@ -79,7 +88,9 @@ class ModelSpec:
     max_positions: int
     source: str = field(compare=False)
     defaults: Mapping[str, object] = field(default_factory=dict)
+    also: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
     activation: str = "silu"
+    wide_qk_norm: bool = False
     post_norms: bool = False
     embedding_scale: float = 1.0
     logit_softcap: float | None = None
@@ -95,13 +106,17 @@ class Rule:
     """How tensors of a checkpoint and parameters of the model stand for each other.
 
     Args:
-        megatron: parameter name; `{layer}` and `{expert}` count from 0 over the whole model.
+        megatron: name of a parameter, or of a persistent buffer (a router's bias), which is loaded, streamed, saved
+            and converted like one; `{layer}` and `{expert}` count from 0 over the whole model.
         hf: the tensors that it is made of, in order.
         join: "same" for one tensor, "rows" to stack along axis 0, "halves" for one tensor that is two stacked already
-            (each of which is cut among tensor-parallel ranks), "qkv" for Megatron's order per query group.
+            (each of which is cut among tensor-parallel ranks), "sections" for several of the sizes `sections`, "qkv"
+            for Megatron's order per query group, "qkv_gate" for the same where the first tensor has, head by head, a
+            query and the gate of its output.
         layers: the layers that have it; None for a parameter outside the layers.
         experts: how many experts have it; 0 for a parameter without expert.
-        optional: a checkpoint may lack it, with all others that are optional; it then starts as it was drawn.
+        optional: a checkpoint may lack it, with all others of the same word or True; it then starts as it was drawn.
+        sections: relative sizes of what is stacked in the tensor of the join "sections".
     """
 
     megatron: str
@@ -109,7 +124,8 @@ class Rule:
     join: str = "same"
     layers: tuple[int, ...] | None = None
     experts: int = 0
-    optional: bool = False
+    optional: bool | str = False
+    sections: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +134,10 @@ class WeightMap:
 
     Args:
         rules: one or more Rule.
-        heads, groups, head_dim: for the "qkv" join.
+        heads, groups, head_dim: for the joins "qkv" and "qkv_gate".
         ignored: names of a checkpoint that stand for nothing, such as a tied lm_head written out again.
+        left: beginnings of names of tensors that the model leaves in the checkpoint, which is announced: layers for
+            drafting. A plugin that adds rules for them takes them in.
     """
 
     rules: tuple[Rule, ...]
@@ -127,6 +145,7 @@ class WeightMap:
     groups: int
     head_dim: int
     ignored: frozenset[str] = frozenset()
+    left: tuple[str, ...] = ()
 
 
 class Family(Protocol):

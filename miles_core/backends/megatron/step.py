@@ -147,7 +147,10 @@ class MegatronTrainer:
             self.models.save(folder, rollout_id, state)
 
     def export(self, folder: Path) -> None:
-        if (stream := self._on_first(self.models.stream())) is not None:
+        stream = self.models.stream()
+        if self.hooks.save_weights is not None:
+            stream = self.hooks.save_weights(stream, folder)
+        if (stream := self._on_first(stream)) is not None:
             self.models.export(folder, stream)
 
     def hashes(self, batch: Batch) -> dict[str, object] | None:

@@ -82,7 +82,7 @@ class FusedAttention(te.TEDotProductAttention):
 
     def forward(self, query, key, value, attention_mask=None, attn_mask_type=None, attention_bias=None,
                 packed_seq_params=None):  # fmt: skip
-        """q [T, n, d], k and v [T, g, d] -> [T, n*d].
+        """q [T, n, d], k [T, g, d], v [T, g, e] -> [T, n*e].
 
         Raises:
             ValueError: rows that are not packed.

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError, safe_open
 
-from miles_core.backends.megatron import cpu
+from miles_core.backends.megatron import cpu, joins
 from miles_core.backends.megatron.publish import publish
+from miles_core.backends.megatron.readers import Readers
 from miles_core.backends.megatron.shards import few, shard_name, tensor_files, write_index, writing
 from miles_core.backends.megatron.specs import Rule, WeightMap
 from miles_core.errors import CheckpointError, ConfigError
@@ -40,6 +40,9 @@ _GROUPED = re.compile(r"\.experts\.(linear_fc\d)\.(weight|bias)(\d+)$")
 EMBEDDING, _TIED = "embedding.word_embeddings.weight", "output_layer.weight"
 """A tied output layer on a pipeline stage of its own is a copy of the embedding."""
 
+PLAIN = {"quantization_config": None}
+"""What config.json says of weights that are not quantised, whatever it said of those that a run started from."""
+
 _WEIGHT_FILES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf", ".h5")
 
 
@@ -56,6 +59,7 @@ def load_hf(folder: str | Path, model: Model, weight_map: WeightMap, *, but: fro
             misshapen, all of them in one message and before anything was changed.
     """
     files = tensor_files(Path(folder))
+    refuse_quantised(Path(folder))
     parameters = global_parameters(model)
     if fresh := lacking(weight_map, files) - but:
         if dist.get_rank() == 0:
@@ -63,27 +67,44 @@ def load_hf(folder: str | Path, model: Model, weight_map: WeightMap, *, but: fro
         but |= fresh
     rules = {ours: (rule, names) for ours, rule, names in instances(weight_map) if ours not in but}
     expected = {name for _, names in rules.values() for name in names}
-    if _TIED in parameters and _TIED not in rules:  # the last pipeline stage's copy of the embedding
+    if _TIED in parameters and _TIED not in rules.keys() | but:  # the last pipeline stage's copy of the embedding
         rules[_TIED] = rules[EMBEDDING]
     if unmapped := sorted(parameters.keys() - rules.keys() - but):
         raise ConfigError("no rule of the weight map fills these parameters", got=few(unmapped),
                           fix="add rules to the family's weight_map")
+    announce_left(folder, files, expected, weight_map)
     wanted = {ours: rules[ours] for ours in rules if ours in parameters}
-    with _Readers(files) as read:
+    with Readers(files) as read:
         shapes = {name: shape for ours, (rule, names) in wanted.items()
                   for name, shape in zip(names, hf_shapes(rule, parameters[ours], weight_map), strict=True)}
         check_fit(folder, files.keys(), expected, weight_map, shapes, read.shape)
         with torch.no_grad():
             for ours, (rule, names) in wanted.items():
                 parameter = parameters[ours]
-                parts = [_shard(piece, parameter) for name in names for piece in _pieces(rule, read.tensor(name))]
-                parameter.copy_(_join(rule, parts, weight_map))
+                parts = [_shard(piece, parameter) for name in names for piece in joins.pieces(rule, read.tensor(name))]
+                parameter.copy_(joins.join(rule, parts, weight_map))
+
+
+def refuse_quantised(folder: Path) -> None:
+    """
+    Raises:
+        CheckpointError: config.json says that the weights there are quantised.
+    """
+    path = folder / "config.json"
+    said = json.loads(path.read_text(encoding="utf-8")).get("quantization_config") if path.is_file() else None
+    if said:
+        raise CheckpointError("training cannot start from quantised weights", got=said.get("quant_method", said),
+                              who=str(path), fix="name the plain checkpoint with --ref-load; --hf-checkpoint may stay, "
+                              "for the engine")
 
 
 def lacking(weight_map: WeightMap, present: Collection[str]) -> frozenset[str]:
-    """Parameters of optional rules, if a checkpoint has none of their tensors."""
-    optional = {ours: names for ours, rule, names in instances(weight_map) if rule.optional}
-    return frozenset() if any(name in present for names in optional.values() for name in names) else frozenset(optional)
+    """Parameters of optional rules, where a checkpoint has no tensor of any of their kind."""
+    kinds: dict[object, dict[str, bool]] = {}
+    for ours, rule, names in instances(weight_map):
+        if rule.optional:
+            kinds.setdefault(rule.optional, {})[ours] = any(name in present for name in names)
+    return frozenset(ours for there in kinds.values() if not any(there.values()) for ours in there)
 
 
 def check_fit(folder: str | Path, present: Collection[str], expected: Collection[str], weight_map: WeightMap,
@@ -100,7 +121,8 @@ def check_fit(folder: str | Path, present: Collection[str], expected: Collection
     known = {*expected, *weight_map.ignored}
     problems = {
         "missing": sorted(set(expected) - set(present)),
-        "unexpected": sorted(name for name in present if name not in known and "rotary_emb" not in name),
+        "unexpected": sorted(name for name in present if name not in known and "rotary_emb" not in name
+                             and not name.startswith(weight_map.left)),
         "misshapen": [f"{name} {got} where the config says {wanted}" for name, wanted in shapes.items()
                       if name in present and (got := shape(name)) != wanted],
     }
@@ -110,6 +132,15 @@ def check_fit(folder: str | Path, present: Collection[str], expected: Collection
         raise CheckpointError("the tensors do not fit the model that config.json describes", got=text,
                               who=str(folder), fix=f"{known_by()}; or take them out of the files" if only_more
                               else "use a complete checkpoint of this architecture")
+
+
+def announce_left(folder: str | Path, present: Collection[str], expected: Collection[str],
+                  weight_map: WeightMap) -> None:
+    """Say once which tensors of a checkpoint the model leaves there; an export of the run will not have them."""
+    names = sorted({name for name in present if name.startswith(weight_map.left)} - {*expected, *weight_map.ignored})
+    if names and dist.get_rank() == 0:
+        logger.warning("%s: the model has no use for %d tensors, such as %s; %s", folder, len(names), names[0],
+                       known_by())
 
 
 def known_by() -> str:
@@ -131,14 +162,16 @@ def hf_stream(model: Model, weight_map: WeightMap) -> Iterator[tuple[str, torch.
         owner = owners[ours]
         if ours in parameters:
             parameter = parameters[ours]
-            pieces = _split(rule, parameter.detach(), weight_map, _tensor_size(parameter))
-            parts = [_gather(piece, parameter) for piece in pieces]
-            parts = [torch.cat(parts)] if rule.join == "halves" else parts
+            pieces = joins.split(rule, parameter.detach(), weight_map, _tensor_size(parameter))
+            parts = joins.whole(rule, [_gather(piece, parameter) for piece in pieces])
         else:
             device = next(iter(parameters.values())).device
             parts = [torch.empty(shape, dtype=owner.dtype, device=device) for shape in owner.shapes]
         for name, part in zip(names, parts, strict=True):
-            yield name, owner.send(part, expert=bool(rule.experts))
+            sent = owner.send(part, expert=bool(rule.experts))
+            if owner.buffer:
+                sent.keeps_dtype = True  # also where weights are sent in another one (backends/sync/buckets.py)
+            yield name, sent
 
 
 def export_hf(
@@ -154,7 +187,7 @@ def export_hf(
 
     Args:
         dtype: of all tensors in the files; by default each keeps its own.
-        config: further keys of config.json, such as quantization_config.
+        config: further keys of config.json, such as quantization_config; None takes a key out.
 
     One process calls it. The folder appears when it is complete; an older one of that name is replaced.
 
@@ -178,17 +211,18 @@ def copy_companions(source: Path, target: Path, dtype: torch.dtype, more: Mappin
     config = json.loads((target / "config.json").read_text())
     config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype).removeprefix("torch.")
     config |= more or {}
+    config = {key: value for key, value in config.items() if value is not None or key not in (more or {})}
     (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
 def _write_shards(
     target: Path, stream: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype | None, limit: int
 ) -> torch.dtype | None:
-    """Returns the dtype of the last tensor, which is that of all for the models here."""
+    """Returns the dtype of most bytes that are not quantised; a few small tensors may be wider than the rest."""
     shards: list[list[str]] = []
     held: dict[str, torch.Tensor] = {}
     size = total = 0
-    written = dtype
+    lengths: dict[torch.dtype, int] = {}
 
     def flush() -> None:
         layout = {name: (tensor.dtype, tensor.shape) for name, tensor in held.items()}
@@ -201,6 +235,8 @@ def _write_shards(
     for name, tensor in stream:
         written = dtype or tensor.dtype
         length = tensor.numel() * written.itemsize
+        if written.itemsize > 1 and written.is_floating_point:
+            lengths[written] = lengths.get(written, 0) + length
         if held and size + length > limit:
             flush()
             size = 0
@@ -210,7 +246,7 @@ def _write_shards(
     for i in range(len(shards)):
         (target / f"part-{i}").rename(target / shard_name(i, len(shards)))
     write_index(target, shards, total)
-    return written
+    return max(lengths, key=lengths.get, default=dtype)
 
 
 def instances(weight_map: WeightMap) -> Iterator[tuple[str, Rule, tuple[str, ...]]]:
@@ -222,8 +258,8 @@ def instances(weight_map: WeightMap) -> Iterator[tuple[str, Rule, tuple[str, ...
                 yield rule.megatron.format(**where), rule, tuple(name.format(**where) for name in rule.hf)
 
 
-def global_parameters(model: Model) -> dict[str, torch.nn.Parameter]:
-    """This rank's parameters, under names that count layers and experts over the whole model.
+def global_parameters(model: Model) -> dict[str, torch.Tensor]:
+    """This rank's parameters and what it saves beside them, under names that count layers and experts over the model.
 
     A layer knows its own number; expert-parallel rank r of e holds experts r n/e up to (r+1) n/e.
     """
@@ -233,11 +269,19 @@ def global_parameters(model: Model) -> dict[str, torch.nn.Parameter]:
         numbers = [layer.layer_number - 1 for layer in chunk.decoder.layers]
         experts = (chunk.config.num_moe_experts or 0) // parallel_state.get_expert_model_parallel_world_size()
         first = parallel_state.get_expert_model_parallel_rank() * experts
-        for name, parameter in chunk.named_parameters():
+        for name, parameter in (*chunk.named_parameters(), *kept_buffers(chunk)):
             name = _GROUPED.sub(r".experts.local_experts.\3.\1.\2", name)
             name = _LAYER.sub(lambda match: f"decoder.layers.{numbers[int(match[1])]}.", name)  # noqa: B023 - used here
             found[_EXPERT.sub(lambda match: f".local_experts.{first + int(match[1])}.", name)] = parameter  # noqa: B023
     return found
+
+
+def kept_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Numbers that are no parameters, yet part of the model: its persistent buffers, such as a router's bias."""
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.is_floating_point() and name not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{name}" if prefix else name, buffer
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,6 +292,7 @@ class _Owner:
     expert: int
     shapes: tuple[tuple[int, ...], ...]
     dtype: torch.dtype
+    buffer: bool
 
     def send(self, part: torch.Tensor, *, expert: bool) -> torch.Tensor:
         """From the owner to every rank: over its stage's expert-parallel group, then from stage to stage."""
@@ -268,7 +313,8 @@ def _owners(parameters: dict[str, torch.nn.Parameter], weight_map: WeightMap) ->
     rules = {ours: rule for ours, rule, _ in instances(weight_map)}
     found = {
         name: _Owner(stage, parallel_state.get_expert_model_parallel_rank() if rules[name].experts else 0,
-                     tuple(map(tuple, hf_shapes(rules[name], parameter, weight_map))), parameter.dtype)
+                     tuple(map(tuple, hf_shapes(rules[name], parameter, weight_map))), parameter.dtype,
+                     not isinstance(parameter, torch.nn.Parameter))
         for name, parameter in parameters.items() if name in rules
     }  # fmt: skip
     for group in (parallel_state.get_expert_model_parallel_group(), parallel_state.get_pipeline_model_parallel_group()):
@@ -297,17 +343,7 @@ def hf_shapes(rule: Rule, parameter: torch.Tensor, weight_map: WeightMap) -> lis
     full = list(parameter.shape)
     if (size := _tensor_size(parameter)) > 1:
         full[parameter.partition_dim] *= size
-    if rule.join in ("same", "halves"):
-        return [full]
-    if rule.join == "rows":
-        return [[full[0] // len(rule.hf), *full[1:]] for _ in rule.hf]
-    counts = (weight_map.heads, weight_map.groups, weight_map.groups)
-    return [[count * weight_map.head_dim, *full[1:]] for count in counts]
-
-
-def _pieces(rule: Rule, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """What of one tensor of the checkpoint is cut among tensor-parallel ranks by itself."""
-    return tensor.chunk(2) if rule.join == "halves" else (tensor,)
+    return joins.hf_shapes(rule, full, weight_map)
 
 
 def _shard(tensor: torch.Tensor, parameter: torch.nn.Parameter) -> torch.Tensor:
@@ -324,69 +360,3 @@ def _gather(part: torch.Tensor, parameter: torch.nn.Parameter) -> torch.Tensor:
     parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(size)]
     dist.all_gather(parts, part.contiguous(), group=_tensor_group(parameter))
     return torch.cat(parts, parameter.partition_dim)
-
-
-def _join(rule: Rule, parts: list[torch.Tensor], weight_map: WeightMap) -> torch.Tensor:
-    """Pieces of HF tensors -> Megatron parameter. "qkv": for each query group its query heads, its key, its value."""
-    if rule.join == "same":
-        return parts[0]
-    if rule.join in ("rows", "halves"):
-        return torch.cat(parts)
-    groups = parts[1].shape[0] // weight_map.head_dim
-    return torch.cat([part.unflatten(0, (groups, -1)) for part in parts], 1).flatten(0, 1)
-
-
-def _split(rule: Rule, tensor: torch.Tensor, weight_map: WeightMap, ranks: int) -> tuple[torch.Tensor, ...]:
-    """The inverse of `_join`; `ranks` is among how many the parameter is cut."""
-    if rule.join == "halves":
-        return tensor.chunk(2)
-    views = hf_views(rule, tensor, weight_map, ranks)
-    return tuple(view.flatten(0, 1) for view in views) if rule.join == "qkv" else views
-
-
-def hf_views(rule: Rule, tensor: torch.Tensor, weight_map: WeightMap, ranks: int = 1) -> tuple[torch.Tensor, ...]:
-    """Where the HF tensors lie in a parameter, or in its part of `ranks`: views with their elements in their order."""
-    if rule.join in ("same", "halves"):
-        return (tensor,)
-    if rule.join == "rows":
-        return tensor.chunk(len(rule.hf))
-    size, groups = weight_map.head_dim, weight_map.groups // ranks
-    widths = (weight_map.heads // weight_map.groups * size, size, size)
-    return tensor.unflatten(0, (groups, -1)).split(widths, 1)
-
-
-def _open(file: Path):
-    try:
-        return safe_open(file, "pt")
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError("a tensor file cannot be read", got=str(error), who=str(file),
-                              fix="fetch the checkpoint again") from error
-
-
-class _Readers:
-    """Reads tensors by name and keeps each file open once."""
-
-    def __init__(self, files: dict[str, Path]):
-        self._files, self._open = files, {}
-
-    def __enter__(self) -> _Readers:
-        return self
-
-    def __exit__(self, *_exc) -> None:
-        self._open.clear()
-
-    def _reader(self, name: str):
-        file = self._files[name]
-        if file not in self._open:
-            self._open[file] = _open(file)
-        return self._open[file]
-
-    def shape(self, name: str) -> list[int]:
-        try:
-            return list(self._reader(name).get_slice(name).get_shape())
-        except SafetensorError as error:
-            raise CheckpointError(f"the index places {name} in a file that lacks it", who=str(self._files[name]),
-                                  fix="fetch the checkpoint again") from error
-
-    def tensor(self, name: str) -> torch.Tensor:
-        return self._reader(name).get_tensor(name)

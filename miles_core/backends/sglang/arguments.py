@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from miles_core.backends.sglang.forwarded import words
+from miles_core.config.load import quantised
 from miles_core.config.tables import RunConfig
 from miles_core.types import Seat
 
@@ -73,8 +74,13 @@ def _usual(config: RunConfig) -> dict[str, object]:
     fields: dict[str, object] = {"dtype": dtype(config), "skip_server_warmup": True, "enable_metrics": True}
     if not config.debug.debug_rollout_only:  # else the weights on disk are those to serve
         fields |= {"custom_weight_loader": [LOADER], "load_format": "dummy"}
+    if method := quantised(config):
+        # Beside weights and scales an engine of such has numbers that it derives when it loads, and that nobody sends.
+        fields["load_format"] = "auto"
     if config.perf.colocate and config.perf.offload_rollout:
         fields["enable_memory_saver"] = True
+        if method:
+            fields["enable_weights_cpu_backup"] = True  # released weights come back empty, these numbers among them
     if config.perf.colocate and not {"cuda_graph_config", "disable_cuda_graph"} & set(config.server):
         fields["cuda_graph_backend_prefill"] = "disabled"  # its capture needs memory that the trainer has
     if config.algorithm.fp32_lm_head:

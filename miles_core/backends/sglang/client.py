@@ -25,6 +25,8 @@ KEEP_ALIVE = 2.0
 RETRIED = (408, 429, 500, 502, 503, 504)
 """Statuses that say nothing about the request itself."""
 SPECULATION = ("spec_num_correct_drafts", "spec_num_proposed_drafts", "spec_verify_ct")
+RETRACTIONS = "num_retractions"
+"""How often the server took a request's cache for others and computed it again: it counts on within one call."""
 
 
 class Failed(Exception):
@@ -41,7 +43,7 @@ class Answer:
         reason: "stop", "length", "abort", or None for a piece that is not the last.
         version: weight version that the server says it has.
         experts: [rows x layers x topk] int32, flat, or None.
-        counts: what the server counted: prompt_tokens, cached_tokens, and of speculation its drafts.
+        counts: what the server counted: prompt_tokens, cached_tokens, retractions, and of speculation its drafts.
     """
 
     ids: np.ndarray
@@ -199,7 +201,7 @@ def parse(body: Any, seen: int) -> Answer:
             ids=ids, log_probs=log_probs, reason=None if reason is None else reason["type"],
             version=str(meta["weight_version"]),
             experts=None if not experts else np.frombuffer(base64.b64decode(experts), np.int32),
-            counts={name: int(meta[name]) for name in ("prompt_tokens", "cached_tokens", *SPECULATION)
+            counts={name: int(meta[name]) for name in ("prompt_tokens", "cached_tokens", RETRACTIONS, *SPECULATION)
                     if meta.get(name) is not None},
         )  # fmt: skip
     except (KeyError, TypeError, ValueError, AttributeError) as error:

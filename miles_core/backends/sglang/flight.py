@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from miles_core.backends.sglang.client import SPECULATION, Answer, Failed
+from miles_core.backends.sglang.client import RETRACTIONS, SPECULATION, Answer, Failed
 from miles_core.errors import CheckpointError, EngineError
 from miles_core.stages.rollout import Request, Response, check_request
 
@@ -97,6 +97,7 @@ class Flight:
         self._log_probs: list[np.ndarray] = []
         self._versions: list[np.ndarray] = []
         self._experts: list[np.ndarray] = []
+        self._again: list[np.ndarray] = []
         self._counts: dict[str, int] = {}
         self._calls = 0
 
@@ -146,6 +147,8 @@ class Flight:
                     return
                 raise Failed("routed experts were asked for and did not come; --router smg keeps them")
             self._experts.append(self._read_experts(last.experts, count))
+            again = _computed_again(answers, versions)
+            self._again.append(np.concatenate([np.zeros(len(self._experts[-1]) - count, np.int8), again]))
         self.ids = np.concatenate([self.ids, *(answer.ids for answer in answers)])
         for answer, version in zip(answers, versions, strict=True):
             self._log_probs.append(answer.log_probs)
@@ -159,6 +162,7 @@ class Flight:
         ids, experts = self.ids, {}
         if self._experts:
             experts["routed_experts"] = np.concatenate(self._experts)
+            experts["computed_again"] = np.concatenate(self._again)
         response = Response(
             output_ids=ids, log_probs=_joined(self._log_probs, np.float32), versions=_joined(self._versions, np.int32),
             finish_reason=self.reason or "abort", extra=experts, figures=self._figures(),
@@ -222,6 +226,10 @@ class Flight:
         if proposed:
             figures["spec_accept_rate"] = correct / proposed
             figures["spec_accept_length"] = 1 + correct / steps
+        if retractions := counts.get(RETRACTIONS):
+            figures["engine_retractions"] = float(retractions)
+            if self._again:
+                figures["experts_computed_again"] = float(np.mean(np.concatenate(self._again) > 0))
         if self.failures:
             figures["engine_retries"] = float(self.failures)
         return figures
@@ -238,6 +246,19 @@ def _check(request: Request, facts: ModelFacts) -> None:
         raise EngineError(f"{who} has impossible lengths",
                           got=f"min_new_tokens {sampling.min_new_tokens}, max_new_tokens {sampling.max_new_tokens}",
                           fix="at least one new token, and not fewer than min_new_tokens")
+
+
+def _computed_again(answers: Sequence[Answer], versions: Sequence[int]) -> np.ndarray:
+    """[N] int8 of the tokens of one call: 1 where the server may have computed what predicts them once more, after it
+    had drawn them, and 2 where it did so by newer weights. It tells the experts of the last time.
+
+    A streamed piece says how often the request was retracted until then, so tokens of later pieces are safe; without
+    pieces all of them are in doubt.
+    """
+    said = [answer.counts.get(RETRACTIONS, 0) for answer in answers]
+    last = said.index(said[-1]) if said[-1] else -1
+    kinds = [0 if i > last else 1 + (versions[i] < versions[last]) for i in range(len(answers))]
+    return np.repeat(np.array(kinds, np.int8), [len(answer.ids) for answer in answers])
 
 
 def _ids(value: Any) -> list[int]:

@@ -18,8 +18,16 @@ Stream = Iterable[tuple[str, torch.Tensor]]
 
 
 def atom(name: str) -> str:
-    """Consecutive tensors with the same answer stay in one bucket."""
-    return _PARTNER.sub(lambda match: PARTNERS[match[1]], name)
+    """Consecutive tensors with the same answer stay in one bucket: a module's, such as weight and scale, and those of
+    its partners."""
+    return _PARTNER.sub(lambda match: PARTNERS[match[1]], name).rpartition(".")[0] or name
+
+
+def sent_as(tensor: torch.Tensor, source: torch.dtype | None, target: torch.dtype | None) -> torch.dtype:
+    """What a tensor of the stream is sent as: `target` if it is a `source`, unless it has an attribute `keeps_dtype`
+    that is true, as scales of quantised weights have."""
+    casts = target is not None and tensor.dtype == source and not getattr(tensor, "keeps_dtype", False)
+    return target if casts else tensor.dtype
 
 
 @dataclass(slots=True)
@@ -60,7 +68,7 @@ class Cutter:
 
     Args:
         limit: most bytes of a bucket; a group of tensors that has more rides alone.
-        source, target: tensors of dtype `source` are sent as `target`; others as they are.
+        source, target: see `sent_as`.
         alignment: of each tensor's first byte.
         buffers: how many buckets exist at once: a bucket's memory is that of the one `buffers` before it.
         allocate: (which buffer, bytes, device) -> [bytes] uint8.
@@ -81,7 +89,7 @@ class Cutter:
         memory: list[torch.Tensor | None] = [None] * self.buffers
         bucket, count = None, 0
         for _, members in groupby(stream, key=lambda pair: atom(pair[0])):
-            group = [(name, tensor, self._sent_as(tensor)) for name, tensor in members]
+            group = [(name, tensor, sent_as(tensor, self.source, self.target)) for name, tensor in members]
             end = self._end(bucket, group)
             if bucket is not None and end > self.limit:
                 yield bucket
@@ -98,9 +106,6 @@ class Cutter:
             del group
         if bucket is not None:
             yield bucket
-
-    def _sent_as(self, tensor: torch.Tensor) -> torch.dtype:
-        return self.target if self.target is not None and tensor.dtype == self.source else tensor.dtype
 
     def _room(self, group: list) -> int:
         return sum(tensor.numel() * dtype.itemsize + max(self.alignment, dtype.itemsize) for _, tensor, dtype in group)

@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from miles_core.backends.sync.buckets import sent_as
 from miles_core.backends.sync.sender import Meter, Servers, Settings
 from miles_core.backends.sync.servers import Target, beside, for_all, load, plain, post
 from miles_core.backends.sync.verify import Ledger
@@ -66,7 +67,7 @@ class DiskSender:
         """The stream in the engine's dtype; its sums go to the ledger."""
         source, target = getattr(torch, self.settings.source), getattr(torch, self.settings.target)
         for name, tensor in self.settings.stream(stream, self._servers.names):
-            sent = tensor.detach().to(target) if tensor.dtype == source else tensor.detach()
+            sent = tensor.detach().to(sent_as(tensor, source, target))
             ledger.add([(name, sent)])
             yield name, sent
 

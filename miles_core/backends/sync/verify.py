@@ -47,6 +47,7 @@ class Ledger:
     dtypes: dict[str, str] = field(default_factory=dict)
     tensors: int = 0
     bytes: int = 0
+    _kinds: dict[str, list[str]] = field(default_factory=dict)
     _names: list[str] = field(default_factory=list)
     _sums: list[torch.Tensor] = field(default_factory=list)
 
@@ -63,6 +64,9 @@ class Ledger:
             self.dtype = self.dtype or dtype
             if dtype != self.dtype:
                 self.dtypes[name] = dtype
+            seen = self._kinds.setdefault(name.rpartition(".")[2], [])
+            if dtype not in seen:
+                seen.append(dtype)
 
     def total(self) -> Sums:
         """Of all. The first call waits for the devices; a sender makes it while its servers still work."""
@@ -70,8 +74,12 @@ class Ledger:
         return Sums(tuple(self._names), self._sums[0])
 
     def expectation(self) -> dict[str, object]:
-        """What a report has to be asked with."""
-        return {"dtype": self.dtype, "dtypes": self.dtypes}
+        """What a report has to be asked with: the usual dtype, that of kinds of tensors (the last part of their names)
+        which all came in another, and of single tensors which did. One byte is never held wider."""
+        kinds = {part: found[0] for part, found in self._kinds.items() if found != [self.dtype] and len(found) == 1}
+        single = {name: dtype for name, dtype in self.dtypes.items()
+                  if name.rpartition(".")[2] not in kinds and getattr(torch, dtype).itemsize > 1}
+        return {"dtype": self.dtype, "dtypes": single, "kinds": kinds}
 
 
 def check(who: str, url: str, sent: Sums, ranks: Sequence[Mapping], *, layers: int, copies: int = 1,

@@ -16,9 +16,6 @@ JITTER, WRONG = 1e-4, 1.0
 STEEP = 10.0
 """Norm of a first gradient that is not tiny; ten times as much is an error."""
 
-ROUTED = ("r3", "routing-replay", "rollout-routing-replay")
-"""Names of a plugin that replays the engine's routing."""
-
 
 def not_loaded(run: Record) -> Iterator[Finding]:
     """A trainer that trains and never said what it loaded."""
@@ -70,13 +67,14 @@ def disagreement(run: Record) -> Iterator[Finding]:
         return
     exact = run.option("bf16") is False and run.owner("engine") == "local"
     limit, wrong = (1e-3, 0.1) if exact else (0.1, 0.5)
+    replay = "; for a mixture of experts, --use-rollout-routing-replay" if run.experts and not _routed(run) else ""
     if gap > limit:
         yield Finding(
             "error" if gap > wrong else "warning",
             f"the trainer's log-probs are {gap:.3g} per token from the engine's in the first rollout",
             "the two do not hold the same weights, do not see the same tokens, or compute in other precisions",
             "run once with --check-weight-update-equal, and miles check-template; for what precision leaves, "
-            "--fp32-lm-head or the plugin tis" + ("; for a mixture of experts, routing replay" if run.experts else ""),
+            f"--fp32-lm-head or the plugin tis{replay}",
             run.where(run.first), 0, side="both")
 
 
@@ -146,13 +144,13 @@ def uncorrected(run: Record) -> Iterator[Finding]:
 def experts_collapse(run: Record) -> Iterator[Finding]:
     """A mixture of experts whose two sides route differently, and whose reward falls for it."""
     reward, gap = _fall(run), run.ends("train/train_rollout_logprob_abs_diff")
-    if not run.experts or run.plugins & set(ROUTED) or reward is None or gap is None or gap[1] < 2 * max(gap[0], 1e-4):
+    if not run.experts or _routed(run) or reward is None or gap is None or gap[1] < 2 * max(gap[0], 1e-4):
         return
     last_id, last = list(run.metrics.items())[-1]
     yield Finding("error", f"the reward fell from {reward[0]:.3g} to {reward[1]:.3g} while the log-prob difference of "
                   f"engine and trainer grew from {gap[0]:.3g} to {gap[1]:.3g}; the model has {run.experts} experts",
                   "the trainer routes tokens to other experts than the engine did, which ends most such runs",
-                  "replay the engine's routing (R3, the plugin r3); until then the plugin tis and a lower --lr",
+                  "replay the engine's routing (--use-rollout-routing-replay); until then --use-tis and a lower --lr",
                   run.where(last), last_id)
 
 
@@ -211,6 +209,12 @@ def trainer_oom(run: Record) -> Iterator[Finding]:
         yield Finding("error", f"the trainer ran out of memory: {text}", "a step needs more than the device has",
                       "follow the order of the error; --max-tokens-per-gpu at least as large as the longest answer "
                       "keeps a single sample from exceeding it", run.where(ends[-1]))
+
+
+def _routed(run: Record) -> bool:
+    """Whether the trainer's routers replay, and what they replay is the engine's routing, not the trainer's own."""
+    own = run.option("use_routing_replay") and not run.option("use_rollout_routing_replay")
+    return bool(run.option("moe_enable_routing_replay")) and not own
 
 
 def _starts_from_reference(run: Record) -> bool:

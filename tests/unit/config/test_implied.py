@@ -78,9 +78,9 @@ def test_the_plan_tells_what_computes_in_which_precision(plugin):
 
 
 def test_a_quantised_checkpoint_that_nothing_quantises_for_is_told(tmp_path):
-    (tmp_path / "config.json").write_text('{"model_type": "qwen3", "quantization_config": {"quant_method": "fp8"}}')
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3", "quantization_config": {"quant_method": "gptq"}}')
     found = rows(prepare(None, [*BASE, "--hf-checkpoint", str(tmp_path)]))
-    assert "fp8 weights" in found["engine"] and "nothing quantises" in found["sync"]
+    assert "gptq weights" in found["engine"] and "nothing quantises" in found["sync"]
 
 
 @pytest.mark.parametrize("precision", [{"trainer": "{width}"}, {"gradients": "x"}], ids=["option", "row"])

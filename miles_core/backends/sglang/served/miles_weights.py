@@ -60,7 +60,7 @@ def load(model, named_tensors) -> None:
             patch: {folder, copy, version, base}; see `patch`. drop: the copy's path, to remove it.
             join: {name, backend, method, size, offset, seconds}: become a member of a group. leave: its name.
             receive: {name, store, key, seconds}: take buckets from that group until the store says stop.
-            report: {store: [host, port], key, names_only, dtype, dtypes}: tell what the model holds now.
+            report: {store: [host, port], key, names_only, dtype, dtypes, kinds}: tell what the model holds now.
     """
     ((text, flat),) = named_tensors
     plan = json.loads(text)
@@ -155,8 +155,7 @@ def sums(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     brought to the host.
     """
     device = tensors[0].device if tensors else torch.device("cpu")
-    lanes_of_16 = all(dtype.itemsize > 1 for dtype in {tensor.dtype for tensor in tensors})
-    if device.type == "cuda" and triton is not None and lanes_of_16:
+    if device.type == "cuda" and triton is not None:
         return _sums_at_once(tensors)
     pieces: list[tuple[list[int], torch.Tensor]] = []
     alike: dict[tuple, list[tuple[int, torch.Tensor]]] = {}
@@ -192,23 +191,28 @@ CHUNK, BLOCK = 1 << 16, 1 << 12
 
 
 def _sums_at_once(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """`sums` in one kernel: casting to int64 first, as torch's sum does, moves nine times the bytes."""
-    flat = [tensor.contiguous() for tensor in tensors]
-    starts, sizes = [tensor.data_ptr() for tensor in flat], [tensor.nbytes // 2 for tensor in flat]
-    ends = list(accumulate((size + CHUNK - 1) // CHUNK for size in sizes))
-    table = torch.frombuffer(array("q", starts + sizes + ends), dtype=torch.int64)
-    found = torch.zeros(len(flat), 2, dtype=torch.int64, device=flat[0].device)
-    if ends[-1]:
+    """`sums` by a kernel for each width of lanes: casting to int64, as torch's sum does, moves nine times the bytes."""
+    found = torch.zeros(len(tensors), 2, dtype=torch.int64, device=tensors[0].device)
+    for narrow in (False, True):
+        where = [i for i, tensor in enumerate(tensors) if (tensor.element_size() == 1) == narrow]
+        flat, width = [tensors[i].contiguous() for i in where], 1 if narrow else 2
+        starts, sizes = [tensor.data_ptr() for tensor in flat], [tensor.nbytes // width for tensor in flat]
+        ends = list(accumulate((size + CHUNK - 1) // CHUNK for size in sizes))
+        if not ends or not ends[-1]:
+            continue
+        table = torch.frombuffer(array("q", starts + sizes + ends + where), dtype=torch.int64)
         _add_up[(ends[-1],)](table.to(found.device, non_blocking=True), found, len(flat), CHUNK, BLOCK,
-                             reduce(or_, starts + sizes) % 16 == 0)
+                             reduce(or_, starts + sizes) % 16 == 0, narrow)
     return found
 
 
-def _add_up(table, found, tensors, CHUNK: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr):
+def _add_up(table, found, tensors, CHUNK: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr,
+            NARROW: tl.constexpr):
     """One chunk of lanes, added to its tensor's two sums.
 
     Args:
-        table: [3, tensors] int64: where each begins, its lanes, and the chunks of those up to it.
+        table: [4, tensors] int64: where each begins, its lanes, the chunks of those up to it, and its row of `found`.
+        NARROW: lanes are int8, else int16.
     """
     chunk = tl.program_id(0).to(tl.int64)
     owner, end = 0, tensors
@@ -220,7 +224,8 @@ def _add_up(table, found, tensors, CHUNK: tl.constexpr, BLOCK: tl.constexpr, ALI
             end = middle
     length = tl.load(table + tensors + owner)
     before = (chunk - tl.load(table + 2 * tensors + owner) + (length + CHUNK - 1) // CHUNK) * CHUNK
-    lanes, length = tl.load(table + owner).to(tl.pointer_type(tl.int16)) + before, length - before
+    lane: tl.constexpr = tl.int8 if NARROW else tl.int16
+    lanes, length = tl.load(table + owner).to(tl.pointer_type(lane)) + before, length - before
     if ALIGNED:  # else every lane is read by itself
         lanes, length = tl.multiple_of(lanes, 16), tl.multiple_of(length, 16)
     at = tl.arange(0, BLOCK)
@@ -228,9 +233,10 @@ def _add_up(table, found, tensors, CHUNK: tl.constexpr, BLOCK: tl.constexpr, ALI
     for start in range(0, CHUNK, BLOCK):
         x = tl.load(lanes + start + at, mask=start + at < length, other=0).to(tl.int32)
         one += x
-        two += ((x * (x >> 7)) << 16) >> 16
-    tl.atomic_add(found + 2 * owner, tl.sum(one.to(tl.int64)))
-    tl.atomic_add(found + 2 * owner + 1, tl.sum(two.to(tl.int64)))
+        two += ((x * (x >> (3 if NARROW else 7))) << (24 if NARROW else 16)) >> (24 if NARROW else 16)
+    row = tl.load(table + 3 * tensors + owner)
+    tl.atomic_add(found + 2 * row, tl.sum(one.to(tl.int64)))
+    tl.atomic_add(found + 2 * row + 1, tl.sum(two.to(tl.int64)))
 
 
 if triton is not None:
@@ -263,23 +269,27 @@ def state(model) -> dict[str, torch.Tensor]:
     return found
 
 
-def held(model, dtype: str | None, dtypes: Mapping[str, str]) -> tuple[list[str], torch.Tensor]:
+def held(model, dtype: str | None, dtypes: Mapping[str, str],
+         kinds: Mapping[str, str]) -> tuple[list[str], torch.Tensor]:
     """Names and, on the host, sums of every parameter and of every buffer that a checkpoint would hold.
 
     Args:
         dtype: what the sender sent; a wider parameter is cast back to it, which is exact.
         dtypes: by name, for tensors that were sent in another one.
+        kinds: the same by how names end, which engines leave as it is when they join tensors: the longest end counts.
     """
-    tensors, usual = state(model), dtype and getattr(torch, dtype)
+    tensors = state(model)
+    ends = sorted(kinds, key=len, reverse=True)
     for name, tensor in tensors.items():
-        sent = getattr(torch, dtypes[name]) if name in dtypes else usual
+        said = dtypes.get(name) or next((kinds[end] for end in ends if name.endswith(end)), dtype)
+        sent = said and getattr(torch, said)
         if sent not in (None, tensor.dtype) and tensor.is_floating_point() and tensor.element_size() > sent.itemsize:
             tensors[name] = tensor.to(sent)
     return list(tensors), sums(list(tensors.values())).cpu()
 
 
 def _report(model, store: Sequence, key: str, names_only: bool = False, dtype: str | None = None,
-            dtypes: Mapping[str, str] | None = None) -> None:
+            dtypes: Mapping[str, str] | None = None, kinds: Mapping[str, str] | None = None) -> None:
     """Tell the sender, under `key`/rank: sums as the hexadecimal bytes of int64, `changed` as positions in `names`."""
     begin = time.perf_counter()
     answer: dict[str, object] = {"error": _errors[0] if _errors else None}
@@ -288,7 +298,7 @@ def _report(model, store: Sequence, key: str, names_only: bool = False, dtype: s
         answer["names"] = [name for name, _ in model.named_parameters()]
     elif answer["error"] is None:
         try:
-            names, found = held(model, dtype, dtypes or {})
+            names, found = held(model, dtype, dtypes or {}, kinds or {})
             rows = dict(zip(names, found.tolist(), strict=True))
             first = _first.setdefault(id(model), rows)
             answer |= {"names": names, "sums": found.numpy().tobytes().hex(),

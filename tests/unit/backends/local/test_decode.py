@@ -36,7 +36,7 @@ def decode(decoder, weights, ids, prefilled, company=0, room=0, trace=False):
     cache.reserve(round_up(1 + company), max(len(ids), 41) + room)
     filled = decoder.prefill(weights, [*others, tuple(ids[:prefilled])], trace)
     order = torch.arange(1 + company).flip(0)  # ours goes to row 0, where it did not lie in the prefill
-    cache.put(torch.arange(1 + company), order, filled.k, filled.v)
+    cache.put(torch.arange(1 + company), order, filled)
     logits, routing = [filled.logits[-1]], [] if not trace else [*filled.routing[-1, :prefilled]]
     for position in range(prefilled, len(ids)):
         tokens = torch.zeros(round_up(1 + company), dtype=torch.int64)

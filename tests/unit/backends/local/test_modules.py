@@ -20,6 +20,9 @@ TINY = {
     "intermediate_size": 80, "max_position_embeddings": 640, "initializer_range": 0.3,
     "eos_token_id": None, "bos_token_id": None, "pad_token_id": None,
 }  # fmt: skip
+# A norm of what is all but zero would make more of rounding than the comparisons allow: hence the epsilon.
+LINEAR = {"layer_types": ["linear_attention", "full_attention"], "rms_norm_eps": 1e-2, "linear_num_key_heads": 2,
+          "initializer_range": 0.1, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 8}
 KINDS = {
     "llama": {},
     "qwen2": {},  # biases on q, k and v
@@ -28,8 +31,11 @@ KINDS = {
     "glm4": {"head_dim": 16},  # norms after attention and MLP, partial rotary embedding
     "mistral": {"sliding_window": 8},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},  # other names on disk, experts stacked in memory
+    "qwen3_next": {**LINEAR, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+                   "shared_expert_intermediate_size": 24},  # states in one layer, keys and values in the other
+    "olmo_hybrid": LINEAR,  # the same, with three convolutions in a layer
 }  # fmt: skip
-UNKNOWN = {"bloom": "cannot decode", "qwen3_next": "layer_types"}
+UNKNOWN = {"bloom": "cannot decode", "lfm2": "layer_types"}
 
 
 def build(kind, folder, seed=0):
@@ -169,7 +175,7 @@ def test_in_bfloat16_log_probs_are_near(models):
 @pytest.mark.parametrize(("kind", "message"), UNKNOWN.items())
 def test_what_it_cannot_decode_is_refused(kind, message, tmp_path):
     """Positions made from what a mask looks like, or a past that is not keys and values."""
-    config = AutoConfig.for_model(kind, **TINY)
+    config = AutoConfig.for_model(kind, **TINY, **{"lfm2": {"layer_types": ["conv", "full_attention"]}}.get(kind, {}))
     config.save_pretrained(tmp_path)
     with pytest.raises(CheckpointError, match=message):
         ask(tmp_path, [], random_init=True)
@@ -181,8 +187,26 @@ def test_an_unknown_architecture_is_refused(tmp_path):
         LocalEngine(tmp_path)
 
 
-def test_routed_experts_are_refused(models):
-    asked = request(1, 5)
-    asked = Request(asked.id, asked.input_ids, asked.sampling, asked.key, frozenset(["routed_experts"]))
-    with pytest.raises(EngineError, match="routed_experts"):
-        ask(models["mixtral"][0], [asked])
+def routed(asked):
+    return Request(asked.id, asked.input_ids, asked.sampling, asked.key, frozenset(["routed_experts"]))
+
+
+def test_routed_experts_are_those_of_a_full_forward(models):
+    """Of prompt and answer but the last token, in a batch of unequal lengths; `output_router_logits` is the witness."""
+    folder, model = models["mixtral"]
+    asked = [routed(request(i, 4 + 5 * i)) for i in range(3)] + [request(7, 9)]
+    *answers, plain = ask(folder, asked)
+    assert plain.extra == {}
+    for one, answer in zip(asked, answers, strict=False):
+        found = answer.extra["routed_experts"]
+        ids = [*one.input_ids, *answer.output_ids.tolist()][:-1]
+        assert (found.dtype, found.shape) == (np.int32, (len(ids), 2, 2))
+        with torch.no_grad():
+            logits = model(torch.tensor([ids]), output_router_logits=True).router_logits
+        expected = torch.stack([each.topk(2).indices.sort(-1).values for each in logits], 1)
+        assert np.array_equal(np.sort(found, -1), expected.numpy())
+
+
+def test_routed_experts_of_a_model_without_any_are_refused(models):
+    with pytest.raises(EngineError, match="routed_experts of a model without experts"):
+        ask(models["llama"][0], [routed(request(1, 5))])

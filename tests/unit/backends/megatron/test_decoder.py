@@ -81,11 +81,33 @@ def test_the_rope_is_read_with_its_scaling():
     assert rotary(config(), linear) == Rotary(1e4, scaling="linear", factor=4.0)
     half = {"rope_theta": 1e4, "partial_rotary_factor": 0.5}
     assert rotary(config(), half, partial=True, interleaved=True) == Rotary(1e4, 0.5, True)
+    assert rotary(config(), {"rope_theta": 1e4}, fraction=0.25) == Rotary(1e4, 0.25)
 
 
-@pytest.mark.parametrize("given", [{"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0},
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize("more", [{}, {"mscale": 1.0, "mscale_all_dim": 1.0}, {"mscale": 0.7, "mscale_all_dim": 1.0},
+                                  {"attention_factor": 0.9}, {"truncate": False, "beta_fast": 8, "beta_slow": 2},
+                                  {"factor": None}], ids=str)
+def test_yarn_is_transformers_own(more):
+    """Frequencies and magnitude, to the last bits of float32."""
+    import torch
+    from transformers import AutoConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    from miles_core.backends.megatron.rope import Rope
+
+    hf = AutoConfig.for_model("llama", head_dim=64, max_position_embeddings=256, rope_parameters={**YARN, **more})
+    wanted, magnitude = ROPE_INIT_FUNCTIONS["yarn"](hf)
+    found = rotary(hf)
+    torch.testing.assert_close(Rope(64, found).inverse_frequency, wanted, rtol=3e-7, atol=0)
+    assert found.magnitude == pytest.approx(magnitude)
+
+
+@pytest.mark.parametrize("given", [{"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0},
                                    {"rope_theta": 1e4, "partial_rotary_factor": 0.5}],
-                         ids=["yarn", "a part where the family has none"])  # fmt: skip
+                         ids=["dynamic", "a part where the family has none"])  # fmt: skip
 def test_a_rope_that_is_not_modelled_is_refused(given):
     with pytest.raises(ConfigError, match=r"toy with .* is not supported .*Fix"):
         rotary(config(), given)

@@ -158,6 +158,41 @@ def test_a_stop_string_across_two_calls_ends_the_response_there(ask):
     assert len(response.extra["routed_experts"]) == 3 + 3 - 1
 
 
+@pytest.mark.parametrize(("pieces", "versions", "kinds"), [
+    ([(6, 0)], [1], "000000"), ([(6, 2)], [1], "111111"),
+    ([(2, 0), (1, 0), (1, 1), (2, 1)], [1, 1, 1, 1], "111100"),
+    ([(2, 0), (1, 0), (1, 1), (2, 1)], [1, 2, 2, 3], "221100"),
+    ([(2, 1), (2, 1), (1, 2), (1, 2)], [1, 1, 2, 2], "222210"),
+], ids=["never", "in one piece", "in the third piece", "after an update", "twice"])
+def test_experts_of_tokens_that_the_server_computed_again_are_marked(ask, pieces, versions, kinds):
+    """It tells those of the last time, which the tokens drawn before were not drawn with. The prompt's last position
+    predicts the first token; a second call's rows begin where the first ended."""
+    from miles_core.backends.sglang.client import Answer
+    from miles_core.backends.sglang.flight import Flight, ModelFacts
+
+    facts = ModelFacts(vocab=100, stops=frozenset({98}), layers=1, topk=1, context=200, longest=195)
+    flight = Flight(ask("a", 20, want=["routed_experts"]), 0, facts, lambda ids, skip: "")
+
+    def call(pieces, first):
+        rows = np.arange(first, 2 + sum(count for count, _ in pieces) + len(flight.ids), dtype=np.int32)
+        answers = [Answer(np.zeros(count, np.int32), np.zeros(count, np.float32), None, "1", rows,
+                          {"num_retractions": retracted}) for count, retracted in pieces]
+        answers[-1].reason = "abort"
+        flight.body()
+        flight.take(answers, versions)
+
+    call(pieces, 0)
+    versions = [3]
+    call([(3, 0)], 8)
+    assert flight.response().extra["routed_experts"].ravel().tolist() == list(range(11))
+    assert "".join(map(str, flight.response().extra["computed_again"])) == "00" + kinds + "000"
+    figures = flight.response().figures
+    assert figures.get("engine_retractions", 0) == pieces[-1][1]
+    assert figures.get("experts_computed_again", 0) == pytest.approx((6 - kinds.count("0")) / 11)
+    call([(2, 1)], 11)
+    assert "".join(map(str, flight.response().extra["computed_again"])) == "00" + kinds + "00011"
+
+
 def test_requests_leave_in_order_and_not_more_than_there_is_room(engine_over, ask):
     async def work(engine, *wires):
         calls = [asyncio.ensure_future(engine.generate(ask(i, 4))) for i in range(30)]

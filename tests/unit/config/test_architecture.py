@@ -1,0 +1,93 @@
+"""Sizes of published checkpoints from their config.json: the totals that their authors state."""
+
+import json
+
+import pytest
+
+from miles_core.backends.megatron import estimate
+from miles_core.config.architecture import architecture_of
+from miles_core.config.load import with_values
+from miles_core.config.tables import RunConfig
+
+DEEPSEEK_V3 = {
+    "model_type": "deepseek_v3", "num_hidden_layers": 61, "hidden_size": 7168, "num_attention_heads": 128,
+    "num_key_value_heads": 128, "vocab_size": 129280, "intermediate_size": 18432, "moe_intermediate_size": 2048,
+    "n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8, "first_k_dense_replace": 3,
+    "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+}  # fmt: skip
+GLM_45 = {
+    "model_type": "glm4_moe", "num_hidden_layers": 92, "hidden_size": 5120, "num_attention_heads": 96,
+    "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151552, "intermediate_size": 12288,
+    "moe_intermediate_size": 1536, "n_routed_experts": 160, "n_shared_experts": 1, "num_experts_per_tok": 8,
+    "first_k_dense_replace": 3, "use_qk_norm": True,
+}  # fmt: skip
+MINIMAX_M2 = {
+    "model_type": "minimax_m2", "num_hidden_layers": 62, "hidden_size": 3072, "num_attention_heads": 48,
+    "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 200064, "intermediate_size": 1536,
+    "num_local_experts": 256, "num_experts_per_tok": 8, "use_qk_norm": True,
+}  # fmt: skip
+GLM_47_FLASH = {
+    "model_type": "glm4_moe_lite", "num_hidden_layers": 47, "hidden_size": 2048, "num_attention_heads": 20,
+    "num_key_value_heads": 20, "vocab_size": 154880, "intermediate_size": 10240, "moe_intermediate_size": 1536,
+    "n_routed_experts": 64, "n_shared_experts": 1, "num_experts_per_tok": 4, "q_lora_rank": 768, "kv_lora_rank": 512,
+    "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 256,
+    "mlp_layer_types": ["dense"] + ["sparse"] * 46,
+}  # fmt: skip
+QWEN3_NEXT = {
+    "model_type": "qwen3_next", "num_hidden_layers": 48, "hidden_size": 2048, "num_attention_heads": 16,
+    "num_key_value_heads": 2, "head_dim": 256, "vocab_size": 151936, "intermediate_size": 5120,
+    "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "num_experts": 512, "num_experts_per_tok": 10,
+    "decoder_sparse_step": 1, "full_attention_interval": 4, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+}  # fmt: skip
+PUBLISHED = {  # billions of parameters: in all, of a token where the authors say it to two digits
+    "deepseek-v3": (DEEPSEEK_V3, 671, 37), "glm-4.5": (GLM_45, 355, 32), "minimax-m2": (MINIMAX_M2, 230, 10),
+    "glm-4.7-flash": (GLM_47_FLASH, 30, None), "qwen3-next": (QWEN3_NEXT, 80, None),
+}  # fmt: skip
+
+
+@pytest.fixture
+def config(tmp_path):
+    """(the keys of a config.json) -> a run on it."""
+    def make(said):
+        (tmp_path / "config.json").write_text(json.dumps(said))
+        return with_values(RunConfig(), "test", checkpoint__hf_checkpoint=str(tmp_path))
+
+    return make
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_totals_are_the_published_ones(config, name):
+    said, total, active = PUBLISHED[name]
+    made = config(said)
+    size, model = architecture_of(made), estimate.model_of(made)
+    assert size.uncounted == []
+    assert sum(estimate.parameters(model, size.layers, True, True)) / 1e9 == pytest.approx(total, rel=0.02)
+    if active:  # with the embedding or without it
+        assert size.active_parameters / 1e9 == pytest.approx(active, rel=0.15)
+
+
+def test_a_head_of_latent_attention_is_both_its_parts(config):
+    """transformers writes the turned part alone as head_dim; the cost of attention is that of keys and values."""
+    size = architecture_of(config({**DEEPSEEK_V3, "head_dim": 64, "num_key_value_heads": 1}))
+    assert (size.head_dim, size.value_dim, size.groups) == (192, 128, 128)
+    assert size.attention == 61 * 128 * 160
+
+
+def test_layers_with_experts_alone_have_no_other_name_for_their_width(config):
+    size = architecture_of(config(MINIMAX_M2))
+    assert (size.sparse, size.expert_ffn, size.shared_ffn) == (62, 1536, None)
+
+
+def test_linear_attention_has_sizes_of_its_own(config):
+    """Its layers are named, or all but every n-th; the square of the sequence is the others' alone."""
+    named = {**QWEN3_NEXT, "num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention"] * 2}
+    size, few = (architecture_of(config(said)) for said in (QWEN3_NEXT, named))
+    assert (size.linear, few.linear) == (36, 2)
+    assert size.attention == 12 * 16 * 256
+    linear, full = 2048 * (2 * 2048 + 2 * 4096 + 64) + 4096 * 2048, 2048 * 256 * 2 * (16 + 2)
+    assert size.mixing == ((3 * linear + full) // 4, 0)
+    assert size.active_parameters / 1e9 == pytest.approx(3, rel=0.2)  # with the output layer
+    assert architecture_of(config({**QWEN3_NEXT, "full_attention_interval": None})).linear == 0
+    unknown = {key: value for key, value in QWEN3_NEXT.items() if key != "linear_key_head_dim"}
+    assert architecture_of(config(unknown)).uncounted == ["linear_key_head_dim"]
