@@ -1,0 +1,1 @@
+"""Routing replay for Miles: the trainer sends every token to the experts that the engine chose for it."""

@@ -1,0 +1,47 @@
+"""Routes from an engine's answer. No torch here."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from miles_core.errors import EngineError
+
+if TYPE_CHECKING:
+    from miles_core.stages.rollout import Response
+    from miles_core.types import Sample
+    from miles_r3.plugin import Sizes
+
+LAYERS = "the engine serves another model, or counts its layers otherwise: see that --hf-checkpoint is what it serves"
+
+
+def routes_of(sample: Sample, response: Response, sizes: Sizes, stale: int = 2) -> np.ndarray:
+    """[T-1, layers, topk] int16 of a sample of T tokens: the experts of every position that predicts one.
+
+    Layers without experts hold what the engine puts there. Rows of -1 are positions without routes.
+
+    Args:
+        stale: from which mark on a position that the server computed again is left without: 1 also where the weights
+            were the same, 2 where they were newer.
+
+    Raises:
+        EngineError: the answer has none, or not the model's number of layers and of experts, or others than it has.
+    """
+    found = response.extra.get("routed_experts")
+    who = f"the engine's answer to {sample.name}"
+    if found is None:
+        raise EngineError("the engine returns no routed experts", who=who,
+                          fix="give SGLang --sglang-enable-return-routed-experts and --router smg or none; an engine "
+                          "of a plugin's has to fill Response.extra, or run without plugin r3")
+    shape = (sample.length - 1, sizes.layers, sizes.topk)
+    if found.ndim != 3 or any(size not in (None, got) for size, got in zip(shape, found.shape, strict=True)):
+        raise EngineError(f"routed experts should have shape {list(shape)}: positions, layers, experts of a token",
+                          got=list(found.shape), who=who, fix=LAYERS)
+    if found.size and (found.min() < -1 or found.max() >= min(sizes.experts or 2**15, 2**15)):
+        raise EngineError(f"routed experts should be below {sizes.experts}", got=f"{found.min()} to {found.max()}",
+                          who=who, fix=LAYERS)
+    routes, again = found.astype(np.int16), response.extra.get("computed_again")
+    if again is not None:
+        routes[np.asarray(again) >= stale] = -1
+    return routes

@@ -1,0 +1,181 @@
+"""The plugin: options and hooks. What it reads from answers is in answers.py, routers are in replay.py, imported when
+first used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from miles_core.columns import Align, Column
+from miles_core.config import RunConfig, option
+from miles_core.config.architecture import architecture_of
+from miles_core.config.load import who
+from miles_core.errors import ConfigError
+from miles_core.hookspecs import hookimpl
+
+if TYPE_CHECKING:
+    import torch
+
+    from miles_core.backends.megatron.specs import ModelSpec
+    from miles_core.columns import Packed
+    from miles_core.stages.loss import Metrics
+    from miles_core.stages.rollout import Request, Response
+    from miles_core.stages.step import TrainerAccess
+    from miles_core.types import Prompt, Sample
+
+ROUTES, PLACE = "routed_experts", "routed_rows"
+"""Columns: the experts of each position, and the position's number among all of the rollout's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class R3Options:
+    """Whose routing is replayed; the engine's unless the options say otherwise."""
+
+    use_rollout_routing_replay: bool = option(
+        False, "Replay the engine's routing; what the plugin does unless use_routing_replay alone is set.",
+        flags=("--use-rollout-routing-replay",),
+    )
+    use_routing_replay: bool = option(
+        False, "Alone: record the routing of the log-prob pass and replay it in the steps, whatever the engine did.",
+        flags=("--use-routing-replay",),
+    )
+    drop_computed_again: bool = option(
+        False,
+        "Leave out routes that a server computed again after it had drawn the token, not only where it did so by newer "
+        "weights.",
+    )
+    compare_every: int = option(
+        0, "Every so many rollouts, log-probs without replay as well, for a metric: one more pass; 0 never."
+    )
+
+
+class R3:
+    """Routing replay: the trainer's mixture of experts uses the experts that the engine used (R3)."""
+
+    implies = {"server.enable_return_routed_experts": True, "megatron.moe_enable_routing_replay": True}
+
+    def __init__(self, options: R3Options, config: RunConfig):
+        self.options, self.config = options, config
+        self.records = options.use_routing_replay and not options.use_rollout_routing_replay
+        self.sizes = _check(options, config, self.records)
+        self._routers = None
+
+    @hookimpl
+    def columns(self) -> list[Column]:
+        """The routes of every position that predicts a token; -1 where nobody knows them."""
+        return [Column(ROUTES, Align.PREDICTION, "int16", axes=("layer", "topk"), pad=-1, missing="pad", owner="r3"),
+                Column(PLACE, Align.PREDICTION, "int32", pad=-1, missing="pad", owner="r3")]
+
+    @hookimpl
+    def generate_request(self, request: Request, prompt: Prompt) -> Request:
+        """Ask for the experts of what is trained on; evaluations do without."""
+        if self.records or prompt.stream != "train":
+            return request
+        return replace(request, want=request.want | {ROUTES})
+
+    @hookimpl
+    def generate_response(self, sample: Sample, response: Response) -> Sample:
+        """Take them into the column.
+
+        Raises:
+            EngineError: none came, or not those of this model.
+        """
+        if not self.records and sample.prompt.stream == "train":
+            from miles_r3.answers import routes_of
+
+            stale = 1 if self.options.drop_computed_again else 2
+            sample.columns[ROUTES] = routes_of(sample, response, self.sizes, stale)
+        return sample
+
+    @hookimpl
+    def build_model(self, chunk: torch.nn.Module, spec: ModelSpec, folder: Path, model: str) -> torch.nn.Module:
+        """The actor's own routers replay; those of other models and of layers that draft do not."""
+        if model == "actor":
+            from miles_r3.replay import Routers
+
+            self._routers = self._routers or Routers(chunk.config)
+            self._routers.adopt(chunk)
+        return chunk
+
+    @hookimpl
+    def microbatch(self, proceed: Callable[[Packed], torch.Tensor], packed: Packed, model: str) -> torch.Tensor:
+        """The routes of these rows, for every router that this forward meets, and again when it is recomputed."""
+        if self._routers is None:
+            return proceed(packed)
+        with self._routers.forward(packed.rows.get(ROUTES), packed.rows.get(PLACE), replay=model == "actor"):
+            return proceed(packed)
+
+    @hookimpl
+    def log_prob(self, proceed: Callable[[], Metrics], access: TrainerAccess) -> Metrics:
+        """Number the positions; replay in the scoring pass or record it; compare where that is asked for."""
+        from miles_r3.replay import numbered
+
+        rows, routers = numbered(access.samples), self._routers
+        if self.records:
+            with routers.recording() as recorded:
+                metrics = proceed()
+            recorded.spread(access.samples, rows)
+            return metrics
+        with routers.counting() as counts:
+            metrics = proceed()
+        metrics = metrics | counts.metrics("rollout/r3")
+        if self.options.compare_every and access.batch.rollout_id % self.options.compare_every == 0:
+            from miles_r3.compare import gaps
+
+            metrics |= gaps(access, routers)
+        return metrics
+
+    @hookimpl
+    def train_step(self, proceed: Callable[[], Metrics], access: TrainerAccess) -> Metrics:
+        """Replay in forward and recompute; what nobody recomputed is forgotten."""
+        with self._routers.counting() as counts, self._routers.stepping():
+            metrics = proceed()
+        if access.index == self.config.rollout.num_steps_per_rollout - 1:
+            for sample in access.batch.samples:
+                sample.columns.pop(PLACE, None)
+        return metrics | counts.metrics("train/r3")
+
+    @hookimpl
+    def finish(self) -> None:
+        """Leave Megatron's list of routers as it was."""
+        if self._routers is not None:
+            self._routers.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Of a row of routes, by config.json; None is not known."""
+
+    layers: int | None
+    topk: int | None
+    experts: int | None
+
+
+def _check(options: R3Options, config: RunConfig, records: bool) -> Sizes:
+    """
+    Raises:
+        ConfigError: there is nothing to replay, or routers that would not.
+    """
+    model, algorithm = architecture_of(config), config.algorithm
+    if model.experts is None and model.checkpoint:
+        raise ConfigError("routing replay is for mixtures of experts, and this model has none",
+                          got=str(config.model.model_name), who=f"plugin r3, {config.checkpoint.hf_checkpoint}",
+                          fix="leave the plugin out")
+    for key, bad, why in (("moe_router_fusion", True, "the fused router of Transformer Engine replays nothing"),
+                          ("moe_router_load_balancing_type", "sinkhorn", "Sinkhorn routing replays nothing"),
+                          ("moe_enable_routing_replay", False, "the plugin needs Megatron's RouterReplay")):
+        if config.megatron.get(key) == bad:
+            raise ConfigError(why, got=f"{key} = {bad}", who=f"plugin r3, {who(config, f'megatron.{key}')}",
+                              fix=f"leave {key} out, or run without the plugin")
+    if options.compare_every < 0:
+        raise ConfigError("compare_every counts rollouts", got=options.compare_every, who="[r3]",
+                          fix="0 for never, 10 for every tenth")
+    if records and (options.compare_every or algorithm.use_rollout_logprobs or algorithm.skip_actor_forward_only):
+        raise ConfigError("the routing that is replayed is that of the log-prob pass, and there is none" if
+                          not options.compare_every else "compare_every is about the engine's routing",
+                          who="--use-routing-replay", fix="write --use-rollout-routing-replay, or leave "
+                          + ("compare_every out" if options.compare_every else
+                             "use_rollout_logprobs and skip_actor_forward_only out"))
+    return Sizes(model.layers, model.experts_per_token, model.experts)
