@@ -1,0 +1,1 @@
+"""FP8 for Miles: training in it, engines with its weights, and checkpoints of them."""

@@ -1,0 +1,48 @@
+"""A Hugging Face directory in FP8, written from a plain one a tensor at a time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from miles_core.backends.local.weights import read_tensors
+from miles_core.backends.megatron.shards import stored_tensors, tensor_files
+from miles_core.backends.megatron.weights import export_hf
+from miles_core.errors import CheckpointError
+from miles_fp8.recipe import Held, plain_modules
+from miles_fp8.stream import quantised
+
+
+def convert(source: Path, out: Path, held: Held) -> str:
+    """Write `source` to `out` with its linear layers in FP8; what was written, in words.
+
+    Raises:
+        CheckpointError: a source that is quantised already, that has no linear layers by the names of Hugging Face's
+            decoders, or that cannot be read.
+    """
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    if "quantization_config" in config:
+        raise CheckpointError("the checkpoint is quantised already", who=str(source / "config.json"),
+                              got=config["quantization_config"].get("quant_method"), fix="convert a plain one")
+    files = sorted(set(tensor_files(source).values()))
+    shapes = {name: one.shape for file in files for name, one in stored_tensors(file).items()}
+    matrices = [name for name, shape in shapes.items() if len(shape) == 2]
+    taken = [name for name in matrices if held.quantises(name, shapes[name])]
+    if not taken:
+        raise CheckpointError("no tensor there is a linear layer's weight by its name", who=str(source),
+                              got=f"{len(shapes)} tensors", fix="use a decoder by Hugging Face's names")
+    left = plain_modules(set(matrices) - set(taken))
+    more = {"quantization_config": {**held.config, "modules_to_not_convert": left}}
+    more |= {key: config[key] for key in ("dtype", "torch_dtype") if key in config}
+    before = sum(file.stat().st_size for file in files)
+    export_hf(out, source, quantised(_tensors(source), held), config=more)
+    after = sum(file.stat().st_size for file in out.glob("*.safetensors"))
+    return (f"{len(taken)} of {len(shapes)} tensors in FP8 ({held.recipe}), {after / 1e6:,.1f} MB of "
+            f"{before / 1e6:,.1f} MB")
+
+
+def _tensors(source: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from read_tensors(source)

@@ -1,0 +1,106 @@
+"""FP8 without its kernels: linear layers round their operands as the kernels do; gradients pass straight through.
+
+A product of FP8 matrices is exact in float32 but for the order of its sums, so that rounding the operands is all there
+is to emulate. Forward: activations by rows, weights by blocks of this rank's parameter, as Transformer Engine cuts it.
+Backward: the output's gradient is rounded by rows and meets the rounded weight (for the input) and the rounded input
+(for the weight); Transformer Engine rounds these two once more along the other axis, which is not emulated.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import torch
+
+from miles_core.backends.megatron import cpu
+from miles_core.backends.megatron.substitute import substitute
+from miles_fp8.recipe import ROWS, WEIGHTS, Tiles
+from miles_fp8.rounding import rounded
+
+cpu.install()
+
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear  # noqa: E402 - after install()
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Emulation:
+    """What is rounded, and how.
+
+    Args:
+        recipe: one of recipe.RECIPES.
+        layers: numbers, over the whole model, of the decoder layers that compute in FP8.
+        gradients: the format of gradients.
+        activations: whether activations and gradients are rounded as well as weights.
+    """
+
+    recipe: str
+    layers: frozenset[int]
+    gradients: torch.dtype
+    activations: bool = True
+
+
+class _Rounded(torch.autograd.Function):
+    """x -> x as FP8 holds it; the gradient passes as it is."""
+
+    @staticmethod
+    def forward(ctx, x, tiles: Tiles):
+        return rounded(x, tiles)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+class _RoundedGradient(torch.autograd.Function):
+    """x -> x; the gradient as FP8 holds it."""
+
+    @staticmethod
+    def forward(ctx, x, tiles: Tiles, dtype: torch.dtype):
+        ctx.tiles, ctx.dtype = tiles, dtype
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return rounded(grad, ctx.tiles, ctx.dtype), None, None
+
+
+def emulate(chunk: torch.nn.Module, emulation: Emulation) -> int:
+    """Have the linear layers of a model's decoder layers compute as if in FP8; returns how many there are.
+
+    Embedding, router, norms and output layer are none of them. Layers for multi-token prediction are rounded with the
+    decoder's, whatever `layers` says.
+    """
+    found = 0
+    layers = [layer for layer in chunk.decoder.layers if layer.layer_number - 1 in emulation.layers]
+    for part in (*layers, *getattr(getattr(chunk, "mtp", None), "layers", ())):
+        for name, module in part.named_modules():
+            if isinstance(module, ColumnParallelLinear | RowParallelLinear):
+                _round(module, emulation)
+                found += 1
+                _tell(name, module, emulation)
+    return found
+
+
+def _round(module: torch.nn.Module, emulation: Emulation) -> None:
+    weight, row = WEIGHTS[emulation.recipe], ROWS[emulation.recipe]
+    substitute(module, lambda tensor: _Rounded.apply(tensor, weight))
+    if not emulation.activations:
+        return
+    module.register_forward_pre_hook(lambda _, given: (_Rounded.apply(given[0], row), *given[1:]))
+    module.register_forward_hook(
+        lambda _, __, out: (_RoundedGradient.apply(out[0], row, emulation.gradients), *out[1:]))
+
+
+def _tell(name: str, module: torch.nn.Module, emulation: Emulation) -> None:
+    """Blocks of a fused or cut parameter are those of the checkpoint's tensors only where their edges meet."""
+    tiles, parts, config = WEIGHTS[emulation.recipe], {"linear_qkv": 3, "linear_fc1": 2}, module.config
+    end = name.rpartition(".")[2]
+    heights = {"linear_qkv": config.kv_channels, "linear_fc1": module.weight.shape[0] // 2}
+    meets = tiles.rows is not None and heights.get(end, 0) % tiles.rows == 0 and (
+        not isinstance(module, RowParallelLinear) or config.tensor_model_parallel_size == 1
+        or module.weight.shape[1] % tiles.columns == 0)
+    if not meets and (end in parts or isinstance(module, RowParallelLinear)):
+        logger.debug("%s: the blocks of %s here are not those of the tensors that engines hold", name, end)

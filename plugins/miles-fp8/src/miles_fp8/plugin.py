@@ -1,0 +1,168 @@
+"""The plugin: options and hooks. What needs torch is imported when it is first used."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from miles_core.config import RunConfig, option
+from miles_core.config.load import config_json
+from miles_core.errors import ConfigError
+from miles_core.hookspecs import hookimpl
+from miles_core.plugins.resolve import chosen
+from miles_fp8.recipe import RECIPES, WEIGHTS, Held, of_checkpoint
+
+if TYPE_CHECKING:
+    import torch
+
+    from miles_core.backends.megatron.specs import ModelSpec
+
+logger = logging.getLogger(__name__)
+
+OF_KERNELS = ("tp_only_amax_red", "moe_router_padding_for_fp8", "moe_router_padding_for_quantization")
+"""Fields of Megatron's beside those that begin with fp8 which only its kernels have a use for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fp8Options:
+    """FP8 weights; what training computes in, Megatron's own options say."""
+
+    recipe: Literal["blockwise", "tensorwise", "mxfp8"] | None = option(
+        None, "Scales of weights where no checkpoint says: `miles convert hf-to-fp8` and the local engine. "
+        "Default: as --fp8-recipe, else blockwise."
+    )
+    keep: list[str] = option(
+        [], "Modules that such weights leave as they are, by Hugging Face's name or the beginning or end of it.",
+        flags=("--extra-high-precision-layers-hf",),
+    )
+    first_layers: int = option(0, "Layers at the start that such weights leave as they are, all their modules.")
+    last_layers: int = option(0, "The same at the end.")
+    emulate: Literal["all", "weights"] = option(
+        "all", "What training without FP8 kernels rounds: all operands, or weights alone, as the local engine does."
+    )
+
+
+class Fp8:
+    """FP8: training with Transformer Engine's recipes, or in emulation, and engines with FP8 weights."""
+
+    implies = {"megatron.fp8": "e4m3", "megatron.fp8_recipe": "blockwise"}
+    precision = {
+        "trainer": ["{own}; linear layers multiply in fp8 {megatron.fp8} ({megatron.fp8_recipe})"],
+        "log-probs": ["{own}; linear layers as in training, in fp8 {megatron.fp8}"],
+        "engine": ["{checkpoint} weights (config.json), read as {local}",
+                   "{checkpoint} weights (config.json), {server}",
+                   "fp8 weights as in training ({megatron.fp8} {megatron.fp8_recipe}), read as {local}"],
+        "sync": ["{checkpoint} weights and their scales; other tensors in {computed}",
+                 "fp8 weights and their scales ({megatron.fp8} {megatron.fp8_recipe}); other tensors in {local}"],
+    }
+
+    def __init__(self, options: Fp8Options, config: RunConfig):
+        self.options, self.config = options, config
+        self._emulation = None
+
+    @hookimpl
+    def transformer_config(self, fields: dict[str, object]) -> dict[str, object]:
+        """Megatron's fp8 fields go to Transformer Engine; where its kernels do not run, they are emulated."""
+        self._emulation = None
+        if not fields.get("fp8"):
+            return fields
+        from miles_fp8.hardware import Device, emulated
+
+        if not emulated(Device.here(), fields, self.config.perf.bf16):
+            return fields
+        self._emulation = dict(fields)
+        return {name: value for name, value in fields.items() if not name.startswith("fp8") and name not in OF_KERNELS}
+
+    @hookimpl
+    def build_model(self, chunk: torch.nn.Module, spec: ModelSpec) -> torch.nn.Module:
+        """Emulation: the decoder's linear layers round their operands."""
+        if (fields := self._emulation) is None:
+            return chunk
+        import torch
+
+        from miles_fp8.emulate import Emulation, emulate
+
+        layers = spec.constants["num_layers"]
+        kept = _kept_layers(fields, layers)
+        made = Emulation(str(fields["fp8_recipe"]), frozenset(range(layers)) - kept,
+                         torch.float8_e5m2 if fields["fp8"] == "hybrid" else torch.float8_e4m3fn,
+                         self.options.emulate == "all")
+        count = emulate(chunk, made)
+        logger.info("%d linear layers compute as if in FP8 (%s)", count, made.recipe)
+        return chunk
+
+    @hookimpl
+    def export_weights(self, stream: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Weights in FP8 with their scales, where the engine holds such."""
+        held = self._held()
+        if held is None:
+            return stream
+        from miles_fp8.stream import quantised
+
+        return quantised(stream, held)
+
+    @hookimpl
+    def import_weights(self, stream: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """FP8 weights times their scales, for an engine that has no kernels for them."""
+        from miles_fp8.stream import plain
+
+        held = self._held()
+        return plain(stream, held.tiles) if held is not None else plain(stream)
+
+    @hookimpl("convert", name="hf-to-fp8")
+    def convert(self, source: Path, out: Path) -> str:
+        """A plain Hugging Face directory with its linear layers in FP8."""
+        from miles_fp8.directory import convert
+
+        recipe = self.options.recipe or "blockwise"
+        return convert(source, out, self._own(recipe, source, self.options.first_layers, self.options.last_layers))
+
+    def _held(self) -> Held | None:
+        """How the engine holds its weights; None for plain ones.
+
+        Raises:
+            ConfigError: SGLang could not be given new ones.
+        """
+        path, said = config_json(self.config)
+        said, local = (said or {}).get("quantization_config"), chosen(self.config, "engine") == "local"
+        held = of_checkpoint(said, path.parent) if said else None
+        if held is not None and held.recipe == "tensorwise" and not local:
+            raise ConfigError("SGLang rearranges FP8 weights with one scale each when it loads them, and cannot be "
+                              "given new ones", who=str(path), got="no weight_block_size",
+                              fix="use a checkpoint with scales by block: miles convert hf-to-fp8")
+        if held is not None or said or not local:
+            return held
+        given = self.config.megatron
+        if not given.get("fp8"):
+            return None
+        recipe = self.options.recipe or str(given.get("fp8_recipe"))
+        if recipe not in RECIPES:
+            return None
+        kept = _ends(given) if given.get("first_last_layers_bf16") else (0, 0)
+        return self._own(recipe, path.parent, *(max(pair) for pair in zip(
+            kept, (self.options.first_layers, self.options.last_layers), strict=True)))
+
+    def _own(self, recipe: str, folder: Path, first: int, last: int) -> Held:
+        """How weights are held where no checkpoint says."""
+        held = Held(WEIGHTS[recipe], recipe, tuple(self.options.keep))
+        if not first and not last:
+            return held
+        said = config_json(replace(self.config, checkpoint=replace(
+            self.config.checkpoint, hf_checkpoint=str(folder))))[1] or {}
+        layers = int(said.get("text_config", said)["num_hidden_layers"])
+        return replace(held, layers=frozenset(range(first, layers - last)))
+
+
+def _ends(fields) -> tuple[int, int]:
+    """Layers at the start and at the end that first_last_layers_bf16 is about."""
+    found = (fields.get(f"num_layers_at_{end}_in_bf16") for end in ("start", "end"))
+    return tuple(1 if one is None else int(one) for one in found)
+
+
+def _kept_layers(fields, layers: int) -> frozenset[int]:
+    """Of a model, those that stay in the trainer's own dtype."""
+    first, last = _ends(fields) if fields.get("first_last_layers_bf16") else (0, 0)
+    return frozenset([*range(first), *range(layers - last, layers)])

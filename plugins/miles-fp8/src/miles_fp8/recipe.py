@@ -1,0 +1,156 @@
+"""Recipes: blocks, scales and names of FP8 weights, and which tensors of a model have them. No torch here."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from miles_core.errors import CheckpointError, ConfigError
+
+RECIPES = ("blockwise", "tensorwise", "mxfp8")
+SCALES = ("weight_scale_inv", "weight_scale")
+"""Last parts of the names of scales."""
+
+_LINEAR = re.compile(
+    r"(?:^|\.)(?:mtp_)?layers\.\d+\.(?:.+\.)?(?:"
+    r"[qkvo]_proj|qkv_proj|gate_proj|up_proj|gate_up_proj|down_proj|w[123]"  # attention, dense MLPs, experts
+    r"|q_a_proj|q_b_proj|kv_a_proj_with_mqa|kv_b_proj|wq_b|wk"  # latent attention and its indexer
+    r"|in_proj_qkvz?|in_proj_z|out_proj"  # linear attention
+    r")\.weight$"
+)
+"""Weights that FP8 checkpoints hold in FP8: the linear layers of decoder and multi-token-prediction layers. Norms,
+embeddings, routers, gates of shared experts, the output layer and biases are none of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """How a matrix is cut for scales.
+
+    Args:
+        rows, columns: of a tile; None for one tile that is the whole matrix.
+        powers: scales are powers of two, rounded up.
+    """
+
+    rows: int | None = None
+    columns: int | None = None
+    powers: bool = False
+
+
+WEIGHTS = {"blockwise": Tiles(128, 128), "tensorwise": Tiles(), "mxfp8": Tiles(1, 32, powers=True)}
+ROWS = {"blockwise": Tiles(1, 128), "tensorwise": Tiles(), "mxfp8": Tiles(1, 32, powers=True)}
+"""Of activations and gradients, [tokens, channels]."""
+
+
+def linear(name: str) -> bool:
+    """Whether a checkpoint's tensor is the weight of a linear layer that FP8 is for."""
+    return _LINEAR.search(name) is not None
+
+
+def layer_of(name: str) -> int | None:
+    """The number of the decoder layer that a tensor belongs to."""
+    found = re.search(r"(?:^|\.)layers\.(\d+)\.", name)
+    return int(found[1]) if found and not re.search(r"(?:^|\.)mtp\.layers\.", name) else None
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """The weights of an engine or of a checkpoint.
+
+    Args:
+        tiles: of each weight.
+        recipe: which of RECIPES that is, for names and dtypes.
+        kept: modules that stay as they are, by name, by a name that they lie within, or by the end of theirs.
+        scaled: names of all scales, where a checkpoint says them; it is then followed to the letter.
+        layers: decoder layers that are quantised; None for all.
+    """
+
+    tiles: Tiles
+    recipe: str = "blockwise"
+    kept: tuple[str, ...] = ()
+    scaled: frozenset[str] | None = None
+    layers: frozenset[int] | None = None
+
+    def scale(self, name: str) -> str:
+        """What the scale of a weight is called."""
+        return name.removesuffix("weight") + SCALES[self.recipe == "tensorwise"]
+
+    def quantises(self, name: str, shape: Sequence[int]) -> bool:
+        """Whether this tensor of the plain model is held in FP8."""
+        if not name.endswith(".weight") or len(shape) != 2:
+            return False
+        if self.scaled is not None:
+            return self.scale(name) in self.scaled
+        layer = layer_of(name)
+        if not linear(name) or (self.layers is not None and layer is not None and layer not in self.layers):
+            return False
+        return not kept(name.removesuffix(".weight"), self.kept)
+
+    @property
+    def config(self) -> dict[str, object]:
+        """What config.json says of it, but for the modules that are not converted."""
+        said: dict[str, object] = {"quant_method": "mxfp8" if self.recipe == "mxfp8" else "fp8", "fmt": "e4m3",
+                                   "activation_scheme": "dynamic"}
+        if self.recipe != "tensorwise":
+            said["weight_block_size"] = [self.tiles.rows, self.tiles.columns]
+        if self.recipe == "mxfp8":
+            said["scale_fmt"] = "ue8m0"
+        return said
+
+
+def kept(module: str, modules: Sequence[str]) -> bool:
+    """Whether a list such as modules_to_not_convert names a module; "model." in front makes no difference."""
+    module = module.removeprefix("model.")
+    for one in modules:
+        one = one.removeprefix("model.").rstrip(".")
+        if module == one or module.startswith(f"{one}.") or module.endswith(f".{one}"):
+            return True
+    return False
+
+
+def of_checkpoint(said: Mapping[str, object], folder: Path) -> Held | None:
+    """How a checkpoint holds its weights, by the quantization_config of its config.json and the names of its tensors.
+
+    Returns:
+        None where they are quantised by other means than FP8.
+
+    Raises:
+        ConfigError: FP8 of a kind that this plugin does not write.
+        CheckpointError: the index or the headers of its files cannot be read.
+    """
+    method = said.get("quant_method")
+    if method not in ("fp8", "mxfp8"):
+        return None
+    wrong = {key: said[key] for key, wanted in (("activation_scheme", "dynamic"), ("fmt", "e4m3"))
+             if said.get(key) not in (None, wanted)}
+    if wrong:
+        raise ConfigError("the engine's checkpoint is FP8 of a kind that is not written here", got=wrong,
+                          who=str(folder / "config.json"), fix="make one with miles convert hf-to-fp8")
+    block = said.get("weight_block_size")
+    if method == "mxfp8":
+        recipe, tiles = "mxfp8", WEIGHTS["mxfp8"]
+    elif block is None:
+        recipe, tiles = "tensorwise", WEIGHTS["tensorwise"]
+    else:
+        recipe, tiles = "blockwise", Tiles(*block, powers=said.get("scale_fmt") == "ue8m0")
+    listed = said.get("modules_to_not_convert") or said.get("ignored_layers") or ()
+    return Held(tiles, recipe, tuple(listed), _scaled(folder))
+
+
+def _scaled(folder: Path) -> frozenset[str] | None:
+    """Names of scales in a folder's files; None where it holds a configuration alone."""
+    if not any(folder.glob("*.safetensors")):
+        return None
+    from miles_core.backends.megatron.shards import tensor_files
+
+    found = frozenset(name for name in tensor_files(folder) if name.endswith(SCALES))
+    if not found:
+        raise CheckpointError("config.json says FP8, and no tensor has a scale", who=str(folder),
+                              fix="fetch the checkpoint again, or take quantization_config out of config.json")
+    return found
+
+
+def plain_modules(names: Collection[str]) -> list[str]:
+    """modules_to_not_convert of a checkpoint: every module with a matrix that stays, which engines look up by name."""
+    return sorted(name.removesuffix(".weight") for name in names if name.endswith(".weight"))

@@ -1,0 +1,65 @@
+"""The stream of weights on its way to engines: tensors become FP8 and their scales; and back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from miles_core.errors import EngineError
+from miles_fp8.recipe import SCALES, WEIGHTS, Held, Tiles
+from miles_fp8.rounding import dequantise, quantise, to_bytes
+
+Stream = Iterator[tuple[str, torch.Tensor]]
+
+
+def quantised(stream: Stream, held: Held) -> Stream:
+    """Each weight that `held` has in FP8, followed by its scale; every other tensor as it is."""
+    for name, tensor in stream:
+        if not held.quantises(name, tensor.shape):
+            yield name, tensor
+            continue
+        weight, scale = quantise(tensor, held.tiles)
+        scale = to_bytes(scale) if held.recipe == "mxfp8" else scale
+        scale.keeps_dtype = True  # also where the trainer's float32 is sent as another dtype
+        yield name, weight
+        yield held.scale(name), scale
+
+
+def plain(stream: Stream, tiles: Tiles = WEIGHTS["blockwise"]) -> Stream:
+    """The inverse, float32 for what was FP8; a weight and its scale may come in any order and apart.
+
+    Args:
+        tiles: of scales that are float32 matrices.
+
+    Raises:
+        EngineError: an FP8 weight without a scale.
+    """
+    weights: dict[str, torch.Tensor] = {}
+    scales: dict[str, tuple[str, torch.Tensor]] = {}
+    others: set[str] = set()
+    for name, tensor in stream:
+        if tensor.dtype == torch.float8_e4m3fn:
+            module = name.removesuffix("weight")
+            weights[module] = tensor
+        elif name.endswith(SCALES):
+            module = name.rpartition(".")[0] + "."
+            if module in others:  # the scale of something else than FP8
+                yield name, tensor
+                continue
+            scales[module] = name, tensor
+        else:
+            yield name, tensor
+            module = name.removesuffix("weight")
+            others.add(module)
+            if module in scales:
+                yield scales.pop(module)
+            continue
+        if module in weights and module in scales:
+            weight, (_, scale) = weights.pop(module), scales.pop(module)
+            cut = WEIGHTS["mxfp8"] if scale.dtype == torch.uint8 else tiles
+            yield f"{module}weight", dequantise(weight, scale, cut)
+    if weights:
+        raise EngineError("FP8 weights came without their scales", got=f"{len(weights)}, such as {min(weights)}weight",
+                          fix="send weight and weight_scale_inv of each, or fetch the checkpoint again")
+    yield from scales.values()

@@ -1,0 +1,222 @@
+"""Which tensors are held in FP8, under which names; the stream there and back; checkpoints; unfit hardware."""
+
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+from fp8_reference import rounded
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from miles_fp8.hardware import Device, emulated
+from miles_fp8.plugin import Fp8, Fp8Options
+from miles_fp8.recipe import RECIPES, SCALES, WEIGHTS, Held, linear, of_checkpoint
+from miles_fp8.stream import plain, quantised
+from safetensors.torch import load_file, save_file
+
+from miles_core.backends.sync.buckets import Cutter
+from miles_core.cli.convert import command
+from miles_core.errors import CheckpointError, ConfigError, EngineError
+from miles_core.plugins.plan import prepare
+
+L = "model.layers.3."
+QUANTISED = [L + name + ".weight" for name in (
+    "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj",
+    "mlp.down_proj", "mlp.experts.7.gate_proj", "mlp.experts.7.up_proj", "mlp.experts.7.down_proj",
+    "mlp.shared_experts.gate_proj", "mlp.shared_expert.down_proj", "block_sparse_moe.experts.0.w2",
+    "self_attn.q_a_proj", "self_attn.q_b_proj", "self_attn.kv_a_proj_with_mqa", "self_attn.kv_b_proj",
+    "linear_attn.in_proj_qkv", "linear_attn.in_proj_qkvz", "linear_attn.in_proj_z", "linear_attn.out_proj")]
+QUANTISED += ["mtp.layers.0.self_attn.q_proj.weight", "model.mtp_layers.0.mlp.down_proj.weight"]
+LEFT = ["model.embed_tokens.weight", "lm_head.weight", "model.norm.weight", "mtp.fc.weight", L + "eh_proj.weight"]
+LEFT += [L + name for name in (
+    "input_layernorm.weight", "self_attn.q_norm.weight", "self_attn.q_a_layernorm.weight", "mlp.gate.weight",
+    "mlp.gate.e_score_correction_bias", "mlp.shared_expert_gate.weight", "self_attn.q_proj.bias",
+    "linear_attn.in_proj_ba.weight", "linear_attn.conv1d.weight", "linear_attn.A_log", "linear_attn.norm.weight")]
+
+
+def test_the_linear_layers_of_decoders_and_nothing_else():
+    assert [name for name in QUANTISED if not linear(name)] == []
+    assert [name for name in LEFT if linear(name)] == []
+    held = Held(WEIGHTS["blockwise"])
+    assert held.quantises(QUANTISED[0], [8, 8]) and not held.quantises(QUANTISED[0], [8])
+
+
+@pytest.mark.parametrize(("modules", "left"), [
+    (["model.layers.3.self_attn.q_proj"], {"model.layers.3.self_attn.q_proj.weight"}),
+    (["layers.3.mlp.experts"], {name for name in QUANTISED if ".3.mlp.experts." in name}),
+    (["q_b_proj"], {"model.layers.3.self_attn.q_b_proj.weight"}),
+    (["model.layers.33", "lm_head"], set()),
+])
+def test_modules_that_a_checkpoint_lists_are_left(modules, left):
+    held = of_checkpoint({"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": modules},
+                         Path("none"))
+    assert {name for name in QUANTISED if not held.quantises(name, [8, 8])} == left
+
+
+def model(seed=0, layers=2, hidden=160, wide=200):
+    draw = torch.Generator().manual_seed(seed)
+    shapes = {"model.embed_tokens.weight": (30, hidden), "model.norm.weight": (hidden,)}
+    for i in range(layers):
+        prefix = f"model.layers.{i}."
+        shapes |= {f"{prefix}self_attn.{x}_proj.weight": (hidden, hidden) for x in "qkv"}
+        shapes |= {f"{prefix}input_layernorm.weight": (hidden,), f"{prefix}mlp.gate.weight": (4, hidden),
+                   f"{prefix}mlp.down_proj.weight": (hidden, wide), f"{prefix}self_attn.q_proj.bias": (hidden,)}
+    return {name: torch.randn(shape, generator=draw) for name, shape in shapes.items()}
+
+
+@settings(max_examples=20, deadline=None)
+@given(recipe=st.sampled_from(RECIPES), seed=st.integers(0, 99))
+def test_the_stream_there_and_back_in_any_order(recipe, seed):
+    weights, held = model(), Held(WEIGHTS[recipe], recipe)
+    sent = list(quantised(iter(weights.items()), held))
+    names = [name for name, _ in sent]
+    assert names == [one for name in weights for one in ([name, held.scale(name)] if linear(name) else [name])]
+    assert all(dict(sent)[name].dtype == torch.float8_e4m3fn for name in weights if linear(name))
+    wanted = "weight_scale" if recipe == "tensorwise" else "weight_scale_inv"
+    assert {name.rpartition(".")[2] for name in names if name.endswith(SCALES)} == {wanted}
+    random.Random(seed).shuffle(sent)
+    back, tiles = dict(plain(iter(sent), WEIGHTS[recipe])), WEIGHTS[recipe]
+    assert back.keys() == weights.keys()
+    for name, tensor in weights.items():
+        expected = tensor.numpy()
+        if linear(name):
+            expected = rounded(expected, tiles.rows, tiles.columns, tiles.powers)
+        np.testing.assert_array_equal(back[name].numpy(), expected)
+
+
+def test_a_weight_without_its_scale_is_no_weight():
+    sent = [(name, tensor) for name, tensor in quantised(iter(model().items()), Held(WEIGHTS["blockwise"]))
+            if name != "model.layers.1.self_attn.k_proj.weight_scale_inv"]
+    with pytest.raises(EngineError, match=r"without their scales \(got 1, such as model\.layers\.1\.self_attn\.k_proj"):
+        list(plain(iter(sent)))
+
+
+def test_scales_of_others_pass():
+    sent = [("a.weight_packed", torch.ones(2, dtype=torch.int32)), ("a.weight_scale", torch.ones(2)),
+            ("b.weight_scale", torch.ones(1)), ("b.weight", torch.ones(2, 2))]
+    assert sorted(name for name, _ in plain(iter(sent))) == sorted(name for name, _ in sent)
+
+
+def test_scales_stay_float32_on_their_way_to_an_engine_in_bfloat16():
+    stream = quantised(iter(model().items()), Held(WEIGHTS["blockwise"]))
+    buckets = Cutter(50_000, torch.float32, torch.bfloat16)(stream)
+    where, dtypes = {}, {}
+    for number, bucket in enumerate(buckets):
+        for name, view in bucket.views():
+            where[name], dtypes[name] = number, view.dtype
+    assert number > 3, "there are several buckets to be torn apart among"
+    for name in filter(linear, where):
+        assert dtypes[name] == torch.float8_e4m3fn and dtypes[f"{name}_scale_inv"] == torch.float32
+        assert where[name] == where[f"{name}_scale_inv"]
+    assert dtypes["model.norm.weight"] == torch.bfloat16
+    attention = {where[f"model.layers.0.self_attn.{x}_proj.weight{end}"] for x in "qkv" for end in ("", "_scale_inv")}
+    assert len(attention) == 1, "what an engine keeps as one parameter, with its scales"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    source = tmp_path / "plain"
+    source.mkdir()
+    save_file({name: tensor.bfloat16() for name, tensor in model().items()}, source / "model.safetensors")
+    said = {"model_type": "qwen3", "dtype": "bfloat16", "num_hidden_layers": 2}
+    (source / "config.json").write_text(json.dumps(said))
+    return source
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_directory_in_fp8_says_what_it_holds(recipe, folder, tmp_path):
+    out = tmp_path / "fp8"
+    done = CliRunner().invoke(command, ["hf-to-fp8", str(folder), str(out), "--recipe", recipe])
+    assert done.exit_code == 0, done.output
+    assert f"8 of 16 tensors in FP8 ({recipe})" in done.output
+    (file,) = out.glob("*.safetensors")
+    found, before, tiles = load_file(file), load_file(folder / "model.safetensors"), WEIGHTS[recipe]
+    size = sum(tensor.numel() * (1 if linear(name) else 2) for name, tensor in before.items())
+    size += sum(tensor.nbytes for name, tensor in found.items() if name.endswith(SCALES))
+    assert sum(tensor.nbytes for tensor in found.values()) == size and 0 < file.stat().st_size - size < 4096
+    for name, tensor in before.items():
+        if not linear(name):
+            assert torch.equal(found[name], tensor)
+            continue
+        scale = found[f"{name}_scale" if recipe == "tensorwise" else f"{name}_scale_inv"]
+        wide = 2.0 ** (scale.numpy().astype(np.float64) - 127) if recipe == "mxfp8" else scale.numpy()
+        wide = np.atleast_2d(wide).repeat(tiles.rows or 999, 0).repeat(tiles.columns or 999, 1)
+        back = found[name].float().numpy() * wide[: tensor.shape[0], : tensor.shape[1]].astype(np.float32)
+        np.testing.assert_array_equal(back, rounded(tensor.float().numpy(), tiles.rows, tiles.columns, tiles.powers))
+    config = json.loads((out / "config.json").read_text())
+    said = config["quantization_config"]
+    assert config["dtype"] == "bfloat16" and said["quant_method"] == ("mxfp8" if recipe == "mxfp8" else "fp8")
+    assert said.get("weight_block_size") == {"blockwise": [128, 128], "mxfp8": [1, 32]}.get(recipe)
+    assert said["modules_to_not_convert"] == [
+        "model.embed_tokens", "model.layers.0.mlp.gate", "model.layers.1.mlp.gate"]
+    held = of_checkpoint(said, out)
+    assert held.recipe == recipe
+    assert [name for name in before if held.quantises(name, before[name].shape)] == list(filter(linear, before))
+
+
+def test_layers_and_modules_can_be_left_and_the_engines_checkpoint_is_followed(folder, tmp_path):
+    out = tmp_path / "fp8"
+    done = CliRunner().invoke(command, ["hf-to-fp8", str(folder), str(out), "--first-layers", "1"])
+    assert done.exit_code == 0 and "4 of 16" in done.output, done.output
+    said = json.loads((out / "config.json").read_text())["quantization_config"]
+    held = of_checkpoint({**said, "modules_to_not_convert": []}, out)  # the files say it, whatever the list does
+    assert {name.split(".")[2] for name in model() if held.quantises(name, [8, 8])} == {"1"}
+    again = CliRunner().invoke(command, ["hf-to-fp8", str(out), str(tmp_path / "twice")])
+    assert again.exit_code != 0 and "quantised already" in str(again.exception)
+    save_file({"x": torch.ones(2)}, out / next(out.glob("*.safetensors")).name)
+    with pytest.raises(CheckpointError, match="no tensor has a scale"):
+        of_checkpoint(said, out)
+
+
+@pytest.mark.parametrize(("said", "got"), [({"activation_scheme": "static"}, "static"), ({"fmt": "e5m2"}, "e5m2")])
+def test_other_kinds_of_fp8_are_refused(said, got, tmp_path):
+    with pytest.raises(ConfigError, match=f"not written here .*{got}"):
+        of_checkpoint({"quant_method": "fp8", **said}, tmp_path)
+
+
+H200, L40, A100 = Device("H200", (9, 0), True), Device("L40S", (8, 9), True), Device("A100", (8, 0), True)
+
+
+@pytest.mark.parametrize(("device", "fields", "bf16", "sentence"), [
+    (H200, {"fp8_recipe": "mxfp8"}, True, r"mxfp8 needs a GPU of compute capability 10\.0 \(got H200, 9\.0\)\. "
+     r"Fix: write --fp8-recipe blockwise"),
+    (L40, {"fp8_recipe": "blockwise"}, True, r"blockwise needs .* 9\.0 \(got L40S, 8\.9\)\. Fix: write .* tens"),
+    (A100, {"fp8_recipe": "tensorwise"}, True, r"tensorwise needs .* 8\.9 \(got A100, 8\.0.*Fix: train in bfloat16"),
+    (H200, {"fp8_recipe": "blockwise"}, False, "FP8 kernels train in bfloat16"),
+    (Device("H200", (9, 0), False), {"fp8_recipe": "blockwise"}, True, "needs Transformer Engine, which is not inst"),
+    (Device(), {"fp8_recipe": "delayed"}, False, "'delayed' runs in Transformer Engine's kernels alone"),
+    (H200, {"fp8_recipe": "blockwise", "fp8_param": True}, True, "cannot be streamed to engines"),
+])
+def test_what_cannot_run_is_named(device, fields, bf16, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        emulated(device, fields, bf16)
+
+
+def test_where_it_is_emulated():
+    assert emulated(Device(), {"fp8_recipe": "mxfp8"}, False)
+    assert emulated(H200, {"fp8_recipe": "mxfp8", "transformer_impl": "local"}, False)
+    assert not emulated(H200, {"fp8_recipe": "blockwise"}, True)
+    assert not emulated(Device("B200", (10, 0), True), {"fp8_recipe": "mxfp8"}, True)
+
+
+def test_the_kernels_fields_go_to_the_kernels_alone():
+    given = {"fp8": "hybrid", "fp8_recipe": "blockwise", "moe_router_padding_for_fp8": True, "num_layers": 2}
+    plan = prepare(None, ["--hf-checkpoint", "x", "--prompt-data", "y", "--rollout-batch-size", "2", "--num-rollout",
+                          "1", "--rm-type", "math", "--plugin", "fp8"])
+    assert Fp8(Fp8Options(), plan.config).transformer_config(dict(given)) == {"num_layers": 2}
+    assert Fp8(Fp8Options(), plan.config).transformer_config({"num_layers": 2}) == {"num_layers": 2}
+
+
+def test_sglang_is_sent_no_weights_with_one_scale_each(folder, tmp_path):
+    out = tmp_path / "fp8"
+    CliRunner().invoke(command, ["hf-to-fp8", str(folder), str(out), "--recipe", "tensorwise"])
+    flags = ["--hf-checkpoint", str(out), "--prompt-data", "y", "--rollout-batch-size", "2", "--num-rollout", "1",
+             "--rm-type", "math"]
+    plugin = Fp8(Fp8Options(), prepare(None, [*flags, "--engine", "sglang"]).config)
+    with pytest.raises(ConfigError, match="cannot be given new ones"):
+        plugin.export_weights(iter(()))
+    assert plugin.config.rollout.engine == "sglang"
+    assert list(Fp8(Fp8Options(), prepare(None, flags).config).export_weights(iter(()))) == []
