@@ -1,0 +1,188 @@
+"""Put adapters on the layers of a model's part on this rank, and freeze all else."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from miles_core.backends.megatron import cpu, joins
+from miles_core.backends.megatron.specs import WeightMap
+from miles_core.backends.megatron.weights import global_parameters, instances
+from miles_core.errors import ConfigError
+from miles_lora.layers import COLUMN, ROW, Adapters, Place
+from miles_lora.targets import Target
+
+cpu.install()
+
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict  # noqa: E402 - after install()
+from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding  # noqa: E402
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear  # noqa: E402
+
+_OF_GROUP = re.compile(r"weight\d+$")
+
+
+@dataclass(slots=True)
+class Switch:
+    """Whether the adapters of a model act."""
+
+    on: bool = True
+
+
+def attach(chunk: torch.nn.Module, weight_map: WeightMap, chosen: Sequence[Target], rank: int, scale: float, seed: int,
+           switch: Switch) -> None:
+    """Freeze a part of a model and add adapters.
+
+    Args:
+        weight_map: of the whole model.
+
+    Raises:
+        ConfigError: a layer that can have none, here.
+    """
+    for parameter in chunk.parameters():
+        parameter.requires_grad_(False)
+    owners = {id(one): (prefix, module, name) for prefix, module in chunk.named_modules()
+              for name, one in module.named_parameters(recurse=False)}
+    parameters, grouped = global_parameters(chunk), {}
+    for target in chosen:
+        for name, _, _ in instances(replace(weight_map, rules=(target.rule,))):
+            if (weight := parameters.get(name)) is None:  # another rank's
+                continue
+            prefix, module, own = owners[id(weight)]
+            place = _place(module, target, prefix)
+            rows = _rows(target, weight, place, weight_map)
+            made = Adapters(target, weight, place, name.removesuffix(".weight"), rows, weight_map, rank, scale, seed)
+            if _OF_GROUP.match(own):
+                experts, _, layer = prefix.rpartition(".")
+                grouped.setdefault(experts, {}).setdefault(layer, []).append(made)
+            else:
+                _on_layer(module, made, switch)
+    for prefix, layers in grouped.items():
+        _on_group(chunk.get_submodule(prefix), layers, switch)
+    if chunk.pre_process and chunk.config.recompute_granularity is not None:
+        _wake(chunk.embedding)
+
+
+def _place(module: torch.nn.Module, target: Target, name: str) -> Place:
+    """
+    Raises:
+        ConfigError: a layer of another kind, or one whose cut nothing here knows.
+    """
+    kind = next((kind for kind, cls in _kinds() if isinstance(module, cls)), None)
+    config, fix = getattr(module, "config", None), f"add --exclude-modules {','.join(target.adapted)}"
+    if kind is None or getattr(module, "gather_output", False):
+        raise ConfigError(f"a layer of the kind {type(module).__name__} can have no adapter", who=name, fix=fix)
+    if ".shared_experts." in name and config.moe_shared_expert_overlap:
+        raise ConfigError("shared experts that compute beside the dispatcher can have no adapter", who=name,
+                          fix=f"{fix}, or leave moe_shared_expert_overlap out")
+    place = Place(kind, getattr(module, "tp_group", None) or module._tp_group, bool(target.rule.experts),
+                  bool(config.sequence_parallel))
+    if target.rule.join == "sections" and place.size > 1:
+        raise ConfigError("a layer of several sections can have an adapter only where tensors are whole",
+                          got=f"tensor_model_parallel_size {place.size}", who=name, fix=fix)
+    return place
+
+
+def _kinds() -> Iterator[tuple[str, type]]:
+    yield COLUMN, ColumnParallelLinear
+    yield ROW, RowParallelLinear
+    if not cpu.no_transformer_engine():
+        from megatron.core.extensions import transformer_engine as te
+
+        yield from ((COLUMN, te.TEColumnParallelLinear), (ROW, te.TERowParallelLinear),
+                    (COLUMN, te.TEColumnParallelGroupedLinear), (ROW, te.TERowParallelGroupedLinear))
+
+
+def _rows(target: Target, weight: torch.Tensor, place: Place, weight_map: WeightMap) -> list[int]:
+    """Of each of its parts on this rank."""
+    ranks = place.size if place.kind == COLUMN else 1
+    shapes = joins.hf_shapes(target.rule, [len(weight) * ranks, weight.shape[1]], weight_map)
+    return [rows // ranks for rows, *_ in shapes]
+
+
+def _on_layer(module: torch.nn.Module, adapters: Adapters, switch: Switch) -> None:
+    """Have a linear layer add what its adapters give, and keep them in its checkpoints."""
+    module.adapters = adapters
+    forward, sharded = module.forward, module.sharded_state_dict
+
+    def adapted(x: torch.Tensor, *args, **kwargs):
+        output, bias = forward(x, *args, **kwargs)
+        return (output + adapters(x) if switch.on else output), bias
+
+    def entries(prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> ShardedStateDict:
+        # The layer's own would take what it does not know for the same on every rank.
+        own = _without(f"{prefix}adapters.", sharded(prefix, sharded_offsets, metadata))
+        return own | adapters.entries(f"{prefix}adapters.", sharded_offsets, metadata["dp_cp_group"])
+
+    module.forward, module.sharded_state_dict = adapted, entries
+
+
+def _on_group(experts: torch.nn.Module, layers: Mapping[str, Sequence[Adapters]], switch: Switch) -> None:
+    """The same for Transformer Engine's grouped experts; names and checkpoints are those of experts one by one."""
+    experts.local_experts = torch.nn.ModuleList(torch.nn.Module() for _ in range(experts.num_local_experts))
+    for name, each in layers.items():
+        for expert, adapters in zip(experts.local_experts, each, strict=True):
+            layer = torch.nn.Module()
+            layer.adapters = adapters
+            expert.add_module(name, layer)
+        _on_grouped_layer(getattr(experts, name), each, switch)
+    sharded = experts.sharded_state_dict
+
+    def entries(prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> ShardedStateDict:
+        own = _without(f"{prefix}local_experts.", sharded(prefix, sharded_offsets, metadata))
+        ranks, count = experts.ep_group, experts.num_local_experts
+        for name, each in layers.items():
+            for i, adapters in enumerate(each):
+                offsets = (*sharded_offsets, (len(sharded_offsets), ranks.rank() * count + i, ranks.size() * count))
+                where = f"{prefix}local_experts.{i}."
+                found = adapters.entries(f"{where}{name}.adapters.", offsets, metadata["dp_cp_group"])
+                replace_prefix_for_sharding(found, where, f"{prefix}experts.")
+                for entry in found.values():
+                    entry.replica_id = (*entry.replica_id[:2], _expert_data_rank())
+                own |= found
+        return own
+
+    experts.sharded_state_dict = entries
+
+
+def _on_grouped_layer(layer: torch.nn.Module, each: Sequence[Adapters], switch: Switch) -> None:
+    forward = layer.forward
+
+    def adapted(x: torch.Tensor, splits: Sequence[int], *args, **kwargs):
+        output, bias = forward(x, splits, *args, **kwargs)
+        return (output + one_by_one(each, x, splits) if switch.on else output), bias
+
+    layer.forward = adapted
+
+
+def one_by_one(each: Sequence[Adapters], x: torch.Tensor, splits: Sequence[int]) -> torch.Tensor:
+    """What each expert's adapters give for its own rows.
+
+    Args:
+        x: [rows, inputs], the first expert's first.
+        splits: rows of each.
+    """
+    return torch.cat([adapters(rows) for adapters, rows in zip(each, x.split(list(splits)), strict=True)])
+
+
+def _expert_data_rank() -> int:
+    from megatron.core import parallel_state
+
+    return parallel_state.get_expert_data_parallel_rank()
+
+
+def _without(prefix: str, entries: ShardedStateDict) -> ShardedStateDict:
+    return {name: entry for name, entry in entries.items() if not name.startswith(prefix)}
+
+
+def _wake(embedding: torch.nn.Module) -> None:
+    """Have the output of a frozen embedding ask for a gradient.
+
+    A layer whose activations are recomputed passes its own parameters a gradient only if its input gets one.
+    """
+    def woken(_module: torch.nn.Module, _inputs: tuple, output: torch.Tensor) -> torch.Tensor:
+        return output.requires_grad_() if torch.is_grad_enabled() and output.is_leaf else output
+
+    embedding.register_forward_hook(woken)

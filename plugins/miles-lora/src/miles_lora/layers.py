@@ -1,0 +1,149 @@
+"""Adapters on Megatron's linear layers: y = W x + scale B A x, W frozen (Hu et al., arXiv:2106.09685, section 4.1).
+
+The rank is small, so what travels between tensor-parallel ranks is what lies between A and B:
+
+    layer cut along its outputs    A whole on every rank, B cut; A x of a sequence's part is gathered
+    layer cut along its inputs     A cut, B whole on every rank; the parts of A x are added up
+    an expert                      the same, but the dispatcher of tokens gathers and adds up: nothing is left to do
+
+Where a rank's gradient of what is whole on every rank is a part of it, the parts are added up: with Megatron's own sum
+over the parameters of sequence-parallel layers, or in the backward pass (experts).
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from miles_core.backends.megatron import cpu, joins
+from miles_core.backends.megatron.specs import WeightMap
+from miles_lora.targets import Target
+
+cpu.install()
+
+from megatron.core import tensor_parallel  # noqa: E402 - after install()
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict  # noqa: E402
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes  # noqa: E402
+from megatron.core.transformer.mlp import apply_swiglu_sharded_factory  # noqa: E402
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint  # noqa: E402
+
+COLUMN, ROW = "column", "row"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a linear layer stands among the ranks.
+
+    Args:
+        kind: COLUMN or ROW: cut along its outputs or its inputs.
+        group: its tensor-parallel ranks.
+        expert: tokens are brought and results added up by the dispatcher.
+        sequence: its input, or output, is a part of the sequence.
+    """
+
+    kind: str
+    group: torch.distributed.ProcessGroup
+    expert: bool
+    sequence: bool
+
+    @property
+    def size(self) -> int:
+        return self.group.size()
+
+
+class Adapters(torch.nn.Module):
+    """The adapters of one linear layer: of each part NAME_A [r, inputs] and NAME_B [outputs, r].
+
+    Args:
+        weight: [outputs, inputs] of the layer, of which this rank has its part.
+        name: of the layer, over the whole model: with the seed it decides what A starts as, under any layout.
+        rows: of each part of the layer on this rank.
+    """
+
+    def __init__(self, target: Target, weight: torch.Tensor, place: Place, name: str, rows: Sequence[int],
+                 weight_map: WeightMap, rank: int, scale: float, seed: int):
+        super().__init__()
+        self.target, self.place, self.rows, self.scale = target, place, tuple(rows), scale
+        self.weight_map = weight_map
+        cut = place.kind == ROW
+        for part, count in zip(target.parts, rows, strict=True):
+            if part not in target.adapted:
+                continue
+            first = _drawn(rank, weight.shape[1], place if cut else None, f"{seed}/{name}/{part}", weight)
+            self._add(f"{part}_A", first, weight, whole=not cut, axis=1)
+            self._add(f"{part}_B", weight.new_zeros(count, rank), weight, whole=cut, axis=0)
+
+    def _add(self, name: str, value: torch.Tensor, weight: torch.Tensor, whole: bool, axis: int) -> None:
+        parameter = torch.nn.Parameter(value)
+        set_tensor_model_parallel_attributes(parameter, not whole, axis, 1)
+        parameter.allreduce = getattr(weight, "allreduce", True)
+        parameter.sequence_parallel = whole and self.place.sequence and not self.place.expert
+        self.register_parameter(name, parameter)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., inputs] of this rank -> [..., outputs] of this rank, to be added to the layer's."""
+        place, pairs = self.place, self._parameters
+        names = self.target.adapted
+        first = [self._of_all(pairs[f"{name}_A"], COLUMN) for name in names]
+        between = F.linear(x, torch.cat(first) if len(first) > 1 else first[0])
+        if place.size > 1 and not place.expert:
+            between = _travelled(between, place)
+        inner = dict(zip(names, between.split([len(one) for one in first], -1), strict=True))
+        outputs = [
+            F.linear(inner[name], self._of_all(pairs[f"{name}_B"], ROW)) if name in inner
+            else between.new_zeros(*between.shape[:-1], count)
+            for name, count in zip(self.target.parts, self.rows, strict=True)
+        ]  # fmt: skip
+        return self.scale * self._joined(outputs)
+
+    def _of_all(self, parameter: torch.Tensor, kind: str) -> torch.Tensor:
+        """What is whole on every rank of an expert gets the sum of their gradients."""
+        place = self.place
+        if not place.expert or place.size == 1 or place.kind != kind:
+            return parameter
+        return tensor_parallel.copy_to_tensor_model_parallel_region(parameter, group=place.group)
+
+    def _joined(self, outputs: list[torch.Tensor]) -> torch.Tensor:
+        """In the order of the layer's own outputs, which is that of its weight's rows."""
+        rule = self.target.rule
+        if len(outputs) == 1:
+            return outputs[0]
+        if rule.join == "rows":
+            return torch.cat(outputs, -1)
+        return joins.join(rule, [one.movedim(-1, 0) for one in outputs], self.weight_map).movedim(0, -1)
+
+    def entries(self, prefix: str, offsets: tuple, dp_cp_group) -> ShardedStateDict:
+        """Where they lie in a torch_dist checkpoint."""
+        axes = {name: one.partition_dim for name, one in self._parameters.items() if one.tensor_model_parallel}
+        found = make_sharded_tensors_for_checkpoint(self.state_dict(prefix="", keep_vars=True), prefix, axes, offsets,
+                                                    tp_group=self.place.group, dp_cp_group=dp_cp_group)
+        if self.target.rule.join == "halves" and self.place.size > 1:
+            for key in (f"{prefix}{part}_B" for part in self.target.adapted):
+                found[key] = apply_swiglu_sharded_factory(found[key], offsets, False)
+        return found
+
+
+def _drawn(rank: int, inputs: int, place: Place | None, name: str, like: torch.Tensor) -> torch.Tensor:
+    """[rank, inputs] uniform in +-1/sqrt(inputs of the whole layer), as PEFT draws it, or this rank's part."""
+    ranks = 1 if place is None else place.size
+    if like.is_meta:
+        return like.new_empty(rank, inputs)
+    draw = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    whole = (torch.rand(rank, inputs * ranks, generator=draw) * 2 - 1) / (inputs * ranks) ** 0.5
+    part = whole if place is None else whole.chunk(ranks, 1)[place.group.rank()]
+    return part.to(like.device, like.dtype)
+
+
+def _travelled(between: torch.Tensor, place: Place) -> torch.Tensor:
+    """A x, of all of the sequence before a B that is cut, or of all inputs after an A that is."""
+    if place.kind == COLUMN:
+        if place.sequence:
+            return tensor_parallel.gather_from_sequence_parallel_region(between, group=place.group)
+        return tensor_parallel.copy_to_tensor_model_parallel_region(between, group=place.group)
+    if place.sequence:
+        return tensor_parallel.reduce_scatter_to_sequence_parallel_region(between, group=place.group)
+    return tensor_parallel.reduce_from_tensor_model_parallel_region(between, group=place.group)

@@ -1,0 +1,72 @@
+"""Adapters into the weights that they change: W + scale B A, computed in float32, in W's own dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from miles_core.errors import SyncError
+from miles_lora.targets import adapter_of, names_of
+
+Stream = Iterator[tuple[str, torch.Tensor]]
+
+
+def merged(stream: Stream, scale: float) -> Stream:
+    """The weights of a stream, each with the adapter that came before it; the adapters themselves are not among them.
+
+    Raises:
+        SyncError: an adapter after its weight, or half of one.
+    """
+    held: dict[str, torch.Tensor] = {}
+    for name, tensor in stream:
+        if adapter_of(name) is not None:
+            held[name] = tensor
+            continue
+        yield name, with_adapter(name, tensor, held, scale)
+    if held:
+        raise SyncError("there are adapters without the weights that they change", got=next(iter(held)),
+                        fix="send an adapter before its weight")
+
+
+def with_adapter(name: str, weight: torch.Tensor, held: dict[str, torch.Tensor], scale: float) -> torch.Tensor:
+    """A weight with its adapter, which is taken out of `held`; the weight itself where there is none."""
+    names = names_of(name)
+    if not any(one in held for one in names):
+        return weight
+    if missing := [one for one in names if one not in held]:
+        raise SyncError("half of an adapter is missing", got=missing[0], fix="send A and B")
+    first, second = (held.pop(one) for one in names)
+    return merge(weight, first, second, scale)
+
+
+def merge(weight: torch.Tensor, first: torch.Tensor, second: torch.Tensor, scale: float) -> torch.Tensor:
+    """W [outputs, inputs] + scale B [outputs, r] A [r, inputs], rounded once."""
+    return torch.addmm(weight.float(), second.float(), first.float(), alpha=scale).to(weight.dtype)
+
+
+class Base:
+    """What an engine that merges by itself keeps: the weights without adapters, from the first stream on."""
+
+    def __init__(self, scale: float):
+        self.scale, self._kept = scale, {}
+
+    def taken(self, stream: Stream) -> Stream:
+        """All weights, merged, from a stream of adapters alone or of adapters and then all weights.
+
+        Raises:
+            SyncError: adapters alone, and there was no base before.
+        """
+        held: dict[str, torch.Tensor] = {}
+        whole = False
+        for name, tensor in stream:
+            if adapter_of(name) is not None:
+                held[name] = tensor.detach().clone()  # a view of a buffer that is used again
+                continue
+            whole = True
+            self._kept[name] = tensor.detach().clone()
+            yield name, with_adapter(name, tensor, held, self.scale)
+        if not whole and not self._kept:
+            raise SyncError("adapters came, and no weights before them", fix="send all weights once")
+        for name, tensor in self._kept.items() if not whole else ():
+            yield name, with_adapter(name, tensor, held, self.scale)

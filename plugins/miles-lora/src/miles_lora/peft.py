@@ -1,0 +1,112 @@
+"""A PEFT directory: adapter_config.json and adapter_model.safetensors, as PEFT and SGLang read them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from miles_core.backends.megatron.publish import publish
+from miles_core.backends.megatron.readers import Readers
+from miles_core.backends.megatron.shards import tensor_files
+from miles_core.errors import CheckpointError
+from miles_lora.targets import adapter_of
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+_OTHER = {"use_dora": (False, None), "use_rslora": (False, None), "fan_in_fan_out": (False, None),
+          "bias": ("none", None), "modules_to_save": (None, []), "rank_pattern": ({}, None),
+          "alpha_pattern": ({}, None)}
+"""Keys of adapter_config.json with the values that they have for adapters of the kind that is trained here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How large adapters are, and how much they count."""
+
+    rank: int
+    alpha: float
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+
+def config(shape: Shape, names: Iterable[str], base: str) -> dict[str, object]:
+    """adapter_config.json of adapters on a Hugging Face directory `base`.
+
+    Args:
+        names: of their tensors.
+    """
+    return {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "inference_mode": True,
+        "r": shape.rank, "lora_alpha": shape.alpha, "lora_dropout": 0.0, "target_modules": modules_of(names),
+        "bias": "none", "fan_in_fan_out": False, "use_dora": False, "use_rslora": False, "modules_to_save": None,
+        "rank_pattern": {}, "alpha_pattern": {},
+    }  # fmt: skip
+
+
+def modules_of(names: Iterable[str]) -> list[str]:
+    """Last words of the names of the layers that have the adapters of these names."""
+    return sorted({adapter_of(name)[0].removesuffix(".weight").rpartition(".")[2] for name in names})
+
+
+def read(folder: Path) -> Shape:
+    """
+    Raises:
+        CheckpointError: no PEFT directory, or adapters of another kind.
+    """
+    path = folder / CONFIG
+    try:
+        said = json.loads(path.read_text(encoding="utf-8"))
+        shape = Shape(int(said["r"]), float(said["lora_alpha"]))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError("this is no PEFT directory", got=str(error), who=str(path),
+                              fix=f"give the folder of {CONFIG} and {WEIGHTS}") from error
+    other = {key: said[key] for key, usual in _OTHER.items() if key in said and said[key] not in usual}
+    if said.get("peft_type", "LORA") != "LORA" or other:
+        raise CheckpointError("adapters of this kind are not trained here", who=str(path),
+                              got=str(other or said["peft_type"]),
+                              fix="use plain LoRA adapters: one rank and one alpha, no DoRA, no biases")
+    return shape
+
+
+def tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Of a PEFT directory.
+
+    Raises:
+        CheckpointError: no file of adapters there, or one that cannot be read.
+    """
+    files = tensor_files(folder)
+    with Readers(files) as read_from:
+        for name in files:
+            yield name, read_from.tensor(name)
+
+
+def write(folder: Path, shape: Shape, adapters: Mapping[str, torch.Tensor], base: str) -> None:
+    """A PEFT directory, which appears when it is complete.
+
+    Raises:
+        CheckpointError: the disk is full or cannot be written.
+    """
+    with publish(folder, beside=False) as target:
+        save_file({name: tensor.contiguous() for name, tensor in adapters.items()}, target / WEIGHTS, {"format": "pt"})
+        (target / CONFIG).write_text(json.dumps(config(shape, adapters, base), indent=2) + "\n")
+
+
+def check(folder: Path, shape: Shape) -> None:
+    """
+    Raises:
+        CheckpointError: the adapters of a directory are others than those that the run trains.
+    """
+    found = read(folder)
+    said = {"--lora-rank": (found.rank, shape.rank), "--lora-alpha": (found.alpha, shape.alpha)}
+    if wrong := {flag: pair for flag, pair in said.items() if pair[0] != pair[1]}:
+        raise CheckpointError("the adapters to begin with are others than those of the run", who=str(folder),
+                              got="; ".join(f"they have {flag} {there:g}, the run {here:g}"
+                                            for flag, (there, here) in wrong.items()),
+                              fix="write what the directory has")

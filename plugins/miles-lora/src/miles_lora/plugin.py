@@ -1,0 +1,244 @@
+"""The plugin: options and hooks. Names are in targets.py, the layers in layers.py and attach.py, syncs in sync.py."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from miles_core.config import RunConfig, option
+from miles_core.errors import ConfigError
+from miles_core.hookspecs import hookimpl
+from miles_core.plugins.resolve import chosen
+
+if TYPE_CHECKING:
+    import torch
+
+    from miles_core.backends.megatron.specs import ModelSpec, WeightMap
+    from miles_core.columns import Packed
+    from miles_core.stages.rollout import Request
+    from miles_core.stages.sync import WeightSync
+    from miles_lora.peft import Shape
+
+ADAPTER = "miles_lora"
+"""What servers call the adapter."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraOptions:
+    """The adapters: which layers have one, how large, and where they begin."""
+
+    lora_rank: int | None = option(
+        None, "Columns of B and rows of A; default: those of --lora-adapter-path.", flags=("--lora-rank",)
+    )
+    lora_alpha: float = option(16.0, "Adapters count alpha / rank times.", flags=("--lora-alpha",))
+    lora_dropout: float = option(0.0, "0 alone: what samples and what trains has to be one policy.",
+                                 flags=("--lora-dropout",))
+    lora_type: str = option("canonical_lora", "canonical_lora alone: q, k, v, gate and up have adapters of their own.",
+                            flags=("--lora-type",))
+    target_modules: str = option(
+        "all-linear", "Last words of the names of the layers that get one, with commas; or all-linear.",
+        flags=("--target-modules",),
+    )
+    exclude_modules: str = option("", "Those of them that get none.", flags=("--exclude-modules",))
+    lora_adapter_path: str | None = option(
+        None, "A PEFT directory to begin with; default: A is drawn and B is 0.", flags=("--lora-adapter-path",)
+    )
+    lora_base_cpu_backup: bool = option(
+        False, "Colocated servers keep the base in host memory while they sleep, so that it travels once.",
+        flags=("--lora-base-cpu-backup",),
+    )
+
+
+class Lora:
+    """Low-rank adapters: the base is frozen, adapters train, and engines get them merged or alone."""
+
+    def __init__(self, options: LoraOptions, config: RunConfig):
+        _check(options, config)
+        self.options, self.config = options, config
+        self.alone = config.perf.weight_sync == "adapter"
+        # Nobody trains, and the engine serves what there is.
+        self._given = config.debug.debug_rollout_only and options.lora_adapter_path is not None
+        self._switch = self._base = None
+        self._chunks: list = []
+        self._map: WeightMap | None = None
+        self._sent = False
+
+    @hookimpl
+    def weight_map(self, weight_map: WeightMap, model: str) -> WeightMap:
+        """Adapters are the actor's, and a checkpoint need not have them."""
+        from miles_lora.targets import added, targets
+
+        if model != "actor":
+            return weight_map
+        return added(weight_map, targets(weight_map, *self._wanted()))
+
+    @hookimpl
+    def build_model(self, chunk: torch.nn.Module, spec: ModelSpec, model: str,
+                    weight_map: WeightMap) -> torch.nn.Module:
+        """Freeze the actor, add adapters, and fill them from --lora-adapter-path."""
+        if model != "actor":
+            return chunk
+        from miles_lora.attach import Switch, attach
+        from miles_lora.targets import OPTIONAL, targets
+
+        base = replace(weight_map, rules=tuple(rule for rule in weight_map.rules if rule.optional != OPTIONAL))
+        wanted, shape = targets(base, *self._wanted()), self._shape()
+        self._switch = self._switch or Switch()
+        attach(chunk, base, wanted, shape.rank, shape.scale, self.config.optimizer.seed, self._switch)
+        self._chunks.append(chunk)
+        self._map = weight_map
+        if self.options.lora_adapter_path is not None and not next(chunk.parameters()).is_meta:
+            self._fill(chunk)
+        return chunk
+
+    @hookimpl
+    def microbatch(self, proceed: Callable[[Packed], torch.Tensor], packed: Packed, model: str) -> torch.Tensor:
+        """Whatever is swapped into the actor's place (the reference) has no adapters."""
+        self._switch.on = model == "actor"
+        try:
+            return proceed(packed)
+        finally:
+            self._switch.on = True
+
+    @hookimpl
+    def export_weights(self, stream: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Merged; or the adapters and then the base, which the local engine gets once."""
+        from miles_lora.merging import merged
+
+        if not self.alone:
+            yield from merged(stream, self._shape().scale)
+            return
+        from miles_core.backends.megatron.weights import hf_stream
+        from miles_lora.targets import adapter_of, alone
+
+        yield from hf_stream(self._chunks, alone(self._map))
+        if self._sent and chosen(self.config, "engine") == "local":
+            return
+        yield from ((name, tensor) for name, tensor in stream if adapter_of(name) is None)
+        self._sent = True
+
+    @hookimpl
+    def import_weights(self, stream: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """The local engine computes with merged weights, and keeps the base where adapters travel alone."""
+        from miles_lora.merging import Base
+
+        if not (self.alone or self._given):
+            return stream
+        self._base = self._base or Base(self._shape().scale)
+        if self._given:
+            from miles_lora import peft
+
+            stream = itertools.chain(peft.tensors(Path(self.options.lora_adapter_path)), stream)
+        return self._base.taken(stream)
+
+    @hookimpl
+    def save_weights(self, stream: Iterator[tuple[str, torch.Tensor]],
+                     folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+        """The merged model, and beside it FOLDER-adapter, which PEFT reads."""
+        import torch.distributed as dist
+
+        from miles_lora import peft
+        from miles_lora.merging import merged
+        from miles_lora.targets import adapter_of
+
+        found: dict[str, torch.Tensor] = {}
+
+        def seen(stream):
+            for name, tensor in stream:
+                if adapter_of(name) is not None and dist.get_rank() == 0:
+                    found[name] = tensor.to("cpu", copy=True)
+                yield name, tensor
+
+        yield from merged(seen(stream), self._shape().scale)
+        if dist.get_rank() == 0:
+            peft.write(folder.with_name(f"{folder.name}-adapter"), self._shape(), found,
+                       str(Path(self.config.checkpoint.hf_checkpoint).resolve()))
+
+    @hookimpl
+    def engine_args(self, fields: dict[str, object]) -> dict[str, object]:
+        """What a server needs to hold one adapter beside the base."""
+        if not (self.alone or self._given):
+            return fields
+        from miles_lora.served import modules
+
+        ours = {"enable_lora": True, "max_lora_rank": self._shape().rank, "max_loras_per_batch": 2,
+                "lora_target_modules": modules(Path(self.config.checkpoint.hf_checkpoint), *self._wanted())}
+        if self._given:
+            ours["lora_paths"] = [f"{ADAPTER}={self.options.lora_adapter_path}"]
+        if self.options.lora_base_cpu_backup:
+            ours["enable_weights_cpu_backup"] = True
+        return {**ours, **fields}
+
+    @hookimpl
+    def generate_request(self, request: Request) -> Request:
+        """Servers that have the adapter apart are told to use it."""
+        apart = (self.alone or self._given) and chosen(self.config, "engine") == "sglang"
+        return replace(request, adapter=ADAPTER) if apart else request
+
+    @hookimpl(name="adapter")
+    def weight_sync(self, config: RunConfig) -> WeightSync:
+        """The base once, as it would travel otherwise; after that the adapters alone."""
+        from miles_lora.sync import weight_sync
+
+        return weight_sync(config, self._shape(), ADAPTER, self.options.lora_base_cpu_backup)
+
+    @hookimpl("convert", name="merge-lora")
+    def merge(self, source: Path, out: Path) -> str:
+        """A base and the adapters of --lora-adapter-path, or those among its tensors, become a model without."""
+        from miles_lora.merge_folder import merge_folder
+
+        path = self.options.lora_adapter_path
+        return merge_folder(source, out, None if path is None else Path(path), self.options.lora_alpha)
+
+    def _wanted(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        from miles_lora.targets import words
+
+        return words(self.options.target_modules), words(self.options.exclude_modules)
+
+    def _shape(self) -> Shape:
+        """
+        Raises:
+            ConfigError: nobody says how large the adapters are.
+        """
+        from miles_lora import peft
+
+        rank, path = self.options.lora_rank, self.options.lora_adapter_path
+        if rank is None and path is None:
+            raise ConfigError("adapters need a rank", who="plugin lora", fix="add --lora-rank, 32 for instance")
+        return peft.Shape(peft.read(Path(path)).rank if rank is None else rank, self.options.lora_alpha)
+
+    def _fill(self, chunk: torch.nn.Module) -> None:
+        """
+        Raises:
+            CheckpointError: adapters of other layers, or of another rank or alpha.
+        """
+        from miles_core.backends.megatron.weights import global_parameters, load_hf
+        from miles_lora import peft
+        from miles_lora.targets import alone
+
+        folder = Path(self.options.lora_adapter_path)
+        peft.check(folder, self._shape())
+        rest = {name for name, one in global_parameters(chunk).items() if not one.requires_grad}
+        load_hf(folder, chunk, alone(self._map), but=frozenset(rest))
+
+
+def _check(options: LoraOptions, config: RunConfig) -> None:
+    if options.lora_rank is not None and options.lora_rank < 1:
+        raise ConfigError("adapters of no rank are none", got=options.lora_rank, who="--lora-rank",
+                          fix="leave it out to train all weights")
+    if options.lora_alpha <= 0:
+        raise ConfigError("adapters should count", got=options.lora_alpha, who="--lora-alpha", fix="16 is usual")
+    if options.lora_dropout:
+        raise ConfigError("with dropout another policy would train than the one that sampled", got=options.lora_dropout,
+                          who="--lora-dropout", fix="leave it out")
+    if options.lora_type != "canonical_lora":
+        raise ConfigError("q, k and v, and gate and up, have adapters of their own here, as PEFT and SGLang know them",
+                          got=options.lora_type, who="--lora-type", fix="write canonical_lora, or leave it out")
+    if config.perf.weight_sync == "adapter" and config.rollout.pause_generation_mode == "in_place" and (
+            chosen(config, "engine") == "sglang"):
+        raise ConfigError("a server takes no new adapter while requests still use the old one",
+                          got="pause_generation_mode in_place", who="--weight-sync adapter",
+                          fix="pause by retract or abort, or leave --weight-sync out: merged weights can be swapped")

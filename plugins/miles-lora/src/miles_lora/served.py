@@ -1,0 +1,37 @@
+"""What SGLang's servers are told of adapters before any is there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from miles_core.errors import ConfigError
+from miles_lora.targets import ALL, LINEAR, last
+
+JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Layers that SGLang keeps as one: it makes one adapter of theirs, and needs all of them for it."""
+
+
+def modules(checkpoint: Path, wanted: Sequence[str], excluded: Sequence[str]) -> list[str]:
+    """Last words of the names of the layers that adapters may be on, as `lora_target_modules` takes them.
+
+    Raises:
+        ConfigError: a part of what SGLang keeps as one layer, or experts.
+    """
+    from miles_core.backends.megatron.shards import tensor_files
+
+    names = [name for name in tensor_files(checkpoint) if ".layers." in name and name.endswith(".weight")]
+    known = {last(name) for name in names if LINEAR.search(last(name))}
+    found = (known if ALL in wanted else set(wanted)) - set(excluded)
+    if experts := sorted(found & {last(name) for name in names if ".experts." in name}):
+        # SGLang 0.5.16 wraps the experts, and its loaders then miss their weights by a name, base_layer, in between.
+        raise ConfigError("SGLang takes no new weights for experts that may have adapters", got=", ".join(experts),
+                          who="--weight-sync adapter", fix=f"add --exclude-modules {','.join(experts)}, or leave "
+                          "--weight-sync out: merged weights reach experts too")
+    for group in JOINED:
+        missing = [name for name in group if name in known and name not in found]
+        if missing and found & set(group):
+            raise ConfigError(f"SGLang keeps {', '.join(group)} as one layer, and takes adapters of all or none",
+                              got=f"none for {', '.join(missing)}", who="--weight-sync adapter, --target-modules",
+                              fix=f"add {', '.join(missing)}, or leave --weight-sync out: merged weights need no such")
+    return sorted(found)

@@ -1,0 +1,117 @@
+"""Which layers get adapters, and under which names: rules beside those of the layers themselves. No torch here.
+
+A layer of the model may be several layers of the checkpoint (q, k and v; gate and up); each of those has an adapter of
+its own, because that is what PEFT and SGLang know.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from miles_core.backends.megatron.specs import Rule, WeightMap
+from miles_core.errors import ConfigError
+
+ALL = "all-linear"
+OPTIONAL = "lora"
+"""Of the adapters' rules: a checkpoint has all adapters or none."""
+
+_PEFT = "base_model.model."
+LINEAR = re.compile(r"proj|^w[123]$")
+"""Last words of the names of linear layers, in the families that there are; routers and norms have others."""
+_STACKED = ("halves", "sections")
+_ADAPTER = re.compile(re.escape(_PEFT) + r"(.+)\.lora_([AB])\.weight")
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A layer of the model, with the layers of the checkpoint that it is made of.
+
+    Args:
+        rule: of its weight.
+        module: pattern of its name.
+        parts: last words of those layers' names, in their order.
+        adapted: those of them that get an adapter.
+    """
+
+    rule: Rule
+    module: str
+    parts: tuple[str, ...]
+    adapted: tuple[str, ...]
+
+    def rules(self) -> tuple[Rule, ...]:
+        """Of the adapters: A of each part and then B."""
+        found = []
+        for part, name in zip(self.parts, self.rule.hf, strict=True):
+            if part not in self.adapted:
+                continue
+            stem = _PEFT + name.removesuffix(".weight")
+            where = {"layers": self.rule.layers, "experts": self.rule.experts, "optional": OPTIONAL}
+            # The rows of B are those of the layer, and a layer of stacked pieces has them cut piece by piece.
+            stacked = replace(self.rule, **where) if self.rule.join in _STACKED else Rule("", (), **where)
+            found += [Rule(f"{self.module}.adapters.{part}_A", (f"{stem}.lora_A.weight",), **where),
+                      replace(stacked, megatron=f"{self.module}.adapters.{part}_B", hf=(f"{stem}.lora_B.weight",))]
+        return tuple(found)
+
+
+def targets(weight_map: WeightMap, wanted: Sequence[str], excluded: Sequence[str]) -> tuple[Target, ...]:
+    """What gets adapters.
+
+    Args:
+        wanted: last words of names, such as q_proj, or all-linear.
+        excluded: those of them that do not.
+
+    Raises:
+        ConfigError: a name that the model does not have, or nothing is left.
+    """
+    there = [rule for rule in weight_map.rules if rule.megatron.startswith("decoder.layers.")
+             and rule.megatron.endswith(".weight") and all(LINEAR.search(last(name)) for name in rule.hf)]
+    known = sorted({last(name) for rule in there for name in rule.hf})
+    for flag, names in (("--target-modules", wanted), ("--exclude-modules", excluded)):
+        if unknown := [name for name in names if name not in known and name != ALL]:
+            raise ConfigError("the model has no linear layers of this name", got=", ".join(unknown), who=flag,
+                              fix=f"choose of {', '.join(known)}, or write {ALL}")
+    chosen = (set(known) if ALL in wanted else set(wanted)) - set(excluded)
+    if not chosen:
+        raise ConfigError("no layer is left to have an adapter", who="--target-modules, --exclude-modules",
+                          fix=f"choose of {', '.join(known)}")
+    found = []
+    for rule in there:
+        parts = tuple(last(name) for name in rule.hf)
+        if adapted := tuple(part for part in parts if part in chosen):
+            found.append(Target(rule, rule.megatron.removesuffix(".weight"), parts, adapted))
+    return tuple(found)
+
+
+def added(weight_map: WeightMap, chosen: Sequence[Target]) -> WeightMap:
+    """The map with the adapters, each before the layer that it belongs to: in a stream they come first."""
+    rules = {target.rule: target.rules() for target in chosen}
+    return replace(weight_map, rules=tuple(one for rule in weight_map.rules for one in (*rules.get(rule, ()), rule)))
+
+
+def alone(weight_map: WeightMap) -> WeightMap:
+    """The adapters of a map, which a checkpoint has to have."""
+    return replace(weight_map, ignored=frozenset(), left=(), rules=tuple(
+        replace(rule, optional=False) for rule in weight_map.rules if rule.optional == OPTIONAL))
+
+
+def adapter_of(name: str) -> tuple[str, str] | None:
+    """(weight that it changes, "A" or "B") of an adapter's tensor; None for any other."""
+    found = _ADAPTER.fullmatch(name)
+    return found and (f"{found[1]}.weight", found[2])
+
+
+def names_of(weight: str) -> tuple[str, str]:
+    """The tensors of the adapter of a weight."""
+    stem = _PEFT + weight.removesuffix(".weight")
+    return f"{stem}.lora_A.weight", f"{stem}.lora_B.weight"
+
+
+def words(given: str) -> tuple[str, ...]:
+    """Of a list with commas."""
+    return tuple(filter(None, (word.strip() for word in given.split(","))))
+
+
+def last(name: str) -> str:
+    return name.removesuffix(".weight").rpartition(".")[2]

@@ -1,0 +1,124 @@
+"""Tiny checkpoints, PEFT directories for them, and plans of runs on them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from miles_core.plugins.plan import prepare
+from miles_core.testing.ranks import Ranks
+
+SIZES = dict(vocab_size=264, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
+             num_key_value_heads=2, head_dim=8, max_position_embeddings=128, eos_token_id=258, pad_token_id=256,
+             tie_word_embeddings=False, attn_implementation="eager")
+EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, norm_topk_prob=True,
+               decoder_sparse_step=1)
+RANK, ALPHA = 4, 12
+
+RUN = ("--prompt-data", "none.jsonl", "--num-rollout", "3", "--rollout-batch-size", "4", "--n-samples-per-prompt", "4",
+       "--rollout-max-response-len", "41", "--no-bf16", "--use-dynamic-batch-size", "--max-tokens-per-gpu", "96",
+       "--trainer-host", "process", "--disable-rewards-normalization", "--advantage-estimator", "grpo",
+       "--lr", "1e-2")  # fmt: skip
+
+
+def config_of(kind):
+    from transformers import AutoConfig
+
+    more = {"dense": ("qwen3", {}), "moe": ("qwen3_moe", EXPERTS), "tied": ("qwen3", {"tie_word_embeddings": True}),
+            "fused": ("glm4", {"partial_rotary_factor": 0.5})}
+    model_type, extra = more[kind]
+    return AutoConfig.for_model(model_type, **{**SIZES, **extra})
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory):
+    """kind -> a Hugging Face directory."""
+    from transformers import AutoModelForCausalLM
+
+    made = {}
+
+    def make(kind="dense"):
+        if kind not in made:
+            folder = made[kind] = tmp_path_factory.mktemp(kind) / "base"
+            torch.manual_seed(0)
+            model = AutoModelForCausalLM.from_config(config_of(kind))
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(3 if parameter.dim() > 1 else 1)
+            model.save_pretrained(folder)
+        return made[kind]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def adapter(checkpoint, tmp_path_factory):
+    """(kind, modules=None) -> a PEFT directory whose A and B are random."""
+    from miles_lora import peft
+    from miles_lora.targets import LINEAR, last, names_of
+
+    made = {}
+
+    def make(kind="dense", modules=None):
+        key = kind, modules
+        if key not in made:
+            draw, tensors = torch.Generator().manual_seed(1), {}
+            for name, weight in load_file(checkpoint(kind) / "model.safetensors").items():
+                if ".layers." in name and weight.dim() == 2 and LINEAR.search(last(name)) and (
+                        modules is None or last(name) in modules):
+                    first, second = names_of(name)
+                    tensors[first] = torch.randn(RANK, weight.shape[1], generator=draw) * weight.shape[1] ** -0.5
+                    tensors[second] = torch.randn(len(weight), RANK, generator=draw) * 0.05
+            made[key] = tmp_path_factory.mktemp("peft") / "adapter"
+            peft.write(made[key], peft.Shape(RANK, ALPHA), tensors, str(checkpoint(kind)))
+        return made[key]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def plan():
+    """(folder, *flags) -> the plan of a run on it."""
+    return lambda folder, *flags: prepare(None, ["--hf-checkpoint", str(folder), *RUN, *map(str, flags)])
+
+
+@pytest.fixture(scope="session")
+def one():
+    """A process that is started once."""
+    with Ranks(1) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="session")
+def two():
+    """Two of them."""
+    with Ranks(2) as ranks:
+        yield ranks
+
+
+@pytest.fixture
+def convert(capsys):
+    """(*words) -> what `miles convert` prints."""
+    from miles_core.backends.megatron import cpu
+    from miles_core.cli import cli
+
+    def run(*words):
+        try:
+            cli(["convert", *map(str, words)], standalone_mode=False)
+        finally:
+            cpu.leave()  # the command's process would end here
+        return capsys.readouterr().out
+
+    return run
+
+
+@pytest.fixture
+def merged(checkpoint, adapter, convert, tmp_path):
+    """kind -> a directory of the base with the random adapters merged into it."""
+    def make(kind="dense"):
+        out = tmp_path / f"merged-{kind}"
+        convert("merge-lora", checkpoint(kind), out, "--lora-adapter-path", adapter(kind))
+        return out
+
+    return make

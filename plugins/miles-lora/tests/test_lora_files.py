@@ -1,0 +1,212 @@
+"""What is said of adapters before and after a run: options, PEFT directories, conversions, streams."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from miles_lora import peft
+from miles_lora.merging import Base, merged
+from miles_lora.plugin import Lora, LoraOptions
+from miles_lora.served import modules
+from miles_lora.targets import added, alone, names_of, targets
+from safetensors.torch import load_file
+
+from miles_core.backends.megatron import cpu
+from miles_core.backends.megatron.specs import Rule, WeightMap
+from miles_core.build import trainer_part
+from miles_core.config.tables import Perf, Rollout, RunConfig
+from miles_core.errors import CheckpointError, ConfigError, SyncError
+from miles_core.testing.forked import miles
+from miles_core.testing.ranks import batches
+from miles_core.types import Rank
+
+ROOT = Path(__file__).parents[3]
+LORA = ("--lora-rank", 4, "--lora-alpha", 12)
+
+LAYER = WeightMap(rules=(
+    Rule("embedding.word_embeddings.weight", ("model.embed_tokens.weight",)),
+    Rule("decoder.layers.{layer}.self_attention.linear_qkv.weight",
+         tuple(f"model.layers.{{layer}}.self_attn.{part}_proj.weight" for part in "qkv"), "qkv", (0, 1)),
+    Rule("decoder.layers.{layer}.mlp.router.weight", ("model.layers.{layer}.mlp.gate.weight",), layers=(0, 1)),
+    Rule("decoder.layers.{layer}.mlp.experts.local_experts.{expert}.linear_fc1.weight",
+         ("model.layers.{layer}.mlp.experts.{expert}.gate_up_proj.weight",), "halves", (0, 1), 2),
+), heads=4, groups=2, head_dim=8)  # fmt: skip
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(torch.arange(3, 40)[None]).logits[0]
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+@pytest.mark.parametrize("kind", ["dense", "tied", "fused", "moe"])
+def test_peft_loads_what_a_run_saves_with_the_logits_of_the_merged_model(checkpoint, plan, one, kind, tmp_path):
+    """A trainer's own export: the model and, beside it, the adapters. Of experts PEFT knows no layer one by one."""
+    lib = pytest.importorskip("peft")
+    from transformers import AutoModelForCausalLM
+
+    narrow = ("--target-modules", "q_proj,k_proj,v_proj,o_proj") if kind == "moe" else ()
+    one.train(plan(checkpoint(kind), *LORA, "--lr", "3e-2", *narrow), batches(2, vocab=264), save=tmp_path / "kept")
+    made = plan(checkpoint(kind), *LORA, *narrow, "--load", tmp_path / "kept")
+    trainer = trainer_part(made.selected, made.config, Rank())
+    try:
+        trainer.load()
+        trainer.export(tmp_path / "hf")
+    finally:
+        cpu.leave()
+    base, whole = (AutoModelForCausalLM.from_pretrained(folder) for folder in (checkpoint(kind), tmp_path / "hf"))
+    plain = logits(base)
+    found = logits(lib.PeftModel.from_pretrained(base, tmp_path / "hf-adapter"))
+    assert (found - logits(whole)).abs().max() < 1e-4 and (found - plain).abs().max() > 0.1
+    assert peft.read(tmp_path / "hf-adapter") == peft.Shape(4, 12)
+
+
+@pytest.mark.parametrize("kind", ["dense", "moe"])
+def test_a_checkpoint_converts_to_a_directory_that_merges_and_loads(checkpoint, adapter, plan, one, convert, merged,
+                                                                   tmp_path, kind):
+    """torch_dist with adapters -> one directory with both -> the merged model, to the bit; and back into a run."""
+    flags = (*LORA, "--lora-adapter-path", adapter(kind), "--lr", 0)
+    one.train(plan(checkpoint(kind), *flags), batches(1, vocab=264), save=tmp_path / "kept")
+    convert("dist-to-hf", tmp_path / "kept", tmp_path / "both", "--hf-checkpoint", checkpoint(kind), "--plugin", "lora",
+            "--option", "lora.lora_rank=4")
+    convert("merge-lora", tmp_path / "both", tmp_path / "whole", "--lora-alpha", 12)
+    expected = load_file(merged(kind) / "model.safetensors")
+    whole = load_file(tmp_path / "whole" / "model.safetensors")
+    assert whole.keys() == expected.keys() and all(torch.equal(whole[name], expected[name]) for name in whole)
+    again = one.train(plan(tmp_path / "both", *LORA, "--lr", 0), batches(1, vocab=264))["weights"]
+    both = load_file(tmp_path / "both" / "model.safetensors")
+    assert again.keys() == both.keys() and all(torch.equal(torch.from_numpy(again[name]), both[name]) for name in both)
+    with pytest.raises(ConfigError, match="none of the plugins has this option.*lora.rank=4"):
+        convert("hf-to-dist", checkpoint(kind), tmp_path / "no", "--plugin", "lora", "--option", "lora.rank=4")
+
+
+def test_merging_refuses_what_does_not_belong_together(checkpoint, adapter, convert, tmp_path):
+    with pytest.raises(CheckpointError, match="no adapters to merge"):
+        convert("merge-lora", checkpoint(), tmp_path / "out")
+    with pytest.raises(CheckpointError, match="adapters are of another model"):
+        convert("merge-lora", checkpoint("moe"), tmp_path / "out", "--lora-adapter-path", adapter("dense"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_adapters_to_begin_with_have_to_fit(checkpoint, adapter, plan, one, tmp_path):
+    batch = batches(1, vocab=264)
+    with pytest.raises(CheckpointError, match="they have --lora-rank 4, the run 8.*write what the directory has"):
+        one.train(plan(checkpoint(), "--lora-rank", 8, "--lora-alpha", 12, "--lora-adapter-path", adapter()), batch)
+    with pytest.raises(CheckpointError, match="48 unexpected: .*down_proj"):
+        one.train(plan(checkpoint(), *LORA, "--lora-adapter-path", adapter(), "--target-modules", "o_proj"), batch)
+    other = tmp_path / "dora"
+    other.mkdir()
+    said = json.loads((adapter() / "adapter_config.json").read_text()) | {"use_dora": True}
+    (other / "adapter_config.json").write_text(json.dumps(said))
+    with pytest.raises(CheckpointError, match="adapters of this kind are not trained here.*use_dora"):
+        peft.read(other)
+    with pytest.raises(CheckpointError, match="this is no PEFT directory"):
+        peft.read(tmp_path)
+
+
+def test_rules_of_adapters_name_layers_as_peft_does():
+    chosen = targets(LAYER, ("all-linear",), ("k_proj",))
+    whole = added(LAYER, chosen)
+    assert [rule.megatron.rpartition(".")[2] for rule in whole.rules] == [
+        "weight", "q_proj_A", "q_proj_B", "v_proj_A", "v_proj_B", "weight", "weight", "gate_up_proj_A",
+        "gate_up_proj_B", "weight"]
+    last = alone(whole).rules[-1]
+    assert (last.join, last.experts, last.layers) == ("halves", 2, (0, 1)), "rows of B are cut like the layer's"
+    assert last.hf == ("base_model.model.model.layers.{layer}.mlp.experts.{expert}.gate_up_proj.lora_B.weight",)
+    with pytest.raises(ConfigError, match="--target-modules: the model has no linear layers of this name .*gate_proj"):
+        targets(LAYER, ("gate_proj",), ())
+    with pytest.raises(ConfigError, match="no layer is left"):
+        targets(LAYER, ("q_proj",), ("q_proj",))
+
+
+@pytest.mark.parametrize(("given", "said"), [
+    ({"lora_rank": 0}, "--lora-rank"), ({"lora_alpha": 0.0}, "--lora-alpha"), ({"lora_dropout": 0.1}, "another policy"),
+    ({"lora_type": "lora"}, "canonical_lora"),
+])  # fmt: skip
+def test_an_option_that_cannot_be_meant_is_refused(given, said):
+    with pytest.raises(ConfigError, match=said):
+        Lora(LoraOptions(**given), RunConfig())
+
+
+def test_a_rank_is_needed_and_a_server_is_told_of_it(checkpoint):
+    config = RunConfig(perf=Perf(weight_sync="adapter"), rollout=Rollout(engine="sglang"))
+    config = replace(config, checkpoint=replace(config.checkpoint, hf_checkpoint=str(checkpoint())))
+    with pytest.raises(ConfigError, match="need a rank"):
+        Lora(LoraOptions(), config).engine_args({})
+    found = Lora(LoraOptions(lora_rank=8, lora_base_cpu_backup=True), config).engine_args({"max_loras_per_batch": 4})
+    assert found == {"enable_lora": True, "max_lora_rank": 8, "max_loras_per_batch": 4,
+                     "enable_weights_cpu_backup": True, "lora_target_modules": [
+                         "down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]}
+    assert Lora(LoraOptions(lora_rank=8), replace(config, perf=Perf())).engine_args({"tp_size": 2}) == {"tp_size": 2}
+    with pytest.raises(ConfigError, match="q_proj, k_proj, v_proj as one layer.*none for k_proj"):
+        modules(checkpoint(), ("q_proj", "v_proj"), ())
+    with pytest.raises(ConfigError, match="no new weights for experts.*gate_proj.*leave --weight-sync out"):
+        modules(checkpoint("moe"), ("all-linear",), ())
+    assert modules(checkpoint("moe"), ("all-linear",), ("gate_proj", "up_proj", "down_proj"))[0] == "k_proj"
+    still = replace(config, rollout=replace(config.rollout, pause_generation_mode="in_place"))
+    with pytest.raises(ConfigError, match="in_place"):
+        Lora(LoraOptions(lora_rank=8), still)
+
+
+def test_a_stream_is_merged_whole_or_not_at_all():
+    names, weight = names_of("w.weight"), torch.randn(6, 5)
+    first, second = torch.randn(2, 5), torch.randn(6, 2)
+    pair = list(zip(names, (first, second), strict=True))
+    ((name, found),) = merged(iter([*pair, ("w.weight", weight)]), 3.0)
+    assert name == "w.weight" and torch.allclose(found, weight + 3 * second @ first, atol=1e-6)
+    zero = [(names[0], first), (names[1], torch.zeros(6, 2)), ("w.weight", weight.bfloat16())]
+    assert torch.equal(dict(merged(iter(zero), 3.0))["w.weight"], weight.bfloat16())
+    with pytest.raises(SyncError, match="half of an adapter"):
+        list(merged(iter([pair[0], ("w.weight", weight)]), 3.0))
+    with pytest.raises(SyncError, match="without the weights"):
+        list(merged(iter([("w.weight", weight), *pair]), 3.0))
+
+
+def test_an_engine_keeps_the_base_and_takes_adapters_alone():
+    names, weight, other = names_of("w.weight"), torch.randn(6, 5), torch.randn(3)
+    base, (first, second) = Base(2.0), (torch.randn(2, 5), torch.randn(6, 2))
+    with pytest.raises(SyncError, match="no weights before them"):
+        list(base.taken(iter([(names[0], first), (names[1], second)])))
+    whole = [("w.weight", weight), ("n.weight", other)]
+    dict(base.taken(iter([(names[0], first), (names[1], second), *whole])))
+    later = dict(base.taken(iter([(names[0], first), (names[1], 5 * second)])))
+    assert list(later) == ["w.weight", "n.weight"] and torch.equal(later["n.weight"], other)
+    assert torch.allclose(later["w.weight"], weight + 10 * second @ first, atol=1e-5)
+
+
+@pytest.mark.parametrize("more", [(), pytest.param(("--trainer-host", "process"), marks=pytest.mark.slow)],
+                         ids=["in-process", "shared-memory"])
+def test_a_run_is_the_same_whether_weights_travel_merged_or_adapters_alone(tmp_path, more):
+    """Every metric of three rollouts; the first tokens have the base's log-probs to the bit; accuracy rises."""
+    found = {}
+    for name, flags in {"merged": (), "alone": ("--weight-sync", "adapter")}.items():
+        words = ["run", "examples/demo.toml", "--no-live", "--run-dir", tmp_path / name, "--num-rollout", "3",
+                 "--lora-rank", "8", "--lr", "3e-3", *more, *flags]
+        outcome = miles(words, ROOT, timeout=200)
+        assert outcome.code == 0, outcome.err
+        events = [json.loads(line) for line in (tmp_path / name / "events.jsonl").read_text().splitlines()]
+        steps = [event["metrics"] for event in events if event["event"] == "metrics"]
+        found[name] = [{key: value for key, value in step.items() if not key.startswith("perf/")} for step in steps]
+        sizes = [event["bytes"] for event in events if event["event"] == "weight_sync"]
+        assert len(set(sizes)) == 1 if name == "merged" else sizes[1] < sizes[0] / 2 and len(set(sizes[1:])) == 1
+    assert found["merged"] == found["alone"]
+    first, *_, last = found["merged"]
+    assert first["train/train_rollout_logprob_abs_diff_max"] == 0 < last["train/train_rollout_logprob_abs_diff_max"]
+    scores = [event["metrics"]["eval/sums"] for event in events if event["event"] == "eval"]
+    assert scores[-1] > scores[0] + 0.2
+
+
+def test_an_engine_alone_serves_the_adapters_that_it_is_given(checkpoint, adapter, merged):
+    """--debug-rollout-only: nobody trains, and the local engine reads the base and the PEFT directory."""
+    from miles_core.backends.local.weights import read_tensors
+    from miles_core.config.tables import Debug
+
+    plugin = Lora(LoraOptions(lora_alpha=12.0, lora_adapter_path=str(adapter())),
+                  RunConfig(debug=Debug(debug_rollout_only=True)))
+    found = dict(plugin.import_weights(read_tensors(checkpoint())))
+    expected = load_file(merged() / "model.safetensors")
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
