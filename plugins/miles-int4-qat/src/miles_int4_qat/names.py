@@ -1,0 +1,190 @@
+"""Which weights are int4, and how a directory says so: compressed-tensors' "pack-quantized". No torch here.
+
+https://github.com/vllm-project/compressed-tensors; a weight X.weight is stored as X.weight_packed, X.weight_scale and
+X.weight_shape.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+from miles_core.backends.megatron.shards import few, stored_tensors, tensor_files
+from miles_core.errors import CheckpointError, ConfigError
+
+PARTS = ("packed", "scale", "shape")
+GROUPS = (32, 64, 128)
+"""Group sizes that SGLang's kernels take."""
+USUAL = 32
+
+_EXPERT = re.compile(r"\.layers\.\d+\.[\w.]*?\.experts\.\d+\.(?:gate|up|down|gate_up)_proj\.weight$"
+                     r"|\.layers\.\d+\.[\w.]*?\.experts\.\d+\.w[123]\.weight$")
+_LINEAR = re.compile(r"\.layers\.\d+\.(?:self_attn\.(?:[qkvo]|qkv)_proj|(?:[\w.]*\.)?(?:gate|up|down|gate_up)_proj)"
+                     r"\.weight$")
+_NUMBER = re.compile(r"(?<=\\\.)\d+(?=\\\.)")
+_FUSED = {"gate_proj": "(gate|gate_up)_proj", "up_proj": "(up|gate_up)_proj"}
+"""Engines that keep two projections as one look that name up, too."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stated:
+    """What config.json says about weights that are stored as int4.
+
+    Args:
+        group_size: weights that share a scale.
+        ignore: names of modules that are not, or regular expressions behind "re:".
+    """
+
+    group_size: int
+    ignore: tuple[str, ...]
+
+
+def chosen(names: Collection[str], targets: str) -> frozenset[str]:
+    """Of a model's tensors, the weights to quantise.
+
+    Args:
+        targets: "experts" for routed experts, "linears" for these and the projections of attention and MLPs, shared
+            experts included; "auto" for experts where there are any, else linears. Never a router, a norm, an
+            embedding or the output layer.
+    """
+    experts = frozenset(name for name in names if _EXPERT.search(name))
+    if targets == "experts" or (targets == "auto" and experts):
+        return experts
+    return experts | {name for name in names if _LINEAR.search(name)}
+
+
+def stated(folder: Path) -> Stated | None:
+    """What a Hugging Face directory says; None where its weights are plain.
+
+    Raises:
+        CheckpointError: config.json cannot be read.
+        ConfigError: they are quantised in another way.
+    """
+    path = folder / "config.json"
+    try:
+        said = json.loads(path.read_text(encoding="utf-8")).get("quantization_config")
+    except (OSError, ValueError, AttributeError) as error:
+        raise CheckpointError("config.json cannot be read", got=str(error), who=str(path),
+                              fix="name a Hugging Face directory") from error
+    if not said:
+        return None
+    groups = list((said.get("config_groups") or {}).values())
+    weights = [group.get("weights") or {} for group in groups]
+    kinds = {(one.get("num_bits"), one.get("type", "int"), one.get("symmetric", True), one.get("strategy"),
+              one.get("group_size"), bool(one.get("actorder"))) for one in weights}
+    plain = len(kinds) == 1 and not any(group.get("input_activations") for group in groups)
+    bits, kind, symmetric, strategy, size, reordered = next(iter(kinds)) if plain else (None,) * 6
+    ours = (said.get("quant_method") == "compressed-tensors" and said.get("format") == "pack-quantized" and plain
+            and (bits, kind, symmetric, strategy, reordered) == (4, "int", True, "group", False))
+    if not ours or not isinstance(size, int):
+        raise ConfigError("the checkpoint's weights are quantised in a way that plugin int4-qat does not train",
+                          got=f"{said.get('quant_method')}, format {said.get('format')}, weights {weights}",
+                          who=str(path), fix="use a directory that `miles convert hf-to-int4` wrote")
+    return Stated(size, tuple(said.get("ignore") or ()))
+
+
+def packed_names(folder: Path, said: Stated, names: Collection[str]) -> frozenset[str]:
+    """The weights that a directory stores as int4: those in its files; without files, what its config.json implies.
+
+    Args:
+        names: of all tensors of the model.
+
+    Raises:
+        CheckpointError: the files hold scales for groups of another size than config.json says.
+    """
+    if not any(folder.glob("*.safetensors")):
+        return frozenset(name for name in chosen(names, "linears") if not _ignored(name, said.ignore))
+    files = tensor_files(folder)
+    bases = [name.removesuffix("_packed") for name in files if name.endswith(".weight_packed")]
+    if bases:
+        packed, scale = (stored_tensors(files[name])[name].shape
+                         for name in (f"{bases[0]}_packed", f"{bases[0]}_scale"))
+        if packed[-1] * 8 != scale[-1] * said.group_size:
+            raise CheckpointError(f"config.json says groups of {said.group_size}",
+                                  got=f"{bases[0]}: {scale[-1]} scales for {packed[-1] * 8} weights", who=str(folder),
+                                  fix="convert the checkpoint again")
+    return frozenset(bases)
+
+
+def quantization_config(names: Collection[str], packed: Collection[str], group_size: int) -> dict[str, object]:
+    """The key quantization_config of config.json.
+
+    Args:
+        names: of all tensors of the checkpoint.
+        packed: those of them that are stored as int4.
+    """
+    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": group_size,
+               "dynamic": False, "actorder": None, "observer": "minmax"}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
+    return {"quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed",
+            "config_groups": {"group_0": group}, "kv_cache_scheme": None, "ignore": ignored(names, packed)}
+
+
+def ignored(names: Collection[str], packed: Collection[str]) -> list[str]:
+    """Regular expressions for the modules that stay as they are, as few as tell them from the packed ones.
+
+    A block without packed weights, such as attention, is one expression: an engine may fuse what is in it.
+    """
+    quantised = [name.removesuffix(".weight") for name in packed]
+    found = {"lm_head": None}
+    for name in names:
+        module = name.removesuffix(".weight")
+        if name in packed or not name.endswith(".weight") or ".layers." not in name or "norm" in name.split(".")[-2]:
+            continue
+        if not any(re.match(pattern.removeprefix("re:"), module) for pattern in found):
+            found[_pattern(module, quantised)] = None
+    return list(found)
+
+
+def _pattern(module: str, quantised: Collection[str]) -> str:
+    """The widest expression for a module that matches no quantised one."""
+    path = module.split(".")
+    first = path.index("layers") + 2  # past the layer's number
+    for length in range(first + 1, len(path)):
+        pattern = f"{_of_any_number('.'.join(path[:length]))}\\..*"
+        if not any(re.match(pattern, one) for one in quantised):
+            return f"re:{pattern}"
+    pattern = f"{_of_any_number('.'.join(path[:-1]))}\\.{_FUSED.get(path[-1], re.escape(path[-1]))}$"
+    if any(re.match(pattern, one) for one in quantised):  # only some layers: these alone
+        pattern = re.escape(module) + "$"
+    return f"re:{pattern}"
+
+
+def _of_any_number(path: str) -> str:
+    return _NUMBER.sub(lambda _: r"\d+", re.escape(path) + r"\.")[:-2]
+
+
+def _ignored(name: str, ignore: Collection[str]) -> bool:
+    module = name.removesuffix(".weight")
+    return any(re.match(one[3:], module) if one.startswith("re:") else one == module for one in ignore)
+
+
+def check_width(name: str, width: int, group_size: int, ranks: int = 1) -> None:
+    """
+    Args:
+        width: of this rank's part of the input axis.
+        ranks: among how many it is cut.
+
+    Raises:
+        ConfigError: groups do not divide it.
+    """
+    if width % group_size:
+        among = f" on each of {ranks} tensor-parallel ranks" if ranks > 1 else ""
+        fits = [size for size in GROUPS if width % size == 0]
+        fix = f"groups of {' or '.join(map(str, fits))} would fit" if fits else (
+            "use fewer tensor-parallel ranks" if ranks > 1 else "choose other targets, or leave the weight as it is")
+        raise ConfigError(f"groups of {group_size} do not divide the input axis of {name}", got=f"{width}{among}",
+                          who="plugin int4-qat", fix=fix)
+
+
+def differing(option: str, wanted: Collection[str], there: Collection[str], who: str) -> None:
+    """
+    Raises:
+        ConfigError: the run names other layers than the engine's checkpoint has in int4.
+    """
+    if wanted := set(wanted) ^ set(there):
+        raise ConfigError("the engine's checkpoint has other layers in int4 than the run trains for",
+                          got=few(sorted(wanted), 3), who=f"{option}, {who}", fix=f"leave {option} out")

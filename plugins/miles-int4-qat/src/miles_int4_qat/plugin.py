@@ -1,0 +1,171 @@
+"""The plugin: options and hooks. What is int4 is in names.py, the numbers in quantise.py, imported when first used."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from miles_core.config import RunConfig, option
+from miles_core.errors import ConfigError
+from miles_core.hookspecs import hookimpl
+from miles_core.plugins.resolve import chosen as part
+
+if TYPE_CHECKING:
+    import torch
+
+    from miles_core.backends.megatron.specs import ModelSpec, WeightMap
+    from miles_core.columns import Packed
+
+THEIRS = "OPEN_TRAINING_INT4_GROUP_SIZE"
+"""Environment variable by which Miles's launch scripts say the group size."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Int4QatOptions:
+    """What is rounded, and how."""
+
+    group_size: int | None = option(
+        None, "Weights of a row that share a scale: 32, 64 or 128; default: as the engine's checkpoint has, else 32."
+    )
+    targets: Literal["auto", "experts", "linears"] = option(
+        "auto", "Which layers: routed experts, or all linear layers of the decoder; auto: as the engine's checkpoint, "
+        "else experts where there are any."
+    )
+    forward: bool = option(True, "The trainer computes with rounded weights; without it only the engine does.")
+    reference: bool = option(True, "The reference model computes with rounded weights too: the KL starts at 0.")
+
+
+class Int4Qat:
+    """Quantisation-aware training to INT4: the trainer computes with the weights that an INT4 engine has."""
+
+    precision = {
+        "trainer": "weights (targets: {targets}) rounded to int4 in the forward: {forward}; straight-through gradient",
+        "log-probs": "as the trainer's forward; the reference with rounded weights: {reference}",
+        "sync": "int4 as compressed-tensors pack-quantized if the engine's checkpoint is, else the rounded values",
+    }
+
+    def __init__(self, options: Int4QatOptions, config: RunConfig):
+        self.options, self.config = options, config
+        _check(options, config)
+        self._map: WeightMap | None = None
+        self._rounds = True
+
+    @hookimpl
+    def weight_map(self, weight_map: WeightMap, model: str) -> WeightMap:
+        """Nothing is added: which parameters the checkpoint's weights are."""
+        if model == "actor":
+            self._map = weight_map
+        return weight_map
+
+    @hookimpl
+    def build_model(self, chunk: torch.nn.Module, spec: ModelSpec, folder: Path, model: str) -> torch.nn.Module:
+        """The actor's layers compute with rounded weights. A model of its own, such as a critic, is served nowhere."""
+        if model == "actor" and self.options.forward:
+            from miles_int4_qat.layers import round_weights
+
+            round_weights(chunk, self._map, self._names, self._group_size, self._scale_dtype, lambda: self._rounds)
+        return chunk
+
+    @hookimpl
+    def microbatch(self, proceed: Callable[[Packed], torch.Tensor], packed: Packed, model: str) -> torch.Tensor:
+        """Whose weights are in the actor's place."""
+        self._rounds = model == "actor" or (model == "ref" and self.options.reference)
+        try:
+            return proceed(packed)
+        finally:
+            self._rounds = True
+
+    @hookimpl
+    def export_weights(self, stream: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Packed for an engine whose checkpoint is; else the values that it shall compute with."""
+        from miles_int4_qat.stream import packed, rounded
+
+        send = rounded if self._stated is None else packed
+        return send(stream, self._names, self._group_size, self._scale_dtype)
+
+    @hookimpl
+    def import_weights(self, stream: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Plain weights out of packed ones."""
+        from miles_int4_qat.stream import unpacked
+
+        return unpacked(stream)
+
+    @hookimpl(name="hf-to-int4")
+    def convert(self, source: Path, out: Path) -> str:
+        """Options --group-size and --targets."""
+        from miles_int4_qat.conversion import convert
+
+        return convert(source, out, self._group_size, self.options.targets)
+
+    @functools.cached_property
+    def _folder(self) -> Path:
+        return Path(self.config.checkpoint.hf_checkpoint)
+
+    @functools.cached_property
+    def _stated(self):
+        """Of the engine's checkpoint."""
+        from miles_int4_qat.names import stated
+
+        return stated(self._folder)
+
+    @functools.cached_property
+    def _group_size(self) -> int:
+        from miles_int4_qat.names import USUAL
+
+        return self._stated.group_size if self._stated else self.options.group_size or USUAL
+
+    @functools.cached_property
+    def _scale_dtype(self) -> torch.dtype:
+        """The engine's."""
+        import torch
+
+        return getattr(torch, self.config.rollout.engine_dtype or ("bfloat16" if self.config.perf.bf16 else "float32"))
+
+    @functools.cached_property
+    def _names(self) -> frozenset[str]:
+        """Of the weights that are int4."""
+        from miles_core.backends.megatron.weights import instances
+        from miles_int4_qat.names import chosen, differing, packed_names
+
+        inside = [name for ours, _, names in instances(self._map) if ours.startswith("decoder.") for name in names]
+        wanted = chosen(inside, self.options.targets)
+        if self._stated is not None:
+            there = packed_names(self._folder, self._stated, inside)
+            if self.options.targets != "auto":
+                differing("--int4-qat.targets", wanted, there & set(inside), str(self._folder))
+            wanted = there
+        if not wanted:
+            raise ConfigError("no weight would be rounded to int4", got=f"targets {self.options.targets}",
+                              who=str(self._folder), fix="choose other targets, or run without plugin int4-qat")
+        return wanted
+
+
+def _check(options: Int4QatOptions, config: RunConfig) -> None:
+    from miles_int4_qat.names import GROUPS, stated
+
+    size = options.group_size
+    if size is not None and size not in GROUPS:
+        raise ConfigError(f"group_size should be one of {', '.join(map(str, GROUPS))}", got=size,
+                          who="--int4-qat.group-size", fix="write 32 for precision, or 128 for size")
+    if (said := os.environ.get(THEIRS)) not in (None, "", str(size)):
+        raise ConfigError("the environment asks for a group size that the run does not name", got=f"{THEIRS}={said}",
+                          who="plugin int4-qat", fix=f"write --int4-qat.group-size {said}, or unset the variable")
+    if config.megatron.get("fp8"):
+        raise ConfigError("weights that are rounded to int4 in the forward cannot be rounded to fp8 as well",
+                          got=f"fp8 {config.megatron['fp8']}", who="plugin int4-qat", fix="leave --fp8-format out")
+    folder = Path(config.checkpoint.hf_checkpoint or "")
+    if not (folder / "config.json").is_file() or (there := stated(folder)) is None:
+        return
+    if size not in (None, there.group_size):
+        raise ConfigError(f"the engine's checkpoint has groups of {there.group_size}", got=f"group_size {size}",
+                          who=f"--int4-qat.group-size, {folder}",
+                          fix="leave the option out, or convert the checkpoint anew")
+    if part(config, "engine") == "sglang":
+        raise ConfigError("SGLang cannot take new weights into layers that it has repacked for its int4 kernels",
+                          got=f"--hf-checkpoint {folder}, int4", who="plugin int4-qat",
+                          fix="train with --hf-checkpoint of the plain weights: the engine is then sent the values "
+                          "that int4 stands for; serve what `miles convert hf-to-int4` makes of the result")

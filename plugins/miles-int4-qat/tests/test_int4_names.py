@@ -1,0 +1,141 @@
+"""Which weights are int4, what config.json says of it, and what readers make of that."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+import torch
+from compressed_tensors.quantization import QuantizationConfig
+from miles_int4_qat import names, stream
+from safetensors.torch import save_file
+
+from miles_core.errors import CheckpointError, ConfigError, EngineError
+
+LAYER = "model.layers.{}."
+ATTENTION = [f"self_attn.{one}_proj.weight" for one in "qkvo"]
+NORMS = ["input_layernorm.weight", "post_attention_layernorm.weight", "self_attn.q_norm.weight"]
+DENSE = [f"mlp.{one}_proj.weight" for one in ("gate", "up", "down")]
+EXPERTS = [f"mlp.experts.{i}.{one}_proj.weight" for i in (0, 11) for one in ("gate", "up", "down")]
+SHARED = [f"mlp.shared_experts.{one}_proj.weight" for one in ("gate", "up", "down")]
+ROUTER = ["mlp.gate.weight", "mlp.gate.e_score_correction_bias", "mlp.shared_expert_gate.weight"]
+OUTSIDE = ["model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"]
+
+
+def model(*layers):
+    return [*OUTSIDE, *(LAYER.format(i) + name for i, layer in enumerate(layers)
+                        for name in (*ATTENTION, *NORMS, *layer))]
+
+
+QWEN = model(DENSE, DENSE)
+MIXED = model(DENSE, *[EXPERTS + SHARED + ROUTER] * 12)  # as DeepSeek-V3: the first layer is dense
+MINIMAX = model([f"block_sparse_moe.experts.{i}.w{k}.weight" for i in (0, 1) for k in (1, 2, 3)])
+
+
+def test_what_is_rounded():
+    experts = {name for name in MIXED if ".experts." in name}
+    assert names.chosen(MIXED, "auto") == names.chosen(MIXED, "experts") == experts and len(experts) == 72
+    linears = names.chosen(MIXED, "linears")
+    assert linears - experts == {name for name in MIXED if re.search(r"(self_attn\.[qkvo]|mlp\.\w+|shared_experts\.\w+)"
+                                                                     r"_proj\.weight", name)}
+    assert names.chosen(QWEN, "auto") == names.chosen(QWEN, "linears") and len(names.chosen(QWEN, "auto")) == 14
+    assert not names.chosen(QWEN, "experts")
+    assert len(names.chosen(MINIMAX, "auto")) == 6
+
+
+@pytest.mark.parametrize(("tensors", "targets"), [(QWEN, "linears"), (MIXED, "experts"), (MIXED, "linears"),
+                                                  (MINIMAX, "experts")])
+def test_the_ignore_list_tells_all_others_from_the_packed_ones(tensors, targets):
+    """As compressed-tensors and SGLang match it, also by the names under which an engine fuses projections."""
+    packed = names.chosen(tensors, targets)
+    said = names.quantization_config(tensors, packed, 32)
+    assert QuantizationConfig.model_validate(said).config_groups["group_0"].weights.group_size == 32
+    expressions = [one for one in said["ignore"] if one.startswith("re:")]
+    assert len(said["ignore"]) <= 8, said["ignore"]
+
+    def ignored(module):
+        return module in said["ignore"] or any(re.match(one[3:], module) for one in expressions)
+
+    for name in tensors:
+        if not name.endswith(".weight") or "norm" in name or "embed" in name:
+            continue
+        assert ignored(name.removesuffix(".weight")) == (name not in packed), name
+    for fused, one in (("self_attn.qkv_proj", "self_attn.q_proj"), ("mlp.gate_up_proj", "mlp.gate_proj")):
+        if (name := f"{LAYER.format(0)}{one}.weight") in tensors:
+            assert ignored(LAYER.format(0) + fused) == (name not in packed)
+
+
+def test_only_some_layers_are_named_one_by_one():
+    packed = {name for name in QWEN if ".1." in name and "down_proj" in name}
+    ignore = names.ignored(QWEN, packed)
+    assert any(re.match(one[3:], "model.layers.0.mlp.down_proj") for one in ignore if one.startswith("re:"))
+    assert not any(re.match(one[3:], "model.layers.1.mlp.down_proj") for one in ignore if one.startswith("re:"))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """(quantization_config, tensors) -> a folder that says so."""
+    def write(said, tensors=None):
+        (tmp_path / "config.json").write_text(json.dumps({"quantization_config": said} if said else {}))
+        if tensors:
+            save_file(tensors, tmp_path / "model.safetensors")
+        return tmp_path
+
+    return write
+
+
+def test_what_config_json_says_is_read_back(folder):
+    said = names.quantization_config(MIXED, names.chosen(MIXED, "experts"), 128)
+    there = names.stated(folder(said))
+    assert there.group_size == 128
+    assert names.packed_names(folder(said), there, MIXED) == names.chosen(MIXED, "experts"), "no files: by the list"
+    assert names.stated(folder(None)) is None
+
+
+@pytest.mark.parametrize("change", [
+    {"quant_method": "fp8"}, {"format": "int-quantized"}, {"num_bits": 8}, {"symmetric": False},
+    {"strategy": "channel"}, {"actorder": "group"}, {"input_activations": {"num_bits": 8}},
+])  # fmt: skip
+def test_other_quantisation_is_refused(folder, change):
+    said = names.quantization_config(QWEN, names.chosen(QWEN, "linears"), 32)
+    group = said["config_groups"]["group_0"]
+    for key, value in change.items():
+        where = said if key in said else group if key in group else group["weights"]
+        where[key] = value
+    with pytest.raises(ConfigError, match=r"config\.json: the checkpoint's weights are quantised in a way that"):
+        names.stated(folder(said))
+
+
+def test_files_decide_and_have_to_agree_on_the_group_size(folder):
+    weight = "model.layers.0.mlp.down_proj.weight"
+    tensors = dict(stream.packed([(weight, torch.randn(4, 128)), ("model.norm.weight", torch.ones(4))], {weight}, 64,
+                                 None))
+    right, wrong = (names.quantization_config(QWEN, {weight}, size) for size in (64, 128))
+    there = folder(right, tensors)
+    assert names.packed_names(there, names.stated(there), QWEN) == {weight}
+    there = folder(wrong)
+    with pytest.raises(CheckpointError, match=r"says groups of 128 \(got .*down_proj\.weight: 2 scales for 128 w"):
+        names.packed_names(there, names.stated(there), QWEN)
+
+
+def test_the_stream_comes_back_in_any_order_and_says_what_is_missing():
+    weight = torch.randn(4, 64)
+    sent = list(stream.packed([("a.weight", weight), ("norm.weight", weight[0])], {"a.weight"}, 32, torch.bfloat16))
+    assert [name for name, _ in sent] == ["a.weight_packed", "a.weight_scale", "a.weight_shape", "norm.weight"]
+    back = dict(stream.unpacked(sent[::-1]))
+    assert torch.equal(back["norm.weight"], weight[0])
+    plain = dict(stream.rounded([("a.weight", weight)], {"a.weight"}, 32, torch.bfloat16))
+    assert torch.equal(back["a.weight"].float(), plain["a.weight"]) and plain["a.weight"].dtype == torch.float32
+    with pytest.raises(EngineError, match=r"incomplete \(got a\.weight: packed, shape and no scale\)"):
+        list(stream.unpacked([sent[0], sent[2]]))
+    with pytest.raises(EngineError, match=r"a\.weight do not fit each other"):
+        list(stream.unpacked([("a.weight_packed", sent[0][1][:2]), *sent[1:]]))
+
+
+def test_a_width_is_refused_with_the_sizes_that_fit():
+    names.check_width("w", 128, 64)
+    with pytest.raises(ConfigError, match=r"groups of 128 do not divide the input axis of w \(got 96\).*groups of 32 "):
+        names.check_width("w", 96, 128)
+    with pytest.raises(ConfigError, match=r"\(got 48 on each of 2 tensor-parallel ranks\).*fewer tensor-parallel"):
+        names.check_width("w", 48, 32, 2)
