@@ -1,0 +1,105 @@
+"""DeepSeek-V3 (arXiv:2412.19437), GLM-4.5 to 4.7 (arXiv:2508.06471), GLM-4.7-Flash and MiniMax-M2.
+
+Their routers have sigmoid scores and a bias that has a say in the choice of experts alone.
+"""
+
+from __future__ import annotations
+
+from miles_core.backends.megatron.decoder import Decoder, every_layer, refuse, rotary, yarn_magnitude
+from miles_core.backends.megatron.latent import Latent
+from miles_core.backends.megatron.mixture import Mixture, Names, after
+from miles_core.backends.megatron.specs import Attention
+
+_MIXTRAL = Names(
+    router="block_sparse_moe.gate.weight", bias="block_sparse_moe.e_score_correction_bias",
+    gate="block_sparse_moe.experts.{expert}.w1.weight", up="block_sparse_moe.experts.{expert}.w3.weight",
+    down="block_sparse_moe.experts.{expert}.w2.weight",
+)  # fmt: skip
+
+_ROPE = {"rotary_scaling_factor": "factor", "mscale": "mscale", "mscale_all_dim": "mscale_all_dim",
+         "beta_fast": "beta_fast", "beta_slow": "beta_slow",
+         "original_max_position_embeddings": "original_max_position_embeddings"}
+"""Options of Megatron-LM's -> keys of rope_parameters."""
+
+
+def deepseek_v3(hf) -> Decoder:
+    """Latent attention, experts chosen by groups, shared experts.
+
+    Raises:
+        ConfigError: another activation, or a router that Megatron's would compute otherwise.
+    """
+    return _latent(hf, after(hf.num_hidden_layers, hf.first_k_dense_replace))
+
+
+def glm4_moe_lite(hf) -> Decoder:
+    """GLM-4.7-Flash: DeepSeek-V3 whose dense layers are named one by one.
+
+    Raises:
+        ConfigError: as `deepseek_v3`.
+    """
+    return _latent(hf, tuple(n for n, kind in enumerate(hf.mlp_layer_types) if kind == "sparse"))
+
+
+def glm4_moe(hf) -> Decoder:
+    """GQA with rope on a part of each head and biases on q, k and v, experts, shared experts.
+
+    Raises:
+        ConfigError: as `deepseek_v3`.
+    """
+    refuse(hf, hidden_act="silu")
+    return Decoder(
+        hf=hf, attention=every_layer(hf, Attention(rotary(hf, partial=True))), qk_norm=bool(hf.use_qk_norm),
+        qkv_bias=bool(hf.attention_bias), mixture=_mixture(hf, after(hf.num_hidden_layers, hf.first_k_dense_replace)),
+        left=_drafting(hf, "num_nextn_predict_layers"),
+    )  # fmt: skip
+
+
+def minimax_m2(hf) -> Decoder:
+    """GQA with rope on a part of each head, a norm over all heads of q and of k, experts in every layer.
+
+    Raises:
+        ConfigError: as `deepseek_v3`.
+    """
+    refuse(hf, hidden_act="silu", attn_type_list=[1] * hf.num_hidden_layers, use_qk_norm=True,
+           qk_norm_type="per_layer", scoring_func="sigmoid")
+    mixture = Mixture(
+        layers=hf.num_hidden_layers, sparse=tuple(range(hf.num_hidden_layers)), experts=hf.num_local_experts,
+        chosen=hf.num_experts_per_tok, width=hf.intermediate_size, score="sigmoid", bias=True, names=_MIXTRAL,
+    )  # fmt: skip
+    return Decoder(hf=hf, attention=every_layer(hf, Attention(rotary(hf, partial=True))), wide_qk_norm=True,
+                   mixture=mixture, left=_drafting(hf, "num_mtp_modules"))
+
+
+def _latent(hf, sparse: tuple[int, ...]) -> Decoder:
+    refuse(hf, hidden_act="silu", num_key_value_heads=hf.num_attention_heads)
+    latent = Latent(
+        query_rank=hf.q_lora_rank, rank=hf.kv_lora_rank, plain=hf.qk_nope_head_dim, turned=hf.qk_rope_head_dim,
+        value=hf.v_head_dim, bias=bool(hf.attention_bias),
+    )  # fmt: skip
+    rope = rotary(hf, fraction=latent.turned / latent.head_dim, interleaved=bool(hf.rope_interleave))
+    said, layers = hf.rope_parameters, tuple(range(hf.num_hidden_layers))
+    stretched = (said.get("mscale_all_dim") or 0) * (rope.scaling != "default")
+    scale = latent.head_dim**-0.5 * yarn_magnitude(rope.factor, stretched) ** 2
+    also = {"rope_type": ("yarn" if rope.scaling == "yarn" else "rope",)} | {
+        ours: (said[theirs],) for ours, theirs in _ROPE.items() if theirs in said}
+    return Decoder(
+        hf=hf, attention=every_layer(hf, Attention(rope, mixer=latent)), mixing=latent.rules(layers),
+        mixture=_mixture(hf, sparse), softmax_scale=scale, constants={"kv_channels": latent.head_dim},
+        also=latent.also | also, left=_drafting(hf, "num_nextn_predict_layers"),
+    )  # fmt: skip
+
+
+def _mixture(hf, sparse: tuple[int, ...]) -> Mixture:
+    """The router that DeepSeek-V3 and GLM share."""
+    return Mixture(
+        layers=hf.num_hidden_layers, sparse=sparse, experts=hf.n_routed_experts, chosen=hf.num_experts_per_tok,
+        width=hf.moe_intermediate_size, shared=hf.moe_intermediate_size * hf.n_shared_experts, score="sigmoid",
+        normalised=bool(hf.norm_topk_prob), bias=True, groups=hf.n_group, of_groups=hf.topk_group,
+        scale=hf.routed_scaling_factor,
+    )  # fmt: skip
+
+
+def _drafting(hf, key: str) -> tuple[str, ...]:
+    """Layers for multi-token prediction, counted on from the model's own."""
+    first = hf.num_hidden_layers
+    return tuple(f"model.layers.{layer}." for layer in range(first, first + (getattr(hf, key, None) or 0)))

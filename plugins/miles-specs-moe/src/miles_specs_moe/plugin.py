@@ -1,0 +1,41 @@
+"""The plugin: what it offers. The families are in families.py, imported when a checkpoint needs one."""
+
+from __future__ import annotations
+
+from miles_core.hookspecs import hookimpl
+
+
+class SpecsMoe:
+    """DeepSeek-V3, GLM-4.5 and MiniMax-M2 for the Megatron trainer."""
+
+    @hookimpl("model_spec", name="deepseek_v3")
+    def deepseek_v3(self, hf_config):
+        """DeepSeek-V3, -R1 and -V3.1."""
+        from miles_core.backends.megatron.decoder import DecoderFamily
+        from miles_specs_moe.families import deepseek_v3
+
+        return DecoderFamily(deepseek_v3)
+
+    @hookimpl("model_spec", name="glm4_moe")
+    def glm4_moe(self, hf_config):
+        """GLM-4.5, -4.6 and -4.7."""
+        from miles_core.backends.megatron.decoder import DecoderFamily
+        from miles_specs_moe.families import glm4_moe
+
+        return DecoderFamily(glm4_moe)
+
+    @hookimpl("model_spec", name="glm4_moe_lite")
+    def glm4_moe_lite(self, hf_config):
+        """GLM-4.7-Flash."""
+        from miles_core.backends.megatron.decoder import DecoderFamily
+        from miles_specs_moe.families import glm4_moe_lite
+
+        return DecoderFamily(glm4_moe_lite)
+
+    @hookimpl("model_spec", name="minimax_m2")
+    def minimax_m2(self, hf_config):
+        """MiniMax-M2."""
+        from miles_core.backends.megatron.decoder import DecoderFamily
+        from miles_specs_moe.families import minimax_m2
+
+        return DecoderFamily(minimax_m2)

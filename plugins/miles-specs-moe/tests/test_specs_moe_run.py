@@ -1,0 +1,233 @@
+"""Whole runs, conversions and a router's bias, on random checkpoints with the tokenizer of the tiny examples."""
+
+import json
+import shutil
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from miles_core.backends.megatron import cpu, estimate
+from miles_core.plugins.plan import prepare
+from miles_core.record.events import read
+from miles_core.testing.forked import miles
+from miles_core.testing.parity import TINY, Case, random_model
+from miles_core.testing.ranks import Ranks, batches
+
+ROOT = Path(__file__).parents[3]
+EXAMPLES = ROOT / "examples" / "arithmetic"
+CASES = tomllib.loads(Path(__file__).with_name("parity.toml").read_text())
+VOCAB = 264
+WORDS = {"vocab_size": VOCAB, "num_hidden_layers": 2, "pad_token_id": 256, "bos_token_id": None, "eos_token_id": 258}
+BIAS = {"deepseek_v3": "model.layers.1.mlp.gate.e_score_correction_bias",
+        "glm4_moe": "model.layers.1.mlp.gate.e_score_correction_bias",
+        "minimax_m2": "model.layers.1.block_sparse_moe.e_score_correction_bias"}
+RUN = ("--prompt-data", "none.jsonl", "--num-rollout", 1, "--rollout-batch-size", 4, "--n-samples-per-prompt", 4,
+       "--rollout-max-response-len", 41, "--use-dynamic-batch-size", "--max-tokens-per-gpu", 96, "--trainer-host",
+       "process", "--disable-rewards-normalization", "--lr", 1e-3)  # fmt: skip
+GRADIENTS = ("--no-bf16", "--no-use-distributed-optimizer", "--clip-grad", 0, "--lr", 0)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """(model_type) -> the folder of a random model whose vocabulary is the examples'."""
+    made = {}
+
+    def make(family):
+        if family not in made:
+            made[family] = tmp_path_factory.mktemp(family)
+            random_model(Case(family, family, {**CASES[family][0]["config"], **WORDS})).save_pretrained(made[family])
+            for file in (EXAMPLES / "tiny-qwen3").glob("*token*"):
+                shutil.copy(file, made[family])
+        return made[family]
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def one():
+    """A process that is started once."""
+    with Ranks(1) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def two():
+    """Two of them."""
+    with Ranks(2) as ranks:
+        yield ranks
+
+
+def plan(folder, *flags):
+    return prepare(None, ["--hf-checkpoint", str(folder), *map(str, (*RUN, *flags))])
+
+
+def tensors(folder):
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+@pytest.mark.parametrize("family", BIAS)
+def test_a_run_needs_nothing_but_the_checkpoint(checkpoint, tmp_path, family):
+    """Two rollouts against a reference; the engine decodes what the trainer trains; the bias stays as it is."""
+    folder = checkpoint(family)
+    outcome = miles(["run", str(ROOT / "examples/demo.toml"), "--no-live", "--hf-checkpoint", str(folder),
+                     "--prompt-data", str(EXAMPLES / "train.jsonl"), "--run-dir", "run", "--num-rollout", "2",
+                     "--rollout-batch-size", "4", "--n-samples-per-prompt", "2", "--eval-interval", "100",
+                     "--eval-prompt-data", "sums", str(EXAMPLES / "eval.jsonl"), "--use-kl-loss", "--kl-loss-coef",
+                     "0.01", "--save-interval", "2"], tmp_path)  # fmt: skip
+    assert outcome.code == 0, outcome.err
+    metrics = [event["metrics"] for event in read(tmp_path / "run" / "events.jsonl") if event["event"] == "metrics"]
+    steps = [one for one in metrics if "train/train_rollout_logprob_abs_diff_max" in one]
+    assert len(steps) == 2
+    assert all(one["train/train_rollout_logprob_abs_diff_max"] <= 1e-5 for one in steps)
+    assert steps[0]["train/kl_loss"] == pytest.approx(0, abs=1e-6) and steps[0]["train/grad_norm"] > 0
+    before, after = tensors(folder), tensors(tmp_path / "run" / "hf")
+    assert before.keys() == after.keys() and torch.equal(before[BIAS[family]], after[BIAS[family]])
+    assert not torch.equal(before["model.norm.weight"], after["model.norm.weight"])
+
+
+@pytest.mark.parametrize("family", BIAS)
+def test_the_memory_plan_counts_every_parameter(checkpoint, family):
+    """The small ones aside that are no part of it: biases, the router's, and weights of norms over all heads."""
+    folder, config = checkpoint(family), plan(checkpoint(family)).config
+    own = sum(tensor.numel() for name, tensor in tensors(folder).items()
+              if not name.endswith((".bias", "correction_bias", "q_norm.weight", "k_norm.weight")))
+    model = replace(estimate.model_of(config), qk_norm=False)
+    assert sum(estimate.parameters(model, 2, True, True)) == own
+
+
+@pytest.mark.parametrize("family", BIAS)
+def test_in_bfloat16_a_routers_bias_keeps_its_bits(checkpoint, one, family, tmp_path):
+    """Loaded, saved, resumed, and streamed."""
+    folder, rollouts = checkpoint(family), batches(2, vocab=VOCAB)
+    made = plan(folder, "--bf16")
+    whole = one.train(made, rollouts[:1], save=tmp_path)
+    assert np.array_equal(whole["weights"][BIAS[family]], tensors(folder)[BIAS[family]])
+    again = one.train(plan(folder, "--bf16", "--load", tmp_path), [])
+    assert all(np.array_equal(again["weights"][name], weight) for name, weight in whole["weights"].items())
+
+
+def test_a_reference_that_is_swapped_in_has_its_own_bias(checkpoint, one, tmp_path):
+    """With another bias, and so other experts, its log-probs are others; the actor's come back after it."""
+    folder, name = checkpoint("glm4_moe"), BIAS["glm4_moe"]
+    shutil.copytree(folder, tmp_path / "ref")
+    changed = tensors(folder)
+    changed[name] = changed[name].flip(0)
+    save_file(changed, tmp_path / "ref" / "model.safetensors", {"format": "pt"})
+    one.train(plan(folder, "--no-bf16"), [], save=tmp_path / "saved")
+    flags = ("--no-bf16", "--use-kl-loss", "--kl-loss-coef", 1, "--load", tmp_path / "saved")
+    same, other = (one.train(plan(folder, *flags, "--ref-load", ref), batches(1, vocab=VOCAB))
+                   for ref in (folder, tmp_path / "ref"))
+    assert same["steps"][0]["train/kl_loss"] == pytest.approx(0, abs=1e-6)
+    assert other["steps"][0]["train/kl_loss"] > 1e-4
+    assert np.array_equal(other["weights"][name], tensors(folder)[name])
+
+
+def test_the_bias_moves_when_a_run_asks_for_it(checkpoint, one, two):
+    """By the rate, towards the experts that too few tokens chose (arXiv:2408.15664), the same on any layout."""
+    folder, rollouts, name = checkpoint("glm4_moe"), batches(1, vocab=VOCAB), BIAS["glm4_moe"]
+    before = tensors(folder)[name].numpy()
+    flags = ("--no-bf16", "--moe-router-bias-update-rate", 0.01)
+    moved = one.train(plan(folder, *flags), rollouts)["weights"][name]
+    steps = np.round((moved - before) / 0.01, 3)
+    assert set(np.abs(steps)) <= {0, 1} and {-1, 1} <= set(steps)
+    cut = two.train(plan(folder, *flags, "--actor-num-gpus-per-node", 2, "--expert-model-parallel-size", 2), rollouts)
+    assert np.array_equal(cut["weights"][name], moved)
+
+
+LAYOUTS = {
+    "tp2-sp-recompute": ("deepseek_v3", ("--tensor-model-parallel-size", 2, "--sequence-parallel",
+                                         "--recompute-granularity", "full")),
+    "tp2-sp-one-expert-rank-each": ("deepseek_v3", ("--tensor-model-parallel-size", 2, "--sequence-parallel",
+                                                    "--expert-tensor-parallel-size", 1,
+                                                    "--expert-model-parallel-size", 2)),
+    "wide-norm-recompute": ("minimax_m2", ("--tensor-model-parallel-size", 2, "--sequence-parallel",
+                                           "--recompute-granularity", "full")),
+    "dp2-attention-again": ("deepseek_v3", ("--recompute-granularity", "selective", "--recompute-modules",
+                                            "core_attn")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_layout_changes_nothing(checkpoint, one, two, layout):
+    family, flags = LAYOUTS[layout]
+    folder, [batch] = checkpoint(family), batches(1, vocab=VOCAB)
+    _, expected = one.gradients(plan(folder, *GRADIENTS), batch)
+    _, found = two.gradients(plan(folder, *GRADIENTS, "--actor-num-gpus-per-node", 2, *flags), batch)
+    size = sum(np.square(g, dtype=np.float64).sum() for g in expected.values())
+    off = sum(np.square(found[name] - g, dtype=np.float64).sum() for name, g in expected.items())
+    assert (off / size) ** 0.5 < 4e-6
+
+
+@pytest.fixture
+def convert(capsys):
+    """(*words) -> what `miles convert` prints."""
+    from miles_core.cli import cli
+
+    def run(*words):
+        try:
+            cli(["convert", *map(str, words)], standalone_mode=False)
+        finally:
+            cpu.leave()  # the command's process would end here
+        return capsys.readouterr().out
+
+    return run
+
+
+@pytest.mark.parametrize("family", BIAS)
+def test_conversion_keeps_every_bit(checkpoint, convert, tmp_path, family):
+    folder = checkpoint(family)
+    convert("hf-to-dist", folder, tmp_path / "dist")
+    convert("dist-to-hf", tmp_path / "dist", tmp_path / "back", "--hf-checkpoint", folder)
+    before, after = tensors(folder), tensors(tmp_path / "back")
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.fixture(scope="module")
+def drafted(checkpoint, tmp_path_factory):
+    """DeepSeek-V3 with one layer for multi-token prediction, as its checkpoints have it."""
+    folder = tmp_path_factory.mktemp("drafted")
+    shutil.copytree(checkpoint("deepseek_v3"), folder, dirs_exist_ok=True)
+    generator = torch.Generator().manual_seed(0)
+
+    def near(tensor):
+        return tensor + 0.02 * torch.randn(tensor.shape, generator=generator)
+
+    own = tensors(folder)
+    more = {name.replace(".layers.1.", ".layers.2."): near(tensor) for name, tensor in own.items()
+            if ".layers.1." in name}
+    hidden = TINY["hidden_size"]
+    more |= {f"model.layers.2.{name}.weight": near(torch.ones(hidden))
+             for name in ("enorm", "hnorm", "shared_head.norm")}
+    more |= {"model.layers.2.eh_proj.weight": near(torch.zeros(hidden, 2 * hidden)),
+             "model.layers.2.embed_tokens.weight": own["model.embed_tokens.weight"].clone(),
+             "model.layers.2.shared_head.head.weight": own["lm_head.weight"].clone()}
+    save_file(more, folder / "drafts.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    return folder
+
+
+def test_layers_for_drafting_stay_behind_or_come_along(drafted, checkpoint, one):
+    """Without the plugin mtp they are left out; with it they are kept, the policy being the same."""
+    rollouts = batches(1, vocab=VOCAB)
+    alone = one.train(plan(drafted, "--no-bf16"), rollouts)["weights"]
+    plain = one.train(plan(checkpoint("deepseek_v3"), "--no-bf16"), rollouts)["weights"]
+    kept = one.train(plan(drafted, "--no-bf16", "--plugin", "mtp"), rollouts)["weights"]
+    assert alone.keys() == plain.keys() and all(np.array_equal(alone[name], plain[name]) for name in plain)
+    more = {name: tensor for name, tensor in load_file(drafted / "drafts.safetensors").items()
+            if "embed_tokens" not in name and "shared_head.head" not in name}
+    assert kept.keys() - alone.keys() == more.keys()
+    assert all(np.array_equal(kept[name], alone[name]) for name in alone)
+    assert all(np.array_equal(kept[name], tensor) for name, tensor in more.items())
+
+
+def test_layers_for_drafting_train_beside_the_policy(drafted, one):
+    found = one.train(plan(drafted, "--no-bf16", "--plugin", "mtp", "--enable-mtp-training"), batches(1, vocab=VOCAB))
+    assert 0 < found["steps"][0]["train/mtp_loss"] < 20
+    name = "model.layers.2.eh_proj.weight"
+    assert not np.array_equal(found["weights"][name], load_file(drafted / "drafts.safetensors")[name])
