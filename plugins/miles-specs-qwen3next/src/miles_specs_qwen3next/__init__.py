@@ -1,0 +1,1 @@
+"""Qwen3-Next for the Megatron trainer."""

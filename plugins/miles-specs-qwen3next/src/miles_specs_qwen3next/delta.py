@@ -1,0 +1,140 @@
+"""The gated delta rule and its short convolution, in plain torch.
+
+Yang, Kautz and Hatamizadeh, Gated Delta Networks, arXiv:2412.06464. A head has a state S [dk, dv]; a token first lets
+it decay, then replaces what its key finds in it by its value, to the share beta, and reads it with its query:
+
+    S_t = a_t (I - beta_t k_t k_t^T) S_(t-1) + beta_t k_t v_t^T,    o_t = S_t^T q_t,    a_t = exp(g_t)
+
+Tokens of one chunk are computed at once (section 3.3, and the WY form of arXiv:2406.06484); chunk follows chunk.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import torch.nn.functional as F
+
+CHUNK = 64
+"""Tokens computed at once: products are as large as a tile of a GPU, and the triangular system stays small."""
+
+_EPS = 1e-6
+"""Under the root of the norm of queries and keys; transformers' and fla's."""
+
+
+def causal_convolution(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x [B, L, C], weight [C, 1, K] -> silu(conv) [B, L, C]: position p sees the K positions up to itself, zeros before
+    the first."""
+    padded = F.pad(x.transpose(1, 2), (weight.shape[-1] - 1, 0))
+    return F.silu(F.conv1d(padded, weight, groups=len(weight))).transpose(1, 2)
+
+
+def gated_norm(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x and gate [..., D], weight [D] -> weight x / rms(x) x silu(gate); statistics and gate in fp32."""
+    wide = x.float()
+    normed = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+    return ((weight * normed) * F.silu(gate.float())).to(x.dtype)
+
+
+def gated_delta_rule(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor,
+                     beta: torch.Tensor) -> torch.Tensor:
+    """Sequences from an empty state; queries and keys are normed here, queries scaled by dk^-0.5.
+
+    Args:
+        q, k: [B, L, key heads, dk].
+        v: [B, L, heads, dv]; each key head serves heads / key heads of them that follow each other.
+        g: [B, L, heads] logarithm of the decay, fp32, at most 0.
+        beta: [B, L, heads].
+
+    Returns:
+        [B, L, heads, dv] in v's dtype; computed in fp32.
+    """
+    fused = _fused()
+    if q.is_cuda and fused is not None:
+        repeat = v.shape[2] // k.shape[2]
+        q, k = (x.repeat_interleave(repeat, 2) for x in (q, k))
+        return fused(q, k, v, g=g, beta=beta, use_qk_l2norm_in_kernel=True)[0]
+    return _chunked(q, k, v, g, beta)
+
+
+@functools.cache
+def _fused():
+    """The kernel of the package flash-linear-attention where that is installed."""
+    try:
+        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+    except ImportError:
+        return None
+    return chunk_gated_delta_rule
+
+
+class Again(torch.autograd.Function):
+    """function(*tensors), of which only the tensors are kept: the backward pass computes the rest once more.
+
+    What a chunk's tokens have to do with each other is several times as large as the tokens.
+    """
+
+    @staticmethod
+    def forward(ctx, function, *inputs):
+        ctx.function = function
+        ctx.save_for_backward(*inputs)
+        return function(*inputs)
+
+    @staticmethod
+    def backward(ctx, grad):
+        inputs = [x.detach().requires_grad_(wanted)
+                  for x, wanted in zip(ctx.saved_tensors, ctx.needs_input_grad[1:], strict=True)]
+        with torch.enable_grad():
+            out = ctx.function(*inputs)
+        found = iter(torch.autograd.grad(out, [x for x in inputs if x.requires_grad], grad))
+        return None, *(next(found) if x.requires_grad else None for x in inputs)
+
+
+def _chunked(q, k, v, g, beta):
+    dtype, length = v.dtype, v.shape[1]
+    size = min(CHUNK, length)
+    q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + _EPS) for x in (_wide(q), _wide(k)))
+    # [B, heads, chunks, size, ...]; keys have fewer heads, and an axis of 1 for those that share them.
+    q, k, v, g, beta = (_in_chunks(x, size) for x in (q * k.shape[-1] ** -0.5, k, v, g, beta))
+    shared = v.shape[1] // k.shape[1]
+    v, g, beta = (x.unflatten(1, (-1, shared)) for x in (v, g, beta))
+    q, k = q.unsqueeze(2), k.unsqueeze(2)
+
+    decay = g.cumsum(-1)  # up to and with each token, from the chunk's beginning
+    later = torch.ones(size, size, dtype=torch.bool, device=q.device).triu(1)
+    between = (decay[..., :, None] - decay[..., None, :]).masked_fill(later, -torch.inf).exp()
+    within = (q @ k.mT) * between
+    # What the tokens before it in the chunk wrote changes what a token finds: a unit lower triangular system.
+    system = (k @ k.mT) * between * beta[..., None]
+    reads = k * (beta * decay.exp())[..., None]
+    solved = torch.linalg.solve_triangular(system, torch.cat([v * beta[..., None], reads], -1), upper=False,
+                                           unitriangular=True)
+    values, reads = solved.split([v.shape[-1], k.shape[-1]], -1)
+    asks = q * decay.exp()[..., None]
+    keys = k * (decay[..., -1:] - decay).exp()[..., None]
+    fades = decay[..., -1].exp()[..., None, None]
+
+    state, out = None, []
+    for i in range(v.shape[3]):
+        new = values[:, :, :, i]
+        if state is not None:
+            new = new - reads[:, :, :, i] @ state
+        found = within[:, :, :, i] @ new
+        out.append(found if state is None else found + asks[:, :, :, i] @ state)
+        written = keys[:, :, :, i].mT @ new
+        state = written if state is None else state * fades[:, :, :, i] + written
+    joined = torch.cat(out, -2)[..., :length, :]  # [B, key heads, shared, L, dv]
+    return joined.permute(0, 3, 1, 2, 4).flatten(2, 3).to(dtype)
+
+
+def _in_chunks(x: torch.Tensor, size: int) -> torch.Tensor:
+    """[B, L, heads, ...] -> [B, heads, chunks, size, ...], wide; after the end come zeros, which change nothing."""
+    x = _wide(x).transpose(1, 2)
+    short = -x.shape[2] % size
+    if short:
+        x = F.pad(x, (0, 0) * (x.dim() - 3) + (0, short))
+    return x.unflatten(2, (-1, size))
+
+
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    """In fp32, unless it has more."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -1,0 +1,100 @@
+"""Qwen3-Next (the Qwen3-Next-80B-A3B release; gated delta networks: arXiv:2412.06464)."""
+
+from __future__ import annotations
+
+from miles_core.backends.megatron.decoder import Decoder, by_layer_type, refuse, rotary
+from miles_core.backends.megatron.mixture import Mixture, Names
+from miles_core.backends.megatron.specs import Attention, Rule
+
+_OURS, _THEIRS = "decoder.layers.{layer}.", "model.layers.{layer}."
+
+
+def qwen3_next(hf) -> Decoder:
+    """Gated delta nets with attention in every fourth layer, norms about zero, experts beside a gated shared one.
+
+    Raises:
+        ConfigError: biases, another activation, another kind of layer, an unknown scaling of the rope.
+    """
+    refuse(hf, attention_bias=False, hidden_act="silu")
+    rope = rotary(hf, partial=True)
+    kinds = {"full_attention": Attention(rope, mixer=gated_attention),
+             "linear_attention": Attention(rope, mixer=gated_delta_net)}
+    linear = [kind == "linear_attention" for kind in hf.layer_types]
+    layers = {kind: tuple(i for i, one in enumerate(linear) if one is kind) for kind in (True, False)}
+    constants = {
+        "attention_output_gate": True,
+        "linear_attention_freq": list(map(int, linear)),
+        "linear_conv_kernel_dim": hf.linear_conv_kernel_dim,
+        "linear_key_head_dim": hf.linear_key_head_dim,
+        "linear_value_head_dim": hf.linear_value_head_dim,
+        "linear_num_key_heads": hf.linear_num_key_heads,
+        "linear_num_value_heads": hf.linear_num_value_heads,
+    }
+    return Decoder(
+        hf=hf, attention=by_layer_type(hf, kinds), zero_centred_norms=True, qk_norm=True,
+        mixing=(*_gated_delta_net(hf, layers[True]), *_gated_attention(layers[False])),
+        constants=constants, mixture=_mixture(hf), left=("mtp.",),
+    )  # fmt: skip
+
+
+def gated_delta_net(config, attention, rope, parts):
+    """The mixer of the layers without attention; see specs.Attention. It has no rope."""
+    from megatron.core.transformer import ModuleSpec
+
+    from miles_specs_qwen3next.mixer import GatedDeltaNet
+
+    return ModuleSpec(module=GatedDeltaNet, params={"column": parts.column, "row": parts.row})
+
+
+def gated_attention(config, attention, rope, parts):
+    """The mixer of the layers with attention; see specs.Attention."""
+    from megatron.core.transformer import ModuleSpec
+    from megatron.core.transformer.attention import SelfAttentionSubmodules
+    from megatron.core.transformer.enums import AttnMaskType
+
+    from miles_specs_qwen3next.mixer import GatedAttention
+
+    return ModuleSpec(
+        module=GatedAttention, params={"attn_mask_type": AttnMaskType.causal},
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=parts.column, core_attention=parts.attention(config, attention, rope), linear_proj=parts.row,
+            q_layernorm=parts.norm, k_layernorm=parts.norm,
+        ),
+    )  # fmt: skip
+
+
+def _mixture(hf) -> Mixture | None:
+    """Qwen3-MoE's, and an expert that every token passes, by a gate of its own."""
+    if not hf.num_experts:
+        return None
+    # transformers' Qwen3NextDecoderLayer
+    sparse = tuple(layer for layer in range(hf.num_hidden_layers)
+                   if layer not in hf.mlp_only_layers and (layer + 1) % hf.decoder_sparse_step == 0)
+    return Mixture(
+        layers=hf.num_hidden_layers, sparse=sparse, experts=hf.num_experts, chosen=hf.num_experts_per_tok,
+        width=hf.moe_intermediate_size, shared=hf.shared_expert_intermediate_size, normalised=hf.norm_topk_prob,
+        names=Names(shared="mlp.shared_expert.", shared_gate="mlp.shared_expert_gate.weight"),
+    )  # fmt: skip
+
+
+def _gated_attention(layers: tuple[int, ...]) -> tuple[Rule, ...]:
+    ours, theirs = _OURS + "self_attention.", _THEIRS + "self_attn."
+    qkv = tuple(f"{theirs}{part}_proj.weight" for part in "qkv")
+    return (
+        Rule(ours + "linear_qkv.weight", qkv, "qkv_gate", layers),
+        *(Rule(f"{ours}{x}_layernorm.weight", (f"{theirs}{x}_norm.weight",), layers=layers) for x in "qk"),
+        Rule(ours + "linear_proj.weight", (theirs + "o_proj.weight",), layers=layers),
+    ) if layers else ()  # fmt: skip
+
+
+def _gated_delta_net(hf, layers: tuple[int, ...]) -> tuple[Rule, ...]:
+    """in_proj_* lie key head by key head already, and so are cut as they are."""
+    ours, theirs = _OURS + "self_attention.", _THEIRS + "linear_attn."
+    key, value = (heads * size for heads, size in ((hf.linear_num_key_heads, hf.linear_key_head_dim),
+                                                   (hf.linear_num_value_heads, hf.linear_value_head_dim)))
+    names = {"in_proj_qkvz.weight": "in_proj_qkvz.weight", "in_proj_ba.weight": "in_proj_ba.weight",
+             "A_log": "A_log", "dt_bias": "dt_bias", "norm_weight": "norm.weight", "out_proj.weight": "out_proj.weight"}
+    return (
+        *(Rule(ours + mine, (theirs + name,), layers=layers) for mine, name in names.items()),
+        Rule(ours + "conv_weight", (theirs + "conv1d.weight",), "sections", layers, sections=(key, key, value)),
+    ) if layers else ()  # fmt: skip

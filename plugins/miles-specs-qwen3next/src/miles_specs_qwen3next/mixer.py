@@ -1,0 +1,180 @@
+"""The two token mixers: the gated delta net, over packed rows and under every layout of the trainer, and attention."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+
+from miles_core.backends.megatron import cpu
+from miles_core.backends.megatron.plan import Pick, Plan, Unpick, plan_of
+from miles_core.errors import ConfigError
+from miles_specs_qwen3next.delta import Again, causal_convolution, gated_delta_rule, gated_norm
+
+cpu.install()
+
+from megatron.core import parallel_state  # noqa: E402 - after install()
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory  # noqa: E402
+from megatron.core.tensor_parallel import (  # noqa: E402
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes  # noqa: E402
+from megatron.core.transformer import TransformerConfig  # noqa: E402
+from megatron.core.transformer.attention import SelfAttention  # noqa: E402
+from megatron.core.transformer.module import MegatronModule  # noqa: E402
+from megatron.core.transformer.spec_utils import build_module  # noqa: E402
+from megatron.core.transformer.utils import (  # noqa: E402
+    make_sharded_tensors_for_checkpoint,
+    sharded_state_dict_default,
+)
+
+_CUT = ("conv_weight", "A_log", "dt_bias")
+"""Parameters of which a tensor-parallel rank has those of its heads."""
+
+
+class GatedAttention(SelfAttention):
+    """Megatron's, whose config asks for gates of the output; Megatron compiles the product with them."""
+
+    def _apply_output_gate(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        """[T, 1, heads x size] twice, the gate in any shape of it."""
+        return Again.apply(_gated, x, gate.reshape(x.shape))
+
+
+def _gated(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    return (x * gate.float().sigmoid()).to(x.dtype)
+
+
+class GatedDeltaNet(MegatronModule):
+    """Projections, a short causal convolution over queries, keys and values, the gated delta rule, a gated norm.
+
+    Heads are cut among tensor-parallel ranks. Sequences are computed apart, in the buckets of the attention's plan:
+    neither state nor convolution goes from one to the next. Context-parallel ranks each gather all rows of their
+    heads and keep the results of their own, which repeats work but changes no result.
+
+    Args:
+        column, row: linear layers cut along their outputs and along their inputs (parts.Parts).
+
+    Raises:
+        ConfigError: key heads that do not divide among tensor-parallel ranks.
+    """
+
+    def __init__(self, config: TransformerConfig, layer_number: int, cp_comm_type=None, pg_collection=None, *,
+                 column: type, row: type, **_):  # fmt: skip
+        super().__init__(config)
+        self.layer_number = layer_number
+        self.tensor_group = getattr(pg_collection, "tp", None) or parallel_state.get_tensor_model_parallel_group()
+        self.context_group = getattr(pg_collection, "cp", None) or parallel_state.get_context_parallel_group()
+        ranks = self.tensor_group.size()
+        if config.linear_num_key_heads % ranks:
+            raise ConfigError("the key heads of linear attention do not divide by the tensor-parallel size",
+                              got=f"{config.linear_num_key_heads} / {ranks}", who="linear_num_key_heads",
+                              fix="choose a tensor-parallel size that divides them")
+        self.key_heads, self.heads = config.linear_num_key_heads // ranks, config.linear_num_value_heads // ranks
+        self.key_size, self.size = config.linear_key_head_dim, config.linear_value_head_dim
+        key, value = (config.linear_num_key_heads * self.key_size, config.linear_num_value_heads * self.size)
+        self.sections = (key // ranks, key // ranks, value // ranks)
+
+        linear = {"config": config, "bias": False, "is_expert": False, "tp_group": self.tensor_group}
+        inward = {**linear, "init_method": config.init_method, "gather_output": False, "skip_bias_add": False}
+        self.in_proj_qkvz = build_module(column, config.hidden_size, 2 * key + 2 * value, tp_comm_buffer_name="fc1",
+                                         **inward)
+        self.in_proj_ba = build_module(column, config.hidden_size, 2 * config.linear_num_value_heads,
+                                       tp_comm_buffer_name="fc1", **inward)
+        self.out_proj = build_module(row, value, config.hidden_size, init_method=config.output_layer_init_method,
+                                     input_is_parallel=True, skip_bias_add=True, tp_comm_buffer_name="fc2", **linear)
+
+        width, dtype = config.linear_conv_kernel_dim, config.params_dtype
+        drawn = torch.empty(2 * key + value, 1, width).uniform_(-(width**-0.5), width**-0.5)
+        mine = [part.chunk(ranks)[self.tensor_group.rank()] for part in drawn.split((key, key, value))]
+        decays = torch.empty(config.linear_num_value_heads).uniform_(0.01, 16).log()
+        self.conv_weight = torch.nn.Parameter(torch.cat(mine).to(dtype))
+        self.A_log = torch.nn.Parameter(decays.chunk(ranks)[self.tensor_group.rank()].to(dtype, copy=True))
+        self.dt_bias = torch.nn.Parameter(torch.ones(self.heads, dtype=dtype))
+        self.norm_weight = torch.nn.Parameter(torch.ones(self.size, dtype=dtype))
+        for name in _CUT:
+            set_tensor_model_parallel_attributes(getattr(self, name), True, 0, 1)
+
+    def forward(self, hidden_states: torch.Tensor, attention_mask=None, *, packed_seq_params=None, **_):
+        """[T, 1, H] (sequence parallel: [T / tensor, 1, H]) -> the same, and no bias.
+
+        Raises:
+            ValueError: rows that are not packed.
+        """
+        if packed_seq_params is None:
+            raise ValueError("a gated delta net takes packed rows: without their boundaries its state would go from "
+                             "one sequence to the next")
+        qkvz, ba = (layer(hidden_states)[0][:, 0] for layer in (self.in_proj_qkvz, self.in_proj_ba))
+        each = self.heads // self.key_heads  # value heads that a key head serves
+        q, k, v, gate = qkvz.unflatten(1, (self.key_heads, -1)).split(
+            (self.key_size, self.key_size, each * self.size, each * self.size), 2)
+        b, a = ba.unflatten(1, (self.key_heads, -1)).split((each, each), 2)
+        rows = torch.cat([x.flatten(1) for x in (q, k, v, b, a)], 1)
+        mixed = self._by_sequence(rows, plan_of(packed_seq_params, rows, self.context_group))
+        # A rank's heads give a part of the gradient of the norm that all heads share; this sums them.
+        weight = copy_to_tensor_model_parallel_region(self.norm_weight, self.tensor_group)
+        gate = gate.reshape(len(rows), self.heads, self.size)
+        normed = Again.apply(self._norm, mixed.view_as(gate), gate, weight)
+        return self.out_proj(normed.flatten(1)[:, None])
+
+    def _by_sequence(self, rows: torch.Tensor, plan: Plan) -> torch.Tensor:
+        """[T, q | k | v | b | a] of this rank's rows -> [T, heads x size], each sequence from an empty state."""
+        if self.context_group.size() > 1:
+            rows = gather_from_sequence_parallel_region(rows, True, self.context_group)
+        if plan.key_rows is not None:
+            rows = Pick.apply(rows, plan.key_rows, plan.key_back)
+        out, end = [], 0
+        for bucket in plan.buckets:
+            start, end = end, end + bucket.sequences * bucket.keys
+            found = Again.apply(self._mix, rows[start:end].unflatten(0, (bucket.sequences, -1)), self.conv_weight,
+                                self.A_log, self.dt_bias)
+            out.append((found if bucket.whole else found[:, bucket.positions]).flatten(0, 1))
+        joined = out[0] if len(out) == 1 else torch.cat(out)
+        return joined if plan.query_rows is None else Unpick.apply(joined, plan.query_back)
+
+    def _norm(self, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return gated_norm(x, gate, weight, self.config.layernorm_epsilon)
+
+    def _mix(self, rows: torch.Tensor, conv_weight: torch.Tensor, decay: torch.Tensor,
+             bias: torch.Tensor) -> torch.Tensor:
+        """[B, L, q | k | v | b | a] -> [B, L, heads x size]."""
+        qkv, b, a = rows.split((sum(self.sections), self.heads, self.heads), -1)
+        q, k, v = causal_convolution(qkv, conv_weight).split(self.sections, -1)
+        g = -decay.float().exp() * F.softplus(a.float() + bias)
+        q, k = (x.unflatten(-1, (self.key_heads, self.key_size)) for x in (q, k))
+        return gated_delta_rule(q, k, v.unflatten(-1, (self.heads, self.size)), g, b.sigmoid()).flatten(2)
+
+    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None, tp_group=None):
+        """Megatron's: what a checkpoint keeps, independent of the layout."""
+        own: dict[str, torch.Tensor] = {}
+        self._save_to_state_dict(own, "", keep_vars=True)
+        found = make_sharded_tensors_for_checkpoint(
+            own, prefix, dict.fromkeys(_CUT, 0), sharded_offsets, tp_group=self.tensor_group,
+            dp_cp_group=metadata["dp_cp_group"],
+        )  # fmt: skip
+        name = prefix + "conv_weight"
+        found[name] = _apart(found[name], self.sections)
+        for child, module in self.named_children():
+            found |= sharded_state_dict_default(module, f"{prefix}{child}.", sharded_offsets, metadata,
+                                                tp_group=self.tensor_group)
+        return found
+
+
+def _apart(entry: ShardedTensor, sections: tuple[int, ...]) -> ShardedTensorFactory:
+    """A tensor of several that are each cut among ranks, as so many tensors of the checkpoint."""
+    bare = entry.without_data()
+
+    @torch.no_grad()
+    def build(key, tensor, replica_id, flattened_range):
+        whole = replace(bare, key=key, data=tensor, dtype=tensor.dtype, replica_id=replica_id,
+                        flattened_range=flattened_range)
+        starts = (sum(sections[:i]) for i in range(len(sections)))
+        parts = [whole.narrow(0, start, size)[0] for start, size in zip(starts, sections, strict=True)]
+        return [replace(part, key=f"{key}.{name}") for part, name in zip(parts, "qkv", strict=True)]
+
+    def merge(parts):
+        with torch.no_grad():
+            return torch.cat(parts)
+
+    return ShardedTensorFactory(entry.key, entry.data, build, merge, entry.replica_id, entry.flattened_range)

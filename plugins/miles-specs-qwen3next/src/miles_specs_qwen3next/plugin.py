@@ -1,0 +1,17 @@
+"""The plugin: what it offers. The family is in families.py, imported when a checkpoint needs it."""
+
+from __future__ import annotations
+
+from miles_core.hookspecs import hookimpl
+
+
+class SpecsQwen3Next:
+    """Qwen3-Next for the Megatron trainer."""
+
+    @hookimpl("model_spec", name="qwen3_next")
+    def qwen3_next(self, hf_config):
+        """Gated delta nets and gated attention in turn, a mixture of experts with a shared one."""
+        from miles_core.backends.megatron.decoder import DecoderFamily
+        from miles_specs_qwen3next.families import qwen3_next
+
+        return DecoderFamily(qwen3_next)

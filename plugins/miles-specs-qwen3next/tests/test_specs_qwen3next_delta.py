@@ -1,0 +1,139 @@
+"""The gated delta rule against its definition, token by token; sequences that know nothing of each other."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from miles_specs_qwen3next import delta, mixer
+
+from miles_core.backends.megatron import cpu, model
+from miles_core.backends.megatron.plan import packed_rows
+from miles_core.testing.parity import LENGTHS, cases, family_of, model_parity, random_model
+
+CASES = cases(Path(__file__).with_name("parity.toml"))
+
+
+def inputs(length, batch=2, keys=2, heads=4, dk=8, dv=6, dtype=torch.float64):
+    draw = torch.Generator().manual_seed(length)
+
+    def some(*shape):
+        return torch.randn(batch, length, *shape, generator=draw, dtype=dtype)
+
+    found = (some(keys, dk), some(keys, dk), some(heads, dv), -some(heads).exp(), some(heads).sigmoid())
+    return tuple(x.requires_grad_() for x in found)
+
+
+def by_definition(q, k, v, g, beta):
+    """S_t = a_t (I - beta_t k_t k_t^T) S_(t-1) + beta_t k_t v_t^T, o_t = S_t^T q_t (arXiv:2412.06464, equation 10)."""
+    each = v.shape[2] // k.shape[2]
+    q, k = (torch.nn.functional.normalize(x, dim=-1, eps=0).repeat_interleave(each, 2) for x in (q, k))
+    eye = torch.eye(k.shape[-1], dtype=k.dtype)
+    state, out = torch.zeros(*v.shape[:1], *v.shape[2:3], k.shape[-1], v.shape[-1], dtype=v.dtype), []
+    for t in range(v.shape[1]):
+        key, share = k[:, t, :, :, None], beta[:, t, :, None, None]
+        state = g[:, t, :, None, None].exp() * (eye - share * key @ key.mT) @ state + share * key @ v[:, t, :, None]
+        out.append((state.mT @ q[:, t, :, :, None])[..., 0] * k.shape[-1] ** -0.5)
+    return torch.stack(out, 1)
+
+
+@pytest.mark.parametrize("length", [1, 2, 63, 64, 65, 200])
+def test_the_chunked_rule_is_the_definition(length, monkeypatch):
+    """Values and gradients, in float64."""
+    monkeypatch.setattr(delta, "_EPS", 0.0)
+    given = inputs(length)
+    found, expected = delta.Again.apply(delta.gated_delta_rule, *given), by_definition(*given)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-10)
+    weight = torch.randn_like(expected)
+    for got, wanted in zip(torch.autograd.grad(found, given, weight), torch.autograd.grad(expected, given, weight),
+                           strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-8, atol=1e-9)
+
+
+def test_strong_decays_do_not_overflow():
+    q, k, v, g, beta = inputs(150, dtype=torch.float32)
+    out = delta.gated_delta_rule(q, k, v, 50 * g, beta)
+    out.square().sum().backward()
+    assert all(torch.isfinite(x).all() for x in (out, q.grad, k.grad, v.grad, g.grad, beta.grad))
+
+
+def test_only_what_goes_in_is_kept_for_the_backward_pass():
+    """In between there are the products of a chunk's tokens with each other, and the states."""
+    given, kept = inputs(128, dtype=torch.float32), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()) or x, lambda x: x):
+        delta.Again.apply(delta.gated_delta_rule, *given)
+    assert sum(kept) == sum(x.numel() for x in given)
+
+
+def test_the_convolution_sees_what_came_before_alone():
+    x, weight = torch.randn(2, 9, 3), torch.randn(3, 1, 4)
+    out = delta.causal_convolution(x, weight)
+    changed = x.clone()
+    changed[:, 5] += 1
+    other = delta.causal_convolution(changed, weight)
+    assert torch.equal(out[:, :5], other[:, :5]) and not torch.equal(out[:, 5:], other[:, 5:])
+    here = sum(weight[:, 0, 3 - back] * x[0, 7 - back] for back in range(4))
+    torch.testing.assert_close(out[0, 7], torch.nn.functional.silu(here))
+
+
+@pytest.fixture(scope="module")
+def built():
+    """A whole model of the first case, random."""
+    if not cpu_is_up():
+        cpu.initialize()
+    hf = random_model(CASES[0]).config
+    spec = family_of("qwen3_next", hf).model_spec(hf)
+    return model.build(model.transformer_config(spec), spec).eval()
+
+
+def cpu_is_up():
+    from megatron.core import parallel_state
+
+    return parallel_state.model_parallel_is_initialized()
+
+
+@torch.no_grad()
+def hidden(built, sequences, padding=0):
+    """[T, H] by sequence; `padding` rows follow that belong to none."""
+    bounds = torch.tensor([0, *map(len, sequences)]).cumsum(0)
+    tokens = torch.cat([*sequences, torch.full((padding,), 7)])[None]
+    found = built(tokens, None, None, packed_seq_params=packed_rows(bounds))
+    return found[: bounds[-1], 0].split([*map(len, sequences)])
+
+
+def test_packed_sequences_leak_nothing(built):
+    """With one sample's tokens changed, every other sample has the same bits; so it has beside more padding rows."""
+    draw = torch.Generator().manual_seed(0)
+    sequences = [torch.randint(3, 96, (length,), generator=draw) for length in LENGTHS]
+    before = hidden(built, sequences, padding=5)
+    for changed in range(len(sequences)):
+        others = list(sequences)
+        others[changed] = (others[changed] + 1) % 90 + 3
+        after = hidden(built, others, padding=5)
+        same = [torch.equal(a, b) for a, b in zip(before, after, strict=True)]
+        assert same == [i != changed for i in range(len(sequences))]
+    for alone, beside in zip(sequences, before, strict=True):
+        torch.testing.assert_close(hidden(built, [alone])[0], beside, rtol=1e-5, atol=1e-5)
+
+
+def test_rows_without_boundaries_are_refused(built):
+    with pytest.raises(ValueError, match="takes packed rows"):
+        built(torch.ones(1, 4, dtype=torch.int64), torch.arange(4)[None], None)
+
+
+WRONG = {
+    "a convolution one token late": ("causal_convolution", lambda x, weight: (x.roll(1, 1), weight)),
+    "a convolution of other weights": ("causal_convolution", lambda x, weight: (x, weight.flip(-1))),
+    "no decay": ("gated_delta_rule", lambda q, k, v, g, beta: (q, k, v, 0 * g, beta)),
+    "values that replace others whole": ("gated_delta_rule", lambda q, k, v, g, beta: (q, k, v, g, 1 + 0 * beta)),
+    "a norm without its gate": ("gated_norm", lambda x, gate, weight, eps: (x, 1 + 0 * gate, weight, eps)),
+    "a norm about zero": ("gated_norm", lambda x, gate, weight, eps: (x, gate, 1 + weight, eps)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_wrong_part_is_noticed(wrong, tmp_path, monkeypatch):
+    name, spoilt = WRONG[wrong]
+    right = getattr(delta, name)
+    monkeypatch.setattr(mixer, name, lambda *given: right(*spoilt(*given)))
+    with pytest.raises(AssertionError, match="Qwen3-Next without experts: logits differ"):
+        model_parity(CASES[2], tmp_path).check()
