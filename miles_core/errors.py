@@ -12,6 +12,7 @@ Exit codes are those of errors before the first rollout; once it has begun, ever
     │   ├── HookError                  a hook implementation that breaks its specification
     │   ├── OwnerError                 two owners of one name, or a name that nobody offers
     │   ├── LockError                  the run is made of something else than its lock says
+    │   ├── StateError                 a plugin's saved state that this run cannot go on with
     │   └── SharedStateError           state that two roles of one plugin can both reach
     ├── DataError                  exit code 2: dataset, tokenizer, template
     │   └── ColumnError                data that does not fit the column it was declared as
@@ -99,6 +100,10 @@ class OwnerError(PluginError):
 
 
 class LockError(PluginError):
+    pass
+
+
+class StateError(PluginError):
     pass
 
 

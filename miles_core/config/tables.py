@@ -35,6 +35,7 @@ class Checkpoint:
         None, "Hugging Face export at each save; may hold {rollout_id} and, like other paths, {run_dir}."
     )
     no_save_optim: bool = option(False, "Leave the optimizer out of checkpoints: smaller, but no exact resume.")
+    drop_plugin_state: list[str] = option([], "Plugins whose state in --load is left out; enabled ones begin anew.")
     run_dir: str | None = option(None, "Plan, events, samples and logs of the run; default: runs/NAME-OF-RUN-FILE.")
 
 

@@ -7,10 +7,11 @@ when nobody implements it.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pluggy
@@ -18,17 +19,25 @@ import pluggy
 from miles_core import hookspecs
 from miles_core.config.tables import RunConfig
 from miles_core.errors import HookError, MilesError, OwnerError, PluginError, SharedStateError
-from miles_core.plugins.load import load, marked
-from miles_core.plugins.manifest import STATED, WORDS
+from miles_core.plugins import fit
+from miles_core.plugins.load import compare, imported, marked
+from miles_core.plugins.manifest import Manifest
 from miles_core.plugins.select import Selected
 from miles_core.types import Drop
 
+STATEMENTS = frozenset(field.name for field in dataclasses.fields(Manifest))
+"""What a class body says for its manifest, which nobody reads from the class."""
+
 
 class Hooks(types.SimpleNamespace):
-    """The bound hooks of one role; `instances` holds the plugins' instances by name. Frozen once bound."""
+    """The bound hooks of one role; `instances` and `versions` are those of the plugins, by name. Frozen once bound."""
 
     def __setattr__(self, name: str, value: object) -> None:
         raise HookError(f"hooks are frozen once the run has begun; {name!r} cannot be set")
+
+    def __reduce_ex__(self, protocol: object) -> object:
+        raise HookError("bound hooks stay in their process", who=f"the hooks of role {self.role}",
+                        fix="send what is selected, which is plain data, and bind it there")
 
 
 def bind(selected: Sequence[Selected], config: RunConfig, role: str) -> Hooks:
@@ -42,18 +51,20 @@ def bind(selected: Sequence[Selected], config: RunConfig, role: str) -> Hooks:
     manager.add_hookspecs(hookspecs)
     instances, implementations = {}, {name: [] for name in table}
     for one in selected:
-        kind = load(one.manifest)
+        kind = imported(one.manifest)
         _check_class(one, kind)
+        compare(one.manifest, kind)
         instance = instances[one.manifest.name] = _instance(one, kind, config)
         for offer in one.manifest.offers:
-            spec = table[offer.hook]
-            function = _check(one, kind, offer.method, offer.hook, spec)
+            spec = fit.hook_of(one, offer)
+            function = fit.check(one, kind, offer.method, offer.hook, spec)
             if spec.role in ("every", role):
-                bound = _adapt(getattr(instance, offer.method), spec, function)
-                implementations[offer.hook].append((one.manifest.name, offer.name, _blame(bound, one, offer.hook)))
+                call = fit.caller(getattr(instance, offer.method), one, offer.hook, spec, function)
+                implementations[offer.hook].append((one.manifest.name, offer.name, call))
         _register(manager, one, instance)
     hooks = {name: _combine(name, spec, implementations[name]) for name, spec in table.items()}
-    return Hooks(role=role, instances=instances, **hooks)
+    versions = {one.manifest.name: one.version for one in selected}
+    return Hooks(role=role, instances=instances, versions=versions, **hooks)
 
 
 def check_roles_apart(roles: Sequence[Hooks]) -> None:
@@ -114,81 +125,13 @@ def _register(manager: pluggy.PluginManager, one: Selected, instance: object) ->
 
 
 def _check_class(one: Selected, kind: type) -> None:
-    table = hookspecs.specs()
-    methods = marked(kind)
+    fit.check_markers(one, kind)
     for name, value in vars(kind).items():
-        if name.startswith("_") or name in (*WORDS, *STATED):
-            continue
-        if inspect.isfunction(value) and name in table and name not in methods:
-            raise HookError(f"{one.manifest.plugin}.{name} has a hook's name but no @hookimpl",
-                            who=f"plugin {one.manifest.name}", fix="mark it, or rename it")
-        if _mutable(value):
+        if not name.startswith("_") and name not in STATEMENTS and _mutable(value):
             raise SharedStateError(f"plugin {one.manifest.name!r} keeps {name} on its class, "
-                                   "where every role would share it",
-                                   got=type(value).__name__, who=one.manifest.plugin, fix="create it in __init__")
-
-
-def _check(one: Selected, kind: type, method: str, hook: str, spec: Callable) -> Callable:
-    function = inspect.getattr_static(kind, method)
-    who, problem = f"plugin {one.manifest.name} {one.version}, {one.manifest.plugin}.{method}", None
-    refused = marked(kind)[method][2]
-    parameters = [p for p in inspect.signature(function).parameters.values() if p.name != "self"]
-    allowed = list(inspect.signature(spec).parameters)
-    if refused:
-        problem, fix = f"@hookimpl({refused[0]}=...) is not used here", "order is the order of the run file"
-    elif unknown := [p.name for p in parameters if p.name not in allowed]:
-        problem = f"it takes {unknown[0]!r}, which {hook} does not have"
-        fix = f"{hook} has: {', '.join(allowed) or 'none'}"
-    elif [p for p in parameters if p.default is not p.empty or p.kind is not p.POSITIONAL_OR_KEYWORD]:
-        problem = "its arguments have defaults or are keyword-only"
-        fix = "take plain arguments; leave out what you do not need"
-    elif inspect.iscoroutinefunction(spec) and not inspect.iscoroutinefunction(function):
-        problem, fix = f"{hook} is async and this is not", "write async def"
-    elif hook != "reward" and inspect.iscoroutinefunction(function) and not inspect.iscoroutinefunction(spec):
-        problem, fix = f"{hook} is not async and this is", "write def"
-    elif hook == "reward" and {"sample", "samples"} & {p.name for p in parameters} == set():
-        problem, fix = "a scorer takes `sample`, or `samples` for a whole group", "def reward(self, sample): ..."
-    if problem:
-        raise HookError(problem, who=who, fix=fix)
-    return function
-
-
-def _adapt(bound: Callable, spec: Callable, function: Callable) -> Callable:
-    """Let an implementation take fewer arguments than its hook: decided once, here."""
-    if spec.__name__ == "reward":
-        return bound  # the caller looks at which of the two arguments it takes
-    all_names = list(inspect.signature(spec).parameters)
-    mine = [name for name in inspect.signature(function).parameters if name != "self"]
-    if mine == all_names:
-        return bound
-    places = tuple(all_names.index(name) for name in mine)
-    return lambda *args: bound(*(args[i] for i in places))
-
-
-def _blame(call: Callable, one: Selected, hook: str) -> Callable:
-    note = f"in plugin {one.manifest.name} {one.version} ({one.source}), hook {hook}"
-
-    def blame(error: BaseException) -> None:
-        if not (one.source == "built-in" and isinstance(error, MilesError)):  # its own sentence says more
-            error.add_note(note)
-
-    @functools.wraps(call)
-    def plain(*args: object) -> object:
-        try:
-            return call(*args)
-        except (Exception, SystemExit) as error:
-            blame(error)
-            raise
-
-    @functools.wraps(call)
-    async def awaited(*args: object) -> object:
-        try:
-            return await call(*args)
-        except (Exception, SystemExit) as error:
-            blame(error)
-            raise
-
-    return awaited if inspect.iscoroutinefunction(call) or hook == "generate" else plain
+                                   "where every role would share it", got=type(value).__name__,
+                                   who=f"{one.manifest.name} {one.version}, {fit.definition(kind)}",
+                                   fix="create it in __init__")
 
 
 def _combine(name: str, spec: Callable, found: list[tuple[str, str, Callable]]) -> Any:
@@ -202,16 +145,16 @@ def _combine(name: str, spec: Callable, found: list[tuple[str, str, Callable]]) 
         return _gather(name, found, lists=spec.__annotations__["return"].startswith("Iterable"))
     if spec.kind == "chain":
         return _chain(name, found)
-    return {"observe": _observe, "around": _around}[spec.kind](calls)
+    return _observe(calls) if spec.kind == "observe" else _around(name, found)
 
 
 def _chain(name: str, found: list[tuple[str, str, Callable]]) -> Callable:
     def chained(value: object, *rest: object) -> object:
-        for plugin, _, call in found:
+        for _, _, call in found:
             given, value = value, call(value, *rest)
             if not isinstance(value, type(given) | Drop):
                 raise HookError(f"{name} should return what it is given, a {type(given).__name__}, changed or not",
-                                got=type(value).__name__, who=f"plugin {plugin}",
+                                got=type(value).__name__, who=call.who,
                                 fix="check for a path without `return`")
             if isinstance(value, Drop):
                 break
@@ -221,18 +164,28 @@ def _chain(name: str, found: list[tuple[str, str, Callable]]) -> Callable:
 
 
 def _gather(name: str, found: list[tuple[str, str, Callable]], *, lists: bool) -> Callable:
+    wanted = Iterable if lists else Mapping
+
+    def results(args: tuple) -> Iterator[tuple[str, Any]]:
+        for plugin, _, call in found:
+            if not isinstance(result := call(*args), wanted):
+                raise HookError(f"{name} should return {'an iterable' if lists else 'a dict'}",
+                                got=type(result).__name__, who=call.who,
+                                fix="check for a path without `return`")
+            yield plugin, result
+
     def listed(*args: object) -> list:
-        return [item for _, _, call in found for item in call(*args)]
+        return [item for _, result in results(args) for item in result]
 
     def merged(*args: object) -> dict:
-        result: dict[object, object] = {}
+        everything: dict[object, object] = {}
         owner: dict[object, str] = {}
-        for plugin, _, call in found:
-            for key, value in call(*args).items():
-                if key in result:
+        for plugin, result in results(args):
+            for key, value in result.items():
+                if key in everything:
                     raise OwnerError(f"{owner[key]} and {plugin} both give {name} the key {key!r}", fix="rename one")
-                result[key], owner[key] = value, plugin
-        return result
+                everything[key], owner[key] = value, plugin
+        return everything
 
     return listed if lists else merged
 
@@ -245,20 +198,23 @@ def _observe(calls: list[Callable]) -> Callable:
     return observed
 
 
-def _around(calls: list[Callable]) -> Callable:
+def _around(name: str, found: list[tuple[str, str, Callable]]) -> Callable:
     """around(proceed, value, *rest): the first plugin of the run is outermost. `proceed` takes the value, changed or
     not, or nothing where the hook says so."""
 
+    def outer(call: Callable, proceed: Callable, value: object, rest: tuple, *changed: object) -> object:
+        result = call(proceed, *(changed or (value,)), *rest)
+        if result is None:
+            raise HookError(f"{name} should return what `proceed` returns, changed or not", got="None",
+                            who=call.who, fix="check for a path without `return`")
+        return result
+
     def wrapped(proceed: Callable, value: object, *rest: object) -> object:
-        for call in reversed(calls):
-            proceed = functools.partial(_outer, call, proceed, value, rest)
+        for _, _, call in reversed(found):
+            proceed = functools.partial(outer, call, proceed, value, rest)
         return proceed()
 
     return wrapped
-
-
-def _outer(call: Callable, proceed: Callable, value: object, rest: tuple, *changed: object) -> object:
-    return call(proceed, *(changed or (value,)), *rest)
 
 
 _CONSTANT = (str, bytes, int, float, complex, bool, type(None), type, property, staticmethod, classmethod,

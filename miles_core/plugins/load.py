@@ -14,26 +14,43 @@ from miles_core.plugins.manifest import Manifest, Offer
 
 
 def load(manifest: Manifest) -> type:
-    """The plugin's class.
+    """The plugin's class, which is what its manifest states.
 
     Raises:
         PluginError: its module fails to import; names plugin, module and cause.
         ManifestError: the class does not have what the manifest states.
     """
+    kind = imported(manifest)
+    compare(manifest, kind)
+    return kind
+
+
+def imported(manifest: Manifest) -> type:
+    """The plugin's class.
+
+    Raises:
+        PluginError: its module fails to import, or has no such class.
+    """
     where, _, name = manifest.plugin.rpartition(":")
     try:
         module = import_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
+        return getattr(module, name)
     except (Exception, SystemExit) as error:
         raise PluginError(f"plugin {manifest.name!r} cannot be imported", got=f"{type(error).__name__}: {error}",
                           who=where,
                           fix=f"install what it needs, or run without it: drop --plugin {manifest.name}") from error
-    kind = getattr(module, name, None)
+
+
+def compare(manifest: Manifest, kind: type) -> None:
+    """
+    Raises:
+        ManifestError: the class does not have what the manifest states.
+    """
     found = {Offer(hook, given or manifest.name, method) for method, (hook, given, _) in marked(kind).items()}
     if found != set(manifest.offers):
         differ = sorted(f"{o.hook}:{o.name}" for o in found ^ set(manifest.offers))
         raise ManifestError(f"plugin {manifest.name!r} is not what its manifest states", got=", ".join(differ),
                             who=manifest.plugin, fix="its author runs `miles plugins manifest --write`")
-    return kind
 
 
 def marked(kind: type | None) -> dict[str, tuple[str, str | None, tuple[str, ...]]]:

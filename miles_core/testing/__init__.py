@@ -1,1 +1,37 @@
-"""What plugin authors test with: a clock of one's own, and parts that stand in for an engine and a trainer."""
+"""Test kits: what authors of plugins run to know that a part does what the core counts on.
+
+    from miles_core.testing import plugin_contract
+
+    TestContract = plugin_contract("my-plugin")
+
+Everything is imported when it is asked for: listing tests must not cost what running them does.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+_WHERE = {
+    "advantage_contract": "advantages", "buffer_contract": "buffers", "canned_samples": "canned", "cases": "parity",
+    "engine_contract": "engines", "filter_contract": "filters", "generator_contract": "generators",
+    "loss_contract": "losses", "make_batch": "batches", "make_sample": "batches", "model_parity": "parity",
+    "plugin_contract": "contract", "reward_contract": "rewards", "sync_contract": "syncs", "tiny_checkpoint": "tiny",
+    "toy_group": "toy", "toy_run": "runs", "trainer_contract": "trainers",
+}  # fmt: skip
+"""Name -> module of this package that has it."""
+
+__all__ = [
+    "advantage_contract", "buffer_contract", "canned_samples", "cases", "engine_contract", "filter_contract",
+    "generator_contract", "loss_contract", "make_batch", "make_sample", "model_parity", "plugin_contract",
+    "reward_contract", "sync_contract", "tiny_checkpoint", "toy_group", "toy_run", "trainer_contract",
+]  # fmt: skip
+
+
+def __getattr__(name: str) -> object:
+    if name not in _WHERE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_WHERE[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_WHERE])

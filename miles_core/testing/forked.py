@@ -10,8 +10,10 @@ import multiprocessing
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 PRELOAD = [
@@ -87,3 +89,36 @@ def _main(argv: list[str], cwd: str, out: str, err: str, before: Callable[[], No
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(code if isinstance(code, int) else 1)
+
+
+def apart(work: Callable[..., None], *args: object, timeout: float = 120.0) -> None:
+    """Do some work in a fork; what it raises is raised here.
+
+    Raises:
+        AssertionError: it raised, died or took longer than `timeout` seconds; shows its traceback.
+    """
+    receiving, sending = context().Pipe(duplex=False)
+    process = context().Process(target=_apart, args=(sending, work, args))
+    process.start()
+    sending.close()
+    try:
+        problem = receiving.recv() if receiving.poll(timeout) else f"it took longer than {timeout:g} s"
+    except EOFError:
+        problem = "the process ended on its own"
+    process.join(10)
+    if process.is_alive():
+        process.kill()
+        process.join()
+    if problem is not None:
+        raise AssertionError(f"{work.__module__}.{work.__name__}: {problem}")
+
+
+def _apart(sending: Connection, work: Callable[..., None], args: tuple) -> None:
+    problem = None
+    try:
+        work(*args)
+    except BaseException as error:  # noqa: BLE001 - raised by whoever waits
+        text = "".join(traceback.format_exception(error))
+        problem = str(error) + "\n" + text if isinstance(error, AssertionError) else text
+    sending.send(problem)
+    os._exit(0)

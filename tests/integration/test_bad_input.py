@@ -123,7 +123,8 @@ def test_unpublished_iteration_is_ignored(place):
 def test_checkpoint_of_plugin_state_without_the_plugin(place):
     (place.path / "stateful.py").write_text(STATEFUL)
     place.saved("--plugin", "./stateful.py")
-    place.refuses(2, "state of plugin 'stateful' ... --plugin stateful", "--load", "ckpt")
+    place.refused(2, "state of plugin 'stateful' ... --plugin stateful ... --drop-plugin-state", "--load", "ckpt")
+    place.clean("--load", "ckpt", "--drop-plugin-state", "stateful", "--num-rollout", "2")
 
 
 STATEFUL = '''
@@ -225,7 +226,7 @@ def test_bad_reward(place, define, body, argument, words):
 
 def test_sample_that_nobody_scores(place):
     place.rewrite('rm_type = ["digits"]', "")
-    place.refuses(1, "nobody scored train prompt 0 (row 0), sample 0 ... --rm-type")
+    place.refuses(2, "rollout.rm_type (default): nobody scores the answers ... --rm-type")
 
 
 # -------------------------------------------------------------------------------------------------------- numerics

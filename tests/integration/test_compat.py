@@ -170,7 +170,7 @@ LOSS = ("--loss-type", "custom_loss", "--custom-loss-function-path")
     ([*RM, "functions"], "--custom-rm-path ... no path of a function ... reward(args, sample)"),
     ([*RM, "./none.py:even"], "--custom-rm-path ./none.py:even: the module of the function cannot be imported"),
     ([*RM, "no.such.even"], "No module named 'no' ... PYTHONPATH ... reward(args, sample) -> float"),
-    ([*RM, at("odd")], "there is no such function ... has no 'odd' ... define reward(args, sample) -> float"),
+    ([*RM, at("odd")], "there is no such function ... has no 'odd' ... define it there"),
     ([*RM, at("SETTING")], "there is no such function (got 3)"),
     ([*RM, at("init")], "cannot be called ... init(args): too many positional arguments ... reward(args, sample)"),
     ([*LOSS, at("miles_loss")], "--custom-loss-function-path ... missing a required argument ... LossInputs"),

@@ -452,6 +452,19 @@ def test_a_sickness_is_named_with_its_side_and_a_remedy(patient, name, case):
     assert len((patient.path / file).read_text().splitlines()) >= int(number or 1)
 
 
+@pytest.mark.parametrize(("options", "seen"), [
+    ({}, True),
+    ({"megatron__moe_enable_routing_replay": True}, False),
+    ({"megatron__moe_enable_routing_replay": True, "any__use_routing_replay": True}, True),
+    ({"megatron__moe_enable_routing_replay": True, "any__use_routing_replay": True,
+      "any__use_rollout_routing_replay": True}, False),
+], ids=["free", "the engine's", "the trainer's own", "both said"])
+def test_replayed_routing_of_the_engine_is_no_cause_of_a_collapse(patient, options, seen):
+    experts(patient)
+    patient.plan(**options)
+    assert ("experts-collapse" in [one.rule for one in patient.examine().findings]) == seen
+
+
 def test_what_follows_from_a_sickness_does_not_hide_it(patient):
     """The side is that of the worst findings, and a consequence is no worse than its cause."""
     gibberish(patient)

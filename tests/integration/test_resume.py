@@ -103,7 +103,7 @@ def test_what_a_plugin_remembers_is_of_the_checkpoint_and_not_of_what_runs_meanw
     saved = [operation for operation in whole.reference() if operation.path.endswith("iteration.txt")]
     assert not whole.killed_at(saved[-1])
     state = json.loads((whole.path / "reference/run/checkpoints/iter_0000002/miles.json").read_text())["state"]
-    assert state["plugins"]["counting"]["rollout"] == {"seen": 8}
+    assert state["plugins"]["counting"]["rollout"]["state"] == {"seen": 8}
     assert (state["prompts"]["next"], state["prompts"]["again"]) == (8, [])
 
 

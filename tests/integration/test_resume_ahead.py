@@ -99,7 +99,7 @@ def remembered(run: Path, surplus: bool) -> list[str]:
     for number in range(len(list(run.glob("checkpoints/iter_*")))):
         done |= {group.prompt.uid for group in load_batch(str(run / "debug/{rollout_id}.safetensors"), number).groups}
         state = json.loads((run / f"checkpoints/iter_{number + 1:07d}/miles.json").read_text())["state"]
-        seen = {int(uid): times for uid, times in state["plugins"]["memory"]["rollout"].items()}
+        seen = {int(uid): times for uid, times in state["plugins"]["memory"]["rollout"]["state"].items()}
         slots = state.get("flow", {}).get("slots", ())
         ended = {slot["prompt"]["uid"] for slot in slots if slot["finished"] or slot["drop"]}
         begun = {slot["prompt"]["uid"] for slot in slots} - ended

@@ -213,8 +213,8 @@ def test_the_kernels_fields_go_to_the_kernels_alone():
 def test_sglang_is_sent_no_weights_with_one_scale_each(folder, tmp_path):
     out = tmp_path / "fp8"
     CliRunner().invoke(command, ["hf-to-fp8", str(folder), str(out), "--recipe", "tensorwise"])
-    flags = ["--hf-checkpoint", str(out), "--prompt-data", "y", "--rollout-batch-size", "2", "--num-rollout", "1",
-             "--rm-type", "math"]
+    flags = ["--hf-checkpoint", str(out), "--ref-load", "plain", "--prompt-data", "y",
+             "--rollout-batch-size", "2", "--num-rollout", "1", "--rm-type", "math"]
     plugin = Fp8(Fp8Options(), prepare(None, [*flags, "--engine", "sglang"]).config)
     with pytest.raises(ConfigError, match="cannot be given new ones"):
         plugin.export_weights(iter(()))

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 class Cispo:
     """Clipped importance weights in place of clipped updates: no token loses its gradient (CISPO, arXiv:2506.13585)."""
 
+    provides = ("compares:cispo",)
+
     def __init__(self, config: RunConfig):
         self.algorithm = config.algorithm
 

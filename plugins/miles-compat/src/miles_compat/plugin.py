@@ -66,6 +66,36 @@ class CompatOptions:
 class Compat:
     """Functions named by path, as in launch scripts of Miles and slime, called by hooks."""
 
+    refuses = (
+        {"when": {"compat.custom_rm_path": {"set": True}, "reward": {"not": "custom"}},
+         "what": "nothing calls the function of custom_rm_path",
+         "fix": "add --rm-type custom"},
+        {"when": {"reward": "custom", "compat.custom_rm_path": {"set": False}},
+         "what": "--rm-type custom needs a function",
+         "fix": "--custom-rm-path ./file.py:function, of reward(args, sample) -> float"},
+        {"when": {"compat.custom_advantage_function_path": {"set": True}, "advantage": {"not": "custom"},
+                  "debug.debug_rollout_only": False},
+         "what": "nothing calls the function of custom_advantage_function_path",
+         "fix": "add --advantage-estimator custom"},
+        {"when": {"advantage": "custom", "compat.custom_advantage_function_path": {"set": False}},
+         "what": "--advantage-estimator custom needs a function",
+         "fix": "--custom-advantage-function-path ./file.py:function, of advantage(args, rollout_data)"},
+        {"when": {"compat.custom_loss_function_path": {"set": True}, "policy_loss": {"not": "custom_loss"},
+                  "debug.debug_rollout_only": False},
+         "what": "nothing calls the function of custom_loss_function_path",
+         "fix": "add --loss-type custom_loss"},
+        {"when": {"policy_loss": "custom_loss", "compat.custom_loss_function_path": {"set": False}},
+         "what": "--loss-type custom_loss needs a function",
+         "fix": "--custom-loss-function-path ./file.py:function, of loss(args, inputs)"},
+        {"when": {"compat.custom_pg_loss_reducer_function_path": {"set": True}, "reduction": {"not": "custom"},
+                  "debug.debug_rollout_only": False},
+         "what": "nothing calls the function of custom_pg_loss_reducer_function_path",
+         "fix": "add --reduction custom"},
+        {"when": {"reduction": "custom", "compat.custom_pg_loss_reducer_function_path": {"set": False}},
+         "what": "--reduction custom needs a function",
+         "fix": "--custom-pg-loss-reducer-function-path ./file.py:function, of reducer(total_lengths, response_lengths, ...)"},
+    )
+
     def __init__(self, options: CompatOptions, config: RunConfig):
         _check(options, config)
         self.args, self.algorithm = Args(config), config.algorithm

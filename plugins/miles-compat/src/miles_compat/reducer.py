@@ -33,6 +33,8 @@ def token_weights(factory: Callable, samples: Sequence[Sample], *, per_token: bo
     Raises:
         HookError: the reducer is not linear, counts masked tokens, or weighs the tokens of a sample differently.
     """
+    if not samples:
+        return np.zeros(0)
     masks = [torch.as_tensor(sample.columns["loss_mask"], dtype=torch.float32) for sample in samples]
     lengths = [sample.response_length for sample in samples]
     reducer = factory([sample.length for sample in samples], lengths, masks, per_token)

@@ -80,7 +80,8 @@ def rollout_data(batch: Batch, algorithm: Algorithm) -> dict[str, list]:
     for name in names:
         if all(name in sample.columns for sample in samples):
             data[name] = [torch.as_tensor(sample.columns[name]) for sample in samples]
-    policy, reference = data.get("log_probs", data["rollout_log_probs"]), data.get("ref_log_probs")
+    policy = data.get("log_probs", data.get("rollout_log_probs", []))  # of a batch of nothing there is neither
+    reference = data.get("ref_log_probs")
     data["kl"] = [torch.zeros_like(row) for row in policy] if reference is None else [
         approximate_kl(row, other, algorithm.kl_loss_type) for row, other in zip(policy, reference, strict=True)]
     return data

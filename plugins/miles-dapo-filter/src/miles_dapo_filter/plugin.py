@@ -28,6 +28,12 @@ class DapoFilterOptions:
 class DapoFilter:
     """Drops groups whose answers all score the same, and takes a soft penalty off overlong ones (arXiv:2503.14476)."""
 
+    refuses = (
+        {"when": {"rollout.n_samples_per_prompt": 1},
+         "what": "dapo-filter would drop every group: a group of one has no spread",
+         "fix": "sample at least 2 answers per prompt"},
+    )
+
     def __init__(self, options: DapoFilterOptions, config: RunConfig):
         from miles_dapo_filter.overlong import Overlong
 

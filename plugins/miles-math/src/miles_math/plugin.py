@@ -28,6 +28,8 @@ class MathOptions:
 class Math:
     """Scorers of mathematical answers, graded by math-verify: math, boxed_math and format."""
 
+    provides = ("labels:math", "labels:boxed_math")
+
     def __init__(self, options: MathOptions):
         import re
 

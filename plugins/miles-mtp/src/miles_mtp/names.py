@@ -48,8 +48,8 @@ class Names:
                       for name, theirs in own.items()]
             prefix = self.layer.format(**place)
             found += [
-                Rule(f"{ours}transformer_layer.{_inside(rule.megatron)}",
-                     tuple(prefix + _inside(name) for name in rule.hf), rule.join, None, rule.experts, True)
+                replace(rule, megatron=f"{ours}transformer_layer.{_inside(rule.megatron)}", layers=None, optional=True,
+                        hf=tuple(prefix + _inside(name) for name in rule.hf))
                 for rule in last
             ]
             found.append(Rule(f"{ours}final_layernorm.weight", (self.final_norm.format(**place),), optional=True))

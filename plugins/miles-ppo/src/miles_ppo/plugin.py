@@ -49,6 +49,12 @@ class PpoOptions:
 class Ppo:
     """Proximal policy optimization: advantages from a critic that trains beside the actor (PPO, arXiv:1707.06347)."""
 
+    refuses = (
+        {"when": {"algorithm.advantage_estimator": {"not": "ppo"}},
+         "what": "plugin ppo would train a critic that nobody asks",
+         "fix": "write --advantage-estimator ppo, or leave the plugin and its options out"},
+    )
+
     def __init__(self, options: PpoOptions, config: RunConfig):
         _check(options, config)
         self.options, self.config = options, config

@@ -55,6 +55,21 @@ class R3:
     """Routing replay: the trainer's mixture of experts uses the experts that the engine used (R3)."""
 
     implies = {"server.enable_return_routed_experts": True, "megatron.moe_enable_routing_replay": True}
+    refuses = (
+        {"when": {"server.enable_return_routed_experts": False, "engine": "sglang",
+                  "r3.use_rollout_routing_replay": True},
+         "what": "the engine's routing is to be replayed, and the engine would not tell it",
+         "fix": "leave enable_return_routed_experts out, or write --use-routing-replay alone"},
+        {"when": {"server.enable_return_routed_experts": False, "engine": "sglang", "r3.use_routing_replay": False},
+         "what": "the engine's routing is to be replayed, and the engine would not tell it",
+         "fix": "leave enable_return_routed_experts out, or write --use-routing-replay alone"},
+        {"when": {"megatron.moe_enable_routing_replay": False},
+         "what": "the plugin needs Megatron's RouterReplay", "fix": "leave moe_enable_routing_replay out"},
+        {"when": {"megatron.moe_router_fusion": True},
+         "what": "the fused router of Transformer Engine replays nothing", "fix": "leave moe_router_fusion out"},
+        {"when": {"architecture.checkpoint": True, "architecture.experts": {"set": False}},
+         "what": "routing replay is for mixtures of experts, and this model has none", "fix": "leave the plugin out"},
+    )
 
     def __init__(self, options: R3Options, config: RunConfig):
         self.options, self.config = options, config

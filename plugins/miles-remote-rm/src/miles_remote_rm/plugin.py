@@ -36,6 +36,15 @@ class RemoteRmOptions:
 class RemoteRm:
     """Rewards from an HTTP service, one request for a sample or for a group."""
 
+    refuses = (
+        {"when": {"remote-rm.rm_url": {"set": True, "unlike": r"https?://[^\s/?#]+\S*"}},
+         "what": "this is no address of a reward service", "fix": "write http://HOST:PORT/PATH, or https://..."},
+        {"when": {"reward": {"like": "remote_rm|remote_group_rm"}, "remote-rm.rm_url": {"set": False}},
+         "what": "nobody says where the reward service is", "fix": "--rm-url http://HOST:PORT/PATH"},
+        {"when": {"remote-rm.rm_url": {"set": True}, "rollout.rm_type": {"unlike": "remote_rm|remote_group_rm"}},
+         "what": "nobody would ask the reward service", "fix": "add remote_rm to --rm-type, or drop --rm-url"},
+    )
+
     def __init__(self, options: RemoteRmOptions, config: RunConfig):
         from miles_remote_rm.service import Service
 

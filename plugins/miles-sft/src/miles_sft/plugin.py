@@ -30,6 +30,11 @@ class SftOptions:
 class Sft:
     """Supervised fine-tuning: a row's own answer is the one sample of its group; the loss is -log p."""
 
+    refuses = (
+        {"when": {"rollout.n_samples_per_prompt": {"not": 1}, "generate": "sft"},
+         "what": "the generator sft makes one sample of a row", "fix": "--n-samples-per-prompt 1"},
+    )
+
     def __init__(self, options: SftOptions, config: RunConfig):
         self.options, self._config = options, config
         self._tokenizer = None

@@ -1,0 +1,266 @@
+"""Fit: does an implementation suit its hook? Asked once, when a plugin is bound; each mistake is an error of its own.
+
+What pluggy would let pass in silence (a forgotten or foreign marker, an argument with a default, a coroutine where
+nobody awaits, a method that never returns) is refused here, with plugin, version, hook, definition and remedy.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import dis
+import importlib.machinery
+import inspect
+import linecache
+import re
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from miles_core import hookspecs
+from miles_core.errors import HookError, MilesError
+from miles_core.plugins.load import marked
+from miles_core.plugins.manifest import Offer
+from miles_core.plugins.select import Selected
+
+STREAMS = ("Iterable", "Iterator")
+"""How the result of a hook begins whose implementation may be a generator."""
+
+
+def who(one: Selected, hook: str, where: str) -> str:
+    """How errors refer to an implementation: plugin, version, hook, definition."""
+    return f"plugin {one.manifest.name} {one.version}, hook {hook}, {where}"
+
+
+def definition(function: Callable | type) -> str:
+    """Where a function or class is written: FILE:LINE and its name; files of packages from the package on."""
+    code = getattr(inspect.unwrap(function), "__code__", None) if not isinstance(function, type) else None
+    try:
+        path = Path(code.co_filename if code else inspect.getsourcefile(function) or "?")
+        line = code.co_firstlineno if code else inspect.getsourcelines(function)[1]
+        first = line  # of its markers
+        while code and line < first + 20 and not re.match(r"\s*(async )?def ", linecache.getline(str(path), line)):
+            line += 1
+    except (OSError, TypeError):
+        return function.__qualname__
+    root = path.parent
+    while (root / "__init__.py").is_file():
+        root = root.parent
+    if root == path.parent and path.is_relative_to(Path.cwd()):
+        root = Path.cwd()
+    shown = path if root == path.parent and root != Path.cwd() else path.relative_to(root)
+    return f"{shown}:{line} {function.__qualname__}"
+
+
+def located(one: Selected, method: str) -> str:
+    """`definition` of a plugin's method as its source tells, without importing it."""
+    where, _, kind = one.manifest.plugin.rpartition(":")
+    path = Path(where)
+    if not where.endswith(".py"):
+        package, *rest = where.split(".")
+        spec = importlib.machinery.PathFinder.find_spec(package)
+        if spec is None or not spec.submodule_search_locations:
+            return f"{one.manifest.plugin}.{method}"
+        path = Path(spec.submodule_search_locations[0], *rest).with_suffix(".py")
+    try:
+        body = ast.parse(path.read_text(encoding="utf-8")).body
+    except (OSError, SyntaxError):
+        return f"{one.manifest.plugin}.{method}"
+    lines = [node.lineno for owner in body if isinstance(owner, ast.ClassDef) and owner.name == kind
+             for node in owner.body if getattr(node, "name", None) == method]
+    shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+    return f"{shown}:{lines[0]} {kind}.{method}" if lines else f"{one.manifest.plugin}.{method}"
+
+
+def hook_of(one: Selected, offer: Offer) -> Callable:
+    """The specification of what a plugin offers.
+
+    Raises:
+        HookError: there is no such hook.
+    """
+    table = hookspecs.specs()
+    if offer.hook not in table:
+        near = difflib.get_close_matches(offer.hook, table, 1)
+        raise HookError(f"plugin {one.manifest.name!r} implements {offer.hook!r}, which is no hook",
+                        who=who(one, offer.hook, located(one, offer.method)),
+                        fix=f"did you mean {near[0]!r}?" if near else "see docs/hooks.md")
+    return table[offer.hook]
+
+
+def check_markers(one: Selected, kind: type) -> None:
+    """
+    Raises:
+        HookError: a method with a hook's name and no marker, or another project's.
+    """
+    table, methods = hookspecs.specs(), marked(kind)
+    for base in kind.__mro__[:-1]:
+        for name, value in vars(base).items():
+            if not inspect.isfunction(value) or name in methods:
+                continue
+            foreign = [key.removesuffix("_impl") for key, found in vars(value).items()
+                       if key.endswith("_impl") and isinstance(found, dict) and "hookwrapper" in found]
+            hook = next((vars(value)[f"{project}_impl"].get("specname") for project in foreign), None) or name
+            if hook in table and (foreign or not name.startswith("_")):
+                what = f"its marker is pluggy's for {foreign[0]!r}, not miles_core.hookimpl" if foreign else (
+                    f"it has a hook's name but no @hookimpl: {name}")
+                raise HookError(what, who=who(one, hook, definition(value)),
+                                fix="from miles_core import hookimpl, and mark it with that; or rename it")
+
+
+def check(one: Selected, kind: type, method: str, hook: str, spec: Callable) -> Callable:
+    """The function behind a method that implements a hook.
+
+    Raises:
+        HookError: it does not suit the hook.
+    """
+    function = inspect.getattr_static(kind, method)
+    problems = (found for look in (_marker, _arguments, _colour, _result, _annotations)
+                for found in look(function, marked(kind)[method][2], hook, spec))
+    if (first := next(problems, None)) is not None:
+        what, fix = first
+        raise HookError(what, who=who(one, hook, definition(inspect.unwrap(getattr(kind, method)))), fix=fix)
+    return function
+
+
+Problems = Iterator[tuple[str, str]]
+"""(what is wrong, what to do)."""
+
+
+def _marker(function: Callable, refused: tuple[str, ...], hook: str, spec: Callable) -> Problems:
+    if refused:
+        yield f"@hookimpl({refused[0]}=...) is not used here", "order is the order of the run file"
+    if isinstance(function, staticmethod | classmethod):
+        yield "it is no method of an instance", "def NAME(self, ...): every role has an instance of its own"
+
+
+def _arguments(function: Callable, refused: tuple[str, ...], hook: str, spec: Callable) -> Problems:
+    mine, allowed = parameters(function), list(inspect.signature(spec).parameters)
+    if unknown := [p.name for p in mine if p.name not in allowed]:
+        yield f"it takes {unknown[0]!r}, which {hook} does not have", f"{hook} has: {', '.join(allowed) or 'none'}"
+    if [p for p in mine if p.default is not p.empty or p.kind is not p.POSITIONAL_OR_KEYWORD]:
+        yield "its arguments have defaults or are keyword-only", "take plain arguments; leave out what you do not need"
+    if hook == "reward" and not {"sample", "samples"} & {p.name for p in mine}:
+        yield "a scorer takes `sample`, or `samples` for a whole group", "def reward(self, sample): ..."
+
+
+def _colour(function: Callable, refused: tuple[str, ...], hook: str, spec: Callable) -> Problems:
+    """Plain or async; generators."""
+    awaited = inspect.iscoroutinefunction(function)
+    if inspect.iscoroutinefunction(spec) and not awaited:
+        yield f"{hook} is async and this is not", "write async def"
+    if hook != "reward" and awaited and not inspect.iscoroutinefunction(spec):
+        yield f"{hook} is not async and this is", "write def"
+    streams = spec.__annotations__["return"].startswith(STREAMS)
+    if inspect.isasyncgenfunction(function) or inspect.isgeneratorfunction(function) and not streams:
+        yield ("it has a yield, so that calling it runs none of it",
+               "return the result; a hook of the kind around calls `proceed`")
+
+
+def _result(function: Callable, refused: tuple[str, ...], hook: str, spec: Callable) -> Problems:
+    """A method that can only return None, where something is wanted."""
+    if spec.__annotations__["return"] == "None" or inspect.isgeneratorfunction(function):
+        return
+    steps = list(dis.get_instructions(inspect.unwrap(function)))
+    given = [(before, step) for before, step in zip([None, *steps], steps) if step.opname.startswith("RETURN_")
+             and step.opname != "RETURN_GENERATOR"]
+    nothing = [step.argval is None if step.opname == "RETURN_CONST" else
+               before.opname == "LOAD_CONST" and before.argval is None for before, step in given]
+    if given and all(nothing):
+        yield "it returns None whatever it is given", f"return {spec.__annotations__['return']}"
+
+
+def _annotations(function: Callable, refused: tuple[str, ...], hook: str, spec: Callable) -> Problems:
+    theirs, mine = spec.__annotations__, getattr(function, "__annotations__", {})
+    for name in ("return", *(p.name for p in parameters(function))):
+        if name in mine and name in theirs and _contradict(_parsed(theirs[name]), _parsed(mine[name])):
+            what = "result" if name == "return" else f"argument {name!r}"
+            yield (f"its {what} is annotated {_shown(mine[name])}, and that of {hook} is {theirs[name]}",
+                   f"write {theirs[name]}, or leave the annotation out")
+
+
+def parameters(function: Callable | staticmethod) -> list[inspect.Parameter]:
+    """The parameters of a method, without self."""
+    return [p for p in inspect.signature(function).parameters.values() if p.name != "self"]
+
+
+FAMILIES = (
+    {"list", "tuple", "set", "Sequence", "Iterable", "Iterator", "Collection", "Generator", "List", "Tuple"},
+    {"dict", "Mapping", "MutableMapping", "Metrics", "Dict"},
+    {"int", "float", "bool"}, {"None"}, {"str"}, {"Path"}, {"Callable"}, {"Tensor"}, {"ndarray"}, {"Module"},
+    *({name} for name in ("Sample", "Group", "Batch", "Prompt", "Drop", "Request", "Response", "Generation", "Packed",
+                          "LossInputs", "TokenWeights", "TrainerAccess", "RunConfig", "Gradients", "Column", "Model")),
+)  # fmt: skip
+"""Types that stand for each other. What is in none of them is not judged: an alias, a protocol of the author's own."""
+
+
+def _parsed(annotation: object) -> ast.expr | None:
+    try:
+        return ast.parse(_shown(annotation), mode="eval").body
+    except SyntaxError:
+        return None
+
+
+def _shown(annotation: object) -> str:
+    return annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
+
+
+def _alternatives(node: ast.expr) -> list[ast.expr]:
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
+        return _alternatives(node.left) + _alternatives(node.right)
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        inner = _parsed(node.value)
+        return [node] if inner is None else _alternatives(inner)
+    return [node]
+
+
+def _contradict(theirs: ast.expr | None, mine: ast.expr | None) -> bool:
+    """Whether no value can be of both annotations, as far as their names tell."""
+    if theirs is None or mine is None:
+        return False
+    return not any(_compatible(a, b) for a in _alternatives(theirs) for b in _alternatives(mine))
+
+
+def _compatible(theirs: ast.expr, mine: ast.expr) -> bool:
+    (one, first), (other, second) = _head(theirs), _head(mine)
+    if one is None or other is None:
+        return True
+    if one is not other:
+        return False
+    return len(first) != len(second) or not any(map(_contradict, first, second))
+
+
+def _head(node: ast.expr) -> tuple[set[str] | None, list[ast.expr]]:
+    """(the family of a type, the types in its brackets)."""
+    inner: list[ast.expr] = []
+    if isinstance(node, ast.Subscript):
+        inner = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
+        node = node.value
+    name = node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", None)
+    if isinstance(node, ast.Constant) and node.value is None:
+        name = "None"
+    return next((family for family in FAMILIES if name in family), None), inner
+
+
+def caller(call: Callable, one: Selected, hook: str, spec: Callable, function: Callable) -> Callable:
+    """What the core calls: takes the hook's own arguments, no more and no fewer, hands on those that the implementation
+    wants, and adds to an error whose it is. Made once; a call costs no more than a frame and a `try`."""
+    mine, everything = [p.name for p in parameters(function)], list(inspect.signature(spec).parameters)
+    taken = mine if hook == "reward" else everything  # whoever scores looks at which of the two it wants
+    wait = ("async ", "await ") if inspect.iscoroutinefunction(function) else ("", "")
+    source = (f"{wait[0]}def {hook}({', '.join(taken)}):\n try:\n  return {wait[1]}__call({', '.join(mine)})\n"
+              " except (Exception, SystemExit) as error:\n  __blame(error)\n  raise\n")
+    names = {"__call": call, "__blame": _blamer(one, hook, function)}
+    exec(compile(source, f"<hook {hook} of plugin {one.manifest.name}>", "exec"), names)
+    made: types.FunctionType = names[hook]
+    made.__doc__, made.who = call.__doc__, who(one, hook, definition(function))
+    return made
+
+
+def _blamer(one: Selected, hook: str, function: Callable) -> Callable[[BaseException], None]:
+    note = f"in plugin {one.manifest.name} {one.version}, {definition(function)} ({one.source}), hook {hook}"
+
+    def blame(error: BaseException) -> None:
+        if not (one.source == "built-in" and isinstance(error, MilesError)):  # its own sentence says more
+            error.add_note(note)
+
+    return blame

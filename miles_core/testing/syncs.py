@@ -1,0 +1,141 @@
+"""What every way of bringing weights to an engine has to satisfy (stages/sync.py, WeightSync).
+
+    from miles_core.testing import sync_contract
+
+    def test_contract():
+        sync_contract(lambda: MySync(config))
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING
+
+from miles_core.errors import EngineError, MilesError
+from miles_core.hosts import ThreadHost
+from miles_core.stages.rollout import PauseMode
+from miles_core.stages.sync import Sender, WeightSync
+from miles_core.testing.canned import Planted
+from miles_core.types import Rank
+
+if TYPE_CHECKING:
+    import torch
+
+PATIENCE = 60.0
+"""Seconds that a sync may take."""
+
+
+class Weights:
+    """A trainer that has only weights: a few tensors of different shapes and dtypes, other ones for each version."""
+
+    def __init__(self) -> None:
+        self.version, self.breaks, self.sender = 0, False, None
+
+    def tensors(self, version: int) -> dict[str, torch.Tensor]:
+        """The weights of a version."""
+        import torch
+
+        draw = torch.Generator().manual_seed(version)
+        shapes = {"embed.weight": (40, 8), "layer.0.weight": (8, 3), "layer.0.bias": (3,), "norm.weight": (1,)}
+        found = {name: torch.randn(shape, generator=draw) for name, shape in shapes.items()}
+        return found | {"half.weight": torch.randn(5, 5, generator=draw).to(torch.bfloat16)}
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The stream; breaks off in the middle where it shall."""
+        for number, item in enumerate(self.tensors(self.version).items()):
+            if self.breaks and number == 2:
+                raise Planted("planted by the conformance kit")
+            yield item
+
+    def connect(self, sender: Sender | None) -> None:
+        if self.sender is not None:
+            self.sender.close()
+        self.sender = sender
+        if sender is not None:
+            sender.open(Rank())
+
+    def send(self, version: int) -> dict[str, float]:
+        return self.sender.send(self.weights(), version)
+
+    def to(self, version: int, breaks: bool = False) -> None:
+        """What the next stream has."""
+        self.version, self.breaks = version, breaks
+
+    def close(self) -> None:
+        self.connect(None)
+
+
+class Shelf:
+    """An engine that keeps what it is given, and whether it would have served while weights came in."""
+
+    def __init__(self) -> None:
+        self.version, self.held, self.paused, self.served = 0, {}, False, []
+
+    async def pause(self, mode: PauseMode = "retract") -> None:
+        self.paused = True
+
+    async def resume(self) -> None:
+        self.paused = False
+        self.served.append(self.version)
+
+    async def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        if not self.paused:
+            raise EngineError("weights come in while it serves", fix="pause it before the first byte")
+        if version <= self.version:
+            raise EngineError("the version is not newer", got=version, fix="count up")
+        from miles_core.hosts import in_daemon_thread
+
+        staged = await in_daemon_thread(lambda: {name: tensor.clone() for name, tensor in weights})
+        self.held, self.version = staged, version
+
+
+def sync_contract(make: Callable[[], WeightSync]) -> None:
+    """Every property that a weight sync has to have; for those that reach the engine by `Engine.update_weights`.
+
+    Raises:
+        AssertionError, MilesError: names the property.
+    """
+    asyncio.run(_arrives(make()))
+    asyncio.run(_breaks(make()))
+
+
+async def _arrives(sync: WeightSync) -> None:
+    """Every bit arrives, under its name, for each version in turn; the engine serves whole versions alone."""
+    import torch
+
+    trainer, engine = ThreadHost("trainer", Weights), Shelf()
+    try:
+        for version in (1, 2, 5):
+            await trainer.to(version)
+            figures = await asyncio.wait_for(sync.sync(trainer, engine, version), PATIENCE)
+            sent = Weights().tensors(version)
+            assert engine.version == version and not engine.paused, "after a sync the engine serves the new version"
+            assert engine.held.keys() == sent.keys(), f"names differ: {engine.held.keys() ^ sent.keys()}"
+            differ = [name for name, tensor in sent.items()
+                      if not torch.equal(engine.held[name].to(tensor.dtype), tensor)]
+            assert not differ, f"tensors that are not what was sent: {differ}"
+            assert figures["tensors"] == len(sent), f"figures count {figures['tensors']} of {len(sent)} tensors"
+            assert figures["bytes"] > 0 and all(isinstance(x, int | float) for x in figures.values())
+        assert engine.served == [1, 2, 5], f"it served {engine.served}"
+    finally:
+        await trainer.close()
+
+
+async def _breaks(sync: WeightSync) -> None:
+    """A stream that breaks off is an error; what was there before is still there, and is not served meanwhile."""
+    trainer, engine = ThreadHost("trainer", Weights), Shelf()
+    try:
+        await trainer.to(1)
+        await asyncio.wait_for(sync.sync(trainer, engine, 1), PATIENCE)
+        await trainer.to(2, True)
+        try:
+            await asyncio.wait_for(sync.sync(trainer, engine, 2), PATIENCE)
+        except (Planted, MilesError):
+            pass
+        else:
+            raise AssertionError("the trainer's stream broke off, and the sync says that it went well")
+        assert engine.version == 1, "a stream that broke off gave the engine a new version"
+        assert engine.paused, "after a failed transfer the engine serves; it has to stay paused"
+    finally:
+        await trainer.close()
