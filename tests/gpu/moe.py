@@ -55,7 +55,10 @@ FIGURES = {
 
 
 def checkpoint(shape: dict, folder: Path, std: float) -> float:
-    """A Hugging Face directory of random bfloat16 weights, a file a layer; the number of parameters."""
+    """A Hugging Face directory of random bfloat16 weights, a file a layer; the number of parameters.
+
+    Experts weigh more, and the rows of a router differ little, so that rounding changes routes now and then.
+    """
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(shape, indent=2))
@@ -82,14 +85,21 @@ def checkpoint(shape: dict, folder: Path, std: float) -> float:
             torch.manual_seed(number)
             file = f"model-{number + 1:05}-of-{len(files):05}.safetensors"
             made = {f"{name}.weight": (torch.ones(size, dtype=torch.bfloat16) if len(size) == 1 else
-                                       torch.randn(size, device=device, dtype=torch.bfloat16).mul_(std).cpu())
-                    for name, size in tensors.items()}
+                                       drawn(name, size, device, std)) for name, size in tensors.items()}
             index |= dict.fromkeys(made, file)
             jobs.append(pool.submit(save_file, made, folder / file, {"format": "pt"}))
         for job in jobs:
             job.result()
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
     return sum(torch.Size(size).numel() for tensors in files for size in tensors.values())
+
+
+def drawn(name: str, size: list[int], device: str, std: float) -> torch.Tensor:
+    """One matrix."""
+    tensor = torch.randn(size, device=device, dtype=torch.bfloat16).mul_(std * (1.5 if "experts" in name else 1))
+    if name.endswith("mlp.gate"):
+        tensor = tensor / 30 + std * torch.randn(1, size[1], device=device, dtype=torch.bfloat16)
+    return tensor.cpu()
 
 
 def run(folder: Path, words: list[str], seconds: float) -> list[dict]:
@@ -116,7 +126,7 @@ def table(found: dict[str, list[dict]]) -> None:
     print(f"{'':<44}" + "".join(f"{name:>16}" for name in found))
     for title, key in names.items():
         cells = []
-        for steps in late.values():
+        for steps in (found if "r3" in key else late).values():
             values = [step[key] for step in steps if key in step]
             cells.append(f"{sum(values) / len(values):>16.5f}" if values else f"{'-':>16}")
         print(f"{title:<44}" + "".join(cells))
@@ -142,7 +152,7 @@ def main() -> int:
     size = checkpoint(shape, args.folder / "model", 0.02 if args.what == "large" and not args.tiny else 0.06)
     print(f"{size / 1e9:.2f}e9 parameters, made in {time.perf_counter() - begin:.0f} s", flush=True)
     common = ["--hf-checkpoint", args.folder / "model", "--num-rollout", args.rollouts, "--skip-eval-before-train",
-              "--eval-interval", 1000, *args.flags.split()]
+              "--eval-interval", 1000, "--lr", "1e-6", "--rollout-ignore-eos", *args.flags.split()]
     if args.tiny:
         common += ["--engine", "local", "--engine-dtype", "bfloat16", "--rollout-max-response-len", 24,
                    "--rollout-batch-size", 4]
@@ -152,9 +162,11 @@ def main() -> int:
     if args.what == "large" and not args.tiny:
         common += ["--actor-num-gpus-per-node", args.gpus, "--rollout-num-gpus-per-engine", args.gpus,
                    "--tensor-model-parallel-size", 2, "--sequence-parallel", "--expert-model-parallel-size", 2,
-                   "--sglang-ep-size", args.gpus]
+                   "--sglang-ep-size", args.gpus, "--sglang-mem-fraction-static", "0.3", "--no-offload-train",
+                   "--max-tokens-per-gpu", 8192, "--recompute-granularity", "full", "--use-precision-aware-optimizer",
+                   "--exp-avg-dtype", "bf16", "--exp-avg-sq-dtype", "bf16"]
     found = {}
-    for name, words in {"without": [], "with r3": ["--plugin", "r3"]}.items():
+    for name, words in {"without": [], "with r3": ["--plugin", "r3", "--r3.compare-every", "100"]}.items():
         if args.what == "large" and not words:
             continue
         found[name] = run(args.folder / name.replace(" ", "-"), [*map(str, common), *words], args.seconds)

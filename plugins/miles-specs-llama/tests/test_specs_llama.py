@@ -18,7 +18,7 @@ def test_a_family_is_hugging_faces(case, tmp_path):
     ({"attention_bias": True}, "llama with attention_bias other than False"),
     ({"mlp_bias": True}, "llama with attention_bias other than True"),
     ({"hidden_act": "gelu"}, "llama with hidden_act other than 'silu'"),
-    ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}}, "llama with rope_type other than"),
+    ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}}, "rope_type other than"),
 ], ids=["attention bias alone", "MLP bias alone", "activation", "dynamic"])  # fmt: skip
 def test_variants_that_are_not_modelled_are_refused(change, words):
     from transformers import AutoConfig
