@@ -8,6 +8,12 @@ from miles_core.backends.megatron.layout import check_layout, layout_of
 from miles_core.backends.sglang.serving import serving
 from miles_core.config.algorithm import check_algorithm, needs_reference
 from miles_core.config.architecture import architecture_of
+from miles_core.config.check_lengths import check_lengths
+from miles_core.config.check_machine import check_machine
+from miles_core.config.check_model import check_model
+from miles_core.config.check_paths import check_paths
+from miles_core.config.check_rows import check_rows
+from miles_core.config.check_sampling import check_sampling
 from miles_core.config.hardware import hardware, weight_sync
 from miles_core.config.load import who, with_values
 from miles_core.config.memory import check_memory
@@ -21,12 +27,13 @@ def check(config: RunConfig) -> tuple[RunConfig, list[str]]:
 
     Raises:
         BatchError: the batch knobs do not fit together, or a layout that cannot be trained.
-        ConfigError: any other relation; says what, got, who and the fix.
+        ConfigError, DataError, CheckpointError: anything else; says what, got, who and the fix.
     """
     notes: list[str] = []
     config = _in_run_dir(config)
     for step in (_debug, _profile, _required, _positive, hardware, _batch, _rollout, _rewards, _evaluation, serving,
-                 _algorithm, _layout, check_memory, weight_sync, _checkpoints):
+                 _algorithm, _layout, check_memory, weight_sync, _checkpoints, check_paths, check_model, check_lengths,
+                 check_sampling, check_rows, check_machine):
         config = step(config, notes.append)
     return config, notes
 
@@ -185,8 +192,6 @@ def _rollout(config: RunConfig, note: Note) -> RunConfig:
         raise ConfigError("rollout_top_p lies in (0, 1] and rollout_temperature is not negative",
                           got=f"{rollout.rollout_top_p}, {rollout.rollout_temperature}", who="[rollout]",
                           fix="use 1.0 for both")
-    if rollout.rollout_temperature == 0 and rollout.n_samples_per_prompt > 1:
-        note("rollout_temperature 0 is greedy: all answers of a group will be the same and no advantage is left")
     if rollout.rollout_top_p < 1 or rollout.rollout_top_k > 0:
         note("top-p and top-k restrict what is drawn; log-probs stay those of the uncut distribution on both sides")
     return with_values(config, "rollout_batch_size", rollout__over_sampling_batch_size=over)
@@ -294,6 +299,9 @@ def _checkpoints(config: RunConfig, note: Note) -> RunConfig:
     for key in ("save_interval", "save_hf"):
         if getattr(checkpoint, key) is not None and checkpoint.save is None:
             raise ConfigError(f"{key} needs --save", who=who(config, f"checkpoint.{key}"), fix="add --save FOLDER")
+    if (every := checkpoint.save_interval) and config.rollout.num_rollout and every > config.rollout.num_rollout:
+        note(f"save_interval {every} is beyond the run's {config.rollout.num_rollout} rollouts: the only checkpoint is "
+             "the one at the end")
     _restarts(config, note)
     for key, value in (("checkpoint.save_hf", checkpoint.save_hf),
                        ("debug.save_debug_rollout_data", config.debug.save_debug_rollout_data),

@@ -50,6 +50,10 @@ def weight_sync(config: RunConfig, note: Note) -> RunConfig:
     if given == "ipc" and not perf.colocate:
         raise ConfigError("the weight sync 'ipc' hands over memory of a GPU that both sides share",
                           who=who(config, "perf.weight_sync"), fix="add --colocate, or use broadcast")
+    if given == "broadcast" and perf.colocate:
+        raise ConfigError("the weight sync 'broadcast' joins GPUs in a group, and with --colocate both sides have the "
+                          "same ones", who=who(config, "perf.weight_sync", "perf.colocate"),
+                          fix="leave --weight-sync out: ipc hands over memory of a GPU that both sides share")
     if given in ("disk", "disk-delta") and perf.update_weight_disk_dir is None:
         raise ConfigError(f"the weight sync {given!r} needs a folder that trainer and engines share",
                           who=who(config, "perf.weight_sync"), fix="add --update-weight-disk-dir FOLDER")
@@ -89,8 +93,18 @@ def _engine(config: RunConfig, note: Note) -> RunConfig:
     if config.sglang.rollout_external:
         return with_values(config, "--rollout-external", rollout__engine="sglang")
     if gpus() and folder_of("sglang") and not config.algorithm.true_on_policy_mode:
+        if _alone(config):
+            note("trainer and SGLang have no GPU each: the engine is local; --engine sglang --colocate shares this one")
+            return config
         return with_values(config, "a GPU and SGLang are here", rollout__engine="sglang")
     return config
+
+
+def _alone(config: RunConfig) -> bool:
+    """Whether the trainer takes the only GPU and nobody has said a word of SGLang or of other GPUs."""
+    perf, tables = config.perf, {key.partition(".")[0] for key in config.origin}
+    said = tables & {"sglang", "server", "router"} or perf.rollout_num_gpus or perf.ray_address or perf.colocate
+    return gpus() == 1 == trainer_gpus(config) and not said and not config.debug.debug_rollout_only
 
 
 def _external(config: RunConfig, note: Note) -> RunConfig:

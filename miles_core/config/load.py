@@ -72,10 +72,10 @@ def load(run_file: Path | None, argv: Sequence[str] = ()) -> Loaded:
     first = _build(from_file, given, selected, named, path, lenient=True)
     more = resolve.missing(selected, first.config)
     selected = select.select(more, selected)
-    more = resolve.called_for(selected, first.config, quantised(first.config))
+    more = resolve.called_for(selected, first.config, None)
     selected = select.select(more, selected)
     loaded = _build(from_file, given, selected, named, path, lenient=False)
-    if more := resolve.called_for(selected, loaded.config, None):  # by a flag of Megatron's, now that it is read
+    if more := resolve.called_for(selected, loaded.config, quantised(loaded.config)):  # with Megatron's flags read
         selected = select.select(more, selected)
         loaded = _build(from_file, given, selected, named, path, lenient=False)
     if loaded.config.algorithm.policy_loss is None:
@@ -116,7 +116,7 @@ def _build(from_file: Sequence[Assignment], given: Sequence[Given], selected: li
         key, value = _typed(one, tables, absent)
         values[key], origin[key] = value, one.origin
         said.setdefault(key, []).append((value, one.origin))
-    for one in _implied(selected, tables, lenient):
+    for one in _implied(selected, tables, lenient, values):
         key, value = _typed(one, tables, absent)
         if key not in values:
             values[key], origin[key] = value, one.origin
@@ -134,14 +134,21 @@ def _build(from_file: Sequence[Assignment], given: Sequence[Given], selected: li
     return Loaded(_with_model_name(config), selected, notes, said)
 
 
-def _implied(selected: Sequence[Selected], tables: Mapping[str, object], lenient: bool) -> list[Assignment]:
+def _implied(selected: Sequence[Selected], tables: Mapping[str, object], lenient: bool,
+             said: Mapping[str, object]) -> list[Assignment]:
     """What plugins' manifests give the run; the run file and flags have the last word.
 
-    A plugin that is there because the checkpoint needs it, and nobody has asked for, gives nothing.
+    A plugin that nobody has named gives less: for the checkpoint's sake nothing, for an option's sake what is not said.
     """
-    asked = [one for one in selected if not one.origin.startswith(resolve.OF_CHECKPOINT)]
-    return [Assignment(key, value, Origin("plugin", f"plugin {one.manifest.name}")) for one in asked
-            for key, value in one.manifest.implies.items() if not lenient or key.partition(".")[0] in tables]
+    found = []
+    for one in selected:
+        if one.origin.startswith(resolve.OF_CHECKPOINT):
+            continue
+        called = one.origin.startswith(resolve.OPTIONS)
+        origin = Origin("plugin", f"plugin {one.manifest.name}")
+        found += [Assignment(key, value, origin) for key, value in one.manifest.implies.items()
+                  if (not lenient or key.partition(".")[0] in tables) and not (called and key in said)]
+    return found
 
 
 def _outvoted(key: str, implied: object, by: Origin, value: object, origin: Origin) -> str:

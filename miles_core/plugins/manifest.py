@@ -42,6 +42,7 @@ class Manifest:
         provides, requires, conflicts: capabilities, for checks before anything is imported.
         implies: dotted key -> value that the run gets with the plugin, unless somebody says otherwise.
         presets: name -> what `--preset NAME` stands for; see plugins/presets.py.
+        refuses: rules about runs that cannot be meant; see plugins/refusals.py.
         precision: row of the plan's table of precision -> what the plugin makes of it, or several texts, of which the
             first counts whose words in braces are all set (config/precision.py).
     """
@@ -58,6 +59,7 @@ class Manifest:
     implies: dict[str, object] = field(default_factory=dict)
     precision: dict[str, str | list[str]] = field(default_factory=dict)
     presets: dict[str, dict] = field(default_factory=dict)
+    refuses: tuple[dict, ...] = ()
 
 
 def of_source(path: Path, *, name: str | None = None, module: str | None = None) -> Manifest:
@@ -95,6 +97,7 @@ def of_source(path: Path, *, name: str | None = None, module: str | None = None)
         api=_literal(constants.get("api"), path) or 1,
         offers=tuple(_offer(f, _marker(f), name, path) for f in _functions(node) if _marker(f) is not None),
         options=_options(name, node, classes, path),
+        refuses=tuple(_literal(constants.get("refuses"), path) or ()),
         **words,
         **tables,
     )
@@ -133,7 +136,7 @@ def of_toml(data: dict, where: str) -> Manifest:
     words = {key: tuple(data.get(key, ())) for key in WORDS}
     tables = {key: dict(data.get(key, {})) for key in STATED}
     return Manifest(data["name"], data["plugin"], data.get("summary", ""), data["api"], offers, options, **words,
-                    **tables)
+                    **tables, refuses=tuple(data.get("refuses", ())))
 
 
 def to_toml(manifest: Manifest) -> str:
@@ -154,6 +157,8 @@ def to_toml(manifest: Manifest) -> str:
     for key in STATED:
         if stated := getattr(manifest, key):
             lines += ["", f"[{key}]", *(f"{value(name)} = {inline(item)}" for name, item in stated.items())]
+    for rule in manifest.refuses:
+        lines += ["", "[[refuses]]", *(f"{key} = {inline(item)}" for key, item in rule.items())]
     for offer in manifest.offers:
         lines += ["", "[[offers]]", *(f"{key} = {value(getattr(offer, key))}" for key in ("hook", "name", "method"))]
     for option in manifest.options.values():

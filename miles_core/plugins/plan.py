@@ -19,7 +19,7 @@ from miles_core.config.hardware import engines, trainer_gpus
 from miles_core.config.load import load
 from miles_core.config.options import options_of
 from miles_core.config.tables import TABLES, RunConfig
-from miles_core.plugins import resolve
+from miles_core.plugins import refusals, resolve
 from miles_core.plugins.resolve import Choice
 from miles_core.plugins.select import Selected
 
@@ -73,12 +73,14 @@ def prepare(run_file: Path | None, argv: Sequence[str] = ()) -> Plan:
     """Load, check, resolve. Imports no plugin, and neither torch nor megatron.
 
     Raises:
-        ConfigError, PluginError: everything that can be known before the start is refused here.
+        MilesError: everything that can be known before the start is refused here.
     """
     loaded = load(run_file, argv)
     config, notes = checks.check(loaded.config)
     notes = (*loaded.notes, *notes, *resolve.notes(loaded.selected, config))
-    return Plan(config, tuple(loaded.selected), tuple(resolve.resolve(loaded.selected, config)), notes)
+    chosen = tuple(resolve.resolve(loaded.selected, config))
+    refusals.check_statements(loaded.selected, config)
+    return Plan(config, tuple(loaded.selected), chosen, notes)
 
 
 def _order(selected: Sequence[Selected]) -> dict[str, list[str]]:

@@ -8,9 +8,15 @@ from dataclasses import dataclass
 
 from miles_core import hookspecs
 from miles_core.config.tables import Algorithm, RunConfig
-from miles_core.errors import HookError, ManifestError, OwnerError
-from miles_core.plugins.scan import KNOWN
+from miles_core.errors import ManifestError, OwnerError
+from miles_core.plugins import fit
+from miles_core.plugins.manifest import Offer
+from miles_core.plugins.scan import CALLED_FOR, KNOWN
 from miles_core.plugins.select import Selected
+
+OF_CHECKPOINT = "config.json of the checkpoint"
+OPTIONS = tuple(f"{key} = " for key in CALLED_FOR if not key.startswith("quantization_config."))
+"""How the origin of a plugin begins that a run has for its checkpoint's sake, or for an option's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +92,22 @@ def missing(selected: Sequence[Selected], config: RunConfig) -> list[tuple[str, 
     return list(found.items())
 
 
+def called_for(selected: Sequence[Selected], config: RunConfig, quantised: str | None) -> list[tuple[str, str]]:
+    """(official plugin, why) for options that are set, and weights that are quantised, which an official plugin is for.
+
+    Args:
+        quantised: what config.json of --hf-checkpoint says its weights are quantised by.
+    """
+    have, found = {one.manifest.name for one in selected}, {}
+    for key, plugin in CALLED_FOR.items():
+        table, _, name = key.partition(".")
+        given = quantised == name if table == "quantization_config" else getattr(config, table).get(name)
+        if given and plugin not in have:
+            found.setdefault(plugin, f"{OF_CHECKPOINT}: {name}" if table == "quantization_config" else
+                             f"{key} = {given!r}, {config.origin.get(key, 'default')}")
+    return list(found.items())
+
+
 def resolve(selected: Sequence[Selected], config: RunConfig) -> list[Choice]:
     """The owners of every named part the run needs.
 
@@ -94,7 +116,6 @@ def resolve(selected: Sequence[Selected], config: RunConfig) -> list[Choice]:
         ManifestError: written for another plugin API.
         OwnerError: two owners of one name, nobody offers a name, a missing or conflicting capability.
     """
-    specs = hookspecs.specs()
     owners: dict[tuple[str, str], str] = {}
     for one in selected:
         if one.manifest.api != hookspecs.API:
@@ -102,20 +123,22 @@ def resolve(selected: Sequence[Selected], config: RunConfig) -> list[Choice]:
                                 got=f"this is API {hookspecs.API}", who=f"{one.source} {one.version}",
                                 fix="install a version that matches miles-core")
         for offer in one.manifest.offers:
-            if offer.hook not in specs:
-                near = difflib.get_close_matches(offer.hook, specs, 1)
-                raise HookError(f"plugin {one.manifest.name!r} implements {offer.hook!r}, which is no hook",
-                                who=f"{one.manifest.plugin}.{offer.method}",
-                                fix=f"did you mean {near[0]!r}?" if near else "see docs/hooks.md")
-            if specs[offer.hook].kind == "named":
+            if fit.hook_of(one, offer).kind == "named":
                 first = owners.setdefault((offer.hook, offer.name), one.manifest.name)
                 if first != one.manifest.name:
                     raise OwnerError(f"two plugins offer the {offer.hook} {offer.name!r}: "
                                      f"{first} and {one.manifest.name}",
+                                     who=" and ".join(_definitions(selected, offer)),
                                      fix="enable one of them, or rename one offer")
     _capabilities(selected)
     _resumes(selected, config)
     return [_own(hook, name, key, owners, config) for hook, name, key in choices(config)]
+
+
+def _definitions(selected: Sequence[Selected], offer: Offer) -> list[str]:
+    """Who offers a named part, and where it is written."""
+    return [fit.who(one, offer.hook, fit.located(one, mine.method)) for one in selected for mine in one.manifest.offers
+            if (mine.hook, mine.name) == (offer.hook, offer.name)]
 
 
 def _own(hook: str, name: str, key: str, owners: dict[tuple[str, str], str], config: RunConfig) -> Choice:

@@ -36,17 +36,27 @@ KNOWN = {
     "r3": ("columns:r3", "microbatch:r3"),
     "fp8": ("transformer_config:fp8", "export_weights:fp8", "convert:hf-to-fp8"),
     "int4-qat": ("build_model:int4-qat", "export_weights:int4-qat", "convert:hf-to-int4"),
-    "lora": ("build_model:lora", "weight_sync:adapter"),
+    "lora": ("weight_map:lora", "build_model:lora", "weight_sync:adapter", "convert:merge-lora"),
     "mtp": ("weight_map:mtp", "build_model:mtp", "loss_terms:mtp"),
     "tensorboard": ("metrics:tensorboard",),
     "specs-llama": ("model_spec:llama", "model_spec:mistral"),
     "specs-qwen2": ("model_spec:qwen2",),
     "specs-glm": ("model_spec:glm4",),
     "specs-qwen3next": ("model_spec:qwen3_next",),
-    "specs-moe": ("model_spec:deepseek_v3", "model_spec:glm4_moe", "model_spec:minimax_m2"),
+    "specs-moe": ("model_spec:deepseek_v3", "model_spec:glm4_moe", "model_spec:glm4_moe_lite", "model_spec:minimax_m2"),
     "specs-gemma": ("model_spec:gemma2", "model_spec:gemma3_text"),
 }
 """Official plugins and what they offer, so that an error can name the one to install or to enable."""
+
+CALLED_FOR = {
+    "megatron.fp8": "fp8",
+    "megatron.fp8_recipe": "fp8",
+    "quantization_config.fp8": "fp8",
+    "quantization_config.mxfp8": "fp8",
+    "quantization_config.compressed-tensors": "int4-qat",
+}
+"""Official plugins that a run gets for an option that it sets, or for what config.json says that its engine's weights
+are quantised by."""
 
 
 def offering(hook: str) -> list[str]:

@@ -206,8 +206,8 @@ class Bad:
      "scorer 'bad' failed on train prompt 0 (row 0) (got ZeroDivisionError: ... mend the scorer"
      " ... in plugin bad ... (file), hook reward ... logs/traceback.txt"),
     ("return float('nan')", "sample", "scorer 'bad' gave train prompt 0 (row 0), sample 0 no finite number (got nan)"),
-    ("pass", "sample", "scorer 'bad' gave train prompt 0 (row 0), sample 0 no finite number (got None)"),
-    ("time.sleep(1000)", "sample", "scorer 'bad' took longer than 0.5 s for train prompt 0 ... --rm-timeout"),
+    ("return None if sample.index >= 0 else 0.0", "sample", "scorer 'bad' gave train prompt 0 (row 0), sample 0 no finite number (got None)"),
+    ("time.sleep(1000); return 0.0", "sample", "scorer 'bad' took longer than 0.5 s for train prompt 0 ... --rm-timeout"),
     ("return [1.0]", "samples", "scorer 'bad' should answer with one number for each of 4 samples (got [1.0])"),
     ("return 1.0", "samples", "scorer 'bad' should answer with one number for each of 4 samples (got 1.0)"),
     ("raise SystemExit(3)", "sample",
@@ -216,7 +216,7 @@ class Bad:
 @pytest.mark.parametrize("define", ["def", "async def"])
 def test_bad_reward(place, define, body, argument, words):
     if define == "async def":
-        if body not in ("return 1 / 0", "time.sleep(1000)"):
+        if body not in ("return 1 / 0", "time.sleep(1000); return 0.0"):
             pytest.skip("the same path")
         body = body.replace("time.sleep", "import asyncio; await asyncio.sleep")
     flags = place.plugin(REWARD.format(define=define, argument=argument, body=body))

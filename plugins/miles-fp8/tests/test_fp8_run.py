@@ -51,6 +51,7 @@ def difference(tmp_path_factory):
     return run
 
 
+@pytest.mark.slow
 def test_log_probs_agree_as_far_as_both_sides_round_alike(checkpoints, difference):
     plain, fp8 = checkpoints
     same = difference("--hf-checkpoint", plain, "--plugin", "fp8", "--fp8.emulate", "weights")

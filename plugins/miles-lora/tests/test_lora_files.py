@@ -178,6 +178,7 @@ def test_an_engine_keeps_the_base_and_takes_adapters_alone():
     assert torch.allclose(later["w.weight"], weight + 10 * second @ first, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [(), pytest.param(("--trainer-host", "process"), marks=pytest.mark.slow)],
                          ids=["in-process", "shared-memory"])
 def test_a_run_is_the_same_whether_weights_travel_merged_or_adapters_alone(tmp_path, more):

@@ -176,7 +176,7 @@ def test_routes_are_the_engines_under_every_layout(name, train, one_rank, expect
     assert not any("routed_rows" in sample.columns for sample in samples), "what the plugin added for itself is gone"
 
 
-@pytest.mark.parametrize("name", [name if name in {"one-recompute", "tp2-sp-cp2-ep2-recompute",
+@pytest.mark.parametrize("name", [name if name in {"one-recompute",
                                                    "pp2-vpp2-recompute-experts"}
                                   else pytest.param(name, marks=pytest.mark.slow)
                                   for name in LAYOUTS if name not in ("dp2-overlap", "dp2-plain-optimizer")])

@@ -104,7 +104,8 @@ LAYOUTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [pytest.param(name, marks=pytest.mark.slow) if name == "tp2" else name
+                                    for name in LAYOUTS])
 def test_a_layout_changes_nothing(folder, dense, one, two, layout):
     """The whole gradient, and apart from it that of the parameters which are small beside the others."""
     folder, [batch] = dense if layout == "tp2" else folder, batches(1, vocab=VOCAB)

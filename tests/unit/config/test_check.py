@@ -22,7 +22,7 @@ def test_batch_arithmetic(plan, prompts, answers, batch, steps, expected):
         with pytest.raises(BatchError, match="batch|steps|n_samples"):
             plan(*flags)
         return
-    rollout = plan(*flags).config.rollout
+    rollout = plan(*flags, "--disable-rewards-normalization").config.rollout
     assert (rollout.global_batch_size, rollout.num_steps_per_rollout) == expected
     assert prompts * answers == rollout.global_batch_size * rollout.num_steps_per_rollout
 
@@ -95,7 +95,8 @@ def test_what_is_needed_is_asked_for(plan, line):
 
 
 NOTED = {
-    "greedy": ["--rollout-temperature", 0], "uncut distribution": ["--rollout-top-p", 0.9],
+    "beyond the run's 3 rollouts": ["--save", "runs/a", "--save-interval", 4],
+    "uncut distribution": ["--rollout-top-p", 0.9],
     "rides alone": ["--use-dynamic-batch-size", "--max-tokens-per-gpu", 100],
     "--debug-train-only is implied": ["--load-debug-rollout-data", "data/{rollout_id}"],
     "the reference model is --hf-checkpoint": ["--use-kl-loss"],

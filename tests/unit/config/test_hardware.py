@@ -76,7 +76,8 @@ def test_gpus_of_colocated_engines_are_noted(plan, given, note):
     assert any(note in one for one in made.notes)
 
 
-@pytest.mark.parametrize(("gpus", "sglang", "engine"), [(0, True, None), (1, False, None), (1, True, "sglang")])
+@pytest.mark.parametrize(("gpus", "sglang", "engine"), [(0, True, None), (2, False, None), (1, True, None),
+                                                       (2, True, "sglang")])
 def test_the_engine_is_sglang_where_a_gpu_and_sglang_are(plan, monkeypatch, gpus, sglang, engine):
     machine(monkeypatch, gpus, sglang)
     made = plan()
@@ -87,10 +88,10 @@ def test_the_engine_is_sglang_where_a_gpu_and_sglang_are(plan, monkeypatch, gpus
 
 @pytest.mark.parametrize(("gpus", "flags", "placement"), [
     (8, ("--actor-num-gpus-per-node", 4, "--rollout-num-gpus", 4), "local"),
-    (8, ("--actor-num-gpus-per-node", 4, "--rollout-num-gpus", 8), "ray"),
+    (8, ("--actor-num-gpus-per-node", 4, "--rollout-num-gpus", 8, "--ray-address", "a:1"), "ray"),
     (4, ("--actor-num-gpus-per-node", 4, "--colocate"), "local"),
-    (4, ("--actor-num-gpus-per-node", 8, "--colocate"), "ray"),
-    (4, ("--actor-num-gpus-per-node", 8, "--colocate", "--placement", "local"), "local"),
+    (4, ("--actor-num-gpus-per-node", 8, "--colocate", "--ray-address", "a:1"), "ray"),
+    (4, ("--actor-num-gpus-per-node", 4, "--colocate", "--placement", "local"), "local"),
 ])
 def test_the_placement_is_ray_where_the_machine_has_too_few_gpus(plan, monkeypatch, gpus, flags, placement):
     machine(monkeypatch, gpus, True)

@@ -79,7 +79,7 @@ def test_the_plan_tells_what_computes_in_which_precision(plugin):
 
 def test_a_quantised_checkpoint_that_nothing_quantises_for_is_told(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "qwen3", "quantization_config": {"quant_method": "gptq"}}')
-    found = rows(prepare(None, [*BASE, "--hf-checkpoint", str(tmp_path)]))
+    found = rows(prepare(None, [*BASE, "--hf-checkpoint", str(tmp_path), "--ref-load", "plain"]))
     assert "gptq weights" in found["engine"] and "nothing quantises" in found["sync"]
 
 

@@ -101,7 +101,8 @@ def laid_out(plan, checkpoints):
     def make(model, ranks, text, *flags):
         given = words(text)
         argv = ["--actor-num-gpus-per-node", ranks]
-        argv += ["--n-samples-per-prompt", 1, "--rollout-batch-size", given.pop("batch", 32)]
+        argv += ["--n-samples-per-prompt", 1, "--disable-rewards-normalization"]
+        argv += ["--rollout-batch-size", given.pop("batch", 32)]
         argv += ["--sequence-parallel"] if given.pop("sp", False) else []
         argv += [word for key, size in given.items() for word in (FLAGS[key], size)]
         return plan(*argv, *flags, **{"models/tiny": str(checkpoints / model), "num_layers = 2\n": ""})

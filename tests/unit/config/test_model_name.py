@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from miles_core.errors import OwnerError, UnknownPluginError
+from miles_core.errors import CheckpointError, OwnerError, UnknownPluginError
 
 
 @pytest.fixture
@@ -74,6 +74,12 @@ class Mine:
     assert owner(plan(*checkpoint("llama"), "--plugin", tmp_path / "mine.py")) == [("llama", "mine")]
 
 
-@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"model_type": 3}'])
+@pytest.mark.parametrize("content", ["{", "[]"])
+def test_what_cannot_be_read_is_refused(plan, checkpoint, content):
+    with pytest.raises(CheckpointError, match="config.json cannot be read"):
+        plan(*checkpoint(content))
+
+
+@pytest.mark.parametrize("content", ["{}", '{"model_type": 3}'])
 def test_what_cannot_be_read_is_left_to_the_start(plan, checkpoint, content):
     assert owner(plan(*checkpoint(content))) == []

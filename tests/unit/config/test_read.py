@@ -14,7 +14,7 @@ DECLARED = {(table, name): option for table, kind in TABLES.items() for name, op
 
 PLUGINS = PACKAGE.parent / "plugins"
 
-BY_NAME = {"eval_temperature", "eval_top_p", "eval_top_k", "eval_max_response_len", "eval_min_new_tokens"}
+BY_NAME = {"eval_top_k"}
 """Read by getattr in build.sampling; tests/integration/test_evaluation.py shows that they act."""
 
 

@@ -93,7 +93,7 @@ class Compat:
          "fix": "add --reduction custom"},
         {"when": {"reduction": "custom", "compat.custom_pg_loss_reducer_function_path": {"set": False}},
          "what": "--reduction custom needs a function",
-         "fix": "--custom-pg-loss-reducer-function-path ./file.py:function, of reducer(total_lengths, response_lengths, ...)"},
+         "fix": "--custom-pg-loss-reducer-function-path ./file.py:function, of reducer(total_lengths, ...)"},
     )
 
     def __init__(self, options: CompatOptions, config: RunConfig):

@@ -67,7 +67,8 @@ class R3:
          "what": "the plugin needs Megatron's RouterReplay", "fix": "leave moe_enable_routing_replay out"},
         {"when": {"megatron.moe_router_fusion": True},
          "what": "the fused router of Transformer Engine replays nothing", "fix": "leave moe_router_fusion out"},
-        {"when": {"architecture.checkpoint": True, "architecture.experts": {"set": False}},
+        {"when": {"model.model_name": {"set": True}, "architecture.checkpoint": True,
+                  "architecture.experts": {"set": False}},
          "what": "routing replay is for mixtures of experts, and this model has none", "fix": "leave the plugin out"},
     )
 

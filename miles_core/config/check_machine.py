@@ -1,0 +1,79 @@
+"""This machine and what listens on it: GPUs that a run takes, servers that it is told to use."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Iterator
+from urllib.parse import urlsplit
+
+from miles_core.config import hardware
+from miles_core.config.load import who
+from miles_core.config.tables import RunConfig
+from miles_core.errors import ConfigError
+
+PATIENCE = 0.3
+"""Seconds for a connection within this machine."""
+
+
+def check_machine(config: RunConfig, note: Callable[[str], None]) -> RunConfig:
+    """The configuration as it is.
+
+    Raises:
+        ConfigError: more GPUs than there are and no cluster to find them in, or an address where nobody listens.
+    """
+    _gpus(config)
+    if config.rollout.engine == "sglang" and not config.debug.debug_train_only:
+        for key, address in _addresses(config):
+            _listens(config, key, address)
+    return config
+
+
+def demand(config: RunConfig) -> tuple[int, int]:
+    """GPUs of the trainer and of the engines that are ours."""
+    debug, sampled = config.debug, config.rollout.engine == "sglang" and not config.sglang.rollout_external
+    return (0 if debug.debug_rollout_only else hardware.trainer_gpus(config),
+            config.perf.rollout_num_gpus or 0 if sampled and not debug.debug_train_only else 0)
+
+
+def _gpus(config: RunConfig) -> None:
+    perf, here = config.perf, hardware.gpus()
+    if not here or perf.placement not in ("local", "ray") or (
+            perf.placement == "ray" and (perf.ray_address or os.environ.get("RAY_ADDRESS"))):
+        return
+    trained, served = demand(config)
+    if config.rollout.engine != "sglang" and not config.perf.bf16:  # float32 beside the local engine: the start decides
+        return
+    needed = max(trained, served) if perf.colocate else trained + served
+    if needed <= here:
+        return
+    keys = ["perf.actor_num_nodes", "perf.actor_num_gpus_per_node"] * (trained > 0) + ["perf.rollout_num_gpus"] * (
+        served > 0)
+    share = perf.colocate or not (trained and served) or max(trained, served) > here
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    fix = "ask for fewer" + ("" if share else ", share them with --colocate")
+    raise ConfigError(f"the run takes {needed} GPUs and this machine has {here}" + (
+        f" (CUDA_VISIBLE_DEVICES={visible})" if visible is not None else ""),
+        got=f"trainer {trained}, engines {served}" + (", taking turns" if perf.colocate else ""),
+        who=who(config, *keys), fix=f"{fix}, or join machines with --ray-address HOST:PORT")
+
+
+def _addresses(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """(key, HOST:PORT) of servers that have to run already."""
+    sglang = config.sglang
+    if sglang.rollout_external:
+        yield from (("sglang.rollout_external_engine_addrs", one) for one in sglang.rollout_external_engine_addrs)
+    if sglang.router_ip is not None:
+        yield "sglang.router_ip", f"{sglang.router_ip}:{sglang.router_port}"
+
+
+def _listens(config: RunConfig, key: str, address: str) -> None:
+    """Asked within this machine alone: elsewhere an answer takes its time."""
+    parts = urlsplit(address if "://" in address else f"http://{address}")
+    if parts.hostname not in ("127.0.0.1", "localhost", "::1") or parts.port is None:
+        return
+    try:
+        socket.create_connection((parts.hostname, parts.port), PATIENCE).close()
+    except OSError as error:
+        raise ConfigError("nothing listens at this address", got=f"{address}: {error.strerror or error}",
+                          who=who(config, key), fix="start the server first, or mend the address") from None

@@ -1,0 +1,166 @@
+"""What has to be on this machine before a run: the checkpoint's folder, --load, the prompt files' places. No torch."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from miles_core.config.load import config_json, quantised, who
+from miles_core.config.tables import RunConfig
+from miles_core.errors import CheckpointError, ConfigError
+
+Note = Callable[[str], None]
+
+TRACKER = "latest_checkpointed_iteration.txt"
+FOLDER = "name a folder with config.json, tokenizer files and *.safetensors"
+_ITERATION = re.compile(r"(iter|global_step|step|checkpoint|rollout)[_-]?\d+")
+
+
+def astray(path: str) -> bool:
+    """Whether nothing is at a path that can only mean this machine: /x, ~/x, ./x, or one in a folder that is there.
+
+    Any other relative path may be planned before it is there.
+    """
+    there = Path(path)
+    here = path.startswith(("/", "~", "./", "../")) or (len(there.parts) > 1 and there.parent.is_dir())
+    return here and not there.exists()
+
+
+def check_paths(config: RunConfig, note: Note) -> RunConfig:
+    """The configuration as it is.
+
+    Raises:
+        CheckpointError: --hf-checkpoint is none, or --load names no place to resume from.
+        ConfigError: weights that training cannot start from.
+    """
+    _hf_checkpoint(config, note)
+    _resume(config)
+    _reference(config)
+    _quantised_start(config)
+    _writable(config)
+    return config
+
+
+def _hf_checkpoint(config: RunConfig, note: Note) -> None:
+    given = str(config.checkpoint.hf_checkpoint)
+    folder, origin = Path(given), f"--hf-checkpoint {given}"
+    if astray(given):
+        tilde = "write the whole path: ~ is not expanded here" if given.startswith("~") else FOLDER
+        raise CheckpointError("there is no such folder", who=origin, fix=tilde)
+    if not folder.exists():
+        note(f"--hf-checkpoint {given} is not here: what depends on the model is not checked, and a run has to have it")
+        return
+    if not folder.is_dir():
+        raise CheckpointError("this is a file, and a checkpoint is a folder", who=origin, fix=FOLDER)
+    _constants(folder, origin)
+    if any(folder.glob("*.bin")) and not any(folder.glob("*.safetensors")):
+        raise CheckpointError("the folder has weights as *.bin files only", who=origin,
+                              fix="save them with transformers as *.safetensors")
+    if missing := _missing_shards(folder):
+        raise CheckpointError("files of weights that model.safetensors.index.json names are not there",
+                              got=", ".join(missing[:3]) + (" ..." if len(missing) > 3 else ""), who=origin,
+                              fix="fetch the checkpoint again")
+
+
+def _constants(folder: Path, origin: str) -> None:
+    try:
+        said = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        inside = sorted(path.parent.name for path in folder.glob("*/config.json"))
+        fix = f"is {folder / inside[0]} meant?" if inside else FOLDER
+        if (folder / TRACKER).is_file():
+            fix = f"give this with --load, and its Hugging Face folder here: {FOLDER}"
+        raise CheckpointError("the folder has no config.json", who=origin, fix=fix) from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError("config.json cannot be read", got=str(error), who=origin, fix=FOLDER) from None
+    if not isinstance(said, Mapping):
+        raise CheckpointError("config.json cannot be read", got=f"{type(said).__name__} in place of an object",
+                              who=origin, fix=FOLDER)
+
+
+def _missing_shards(folder: Path) -> list[str]:
+    try:
+        index = json.loads((folder / "model.safetensors.index.json").read_bytes())
+        names = {str(name) for name in index["weight_map"].values()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # none, or one that the start will speak of
+        return []
+    return sorted(name for name in names if not (folder / name).is_file())
+
+
+def _resume(config: RunConfig) -> None:
+    """--load is a folder that a run saved into, or one that is not there yet."""
+    given = config.checkpoint.load
+    if given is None or config.debug.debug_rollout_only:
+        return
+    folder, origin = Path(given), f"{who(config, 'checkpoint.load')}, {given}"
+    if folder.is_file():
+        raise CheckpointError("this is a file, and a checkpoint is a folder", who=origin,
+                              fix="give the folder that a run saved into with --save")
+    if not folder.exists() and given != config.checkpoint.save and astray(given):
+        above = (folder.parent / TRACKER).is_file()
+        raise CheckpointError("there is nothing to resume from", who=origin, fix=f"give {folder.parent}: "
+                              "the newest is taken" if above else "correct it, or leave it out to start anew; it may "
+                              "be missing where it is the run's own --save")
+    held = [path.name for path in folder.iterdir() if not path.name.startswith(".")] if folder.is_dir() else []
+    if not held or (folder / TRACKER).is_file():
+        return
+    if (folder.parent / TRACKER).is_file() or _ITERATION.fullmatch(folder.name) or (folder / "metadata.json").is_file():
+        raise CheckpointError("this is one iteration of a checkpoint", who=origin,
+                              fix=f"give the folder above it, {folder.parent}: the newest is taken")
+    if (folder / "config.json").is_file():
+        raise CheckpointError("this is a Hugging Face directory, not a torch_dist checkpoint",
+                              who=origin, fix="give it as --hf-checkpoint, or as --ref-load to start from its weights")
+    if not any(name.startswith("iter_") for name in held):
+        raise CheckpointError("this is not a checkpoint", got=f"no {TRACKER}", who=origin,
+                              fix="give a folder that a run saved into with --save")
+
+
+def _reference(config: RunConfig) -> None:
+    """--ref-load has weights: a Hugging Face folder, or one that a run or `miles convert` wrote."""
+    given = config.checkpoint.ref_load
+    if given is None or config.debug.debug_rollout_only or not (astray(given) or Path(given).exists()):
+        return
+    folder = Path(given)
+    if not folder.is_dir():
+        raise CheckpointError("there is no such folder", got=given, who=who(config, "checkpoint.ref_load"),
+                              fix="name a Hugging Face folder, or one that a run saved into")
+    if not (folder / "config.json").is_file() and not (folder / TRACKER).is_file() and not any(folder.glob("iter_*")):
+        above = (folder.parent / TRACKER).is_file()
+        raise CheckpointError("the folder is no checkpoint: neither config.json nor " + TRACKER, got=given,
+                              who=who(config, "checkpoint.ref_load"),
+                              fix=f"give the folder above it, {folder.parent}" if above else
+                              "name a Hugging Face folder, or one that a run saved into")
+
+
+def _quantised_start(config: RunConfig) -> None:
+    """
+    Raises:
+        ConfigError: training would begin with weights that are quantised.
+    """
+    checkpoint, method = config.checkpoint, quantised(config)
+    saved = checkpoint.load is not None and (Path(checkpoint.load) / TRACKER).is_file()
+    if method and checkpoint.ref_load in (None, checkpoint.hf_checkpoint) and not (
+            saved or config.debug.debug_rollout_only):
+        raise ConfigError("training cannot start from quantised weights", got=method, who=str(config_json(config)[0]),
+                          fix="name the plain checkpoint with --ref-load; engines are then served this one")
+
+
+def _writable(config: RunConfig) -> None:
+    """
+    Raises:
+        CheckpointError, ConfigError: a file is in the place of a folder that the run would write.
+    """
+    checkpoint, folders = config.checkpoint, (config.checkpoint.run_dir, config.perf.update_weight_disk_dir)
+    if checkpoint.save is not None and _file(checkpoint.save):
+        raise CheckpointError("checkpoints cannot be written here", got="File exists", who=f"--save {checkpoint.save}",
+                              fix=f"{_file(checkpoint.save)} is a file: name another folder")
+    for folder in folders:
+        if folder is not None and (file := _file(folder)):
+            raise ConfigError("a file stands where a folder is needed", who=str(file), fix="name another folder")
+
+
+def _file(folder: str) -> Path | None:
+    """A file in the place of a folder, or of one above it."""
+    return next((path for path in (Path(folder), *Path(folder).parents) if path.is_file()), None)

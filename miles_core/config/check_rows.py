@@ -1,0 +1,206 @@
+"""The first rows of the prompt files, and the chat template: what would end the run before its first answer.
+
+Read are 64 KiB of each file, with json alone. A file that is not here yet is not judged, see `check_paths.astray`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from miles_core.config.check_paths import FOLDER, astray
+from miles_core.config.load import who
+from miles_core.config.tables import RunConfig
+from miles_core.errors import DataError
+
+LOOKED_AT = 64 * 1024
+"""Bytes of a file."""
+FORMATS = {b"PAR1": "Parquet", b"ARROW": "Arrow", b"PK\x03\x04": "a zip archive", b"\x1f\x8b": "gzip",
+           b"version https://git-lfs": "a pointer of Git LFS, whose file was not fetched"}
+"""How files begin that people take for JSONL."""
+SUFFIXES = {".parquet": "Parquet", ".arrow": "Arrow", ".csv": "CSV", ".tsv": "TSV", ".gz": "gzip", ".zip": "zip"}
+TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
+"""One of these a folder with a tokenizer has."""
+_RENDERED = re.compile(r"\s*(<\|[\w ]+\|>|<s>|<bos>|<start_of_turn>|\[INST\]|<\uff5c)")
+"""How a text begins that a chat template has made already."""
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    """A prompt file and how its rows are read.
+
+    Args:
+        key: the option that names it.
+        keys: of the prompt and of the label, with the flags that say them.
+    """
+
+    key: str
+    path: str
+    input_key: str
+    label_key: str | None
+    eval: bool = False
+
+
+def check_rows(config: RunConfig, note: Callable[[str], None]) -> RunConfig:
+    """The configuration as it is.
+
+    Raises:
+        DataError: a file that is not there or no JSONL, rows without the keys that are read, or no chat template.
+    """
+    if config.debug.debug_train_only or config.rollout.prompt_source != "jsonl":
+        return config
+    for file in _files(config):
+        _File(config, file).check()
+    _template(config)
+    return config
+
+
+def present(config: RunConfig) -> bool:
+    """Whether the prompts are here. A plan may be made before; a run cannot begin, so what needs them can wait."""
+    rollout = config.rollout
+    return rollout.prompt_source != "jsonl" or Path(str(rollout.prompt_data).partition("@")[0]).is_file()
+
+
+def _files(config: RunConfig) -> Iterator[File]:
+    rollout, eval_ = config.rollout, config.eval
+    yield File("rollout.prompt_data", str(rollout.prompt_data), rollout.input_key, rollout.label_key)
+    pairs = eval_.eval_prompt_data
+    named = [("eval.eval_prompt_data", {"path": path}) for path in (pairs if len(pairs) == 1 else pairs[1::2])]
+    for key, dataset in [*named, *(("eval.datasets", one) for one in eval_.datasets)]:
+        yield File(key, str(dataset["path"]), dataset.get("input_key") or eval_.eval_input_key or rollout.input_key,
+                   dataset.get("label_key") or eval_.eval_label_key or rollout.label_key, eval=True)
+
+
+class _File:
+    def __init__(self, config: RunConfig, file: File):
+        self._config, self._file = config, file
+        self._name, _, self._cut = file.path.partition("@")
+        self._origin = who(config, file.key)
+
+    def check(self) -> None:
+        """
+        Raises:
+            DataError: see `check_rows`.
+        """
+        path, cut = Path(self._name), self._slice()
+        kind = SUFFIXES.get(path.suffix.lower())
+        if not path.is_file():
+            hub = self._name.count("/") == 1 and not path.suffix and self._name[0] not in "./~"
+            if astray(self._name) or hub or path.exists():
+                raise self._error("this is a folder, and prompts are a file" if path.is_dir() else
+                                  "there is no such prompt file", None,
+                                  "prompts are a JSONL file of this machine; nothing is fetched" if hub else
+                                  "check the path")
+            if kind:
+                raise self._no_jsonl(kind)
+            return
+        with path.open("rb") as opened:
+            start = opened.read(LOOKED_AT + 1)
+        if found := next((name for magic, name in FORMATS.items() if start.startswith(magic)), None):
+            raise self._no_jsonl(found)
+        whole = len(start) <= LOOKED_AT
+        lines = start.splitlines() if whole else start.splitlines()[:-1]
+        numbers = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+        if whole and not numbers:
+            raise self._error("no prompt is left", None, "the file is empty; write one JSON object a line")
+        if not whole and not numbers and start.lstrip()[:1] != b"{":
+            raise self._no_jsonl("one long line that is no object")
+        rows = [(number, self._row(number, line)) for number, line in numbers]
+        kept = rows[cut] if whole or (cut.start or 0) >= 0 and (cut.stop is None or cut.stop >= 0) else []
+        if whole and not kept:
+            raise self._error("the slice leaves no rows", self._cut, f"the file has {len(rows)}")
+        for number, row in kept:
+            self._check_row(number, row)
+        if whole and not self._file.eval:
+            self._enough(len(kept))
+
+    def _slice(self) -> slice:
+        span = re.fullmatch(r"\[(-?\d*):(-?\d*)\]", self._cut) if self._cut else None
+        if self._cut and span is None:
+            raise self._error("the slice should be @[a:b]", self._cut, "for instance data.jsonl@[0:1000]")
+        return slice(*(int(edge) if edge else None for edge in span.groups())) if span else slice(None)
+
+    def _row(self, number: int, line: bytes) -> dict:
+        try:
+            row = json.loads(line.strip().decode("utf-8"))
+        except UnicodeDecodeError as error:
+            raise self._error("the line is not UTF-8 text", f"byte 0x{line[error.start]:02x}", "save the file as UTF-8",
+                              number) from None
+        except json.JSONDecodeError as error:
+            raise self._error("the line is not JSON", f"{error.msg.removesuffix(' at')} at column {error.colno}",
+                              "one JSON object a line", number) from None
+        if isinstance(row, list) and number == 1:
+            raise self._no_jsonl("a JSON list")
+        if not isinstance(row, dict):
+            raise self._error("the line is not a JSON object", type(row).__name__, "one JSON object a line", number)
+        return row
+
+    def _check_row(self, number: int, row: Mapping) -> None:
+        file, rollout = self._file, self._config.rollout
+        flags = ("--eval-input-key", "--eval-label-key") if file.eval else ("--input-key", "--label-key")
+        for key, flag in zip((file.input_key, file.label_key), flags, strict=True):
+            if key is not None and key not in row:
+                raise self._error(f"the row has no key {key!r}", ", ".join(row), f"name the right key with {flag}",
+                                  number)
+        prompt = row[file.input_key]
+        chat = isinstance(prompt, list) and prompt and all(isinstance(m, dict) and "role" in m for m in prompt)
+        if not chat and not (isinstance(prompt, str) and prompt):
+            raise self._error(f"{file.input_key!r} should be text or a list of chat messages",
+                              type(prompt).__name__ if prompt else "nothing",
+                              'write "..." or [{"role": "user", "content": "..."}]', number)
+        if chat and not rollout.apply_chat_template:
+            raise self._error(f"{file.input_key!r} is a list of chat messages",
+                              ", ".join(str(message["role"]) for message in prompt), "add --apply-chat-template",
+                              number)
+        if not chat and rollout.apply_chat_template and (found := _RENDERED.match(prompt)):
+            raise self._error(f"{file.input_key!r} holds what a chat template made, and would pass through one again",
+                              found[1], "drop --apply-chat-template, or give the messages themselves", number)
+
+    def _enough(self, rows: int) -> None:
+        rollout = self._config.rollout
+        if rollout.num_rollout is None and rollout.num_epoch * rows < rollout.rollout_batch_size:
+            raise self._error("there are too few prompts for one rollout", f"{rows} rows x {rollout.num_epoch} epochs, "
+                              f"rollout_batch_size {rollout.rollout_batch_size}",
+                              "lower --rollout-batch-size, or write --num-rollout in place of --num-epoch")
+
+    def _no_jsonl(self, kind: str) -> DataError:
+        return self._error("prompts are read as JSONL, one object a line", kind,
+                           "write the rows as JSONL, for instance with to_json of the package datasets")
+
+    def _error(self, what: str, got: str | None, fix: str, line: int | None = None) -> DataError:
+        where = f"{self._origin}, {self._name}" + (f", line {line}" if line else "")
+        return DataError(what, got=got, who=where, fix=fix)
+
+
+def _template(config: RunConfig) -> None:
+    """
+    Raises:
+        DataError: prompts are here and no tokenizer, or they are to be rendered and it has no template.
+    """
+    rollout, folder = config.rollout, Path(str(config.checkpoint.hf_checkpoint))
+    if rollout.chat_template_path is not None:
+        if not Path(rollout.chat_template_path).is_file():
+            raise DataError("the chat template cannot be read", got="there is no such file",
+                            who=f"--chat-template-path {rollout.chat_template_path}", fix="name a Jinja file")
+        return
+    files = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
+    here = any((folder / name).is_file() for name in TOKENIZERS)
+    if folder.is_dir() and not here and present(config):
+        raise DataError("the tokenizer cannot be loaded", got="no such files", who=f"--hf-checkpoint {folder}",
+                        fix=f"copy tokenizer.json and tokenizer_config.json of its model there; or {FOLDER}")
+    if not rollout.apply_chat_template or not here or any((folder / name).exists() for name in files):
+        return
+    try:
+        said = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        said = {}
+    except (OSError, ValueError):  # the start says what is wrong with it
+        return
+    if not (isinstance(said, Mapping) and said.get("chat_template")):
+        raise DataError("the tokenizer has no chat template",
+                        who=f"{who(config, 'rollout.apply_chat_template')}, --hf-checkpoint {folder}",
+                        fix="base models have none: name one that was tuned for chats, or a template with "
+                        "--chat-template-path FILE; drop --apply-chat-template where rows hold plain text")

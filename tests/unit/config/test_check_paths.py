@@ -1,0 +1,100 @@
+"""Paths that a run has to have: what is refused where it is missing, and what may be planned before it is there."""
+
+import json
+
+import pytest
+
+from miles_core.errors import CheckpointError, ConfigError
+from tests.unit.config.test_architecture import DEEPSEEK_V3
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """(name, *files, **constants) -> a folder with a config.json of these constants and empty files."""
+    def make(name, *files, **constants):
+        there = tmp_path / name
+        there.mkdir(parents=True)
+        if constants:
+            (there / "config.json").write_text(json.dumps(constants))
+        for file in files:
+            (there / file).parent.mkdir(parents=True, exist_ok=True)
+            (there / file).write_text("7\n" if file.startswith("latest") else "{}")
+        return there
+
+    return make
+
+
+def refused(plan, message, *flags, **changes):
+    with pytest.raises((CheckpointError, ConfigError)) as caught:
+        plan(*flags, **changes)
+    assert message in str(caught.value) and "Fix:" in str(caught.value), str(caught.value)
+
+
+def test_a_checkpoint_of_this_machine_is_there(plan, tmp_path, folder):
+    model = folder("models/tiny", model_type="qwen3")
+    refused(plan, "--hf-checkpoint /data/none/Qwen: there is no such folder", "--hf-checkpoint", "/data/none/Qwen")
+    refused(plan, "there is no such folder", "--hf-checkpoint", model.parent / "tyni")
+    refused(plan, "~ is not expanded", "--hf-checkpoint", "~/models/tiny")
+    refused(plan, "this is a file", "--hf-checkpoint", model / "config.json")
+    refused(plan, f"is {model} meant?", "--hf-checkpoint", model.parent)
+    assert not any("is not here" in note for note in plan("--hf-checkpoint", model).notes)
+
+
+def test_a_relative_name_may_be_planned_before_it_is_there(plan):
+    assert any("--hf-checkpoint models/tiny is not here" in note for note in plan().notes)
+
+
+@pytest.mark.parametrize(("files", "message"), [
+    (("pytorch_model.bin",), "*.bin files only"), (("pytorch_model.bin", "model.safetensors"), None),
+    (("model.safetensors.index.json", "a.safetensors"), "not there (got b.safetensors)"),
+    (("model.safetensors.index.json", "a.safetensors", "b.safetensors"), None),
+])
+def test_weights_are_whole_and_of_the_right_kind(plan, folder, files, message):
+    model = folder("model", *files, model_type="qwen3")
+    if "model.safetensors.index.json" in files:
+        index = {"weight_map": {"x": "a.safetensors", "y": "b.safetensors"}}
+        (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    if message:
+        refused(plan, message, "--hf-checkpoint", model)
+    else:
+        plan("--hf-checkpoint", model)
+
+
+def test_load_is_a_folder_of_checkpoints(plan, folder, tmp_path):
+    saved = folder("saved", "latest_checkpointed_iteration.txt", "iter_0000007/metadata.json", "step_7/x")
+    refused(plan, f"one iteration of a checkpoint. Fix: give the folder above it, {saved}", "--load", saved / "step_7")
+    refused(plan, "one iteration of a checkpoint", "--load", saved / "iter_0000007")
+    refused(plan, f"nothing to resume from. Fix: give {saved}: the newest", "--load", saved / "iter_0000008")
+    refused(plan, "Hugging Face directory", "--load", folder("hf", model_type="qwen3"))
+    refused(plan, "this is not a checkpoint (got no latest", "--load", folder("notes", "notes.txt"))
+    refused(plan, "nothing to resume from", "--load", tmp_path / "gone")
+    for good in (saved, folder("begun"), folder("killed", ".tmp-iter_0000001/x")):
+        plan("--load", good)
+    plan("--load", tmp_path / "gone", "--save", tmp_path / "gone")
+
+
+def test_the_reference_has_weights(plan, folder, tmp_path):
+    refused(plan, "there is no such folder", "--ref-load", tmp_path / "gone")
+    refused(plan, "no checkpoint: neither config.json nor", "--ref-load", folder("empty"))
+    for good in (folder("hf", model_type="qwen3"), folder("dist", "latest_checkpointed_iteration.txt"), "models/later"):
+        plan("--ref-load", good)
+
+
+def test_training_does_not_start_from_quantised_weights(plan, folder):
+    model = folder("model", model_type="qwen3", quantization_config={"quant_method": "gptq"})
+    refused(plan, "training cannot start from quantised weights (got gptq)", "--hf-checkpoint", model)
+    plan("--hf-checkpoint", model, "--ref-load", "models/plain")
+    plan("--hf-checkpoint", model, "--debug-rollout-only")
+
+
+def test_a_file_in_the_place_of_a_folder(plan, tmp_path):
+    (tmp_path / "file").write_text("")
+    refused(plan, "checkpoints cannot be written here", "--save", tmp_path / "file" / "checkpoints")
+    refused(plan, "a file stands where a folder is needed", "--run-dir", tmp_path / "file")
+    plan("--save", tmp_path / "new" / "checkpoints")
+
+
+def test_a_latent_models_groups_are_its_own(plan, folder):
+    """config.json's key-value heads say nothing of Megatron's query groups there."""
+    model = folder("model", **(DEEPSEEK_V3 | {"num_key_value_heads": 4}))
+    plan("--hf-checkpoint", model, "--num-query-groups", 128, **{"num_layers = 2\n": ""})

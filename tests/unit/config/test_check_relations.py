@@ -1,0 +1,145 @@
+"""Lengths, sampling, the model's constants, this machine: what does not start, each beside what does."""
+
+import json
+import socket
+
+import pytest
+
+from miles_core.config import hardware
+from miles_core.errors import MilesError
+
+QWEN = {"model_type": "qwen3", "num_hidden_layers": 4, "hidden_size": 128, "num_attention_heads": 28,
+        "num_key_value_heads": 4, "head_dim": 32, "intermediate_size": 96, "vocab_size": 264, "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 1024, "tie_word_embeddings": True, "rope_parameters": {"rope_theta": 10000.0}}
+MOE = QWEN | {"model_type": "qwen3_moe", "num_experts": 6, "moe_intermediate_size": 96, "num_experts_per_tok": 2}
+SGLANG = ("--engine", "sglang", "--colocate")
+FOUR = (*SGLANG, "--actor-num-gpus-per-node", 4, "--rollout-num-gpus-per-engine", 4)
+EVAL = ("--eval-interval", 1, "--eval-prompt-data", "eval.jsonl")
+
+# constants of config.json, flags that are refused with a message, flags that are not
+PAIRS = {
+    "answer-takes-context": (QWEN, ["--rollout-max-response-len", 1024], "leaves no room for a prompt",
+                             ["--rollout-max-response-len", 1023]),
+    "prompt-takes-context": (QWEN, ["--rollout-max-prompt-len", 1024], "leaves no room for an answer",
+                             ["--rollout-max-prompt-len", 1000]),
+    "sum-above-context": (QWEN, ["--rollout-max-prompt-len", 600, "--rollout-max-response-len", 500],
+                          "600 + 500 = 1100, context 1024", ["--rollout-max-prompt-len", 600,
+                                                             "--rollout-max-response-len", 424]),
+    "sum-above-the-runs-context": (QWEN, ["--rollout-max-context-len", 96, "--rollout-max-prompt-len", 64,
+                                          "--rollout-max-response-len", 64], "rollout.rollout_max_context_len (--roll",
+                                   ["--rollout-max-context-len", 128, "--rollout-max-prompt-len", 64,
+                                    "--rollout-max-response-len", 64]),
+    "sum-above-the-servers-context": (None, [*SGLANG, "--sglang-context-length", 96, "--rollout-max-prompt-len", 64,
+                                             "--rollout-max-response-len", 64], "64 + 64 = 128, context 96",
+                                      [*SGLANG, "--sglang-context-length", 96, "--rollout-max-prompt-len", 64]),
+    "eval-answer": (QWEN, [*EVAL, "--eval-max-response-len", 2000], "eval_max_response_len takes the whole context",
+                    [*EVAL, "--eval-max-response-len", 1000]),
+    "eval-sum": (QWEN, [*EVAL, "--eval-max-response-len", 900, "--eval-max-prompt-len", 200], "900 = 1100",
+                 [*EVAL, "--eval-max-response-len", 900, "--eval-max-prompt-len", 100]),
+    "beyond-the-model": (QWEN, ["--rollout-max-context-len", 2048], "beyond what the model was made for",
+                         ["--rollout-max-context-len", 1024]),
+    "least-above-most": (None, ["--rollout-min-new-tokens", 9, "--rollout-max-response-len", 8], "(got 9 and 8)",
+                         ["--rollout-min-new-tokens", 8, "--rollout-max-response-len", 8]),
+    "greedy": (None, ["--rollout-temperature", 0], "every answer is the likeliest one", ["--eval-temperature", 0]),
+    "cold": (None, ["--rollout-temperature", 0.001], "(got 0.001)",
+             ["--rollout-temperature", 0.3]),
+    "top-k-1": (None, ["--rollout-top-k", 1], "rollout_top_k 1", ["--rollout-top-k", 20]),
+    "greedy-alone": (None, ["--rollout-temperature", 0], "have to differ",
+                     ["--rollout-temperature", 0, "--debug-rollout-only"]),
+    "eval-top-p": (None, ["--eval-top-p", 0], "top_p 0.0", ["--eval-top-p", 0.7]),
+    "layers": (QWEN, ["--num-layers", 3], "num_layers disagrees with the checkpoint, whose num_hidden_layers is 4",
+               ["--num-layers", 4]),
+    "tied": (QWEN, ["--untie-embeddings-and-output-weights"], "whose tie_word_embeddings is True", []),
+    "theta": (QWEN, ["--rotary-base", 1000000], "rope_theta is 10000.0", ["--rotary-base", 10000]),
+    "epsilon": (QWEN, ["--norm-epsilon", 1e-5], "layernorm_epsilon disagrees", ["--norm-epsilon", 1e-6]),
+    "experts": (MOE, ["--num-experts", 8], "whose num_experts is 6", ["--num-experts", 6]),
+    "heads": (QWEN, [*SGLANG, "--actor-num-gpus-per-node", 8, "--rollout-num-gpus-per-engine", 8],
+              "num_attention_heads 28 does not divide by the engine's 8 GPUs", FOUR),
+    "key-value-heads": (QWEN | {"num_attention_heads": 24, "num_key_value_heads": 3},
+                        [*SGLANG, "--actor-num-gpus-per-node", 2, "--rollout-num-gpus-per-engine", 2],
+                        "num_key_value_heads 3", [*SGLANG, "--actor-num-gpus-per-node", 3, "--num-gpus-per-node", 3,
+                                                  "--rollout-num-gpus-per-engine", 3, "--rollout-batch-size", 6]),
+    "expert-width": (MOE | {"moe_intermediate_size": 90}, FOUR, "moe_intermediate_size 90",
+                     (*FOUR, "--sglang-ep-size", 2)),
+    "number-of-experts": (MOE, (*FOUR, "--sglang-ep-size", 4), "the number of experts 6",
+                          (*FOUR, "--sglang-ep-size", 2)),
+    "quantises-itself": (QWEN, [*SGLANG, "--sglang-quantization", "fp8"], "quantise plain weights by itself",
+                         [*SGLANG, "--sglang-quantization", "fp8", "--debug-rollout-only"]),
+    "broadcast-to-itself": (None, [*SGLANG, "--weight-sync", "broadcast"], "both sides have the same ones",
+                            ["--engine", "sglang", "--weight-sync", "broadcast"]),
+}  # fmt: skip
+
+
+@pytest.fixture
+def on(plan, tmp_path, monkeypatch):
+    """(constants, *flags) -> the plan on a checkpoint with these, on a machine without GPUs."""
+    monkeypatch.setattr(hardware, "gpus", lambda: 0)
+
+    def make(constants, *flags):
+        given = []
+        if constants is not None:
+            (tmp_path / "model").mkdir(exist_ok=True)
+            (tmp_path / "model" / "config.json").write_text(json.dumps(constants))
+            given = ["--hf-checkpoint", tmp_path / "model"]
+        return plan(*given, *flags, **{"num_layers = 2\n": ""})
+
+    return make
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_a_contradiction_is_refused_and_its_neighbour_is_not(on, name):
+    constants, bad, message, good = PAIRS[name]
+    with pytest.raises(MilesError) as caught:
+        on(constants, *bad)
+    assert message in str(caught.value) and "Fix: " in str(caught.value), str(caught.value)
+    assert caught.value.exit_code == 2
+    on(constants, *good)
+
+
+def test_blocks_that_share_a_scale_fit_the_experts(on):
+    said = MOE | {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    flags = [*SGLANG, "--ref-load", "plain"]
+    with pytest.raises(MilesError, match="moe_intermediate_size is no multiple .* 96 / 1, blocks of 128"):
+        on(said, *flags)
+    on(said | {"moe_intermediate_size": 256}, *flags)
+
+
+GPUS = [  # there, address of a cluster, flags, refused
+    (4, None, ("--actor-num-gpus-per-node", 4, "--rollout-num-gpus", 2), "takes 6 GPUs and this machine has 4"),
+    (4, None, ("--actor-num-gpus-per-node", 8, "--colocate"), "(got trainer 8, engines 8, taking turns)"),
+    (4, None, ("--actor-num-gpus-per-node", 8, "--colocate", "--placement", "ray"), "--ray-address HOST:PORT"),
+    (1, None, ("--rollout-num-gpus", 1), "share them with --colocate"),
+    (4, "a:1", ("--actor-num-gpus-per-node", 8, "--colocate"), None), (1, None, ("--colocate",), None),
+    (0, None, ("--actor-num-gpus-per-node", 8, "--colocate"), None),
+    (4, None, ("--actor-num-gpus-per-node", 2, "--rollout-num-gpus", 2), None),
+    (1, None, ("--rollout-external", "--rollout-external-engine-addrs", "10.0.0.7:1"), None),
+    (4, None, ("--actor-num-gpus-per-node", 8, "--rollout-num-gpus", 4, "--debug-rollout-only"), None),
+]
+
+
+@pytest.mark.parametrize(("there", "address", "flags", "message"), GPUS)
+def test_a_run_takes_the_gpus_that_there_are(plan, monkeypatch, there, address, flags, message):
+    monkeypatch.setattr(hardware, "gpus", lambda: there)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    for given in ([], ["--ray-address", address])[bool(address):]:
+        if message is None:
+            plan("--engine", "sglang", *flags, *given)
+            continue
+        with pytest.raises(MilesError) as caught:
+            plan("--engine", "sglang", *flags, *given)
+        assert message in str(caught.value)
+    if message and "RAY" not in flags:
+        monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+        if "--placement" in flags:
+            plan("--engine", "sglang", *flags)
+
+
+def test_somebody_listens_at_an_address_of_this_machine(plan):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        there = f"127.0.0.1:{server.getsockname()[1]}"
+        plan("--rollout-external", "--rollout-external-engine-addrs", there)
+    with pytest.raises(MilesError, match="nothing listens at this address"):
+        plan("--rollout-external", "--rollout-external-engine-addrs", there)
+    with pytest.raises(MilesError, match="sglang.router_ip .*nothing listens"):
+        plan("--engine", "sglang", "--router-ip", "localhost", "--sglang-router-port", there.rpartition(":")[2])
+    plan("--rollout-external", "--rollout-external-engine-addrs", "10.0.0.7:30000")
