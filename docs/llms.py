@@ -29,8 +29,8 @@ def line(path: Path) -> str:
 def text() -> str:
     """The file."""
     pages = sorted(path for path in HERE.glob("*.md") if path.name != "index.md")
-    lines = ["# Miles", "", "> Reinforcement-learning post-training for large language models: a small core that is a loop "
-             "and a set of hooks, and plugins for everything with an opinion.", "", "## Docs", ""]
+    lines = ["# Miles", "", "> Reinforcement-learning post-training for large language models: a small core that is a "
+             "loop and a set of hooks, and plugins for everything with an opinion.", "", "## Docs", ""]
     lines += [line(path) for path in pages if path.name not in LATER]
     lines += ["", "## Hooks", "", *(line(path) for path in sorted((HERE / "hooks").glob("*.md")))]
     lines += ["", "## Optional", "", *(line(HERE / name) for name in LATER), ""]

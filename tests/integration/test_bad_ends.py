@@ -73,7 +73,8 @@ def test_interrupt_while_a_scorer_hangs(place, quiet):
             os.killpg(process.pid, signal.SIGINT)
 
     flags = place.plugin("import time\nfrom miles_core import hookimpl\n\n\nclass Bad:\n"
-                         "    @hookimpl('reward', name='bad')\n    def bad(self, sample):\n        time.sleep(1000)\n        return 0.0\n")
+                         "    @hookimpl('reward', name='bad')\n    def bad(self, sample):\n        time.sleep(1000)\n"
+                         "        return 0.0\n")
     outcome = place.run(*flags, "--rm-type", "bad", before=os.setsid, while_running=twice)
     quiet(outcome)
     assert outcome.code == 130 and outcome.seconds < 30

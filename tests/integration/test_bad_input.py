@@ -206,8 +206,10 @@ class Bad:
      "scorer 'bad' failed on train prompt 0 (row 0) (got ZeroDivisionError: ... mend the scorer"
      " ... in plugin bad ... (file), hook reward ... logs/traceback.txt"),
     ("return float('nan')", "sample", "scorer 'bad' gave train prompt 0 (row 0), sample 0 no finite number (got nan)"),
-    ("return None if sample.index >= 0 else 0.0", "sample", "scorer 'bad' gave train prompt 0 (row 0), sample 0 no finite number (got None)"),
-    ("time.sleep(1000); return 0.0", "sample", "scorer 'bad' took longer than 0.5 s for train prompt 0 ... --rm-timeout"),
+    ("return None if sample.index >= 0 else 0.0", "sample",
+     "scorer 'bad' gave train prompt 0 (row 0), sample 0 no finite number (got None)"),
+    ("time.sleep(1000); return 0.0", "sample",
+     "scorer 'bad' took longer than 0.5 s for train prompt 0 ... --rm-timeout"),
     ("return [1.0]", "samples", "scorer 'bad' should answer with one number for each of 4 samples (got [1.0])"),
     ("return 1.0", "samples", "scorer 'bad' should answer with one number for each of 4 samples (got 1.0)"),
     ("raise SystemExit(3)", "sample",
