@@ -70,6 +70,9 @@ def _addresses(config: RunConfig) -> Iterator[tuple[str, str]]:
 def _listens(config: RunConfig, key: str, address: str) -> None:
     """Asked within this machine alone: elsewhere an answer takes its time."""
     parts = urlsplit(address if "://" in address else f"http://{address}")
+    if parts.hostname in ("0.0.0.0", "::"):
+        raise ConfigError("this is where a server listens, not where it is reached", got=address, who=who(config, key),
+                          fix="write its host's address; on this machine 127.0.0.1")
     if parts.hostname not in ("127.0.0.1", "localhost", "::1") or parts.port is None:
         return
     try:

@@ -50,9 +50,27 @@ def check_memory(config: RunConfig, note: Callable[[str], None]) -> RunConfig:
             who=who(config, "perf.max_tokens_per_gpu", "perf.actor_num_gpus_per_node"),
             fix=", or ".join(fixes) or "more GPUs, with a larger --tensor-model-parallel-size",
         )
+    _share(config, model, needed, capacity)
     if needed > (capacity - OUTSIDE) * (1 - TOLERANCE):
         note(f"the trainer's memory is tight: about {needed / GIB:.0f} of {(capacity - OUTSIDE) / GIB:.0f} GiB")
     return config
+
+
+def _share(config: RunConfig, model: Model, needed: float, capacity: float) -> None:
+    """
+    Raises:
+        ConfigError: trainer and engine share the GPU, neither makes room, and together they are too large.
+    """
+    perf, fraction = config.perf, config.server.get("mem_fraction_static")
+    if not perf.colocate or perf.offload_train or perf.offload_rollout or fraction is None:
+        return
+    engine_, room = fraction * capacity, capacity - OUTSIDE
+    if needed * (1 - TOLERANCE) + engine_ > room:
+        raise ConfigError(
+            "trainer and engine share the GPU, both stay in its memory, and it does not hold both",
+            got=f"about {needed / GIB:.0f} + {engine_ / GIB:.0f} of {room / GIB:.0f} GiB",
+            who=who(config, "server.mem_fraction_static", "perf.offload_train", "perf.offload_rollout"),
+            fix="let them take turns (--offload-rollout, --offload-train), or lower --sglang-mem-fraction-static")
 
 
 def peak(config: RunConfig, model: Model) -> float:

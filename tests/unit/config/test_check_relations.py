@@ -142,4 +142,6 @@ def test_somebody_listens_at_an_address_of_this_machine(plan):
         plan("--rollout-external", "--rollout-external-engine-addrs", there)
     with pytest.raises(MilesError, match="sglang.router_ip .*nothing listens"):
         plan("--engine", "sglang", "--router-ip", "localhost", "--sglang-router-port", there.rpartition(":")[2])
+    with pytest.raises(MilesError, match="where a server listens, not where it is reached"):
+        plan("--rollout-external", "--rollout-external-engine-addrs", "0.0.0.0:30000")
     plan("--rollout-external", "--rollout-external-engine-addrs", "10.0.0.7:30000")

@@ -148,6 +148,17 @@ def test_a_run_that_cannot_fit_is_refused_with_what_would(large):
         memory.check_memory(on(large, 20), print)
 
 
+def test_both_sides_in_memory_at_once_have_to_fit_together(large):
+    """Only where they share the GPU and neither makes room."""
+    needed = memory.peak(large, estimate.model_of(large)) / memory.GIB
+    shared = replace(on(large, 1.5 * needed), server={"mem_fraction_static": 0.8})
+    shared = replace(shared, perf=replace(shared.perf, colocate=True, offload_train=False, offload_rollout=False))
+    with pytest.raises(ConfigError, match=r"both stay in its memory.*--offload-rollout"):
+        memory.check_memory(shared, print)
+    memory.check_memory(replace(shared, server={"mem_fraction_static": 0.2}), print)
+    memory.check_memory(replace(shared, perf=replace(shared.perf, offload_rollout=True)), print)
+
+
 def test_the_plan_says_it_for_gpus_only(large, monkeypatch):
     assert memory.lines(on(large, None)) == []
     _, title, trainer = memory.lines(on(large, 140))
