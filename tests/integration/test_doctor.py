@@ -222,7 +222,6 @@ REAL = {
     "an infinite loss": (["--plugin", "./noisy.py", "--policy-loss", "infinite"], 1, "training", ["non-finite"],
                          "is not finite"),
     "a filter that drops all": (["--plugin", "./drops.py"], 1, "rollout", ["starved"], "unliked"),
-    "a label key that is not there": (["--label-key", "lable"], 1, "rollout", ["failed"], "has no key 'lable'"),
     "an error nobody foresaw": (["--plugin", "./broken.py"], 1, "neither", ["failed"], "nobody foresaw this"),
 }
 

@@ -200,7 +200,12 @@ def bench_of(tiny, family, folder, *flags) -> Bench:
     hf_checkpoint = "{tiny / family}"
     [rollout]
     prompt_data = "{tiny}/train.jsonl"
-    rollout_batch_size = 10
+    input_key = "prompt"
+    rm_type = ["math"]
+    label_key = "label"
+    apply_chat_template = true
+    rollout_batch_size = 5
+    n_samples_per_prompt = 2
     num_rollout = 1
     [perf]
     bf16 = false
