@@ -84,6 +84,7 @@ def test_a_rendered_project_is_linted(projects, name):
     shell(sys.executable, "-m", "ruff", "check", ".", cwd=projects[name])
 
 
+@pytest.mark.slow
 def test_every_hook_alone_makes_a_plugin_that_binds(tmp_path):
     """With the arguments and kind that its specification wants; and all of them are clean."""
     from miles_core.config.tables import RunConfig

@@ -167,7 +167,7 @@ TWO = ("--actor-num-gpus-per-node", "2")
 @pytest.mark.parametrize(("kind", "layout"), [
     ("dense", ("--tensor-model-parallel-size", "2", "--sequence-parallel")),
     ("moe", ("--expert-model-parallel-size", "2")),
-    ("dense", ("--pipeline-model-parallel-size", "2")),
+    pytest.param("dense", ("--pipeline-model-parallel-size", "2"), marks=pytest.mark.slow),
     ("dense", ("--recompute-granularity", "full")),
 ], ids=["TP2", "EP2", "PP2", "recompute"])
 def test_a_layout_rounds_as_one_rank(kind, layout, gradients):

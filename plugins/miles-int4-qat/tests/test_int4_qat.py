@@ -262,7 +262,8 @@ LAYOUTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [pytest.param(name, marks=pytest.mark.slow) if name == "tp2" else name
+                                    for name in LAYOUTS])
 def test_a_layout_changes_nothing(models, plan, one, two, layout):
     """Loss and gradient on two ranks and on one, in other micro-batches; and they are not those of plain weights."""
     name, flags = LAYOUTS[layout]

@@ -121,7 +121,8 @@ def test_the_gradient_is_that_of_peft(checkpoint, adapter, plan, one):
     assert distance(ours, theirs) < 1e-5
 
 
-@pytest.mark.parametrize("flags", [(), ("--bf16", "--lr", "1e-2"), ("--recompute-granularity", "full")],
+@pytest.mark.parametrize("flags", [(), pytest.param(("--bf16", "--lr", "1e-2"), marks=pytest.mark.slow),
+                                   pytest.param(("--recompute-granularity", "full"), marks=pytest.mark.slow)],
                          ids=["float32", "bfloat16", "recompute"])
 @pytest.mark.parametrize("kind", ["dense", "moe"])
 def test_adapters_move_and_the_base_stays_to_the_bit(checkpoint, plan, two, kind, flags):
@@ -137,7 +138,8 @@ def test_adapters_move_and_the_base_stays_to_the_bit(checkpoint, plan, two, kind
 
 
 @pytest.mark.parametrize(("flags", "later"), [((), ()), (("--use-kl-loss",), ()),
-                                              ((*TENSOR, "--sequence-parallel"), TWO)],
+                                              pytest.param((*TENSOR, "--sequence-parallel"), TWO,
+                                                           marks=pytest.mark.slow)],
                          ids=["one", "reference", "tp2-to-dp2"])
 def test_a_resumed_run_goes_on_to_the_bit(checkpoint, adapter, plan, one, two, tmp_path, flags, later):
     """Float32 masters, moments and schedule come back; under another layout up to the order of sums."""

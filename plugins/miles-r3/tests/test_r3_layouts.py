@@ -56,7 +56,7 @@ LAYOUTS = {
     "pp2-cp2-recompute": (4, PP, 2, CP, 2, *RECOMPUTE),
 }  # fmt: skip
 QUICK = {"one", "one-recompute", "one-recompute-some", "tp2-sp-recompute", "pp2-recompute",
-         "pp2-vpp2-recompute-experts", "cp2", "ep2", "tp2-sp-cp2-ep2-recompute"}  # fmt: skip
+         "pp2-vpp2-recompute-experts", "cp2", "ep2"}  # fmt: skip
 SLOW = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS]
 
 RUN_FILE = """

@@ -70,7 +70,8 @@ def tensors(folder):
     return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
-@pytest.mark.parametrize("family", BIAS)
+@pytest.mark.parametrize("family", [name if name == "deepseek_v3" else pytest.param(name, marks=pytest.mark.slow)
+                                    for name in BIAS])
 def test_a_run_needs_nothing_but_the_checkpoint(checkpoint, tmp_path, family):
     """Two rollouts against a reference; the engine decodes what the trainer trains; the bias stays as it is."""
     folder = checkpoint(family)
@@ -127,6 +128,7 @@ def test_a_reference_that_is_swapped_in_has_its_own_bias(checkpoint, one, tmp_pa
     assert np.array_equal(other["weights"][name], tensors(folder)[name])
 
 
+@pytest.mark.slow
 def test_the_bias_moves_when_a_run_asks_for_it(checkpoint, one, two):
     """By the rate, towards the experts that too few tokens chose (arXiv:2408.15664), the same on any layout."""
     folder, rollouts, name = checkpoint("glm4_moe"), batches(1, vocab=VOCAB), BIAS["glm4_moe"]
@@ -152,7 +154,8 @@ LAYOUTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [pytest.param(name, marks=pytest.mark.slow) if name == "tp2-sp-recompute" else name
+                                    for name in LAYOUTS])
 def test_a_layout_changes_nothing(checkpoint, one, two, layout):
     family, flags = LAYOUTS[layout]
     folder, [batch] = checkpoint(family), batches(1, vocab=VOCAB)

@@ -104,7 +104,8 @@ LAYOUTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("layout", [pytest.param(name, marks=pytest.mark.slow) if name == "tp2" else name
+@pytest.mark.parametrize("layout", [pytest.param(name, marks=pytest.mark.slow)
+                                    if name in ("tp2", "tp2-sp-recompute") else name
                                     for name in LAYOUTS])
 def test_a_layout_changes_nothing(folder, dense, one, two, layout):
     """The whole gradient, and apart from it that of the parameters which are small beside the others."""
