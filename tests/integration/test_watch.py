@@ -143,7 +143,10 @@ def watching(run: Path) -> Iterator[str]:
             yield next(found[0] for line in process.stdout if (found := re.search(r"http://127\.0\.0\.1:\d+/", line)))
         finally:
             process.send_signal(signal.SIGINT)
-            assert process.wait(10) == 0
+            try:
+                assert process.wait(10) == 0, "it does not end with an interrupt (a shell's background jobs ignore it)"
+            finally:
+                process.kill()
 
 
 def beside(call: Callable) -> threading.Thread:
