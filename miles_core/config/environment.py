@@ -23,7 +23,8 @@ def environment(config: RunConfig, *, gpus: bool, given: Mapping[str, str] = os.
     sizes = ("tensor_model_parallel_size", "context_parallel_size")
     if any((megatron.get(key) or 1) > 1 for key in sizes) or megatron.get("sequence_parallel"):
         wanted["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # Megatron overlaps by the order in which kernels are queued
-    if perf.weight_sync == "broadcast" or (perf.weight_sync not in TRAVELS and not perf.colocate):  # or a plugin's
+    known = (None, *TRAVELS)
+    if perf.weight_sync == "broadcast" or (perf.weight_sync not in known and not perf.colocate):  # or a plugin's
         wanted["NCCL_CUMEM_ENABLE"] = "0"  # SGLang sets it for its side; a group needs the same on both
     if megatron.get("fp8_recipe") == "blockwise":
         wanted["NVTE_FP8_BLOCK_SCALING_FP32_SCALES"] = "1"  # Hopper's kernels take no other scales

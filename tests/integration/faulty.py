@@ -176,11 +176,11 @@ class Faulty:
         return Prompts(Core(config).prompt_source(config, tokenizer), ends[self.options.fault])
 
     @hookimpl("engine", name="faulty")
-    def engine(self, config, tokenizer):
+    def engine(self, config, tokenizer, hooks):
         """The local engine."""
         from miles_core.backends.local.plugin import Local
 
-        return Engine(Local().engine(config, tokenizer), self.options.fault, self.due)
+        return Engine(Local().engine(config, tokenizer, hooks), self.options.fault, self.due)
 
     @hookimpl("generate", name="faulty")
     async def generate(self, prompt, generation):

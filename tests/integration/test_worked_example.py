@@ -209,6 +209,10 @@ def trainers(tiny, tmp_path_factory):
     hf_checkpoint = "{tiny / "qwen3"}"
     [rollout]
     prompt_data = "{tiny}/train.jsonl"
+    input_key = "prompt"
+    label_key = "label"
+    apply_chat_template = true
+    rm_type = ["math"]
     rollout_batch_size = 2
     n_samples_per_prompt = 2
     num_rollout = 2
