@@ -9,7 +9,7 @@ READY  := $(VENV)/.ready
 export OMP_WAIT_POLICY ?= PASSIVE
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help demo test test-slow test-sglang lint bench reliability reliability-sglang support-matrix models venv sglang-cpu clean
+.PHONY: help demo test test-slow test-sglang lint bench reliability reliability-sglang support-matrix site models venv sglang-cpu clean
 
 help:  ## Show this list.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -20,10 +20,10 @@ demo: $(READY)  ## Train a tiny Qwen3 with GRPO on sums until it gets them right
 	$(BIN)/miles report runs/demo
 	@echo "open runs/demo/report.html to look at it"
 
-test: $(READY)  ## Run the tests (about nine minutes on two cores).
+test: $(READY)  ## Run the tests (about twenty minutes on two cores).
 	$(BIN)/pytest -q -n 2
 
-test-slow: $(READY)  ## Run the tests that take longer (half an hour): kills at every file operation, controls.
+test-slow: $(READY)  ## Run the tests that take longer (an hour): kills at every file operation, controls.
 	$(BIN)/pytest -q -n 2 -m slow
 
 lint: $(READY)  ## Check style and the manifests of the plugins.
@@ -45,6 +45,9 @@ reliability-sglang: $(READY) .venv-sglang/.ready  ## The same for its table of r
 
 support-matrix: $(READY)  ## Measure every model family against transformers and write docs/model-families.md's table.
 	$(BIN)/python -m miles_core.testing.parity
+
+site:  ## Build the documentation as a site into runs/site (needs mkdocs-material).
+	mkdocs build --strict -q
 
 models: $(READY)  ## Make the checkpoints under examples/ anew.
 	$(BIN)/python examples/arithmetic/make_models.py
