@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import click
 
 from miles_core.cli.completion import plugins
-from miles_core.cli.convert_by import Conversions
+from miles_core.cli.convert_by import Conversions, check_free, taken
 from miles_core.errors import CheckpointError, ConfigError
 from miles_core.types import Rank
 
@@ -88,7 +88,7 @@ def hf_to_dist(source: Path, out: Path, dtype: str | None, plugins: tuple[str, .
     from miles_core.backends.megatron.convert_to_dist import ToDist
 
     if not checkpoint.never_saved(out):
-        raise _taken(out)
+        raise taken(out)
     described = architecture(source, plugins, options)
     target = checkpoint.iteration_folder(out, 0)
     with _made(out), publish.publish(target, writer=ranks.first) as folder:
@@ -123,8 +123,7 @@ def dist_to_hf(source: Path, out: Path, hf_checkpoint: Path, shard_size: int, dt
     from miles_core.backends.megatron.convert_to_hf import ToHuggingFace
 
     iteration = source if _is_iteration(source) else checkpoint.iteration_folder(source, checkpoint.latest(source))
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise _taken(out)
+    check_free(out)
     described = architecture(hf_checkpoint, plugins, options)
     with publish.publish(out, writer=ranks.first, beside=False) as folder:
         done = ranks.run(ToHuggingFace, Job(iteration.resolve(), folder.resolve(), *described, dtype=_dtype(dtype),
@@ -222,7 +221,3 @@ def _is_iteration(folder: Path) -> bool:
 
 def _is_dist(folder: Path) -> bool:
     return _is_iteration(folder) or (folder / "latest_checkpointed_iteration.txt").is_file()
-
-
-def _taken(out: Path) -> CheckpointError:
-    return CheckpointError("there is something already", who=str(out), fix="give a folder that is not there yet")

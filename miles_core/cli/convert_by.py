@@ -9,7 +9,7 @@ import click
 
 from miles_core.errors import CheckpointError, MilesError
 from miles_core.plugins import select
-from miles_core.plugins.scan import KNOWN, installed
+from miles_core.plugins.scan import KNOWN
 
 if TYPE_CHECKING:
     from miles_core.plugins.select import Selected
@@ -21,13 +21,22 @@ def offered() -> dict[str, str]:
     """Name -> plugin, of official plugins and of those that are installed and can be read."""
     found = {offer.partition(":")[2]: plugin for plugin, offers in KNOWN.items() for offer in offers
              if offer.startswith(f"{HOOK}:")}
-    for one in installed():
-        try:
-            (selected,) = select.select([(one.name, "miles convert")], ())
-        except MilesError:  # a broken one is the business of who enables it
-            continue
-        found |= {offer.name: one.name for offer in selected.manifest.offers if offer.hook == HOOK}
-    return found
+    return found | {offer.name: manifest.name for manifest in select.readable() for offer in manifest.offers
+                    if offer.hook == HOOK}
+
+
+def taken(out: Path) -> CheckpointError:
+    """What to say of a target that is there already."""
+    return CheckpointError("there is something already", who=str(out), fix="give a folder that is not there yet")
+
+
+def check_free(out: Path) -> None:
+    """
+    Raises:
+        CheckpointError: the target is something else than an empty folder.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise taken(out)
 
 
 class Conversions(click.Group):
@@ -44,15 +53,18 @@ class Conversions(click.Group):
 
 
 def _command(name: str, plugin: str) -> click.Command:
-    def run(source: Path, out: Path, **given: object) -> None:
-        (one,) = select.select([(plugin, f"miles convert {name}")], ())
-        click.echo(f"Wrote {out}: {_convert(one, name, source, out, given)}")
-
+    one = refusal = None
     try:
         (one,) = select.select([(plugin, f"miles convert {name}")], ())
         options, about = one.manifest.options.values(), f"{one.manifest.summary} (plugin {plugin})"
     except MilesError as error:  # not installed: said when it is called, and in the help
-        options, about = (), str(error)
+        refusal, options, about = error, (), str(error)
+
+    def run(source: Path, out: Path, **given: object) -> None:
+        if refusal is not None:
+            raise refusal
+        click.echo(f"Wrote {out}: {_convert(one, name, source, out, given)}")
+
     parameters = [click.Argument(["source"], metavar="SRC", type=click.Path(exists=True, file_okay=False,
                                                                             path_type=Path)),
                   click.Argument(["out"], type=click.Path(path_type=Path))]
@@ -78,8 +90,7 @@ def _convert(one: Selected, name: str, source: Path, out: Path, given: dict[str,
     if not (source / "config.json").is_file():
         raise CheckpointError("this is no Hugging Face directory", got="no config.json", who=str(source),
                               fix="give the folder of config.json and *.safetensors")
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise CheckpointError("there is something already", who=str(out), fix="give a folder that is not there yet")
+    check_free(out)
     options = one.manifest.options
     values = {key: convert(options[key], value, Origin("flag", f"--{key.replace('_', '-')}"))
               for key, value in given.items() if value is not None}

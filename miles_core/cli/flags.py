@@ -69,11 +69,12 @@ def options(*, plugins: bool = True) -> Iterator[Option]:
     """The core's options in the order of the tables, then those of the installed plugins."""
     from miles_core.config.options import options_of
     from miles_core.config.tables import TABLES
+    from miles_core.plugins.select import readable
 
     for table, kind in TABLES.items():
         yield from options_of(table, kind).values()
     if plugins:
-        for manifest in manifests():
+        for manifest in readable():
             yield from manifest.options.values()
 
 
@@ -85,21 +86,6 @@ def spellings(option: Option) -> tuple[list[str], list[str]]:
     prefix = "" if option.table in TABLES else f"{option.table}."
     off = [f"--{prefix}no-{dashed}", *option.off] if option.is_bool else []
     return [f"--{prefix}{dashed}", *option.flags], off
-
-
-def manifests() -> list:
-    """Manifests of the installed plugins, by name; none is imported. One that cannot be read is left out here."""
-    from miles_core.errors import ManifestError
-    from miles_core.plugins.manifest import of_package
-    from miles_core.plugins.scan import installed
-
-    found = []
-    for one in installed():
-        try:
-            found.append(of_package(one.entry, one.name))
-        except ManifestError:
-            continue
-    return found
 
 
 def _tables() -> list[str]:
@@ -139,9 +125,10 @@ def _served(table: str, package: str) -> list[str]:
 
 def _plugins() -> list[str]:
     from miles_core.plugins.scan import KNOWN
+    from miles_core.plugins.select import readable
 
     lines = ["## Plugins", "", "Official plugins that have options. `miles plugins list` says what is installed.", ""]
-    for manifest in manifests():
+    for manifest in readable():
         if manifest.options and manifest.name in KNOWN:
             lines += [f"### [{manifest.name}]", "", manifest.summary, "", *_rows("flag", "type", "default", "meaning")]
             lines += [*(_row(option) for option in manifest.options.values()), ""]

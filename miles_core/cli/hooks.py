@@ -126,12 +126,11 @@ def _signature(spec: Callable) -> str:
 
 def _offers(hook: str) -> str:
     """Who implements a hook: the core's own parts and the installed official plugins, as they state unimported."""
-    from miles_core.cli.flags import manifests
     from miles_core.plugins.scan import KNOWN
-    from miles_core.plugins.select import built_in
+    from miles_core.plugins.select import built_in, readable
 
     found = []
-    for manifest in (*(one.manifest for one in built_in()), *(one for one in manifests() if one.name in KNOWN)):
+    for manifest in (*(one.manifest for one in built_in()), *(one for one in readable() if one.name in KNOWN)):
         names = [f"`{offer.name}`" for offer in manifest.offers if offer.hook == hook]
         if names:
             found.append(manifest.name if names == [f"`{manifest.name}`"] else f"{manifest.name} ({', '.join(names)})")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import click
 
+from miles_core.cli.run import split
 from miles_core.errors import PluginError, UnknownKeyError, WaitError
 
 SECONDS = 120.0
@@ -33,12 +33,6 @@ main_of(body)
 """
 
 
-def _split(words: Sequence[str]) -> tuple[Path | None, tuple[str, ...]]:
-    """Run file and flags, as `miles run` takes them."""
-    run_file = Path(words[0]) if words and not words[0].startswith("-") else None
-    return run_file, tuple(words[1:] if run_file else words)
-
-
 @click.command("check", context_settings=_RUN)
 @click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar=_WORDS)
 def check(words: tuple[str, ...]) -> None:
@@ -49,7 +43,7 @@ def check(words: tuple[str, ...]) -> None:
     """
     from miles_core.plugins.plan import prepare
 
-    run_file, flags = _split(words)
+    run_file, flags = split(words)
     plan = prepare(run_file, flags)
     command = [sys.executable, "-c", _BIND, str(run_file or ""), *flags]
     try:
@@ -80,9 +74,10 @@ def why(key: str, words: tuple[str, ...]) -> None:
     from miles_core.config.load import load
     from miles_core.plugins.plan import prepare
 
-    run_file, flags = _split(words)
+    run_file, flags = split(words)
     plan = prepare(run_file, flags)
-    values, origins = plan.to_json()["options"], plan.to_json()["origins"]
+    stated = plan.to_json()
+    values, origins = stated["options"], stated["origins"]
     if key not in values:
         near = difflib.get_close_matches(key, values, 1, 0.5)
         raise UnknownKeyError(f"the run has no key {key!r}", fix=f"did you mean {near[0]}?" if near else
@@ -122,7 +117,7 @@ def graph(dot: bool, words: tuple[str, ...]) -> None:
     from miles_core.hookspecs import ROLES, specs
     from miles_core.plugins.plan import prepare
 
-    plan = prepare(*_split(words))
+    plan = prepare(*split(words))
     order = plan.to_json()["order"]
     picked: dict[str, list[str]] = {}
     for choice in plan.choices:
@@ -157,7 +152,7 @@ def lock(out: Path | None, words: tuple[str, ...]) -> None:
     from miles_core.plugins import lock as locks
     from miles_core.plugins.plan import prepare
 
-    text = locks.text(locks.of(prepare(*_split(words))))
+    text = locks.text(locks.of(prepare(*split(words))))
     if out is None:
         click.echo(text, nl=False)
     else:

@@ -66,6 +66,12 @@ SCRIPTS: dict[str, tuple[str, ...]] = {"train.py": (), "train_async.py": ("--tra
 """Where an old launch script names one of these, `miles run` may stand before it; the second samples ahead."""
 
 
+def split(words: tuple[str, ...]) -> tuple[Path | None, tuple[str, ...]]:
+    """Run file, None where none is named, and flags."""
+    named = bool(words) and not words[0].startswith("-")
+    return (Path(words[0]), words[1:]) if named else (None, words)
+
+
 @click.command("run", cls=RunCommand, context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
 @click.option("--plan", "plan_only", is_flag=True, help="Print what would run and stop. Imports no plugin.")
 @click.option("--json", "as_json", is_flag=True, help="With --plan: as JSON.")
@@ -86,8 +92,7 @@ def command(plan_only: bool, as_json: bool, locked: Path | None, live: bool | No
     """
     from miles_core.plugins.plan import prepare
 
-    run_file = Path(words[0]) if words and not words[0].startswith("-") else None
-    words = words[1:] if run_file else words
+    run_file, words = split(words)
     if run_file is not None and (preset := SCRIPTS.get(run_file.name)) is not None:
         run_file, words = None, (*words, *preset)
     plan = prepare(run_file, words)

@@ -8,13 +8,13 @@ in a plugin's class body. A preset stands behind the run file and flags: both ov
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from miles_core.errors import ConfigError, MilesError, OwnerError
+from miles_core.errors import ConfigError, OwnerError
 from miles_core.plugins.manifest import Manifest
-from miles_core.plugins.scan import KNOWN, Installed, installed
-from miles_core.plugins.select import manifest_of
+from miles_core.plugins.scan import KNOWN
+from miles_core.plugins.select import readable
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +50,19 @@ def find(names: Sequence[tuple[str, str]]) -> list[Preset]:
     """
     if not names:
         return []
-    offered = list(_offered(installed()))
-    return [_one(name, origin, offered) for name, origin in names]
+    there = offered()
+    return [_one(name, origin, there) for name, origin in names]
 
 
 def offered() -> list[Preset]:
     """Every preset of the installed plugins that can be read."""
-    return list(_offered(installed()))
+    found = []
+    for manifest in readable():
+        try:
+            found += of_manifest(manifest)
+        except ConfigError:  # of a plugin that nobody enabled
+            continue
+    return found
 
 
 def _one(name: str, origin: str, there: Sequence[Preset]) -> Preset:
@@ -72,14 +78,6 @@ def _one(name: str, origin: str, there: Sequence[Preset]) -> Preset:
                       + (", ".join(sorted(one.name for one in there)) or "none"),
                       fix=f"pip install miles-{known[0]}" if known else f"did you mean {near[0]!r}?" if near else
                       "a plugin offers presets: `miles plugins info NAME`")
-
-
-def _offered(have: Iterable[Installed]) -> Iterable[Preset]:
-    for one in have:
-        try:
-            yield from of_manifest(manifest_of(one))
-        except MilesError:  # a broken plugin that nobody enabled
-            continue
 
 
 def of_manifest(manifest: Manifest) -> list[Preset]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from miles_core.errors import OwnerError, UnknownPluginError
+from miles_core.errors import ManifestError, OwnerError, UnknownPluginError
 from miles_core.plugins import manifest as manifests
 from miles_core.plugins.manifest import Manifest
 from miles_core.plugins.scan import BUILT_IN, KNOWN, Installed, installed
@@ -64,6 +64,17 @@ def select(named: Sequence[tuple[str, str]], chosen: Sequence[Selected]) -> list
 def _built_in(name: str, module: str) -> Manifest:
     path = PACKAGE.parent.joinpath(*module.split(".")).with_suffix(".py")
     return manifests.of_source(path, name=name, module=module)
+
+
+def readable() -> list[Manifest]:
+    """Manifests of the installed plugins, by name; none is imported. One that cannot be read is left out here."""
+    found = []
+    for one in installed():
+        try:
+            found.append(manifest_of(one))
+        except ManifestError:
+            continue
+    return found
 
 
 def without(named: Sequence[tuple[str, str]], dropped: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:

@@ -21,6 +21,7 @@ from source import ROOT
 
 from miles_core.cli import cli
 from miles_core.cli.convert import command as convert
+from miles_core.plugins.load import import_file
 from miles_core.record.directory import RunDirectory
 from miles_core.record.events import EventLog
 
@@ -188,11 +189,7 @@ def test_docs_speak_of_nothing_but_the_project():
 
 
 def test_the_list_for_programs_is_what_the_pages_say():
-    import importlib.util
-
-    spec = importlib.util.spec_from_file_location("llms", ROOT / "docs" / "llms.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = import_file(ROOT / "docs" / "llms.py")
     assert (ROOT / "docs" / "llms.txt").read_text(encoding="utf-8") == module.text(), "run python docs/llms.py"
 
 

@@ -21,6 +21,7 @@ import pytest
 from miles_core import hookspecs
 from miles_core.errors import ConfigError, PluginError
 from miles_core.plugins import scaffold
+from miles_core.plugins.load import import_file
 from miles_core.plugins.manifest import of_source, to_toml
 
 ROOT = Path(__file__).parents[2]
@@ -173,10 +174,6 @@ def test_an_older_project_with_edits_of_its_own_is_brought_up(tmp_path):
 
 
 def test_what_is_generated_in_the_template_is_up_to_date():
-    import importlib.util
-
-    spec = importlib.util.spec_from_file_location("make_stubs", TEMPLATE / "make_stubs.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = import_file(TEMPLATE / "make_stubs.py")
     stale = [path.name for path, text in module.files().items() if path.read_text(encoding="utf-8") != text]
     assert not stale, "run python cookiecutter/make_stubs.py"

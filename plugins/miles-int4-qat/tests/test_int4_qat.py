@@ -19,7 +19,7 @@ from miles_core.errors import CheckpointError, ConfigError
 from miles_core.plugins.plan import prepare
 from miles_core.record.events import read
 from miles_core.testing.forked import miles
-from miles_core.testing.ranks import Ranks, batches
+from miles_core.testing.ranks import batches
 
 pytestmark = pytest.mark.xdist_group("int4-qat")  # one worker: the processes are started once
 
@@ -227,20 +227,6 @@ def test_it_learns(run):
 def plan():
     """(folder, *flags) -> the plan of a run on it."""
     return lambda folder, *flags: prepare(None, ["--hf-checkpoint", str(folder), *RUN, *map(str, flags)])
-
-
-@pytest.fixture(scope="module")
-def one():
-    """A process that is started once."""
-    with Ranks(1) as ranks:
-        yield ranks
-
-
-@pytest.fixture(scope="module")
-def two():
-    """Two of them."""
-    with Ranks(2) as ranks:
-        yield ranks
 
 
 def distance(found, expected):

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from miles_core.plugins.plan import prepare
-from miles_core.testing.ranks import Ranks
+from miles_core.testing.fixtures import convert, one, two  # noqa: F401
 
 SIZES = dict(vocab_size=264, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
              num_key_value_heads=2, head_dim=8, max_position_embeddings=128, eos_token_id=258, pad_token_id=256,
@@ -83,38 +83,8 @@ def plan():
     return lambda folder, *flags: prepare(None, ["--hf-checkpoint", str(folder), *RUN, *map(str, flags)])
 
 
-@pytest.fixture(scope="session")
-def one():
-    """A process that is started once."""
-    with Ranks(1) as ranks:
-        yield ranks
-
-
-@pytest.fixture(scope="session")
-def two():
-    """Two of them."""
-    with Ranks(2) as ranks:
-        yield ranks
-
-
 @pytest.fixture
-def convert(capsys):
-    """(*words) -> what `miles convert` prints."""
-    from miles_core.backends.megatron import cpu
-    from miles_core.cli import cli
-
-    def run(*words):
-        try:
-            cli(["convert", *map(str, words)], standalone_mode=False)
-        finally:
-            cpu.leave()  # the command's process would end here
-        return capsys.readouterr().out
-
-    return run
-
-
-@pytest.fixture
-def merged(checkpoint, adapter, convert, tmp_path):
+def merged(checkpoint, adapter, convert, tmp_path):  # noqa: F811 - the fixture
     """kind -> a directory of the base with the random adapters merged into it."""
     def make(kind="dense"):
         out = tmp_path / f"merged-{kind}"

@@ -14,11 +14,10 @@ import torch
 from miles_mtp.plugin import Mtp, MtpOptions
 from safetensors.torch import load_file, save_file
 
-from miles_core.backends.megatron import cpu
 from miles_core.config.load import with_values
 from miles_core.errors import CheckpointError, UnknownKeyError
 from miles_core.plugins.plan import prepare
-from miles_core.testing.ranks import Ranks, batches
+from miles_core.testing.ranks import batches
 
 pytestmark = pytest.mark.xdist_group("mtp")  # one worker: the processes are started once
 
@@ -90,20 +89,6 @@ def checkpoint(tmp_path_factory):
 def plan():
     """(folder, *flags) -> the plan of a run on it."""
     return lambda folder, *flags: prepare(None, ["--hf-checkpoint", str(folder), *RUN, *map(str, flags)])
-
-
-@pytest.fixture(scope="module")
-def one():
-    """A process that is started once."""
-    with Ranks(1) as ranks:
-        yield ranks
-
-
-@pytest.fixture(scope="module")
-def two():
-    """Two of them."""
-    with Ranks(2) as ranks:
-        yield ranks
 
 
 AUX = ("--moe-aux-loss-coeff", 1e-2)
@@ -251,21 +236,6 @@ def test_a_layout_changes_nothing(checkpoint, plan, one, two, layout):
     assert other == pytest.approx(loss, abs=1e-6)
     assert distance(found, expected, names_of(folder)) < 2e-6
     assert distance(found, expected, expected.keys() - names_of(folder)) < 4e-6
-
-
-@pytest.fixture
-def convert(capsys):
-    """(*words) -> what `miles convert` prints."""
-    from miles_core.cli import cli
-
-    def run(*words):
-        try:
-            cli(["convert", *map(str, words)], standalone_mode=False)
-        finally:
-            cpu.leave()  # the command's process would end here
-        return capsys.readouterr().out
-
-    return run
 
 
 def on_disk(folder):

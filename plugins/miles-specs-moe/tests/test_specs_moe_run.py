@@ -11,12 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from miles_core.backends.megatron import cpu, estimate
+from miles_core.backends.megatron import estimate
 from miles_core.plugins.plan import prepare
 from miles_core.record.events import read
 from miles_core.testing.forked import miles
 from miles_core.testing.parity import TINY, Case, random_model
-from miles_core.testing.ranks import Ranks, batches
+from miles_core.testing.ranks import batches
 
 ROOT = Path(__file__).parents[3]
 EXAMPLES = ROOT / "examples" / "arithmetic"
@@ -46,20 +46,6 @@ def checkpoint(tmp_path_factory):
         return made[family]
 
     return make
-
-
-@pytest.fixture(scope="module")
-def one():
-    """A process that is started once."""
-    with Ranks(1) as ranks:
-        yield ranks
-
-
-@pytest.fixture(scope="module")
-def two():
-    """Two of them."""
-    with Ranks(2) as ranks:
-        yield ranks
 
 
 def plan(folder, *flags):
@@ -164,21 +150,6 @@ def test_a_layout_changes_nothing(checkpoint, one, two, layout):
     size = sum(np.square(g, dtype=np.float64).sum() for g in expected.values())
     off = sum(np.square(found[name] - g, dtype=np.float64).sum() for name, g in expected.items())
     assert (off / size) ** 0.5 < 4e-6
-
-
-@pytest.fixture
-def convert(capsys):
-    """(*words) -> what `miles convert` prints."""
-    from miles_core.cli import cli
-
-    def run(*words):
-        try:
-            cli(["convert", *map(str, words)], standalone_mode=False)
-        finally:
-            cpu.leave()  # the command's process would end here
-        return capsys.readouterr().out
-
-    return run
 
 
 @pytest.mark.parametrize("family", BIAS)

@@ -8,13 +8,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from miles_core.backends.megatron import cpu
 from miles_core.errors import BatchError, ConfigError
 from miles_core.plugins.plan import prepare
 from miles_core.record.events import read
 from miles_core.testing.forked import miles
 from miles_core.testing.parity import TINY, Case, cases, random_model
-from miles_core.testing.ranks import Ranks, batches
+from miles_core.testing.ranks import batches
 
 pytestmark = pytest.mark.xdist_group("specs-qwen3next")
 
@@ -48,20 +47,6 @@ def dense(tmp_path_factory):
     last = cases(Path(__file__).with_name("parity.toml"))[-1]
     random_model(Case("qwen3_next", "dense", {**last.config, **WORDS})).save_pretrained(found)
     return found
-
-
-@pytest.fixture(scope="module")
-def one():
-    """A process that is started once."""
-    with Ranks(1) as ranks:
-        yield ranks
-
-
-@pytest.fixture(scope="module")
-def two():
-    """Two of them."""
-    with Ranks(2) as ranks:
-        yield ranks
 
 
 def plan(folder, *flags):
@@ -141,21 +126,6 @@ def test_heads_that_do_not_divide_are_refused(tmp_path):
     random_model(odd).save_pretrained(tmp_path)
     with pytest.raises(BatchError, match="linear_num_key_heads 3 does not divide by tensor_model_parallel_size 2"):
         plan(tmp_path, *TWO, "--tensor-model-parallel-size", 2)
-
-
-@pytest.fixture
-def convert(capsys):
-    """(*words) -> what `miles convert` prints."""
-    from miles_core.cli import cli
-
-    def run(*words):
-        try:
-            cli(["convert", *map(str, words)], standalone_mode=False)
-        finally:
-            cpu.leave()  # the command's process would end here
-        return capsys.readouterr().out
-
-    return run
 
 
 def test_conversion_keeps_every_bit(folder, convert, tmp_path):

@@ -1,40 +1,11 @@
 """What has to be quick is quick and imports nothing heavy: --help and --plan, in a fresh interpreter, by CPU time."""
 
-import json
-import os
-import subprocess
-import sys
 
 import pytest
 
+from tests.unit.cpu_time import best
+
 HEAVY = ("torch", "ray", "transformers", "megatron", "sglang")
-
-CODE = """
-import sys
-sys.argv = ["miles", *{argv!r}]
-from miles_core.cli import main
-try:
-    main()
-except SystemExit as leave:
-    assert not leave.code, leave.code
-import json, resource
-used = resource.getrusage(resource.RUSAGE_SELF)
-names = sorted({{name.partition(".")[0] for name in sys.modules}})
-print(json.dumps([used.ru_utime + used.ru_stime, names]), file=sys.stderr)
-"""
-
-
-def best(argv, cwd, tries=3):
-    """(least CPU seconds, top-level modules, output) of a command, the interpreter's own start included."""
-    runs = []
-    for _ in range(tries):
-        done = subprocess.run([sys.executable, "-c", CODE.format(argv=[str(a) for a in argv])], cwd=cwd, text=True,
-                              capture_output=True, check=True, env=dict(os.environ, COVERAGE_PROCESS_START=""))
-        seconds, names = json.loads(done.stderr.splitlines()[-1])
-        runs.append((seconds, names, done.stdout))
-    assert len({out for _, _, out in runs}) == 1, "the output differs from run to run"
-    return min(runs)
-
 
 @pytest.mark.parametrize(("argv", "limit"), [(["--help"], 0.15), (["run", "--help"], 0.4)])
 def test_help(tmp_path, argv, limit):
