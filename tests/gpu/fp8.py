@@ -58,7 +58,7 @@ loss_type = "sft_loss"
 calculate_per_token_loss = true
 skip_actor_forward_only = true
 [optimizer]
-lr = 1e-4
+lr = 1e-5
 """
 
 
@@ -331,7 +331,7 @@ def main() -> int:
     arguments.add_argument("--parts", nargs="*", default=["engine", "train"], choices=["engine", "train"])
     arguments.add_argument("--recipes", nargs="*", default=["bf16", "blockwise"])
     arguments.add_argument("--steps", type=int, default=20)
-    arguments.add_argument("--backend", default="cutlass", help="of SGLang's FP8 products: --fp8-gemm-backend")
+    arguments.add_argument("--backend", default="triton", help="of SGLang's FP8 products: --fp8-gemm-backend")
     arguments.add_argument("--tiny", action="store_true")
     arguments.add_argument("--child")
     given = arguments.parse_args()

@@ -244,3 +244,32 @@ def test_the_gpus_memory_goes_and_comes_back(run_file):
     print(f"apart by {gaps[worst].max():.1e} in {worst}, mean {max(float(gap.mean()) for gap in gaps.values()):.1e}")
     # Atomics: a GPU's sums have no fixed order, and Adam's step is lr wherever a gradient is nearly 0.
     assert max(float(gap.mean()) for gap in gaps.values()) < 1e-3
+
+
+def test_a_fused_step_over_small_moments_takes_little_more_than_they_do():
+    """Transformer Engine widens a group's moments at once; in slices the step's peak is a slice's, and no bit changes."""
+    from transformer_engine.pytorch.optimizers import FusedAdam
+
+    from miles_core.backends.megatron.adam import step_in_slices
+
+    def trained(slices: bool) -> tuple[list[torch.Tensor], int]:
+        torch.manual_seed(0)
+        parameters = [torch.randn(2**20, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(64)]
+        optimizer = FusedAdam(parameters, lr=1e-3, master_weights=True, use_decoupled_grad=True,
+                              store_param_remainders=True, exp_avg_dtype=torch.bfloat16,
+                              exp_avg_sq_dtype=torch.bfloat16)
+        if slices:
+            step_in_slices(optimizer, 2**22)
+        for _ in range(3):
+            for parameter in parameters:
+                parameter.decoupled_grad = torch.randn_like(parameter, dtype=torch.float32)
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            optimizer.step()
+        assert optimizer.param_groups[0]["step"] == 3
+        return [parameter.detach().clone() for parameter in parameters], torch.cuda.max_memory_allocated() - before
+
+    (whole, widened), (cut, sliced) = trained(False), trained(True)
+    print(f"peak of a step of 2^26 parameters: {widened / 2**20:.0f} MiB whole, {sliced / 2**20:.0f} MiB in slices")
+    assert all(torch.equal(one, other) for one, other in zip(whole, cut, strict=True))
+    assert widened >= 2**26 * 8 and sliced <= 2**22 * 8 * 1.5

@@ -141,10 +141,16 @@ def _stage(config: RunConfig, model: Model, stage: int) -> dict[str, float]:
 
 
 def _optimizer_bytes(config: RunConfig, value: int) -> float:
-    """Of one parameter: the fp32 master, which an fp32 weight is itself, and Adam's two moments."""
+    """Of one parameter: the fp32 master, which an fp32 weight is itself, and Adam's two moments.
+
+    Where moments have fewer bits, the kernel keeps of the master what the bfloat16 weight leaves out of it.
+    """
     given = config.megatron
     names = ("exp_avg_dtype", "exp_avg_sq_dtype", *(("main_params_dtype",) if value < FP32 else ()))
     whole = sum(_BYTES.get(str(given.get(name, "fp32")), FP32) for name in names)
+    remainders = given.get("use_precision_aware_optimizer") and given.get("store_param_remainders", True)
+    if remainders and value < FP32 and given.get("main_params_dtype", "fp32") == "fp32":
+        whole -= value
     away = given.get("optimizer_offload_fraction", 1.0) if given.get("optimizer_cpu_offload") else 0.0
     return whole * (1 - away)
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from miles_core.backends.megatron import cpu
+from miles_core.backends.megatron.adam import step_in_slices
 from miles_core.backends.megatron.given import defaults_for, given_for
 from miles_core.errors import ConfigError
 
@@ -164,6 +165,9 @@ def make_optimizer(
             overlap_param_gather=options.overlap_param_gather,
         ))  # fmt: skip
         optimizer = get_megatron_optimizer(settings, list(chunks))
+    if settings.use_precision_aware_optimizer and not settings.optimizer_cpu_offload:
+        for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+            step_in_slices(part.optimizer)
     scheduler = OptimizerParamScheduler(
         optimizer, init_lr=options.lr_warmup_init, max_lr=options.lr, min_lr=options.min_lr,
         lr_warmup_steps=options.lr_warmup_iters,

@@ -104,7 +104,7 @@ class MegatronTrainer:
 
         with self._phase(f"step {index}"):
             metrics = proceed() if around is None else around(proceed, access)
-        return metrics | {"perf/actor_train_time": time.perf_counter() - begin}
+        return metrics | {"perf/actor_train_time": time.perf_counter() - begin} | self.hooks.took()
 
     def end_batch(self) -> Batch | None:
         batch, self.batch = self.batch, None

@@ -119,6 +119,15 @@ def test_ranks_share_what_the_layout_splits():
     assert estimate.trainer(away, described(False, 4))["optimizer"] == 0
 
 
+def test_small_moments_leave_less_of_the_optimizer():
+    """A fused Adam with moments in bfloat16 keeps 16 bits of the fp32 master beside a bfloat16 weight."""
+    small = {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
+    model = replace(described(False, 4), value=2)
+    usual, less, whole = (estimate.trainer(RunConfig(megatron=given), model)["optimizer"] for given in (
+        {}, small, small | {"store_param_remainders": False}))
+    assert less == usual * 6 / 12 and whole == usual * 8 / 12
+
+
 @pytest.fixture
 def large(tmp_path) -> RunConfig:
     """A run of Qwen3-4B on one GPU."""
