@@ -247,7 +247,7 @@ def test_the_gpus_memory_goes_and_comes_back(run_file):
 
 
 def test_a_fused_step_over_small_moments_takes_little_more_than_they_do():
-    """Transformer Engine widens a group's moments at once; in slices the step's peak is a slice's, and no bit changes."""
+    """Transformer Engine widens a group's moments at once; in slices a step's peak is a slice's, and no bit changes."""
     from transformer_engine.pytorch.optimizers import FusedAdam
 
     from miles_core.backends.megatron.adam import step_in_slices

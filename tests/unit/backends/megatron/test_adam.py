@@ -55,7 +55,8 @@ def test_a_step_in_slices_widens_a_few_tensors_at_a_time_and_changes_no_bit():
     def trained(slices: bool) -> tuple[list[torch.Tensor], Widening]:
         torch.manual_seed(0)
         parameters = [torch.nn.Parameter(torch.randn(size)) for size in (30, 8, 8, 100, 1)]
-        groups = [{"params": parameters[:4], "lr": 0.1}, {"params": parameters[4:], "lr": 0.01}, {"params": [], "lr": 1.0}]
+        groups = [{"params": parameters[:4], "lr": 0.1}, {"params": parameters[4:], "lr": 0.01},
+                  {"params": [], "lr": 1.0}]
         optimizer = Widening(groups, lr=1.0)
         if slices:
             step_in_slices(optimizer, 40)
