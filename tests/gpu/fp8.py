@@ -58,7 +58,7 @@ loss_type = "sft_loss"
 calculate_per_token_loss = true
 skip_actor_forward_only = true
 [optimizer]
-lr = 1e-5
+lr = 1e-4
 """
 
 

@@ -163,6 +163,8 @@ def main() -> int:
         common += ["--actor-num-gpus-per-node", args.gpus, "--rollout-num-gpus-per-engine", args.gpus,
                    "--tensor-model-parallel-size", 2, "--sequence-parallel", "--expert-model-parallel-size", 2,
                    "--sglang-ep-size", args.gpus, "--sglang-mem-fraction-static", "0.25", "--no-offload-train",
+                   # its kernels are compiled when the server starts, for three minutes
+                   "--sglang-enforce-disable-flashinfer-allreduce-fusion",
                    "--max-tokens-per-gpu", 8192, "--recompute-granularity", "full", "--use-precision-aware-optimizer",
                    "--exp-avg-dtype", "bf16", "--exp-avg-sq-dtype", "bf16"]
     found = {}
