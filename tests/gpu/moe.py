@@ -2,9 +2,11 @@
 
     python tests/gpu/moe.py replay            one GPU: a random model with 32 experts, with and without --plugin r3
     python tests/gpu/moe.py large --gpus 4    four: Qwen3-30B-A3B's shape, trainer TP2 x EP2, an engine of TP4 x EP4
+    python tests/gpu/moe.py recipe            one: examples/moe.toml as it is with r3 and fp8, engine in bf16 and in FP8
     python tests/gpu/moe.py replay --tiny     the same code on a CPU: the local engine, a few layers
 
-Weights are random and made here; the reward is a coin. Prints a table; the exit status is 1 where a run fails.
+Weights of the first two are random and made here; their reward is a coin. Prints a table; the exit status is 1 where a
+run fails.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from miles_core.record.events import read
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "examples/arithmetic"
+MILES = [sys.executable, "-c", "from miles_core.cli import main; main()"]
 QWEN3_MOE = {
     "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "hidden_act": "silu", "rms_norm_eps": 1e-6,
     "rope_theta": 1000000, "attention_bias": False, "use_sliding_window": False, "max_position_embeddings": 4096,
@@ -102,11 +105,28 @@ def drawn(name: str, size: list[int], device: str, std: float) -> torch.Tensor:
     return tensor.cpu()
 
 
-def run(folder: Path, words: list[str], seconds: float) -> list[dict]:
+def recipe(args: argparse.Namespace) -> int:
+    """Runs of the example on its own checkpoint; rewards have to rise in each."""
+    model, held = DATA / "tiny-qwen3-moe-128", args.folder / "fp8"
+    shutil.rmtree(held, ignore_errors=True)
+    subprocess.run([*MILES, "convert", "hf-to-fp8", model, held], cwd=ROOT, check=True, timeout=120)
+    backends = (["--engine", "local"] if args.tiny else
+                [*SGLANG, "--sglang-mem-fraction-static", "0.2", "--sglang-fp8-gemm-backend", "triton"])
+    common = ["--plugin", "r3", "--plugin", "fp8", "--num-rollout", args.rollouts, *backends, *args.flags.split()]
+    found = {"engine bf16": run(args.folder / "bf16", common, args.seconds, coin=False),
+             "engine FP8": run(args.folder / "held", [*common, "--hf-checkpoint", held, "--ref-load", model],
+                               args.seconds, coin=False)}
+    table(found)
+    rewards = {name: [step["rollout/raw_reward"] for step in steps] for name, steps in found.items()}
+    print(json.dumps(rewards))
+    return int(not all(rising and rising[-1] > rising[0] for rising in rewards.values()))
+
+
+def run(folder: Path, words: list[str], seconds: float, coin: bool = True) -> list[dict]:
     """The metrics of each rollout of a run; prints its last lines where it fails."""
     shutil.rmtree(folder, ignore_errors=True)
-    command = [sys.executable, "-c", "from miles_core.cli import main; main()", "run", "examples/moe.toml", "--no-live",
-               "--run-dir", folder, "--plugin", "tests/gpu/coin.py", "--rm-type", "coin", *words]
+    command = [*MILES, "run", "examples/moe.toml", "--no-live",
+               "--run-dir", folder, *(["--plugin", "tests/gpu/coin.py", "--rm-type", "coin"] if coin else []), *words]
     begin = time.perf_counter()
     done = subprocess.run([*map(str, command)], cwd=ROOT, capture_output=True, text=True, timeout=seconds, check=False)
     print(f"{folder.name}: {time.perf_counter() - begin:.0f} s, exit {done.returncode}", flush=True)
@@ -139,7 +159,7 @@ def table(found: dict[str, list[dict]]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["replay", "large"])
+    parser.add_argument("what", choices=["replay", "large", "recipe"])
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--folder", type=Path, default=Path("/dev/shm/miles-moe"))
@@ -147,6 +167,8 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=400)
     parser.add_argument("--flags", default="", help="further flags of every run")
     args = parser.parse_args()
+    if args.what == "recipe":
+        return recipe(args)
     shape = SHAPES["tiny" if args.tiny else args.what]
     begin = time.perf_counter()
     size = checkpoint(shape, args.folder / "model", 0.02 if args.what == "large" and not args.tiny else 0.06)
