@@ -9,7 +9,7 @@ READY  := $(VENV)/.ready
 export OMP_WAIT_POLICY ?= PASSIVE
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help demo test test-slow test-sglang lint bench reliability reliability-sglang support-matrix site models venv sglang-cpu clean
+.PHONY: help demo test test-slow test-sglang lint bench reliability reliability-sglang support-matrix site models next release venv sglang-cpu clean
 
 help:  ## Show this list.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -26,8 +26,9 @@ test: $(READY)  ## Run the tests (about twenty minutes on two cores).
 test-slow: $(READY)  ## Run the tests that take longer (an hour): kills at every file operation, controls.
 	$(BIN)/pytest -q -n 2 -m slow
 
-lint: $(READY)  ## Check style and the manifests of the plugins.
+lint: $(READY)  ## Check style, the types of the public surface, and the manifests of the plugins.
 	$(BIN)/ruff check .
+	$(BIN)/mypy
 	$(BIN)/miles plugins manifest --check $(PLUGINS)
 
 bench: $(READY)  ## Measure what docs/benchmarks.md reports.
@@ -46,11 +47,17 @@ reliability-sglang: $(READY) .venv-sglang/.ready  ## The same for its table of r
 support-matrix: $(READY)  ## Measure every model family against transformers and write docs/model-families.md's table.
 	$(BIN)/python -m miles_core.testing.parity
 
-site:  ## Build the documentation as a site into runs/site (needs mkdocs-material).
-	mkdocs build --strict -q
+site: $(READY)  ## Build the documentation as a site into runs/site.
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 models: $(READY)  ## Make the checkpoints under examples/ anew.
 	$(BIN)/python examples/arithmetic/make_models.py
+
+next: $(READY)  ## Run the tests with the newest releases of all that Miles needs; ONLY=PACKAGE for one of them.
+	$(BIN)/python release/newest.py $(ONLY:%=--only %) $(TORCH:%=--torch %) $(TESTS)
+
+release: $(READY)  ## Release VERSION=X.Y.Z of all distributions; DRY=1 only shows what would be done.
+	$(BIN)/python release/release.py $(VERSION) $(DRY:%=--dry-run)
 
 venv: $(READY)  ## Only set up the environment.
 
@@ -62,7 +69,7 @@ $(READY): pyproject.toml $(CONSTRAINTS) $(PLUGINS:%=%/pyproject.toml)
 	@echo "setting up $(VENV)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q --disable-pip-version-check -c $(CONSTRAINTS) torch
-	$(BIN)/pip install -q --disable-pip-version-check -c $(CONSTRAINTS) -e '.[dev]' $(PLUGINS:%=-e ./%)
+	$(BIN)/pip install -q --disable-pip-version-check -c $(CONSTRAINTS) -e '.[dev]' $(PLUGINS:%=-e './%[test]')
 	@touch $@
 
 test-sglang: $(READY) .venv-sglang/.ready  ## Run the quick tests against a real SGLang server on the CPU (two minutes).
@@ -81,4 +88,4 @@ sglang-cpu: .venv-sglang/.ready  ## Set up a real SGLang for the CPU in .venv-sg
 	@touch $@
 
 clean:  ## Remove the environment and the runs.
-	rm -rf $(VENV) .venv-sglang runs
+	rm -rf $(VENV) .venv-sglang .venv-next dist runs

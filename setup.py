@@ -1,8 +1,11 @@
-"""What pyproject.toml cannot say: the template of plugin projects lies at the top and ships inside the package."""
+"""What pyproject.toml cannot say: two folders ship that are no packages.
+
+The template of plugin projects lies at the top; `served` is put on the path of SGLang's servers as it is.
+"""
 
 from setuptools import find_packages, setup
 
 setup(
-    packages=[*find_packages(include=["miles_core*"]), "miles_core.template"],
+    packages=[*find_packages(include=["miles_core*"]), "miles_core.template", "miles_core.backends.sglang.served"],
     package_dir={"miles_core.template": "cookiecutter"},
 )

@@ -11,15 +11,22 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from miles_core.config.tables import TABLES
+from miles_core.plugins.scan import BUILT_IN, KNOWN
 from miles_core.plugins.stubs import stubs
 
 HERE = Path(__file__).parent
 
 
 def questions() -> dict:
-    """cookiecutter.json, with the names of the hooks."""
+    """cookiecutter.json, with the names of the hooks, and those that no plugin can have."""
     found = json.loads((HERE / "cookiecutter.json").read_text(encoding="utf-8"))
-    return found | {"__known": " ".join(stubs())}
+    return found | {"__known": " ".join(stubs()), "__taken": " ".join(taken())}
+
+
+def taken() -> list[str]:
+    """Names of parts and tables of the core, and of official plugins."""
+    return sorted({*BUILT_IN, *TABLES, *KNOWN})
 
 
 def copier() -> str:
@@ -38,7 +45,7 @@ def copier() -> str:
             lines.append(f"  default: {json.dumps(default.replace('cookiecutter.', ''))}")
         lines += [f"  validator: {json.dumps(CHECKS[name])}"] if name in CHECKS else []
     computed = {name: asked[name].replace("cookiecutter.", "") for name in asked
-                if name.startswith("__") and name not in ("__prompts__", "__known")}
+                if name.startswith("__") and name not in ("__prompts__", "__known", "__taken")}
     pairs = [f"'{name}': {name}" for name in names] + [
         f"'{name}': {value.strip('{} ')}" for name, value in computed.items()]
     lines += ["cookiecutter:", "  type: yaml", "  when: false",
@@ -48,7 +55,8 @@ def copier() -> str:
 
 CHECKS = {
     "name": "{% if not (name | regex_search('^[a-z][a-z0-9]*(-[a-z0-9]+)*$')) %}Lower-case letters and digits, with "
-            "single dashes between: my-reward.{% endif %}",
+            "single dashes between: my-reward.{% elif name in '" + " ".join(taken()) + "'.split(' ') %}The name "
+            "{{ name }} is taken, by Miles or by an official plugin.{% endif %}",
     "distribution": "{% if distribution not in ['miles-' ~ name, 'miles-plugin-' ~ name] %}It should be "
                     "miles-{{ name }} or miles-plugin-{{ name }}.{% endif %}",
     "hooks": "{% set known = '" + " ".join(stubs()) + "'.split(' ') %}{% for hook in hooks.replace(' ', '').split(',') "

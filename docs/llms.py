@@ -28,7 +28,7 @@ def line(path: Path) -> str:
 
 def text() -> str:
     """The file."""
-    pages = sorted(path for path in HERE.glob("*.md") if path.name != "index.md")
+    pages = sorted(path for path in (*HERE.glob("*.md"), *HERE.glob("tutorials/*.md")) if path.name != "index.md")
     lines = ["# Miles", "", "> Reinforcement-learning post-training for large language models: a small core that is a "
              "loop and a set of hooks, and plugins for everything with an opinion.", "", "## Docs", ""]
     lines += [line(path) for path in pages if path.name not in LATER]

@@ -136,6 +136,7 @@ async def _assembled(parts: Parts, journal: Journal, placement: Placement, train
         evaluation=Evaluation([] if only_train else _datasets(parts, engine), scoring, config.eval.eval_interval,
                               config.eval.skip_eval_before_train),
         journal=journal, state=lambda: state.collect((parts.driver, parts.rollout)),
+        took=lambda: parts.driver.took() | parts.rollout.took(),
         unfinished=parts.rollout.unfinished, select=parts.rollout.select_from_buffer, begun=begun,
     )  # fmt: skip
     if isinstance(buffer, Buffer):

@@ -18,9 +18,10 @@ columns keep their row, response column j lies at row T-R-1+j, and rows that a c
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from typing import cast
 
 import numpy as np
 
@@ -119,7 +120,7 @@ class Columns(Mapping[str, Column]):
     def __getitem__(self, name: str) -> Column:
         return self._by_name[name]
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[str]:
         return iter(self._by_name)
 
     def __len__(self) -> int:
@@ -208,12 +209,13 @@ def joined(begun: Sample, later: Sample, columns: Mapping[str, Column]) -> Sampl
 
 def _spliced(column: Column, first: np.ndarray | None, second: np.ndarray | None, begun: Sample, later: Sample,
              ) -> np.ndarray:
+    whole = cast("np.ndarray", first if second is None else second)  # one of the two has it
     if column.align not in PER_TOKEN or column.spans == "last":
-        return first if second is None else second
+        return whole
     response = column.align is Align.RESPONSE
     head = {Align.TOKEN: begun.length, Align.PREDICTION: begun.length - 1}.get(column.align, begun.response_length)
     if first is None:  # the second computed these rows, too, unless they are of the response alone
-        first = _gap(column, head, second) if response else second[:head]
+        first = _gap(column, head, whole) if response else whole[:head]
     if second is None:
         second = _gap(column, later.response_length, first)
     elif not response:

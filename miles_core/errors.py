@@ -33,6 +33,8 @@ Exit codes are those of errors before the first rollout; once it has begun, ever
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class MilesError(Exception):
     """Base of every error that Miles raises on purpose.
@@ -58,11 +60,11 @@ class MilesError(Exception):
             parts.append(f"Fix: {self.fix}")
         return " ".join(part if part.endswith(("?", "!")) else part.rstrip(".") + "." for part in parts)
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (type(self), self.what, self.got, self.who, self.fix), self.__dict__  # with its notes
 
 
-def _rebuild(kind, what, got, who, fix):
+def _rebuild(kind: type[MilesError], what: str, got: object, who: str | None, fix: str | None) -> MilesError:
     """Errors cross process boundaries; keyword-only arguments need this for pickling."""
     return kind(what, got=got, who=who, fix=fix)
 

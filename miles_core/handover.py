@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Coroutine
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -55,7 +55,7 @@ class HandOver:
         self.purpose: str | None = None
 
     @asynccontextmanager
-    async def at(self, purpose: str):
+    async def at(self, purpose: str) -> AsyncIterator[None]:
         """Held while the purpose uses the memory; the caller sees to it that purposes do not overlap.
 
         Raises:

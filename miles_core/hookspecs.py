@@ -16,7 +16,7 @@ trainer. A named hook marked `part` returns the object that plays the part; the 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import pluggy
 
@@ -36,24 +36,25 @@ if TYPE_CHECKING:
     from miles_core.stages.placement import Placement
     from miles_core.stages.prompts import PromptSource
     from miles_core.stages.rollout import Engine, Generation, Request, Response
-    from miles_core.stages.step import Rank, Trainer, TrainerAccess
+    from miles_core.stages.step import Trainer, TrainerAccess
     from miles_core.stages.sync import WeightSync
-    from miles_core.types import Batch, Drop, Group, Prompt, Sample
+    from miles_core.types import Batch, Drop, Group, Prompt, Rank, Sample
 
 API = 1
 KINDS = ("named", "chain", "gather", "observe", "around")
 ROLES = ("driver", "rollout", "trainer")
 
-_spec = pluggy.HookspecMarker("miles")
-_impl = pluggy.HookimplMarker("miles")
+_spec, _impl = pluggy.HookspecMarker("miles"), pluggy.HookimplMarker("miles")
+F = TypeVar("F", bound=Callable[..., Any])
 
 
-def hookimpl(spec: str | Callable | None = None, *, name: str | None = None, **refused: object) -> Any:
-    """Mark a method as the implementation of a hook.
-
-    Args:
-        spec: the hook; the method's own name when left out.
-        name: for named hooks, the name offered; the plugin's name when left out. One plugin may offer several.
+@overload
+def hookimpl(spec: F, /) -> F: ...
+@overload
+def hookimpl(spec: str | None = None, *, name: str | None = None, **refused: object) -> Callable[[F], F]: ...
+def hookimpl(spec: Any = None, *, name: str | None = None, **refused: object) -> Any:
+    """Mark a method as the implementation of the hook `spec`, the one of the method's own name when left out. Named
+    hooks are offered under `name`, the plugin's name when left out; one plugin may offer several.
 
     `@hookimpl` alone works. pluggy's tryfirst, trylast, wrapper and hookwrapper are kept here only to be refused with a
     sentence at registration: order is what the run file says.
@@ -61,18 +62,18 @@ def hookimpl(spec: str | Callable | None = None, *, name: str | None = None, **r
     if callable(spec):
         return hookimpl()(spec)
 
-    def mark(function: Callable) -> Callable:
-        function.miles_hook = (spec or function.__name__, name, tuple(refused))
+    def mark(function: F) -> F:
+        vars(function).update(miles_hook=(spec or function.__name__, name, tuple(refused)))
         return _impl(specname=spec or function.__name__)(function)
 
     return mark
 
 
-def hookspec(kind: str, *, role: str, per: str, part: bool = False) -> Callable[[Callable], Callable]:
+def hookspec(kind: str, *, role: str, per: str, part: bool = False) -> Callable[[F], F]:
     """Declare a hook; see the module's docstring for the kinds."""
 
-    def mark(function: Callable) -> Callable:
-        function.kind, function.role, function.per, function.part = kind, role, per, part
+    def mark(function: F) -> F:
+        vars(function).update(kind=kind, role=role, per=per, part=part)
         return _spec(function)
 
     return mark
@@ -294,6 +295,6 @@ def metrics(rollout_id: int, values: dict[str, float], run_dir: Path) -> None:
     """All metrics of a rollout, or of an eval, by Miles's names: trackers."""
 
 
-def specs() -> dict[str, Callable]:
+def specs() -> dict[str, Any]:
     """Every hook by name, in loop order."""
     return {name: item for name, item in globals().items() if callable(item) and hasattr(item, "kind")}

@@ -21,11 +21,12 @@ import threading
 import traceback
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from miles_core.errors import DiedError, MilesError, TrainError, WaitError
 from miles_core.types import Rank
 
+T = TypeVar("T")
 
 class Handle:
     """The asynchronous face of a hosted object.
@@ -45,7 +46,7 @@ class Handle:
     async def close(self) -> None:
         """End the host; bounded."""
 
-    def __getattr__(self, method: str) -> Callable:
+    def __getattr__(self, method: str) -> Callable[..., Any]:
         if method.startswith("_"):
             raise AttributeError(method)
         return lambda *args: self._bounded(method, *args)
@@ -79,10 +80,10 @@ async def within(seconds: float | None, late: Callable[[], MilesError]) -> Async
         raise late() from None
 
 
-async def in_daemon_thread(work: Callable[[], object]) -> object:
+async def in_daemon_thread(work: Callable[[], T]) -> T:
     """Run blocking work beside the loop. A daemon thread: work that hangs must not keep the process alive."""
     loop = asyncio.get_running_loop()
-    answer: asyncio.Future = loop.create_future()
+    answer: asyncio.Future[T] = loop.create_future()
 
     def run() -> None:
         try:
@@ -99,15 +100,15 @@ async def in_daemon_thread(work: Callable[[], object]) -> object:
 class ThreadHost(Handle):
     """The object lives in one daemon thread of this process, so that a producer overlaps it."""
 
-    def __init__(self, name: str, factory: Callable, *args: object):
+    def __init__(self, name: str, factory: Callable[..., Any], *args: object):
         super().__init__(name)
-        self._inbox: queue.SimpleQueue = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, args=(factory, args), name=name, daemon=True)
         self._thread.start()
 
     async def call(self, method: str, *args: object) -> Any:
         loop = asyncio.get_running_loop()
-        answer: asyncio.Future = loop.create_future()
+        answer: asyncio.Future[Any] = loop.create_future()
         self._inbox.put((loop, answer, method, args))
         return await answer
 
@@ -118,8 +119,9 @@ class ThreadHost(Handle):
                 return
             await asyncio.sleep(0.05)
 
-    def _serve(self, factory: Callable, args: tuple) -> None:
-        hosted = failure = None
+    def _serve(self, factory: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        hosted: Any = None
+        failure: BaseException | None = None
         try:
             hosted = factory(*args)
         except BaseException as error:  # noqa: BLE001 - whatever it is, every call raises it
@@ -129,11 +131,11 @@ class ThreadHost(Handle):
             try:
                 if failure is not None:
                     raise failure
-                result, error = getattr(hosted, method)(*arguments), None
+                result, wrong = getattr(hosted, method)(*arguments), None
             except BaseException as caught:  # noqa: BLE001 - whatever it is, the caller's await raises it
-                result, error = None, caught
+                result, wrong = None, caught
             try:
-                loop.call_soon_threadsafe(_settle, answer, result, error)
+                loop.call_soon_threadsafe(_settle, answer, result, wrong)
             except RuntimeError:
                 break  # the event loop is gone: the run has ended
         let_go(hosted)
@@ -150,7 +152,7 @@ class ProcessHost(Handle):
         environment: variables that it gets beside this one's.
     """
 
-    def __init__(self, name: str, factory: Callable, *args: object, log: Path | None = None,
+    def __init__(self, name: str, factory: Callable[..., Any], *args: object, log: Path | None = None,
                  environment: Mapping[str, str] | None = None):
         super().__init__(name)
         context = multiprocessing.get_context("spawn")
@@ -178,7 +180,7 @@ class ProcessHost(Handle):
         if self._process.is_alive():
             self._process.kill()
 
-    def _ask(self, method: str, args: tuple) -> Any:
+    def _ask(self, method: str, args: tuple[Any, ...]) -> Any:
         try:
             self._pipe.send((method, args))
             result, error, trace = self._pipe.recv()
@@ -207,7 +209,8 @@ class RankGroup(Handle):
 
     def __init__(self, name: str, ranks: Sequence[Handle], release: Callable[[], object] = lambda: None):
         super().__init__(name)
-        self._ranks, self._release, self._broken = ranks, release, None
+        self._ranks, self._release = ranks, release
+        self._broken: BaseException | None = None
 
     async def call(self, method: str, *args: object) -> Any:
         if self._broken is not None:
@@ -223,7 +226,7 @@ class RankGroup(Handle):
                 call.cancel()
             self._end(TrainError(f"the {self._name} was abandoned in {method}()", fix="see the error before this one"))
             raise
-        errors = [call.exception() for call in calls if call in done and call.exception()]
+        errors = [error for call in calls if call in done and (error := call.exception())]
         if errors:
             raise self._end(_culprit(errors))
         return _one([call.result() for call in calls])
@@ -240,7 +243,7 @@ class RankGroup(Handle):
         return error
 
 
-def process_group(name: str, ranks: int, factory: Callable, *args: object, logs: Path | None = None,
+def process_group(name: str, ranks: int, factory: Callable[..., Any], *args: object, logs: Path | None = None,
                   environment: Mapping[str, str] | None = None) -> Handle:
     """A spawned process for each rank; `factory(*args, rank)` is made in each. They find each other by a file.
 
@@ -282,7 +285,8 @@ def _one(answers: Sequence[Any]) -> Any:
     return known[0] if known else None
 
 
-def answer(hosted: Any, failure: BaseException | None, method: str, args: tuple) -> tuple[Any, Any, str | None]:
+def answer(hosted: Any, failure: BaseException | None, method: str, args: tuple[Any, ...],
+           ) -> tuple[Any, Any, str | None]:
     """Call a hosted object; (result, error, traceback) in a form that survives pickling. See `unpacked`."""
     try:
         if failure is not None:
@@ -357,7 +361,8 @@ def _with_environment(more: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _serve_process(pipe: Any, parent: int, log: Path | None, factory: Callable, args: tuple) -> None:
+def _serve_process(pipe: Any, parent: int, log: Path | None, factory: Callable[..., Any],
+                   args: tuple[Any, ...]) -> None:
     _die_with(parent)
     if log is not None:
         write_to(log)
@@ -382,7 +387,7 @@ def _portable(error: BaseException) -> BaseException:
         return other
 
 
-def _settle(answer: asyncio.Future, result: object, error: BaseException | None) -> None:
+def _settle(answer: asyncio.Future[Any], result: object, error: BaseException | None) -> None:
     if answer.done():
         return
     if isinstance(error, SystemExit | StopIteration):  # a future refuses the one, and the loop would end by the other

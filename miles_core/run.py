@@ -41,6 +41,7 @@ class Run:
         trainer: handle of the hosted trainer.
         unfinished, select: the bound chains unfinished and select_from_buffer, or None.
         state: () -> JSON state of the plugins, for checkpoints.
+        took: () -> metrics of the time that driver's and rollout's plugins took since it was last asked.
         begun: groups that were called back and go on later, oldest first.
         clock: seconds, for the figures under perf/.
         version: of the weights that the engine has.
@@ -66,6 +67,7 @@ class Run:
     unfinished: Callable[[Group], Group] | None = None
     select: Callable[[list[Group], int], list[Group]] | None = None
     state: Callable[[], dict] = dict
+    took: Callable[[], dict[str, float]] = dict
     clock: Callable[[], float] = time.perf_counter
     version: int = 0
     steady: bool = False
@@ -310,7 +312,7 @@ class Run:
         done = batch.rollout_id + 1
         parts = ("rollout_time", "train_time", "update_weights_time")
         self.metrics["perf/step_time"] = sum(self.metrics.get(f"perf/{part}", 0.0) for part in parts)
-        self.metrics.update(self.placement.figures())
+        self.metrics.update(self.placement.figures() | self.took())
         self.journal.rollout(batch, self.metrics)
         norm, self.metrics = self.metrics.get("train/grad_norm"), {}
         if self.config.debug.debug_determinism and self.steps:

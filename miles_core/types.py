@@ -6,13 +6,14 @@ included, so that a plugin's data takes exactly the path that the core's takes. 
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, NewType
+from typing import TYPE_CHECKING, Any, NewType
 
 if TYPE_CHECKING:
+    import asyncio
+
     import numpy as np
 
 WeightVersion = NewType("WeightVersion", int)
@@ -54,8 +55,8 @@ class Prompt:
     text: str
     token_ids: tuple[int, ...]
     label: str | None = None
-    metadata: Mapping[str, object] = field(default_factory=dict)
-    messages: tuple[Mapping[str, object], ...] | None = None
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    messages: tuple[Mapping[str, Any], ...] | None = None
     stream: str = "train"
 
 
@@ -84,7 +85,7 @@ class Sample:
     rewards: dict[str, float] = field(default_factory=dict)
     reward: float | None = None
     rollout: int | None = None
-    metadata: dict[str, object] = field(default_factory=dict)
+    metadata: dict[str, Any] = field(default_factory=dict)
 
     @property
     def tokens(self) -> np.ndarray:
@@ -141,6 +142,8 @@ class Recall:
             self._bound(patience)
 
     def _bound(self, seconds: float | None) -> None:
+        import asyncio  # only now: a plan has no loop, and asyncio costs a tenth of its time
+
         if self.idle is not None and not self.idle.expired():
             self.idle.reschedule(None if seconds is None else asyncio.get_running_loop().time() + seconds)
 

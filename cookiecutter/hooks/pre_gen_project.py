@@ -5,10 +5,13 @@ import sys
 
 name, distribution = "{{ cookiecutter.name }}", "{{ cookiecutter.distribution }}"
 known = "{{ cookiecutter.__known }}".split()  # noqa: SIM905 - rendered
+taken = "{{ cookiecutter.__taken }}".split()  # noqa: SIM905 - rendered
 hooks = "{{ cookiecutter.hooks }}".replace(" ", "").split(",")
 
 if not re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", name):
     sys.exit(f"The name {name!r} should be lower-case letters and digits, with single dashes between: my-reward.")
+if name in taken:
+    sys.exit(f"The name {name} is taken, by Miles or by an official plugin.")
 if distribution not in (f"miles-{name}", f"miles-plugin-{name}"):
     sys.exit(f"The distribution should be miles-{name} or miles-plugin-{name}.")
 if unknown := [hook for hook in hooks if hook not in known]:

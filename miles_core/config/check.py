@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
+from miles_core.backends.megatron.hf_files import check_files
 from miles_core.backends.megatron.layout import check_layout, layout_of
 from miles_core.backends.sglang.serving import serving
-from miles_core.config.algorithm import check_algorithm, needs_reference
+from miles_core.config.algorithm import needs_reference
 from miles_core.config.architecture import architecture_of
+from miles_core.config.bounds import check_bounds
 from miles_core.config.check_lengths import check_lengths
 from miles_core.config.check_machine import check_machine
 from miles_core.config.check_model import check_model
-from miles_core.config.check_paths import check_paths
+from miles_core.config.check_paths import astray, check_paths
 from miles_core.config.check_rows import check_rows
-from miles_core.config.check_sampling import check_sampling
+from miles_core.config.check_sampling import check_sampling, trains
 from miles_core.config.hardware import hardware, weight_sync
 from miles_core.config.load import who, with_values
 from miles_core.config.memory import check_memory
@@ -31,9 +34,9 @@ def check(config: RunConfig) -> tuple[RunConfig, list[str]]:
     """
     notes: list[str] = []
     config = _in_run_dir(config)
-    for step in (_debug, _profile, _required, _positive, hardware, _batch, _rollout, _rewards, _evaluation, serving,
-                 _algorithm, _layout, check_memory, weight_sync, _checkpoints, check_paths, check_model, check_lengths,
-                 check_sampling, check_rows, check_machine):
+    for step in (_debug, _profile, _required, check_bounds, hardware, _batch, _rollout, _rewards, _evaluation, serving,
+                 check_on_policy, _layout, check_memory, weight_sync, _checkpoints, check_paths, check_model,
+                 check_lengths, check_sampling, check_rows, check_files, check_machine):
         config = step(config, notes.append)
     return config, notes
 
@@ -65,6 +68,10 @@ def _debug(config: RunConfig, note: Note) -> RunConfig:
     if config.debug.debug_train_only and debug.debug_rollout_only:
         raise ConfigError("--debug-rollout-only and --debug-train-only exclude each other",
                           who=who(config, "debug.debug_rollout_only", "debug.debug_train_only"), fix="drop one")
+    saved = debug.load_debug_rollout_data
+    if saved and (folder := saved.partition("{")[0].rpartition("/")[0]) and astray(folder):
+        raise ConfigError("there are no rollouts to replay", got=f"no folder {folder}",
+                          who=who(config, "debug.load_debug_rollout_data"), fix="check the path")
     for key in ("save_debug_rollout_data", "load_debug_rollout_data"):
         value = getattr(debug, key)
         if value is not None and "{rollout_id}" not in value:
@@ -97,7 +104,8 @@ def _profile(config: RunConfig, note: Note) -> RunConfig:
 
 def _required(config: RunConfig, note: Note) -> RunConfig:
     needed = {"checkpoint.hf_checkpoint": config.checkpoint.hf_checkpoint,
-              "rollout.prompt_data": config.rollout.prompt_data or config.debug.load_debug_rollout_data,
+              "rollout.prompt_data": config.rollout.prompt_data or config.debug.load_debug_rollout_data
+              or (None if config.rollout.prompt_source == "jsonl" else config.rollout.prompt_source),
               "rollout.rollout_batch_size": config.rollout.rollout_batch_size,
               "rollout.num_rollout": config.rollout.num_rollout if config.rollout.num_rollout is not None
               else config.rollout.num_epoch}
@@ -106,32 +114,6 @@ def _required(config: RunConfig, note: Note) -> RunConfig:
             table, _, name = key.partition(".")
             raise ConfigError(f"{key} is needed", who="run file and flags",
                               fix=f"write {name} = ... in [{table}], or --{name.replace('_', '-')} VALUE")
-    return config
-
-
-AT_LEAST_ONE = (
-    "rollout.rollout_max_response_len", "rollout.rollout_max_prompt_len", "rollout.rollout_max_context_len",
-    "rollout.engine_max_batch", "rollout.max_over_sampling_waves", "eval.eval_interval",
-    "eval.n_samples_per_eval_prompt", "eval.eval_max_response_len", "eval.eval_max_prompt_len",
-    "perf.actor_num_nodes", "perf.actor_num_gpus_per_node", "perf.micro_batch_size", "perf.max_tokens_per_gpu",
-    "perf.log_probs_max_tokens_per_gpu", "perf.rollout_num_gpus", "perf.rollout_num_gpus_per_engine",
-    "perf.num_gpus_per_node", "perf.update_weight_buffer_size", "sglang.server_concurrency",
-    "perf.log_probs_chunk_size", "perf.threads", "checkpoint.save_interval",
-    "debug.debug_rollout_print_every", "debug.debug_exit_after_rollout",
-)  # fmt: skip
-ABOVE_ZERO = ("perf.gpu_memory_gib", "rollout.rollout_timeout", "rollout.rm_timeout", "perf.trainer_timeout",
-              "perf.weight_sync_timeout", "algorithm.reduction_constant", "sglang.server_start_timeout",
-              "sglang.health_check_interval", "sglang.health_check_timeout")
-
-
-def _positive(config: RunConfig, note: Note) -> RunConfig:
-    for key in (*AT_LEAST_ONE, *ABOVE_ZERO):
-        table, _, name = key.partition(".")
-        value = getattr(getattr(config, table), name)
-        if value is not None and not (value > 0 if key in ABOVE_ZERO else value >= 1):
-            least = "above 0" if key in ABOVE_ZERO else "at least 1"
-            raise ConfigError(f"{name} should be {least}", got=value, who=who(config, key),
-                              fix="raise it, or leave it out for its default")
     return config
 
 
@@ -169,8 +151,18 @@ def _batch(config: RunConfig, note: Note) -> RunConfig:
             who=who(config, "rollout.global_batch_size", "rollout.num_steps_per_rollout"),
             fix="drop one of the last two: it follows from the other three",
         )
+    _schedule(config, (rollout.num_rollout or 0) * steps)
     return with_values(config, "batch arithmetic", rollout__global_batch_size=total // steps,
                        rollout__num_steps_per_rollout=steps)
+
+
+def _schedule(config: RunConfig, steps: int) -> None:
+    warmup, style = config.optimizer.lr_warmup_iters, config.optimizer.lr_decay_style
+    last = steps if style == "constant" else config.optimizer.lr_decay_iters or steps
+    if steps and (warmup > last or (warmup == last and style != "constant")) and not config.debug.debug_rollout_only:
+        raise ConfigError("the run, or its decay, ends before the warm-up does", got=f"{warmup} of {last} steps",
+                          who=who(config, "optimizer.lr_warmup_iters", "rollout.num_rollout"),
+                          fix="lower --lr-warmup-iters, which counts optimizer steps")
 
 
 def _rollout(config: RunConfig, note: Note) -> RunConfig:
@@ -180,18 +172,11 @@ def _rollout(config: RunConfig, note: Note) -> RunConfig:
         raise BatchError("rollout.over_sampling_batch_size is below rollout_batch_size", got=over,
                          who=who(config, "rollout.over_sampling_batch_size"),
                          fix=f"at least {rollout.rollout_batch_size}")
-    if rollout.max_lag < 0:
-        raise ConfigError("max_lag should not be negative", got=rollout.max_lag, who=who(config, "rollout.max_lag"),
-                          fix="max_lag = 0 is synchronous")
     if rollout.max_lag and config.perf.colocate:
         raise ConfigError("--colocate hands the GPUs back and forth and needs max_lag = 0",
                           got=f"max_lag = {rollout.max_lag}", who=who(config, "perf.colocate", "rollout.max_lag"),
                           fix="set max_lag = 0")
     _staleness(config, note)
-    if not 0 < rollout.rollout_top_p <= 1 or rollout.rollout_temperature < 0:
-        raise ConfigError("rollout_top_p lies in (0, 1] and rollout_temperature is not negative",
-                          got=f"{rollout.rollout_top_p}, {rollout.rollout_temperature}", who="[rollout]",
-                          fix="use 1.0 for both")
     if rollout.rollout_top_p < 1 or rollout.rollout_top_k > 0:
         note("top-p and top-k restrict what is drawn; log-probs stay those of the uncut distribution on both sides")
     return with_values(config, "rollout_batch_size", rollout__over_sampling_batch_size=over)
@@ -200,9 +185,6 @@ def _rollout(config: RunConfig, note: Note) -> RunConfig:
 def _staleness(config: RunConfig, note: Note) -> None:
     rollout = config.rollout
     limit, most = rollout.max_weight_staleness, rollout.async_max_concurrent_samples
-    if limit is not None and limit < 0:
-        raise ConfigError("max_weight_staleness should not be negative", got=limit,
-                          who=who(config, "rollout.max_weight_staleness"), fix="0 trains on the current weights alone")
     if limit == 0 and rollout.max_lag:
         raise ConfigError("no sample may be stale, and sampling may run ahead of training",
                           got=f"max_weight_staleness = 0, max_lag = {rollout.max_lag}",
@@ -218,9 +200,6 @@ def _staleness(config: RunConfig, note: Note) -> None:
         raise BatchError("async_max_concurrent_samples has no room for one group", got=most,
                          who=who(config, "rollout.async_max_concurrent_samples"),
                          fix=f"at least n_samples_per_prompt = {rollout.n_samples_per_prompt}")
-    if rollout.heartbeat_interval < 0:
-        raise ConfigError("heartbeat_interval should not be negative", got=rollout.heartbeat_interval,
-                          who=who(config, "rollout.heartbeat_interval"), fix="0 is off")
 
 
 def _rewards(config: RunConfig, note: Note) -> RunConfig:
@@ -233,6 +212,9 @@ def _rewards(config: RunConfig, note: Note) -> RunConfig:
     if len(set(rollout.rm_type)) != len(rollout.rm_type):
         raise ConfigError("a scorer is named twice", got=", ".join(rollout.rm_type),
                           who=who(config, "rollout.rm_type"), fix="name it once; weights make it count more")
+    if weights and not any(weights) and trains(config):
+        raise ConfigError("all weights are 0, and so would be every reward", who=who(config, "rollout.rm_weights"),
+                          fix="give the scorer that counts a weight above 0")
     return with_values(config, "rm_type", rollout__rm_weights=weights)
 
 
@@ -243,6 +225,10 @@ def _evaluation(config: RunConfig, note: Note) -> RunConfig:
         raise ConfigError("eval_prompt_data should be NAME PATH pairs", got=" ".join(pairs),
                           who=who(config, "eval.eval_prompt_data"),
                           fix="--eval-prompt-data gsm8k data/gsm8k.jsonl math data/math.jsonl")
+    names = [*(pairs[::2] if len(pairs) > 1 else ()), *(dataset.get("name") for dataset in eval_.datasets)]
+    if wrong := next((name for name in names if Path(str(name)).is_file() or names.count(name) > 1), None):
+        raise ConfigError("each eval dataset has a name of its own, and its metrics are called so", got=wrong,
+                          who=who(config, "eval.eval_prompt_data"), fix="--eval-prompt-data NAME PATH NAME PATH")
     if eval_.eval_interval is not None and not (pairs or eval_.datasets):
         raise ConfigError("eval_interval is given but no eval dataset", who=who(config, "eval.eval_interval"),
                           fix="add --eval-prompt-data NAME PATH")
@@ -256,11 +242,6 @@ def _evaluation(config: RunConfig, note: Note) -> RunConfig:
             raise ConfigError("[[eval.datasets]] needs name and path", got=dataset, who=who(config, "eval.datasets"),
                               fix="add them")
     return config
-
-
-def _algorithm(config: RunConfig, note: Note) -> RunConfig:
-    check_algorithm(config)
-    return check_on_policy(config, note)
 
 
 def _layout(config: RunConfig, note: Note) -> RunConfig:
@@ -281,9 +262,6 @@ def _layout(config: RunConfig, note: Note) -> RunConfig:
 
 def _restarts(config: RunConfig, note: Note) -> None:
     checkpoint, origin = config.checkpoint, who(config, "perf.max_restarts")
-    if config.perf.max_restarts < 0:
-        raise ConfigError("max_restarts should not be negative", got=config.perf.max_restarts, who=origin,
-                          fix="0 is off")
     if config.perf.max_restarts and checkpoint.save is None:
         raise ConfigError("--max-restarts goes on from checkpoints, and this run writes none", who=origin,
                           fix="add --save FOLDER and --save-interval N")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 from collections.abc import Callable, Iterator
 from urllib.parse import urlsplit
@@ -23,6 +24,7 @@ def check_machine(config: RunConfig, note: Callable[[str], None]) -> RunConfig:
         ConfigError: more GPUs than there are and no cluster to find them in, or an address where nobody listens.
     """
     _gpus(config)
+    _environment(config)
     if config.rollout.engine == "sglang" and not config.debug.debug_train_only:
         for key, address in _addresses(config):
             _listens(config, key, address)
@@ -58,6 +60,30 @@ def _gpus(config: RunConfig) -> None:
         who=who(config, *keys), fix=f"{fix}, or join machines with --ray-address HOST:PORT")
 
 
+def _environment(config: RunConfig) -> None:
+    """Variables of this process that its ranks and servers inherit, and that cannot do what the run asks for."""
+    given, perf = os.environ, config.perf
+    problems = []
+    visible = [word.strip() for word in given.get("CUDA_VISIBLE_DEVICES", "").split(",") if word.strip()]
+    if len(set(visible)) < len(visible):
+        problems.append(("CUDA_VISIBLE_DEVICES", "a GPU is named twice", "name each once"))
+    served = config.rollout.engine == "sglang" and not config.sglang.rollout_external
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        if served and perf.colocate and perf.offload_rollout and re.search(
+                r"expandable_segments:\s*true", given.get(name, ""), re.IGNORECASE):
+            problems.append((name, "servers that give their memory back cannot have expandable segments",
+                             "unset it, or write --no-offload-rollout"))
+    several = hardware.trainer_gpus(config) > 1 or perf.weight_sync == "broadcast"
+    cards = [name for _, name in socket.if_nameindex()]
+    for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
+        words = [word.strip().partition(":")[0] for word in given.get(name, "").lstrip("=").split(",")]
+        if given.get(name) and given[name][0] != "^" and several and perf.placement == "local" and not any(
+                card.startswith(word) for card in cards for word in words):
+            problems.append((name, "this machine has no such network interface", f"one of {', '.join(cards)}"))
+    for name, what, fix in problems:
+        raise ConfigError(what, got=f"{name}={given[name]}", who="environment", fix=fix)
+
+
 def _addresses(config: RunConfig) -> Iterator[tuple[str, str]]:
     """(key, HOST:PORT) of servers that have to run already."""
     sglang = config.sglang
@@ -73,6 +99,11 @@ def _listens(config: RunConfig, key: str, address: str) -> None:
     if parts.hostname in ("0.0.0.0", "::"):
         raise ConfigError("this is where a server listens, not where it is reached", got=address, who=who(config, key),
                           fix="write its host's address; on this machine 127.0.0.1")
+    try:
+        parts.port  # noqa: B018 - it is read to be checked
+    except ValueError as error:
+        raise ConfigError("the address has no port that there is", got=f"{address}: {error}", who=who(config, key),
+                          fix="write HOST:PORT") from None
     if parts.hostname not in ("127.0.0.1", "localhost", "::1") or parts.port is None:
         return
     try:

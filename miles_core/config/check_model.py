@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 
 from miles_core.config.architecture import Architecture, architecture_of
 from miles_core.config.load import config_json, quantised, who
@@ -36,10 +38,28 @@ def check_model(config: RunConfig, note: Callable[[str], None]) -> RunConfig:
                 raise ConfigError(f"{field} disagrees with the checkpoint, whose {key} is {stated}", got=given,
                                   who=f"{who(config, f'megatron.{field}')}, {path}",
                                   fix=f"leave {field} out, or use a checkpoint with that value")
+        _reference(config, said)
     if config.rollout.engine == "sglang" and not (config.sglang.rollout_external or config.debug.debug_train_only):
         _engine(config, architecture_of(config), said)
         _quantising(config)
     return config
+
+
+def _reference(config: RunConfig, said: Mapping[str, object]) -> None:
+    """
+    Raises:
+        ConfigError: the reference, whose weights are also those of a warm start, is another model.
+    """
+    path = Path(config.checkpoint.ref_load or "") / "config.json"
+    try:
+        other = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # no Hugging Face folder, or one that the start will speak of
+        return
+    for key in ("vocab_size", *PLAIN.values(), *EXPERTS, "intermediate_size"):
+        if isinstance(said.get(key), int) and key in other and other[key] != said[key]:
+            raise ConfigError(f"the reference is another model: its {key} is {other[key]}", got=said[key],
+                              who=f"{who(config, 'checkpoint.ref_load')}, {path}",
+                              fix="name a checkpoint of the model that is trained with --ref-load")
 
 
 def _constants(said: Mapping[str, object]) -> Iterator[tuple[str, str, object]]:

@@ -58,10 +58,6 @@ def _hf_checkpoint(config: RunConfig, note: Note) -> None:
     if any(folder.glob("*.bin")) and not any(folder.glob("*.safetensors")):
         raise CheckpointError("the folder has weights as *.bin files only", who=origin,
                               fix="save them with transformers as *.safetensors")
-    if missing := _missing_shards(folder):
-        raise CheckpointError("files of weights that model.safetensors.index.json names are not there",
-                              got=", ".join(missing[:3]) + (" ..." if len(missing) > 3 else ""), who=origin,
-                              fix="fetch the checkpoint again")
 
 
 def _constants(folder: Path, origin: str) -> None:
@@ -75,18 +71,15 @@ def _constants(folder: Path, origin: str) -> None:
         raise CheckpointError("the folder has no config.json", who=origin, fix=fix) from None
     except (OSError, ValueError) as error:
         raise CheckpointError("config.json cannot be read", got=str(error), who=origin, fix=FOLDER) from None
+    kinds, name = (said.get("architectures"), said.get("model_type")) if isinstance(said, Mapping) else (None, None)
+    kind = str(kinds[0]) if isinstance(kinds, list) and kinds else None
+    if kind and (name is None or re.search("For(Sequence|Token)Classification|ForQuestionAnswering", kind)):
+        what, fix = ("config.json has no model_type", "take it from where the weights are from") if name is None else (
+            "the checkpoint is no language model", "name one whose architecture ends in ForCausalLM")
+        raise CheckpointError(what, got=kind, who=origin, fix=fix)
     if not isinstance(said, Mapping):
         raise CheckpointError("config.json cannot be read", got=f"{type(said).__name__} in place of an object",
                               who=origin, fix=FOLDER)
-
-
-def _missing_shards(folder: Path) -> list[str]:
-    try:
-        index = json.loads((folder / "model.safetensors.index.json").read_bytes())
-        names = {str(name) for name in index["weight_map"].values()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # none, or one that the start will speak of
-        return []
-    return sorted(name for name in names if not (folder / name).is_file())
 
 
 def _resume(config: RunConfig) -> None:
@@ -104,6 +97,8 @@ def _resume(config: RunConfig) -> None:
                               "the newest is taken" if above else "correct it, or leave it out to start anew; it may "
                               "be missing where it is the run's own --save")
     held = [path.name for path in folder.iterdir() if not path.name.startswith(".")] if folder.is_dir() else []
+    if (folder / TRACKER).is_file():
+        _tracked(config, folder)
     if not held or (folder / TRACKER).is_file():
         return
     if (folder.parent / TRACKER).is_file() or _ITERATION.fullmatch(folder.name) or (folder / "metadata.json").is_file():
@@ -115,6 +110,26 @@ def _resume(config: RunConfig) -> None:
     if not any(name.startswith("iter_") for name in held):
         raise CheckpointError("this is not a checkpoint", got=f"no {TRACKER}", who=origin,
                               fix="give a folder that a run saved into with --save")
+
+
+def _tracked(config: RunConfig, folder: Path) -> None:
+    """The iteration that a checkpoint's tracker names."""
+    text, last = (folder / TRACKER).read_text(encoding="utf-8", errors="replace").strip(), config.rollout.num_rollout
+    there = sorted(path.name for path in folder.glob("iter_*"))
+    if not text.isdecimal() or f"iter_{int(text):07d}" not in there:
+        raise CheckpointError(f"the tracker names iteration {text[:40] or 'nothing'}, which is not there",
+                              got=", ".join(there[-3:]) or "no iteration",
+                              who=str(folder / TRACKER), fix="write the number of one that is there into it")
+    parts = ("metadata.json", ".metadata", "common.pt")
+    newest = folder / f"iter_{int(text):07d}"
+    if lost := [name for name in parts if any(newest.glob("*.distcp")) and not (newest / name).is_file()]:
+        raise CheckpointError(f"iteration {int(text)} is incomplete", got=f"no {', '.join(lost)}",
+                              who=str(newest), fix=f"write the number of an older one into {folder / TRACKER}")
+    if last and int(text) > last and config.checkpoint.load != config.checkpoint.save:
+        raise ConfigError("the checkpoint is past the run's last rollout, so nothing would be trained",
+                          got=f"{text} of {last}", who=who(config, "checkpoint.load", "rollout.num_rollout"),
+                          fix="raise --num-rollout, which counts those that are done already; to start anew from these "
+                          "weights, give the folder as --ref-load")
 
 
 def _reference(config: RunConfig) -> None:

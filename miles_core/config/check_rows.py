@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from miles_core.backends.megatron.hf_template import check_rendered
 from miles_core.config.check_paths import FOLDER, astray
 from miles_core.config.load import who
 from miles_core.config.tables import RunConfig
@@ -18,6 +19,8 @@ from miles_core.errors import DataError
 
 LOOKED_AT = 64 * 1024
 """Bytes of a file."""
+COUNTED = 64 * 1024**2
+"""Bytes of the largest file whose lines are counted, and only where their number says how long the run is."""
 FORMATS = {b"PAR1": "Parquet", b"ARROW": "Arrow", b"PK\x03\x04": "a zip archive", b"\x1f\x8b": "gzip",
            b"version https://git-lfs": "a pointer of Git LFS, whose file was not fetched"}
 """How files begin that people take for JSONL."""
@@ -26,6 +29,8 @@ TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "voc
 """One of these a folder with a tokenizer has."""
 _RENDERED = re.compile(r"\s*(<\|[\w ]+\|>|<s>|<bos>|<start_of_turn>|\[INST\]|<\uff5c)")
 """How a text begins that a chat template has made already."""
+_MESSAGES = re.compile(r"""\s*\[\s*\{\s*['"](role|content)['"]\s*:""")
+"""How chat messages begin that were written as text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +57,12 @@ def check_rows(config: RunConfig, note: Callable[[str], None]) -> RunConfig:
     """
     if config.debug.debug_train_only or config.rollout.prompt_source != "jsonl":
         return config
-    for file in _files(config):
-        _File(config, file).check()
+    files = [_File(config, file) for file in _files(config)]
+    for one in files:
+        one.check()
     _template(config)
+    for one in files:
+        one.check_rendered()
     return config
 
 
@@ -79,6 +87,8 @@ class _File:
         self._config, self._file = config, file
         self._name, _, self._cut = file.path.partition("@")
         self._origin = who(config, file.key)
+        self._prompts: list[tuple[int, str | list[dict]]] = []
+        self._whole = False
 
     def check(self) -> None:
         """
@@ -114,8 +124,22 @@ class _File:
             raise self._error("the slice leaves no rows", self._cut, f"the file has {len(rows)}")
         for number, row in kept:
             self._check_row(number, row)
-        if whole and not self._file.eval:
-            self._enough(len(kept))
+        self._prompts, self._whole = [(number, row[self._file.input_key]) for number, row in kept], whole
+        ends = (cut.start or 0, cut.stop) if cut.stop is not None and min(cut.start or 0, cut.stop) >= 0 else None
+        most = max(ends[1] - ends[0], 0) if ends else None if self._cut else path
+        self._all([row for _, row in kept], len(kept) if whole else most)
+
+    def check_rendered(self) -> None:
+        """
+        Raises:
+            DataError: see `hf_template.check_rendered`.
+        """
+        rollout, eval_ = self._config.rollout, self._config.eval
+        most = (eval_.eval_max_prompt_len if self._file.eval else None) or rollout.rollout_max_prompt_len
+        needed = 1 if self._file.eval or rollout.num_rollout is not None else -(
+            -rollout.rollout_batch_size // rollout.num_epoch)
+        check_rendered(self._config, f"{self._origin}, {self._name}", self._prompts, most,
+                       needed if self._whole else None)
 
     def _slice(self) -> slice:
         span = re.fullmatch(r"\[(-?\d*):(-?\d*)\]", self._cut) if self._cut else None
@@ -139,7 +163,7 @@ class _File:
         return row
 
     def _check_row(self, number: int, row: Mapping) -> None:
-        file, rollout = self._file, self._config.rollout
+        file = self._file
         flags = ("--eval-input-key", "--eval-label-key") if file.eval else ("--input-key", "--label-key")
         for key, flag in zip((file.input_key, file.label_key), flags, strict=True):
             if key is not None and key not in row:
@@ -151,19 +175,74 @@ class _File:
             raise self._error(f"{file.input_key!r} should be text or a list of chat messages",
                               type(prompt).__name__ if prompt else "nothing",
                               'write "..." or [{"role": "user", "content": "..."}]', number)
-        if chat and not rollout.apply_chat_template:
-            raise self._error(f"{file.input_key!r} is a list of chat messages",
-                              ", ".join(str(message["role"]) for message in prompt), "add --apply-chat-template",
-                              number)
-        if not chat and rollout.apply_chat_template and (found := _RENDERED.match(prompt)):
+        if chat:
+            self._check_chat(prompt, number)
+        else:
+            self._check_text(prompt, number)
+        self._check_rest(row, number)
+
+    def _check_text(self, prompt: str, number: int) -> None:
+        file = self._file
+        if _MESSAGES.match(prompt):
+            raise self._error(f"{file.input_key!r} holds chat messages as text", prompt[:40],
+                              "write the list itself, not its text; json.loads makes one of JSON", number)
+        if self._config.rollout.apply_chat_template and (found := _RENDERED.match(prompt)):
             raise self._error(f"{file.input_key!r} holds what a chat template made, and would pass through one again",
                               found[1], "drop --apply-chat-template, or give the messages themselves", number)
 
-    def _enough(self, rows: int) -> None:
+    def _check_rest(self, row: Mapping, number: int) -> None:
+        """What stands beside the prompt."""
+        file, rollout = self._file, self._config.rollout
+        metadata = row.get(rollout.metadata_key)
+        if metadata and not isinstance(metadata, dict):
+            raise self._error(f"{rollout.metadata_key!r} should be an object", type(metadata).__name__,
+                              "write {...}, or name another key with --metadata-key", number)
+        if file.label_key is not None and isinstance(row[file.label_key], dict):
+            raise self._error(f"{file.label_key!r} is an object, and scorers are given text",
+                              ", ".join(row[file.label_key]), "give the ground truth a key of its own in the row; "
+                              "what else scorers need is read from --metadata-key", number)
+
+    def _check_chat(self, prompt: list[dict], number: int) -> None:
+        """A message is text, maybe in parts; a call of tools needs none."""
+        key = self._file.input_key
+        if not self._config.rollout.apply_chat_template:
+            raise self._error(f"{key!r} is a list of chat messages", ", ".join(str(one["role"]) for one in prompt),
+                              "add --apply-chat-template", number)
+        for message in prompt:
+            content = message.get("content")
+            parts = content if isinstance(content, list) else [{"type": "text"}]
+            other = [one.get("type") for one in parts if isinstance(one, dict) and one.get("type") != "text"]
+            if other or not (isinstance(content, str | list) or message.get("tool_calls")):
+                raise self._error(f"a message of {key!r} has no text", other[0] if other else ", ".join(message),
+                                  'write {"role": "user", "content": "..."}', number)
+        if prompt[-1]["role"] == "assistant" and self._config.rollout.generate == "single-turn":
+            raise self._error(f"{key!r} ends with an answer, and the model is to give one", "assistant",
+                              "leave the last message out: what it says may be the label", number)
+
+    def _all(self, rows: list[dict], counted: int | Path | None) -> None:
+        """What some rows may lack, but not all of those that were looked at; and how many there are."""
+        if counted is not None and not self._file.eval:
+            self._enough(counted)
+        if not rows:
+            return
+        key, metadata = self._file.label_key, self._config.rollout.metadata_key
+        if key is not None and all(row[key] in (None, "") for row in rows):
+            raise self._error(f"no row has a ground truth under {key!r}", "nothing in each",
+                              "name the right key with --label-key, or leave the flag out")
+        if "rollout.metadata_key" in self._config.origin and not self._file.eval and not any(
+                metadata in row for row in rows):
+            raise self._error(f"no row has the key {metadata!r}", ", ".join(rows[0]),
+                              "name the right key with --metadata-key, or leave the flag out")
+
+    def _enough(self, counted: int | Path) -> None:
         rollout = self._config.rollout
-        if rollout.num_rollout is None and rollout.num_epoch * rows < rollout.rollout_batch_size:
-            raise self._error("there are too few prompts for one rollout", f"{rows} rows x {rollout.num_epoch} epochs, "
-                              f"rollout_batch_size {rollout.rollout_batch_size}",
+        if rollout.num_rollout is not None:
+            return
+        if isinstance(counted, Path):
+            counted = counted.read_bytes().count(b"\n{") + 1 if counted.stat().st_size < COUNTED else 2**63
+        if rollout.num_epoch * counted < rollout.rollout_batch_size:
+            raise self._error("there are too few prompts for one rollout", f"{counted} rows x {rollout.num_epoch} "
+                              f"epochs, rollout_batch_size {rollout.rollout_batch_size}",
                               "lower --rollout-batch-size, or write --num-rollout in place of --num-epoch")
 
     def _no_jsonl(self, kind: str) -> DataError:

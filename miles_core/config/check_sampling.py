@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from miles_core.config.bounds import within
 from miles_core.config.load import who
 from miles_core.config.tables import RunConfig
 from miles_core.errors import ConfigError
@@ -44,12 +45,11 @@ def check_sampling(config: RunConfig, note: Callable[[str], None]) -> RunConfig:
 
 def _evaluation(config: RunConfig, note: Callable[[str], None]) -> None:
     eval_ = config.eval
-    named = {"temperature": eval_.eval_temperature, "top_p": eval_.eval_top_p}
-    own = [(f"eval.eval_{key}", key, value) for key, value in named.items()]
-    own += [("eval.datasets", key, dataset.get(key)) for dataset in eval_.datasets for key in named]
-    for origin, key, value in own:
-        if isinstance(value, int | float) and not (value >= 0 if key == "temperature" else 0 < value <= 1):
-            raise ConfigError("top_p lies in (0, 1] and a temperature is not negative", got=f"{key} {value}",
-                              who=who(config, origin), fix="leave it out for [rollout]'s")
+    own = {"temperature": eval_.eval_temperature, "top_p": eval_.eval_top_p}
+    for values, origin in ((own, "eval.eval_{}"), *((dataset, "eval.datasets") for dataset in eval_.datasets)):
+        for key, interval in (("temperature", "[0, 10]"), ("top_p", "(0, 1]")):
+            if not within(values.get(key), interval):
+                raise ConfigError(f"{key} should lie in {interval}", got=f"{key} {values[key]}",
+                                  who=who(config, origin.format(key)), fix="leave it out for [rollout]'s")
     if eval_.n_samples_per_eval_prompt > 1 and eval_.eval_temperature == 0:
         note("eval_temperature 0 is greedy: all answers to an evaluation prompt will be the same")

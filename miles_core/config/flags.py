@@ -19,6 +19,8 @@ from miles_core.errors import ConfigError, OwnerError, UnknownKeyError
 
 FORWARDED = ("sglang-", "router-")
 """What flags begin with that are handed on to SGLang's server and to its router."""
+NAMING = ("--plugin", "--no-plugin", "--preset")
+"""Flags that say of what a run is made, and are no option's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +220,7 @@ def _unknown(flag: str, spellings: Spellings, plugins: Mapping[str, str]) -> Unk
     if name in plugins:
         return UnknownKeyError(f"{flag} belongs to plugin {name!r}, which is not enabled", fix=plugins[name])
     fields = ("--" + n.replace("_", "-") for n in surface())
-    known = [*spellings, *miles_flags(), *megatron.megatron_lm_flags(), *fields]
+    known = [*spellings, *NAMING, *miles_flags(), *megatron.megatron_lm_flags(), *fields]
     near = difflib.get_close_matches(flag, known, 1, 0.6)
     return UnknownKeyError(f"there is no flag {flag}",
                            fix=f"did you mean {near[0]}?" if near else "see miles run --help")

@@ -19,7 +19,7 @@ from miles_core.config.options import Option, Origin, convert, options_of
 from miles_core.config.tables import TABLES, RunConfig
 from miles_core.errors import ConfigError, OwnerError, UnknownKeyError
 from miles_core.plugins import presets, resolve, select
-from miles_core.plugins.scan import KNOWN, installed
+from miles_core.plugins.scan import KNOWN, installed, look_again
 from miles_core.plugins.select import Selected
 
 MEGATRON_TABLES = ("model", "perf", "optimizer")
@@ -52,22 +52,26 @@ def load(run_file: Path | None, argv: Sequence[str] = ()) -> Loaded:
         ConfigError, UnknownKeyError: names the key or flag, where it stands, and the fix.
         PluginError: a plugin that is not there or cannot be read.
     """
+    look_again()
     path = run_file or (Path("miles.toml") if Path("miles.toml").is_file() else None)
     document, lines = _read(path)
     given = flags.split(argv)
+    if bare := next((one.flag for one in given if one.flag in flags.NAMING and not one.words), None):
+        raise ConfigError(f"{bare} takes a name", got="none", fix=f"write {bare} NAME")
     chosen = presets.find(_named("preset", document, lines, path, given))
     mine = _named("plugin", document, lines, path, given)
     theirs = {plugin: one.origin for one in chosen for plugin in one.plugins}
     twice = {select.short(text) for text, _ in mine}
     named = [(plugin, origin) for plugin, origin in theirs.items() if select.short(plugin) not in twice] + mine
     dropped = [(word, one.flag) for one in given if one.flag == "--no-plugin" for word in one.words]
-    named = select.without(named, dropped)
-    given = [one for one in given if one.flag not in ("--plugin", "--no-plugin", "--preset")]
+    named, gone = select.without(named, dropped), {select.short(text) for text, _ in dropped}
+    given = [one for one in given if one.flag not in flags.NAMING]
 
     selected = select.select(named, select.built_in())
     selected = select.select(_by_flags(given, selected), selected)
-    from_file = [Assignment(key, value, Origin("preset", one.origin)) for one in chosen
-                 for key, value in one.values.items()] + list(_assignments(document, path, lines))
+    from_file = [*(Assignment(key, value, Origin("preset", one.origin)) for one in chosen
+                   for key, value in one.values.items() if key.partition(".")[0] not in gone),
+                 *_assignments(document, path, lines)]
     # Named parts may bring plugins of their own (--rm-type math), whose flags are only known then: look twice.
     first = _build(from_file, given, selected, named, path, lenient=True)
     more = resolve.missing(selected, first.config)

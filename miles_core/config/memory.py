@@ -14,7 +14,7 @@ from dataclasses import replace
 from miles_core.backends.megatron.estimate import Model, model_of, parameters, tokens_of, trainer
 from miles_core.backends.megatron.layout import layout_of
 from miles_core.config.hardware import gpus
-from miles_core.config.load import who
+from miles_core.config.load import quantised, who
 from miles_core.config.tables import RunConfig
 from miles_core.errors import ConfigError
 
@@ -36,10 +36,13 @@ def check_memory(config: RunConfig, note: Callable[[str], None]) -> RunConfig:
     """The configuration as it is.
 
     Raises:
-        ConfigError: the trainer cannot fit the GPUs, however generously the estimate is read.
+        ConfigError: trainer or engine cannot fit the GPUs, however generously the estimate is read.
     """
     model, capacity = model_of(config), capacity_of(config)
-    if model is None or capacity is None or config.debug.debug_rollout_only:
+    if model is None or capacity is None:
+        return config
+    _weights(config, model, capacity)
+    if config.debug.debug_rollout_only:
         return config
     needed = peak(config, model)
     if needed * (1 - TOLERANCE) > capacity - OUTSIDE:
@@ -54,6 +57,23 @@ def check_memory(config: RunConfig, note: Callable[[str], None]) -> RunConfig:
     if needed > (capacity - OUTSIDE) * (1 - TOLERANCE):
         note(f"the trainer's memory is tight: about {needed / GIB:.0f} of {(capacity - OUTSIDE) / GIB:.0f} GiB")
     return config
+
+
+def _weights(config: RunConfig, model: Model, capacity: float) -> None:
+    """
+    Raises:
+        ConfigError: an engine's weights leave no room for its KV cache.
+    """
+    ours = config.rollout.engine == "sglang" and not (config.sglang.rollout_external or config.debug.debug_train_only)
+    if not ours or quantised(config) or config.server.get("quantization"):
+        return
+    weights, fraction = engine(config, model)
+    room = (fraction or 1) * capacity
+    if weights * (1 - TOLERANCE) > room:
+        raise ConfigError("an engine's weights alone fill the memory that it may have",
+                          got=f"about {weights / GIB:.1f} of {room / GIB:.1f} GiB",
+                          who=who(config, "server.mem_fraction_static", "perf.rollout_num_gpus_per_engine"),
+                          fix="raise --sglang-mem-fraction-static, or --rollout-num-gpus-per-engine")
 
 
 def _share(config: RunConfig, model: Model, needed: float, capacity: float) -> None:

@@ -86,7 +86,8 @@ def options_of(table: str, kind: type) -> dict[str, Option]:
     """The options of an options class, in the order written."""
     found = {}
     for field in dataclasses.fields(kind):
-        default = field.default if field.default is not REQUIRED else field.default_factory()
+        made = field.default_factory
+        default = made() if field.default is REQUIRED and made is not dataclasses.MISSING else field.default
         found[field.name] = Option(table, field.name, str(field.type), default, field.metadata["help"],
                                    field.metadata["flags"], field.metadata["off"])
     return found

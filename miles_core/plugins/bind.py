@@ -32,6 +32,17 @@ STATEMENTS = frozenset(field.name for field in dataclasses.fields(Manifest))
 class Hooks(types.SimpleNamespace):
     """The bound hooks of one role; `instances` and `versions` are those of the plugins, by name. Frozen once bound."""
 
+    def took(self) -> dict[str, float]:
+        """Metrics: seconds and calls of each plugin's hooks since they were last asked for."""
+        found = {}
+        for name, tallies in self.tallies.items():
+            if calls := sum(count for count, _ in tallies):
+                found[f"perf/hooks/{name}"] = max(0.0, sum(seconds for _, seconds in tallies))
+                found[f"perf/hook_calls/{name}"] = float(calls)
+            for tally in tallies:
+                tally[:] = 0, 0.0
+        return found
+
     def __setattr__(self, name: str, value: object) -> None:
         raise HookError(f"hooks are frozen once the run has begun; {name!r} cannot be set")
 
@@ -49,7 +60,7 @@ def bind(selected: Sequence[Selected], config: RunConfig, role: str) -> Hooks:
     """
     manager, table = pluggy.PluginManager("miles"), hookspecs.specs()
     manager.add_hookspecs(hookspecs)
-    instances, implementations = {}, {name: [] for name in table}
+    instances, implementations, tallies = {}, {name: [] for name in table}, {}
     for one in selected:
         kind = imported(one.manifest)
         _check_class(one, kind)
@@ -61,10 +72,12 @@ def bind(selected: Sequence[Selected], config: RunConfig, role: str) -> Hooks:
             if spec.role in ("every", role):
                 call = fit.caller(getattr(instance, offer.method), one, offer.hook, spec, function)
                 implementations[offer.hook].append((one.manifest.name, offer.name, call))
+                if call.tally is not None:
+                    tallies.setdefault(f"{one.manifest.name}/{offer.hook}", []).append(call.tally)
         _register(manager, one, instance)
     hooks = {name: _combine(name, spec, implementations[name]) for name, spec in table.items()}
     versions = {one.manifest.name: one.version for one in selected}
-    return Hooks(role=role, instances=instances, versions=versions, **hooks)
+    return Hooks(role=role, instances=instances, versions=versions, tallies=tallies, **hooks)
 
 
 def check_roles_apart(roles: Sequence[Hooks]) -> None:
@@ -203,7 +216,7 @@ def _around(name: str, found: list[tuple[str, str, Callable]]) -> Callable:
     not, or nothing where the hook says so."""
 
     def outer(call: Callable, proceed: Callable, value: object, rest: tuple, *changed: object) -> object:
-        result = call(proceed, *(changed or (value,)), *rest)
+        result = call(fit.apart(proceed, call.tally), *(changed or (value,)), *rest)
         if result is None:
             raise HookError(f"{name} should return what `proceed` returns, changed or not", got="None",
                             who=call.who, fix="check for a path without `return`")

@@ -13,6 +13,7 @@ import importlib.machinery
 import inspect
 import linecache
 import re
+import time
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -241,19 +242,49 @@ def _head(node: ast.expr) -> tuple[set[str] | None, list[ast.expr]]:
     return next((family for family in FAMILIES if name in family), None), inner
 
 
+ALL, EACH = 16, 16
+"""Of a hook's calls in a rollout the first ALL are timed, then each EACH-th, which counts for as many."""
+
+
 def caller(call: Callable, one: Selected, hook: str, spec: Callable, function: Callable) -> Callable:
     """What the core calls: takes the hook's own arguments, no more and no fewer, hands on those that the implementation
-    wants, and adds to an error whose it is. Made once; a call costs no more than a frame and a `try`."""
+    wants, and adds to an error whose it is. Made once; a call costs no more than a frame and a `try`.
+
+    `tally`, [calls, seconds], grows with each call; None for the core's own parts and for streams, whose time is not
+    that of the call. Seconds are of the clock on the wall: an async hook's waits are among them.
+    """
     mine, everything = [p.name for p in parameters(function)], list(inspect.signature(spec).parameters)
     taken = mine if hook == "reward" else everything  # whoever scores looks at which of the two it wants
     wait = ("async ", "await ") if inspect.iscoroutinefunction(function) else ("", "")
-    source = (f"{wait[0]}def {hook}({', '.join(taken)}):\n try:\n  return {wait[1]}__call({', '.join(mine)})\n"
+    tally = None if one.source == "built-in" or inspect.isgeneratorfunction(function) else [0, 0.0]
+    body = run = f"return {wait[1]}__call({', '.join(mine)})\n"
+    if tally is not None:  # around: each, as what `proceed` takes is always subtracted
+        plain = "" if spec.kind == "around" else f"  if __n > {ALL} and __n % {EACH}:\n   {run}"
+        body = (f"__n = __tally[0] = __tally[0] + 1\n{plain}  __begin = __clock()\n  try:\n   {run}"
+                f"  finally:\n   __tally[1] += (__clock() - __begin)")
+        body += "\n" if not plain else f" * (1 if __n <= {ALL} else {EACH})\n"
+    source = (f"{wait[0]}def {hook}({', '.join(taken)}):\n try:\n  {body}"
               " except (Exception, SystemExit) as error:\n  __blame(error)\n  raise\n")
-    names = {"__call": call, "__blame": _blamer(one, hook, function)}
+    names = {"__call": call, "__blame": _blamer(one, hook, function), "__tally": tally, "__clock": time.perf_counter}
     exec(compile(source, f"<hook {hook} of plugin {one.manifest.name}>", "exec"), names)
     made: types.FunctionType = names[hook]
-    made.__doc__, made.who = call.__doc__, who(one, hook, definition(function))
+    made.__doc__, made.who, made.tally = call.__doc__, who(one, hook, definition(function)), tally
     return made
+
+
+def apart(proceed: Callable, tally: list | None) -> Callable:
+    """What a hook of the kind around is given as `proceed`: its seconds are not the plugin's."""
+    if tally is None:
+        return proceed
+
+    def others(*args: object) -> object:
+        begin = time.perf_counter()
+        try:
+            return proceed(*args)
+        finally:
+            tally[1] -= time.perf_counter() - begin
+
+    return others
 
 
 def _blamer(one: Selected, hook: str, function: Callable) -> Callable[[BaseException], None]:

@@ -3,21 +3,29 @@
 A manifest's `refuses` are rules: {"when": {key: test, ...}, "what": sentence, "fix": sentence}. A run for which all
 tests hold is refused. Keys are an option ("rollout.n_samples_per_prompt", "tis.use_tis"), a field of Megatron-core
 ("megatron.fp8"), SGLang's server or router, a size of the model ("architecture.experts") or a hook ("reward"), which
-stands for the names chosen for it, or for the plugins that offer it where all do. A test is a value, or one of TESTS.
+stands for the names chosen for it, or for the plugins that offer it where all do. A test is a value, or some of TESTS,
+COMPARES and SAID: {"above": 2}, {"above": "optimizer.lr"}, {"outside": "(0, 1]"}. The core's rules: refusals.toml.
 
 Words in `provides` are the shorter way to say what several plugins say alike:
     compares:NAME   the estimator NAME compares the answers to one prompt
     labels:NAME     the scorer NAME needs the row's label
+    modules:NAME    functions that its options name may come from the package NAME, installed or not
 """
 
 from __future__ import annotations
 
+import ast
+import operator
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 from miles_core import hookspecs
 from miles_core.config.architecture import architecture_of
+from miles_core.config.bounds import stated, within
+from miles_core.config.check_paths import astray
 from miles_core.config.check_rows import present
 from miles_core.config.check_sampling import trains
 from miles_core.config.load import who
@@ -27,13 +35,33 @@ from miles_core.plugins.resolve import choices
 from miles_core.plugins.scan import BUILT_IN, KNOWN
 from miles_core.plugins.select import Selected
 
+
+def _compiles(pattern: object) -> bool:
+    try:
+        return bool(re.compile(str(pattern)))
+    except re.error:
+        return False
+
+
 TESTS: dict[str, Callable[[list, object], bool]] = {
     "not": lambda values, wanted: wanted not in values,
     "set": lambda values, wanted: bool(values) == wanted,
     "like": lambda values, wanted: any(re.fullmatch(str(wanted), str(value)) for value in values),
     "unlike": lambda values, wanted: not any(re.fullmatch(str(wanted), str(value)) for value in values),
+    "unlisted": lambda values, wanted: not all(re.fullmatch(str(wanted), str(value)) for value in values),
+    "outside": lambda values, wanted: not all(within(value, wanted) for value in values),
+    "missing": lambda values, wanted: any(astray(str(value)) for value in values) == wanted,
+    "malformed": lambda values, wanted: all(map(_compiles, values)) != wanted,
 }
 """Name -> whether it holds of a key's values: none for one that is not set, several for a list."""
+COMPARES: dict[str, Callable[[object, object], bool]] = {
+    "above": operator.gt, "below": operator.lt, "from": operator.ge, "apart": operator.ne,
+    "rest": lambda value, other: bool(other and value % other),
+    "is": lambda value, other: str(value).rstrip("/") == str(other).rstrip("/"),
+}
+"""Further tests: with a number, or with the value of another key; where that is not set, none of them holds."""
+SAID = "said"
+"""And whether a run file, a preset or a flag gives the key a value."""
 
 
 def check_statements(selected: Sequence[Selected], config: RunConfig) -> None:
@@ -46,26 +74,43 @@ def check_statements(selected: Sequence[Selected], config: RunConfig) -> None:
         _scored(selected, config)
     if trains(config):
         _compared(selected, config)
-    _functions(selected, config)
     for one in selected:
-        for rule in one.manifest.refuses:
+        own = one.manifest.name == "core"
+        files = [file for file in stated() if own and all(
+            _holds(one, key, test, selected, config) for key, test in file.get("given", {}).items())]
+        for rule in (*one.manifest.refuses, *(rule for file in files for rule in file["refuses"])):
             if set(rule) != {"when", "what", "fix"} or not isinstance(rule["when"], Mapping) or not rule["when"]:
                 raise _unreadable(one, rule, "it is {when = {...}, what = ..., fix = ...}")
             if all(_holds(one, key, test, selected, config) for key, test in rule["when"].items()):
                 keys = [key for key in rule["when"] if "." in key and not key.startswith("architecture.")]
                 values = _values(one, next(iter(rule["when"])), selected, config)
                 raise ConfigError(rule["what"], got=", ".join(map(str, values)) or None,
-                                  who=", ".join(filter(None, [who(config, *keys), f"plugin {one.manifest.name}"])),
+                                  who=", ".join(filter(None, [who(config, *keys), "" if own else
+                                                              f"plugin {one.manifest.name}"])),
                                   fix=rule["fix"])
+    _functions(selected, config)
 
 
 def _holds(one: Selected, key: str, test: object, selected: Sequence[Selected], config: RunConfig) -> bool:
     values = _values(one, key, selected, config)
     if not isinstance(test, Mapping):
         return test in values
-    if unknown := set(test) - set(TESTS):
-        raise _unreadable(one, key, f"tests are {', '.join(TESTS)}, not {unknown.pop()!r}")
-    return all(TESTS[name](values, wanted) for name, wanted in test.items())
+    if unknown := set(test) - {*TESTS, *COMPARES, SAID}:
+        raise _unreadable(one, key, f"tests are {', '.join([*TESTS, *COMPARES, SAID])}, not {unknown.pop()!r}")
+    for name, wanted in test.items():
+        if name == SAID:
+            found = (key in config.origin and config.origin[key].kind in ("file", "preset", "flag")) == wanted
+        elif name in COMPARES:
+            bounds = _values(one, wanted, selected, config) if isinstance(wanted, str) else [wanted]
+            found = any(COMPARES[name](value, bound) for value in values for bound in bounds)
+        else:
+            try:
+                found = TESTS[name](values, wanted)
+            except ValueError as error:  # of an interval
+                raise _unreadable(one, key, str(error)) from None
+        if not found:
+            return False
+    return True
 
 
 def _values(one: Selected, key: str, selected: Sequence[Selected], config: RunConfig) -> list:
@@ -114,17 +159,35 @@ def _scored(selected: Sequence[Selected], config: RunConfig) -> None:
 
 
 def _functions(selected: Sequence[Selected], config: RunConfig) -> None:
-    """Options of plugins that name a function as FILE.py:NAME: the file is there, and the name is in it."""
+    """Options of plugins that name a function as FILE.py:NAME: the file is Python, and the name is in it.
+
+    Of MODULE.NAME, the module's package can be found.
+    """
     for one in selected:
         for name, value in config.options.get(one.manifest.name, {}).items():
             found = re.fullmatch(r"(.+\.py):(\w+)", value) if isinstance(value, str) else None
+            origin, here = f"--{name.replace('_', '-')} {value}", [".", *sys.path]
+            dotted = re.fullmatch(r"(\w+)(\.\w+)*[.:]\w+", value) if isinstance(value, str) and not found else None
+            if isinstance(value, str) and value.endswith(".py") and name.endswith("_path"):
+                raise ConfigError("the file is named, and none of its functions", who=origin,
+                                  fix=f"write {value}:FUNCTION")
+            if dotted and name.endswith("_path") and not Path(value).exists() and f"modules:{dotted[1]}" not in (
+                    one.manifest.provides) and not PathFinder.find_spec(dotted[1], here):
+                raise ConfigError("the module of the function cannot be imported", got=f"no module {dotted[1]}",
+                                  who=origin,
+                                  fix="install it, name its folder in PYTHONPATH, or write ./file.py:function")
             if found is None:
                 continue
-            path, origin = Path(found[1]), f"--{name.replace('_', '-')} {value}"
+            path = Path(found[1])
             if not path.is_file():
                 raise ConfigError("the module of the function cannot be imported", got="no such file", who=origin,
                                   fix="write ./file.py:function, relative to the working directory")
-            if not re.search(rf"\b{found[2]}\b", path.read_text(encoding="utf-8", errors="replace")):
+            try:
+                ast.parse(text := path.read_text(encoding="utf-8", errors="replace"))
+            except (SyntaxError, ValueError) as error:
+                raise ConfigError("the module of the function is not Python", got=error, who=origin,
+                                  fix="mend the line") from None
+            if not re.search(rf"\b{found[2]}\b", text):
                 raise ConfigError("there is no such function", got=f"{path} has no {found[2]!r}", who=origin,
                                   fix="define it there, or name another after the colon")
 

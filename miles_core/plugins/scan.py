@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import re
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 GROUP = "miles.plugins"
 
@@ -26,12 +29,13 @@ KNOWN = {
     "tis": ("token_weights:tis", "train_step:tis"),
     "ppo": ("advantage:ppo",),
     "opd": ("advantage:on_policy_distillation", "reward:on_policy_distillation"),
-    "compat": ("reward:custom", "advantage:custom", "policy_loss:custom_loss", "reduction:custom"),
+    "compat": ("prompt_source:custom", "generate:custom", "reward:custom", "advantage:custom",
+               "policy_loss:custom_loss", "reduction:custom"),
     "math": ("reward:math", "reward:boxed_math", "reward:format"),
     "remote-rm": ("reward:remote_rm", "reward:remote_group_rm"),
     "tools": ("generate:tools", "generate:agent", "reward:unit-tests", "reward:agent"),
     "sft": ("generate:sft", "advantage:sft", "policy_loss:sft"),
-    "dapo-filter": ("filter_group:dapo-filter",),
+    "dapo-filter": ("filter_group:dapo-filter", "preset:dapo"),
     "partial-rollout": ("unfinished:partial-rollout",),
     "r3": ("columns:r3", "microbatch:r3"),
     "fp8": ("transformer_config:fp8", "export_weights:fp8", "convert:hf-to-fp8"),
@@ -76,9 +80,21 @@ class Installed:
 
 def installed() -> list[Installed]:
     """Every entry point of the group, sorted by name; one distribution seen twice on sys.path counts once."""
+    changed = (Path(folder).stat().st_mtime_ns if Path(folder).exists() else None for folder in sys.path)
+    return list(_installed(tuple(zip(sys.path, changed, strict=True))))
+
+
+@functools.lru_cache(maxsize=1)
+def _installed(_stamp: tuple[tuple[str, int | None], ...]) -> list[Installed]:
+    """Read once a plan, which asks some six times."""
     found = {}
     for entry in importlib.metadata.entry_points(group=GROUP):
         distribution = re.sub(r"[-_.]+", "-", entry.dist.name).lower() if entry.dist else "?"
         found.setdefault((entry.name, distribution), Installed(entry.name, entry.value, distribution,
                                                                entry.dist.version if entry.dist else "?"))
     return sorted(found.values(), key=lambda item: (item.name, item.distribution))
+
+
+def look_again() -> None:
+    """Forget what `installed` found."""
+    _installed.cache_clear()

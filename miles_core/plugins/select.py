@@ -132,9 +132,10 @@ def manifest_of(one: Installed) -> Manifest:
 
 
 def _unknown(text: str, name: str, origin: str, have: Sequence[Installed]) -> UnknownPluginError:
-    if name in KNOWN:
+    if name in KNOWN and not any(one.name == name for one in have):
         return UnknownPluginError(f"plugin {name!r} is not installed", who=origin, fix=f"pip install miles-{name}")
     near = difflib.get_close_matches(name, [*KNOWN, *(one.name for one in have)], 1, 0.6)
     there = ", ".join(one.name for one in have) or "none"
-    fix = f"did you mean {near[0]!r}?" if near else "pip install it, or pass a file: ./my_plugin.py"
+    fix = "leave spaces between names, not commas" if "," in text else (
+        f"did you mean {near[0]!r}?" if near else "pip install it, or pass a file: ./my_plugin.py")
     return UnknownPluginError(f"there is no plugin {text!r}", got=f"installed: {there}", who=origin, fix=fix)

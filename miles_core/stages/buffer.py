@@ -21,7 +21,7 @@ from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal, cast
 
 from miles_core.errors import StarvedError
 from miles_core.types import Drop, Group, Prompt, Recall, Sample
@@ -47,7 +47,7 @@ class Slot:
     begun: tuple[Sample, ...] = ()
     group: Group | None = None
     outcome: Group | Drop | None = None
-    task: asyncio.Task | None = None
+    task: asyncio.Task[Any] | None = None
     recall: Recall = field(default_factory=Recall)
     since: float = 0.0
 
@@ -109,7 +109,7 @@ class Buffer:
         self._taken = self._released = 0
         self._failure: BaseException | None = None
         self._changed = asyncio.Condition()
-        self._wakers: set[asyncio.Task] = set()
+        self._wakers: set[asyncio.Task[Any]] = set()
 
     async def reserve(self) -> Slot:
         """A slot, once there is room; one with a prompt goes on from a checkpoint.
@@ -153,7 +153,7 @@ class Buffer:
             await self._until(lambda: self._cut() is not None)
             if not await self._set_aside():
                 break
-        taken, self._slots = self._cut()
+        taken, self._slots = cast("tuple[Taken, list[Slot]]", self._cut())
         self._taken += 1
         surplus = [slot for slot in self._slots if self._taken - slot.round > self.max_lag]
         self._restored = deque(slot for slot in self._restored if slot not in surplus)
@@ -235,9 +235,10 @@ class Buffer:
 
     async def _set_aside(self) -> bool:
         """Drop what has become too stale while it waited, or has its prompt come again; whether there was any."""
-        stale = [slot for slot in self._slots if isinstance(slot.outcome, Group) and self.too_stale(slot.outcome)]
-        for slot in stale:
-            slot.outcome = stale_drop(slot.outcome)
+        stale = [(slot, slot.outcome) for slot in self._slots
+                 if isinstance(slot.outcome, Group) and self.too_stale(slot.outcome)]
+        for slot, group in stale:
+            slot.outcome = stale_drop(group)
         again = await self._return_again()
         self._wake()
         return bool(stale) or again
@@ -247,7 +248,7 @@ class Buffer:
         again = [slot for slot in self._slots if isinstance(slot.outcome, Drop) and slot.outcome.reason in self.again]
         if not again:
             return False
-        self._retried.update(slot.outcome.reason for slot in again)
+        self._retried.update(slot.outcome.reason for slot in again if isinstance(slot.outcome, Drop))
         await self._give_back(again)
         return True
 

@@ -2,8 +2,23 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any, cast
+
 from miles_core.config.tables import RunConfig
 from miles_core.hookspecs import hookimpl
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy as np
+    import torch
+
+    from miles_core.stages.loss import LossInputs, Metrics
+    from miles_core.stages.placement import Placement
+    from miles_core.stages.prompts import PromptSource
+    from miles_core.stages.rollout import Generation
+    from miles_core.stages.sync import WeightSync
+    from miles_core.types import Prompt, Sample
 
 
 class Core:
@@ -15,45 +30,45 @@ class Core:
         self.config = config
 
     @hookimpl(name="jsonl")
-    def prompt_source(self, config, tokenizer):
+    def prompt_source(self, config: RunConfig, tokenizer: Any) -> PromptSource:
         """Prompts of --prompt-data."""
         from miles_core.stages.prompts import JsonlPrompts, Rows
 
         rollout = config.rollout
         rows = Rows(
-            path=rollout.prompt_data,
+            path=cast("str", rollout.prompt_data),  # a plan that lacks it is refused
             input_key=rollout.input_key,
             label_key=rollout.label_key,
             metadata_key=rollout.metadata_key,
-            context=rollout.rollout_max_context_len,
+            context=cast("int", rollout.rollout_max_context_len),
             max_prompt_len=rollout.rollout_max_prompt_len,
             template=(rollout.apply_chat_template_kwargs or {}) if rollout.apply_chat_template else None,
         )
         return JsonlPrompts(rows, tokenizer, shuffle=rollout.rollout_shuffle, seed=rollout.rollout_seed)
 
     @hookimpl(name="single-turn")
-    async def generate(self, prompt, generation):
+    async def generate(self, prompt: Prompt, generation: Generation) -> list[Sample]:
         """One engine call per answer."""
         from miles_core.stages.rollout import single_turn
 
         return await single_turn(prompt, generation)
 
     @hookimpl(name="weighted-sum")
-    def combine_rewards(self, sample, weights):
+    def combine_rewards(self, sample: Sample, weights: dict[str, float]) -> float:
         """Sum of weight x score (--rm-weights)."""
         from miles_core.stages.reward import weighted_sum
 
         return weighted_sum(sample, weights)
 
     @hookimpl("policy_loss", name="clip")
-    def clipped_surrogate(self, inputs):
+    def clipped_surrogate(self, inputs: LossInputs) -> tuple[torch.Tensor, Metrics]:
         """The clipped surrogate of PPO, for estimators without a policy loss of their own."""
         from miles_core.stages.loss import clipped_surrogate
 
         return clipped_surrogate(inputs)
 
     @hookimpl
-    def loss_terms(self, inputs):
+    def loss_terms(self, inputs: LossInputs) -> dict[str, tuple[float, torch.Tensor]]:
         """KL to the reference and entropy; a coefficient of 0 makes each a monitor."""
         from miles_core.kl import approximate_kl
         from miles_core.stages.loss import at_trained, bounded_exp, log_ratio
@@ -69,21 +84,21 @@ class Core:
         return terms
 
     @hookimpl("reduction", name="sample")
-    def per_sample(self, samples):
+    def per_sample(self, samples: Sequence[Sample]) -> np.ndarray:
         """Mean over rollouts of their mean over tokens."""
         from miles_core.stages.loss import per_sample
 
         return per_sample(samples)
 
     @hookimpl("reduction", name="token")
-    def per_token(self, samples):
+    def per_token(self, samples: Sequence[Sample]) -> np.ndarray:
         """Mean over all trained tokens."""
         from miles_core.stages.loss import per_token
 
         return per_token(samples)
 
     @hookimpl("reduction", name="constant")
-    def per_constant(self, samples):
+    def per_constant(self, samples: Sequence[Sample]) -> np.ndarray:
         """Sum over tokens / (rollouts x reduction_constant), Dr. GRPO's."""
         from miles_core.stages.loss import per_constant
 
@@ -91,14 +106,14 @@ class Core:
         return per_constant(samples, constant)
 
     @hookimpl(name="in-process")
-    def weight_sync(self, config):
+    def weight_sync(self, config: RunConfig) -> WeightSync:
         """The engine copies from the trainer's tensors."""
         from miles_core.stages.sync import InProcess
 
         return InProcess(config.rollout.pause_generation_mode)
 
     @hookimpl("placement", name="local")
-    def this_machine(self, config):
+    def this_machine(self, config: RunConfig) -> Placement:
         """Processes of this machine."""
         from miles_core.stages.placement import Local
 

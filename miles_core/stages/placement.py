@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 from miles_core.config.environment import environment
 from miles_core.config.hardware import gpus, trainer_gpus
@@ -41,10 +41,10 @@ class Placement(Protocol):
             ConfigError: there is too little of it; says what does not fit and what is there.
         """
 
-    def trainer(self, factory: Callable, *args: object) -> Handle:
+    def trainer(self, factory: Callable[..., Any], *args: object) -> Handle:
         """A host for every rank of the trainer behind one handle; `factory(*args, rank)` is made in each."""
 
-    def servers(self, factory: Callable, *args: object) -> list[Handle]:
+    def servers(self, factory: Callable[..., Any], *args: object) -> list[Handle]:
         """A host for every node of every engine, engine after engine; `factory(*args, seat)` is made in each."""
 
     def attach(self, trainer: Handle, engine: Engine | None) -> None:
@@ -72,7 +72,7 @@ class Turns:
         self._together, self._alone = 0, False
 
     @asynccontextmanager
-    async def __call__(self, purpose: Purpose):
+    async def __call__(self, purpose: Purpose) -> AsyncIterator[None]:
         together = purpose in ("rollout", "recover")
         async with self._turn:
             if together:
@@ -102,7 +102,8 @@ class Leases:
     def __init__(self, config: RunConfig):
         self.config = config
         self.environment: Mapping[str, str] = {}
-        self._turns, self._hand_over = Turns(), None
+        self._turns = Turns()
+        self._hand_over: HandOver | None = None
 
     def attach(self, trainer: Handle, engine: Engine | None) -> None:
         perf = self.config.perf
@@ -112,7 +113,7 @@ class Leases:
                                        timeout=perf.weight_sync_timeout)
 
     @asynccontextmanager
-    async def lease(self, purpose: Purpose):
+    async def lease(self, purpose: Purpose) -> AsyncIterator[None]:
         if purpose == "rollout" and not self.config.perf.colocate:
             yield
             return
@@ -139,11 +140,11 @@ class Local(Leases):
                               fix="ask for fewer, share them with --colocate, or join machines with --placement ray")
         self.environment = environment(self.config, gpus=bool(there))
 
-    def trainer(self, factory: Callable, *args: object) -> Handle:
+    def trainer(self, factory: Callable[..., Any], *args: object) -> Handle:
         return process_group("trainer", trainer_gpus(self.config), factory, *args, logs=logs(self.config),
                              environment=self.environment)
 
-    def servers(self, factory: Callable, *args: object) -> list[Handle]:
+    def servers(self, factory: Callable[..., Any], *args: object) -> list[Handle]:
         there, first = visible_gpus(), first_engine_gpu(self.config)
         count, size = engines(self.config)
         seats = [Seat(engine=i, gpus=there[first + i * size : first + (i + 1) * size]) for i in range(count)]
@@ -176,7 +177,7 @@ def demand(config: RunConfig) -> int:
 
 def logs(config: RunConfig) -> Path:
     """The folder that every process writes its log to."""
-    return Path(config.checkpoint.run_dir).resolve() / "logs"
+    return Path(cast("str", config.checkpoint.run_dir)).resolve() / "logs"  # the plan has set it
 
 
 def visible_gpus() -> tuple[int, ...]:

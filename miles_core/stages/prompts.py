@@ -10,10 +10,10 @@ import hashlib
 import json
 import re
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 
@@ -37,10 +37,10 @@ class PromptSource(Protocol):
     def give_back(self, prompts: list[Prompt]) -> None:
         """Hand these out again before anything else, in this order."""
 
-    def state_dict(self) -> dict:
+    def state_dict(self) -> dict[str, Any]:
         """JSON state from which a resumed run goes on; what was handed out is not in it."""
 
-    def load_state_dict(self, state: dict) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state_dict` was taken."""
 
 
@@ -81,7 +81,7 @@ class JsonlPrompts:
         self._ready: dict[int, Prompt] = {}
         self._again: deque[int] = deque()
         self._next = 0
-        self._epoch, self._order = -1, None
+        self._epoch, self._order = -1, np.arange(0)
         self.left_out = 0
         self._keep = self._usable()
         if not self._keep:
@@ -111,13 +111,13 @@ class JsonlPrompts:
     def give_back(self, prompts: list[Prompt]) -> None:
         self._again.extendleft(prompt.uid for prompt in reversed(prompts))
 
-    def state_dict(self) -> dict:
+    def state_dict(self) -> dict[str, Any]:
         following, again = self._next, list(self._again)
         while again and again[-1] == following - 1:  # the same stream; how far sampling got is a matter of timing
             following = again.pop()
         return {"next": following, "again": again, "data": self.data}
 
-    def load_state_dict(self, state: dict) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         self._next, self._again = state["next"], deque(state["again"])
 
     def _usable(self) -> list[int]:
@@ -147,7 +147,7 @@ class JsonlPrompts:
     def _where(self, row: int) -> str:
         return f"{self._rows.path.partition('@')[0]}, line {self._numbers[row]}"
 
-    def _source(self, row: int, record: dict) -> str | list[dict]:
+    def _source(self, row: int, record: dict[str, Any]) -> str | list[dict[str, Any]]:
         source = self._field(row, record, self._rows.input_key, "--input-key")
         chat = isinstance(source, list) and source and all(isinstance(m, dict) and "role" in m for m in source)
         if not (chat or isinstance(source, str)):
@@ -157,9 +157,9 @@ class JsonlPrompts:
         if chat and self._rows.template is None:
             raise DataError(f"{self._rows.input_key!r} is a list of chat messages", who=self._where(row),
                             fix="add --apply-chat-template")
-        return source
+        return cast("str | list[dict[str, Any]]", source)
 
-    def _field(self, row: int, record: dict, key: str, flag: str) -> Any:
+    def _field(self, row: int, record: dict[str, Any], key: str, flag: str) -> Any:
         if key not in record:
             raise DataError(f"the row has no key {key!r}", got=", ".join(record), who=self._where(row),
                             fix=f"name the right key with {flag}")
@@ -173,7 +173,7 @@ class JsonlPrompts:
             messages = messages or [{"role": "user", "content": source}]
             text = render(self._tokenizer, messages, self._rows.template, self._where(row))
         else:
-            text = source
+            text = cast("str", source)
         ids = self._tokenizer(text, add_special_tokens=self._rows.template is None)["input_ids"]
         key = self._rows.label_key
         label = self._field(row, record, key, "--label-key") if key is not None else None
@@ -186,7 +186,7 @@ class JsonlPrompts:
                       None if messages is None else tuple(messages), self._rows.stream)
 
 
-def render(tokenizer: Any, messages: Sequence[dict], arguments: dict[str, object], where: str) -> str:
+def render(tokenizer: Any, messages: Sequence[Mapping[str, Any]], arguments: dict[str, object], where: str) -> str:
     """The chat template's text with the answer's opening.
 
     Raises:
@@ -199,13 +199,13 @@ def render(tokenizer: Any, messages: Sequence[dict], arguments: dict[str, object
 
     options = {"add_generation_prompt": True, **arguments}
     try:
-        return tokenizer.apply_chat_template(list(messages), tokenize=False, **options)
+        return str(tokenizer.apply_chat_template(list(messages), tokenize=False, **options))
     except (jinja2.TemplateError, ValueError, TypeError, KeyError) as error:
         raise DataError("the chat template refuses the messages", got=str(error), who=where,
                         fix="check the roles and contents, and `miles check-template`") from error
 
 
-def read_jsonl(path: str) -> tuple[list[dict], list[int]]:
+def read_jsonl(path: str) -> tuple[list[dict[str, Any]], list[int]]:
     """Records and line numbers of a JSONL file; PATH@[a:b] takes a slice of its records.
 
     Raises:

@@ -9,6 +9,7 @@ import asyncio
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from miles_core.errors import RewardError
 from miles_core.hosts import in_daemon_thread, within
@@ -26,8 +27,8 @@ class Scoring:
         timeout: seconds that one scorer may take for one group.
     """
 
-    def __init__(self, scorers: Mapping[str, Callable], weights: Mapping[str, float], combine: Callable,
-                 timeout: float):
+    def __init__(self, scorers: Mapping[str, Callable[..., Any]], weights: Mapping[str, float],
+                 combine: Callable[..., Any], timeout: float):
         self._scorers, self._weights, self._combine, self._timeout = dict(scorers), dict(weights), combine, timeout
 
     async def __call__(self, group: Group) -> Group:
@@ -47,8 +48,9 @@ class Scoring:
                                   fix="name a scorer with --rm-type, or let the generator set sample.reward")
         return group
 
-    async def _ask(self, name: str, scorer: Callable, samples: Sequence[Sample]) -> list[object]:
+    async def _ask(self, name: str, scorer: Callable[..., Any], samples: Sequence[Sample]) -> list[object]:
         whole = "samples" in inspect.signature(scorer).parameters
+        answers: Any
 
         def late() -> RewardError:
             return RewardError(f"scorer {name!r} took longer than {self._timeout:g} s for {samples[0].prompt.stream} "

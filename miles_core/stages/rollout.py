@@ -223,7 +223,7 @@ async def _one_turn(prompt: Prompt, index: int, generation: Generation) -> Sampl
     if begun is not None and begun.status is not Status.ABORTED:
         return begun
     drawn, sampling = 0 if begun is None else begun.response_length, generation.sampling
-    if drawn and drawn >= sampling.max_new_tokens:
+    if begun is not None and drawn and drawn >= sampling.max_new_tokens:
         return replace(begun, status=Status.TRUNCATED)
     request = Request(
         id=f"{prompt.stream}-{prompt.uid}-{index}",

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from miles_core.types import Batch, Sample
 
@@ -35,7 +35,7 @@ class Resume:
     """
 
     rollout_id: int
-    state: dict | None
+    state: dict[str, Any] | None
     source: str
 
 
@@ -127,7 +127,7 @@ class Trainer(Protocol):
     def onload(self, tags: Sequence[str]) -> None:
         """The inverse of `offload`; gradients come back as zeros."""
 
-    def save(self, folder: Path, rollout_id: int, state: dict) -> None:
+    def save(self, folder: Path, rollout_id: int, state: dict[str, Any]) -> None:
         """Write a checkpoint that `load` resumes after this rollout; published only when complete."""
 
     def export(self, folder: Path) -> None:

@@ -6,8 +6,8 @@ verified version, and when a transfer fails it stays paused: a half-updated engi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     import torch
@@ -56,9 +56,9 @@ class InProcess:
 
     async def sync(self, trainer: Handle, engine: Engine, version: int) -> dict[str, float]:
         await engine.pause(self.mode)
-        sent = {"tensors": 0, "bytes": 0}
+        sent: dict[str, float] = {"tensors": 0, "bytes": 0}
 
-        def counted(stream):
+        def counted(stream: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
             for name, tensor in stream:
                 sent["tensors"] += 1
                 sent["bytes"] += tensor.numel() * tensor.element_size()

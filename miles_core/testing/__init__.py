@@ -10,6 +10,25 @@ Everything is imported when it is asked for: listing tests must not cost what ru
 from __future__ import annotations
 
 import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # for checkers of types, which do not see what __getattr__ gives
+    from miles_core.testing.advantages import advantage_contract
+    from miles_core.testing.batches import make_batch, make_sample
+    from miles_core.testing.buffers import buffer_contract
+    from miles_core.testing.canned import canned_samples
+    from miles_core.testing.contract import plugin_contract
+    from miles_core.testing.engines import engine_contract
+    from miles_core.testing.filters import filter_contract
+    from miles_core.testing.generators import generator_contract
+    from miles_core.testing.losses import loss_contract
+    from miles_core.testing.parity import cases, model_parity
+    from miles_core.testing.rewards import reward_contract
+    from miles_core.testing.runs import toy_run
+    from miles_core.testing.syncs import sync_contract
+    from miles_core.testing.tiny import tiny_checkpoint
+    from miles_core.testing.toy import toy_group
+    from miles_core.testing.trainers import trainer_contract
 
 _WHERE = {
     "advantage_contract": "advantages", "buffer_contract": "buffers", "canned_samples": "canned", "cases": "parity",

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -17,7 +18,9 @@ from miles_core.testing import canned
 from miles_core.testing.canned import canned_samples, grouped
 from miles_core.types import Batch, Group, Sample
 
-Estimator = Callable[[Batch], Sequence]
+Estimator = Callable[[Batch], Sequence[Any]]
+Placed = dict[tuple[int, int], np.ndarray]
+"""Advantages by (prompt, index) of their sample."""
 
 
 def advantage_contract(estimator: Estimator, *, samples: Callable[[], list[Sample]] = canned_samples,
@@ -76,12 +79,12 @@ def equal_rewards_are_finite(estimator: Estimator, samples: Callable[[], list[Sa
     stage.fill(batch, estimator(batch), "in its contract, all rewards equal")
 
 
-def _by_sample(estimator: Estimator, groups: Sequence[Group]) -> dict[tuple[int, int], np.ndarray]:
+def _by_sample(estimator: Estimator, groups: Sequence[Group]) -> Placed:
     batch = Batch(0, list(groups))
     return {(sample.prompt.uid, sample.index): np.broadcast_to(np.asarray(value, float), (sample.response_length,))
             for sample, value in zip(batch.samples, estimator(batch), strict=True)}
 
 
-def _same(one: dict, other: dict, what: str) -> None:
+def _same(one: Placed, other: Placed, what: str) -> None:
     for name, value in one.items():
         np.testing.assert_allclose(other[name], value, rtol=1e-6, atol=1e-9, err_msg=what)

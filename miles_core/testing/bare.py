@@ -19,7 +19,7 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any
 
 HEAVY = ("torch", "megatron", "transformers", "ray", "sglang")
 """Packages that nobody wants to wait for who lists or plans."""
@@ -28,29 +28,31 @@ SECONDS = 60.0
 """How long a job may take."""
 
 
-def ask(job: Callable[..., dict], *args: object) -> dict[str, Any]:
+def ask(job: Callable[..., dict[str, Any]], *args: object) -> dict[str, Any]:
     """What a job of this module gives in a fork of the bare process.
 
     Raises:
         AssertionError: the job raised, died or took too long; shows its traceback.
     """
     process = _process()
+    assert process.stdin and process.stdout
     _write(process.stdin, (job.__name__, args, sys.path, os.getcwd()))
-    answer = _read(process.stdout)
+    answer: dict[str, Any] = _read(process.stdout)
     if "error" in answer:
         raise AssertionError(f"in a fresh process: {answer['error']}")
     return answer
 
 
 @functools.cache
-def _process() -> subprocess.Popen:
+def _process() -> subprocess.Popen[bytes]:
     command = [sys.executable, "-c", "from miles_core.testing.bare import serve; serve()"]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)  # ends when its input does
     atexit.register(_end, process)
     return process
 
 
-def _end(process: subprocess.Popen) -> None:
+def _end(process: subprocess.Popen[bytes]) -> None:
+    assert process.stdin and process.stdout
     process.stdin.close()
     process.wait(SECONDS)
     process.stdout.close()
@@ -127,7 +129,8 @@ def serve() -> None:
         _write(out, _forked(*request))
 
 
-def _forked(job: str, args: tuple, path: list[str], folder: str) -> dict:
+def _forked(job: str, args: tuple[Any, ...], path: list[str], folder: str) -> dict[str, Any]:
+    answer: dict[str, Any]
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -159,13 +162,13 @@ def _heavy() -> list[str]:
     return sorted(set(HEAVY) & set(sys.modules))
 
 
-def _write(pipe: BinaryIO, value: object) -> None:
+def _write(pipe: IO[bytes], value: object) -> None:
     data = pickle.dumps(value)
     pipe.write(len(data).to_bytes(8, "big") + data)
     pipe.flush()
 
 
-def _read(pipe: BinaryIO) -> Any:
+def _read(pipe: IO[bytes]) -> Any:
     head = pipe.read(8)
     if len(head) < 8:
         raise EOFError

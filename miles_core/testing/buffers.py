@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -19,7 +20,7 @@ from miles_core.testing.canned import canned_samples, empty, grouped
 from miles_core.types import Group, Sample, Status
 
 
-def buffer_contract(*, unfinished: Callable[[Group], Group] | None = None, select: Callable | None = None,
+def buffer_contract(*, unfinished: Callable[[Group], Group] | None = None, select: Callable[..., Any] | None = None,
                     samples: Callable[[], list[Sample]] = canned_samples) -> None:
     """Every property that the two hooks have to have; each is left out where it is not given.
 
@@ -59,14 +60,14 @@ def _keeps(unfinished: Callable[[Group], Group], groups: list[Group]) -> None:
         for sample in kept.samples:
             assert drawn.get(sample.index) == canned.drawn([sample]), (
                 f"sample {sample.index} has other tokens, log-probs or versions than were drawn")
-            assert sample.response_length == sizes[sample.index]
+            assert sample.response_length == sizes[sample.index], f"sample {sample.index} has another length"
             mask = np.asarray(sample.columns["loss_mask"])
             assert mask.shape == (sample.response_length,) and set(np.unique(mask)) <= {0, 1}, "masks are 0 and 1"
         again = unfinished(kept) if kept.samples else kept
         assert len(again.samples) <= len(kept.samples), "called back twice, it has more samples than before"
 
 
-def _selects(select: Callable, groups: list[Group]) -> None:
+def _selects(select: Callable[..., Any], groups: list[Group]) -> None:
     wants = len(inspect.signature(select).parameters)
     known = [id(group) for group in groups]
     found = select(list(groups), *([4] if wants > 1 else []))

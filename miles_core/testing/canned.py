@@ -52,7 +52,7 @@ def canned_samples(*, columns: Mapping[str, float] | None = None, metadata: Mapp
 
 def _sample(prompt: Prompt, index: int, text: str, reward: float) -> Sample:
     size, draw = len(text), np.random.default_rng(97 * prompt.uid + index)
-    columns = {
+    columns: dict[str, np.ndarray] = {
         "tokens": np.array([*prompt.token_ids, *text.encode()], np.int32), "loss_mask": np.ones(size, np.uint8),
         "rollout_log_probs": draw.uniform(-2, -0.1, size).astype(np.float32), "versions": np.full(size, 3, np.int32),
         "log_probs": draw.uniform(-2, -0.1, size).astype(np.float32),
@@ -194,13 +194,13 @@ def loss_inputs(found: Sequence[Sample]) -> Any:
         samples=tuple(found))
 
 
-def callables(hooks: Hooks, hook: str) -> dict[str, Callable]:
+def callables(hooks: Hooks, hook: str) -> dict[str, Callable[..., Any]]:
     """Name -> what a role has bound for a hook; for hooks without names, one called like the hook."""
     bound = getattr(hooks, hook)
     return bound if isinstance(bound, dict) else {hook: bound} if bound else {}
 
 
-def call(hook: str, bound: Callable, arguments: Sequence[object]) -> object:
+def call(hook: str, bound: Callable[..., Any], arguments: Sequence[object]) -> object:
     """Call it as the core does."""
     if hook == "reward":
         whole = "samples" in inspect.signature(bound).parameters

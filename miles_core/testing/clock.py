@@ -13,7 +13,7 @@ class _Selector(selectors.DefaultSelector):
 
     loop: VirtualLoop
 
-    def select(self, timeout: float | None = None):
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         if timeout is None:
             raise RuntimeError("every task waits and no timer is set: the schedule is stuck")
         self.loop.now += timeout

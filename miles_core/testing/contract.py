@@ -12,6 +12,8 @@ model families) have kits beside this one.
 from __future__ import annotations
 
 import copy
+import importlib
+import inspect
 import json
 import pickle
 import random
@@ -40,7 +42,7 @@ class Contract:
     subject: Subject
     import_seconds: float
     call_seconds: float
-    old_states: Mapping[int, dict]
+    old_states: Mapping[int, dict[str, Any]]
 
     def _that(self, holds: object, what: str) -> None:
         if not holds:
@@ -62,7 +64,7 @@ class Contract:
                    f"{options}; run `miles plugins manifest --write`")
         if one.source != "file":
             module, _, _ = one.manifest.plugin.rpartition(":")
-            path = Path(__import__(module, fromlist=["_"]).__file__)
+            path = Path(inspect.getfile(importlib.import_module(module)))
             source = manifest.of_source(path, name=one.manifest.name, module=module)
             self._that(manifest.to_toml(source) == manifest.to_toml(one.manifest),
                        f"its manifest is not what {path.name} says; run `miles plugins manifest --write`")
@@ -135,9 +137,10 @@ class Contract:
         self._same(passes[0][1], passes[1][1], "in a new instance, called a second time,")
         keeps = any(hasattr(one, "state_dict") for one in roles["rollout"].instances.values())
         if not keeps:
-            self._same(*passes[0], "called a second time (a plugin that remembers has state_dict and load_state_dict)")
+            one, other = passes[0]
+            self._same(one, other, "called a second time (a plugin that remembers has state_dict and load_state_dict)")
 
-    def _same(self, first: list, second: list, when: str) -> None:
+    def _same(self, first: list[Any], second: list[Any], when: str) -> None:
         for (where, one), (_, other) in zip(first, second, strict=True):
             self._that(one == other, f"{where} gives another result {when}; draw from a generator of your own, with a "
                        "fixed seed")
@@ -217,7 +220,7 @@ class Contract:
 def plugin_contract(plugin: str, *, options: Mapping[str, object] | None = None, flags: Sequence[str] = (),
                     samples: Callable[[], list[Sample]] = canned.canned_samples,
                     response: Callable[[Sample], Any] | None = None,
-                    checkpoint: Path | None = None, old_states: Mapping[int, dict] | None = None,
+                    checkpoint: Path | None = None, old_states: Mapping[int, dict[str, Any]] | None = None,
                     without: Sequence[str] = (), import_seconds: float = 1.0, call_seconds: float = 0.5) -> type:
     """A class of tests that every plugin passes; give it a name that begins with Test.
 
@@ -255,9 +258,10 @@ def _ended(roles: Mapping[str, Hooks]) -> Iterator[Mapping[str, Hooks]]:
 def _options(kind: type) -> dict[str, object]:
     import dataclasses
 
-    annotation = getattr(kind.__init__, "__annotations__", {}).get("options")
+    begin: Any = inspect.getattr_static(kind, "__init__")
+    annotation = getattr(begin, "__annotations__", {}).get("options")
     if isinstance(annotation, str):
-        annotation = kind.__init__.__globals__[annotation]
+        annotation = begin.__globals__[annotation]
     if annotation is None:
         return {}
     made = annotation()
@@ -303,7 +307,7 @@ def _seeded(seed: int) -> Iterator[None]:
             torch.random.set_rng_state(before[2])
 
 
-def _seconds(call: Callable, arguments: Sequence[object]) -> float:
+def _seconds(call: Callable[..., Any], arguments: Sequence[object]) -> float:
     begin = time.process_time()
     call(arguments)
     return time.process_time() - begin

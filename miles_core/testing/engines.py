@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -46,7 +46,7 @@ def engine_contract(make: Callable[[], Engine], weights: Callable[[int], Iterabl
         asyncio.run(_within(check, make(), weights, vocabulary))
 
 
-async def _within(check: Callable, engine: Engine, weights: Callable, vocabulary: int) -> None:
+async def _within(check: Callable[..., Any], engine: Engine, weights: Callable[..., Any], vocabulary: int) -> None:
     try:
         async with asyncio.timeout(PATIENCE):
             await engine.start()
@@ -61,7 +61,7 @@ async def _within(check: Callable, engine: Engine, weights: Callable, vocabulary
 def request(index: int, vocabulary: int, tokens: int = 6, **sampling: object) -> Request:
     """A request of five tokens; which ones depends on the index."""
     ids = np.random.default_rng(index).integers(0, min(vocabulary, 256), 5).tolist()
-    values = {"max_new_tokens": tokens, "ignore_eos": True, **sampling}
+    values: dict[str, Any] = {"max_new_tokens": tokens, "ignore_eos": True, **sampling}
     return Request(f"contract-{index}", tuple(ids), SamplingParams(**values), 1000 + index)
 
 
@@ -71,7 +71,7 @@ def _fits(asked: Request, got: Response, vocabulary: int, oldest: int, newest: i
     assert got.finish_reason != "length" or len(got.output_ids) == asked.sampling.max_new_tokens
 
 
-async def _answers(engine: Engine, weights: Callable, vocabulary: int) -> None:
+async def _answers(engine: Engine, weights: Callable[..., Any], vocabulary: int) -> None:
     """Many requests at once; each gets its own answer, of the version that serves."""
     asked = [request(index, vocabulary, 1 + index % 7) for index in range(12)]
     got = await asyncio.gather(*(engine.generate(one) for one in asked))
@@ -79,11 +79,11 @@ async def _answers(engine: Engine, weights: Callable, vocabulary: int) -> None:
         _fits(one, answer, vocabulary, 1, 1)
         assert answer.finish_reason == "length" and len(answer.output_ids) == one.sampling.max_new_tokens
     greedy = [request(0, vocabulary, temperature=0.0), replace(request(0, vocabulary, temperature=0.0), id="b", key=9)]
-    one, other = [await engine.generate(each) for each in greedy]
-    assert one.output_ids.tolist() == other.output_ids.tolist(), "at temperature 0 the key matters"
+    drawn, other = [await engine.generate(each) for each in greedy]
+    assert drawn.output_ids.tolist() == other.output_ids.tolist(), "at temperature 0 the key matters"
 
 
-async def _repeats(engine: Engine, weights: Callable, vocabulary: int) -> None:
+async def _repeats(engine: Engine, weights: Callable[..., Any], vocabulary: int) -> None:
     """A key gives the same tokens and log-probs, alone and among others; another key gives others."""
     asked = [request(index, vocabulary, 8) for index in range(6)]
     alone = [await engine.generate(one) for one in asked]
@@ -94,7 +94,7 @@ async def _repeats(engine: Engine, weights: Callable, vocabulary: int) -> None:
     assert _bits(again) != _bits(alone[0]), "another key gives the same answer"
 
 
-async def _aborts(engine: Engine, weights: Callable, vocabulary: int) -> None:
+async def _aborts(engine: Engine, weights: Callable[..., Any], vocabulary: int) -> None:
     """An aborted request returns what it has, and no other one does."""
     long, short = request(0, vocabulary, LONG), request(1, vocabulary, 6)
     calls = [asyncio.ensure_future(engine.generate(one)) for one in (long, short)]
@@ -108,7 +108,7 @@ async def _aborts(engine: Engine, weights: Callable, vocabulary: int) -> None:
     assert len((await engine.generate(short)).output_ids) == 6, "after an abort it answers no more"
 
 
-async def _pauses(engine: Engine, weights: Callable, vocabulary: int) -> None:
+async def _pauses(engine: Engine, weights: Callable[..., Any], vocabulary: int) -> None:
     """Paused it draws nothing; resumed it goes on where it was, or has ended everything, as the mode says."""
     for mode in ("retract", "in_place", "abort"):
         call = asyncio.ensure_future(engine.generate(request(2, vocabulary, LONG)))
@@ -126,7 +126,7 @@ async def _pauses(engine: Engine, weights: Callable, vocabulary: int) -> None:
             assert first.finish_reason == "abort" or len(first.output_ids) == LONG
 
 
-async def _updates(engine: Engine, weights: Callable, vocabulary: int) -> None:
+async def _updates(engine: Engine, weights: Callable[..., Any], vocabulary: int) -> None:
     """Versions rise; answers say which they are of; a stream that is not whole changes nothing."""
     assert engine.version == 1
     before = await engine.generate(request(4, vocabulary))
@@ -148,7 +148,7 @@ async def _updates(engine: Engine, weights: Callable, vocabulary: int) -> None:
     assert _bits(after) != _bits(before), "new weights answer like the old ones"
 
 
-async def _refuses(engine: Engine, weights: Callable, vocabulary: int) -> None:
+async def _refuses(engine: Engine, weights: Callable[..., Any], vocabulary: int) -> None:
     """Impossible requests are errors of their own, and the engine goes on."""
     for bad in (replace(request(5, vocabulary), input_ids=(vocabulary,)),
                 replace(request(5, vocabulary), want=frozenset({"the_impossible"}))):
@@ -160,7 +160,7 @@ async def _refuses(engine: Engine, weights: Callable, vocabulary: int) -> None:
     assert len((await engine.generate(request(6, vocabulary, 3))).output_ids) == 3
 
 
-async def _stops(engine: Engine, weights: Callable, vocabulary: int) -> None:
+async def _stops(engine: Engine, weights: Callable[..., Any], vocabulary: int) -> None:
     """Stopped, requests in flight return as aborted."""
     call = asyncio.ensure_future(engine.generate(request(7, vocabulary, LONG)))
     await asyncio.sleep(0.005)

@@ -33,6 +33,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from miles_core.testing.forked import PRELOAD
 
@@ -109,7 +110,7 @@ def untraced(log: Path) -> list[str]:
     return [record[2] for record in _records(log) if record[0] is None]
 
 
-def _records(log: Path) -> Iterator[list]:
+def _records(log: Path) -> Iterator[list[Any]]:
     if log.exists():
         yield from map(json.loads, log.read_text().splitlines())
 
@@ -161,7 +162,7 @@ class _Tracer:
             os.kill(os.getpid(), signal.SIGKILL)
             signal.pause()
 
-    def _note(self, record: list) -> None:
+    def _note(self, record: list[Any]) -> None:
         _real_write(self._log, json.dumps(record).encode() + b"\n")
 
     def install(self) -> None:
@@ -212,7 +213,7 @@ class _Tracer:
         text.mode = mode
         return text
 
-    def _os_open(self, real: Callable) -> Callable:
+    def _os_open(self, real: Callable[..., Any]) -> Callable[..., Any]:
         def traced(path, flags, mode=0o777, *, dir_fd=None):
             inside = self.inside(path, dir_fd) if flags & _WRITES else None
             if inside is not None:
@@ -222,7 +223,7 @@ class _Tracer:
 
         return traced
 
-    def _write(self, real: Callable) -> Callable:
+    def _write(self, real: Callable[..., Any]) -> Callable[..., Any]:
         def traced(fd, data, *where):
             if (inside := self.inside(fd)) is not None:
                 view = memoryview(data).cast("B")
@@ -231,7 +232,7 @@ class _Tracer:
 
         return traced
 
-    def _sendfile(self, real: Callable) -> Callable:
+    def _sendfile(self, real: Callable[..., Any]) -> Callable[..., Any]:
         def traced(out, source, offset, count, *rest):
             if (inside := self.inside(out)) is not None:
                 size = min(count, os.fstat(source).st_size - (offset or 0))
@@ -241,7 +242,7 @@ class _Tracer:
 
         return traced
 
-    def _of_one(self, real: Callable, kind: str) -> Callable:
+    def _of_one(self, real: Callable[..., Any], kind: str) -> Callable[..., Any]:
         def traced(path, *args, **named):
             if (inside := self.inside(path, named.get("dir_fd"))) is not None:
                 self.at(kind, inside)
@@ -249,7 +250,7 @@ class _Tracer:
 
         return traced
 
-    def _of_two(self, real: Callable, kind: str) -> Callable:
+    def _of_two(self, real: Callable[..., Any], kind: str) -> Callable[..., Any]:
         def traced(source, target, **named):
             inside = self.inside(target, named.get("dst_dir_fd")) or self.inside(source, named.get("src_dir_fd"))
             if inside is not None:
@@ -262,7 +263,7 @@ class _Tracer:
     def _done_by_us(self) -> _Flag:
         return _Flag(self._ours)
 
-    def _audit(self, event: str, args: tuple) -> None:
+    def _audit(self, event: str, args: tuple[Any, ...]) -> None:
         """The interpreter tells of every open and rename; note those that did not come through us."""
         if event not in ("open", "os.rename", "os.link") or getattr(self._ours, "on", False):
             return

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 PRELOAD = [
     "torch", "transformers", "transformers.models.auto.tokenization_auto",
@@ -45,7 +46,7 @@ def context() -> multiprocessing.context.ForkServerContext:
 
 
 def miles(argv: Sequence[str | Path], cwd: Path, *, timeout: float = 120.0, before: Callable[[], None] | None = None,
-          while_running: Callable[[multiprocessing.Process], None] | None = None) -> Outcome:
+          while_running: Callable[[multiprocessing.process.BaseProcess], None] | None = None) -> Outcome:
     """Run `miles ARGV` in a fork and wait for it.
 
     Args:
@@ -63,10 +64,11 @@ def miles(argv: Sequence[str | Path], cwd: Path, *, timeout: float = 120.0, befo
     if process.is_alive():
         process.kill()
         process.join()
-    texts = [path.read_text(errors="replace") if path.exists() else "" for path in (out, err)]
+    said, complained = (path.read_text(errors="replace") if path.exists() else "" for path in (out, err))
     for path in (out, err):
         path.unlink(missing_ok=True)
-    return Outcome(process.exitcode, *texts, time.monotonic() - begin)
+    assert process.exitcode is not None, "it was waited for"
+    return Outcome(process.exitcode, said, complained, time.monotonic() - begin)
 
 
 def _main(argv: list[str], cwd: str, out: str, err: str, before: Callable[[], None] | None) -> None:
@@ -78,7 +80,7 @@ def _main(argv: list[str], cwd: str, out: str, err: str, before: Callable[[], No
     sys.argv = ["miles", *argv]
     from miles_core.cli import main
 
-    code = 0
+    code: str | int = 0
     try:
         if before is not None:
             before()
@@ -113,7 +115,7 @@ def apart(work: Callable[..., None], *args: object, timeout: float = 120.0) -> N
         raise AssertionError(f"{work.__module__}.{work.__name__}: {problem}")
 
 
-def _apart(sending: Connection, work: Callable[..., None], args: tuple) -> None:
+def _apart(sending: Connection, work: Callable[..., None], args: tuple[Any, ...]) -> None:
     problem = None
     try:
         work(*args)

@@ -17,6 +17,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -90,7 +91,8 @@ def evaluate(loss: PolicyLoss, case: Case, parts: Sequence[Sequence[np.ndarray]]
         parts: for each micro-batch the rows [n] of each of its context-parallel ranks; None for one of all rows.
     """
     leaf = torch.tensor(case.log_probs, requires_grad=True)
-    values, metrics, total = np.zeros(len(leaf)), {}, torch.zeros((), dtype=leaf.dtype)
+    values, total = np.zeros(len(leaf)), torch.zeros((), dtype=leaf.dtype)
+    metrics: dict[str, np.ndarray] = {}
     for ranks in parts or [[np.arange(len(leaf))]]:
         for rows, (value, found) in zip(ranks, _together(loss, case, leaf, ranks), strict=True):
             assert value.shape == (len(rows),), "one value for each token; only the core reduces"
@@ -104,7 +106,7 @@ def evaluate(loss: PolicyLoss, case: Case, parts: Sequence[Sequence[np.ndarray]]
     return Outcome(values, gradient.numpy(), metrics)
 
 
-def inputs_of(case: Case, log_probs: torch.Tensor, segment_sum: Callable | None = None) -> LossInputs:
+def inputs_of(case: Case, log_probs: torch.Tensor, segment_sum: Callable[..., Any] | None = None) -> LossInputs:
     """LossInputs of all rows of a case, with the default clip band."""
     rows = {name: torch.as_tensor(getattr(case, name)) for name in (*ROWS, "mask", "sample")}
     local = _local_sum(rows["sample"], len(case.weights))
@@ -161,7 +163,8 @@ def masked_rows_do_nothing(loss: PolicyLoss, case: Case) -> None:
     """A row whose mask is 0 has no loss and no gradient and reaches no other row, whatever it holds."""
     masked = case.mask == 0
     poison = np.resize([np.nan, np.inf, -np.inf], len(masked))
-    poisoned = dataclasses.replace(case, **{name: np.where(masked, poison, getattr(case, name)) for name in ROWS})
+    rows: dict[str, Any] = {name: np.where(masked, poison, getattr(case, name)) for name in ROWS}
+    poisoned = dataclasses.replace(case, **rows)
     clean, dirty = evaluate(loss, case), evaluate(loss, poisoned)
     assert not dirty.values[masked].any() and not dirty.gradient[masked].any()
     trained = np.flatnonzero(~masked)
@@ -171,7 +174,7 @@ def masked_rows_do_nothing(loss: PolicyLoss, case: Case) -> None:
 
 def a_masked_sample_changes_nothing(loss: PolicyLoss, case: Case) -> None:
     """A sample without a trained token leaves the loss, gradient and metrics of all others as they are."""
-    more = {name: np.append(getattr(case, name), [-1.0, -3.0]) for name in ROWS}
+    more: dict[str, Any] = {name: np.append(getattr(case, name), [-1.0, -3.0]) for name in ROWS}
     wider = dataclasses.replace(
         case, **more, mask=np.append(case.mask, [0.0, 0.0]), weights=np.append(case.weights, 1.0),
         sample=np.append(case.sample, [len(case.weights)] * 2),

@@ -15,11 +15,14 @@ import tomllib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from miles_core.errors import ConfigError
 
 if TYPE_CHECKING:
+    import torch
+
+    from miles_core.backends.megatron.model import LanguageModel
     from miles_core.backends.megatron.specs import Family
     from miles_core.plugins.select import Selected
     from miles_core.testing.resharding import Cut
@@ -34,7 +37,7 @@ LOOSE = 1e-3
 """The same for tensors that a case names: gradients that add up terms which all but cancel, where transformers' own
 are so far from those in float64."""
 
-TINY = {
+TINY: dict[str, Any] = {
     "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 256, "rms_norm_eps": 1e-6,
     "tie_word_embeddings": False, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "initializer_range": 0.1,
@@ -155,13 +158,13 @@ def model_parity(case: Case, folder: Path, family: Family | None = None) -> Pari
     wanted = _on_disk(theirs, folder / "gradients")
     differences = {name: _share(grad, wanted[name]) for name, grad in weights.hf_stream(ours, weight_map)}
     loose = {name: differences.pop(name) for name in [*differences] if name.endswith(tuple(case.loose))}
-    worst = max(differences, key=differences.get)
+    worst = max(differences, key=differences.__getitem__)
     expected, got = expected.detach(), got.detach()
     return Parity(case, float((got - expected).abs().max()), float(expected.std()), differences[worst], worst, exact,
                   max(loose.values(), default=0.0))
 
 
-def random_model(case: Case):
+def random_model(case: Case) -> Any:
     """A transformers model of the case with eager attention, and norms and biases that are not what they start as."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -177,7 +180,7 @@ def random_model(case: Case):
     return model
 
 
-def packed_logits(model, sequences: Sequence, softcap: float | None):
+def packed_logits(model: LanguageModel, sequences: Sequence[torch.Tensor], softcap: float | None) -> torch.Tensor:
     """[total, V] of the sequences, packed into one micro-batch of a Megatron model."""
     import torch
 
@@ -185,11 +188,11 @@ def packed_logits(model, sequences: Sequence, softcap: float | None):
 
     bounds = torch.tensor([0, *map(len, sequences)]).cumsum(0)
     hidden = model(torch.cat(list(sequences))[None], None, None, packed_seq_params=packed_rows(bounds))
-    logits = hidden[:, 0] @ model.output_weight.t()
+    logits: torch.Tensor = hidden[:, 0] @ model.output_weight.t()
     return logits if softcap is None else (logits / softcap).tanh() * softcap
 
 
-def family_of(model_type: str, hf):
+def family_of(model_type: str, hf: Any) -> Any:
     """The family that a built-in or installed plugin offers under a model_type.
 
     Raises:
@@ -210,7 +213,7 @@ def builder(model_type: str) -> tuple[Selected, str]:
     from miles_core.plugins import select
     from miles_core.plugins.scan import KNOWN, installed
 
-    def offered(selected):
+    def offered(selected: Sequence[Selected]) -> list[tuple[Selected, str]]:
         return [(one, offer.method) for one in selected for offer in one.manifest.offers
                 if (offer.hook, offer.name) == ("model_spec", model_type)]
 
@@ -248,7 +251,7 @@ def _plugins() -> dict[str, str]:
                     if offer.startswith("model_spec:")}
 
 
-def _on_disk(model, folder: Path) -> dict:
+def _on_disk(model: Any, folder: Path) -> dict[str, Any]:
     """Save a transformers model; the tensors under the names that its files have, which need not be its modules'."""
     from safetensors.torch import load_file
 
@@ -256,7 +259,7 @@ def _on_disk(model, folder: Path) -> dict:
     return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
-def _hold_gradients(model) -> None:
+def _hold_gradients(model: torch.nn.Module) -> None:
     """Put gradients in the place of weights: saved or streamed like them they get the checkpoint's names."""
     import torch
 
@@ -265,14 +268,14 @@ def _hold_gradients(model) -> None:
             parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
 
 
-def _share(got, expected) -> float:
+def _share(got: torch.Tensor, expected: torch.Tensor) -> float:
     return float((got - expected).abs().max() / expected.abs().max().clamp_min(1e-30))
 
 
 def _initialized() -> bool:
     from megatron.core import parallel_state
 
-    return parallel_state.model_parallel_is_initialized()
+    return bool(parallel_state.model_parallel_is_initialized())
 
 
 def measure(paths: Iterable[Path]) -> tuple[list[tuple[Parity, list[Cut]]], list[str]]:
@@ -285,7 +288,8 @@ def measure(paths: Iterable[Path]) -> tuple[list[tuple[Parity, list[Cut]]], list
     from miles_core.testing.resharding import reshard_parity
 
     transformers.utils.logging.disable_progress_bar()
-    results, failed = [], []
+    results: list[tuple[Parity, list[Cut]]] = []
+    failed: list[str] = []
     with Ranks(1) as alone, Ranks(2) as two:
         for case in (case for path in paths for case in cases(path)):
             with tempfile.TemporaryDirectory() as folder:
@@ -293,7 +297,8 @@ def measure(paths: Iterable[Path]) -> tuple[list[tuple[Parity, list[Cut]]], list
             with tempfile.TemporaryDirectory() as folder:
                 cuts = list(reshard_parity(case, Path(folder), alone, two))
             results.append((whole, cuts))
-            for one in (whole, *cuts):
+            measured: tuple[Parity | Cut, ...] = (whole, *cuts)
+            for one in measured:
                 try:
                     one.check()
                 except AssertionError as error:

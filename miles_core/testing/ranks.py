@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from miles_core.config.tables import RunConfig
-from miles_core.hosts import process_group
+from miles_core.hosts import Handle, process_group
 from miles_core.plugins.plan import Plan
 from miles_core.plugins.select import Selected
 from miles_core.types import Batch, Group, Prompt, Rank, Sample, Status
@@ -33,7 +33,8 @@ class Ranks:
         self.size = size
 
     def __enter__(self) -> Ranks:
-        self._runner, self._group = asyncio.Runner(), None
+        self._runner = asyncio.Runner()
+        self._group: Handle | None = None
         return self
 
     def __exit__(self, *_exc: object) -> None:
@@ -50,7 +51,7 @@ class Ranks:
             turns: whether everything is off the device between two calls, and all but the weights while these stream.
         """
         found = self.ask("train", list(plan.selected), plan.config, list(batches), save, turns)
-        count = len(batches) * plan.config.rollout.num_steps_per_rollout
+        count = len(batches) * cast("int", plan.config.rollout.num_steps_per_rollout)
         # A key of its own for each metric of each step: the last pipeline stage knows some, and dicts are merged.
         steps = [{key[1]: value for key, value in found.items() if key[0] == i} for i in range(count)]
         return {"steps": steps, "weights": found["weights"], "batch": found["batch"]}
@@ -118,7 +119,8 @@ class Trial:
             for batch in copy.deepcopy(batches):
                 trainer.take_batch(batch)
                 scores = trainer.score() | trainer.advantage()
-                steps += [scores | trainer.step(index) for index in range(config.rollout.num_steps_per_rollout)]
+                count = cast("int", config.rollout.num_steps_per_rollout)
+                steps += [scores | trainer.step(index) for index in range(count)]
                 batch = trainer.end_batch()
             weights = self._weights(trainer)
             if save is not None:
@@ -133,7 +135,7 @@ class Trial:
         with self._trainer(selected, config) as trainer:
             loaded = tensor_hashes(trainer.models.stream())
             trainer.take_batch(copy.deepcopy(batch))
-            metrics = trainer.score() | trainer.advantage() | trainer.step(0)
+            metrics: dict[str, Any] = trainer.score() | trainer.advantage() | trainer.step(0)
             actor = trainer.models.actor
             actor.put([getattr(tensor, "main_grad", 0 * tensor) for tensor in actor.tensors()])
             streamed = self._weights(trainer)
@@ -154,7 +156,7 @@ class Turns:
         self._trainer = trainer
         trainer.offload(self.TAGS)
 
-    def __getattr__(self, method: str) -> Callable:
+    def __getattr__(self, method: str) -> Callable[..., Any]:
         def call(*args: object) -> Any:
             self._trainer.onload(self.TAGS)
             found = getattr(self._trainer, method)(*args)
@@ -184,9 +186,10 @@ def _group(draw: np.random.Generator, uid: int, samples: int, vocab: int) -> Gro
         answer = draw.integers(0, vocab, length)
         mask = draw.random(length) < 0.9
         mask[0] = True
-        columns = {"tokens": np.array([*prompt.token_ids, *answer], np.int32), "loss_mask": mask.astype(np.uint8),
-                   "rollout_log_probs": -draw.random(length).astype(np.float32) * 6,
-                   "versions": np.ones(length, np.int32)}
+        columns: dict[str, np.ndarray] = {
+            "tokens": np.array([*prompt.token_ids, *answer], np.int32), "loss_mask": mask.astype(np.uint8),
+            "rollout_log_probs": -draw.random(length).astype(np.float32) * 6, "versions": np.ones(length, np.int32),
+        }
         return Sample(prompt, index, columns, length, status=Status.COMPLETED, reward=float(draw.integers(0, 3)))
 
     return Group(prompt, [sample(index) for index in range(samples)])

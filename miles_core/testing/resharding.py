@@ -16,7 +16,7 @@ from pathlib import Path
 
 from miles_core.config.architecture import NAMES
 from miles_core.plugins.plan import prepare
-from miles_core.plugins.select import BUILT_IN
+from miles_core.plugins.scan import BUILT_IN
 from miles_core.testing.parity import TINY, Case, builder, random_model
 from miles_core.testing.ranks import Ranks, batches
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from miles_core.stages.reward import Scoring
 from miles_core.testing import canned
@@ -18,7 +19,7 @@ from miles_core.testing.canned import canned_samples, empty, grouped
 from miles_core.types import Group, Prompt, Sample
 
 
-def reward_contract(scorer: Callable, *, right: Mapping[str, float] | None = None, label: str | None = None,
+def reward_contract(scorer: Callable[..., Any], *, right: Mapping[str, float] | None = None, label: str | None = None,
                     samples: Callable[[], list[Sample]] = canned_samples, tolerance: float = 1e-9) -> None:
     """Every property that a scorer has to have, called as the core calls it.
 
@@ -50,15 +51,15 @@ def reward_contract(scorer: Callable, *, right: Mapping[str, float] | None = Non
         assert abs(got - wanted) <= tolerance, f"{text!r} for label {label!r} scores {got}, and should {wanted}"
 
 
-async def _side_by_side(scorer: Callable, groups: list[Group]) -> list[list[float]]:
+async def _side_by_side(scorer: Callable[..., Any], groups: list[Group]) -> list[list[float]]:
     return list(await asyncio.gather(*(_score(scorer, group) for group in groups)))
 
 
-async def _in_turn(scorer: Callable, groups: list[Group]) -> list[list[float]]:
+async def _in_turn(scorer: Callable[..., Any], groups: list[Group]) -> list[list[float]]:
     return [await _score(scorer, group) for group in groups]
 
 
-async def _score(scorer: Callable, group: Group) -> list[float]:
+async def _score(scorer: Callable[..., Any], group: Group) -> list[float]:
     """By the core's own stage, which refuses what is no finite number."""
     kept = [(sample.reward, dict(sample.rewards)) for sample in group.samples]
     await Scoring({"scorer": scorer}, {"scorer": 1.0}, lambda sample, weights: sample.rewards["scorer"], 60.0)(group)

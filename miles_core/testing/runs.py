@@ -19,6 +19,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from miles_core.plugins.select import select
 from miles_core.testing.forked import miles
@@ -36,7 +37,7 @@ class ToyRun:
     """
 
     metrics: list[dict[str, float]]
-    events: list[dict]
+    events: list[dict[str, Any]]
     folder: Path
     out: str
     seconds: float

@@ -79,7 +79,8 @@ class Subject:
         """What a fresh process saw of its import."""
         return bare.ask(bare.imports, self.selected.manifest.name, self.run_file, self.flags)
 
-    def calls(self, roles: Mapping[str, Hooks], *, all: bool = False) -> Iterator[tuple[str, Callable, Canned]]:
+    def calls(self, roles: Mapping[str, Hooks], *, all: bool = False,
+              ) -> Iterator[tuple[str, Callable[..., Any], Canned]]:
         """(hook, what is bound, inputs) for everything that it offers and that can be called with canned inputs.
 
         Args:

@@ -8,7 +8,9 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -39,12 +41,12 @@ class Course:
         self.seconds, self.exact = 0.0, judge is None
         self.judge = judge or (lambda run: problems(run, path / "reference/run", rollouts=rollouts))
 
-    def start(self, name: str, *more: str | Path, **options) -> Outcome:
+    def start(self, name: str, *more: str | Path, **options: Any) -> Outcome:
         """The command in folder `name`, once."""
         (self.path / name).mkdir(exist_ok=True)
         return miles([*self.argv, *more], self.path / name, **options)
 
-    def finish(self, name: str, *more: str | Path, **options) -> Path:
+    def finish(self, name: str, *more: str | Path, **options: Any) -> Path:
         """The command, which has to end well; gives its run directory."""
         outcome = self.start(name, *more, **options)
         assert outcome.code == 0, f"{name}: exit code {outcome.code}\n{outcome.err[-3000:]}"
@@ -94,7 +96,7 @@ class Course:
             then: flags of the last start.
         """
         for moment in seconds:
-            def kill(process, moment=moment) -> None:
+            def kill(process: BaseProcess, moment: float = moment) -> None:
                 process.join(moment)
                 process.kill()
 
@@ -122,12 +124,13 @@ def problems(run: Path, reference: Path, *, rollouts: int, ends: int = 1) -> lis
     """
     ours, theirs = list(read(run / "events.jsonl")), list(read(reference / "events.jsonl"))
     found = _whole(run, ours, rollouts, ends)
-    for name, of in (("metrics", metrics), ("drops", drops)):
+    told: tuple[tuple[str, Callable[[Any], dict[int, Any]]], ...] = (("metrics", metrics), ("drops", drops))
+    for name, of in told:
         if of(ours) != of(theirs):
             found.append(f"{name} differ: {_first_difference(of(ours), of(theirs))}")
     found += _evals(ours, theirs)
-    for name, of in (("samples", samples), ("checkpoint", checkpoint), ("export", export)):
-        mine, other = of(run), of(reference)
+    for name, kept in (("samples", samples), ("checkpoint", checkpoint), ("export", export)):
+        mine, other = kept(run), kept(reference)
         if wrong := [key for key in other if mine.get(key) != other[key]]:
             found.append(f"{name} differ: {wrong}")
     return found
@@ -180,7 +183,7 @@ def finished(run: Path) -> Iterator[tuple[int, list[Group]]]:
         yield state["iteration"], [slot.group for slot in slots if slot.group and not isinstance(slot.outcome, Drop)]
 
 
-def contents(group: Group) -> list[tuple]:
+def contents(group: Group) -> list[tuple[Any, ...]]:
     """What was sampled and how it was scored, to the bit."""
     return [(s.index, s.text, s.status, s.rewards, {name: array.tobytes() for name, array in s.columns.items()})
             for s in group.samples]
@@ -191,13 +194,13 @@ def leftovers(run: Path) -> list[str]:
     return sorted(str(path.relative_to(run)) for pattern in LEFTOVERS for path in run.rglob(pattern))
 
 
-def metrics(events: list[dict]) -> dict[int, dict[str, float]]:
+def metrics(events: list[dict[str, Any]]) -> dict[int, dict[str, float]]:
     """Of each rollout, without the times."""
     return {event["rollout_id"]: {k: v for k, v in event["metrics"].items() if not k.startswith("perf/")}
             for event in events if event["event"] == "metrics"}
 
 
-def drops(events: list[dict]) -> dict[int, dict[str, int]]:
+def drops(events: list[dict[str, Any]]) -> dict[int, dict[str, int]]:
     """Of each rollout, by reason."""
     found: dict[int, dict[str, int]] = {}
     for event in events:
@@ -252,20 +255,20 @@ def lost_or_doubled(run: Path) -> list[str]:
     return found
 
 
-def _whole(run: Path, events: list[dict], rollouts: int, ends: int) -> list[str]:
+def _whole(run: Path, events: list[dict[str, Any]], rollouts: int, ends: int) -> list[str]:
     """What is wrong with any run that has ended: temporary files, its ends, its rollouts."""
     done = [event["rollout_id"] for event in events if event["event"] == "metrics"]
     wrong = [] if done == list(range(rollouts)) else [f"rollouts in the lineage: {done}"]
     return [f"left behind: {path}" for path in leftovers(run)] + _ending(events, ends) + wrong
 
 
-def _ending(events: list[dict], ends: int) -> list[str]:
+def _ending(events: list[dict[str, Any]], ends: int) -> list[str]:
     statuses = [event["status"] for event in events if event["event"] == "run_end"]
     good = statuses == ["completed"] * ends and events[-1]["event"] == "run_end"
     return [] if good else [f"ends: {statuses}, and last {events[-1]['event']}"]
 
 
-def _evals(ours: list[dict], theirs: list[dict]) -> Iterator[str]:
+def _evals(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> Iterator[str]:
     """A resumed run evaluates the weights that it starts from, so it may have some more than the reference."""
     pairs = [(event["rollout_id"], event["metrics"]) for event in ours if event["event"] == "eval"]
     wanted = {event["rollout_id"]: event["metrics"] for event in theirs if event["event"] == "eval"}
@@ -281,6 +284,6 @@ def _digests(root: Path, paths: Iterator[Path]) -> dict[str, str]:
     return {str(path.relative_to(root)): hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(paths)}
 
 
-def _first_difference(ours: dict, theirs: dict) -> str:
+def _first_difference(ours: dict[int, Any], theirs: dict[int, Any]) -> str:
     key = next(key for key in sorted({*ours, *theirs}) if ours.get(key) != theirs.get(key))
     return f"rollout {key}: {ours.get(key)} instead of {theirs.get(key)}"

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from miles_core.errors import EngineError, MilesError
 from miles_core.hosts import ThreadHost
-from miles_core.stages.rollout import PauseMode
+from miles_core.stages.rollout import Engine, PauseMode
 from miles_core.stages.sync import Sender, WeightSync
 from miles_core.testing.canned import Planted
 from miles_core.types import Rank
@@ -30,7 +30,8 @@ class Weights:
     """A trainer that has only weights: a few tensors of different shapes and dtypes, other ones for each version."""
 
     def __init__(self) -> None:
-        self.version, self.breaks, self.sender = 0, False, None
+        self.version, self.breaks = 0, False
+        self.sender: Sender | None = None
 
     def tensors(self, version: int) -> dict[str, torch.Tensor]:
         """The weights of a version."""
@@ -56,6 +57,7 @@ class Weights:
             sender.open(Rank())
 
     def send(self, version: int) -> dict[str, float]:
+        assert self.sender is not None, "the sync has connected one"
         return self.sender.send(self.weights(), version)
 
     def to(self, version: int, breaks: bool = False) -> None:
@@ -70,7 +72,9 @@ class Shelf:
     """An engine that keeps what it is given, and whether it would have served while weights came in."""
 
     def __init__(self) -> None:
-        self.version, self.held, self.paused, self.served = 0, {}, False, []
+        self.version, self.paused = 0, False
+        self.held: dict[str, torch.Tensor] = {}
+        self.served: list[int] = []
 
     async def pause(self, mode: PauseMode = "retract") -> None:
         self.paused = True
@@ -86,8 +90,8 @@ class Shelf:
             raise EngineError("the version is not newer", got=version, fix="count up")
         from miles_core.hosts import in_daemon_thread
 
-        staged = await in_daemon_thread(lambda: {name: tensor.clone() for name, tensor in weights})
-        self.held, self.version = staged, version
+        self.held = await in_daemon_thread(lambda: {name: tensor.clone() for name, tensor in weights})
+        self.version = version
 
 
 def sync_contract(make: Callable[[], WeightSync]) -> None:
@@ -108,7 +112,7 @@ async def _arrives(sync: WeightSync) -> None:
     try:
         for version in (1, 2, 5):
             await trainer.to(version)
-            figures = await asyncio.wait_for(sync.sync(trainer, engine, version), PATIENCE)
+            figures = await asyncio.wait_for(sync.sync(trainer, cast("Engine", engine), version), PATIENCE)
             sent = Weights().tensors(version)
             assert engine.version == version and not engine.paused, "after a sync the engine serves the new version"
             assert engine.held.keys() == sent.keys(), f"names differ: {engine.held.keys() ^ sent.keys()}"
@@ -127,10 +131,10 @@ async def _breaks(sync: WeightSync) -> None:
     trainer, engine = ThreadHost("trainer", Weights), Shelf()
     try:
         await trainer.to(1)
-        await asyncio.wait_for(sync.sync(trainer, engine, 1), PATIENCE)
+        await asyncio.wait_for(sync.sync(trainer, cast("Engine", engine), 1), PATIENCE)
         await trainer.to(2, True)
         try:
-            await asyncio.wait_for(sync.sync(trainer, engine, 2), PATIENCE)
+            await asyncio.wait_for(sync.sync(trainer, cast("Engine", engine), 2), PATIENCE)
         except (Planted, MilesError):
             pass
         else:

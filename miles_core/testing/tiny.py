@@ -9,6 +9,7 @@ import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 CONSTANTS = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 264, "hidden_size": 32,
@@ -112,7 +113,7 @@ def _shared(experts: bool) -> Path:
     return tiny_checkpoint(folder / "model", experts=experts)
 
 
-def _shapes(config: dict, experts: bool) -> dict[str, tuple[int, ...]]:
+def _shapes(config: dict[str, Any], experts: bool) -> dict[str, tuple[int, ...]]:
     wide, head = config["hidden_size"], config["head_dim"]
     queries, keys = head * config["num_attention_heads"], head * config["num_key_value_heads"]
     found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config["vocab_size"], wide),

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -16,6 +19,10 @@ from miles_core.stages.placement import Local, Placement
 from miles_core.stages.reward import Scoring
 from miles_core.types import Batch, Drop, Group, Prompt, Sample, Status
 
+if TYPE_CHECKING:
+    from miles_core.hosts import Handle
+    from miles_core.record.journal import Journal
+
 
 class ToyPrompts:
     """Prompts 0, 1, 2, ...; what is given back comes first."""
@@ -23,7 +30,8 @@ class ToyPrompts:
     data = "toy"
 
     def __init__(self) -> None:
-        self.fresh, self.again = 0, []
+        self.fresh = 0
+        self.again: list[int] = []
         self.handed_out: list[int] = []
 
     def __len__(self) -> int:
@@ -40,16 +48,21 @@ class ToyPrompts:
     def give_back(self, prompts: list[Prompt]) -> None:
         self.again = [prompt.uid for prompt in prompts] + self.again
 
-    def state_dict(self) -> dict:
+    def state_dict(self) -> dict[str, Any]:
         return {"next": self.fresh, "again": list(self.again)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.fresh, self.again = state["next"], list(state["again"])
 
 
 def toy_group(prompt: Prompt, version: int, samples: int = 2, reward: float | None = None) -> Group:
     """A group of two-token answers that carry the weight version they were sampled from."""
 
     def sample(index: int) -> Sample:
-        columns = {"tokens": np.array([*prompt.token_ids, 4, 5], np.int32), "loss_mask": np.ones(2, np.uint8),
-                   "rollout_log_probs": np.full(2, -1.0, np.float32), "versions": np.full(2, version, np.int32)}
+        columns: dict[str, np.ndarray] = {
+            "tokens": np.array([*prompt.token_ids, 4, 5], np.int32), "loss_mask": np.ones(2, np.uint8),
+            "rollout_log_probs": np.full(2, -1.0, np.float32), "versions": np.full(2, version, np.int32),
+        }
         return Sample(prompt, index, columns, 2, "a", Status.COMPLETED,
                       reward=float(index) if reward is None else reward)
 
@@ -59,19 +72,22 @@ def toy_group(prompt: Prompt, version: int, samples: int = 2, reward: float | No
 class FinishOrder(Buffer):
     """The mutant that tests of the order have to catch: it takes what finished first, whatever waits longer."""
 
-    def _cut(self):
-        kept = [slot for slot in self._slots if slot.outcome is not None and not isinstance(slot.outcome, Drop)]
+    def _cut(self) -> tuple[Taken, list[Slot]] | None:
+        kept = [slot for slot in self._slots if isinstance(slot.outcome, Group)]
         if len(kept) < self.batch_size:
             return None
         first = kept[: self.batch_size]
-        return Taken([slot.outcome for slot in first]), [slot for slot in self._slots if slot not in first]
+        groups = [slot.outcome for slot in first if isinstance(slot.outcome, Group)]
+        return Taken(groups), [slot for slot in self._slots if slot not in first]
 
 
 class ToyTrainer:
     """Records what it was trained on; a step takes `seconds`."""
 
     def __init__(self, seconds: float = 1.0):
-        self.seconds, self.batches, self.batch = seconds, [], None
+        self.seconds = seconds
+        self.batches: list[Batch] = []
+        self.batch: Batch | None = None
 
     async def take_batch(self, batch: Batch) -> None:
         self.batch = batch
@@ -87,10 +103,11 @@ class ToyTrainer:
         return {"train/loss": 0.0}
 
     async def end_batch(self) -> Batch:
+        assert self.batch is not None, "take_batch comes first"
         self.batches.append(self.batch)
         return self.batch
 
-    async def save(self, folder, rollout_id, state) -> None:
+    async def save(self, folder: Path, rollout_id: int, state: dict[str, Any]) -> None:
         """Nothing to keep."""
 
 
@@ -98,8 +115,8 @@ class ToyTrainer:
 class ToyJournal:
     """Keeps what the run reported."""
 
-    rollouts: list = field(default_factory=list)
-    events: list = field(default_factory=list)
+    rollouts: list[tuple[Batch, dict[str, float]]] = field(default_factory=list)
+    events: list[tuple[str, int | None, dict[str, Any]]] = field(default_factory=list)
 
     def rollout(self, batch: Batch, metrics: dict[str, float]) -> None:
         self.rollouts.append((batch, metrics))
@@ -118,9 +135,10 @@ class ToySync:
     """A sync that takes `seconds`; counts them."""
 
     def __init__(self, seconds: float = 0.1):
-        self.seconds, self.versions = seconds, []
+        self.seconds = seconds
+        self.versions: list[int] = []
 
-    async def sync(self, trainer, engine, version: int) -> dict[str, float]:
+    async def sync(self, trainer: object, engine: object, version: int) -> dict[str, float]:
         await asyncio.sleep(self.seconds)
         self.versions.append(version)
         return {}
@@ -129,7 +147,7 @@ class ToySync:
 def toy_run(*, rollouts: int, batch_size: int, max_lag: int, duration: Callable[[int, int], float],
             dropped: Callable[[int], bool] = lambda uid: False, crash: Callable[[int], bool] = lambda uid: False,
             credit: int = 0, placement: Placement | None = None, buffer: type[Buffer] = Buffer, train: float = 1.0,
-            most_drops: int = 1000, options: Mapping[str, object] | None = None, **flow: object) -> Run:
+            most_drops: int = 1000, options: Mapping[str, Any] | None = None, **flow: Any) -> Run:
     """A Run of the shipped loop whose engine and trainer only take time.
 
     Args:
@@ -138,25 +156,29 @@ def toy_run(*, rollouts: int, batch_size: int, max_lag: int, duration: Callable[
         options: of [rollout]; heartbeats are off, since they would never let a schedule get stuck.
         flow: further arguments of the buffer.
     """
-    prompts, tries = ToyPrompts(), {}
-    config = RunConfig(rollout=Rollout(**{"heartbeat_interval": 0, "max_lag": max_lag, **(options or {})}))
+    prompts, tries = ToyPrompts(), Counter[int]()
+    values: dict[str, Any] = {"heartbeat_interval": 0, "max_lag": max_lag, **(options or {})}
+    config = RunConfig(rollout=Rollout(**values))
 
     async def generate(slot: Slot) -> Group:
-        prompt = slot.prompt
-        tries[prompt.uid] = tries.get(prompt.uid, 0) + 1
+        assert (prompt := slot.prompt) is not None
+        tries[prompt.uid] += 1
         version = run.version
         await asyncio.sleep(duration(prompt.uid, tries[prompt.uid]))
         if crash(prompt.uid):
             raise ZeroDivisionError(f"prompt {prompt.uid}")
         return toy_group(prompt, version)
 
+    scoring = Scoring({}, {}, lambda sample, weights: 0.0, 60.0)
     run = Run(
         config=config, first=0, last=rollouts, steps=1, prompts=prompts, generate=generate,
-        scoring=Scoring({}, {}, lambda sample, weights: 0.0, 60.0),
+        scoring=scoring,
         chain=lambda group: Drop("chosen") if dropped(group.prompt.uid) else group, shape=None,
         buffer=buffer(batch_size, max_lag, batches=rollouts, credit=credit, most_drops=most_drops, **flow),
-        engine=None, trainer=ToyTrainer(train), weight_sync=ToySync(), placement=placement or Local(RunConfig()),
-        evaluation=Evaluation([], None, None), journal=ToyJournal(), clock=lambda: asyncio.get_running_loop().time(),
+        engine=None, trainer=cast("Handle", ToyTrainer(train)), weight_sync=ToySync(),
+        placement=placement or Local(RunConfig()),
+        evaluation=Evaluation([], scoring, None), journal=cast("Journal", ToyJournal()),
+        clock=lambda: asyncio.get_running_loop().time(),
     )  # fmt: skip
     run.buffer.take_back, run.buffer.too_stale = run.take_back, run.too_stale
     return run

@@ -14,6 +14,7 @@ import math
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -41,14 +42,16 @@ def trainer_contract(trainer: str, *, plugins: Sequence[str] = (), options: Mapp
         apart(_all, Path(folder), trainer, list(plugins), dict(options or {}), checkpoint, timeout=timeout)
 
 
-def _all(folder: Path, trainer: str, plugins: list[str], options: dict, checkpoint: Path | None) -> None:
-    def make(load: Path | None = None):
+def _all(folder: Path, trainer: str, plugins: list[str], options: dict[str, Any], checkpoint: Path | None) -> None:
+    def make(load: Path | None = None) -> Any:
         from miles_core.build import trainer_part, with_context
         from miles_core.plugins.plan import prepare
 
-        tables = {"rollout": {"rollout_batch_size": 2, "n_samples_per_prompt": 3, "num_rollout": 4},
-                  "perf": {"trainer": trainer}, "optimizer": {"lr": 1e-2},
-                  "checkpoint": {"load": str(load)} if load else {}}
+        tables: dict[str, dict[str, object]] = {
+            "rollout": {"rollout_batch_size": 2, "n_samples_per_prompt": 3, "num_rollout": 4},
+            "perf": {"trainer": trainer}, "optimizer": {"lr": 1e-2},
+            "checkpoint": {"load": str(load)} if load else {},
+        }
         plan = prepare(run_file(folder / "run.toml", plugins, tables, options, checkpoint=checkpoint))
         return trainer_part(plan.selected, with_context(plan.config), Rank())
 
@@ -85,7 +88,7 @@ def _batch(rollout_id: int) -> Batch:
     return Batch(rollout_id, grouped(found), rollout_id)
 
 
-def _trains(trainer, fresh: dict) -> None:
+def _trains(trainer: Any, fresh: dict[str, Any]) -> None:
     """Each call does what it says, and only `step` changes weights."""
     batch = _batch(0)
     tokens = [sample.tokens.tolist() for sample in batch.samples]
@@ -107,7 +110,7 @@ def _trains(trainer, fresh: dict) -> None:
     assert changed, "after an optimizer step no weight is another"
 
 
-def _rollout(trainer, batch: Batch) -> None:
+def _rollout(trainer: Any, batch: Batch) -> None:
     trainer.take_batch(batch)
     trainer.score()
     trainer.advantage()
@@ -115,7 +118,7 @@ def _rollout(trainer, batch: Batch) -> None:
     trainer.end_batch()
 
 
-def _refuses(trainer) -> None:
+def _refuses(trainer: Any) -> None:
     """What is not finite never reaches the optimizer."""
     from miles_core.errors import NonFiniteError
 
@@ -134,7 +137,7 @@ def _refuses(trainer) -> None:
     _same(_weights(trainer), before, "a step that was refused has changed weights")
 
 
-def _weights(trainer) -> dict[str, np.ndarray]:
+def _weights(trainer: Any) -> dict[str, np.ndarray]:
     found = {}
     for name, tensor in trainer.weights():
         assert name not in found, f"the stream of weights has {name} twice"
@@ -143,7 +146,7 @@ def _weights(trainer) -> dict[str, np.ndarray]:
     return found
 
 
-def _same(one: dict, other: dict, what: str) -> None:
+def _same(one: dict[str, Any], other: dict[str, Any], what: str) -> None:
     assert one.keys() == other.keys(), f"{what}: {sorted(one.keys() ^ other.keys())}"
     differ = [name for name in one if not np.array_equal(one[name], other[name])]
     assert not differ, f"{what}: {differ}"

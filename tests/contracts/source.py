@@ -25,7 +25,7 @@ def plugin_files() -> list[Path]:
 
 def repository_files() -> Iterator[Path]:
     """Every file of the repository that a person wrote: neither hidden nor made by a tool."""
-    for folder in ("miles_core", "plugins", "tests", "docs", "examples", "bench", "cookiecutter"):
+    for folder in ("miles_core", "plugins", "tests", "docs", "examples", "bench", "cookiecutter", "release"):
         for path in (ROOT / folder).rglob("*"):
             made = any(part[0] == "." or part == "__pycache__" or part.endswith(".egg-info")
                        for part in path.relative_to(ROOT).parts)

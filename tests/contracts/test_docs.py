@@ -1,19 +1,13 @@
 """What the docs show is true: commands run, Python runs, quoted code stands in its file, links lead somewhere.
 
-A code block may be marked by an HTML comment on the line before it:
-
-    <!-- file: NAME -->        it is a file of that name, which the page's other blocks use
-    <!-- quoted: PATH -->      it stands in that file of the repository, word for word
-    <!-- not run: REASON -->   it cannot run here
-
-A `miles run` line without --plan is run with it.
+The marks of code blocks are described in docs/index.md. A `miles run` line without --plan is run with it.
 """
 
+import os
 import re
-import shlex
+import subprocess
 import sys
 import tomllib
-from dataclasses import dataclass
 
 import pytest
 from click.testing import CliRunner
@@ -24,33 +18,16 @@ from miles_core.cli.convert import command as convert
 from miles_core.plugins.load import import_file
 from miles_core.record.directory import RunDirectory
 from miles_core.record.events import EventLog
+from tests.pages import blocks, commands, compare_printed, pages
 
-PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
-LINKED = sorted({*PAGES, *(path for where in ("plugins/*/README.md", "examples/**/*.md", "bench/**/*.md")
-                           for path in ROOT.glob(where))})
-MARK = r"(?:^<!-- (?P<mark>file|quoted|not run): (?P<what>[^>]+?) -->\n)?"
-BLOCK = re.compile(MARK + r"^```(?P<language>\w+)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
+PAGES = pages()
+LINKED = sorted({*PAGES, *(path for where in ("docs/hooks/*.md", "plugins/*/README.md", "examples/**/*.md",
+                                              "bench/**/*.md") for path in ROOT.glob(where))})
 GENERATED = ("flags.md", "hooks.md")
-FOLLOWED = ("new-architecture.md",)
-"""A test of its own does what the page says (tests/integration/test_new_architecture.py)."""
-
-
-@dataclass(frozen=True)
-class Block:
-    """One fenced code block."""
-
-    language: str
-    text: str
-    mark: str | None
-    what: str | None
-    line: int
-
-
-def blocks(page):
-    """The code blocks of a page, in order."""
-    text = page.read_text(encoding="utf-8")
-    return [Block(found["language"], found["text"], found["mark"], found["what"], text[: found.start()].count("\n") + 1)
-            for found in BLOCK.finditer(text)]
+FOLLOWED = {"new-architecture.md": "test_tutorials.py", "publish-a-plugin.md": "test_tutorials.py",
+            "reward.md": "test_tutorials.py", "loss.md": "test_tutorials.py", "model-spec.md": "test_tutorials.py"}
+"""Page -> the test in tests/integration that does from beginning to end what it says."""
+FIGURE = re.compile(r"  \w+(\[[\w ]+\])? --(?: [\w ]+ --)?> \w+(\[[\w ]+\])?")
 
 
 @pytest.fixture
@@ -61,6 +38,7 @@ def place(tmp_path, monkeypatch):
             (tmp_path / block.what).write_text(block.text)
     for name in ("examples", "plugins", "docs"):
         (tmp_path / name).symlink_to(ROOT / name)
+    (tmp_path / "runs" / "saved").mkdir(parents=True)
     for name in ("demo", "a", "b"):
         with RunDirectory(tmp_path / "runs" / name).acquire() as directory:
             log = EventLog(directory.events)
@@ -81,40 +59,61 @@ def place(tmp_path, monkeypatch):
 @pytest.mark.parametrize("page", [page for page in PAGES if page.name not in FOLLOWED], ids=lambda page: page.name)
 def test_code_blocks_run(page, place):
     names: dict[str, object] = {"__name__": page.stem}
+    printed = ""
     for block in blocks(page):
         where = f"{page.relative_to(ROOT)}:{block.line}"
-        if block.mark == "not run":
-            continue
         if block.mark == "quoted":
             assert block.text in (ROOT / block.what).read_text(), f"{where} is not what {block.what} says"
-        elif block.language == "toml":
-            tomllib.loads(block.text)
-        elif block.language == "sh":
-            for line in re.sub(r"\\\n\s*", "", block.text).splitlines():
-                command(line, where)
+        elif block.mark == "file":
+            read(block, where)
+            (place / block.what).write_text(block.text)
+        elif block.language == "sh" and block.mark is None:
+            printed = "".join(command(words, f"{where}: {line}") for line, words in commands(block.text))
+        elif block.language == "text" and block.mark is None:
+            compare_printed(block.text, printed, where)
         elif block.language == "python" and block.mark is None:
             exec(compile(block.text, where, "exec"), names)
-        elif block.language == "python":
-            compile(block.text, where, "exec")
-        else:
-            raise AssertionError(f"{where}: nobody knows how to run {block.language}")
-        if block.mark == "file":
-            (place / block.what).write_text(block.text)
+        elif block.mark is None:
+            read(block, where)
 
 
-def command(line, where):
-    """Run one line of shell as a user would."""
-    words = shlex.split(line, comments=True)
-    if not words:
-        return
-    assert words[0] in ("miles", "make"), f"{where}: {line}"
+def read(block, where):
+    """Whether a block is of its language."""
+    if block.language == "toml":
+        tomllib.loads(block.text)
+    elif block.language == "python":
+        compile(block.text, where, "exec")
+    else:
+        assert block.language == "mermaid", f"{where}: nobody knows how to run {block.language}"
+        assert all(map(FIGURE.fullmatch, block.text.splitlines()[1:])), f"{where}: a line is no arrow"
+
+
+def command(words, where):
+    """What a line of shell prints to a user."""
+    assert words[0] in ("miles", "make"), where
     if words[0] == "make":
-        assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), f"{where}: {line}"
-        return
+        assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), where
+        return ""
     if words[1] == "run" and "--plan" not in words and "--help" not in words:
         words.append("--plan")
     result = CliRunner().invoke(cli, words[1:], catch_exceptions=False)
-    assert result.exit_code == 0, f"{where}: {line}\n{result.output}"
+    assert result.exit_code == 0, f"{where}\n{result.output}"
+    return result.output
+
+
+@pytest.mark.parametrize(("page", "test"), FOLLOWED.items())
+def test_pages_that_are_followed_elsewhere_are_and_quote_what_is_there(page, test):
+    assert page in (ROOT / "tests" / "integration" / test).read_text(encoding="utf-8")
+    [path] = [path for path in PAGES if path.name == page]
+    for block in blocks(path):
+        assert block.mark != "quoted" or block.text in (ROOT / block.what).read_text(encoding="utf-8"), block
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_fences_are_blocks(page):
+    """A fence that the pattern does not find would not be run."""
+    text = re.sub(r"^<!--.*?-->", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    assert len(re.findall(r"^ *```", text, re.MULTILINE)) == 2 * len(blocks(page))
 
 
 def test_make_commands_of_the_readme_are_there():
@@ -149,6 +148,14 @@ def test_lines_are_short_enough_to_read(page):
     assert not long, long
 
 
+def test_tests_that_the_docs_name_are_there():
+    named = [(page, *found) for page in LINKED
+             for found in re.findall(r"`(tests/\w+/[\w/]+\.py)(?:::(\w+))?`", page.read_text(encoding="utf-8"))]
+    missing = [f"{page.name}: {path} {name}" for page, path, name in named
+               if not (ROOT / path).is_file() or name and f"def {name}(" not in (ROOT / path).read_text("utf-8")]
+    assert len(named) > 20 and not missing, missing
+
+
 FLAG = re.compile(r"`(--[a-z][a-z0-9.-]*)")
 
 
@@ -162,11 +169,12 @@ def test_flags_that_the_docs_name_exist(page):
     known = {flag for option in flags.options() for side in flags.spellings(option) for flag in side}
     known |= {"--plugin", "--plan", "--json", "--live", "--no-live", "--help", "--version", "--messages"}
     known |= {"--bundle", "--with-samples", "--no-plugin", "--preset", "--locked", "--out", "--all"}
-    known |= {"--host", "--port", "--open"}
+    known |= {"--host", "--port", "--open", "--distribution"}
     known |= {flag for one in convert.commands.values() for option in one.params for flag in option.opts}
     known |= set(miles_flags()) | {f"--{name.replace('_', '-')}" for name in surface()}
     known |= {f"--{begin}-{flag[2:]}" for table, begin in PREFIXES.items() for flag in surface_of(table).spellings()}
-    known |= {"--sglang", "--cut-off.most-truncated", "--most-truncated"}  # of the plugin that write-a-plugin.md makes
+    known |= {"--sglang", "--cut-off.most-truncated", "--most-truncated"}  # of plugins that pages make
+    known |= {"--varied.least", "--digits.most"}
     named = set(FLAG.findall(page.read_text(encoding="utf-8")))
     assert not {flag for flag in named if flag.rstrip("-.") not in known and flag != "--no-"}
 
@@ -194,5 +202,14 @@ def test_the_list_for_programs_is_what_the_pages_say():
 
 
 def test_every_page_has_its_place_on_the_site():
-    listed = set(re.findall(r": ([\w-]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE))
-    assert listed == {path.name for path in (ROOT / "docs").glob("*.md")}
+    listed = set(re.findall(r": ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE))
+    assert listed == {path.relative_to(ROOT / "docs").as_posix() for path in PAGES if path.name != "README.md"}
+
+
+def test_the_site_builds_and_every_link_in_it_leads_somewhere(tmp_path):
+    """Not with --quiet, which keeps --strict from counting warnings."""
+    done = subprocess.run([sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path],
+                          cwd=ROOT, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True,
+                          timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "tutorials" / "reward.html").is_file() and (tmp_path / "hooks" / "reward.html").is_file()

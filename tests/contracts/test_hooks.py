@@ -48,6 +48,15 @@ def test_every_hook_has_an_implementation_or_a_reason_to_wait():
     assert missing == set(WAITING), "the list hooks.waiting in .ci/budgets.toml is not what the code says"
 
 
+def test_a_hook_that_has_none_of_it_would_be_found():
+    """Neither a page, nor a call site, nor a plugin, nor a test: these checks see that."""
+    nobody = "_".join(("made", "up"))  # in two words, so that this is no mention of it
+    assert not hooks.call_sites(nobody) and nobody not in offered()
+    assert not (ROOT / "docs" / "hooks" / f"{nobody}.md").exists()
+    with pytest.raises(AssertionError, match="no test mentions"):
+        test_a_hook_is_mentioned_in_a_test(nobody)
+
+
 def test_the_pages_name_every_hook_once():
     page = (ROOT / "docs" / "hooks.md").read_text(encoding="utf-8")
     assert re.findall(r"^\| \[`(\w+)`\]", page, re.MULTILINE) == list(SPECS), "hooks in docs/hooks.md, in loop order"

@@ -47,7 +47,9 @@ def test_the_table_of_official_plugins_is_true():
         data = tomllib.loads((project / "pyproject.toml").read_text())
         (name, entry), = data["project"]["entry-points"][GROUP].items()
         path = project / "src" / Path(*entry.partition(":")[0].split(".")).with_suffix(".py")
-        have[name] = {f"{offer.hook}:{offer.name}" for offer in of_source(path, name=name).offers}
+        manifest = of_source(path, name=name)
+        have[name] = {f"{offer.hook}:{offer.name}" for offer in manifest.offers} | {
+            f"preset:{preset}" for preset in manifest.presets}
     assert set(KNOWN) == set(have)
     for name, offers in KNOWN.items():
         assert set(offers) <= have[name], name

@@ -157,7 +157,7 @@ ROW = {"prompt": "1+1=", "label": "2"}
      "data.jsonl, line 1: the prompt has ... tokens ... context of 128 ... --rollout-max-prompt-len"),
     ([ROW | {"prompt": 5}], "data.jsonl, line 1: 'prompt' should be text or a list of chat messages (got int)"),
     ([ROW | {"prompt": []}], "data.jsonl, line 1: 'prompt' should be text or a list of chat messages (got nothing)"),
-    ([ROW | {"prompt": [{"role": "user"}]}], "data.jsonl, line 1: the chat template refuses the messages"),
+    ([ROW | {"prompt": [{"role": "user"}]}], "data.jsonl, line 1: a message of 'prompt' has no text"),
     ([ROW | {"metadata": "hello"}], "data.jsonl, line 1: 'metadata' should be an object (got str)"),
 ], ids=["malformed", "no-object", "empty", "too-long", "number", "no-messages", "no-content", "metadata"])  # fmt: skip
 def test_bad_line(place, lines, words):

@@ -41,12 +41,12 @@ def no_step(args, rollout_id, step_id, model, optimizer, opt_param_scheduler):
 
 async def even(args, sample, **kwargs):
     ids = sample.tokens[-sample.response_length:]
-    return float((ids % 2 == 0).mean())
+    return sum(token % 2 == 0 for token in ids) / len(ids)
 
 
 def double(args, samples):
     raw = [sample.reward for sample in samples]
-    note("post_process", samples=len(samples), labels=samples[0].prompt.label)
+    note("post_process", samples=len(samples), labels=samples[0].label)
     return raw, [2 * reward for reward in raw]
 
 
@@ -169,7 +169,7 @@ LOSS = ("--loss-type", "custom_loss", "--custom-loss-function-path")
 @pytest.mark.parametrize(("flags", "words"), [
     ([*RM, "functions"], "--custom-rm-path ... no path of a function ... reward(args, sample)"),
     ([*RM, "./none.py:even"], "--custom-rm-path ./none.py:even: the module of the function cannot be imported"),
-    ([*RM, "no.such.even"], "No module named 'no' ... PYTHONPATH ... reward(args, sample) -> float"),
+    ([*RM, "no.such.even"], "cannot be imported (got no module no) ... PYTHONPATH"),
     ([*RM, at("odd")], "there is no such function ... has no 'odd' ... define it there"),
     ([*RM, at("SETTING")], "there is no such function (got 3)"),
     ([*RM, at("init")], "cannot be called ... init(args): too many positional arguments ... reward(args, sample)"),

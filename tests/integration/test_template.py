@@ -102,6 +102,7 @@ def test_every_hook_alone_makes_a_plugin_that_binds(tmp_path):
 
 @pytest.mark.parametrize(("name", "answers", "message"), [
     ("My Reward", {}, "no name for a plugin"), ("x--y", {}, "no name for a plugin"),
+    ("rollout", {}, "name rollout is taken"), ("grpo", {}, "name grpo is taken"),
     ("fine", {"hooks": "rewrd"}, "no hook rewrd"), ("fine", {"distribution": "other"}, "miles-fine or"),
 ])  # fmt: skip
 def test_answers_that_make_no_plugin_are_refused(tmp_path, name, answers, message):

@@ -2,6 +2,7 @@
 
     python tests/misconfigurations/measure.py               cases that are not held out, and the good runs
     python tests/misconfigurations/measure.py --held-out    the held-out third too
+    python tests/misconfigurations/measure.py --second      the second collection too
 
 Each case is the smallest correct run with its flags (cases.toml says how), prepared in this process as by
 `miles run --plan`. Refused is an error of Miles's own; anything else that is raised is a crash and does not count as
@@ -82,6 +83,12 @@ def cases(held_out: bool) -> list[dict]:
     return [case for case in every if "impossible" not in case and case["held_out"] == held_out]
 
 
+def second() -> list[dict]:
+    """The cases of the second collection that count."""
+    every = tomllib.loads((FOLDER / "second.toml").read_text())["case"]
+    return [case for case in every if "impossible" not in case]
+
+
 def good() -> list[dict]:
     """Runs that have to be accepted."""
     return tomllib.loads((FOLDER / "good.toml").read_text())["good"]
@@ -104,10 +111,13 @@ def main() -> int:
     """Prints every part; 1 if something crashed or a good run was refused."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--held-out", action="store_true", help="also the third of cases that is held out")
+    parser.add_argument("--second", action="store_true", help="also the second collection")
     asked = parser.parse_args()
     seen = part("misconfigurations, not held out", cases(held_out=False))
     if asked.held_out:
         seen += part("misconfigurations, held out", cases(held_out=True))
+    if asked.second:
+        seen += part("misconfigurations, second collection", second())
     false = part("good runs", good())
     return int(bool(seen[CRASHED] or false[REFUSED] or false[CRASHED]))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.misconfigurations.measure import ACCEPTED, REFUSED, cases, good, outcome
+from tests.misconfigurations.measure import ACCEPTED, REFUSED, cases, good, outcome, second
 
 SHARE = 0.95
 
@@ -27,6 +27,18 @@ def test_reported_mistakes_that_nobody_looked_at_are_refused():
     share, left = misses(cases(held_out=True))
     print(f"{share:.1%} refused")
     assert share >= SHARE, f"{len(left)} are not"
+
+
+HANDLED = {
+    "dense-layers-of-two-gpus": "SGLang 0.5.16 takes the tensor-parallel size too",
+    "token-limit-below-prompt-and-response": "a longer sample gets a micro-batch of its own, which a note announces",
+}
+"""Cases of the second collection that run here as they are."""
+
+
+def test_reported_mistakes_of_the_second_collection_are_refused():
+    share, left = misses([case for case in second() if case["id"] not in HANDLED])
+    assert share == 1, left
 
 
 @pytest.mark.parametrize("run", good(), ids=lambda run: run["id"])

@@ -128,9 +128,11 @@ def check_layout(layout: Layout, architecture: Architecture, config: RunConfig) 
     """
     _host(layout, config)
     _combinations(layout, config)
+    _heads(layout, architecture, config)
     _experts(layout, architecture, config)
     for constant, names in _divisions(layout, architecture, config):
         _divides(layout, architecture, config, constant, names)
+    _stages(layout, architecture, config)
     _micro_batches(layout, config)
     _balance(architecture, config)
     return list(_notes(layout, config))
@@ -167,6 +169,21 @@ def _combinations(layout: Layout, config: RunConfig) -> None:
         raise BatchError("microbatch_group_size_per_vp_stage should be the pipeline-parallel size", got=group,
                          who=who(config, "megatron.microbatch_group_size_per_vp_stage"),
                          fix=f"leave it out, or write {layout.pipeline}")
+
+
+def _heads(layout: Layout, architecture: Architecture, config: RunConfig) -> None:
+    """Context parallelism by all-to-all gives each rank some heads of whole sequences."""
+    given = config.megatron.get("cp_comm_type")
+    if layout.context == 1 or "a2a" not in (given if isinstance(given, list) else [given]):
+        return
+    ranks = layout.tensor * layout.context
+    for constant in ("heads", "groups"):
+        if (number := getattr(architecture, constant)) and number % ranks:
+            raise BatchError(f"{NAMES[constant][0][0]} {number} does not divide by {KEYS['tensor']} {layout.tensor} x "
+                             f"{KEYS['context']} {layout.context}, which cp_comm_type a2a shares heads over",
+                             got=f"{number} / {ranks}", fix="--cp-comm-type p2p, which shares out tokens",
+                             who=f"{who(config, 'megatron.cp_comm_type')}, {_sizes(config, 'context')}, "
+                             f"{architecture.source.get(constant)}")
 
 
 def _experts(layout: Layout, architecture: Architecture, config: RunConfig) -> None:
@@ -217,6 +234,30 @@ def _divides(layout: Layout, architecture: Architecture, config: RunConfig, cons
     raise BatchError(f"{NAMES[constant][0][0]} {number} does not divide by {text}", got=f"{number} / {product}",
                      who=f"{_sizes(config, *wide)}, {architecture.source.get(constant)}",
                      fix=f"make {what} one of {fitting}")
+
+
+def _stages(layout: Layout, architecture: Architecture, config: RunConfig) -> None:
+    """What a first and a last stage of their own leave to the others; and stages that the embedding or loss is in."""
+    counted = [key for key in UNEVEN[3:] if config.megatron.get(key)]
+    each = layout.pipeline * (layout.virtual_pipeline or 1)
+    if counted and architecture.layers is not None and (total := architecture.layers + len(counted)) % each:
+        raise BatchError(f"{architecture.layers} layers and {len(counted)} that counts as one do not divide by {each} "
+                         "stages", got=f"{total} / {each}", who=who(config, *(f"megatron.{key}" for key in counted)),
+                         fix="leave it out, or name the layers of the first and the last stage")
+    own = {key: config.megatron[key] for key in UNEVEN[1:3] if config.megatron.get(key) is not None}
+    if not own or architecture.layers is None:
+        return
+    rest = layout.pipeline - len(own)
+    origin = who(config, *(f"megatron.{key}" for key in own), f"megatron.{KEYS['pipeline']}")
+    if rest < 0 or layout.pipeline == 1:
+        raise BatchError("there are no further stages to have the other layers", who=origin, fix="raise "
+                         f"{KEYS['pipeline']}, or leave them out", got=f"{KEYS['pipeline']} {layout.pipeline}")
+    left = architecture.layers - sum(own.values())
+    unit = rest * (layout.virtual_pipeline or 1)
+    if min(own.values()) < 1 or left < rest or (left % unit if rest else left):
+        raise BatchError(f"the other {rest} stages cannot have {left} layers, the same number each", who=origin,
+                         got=f"{architecture.layers} layers, {', '.join(f'{n} in {key}' for key, n in own.items())}",
+                         fix=f"leave a multiple of {unit} layers to them" if rest else "let them hold all layers")
 
 
 def _micro_batches(layout: Layout, config: RunConfig) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class Attention:
     rotary: Rotary
     window: int | None = None
     softcap: float | None = None
-    mixer: Callable | None = None
+    mixer: Callable[..., Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +151,6 @@ class WeightMap:
 class Family(Protocol):
     """What a plugin offers for a model_type. `hf` is a transformers PretrainedConfig."""
 
-    def model_spec(self, hf) -> ModelSpec: ...
+    def model_spec(self, hf: Any) -> ModelSpec: ...
 
-    def weight_map(self, hf) -> WeightMap: ...
+    def weight_map(self, hf: Any) -> WeightMap: ...

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -55,6 +56,18 @@ def _parallel(config: RunConfig, note: Note) -> RunConfig:
         raise ConfigError("copies of a server are engines here; dp_size is for data-parallel attention",
                           got=server["dp_size"], who=who(config, "server.dp_size"),
                           fix="add --sglang-enable-dp-attention, or raise --rollout-num-gpus")
+    tensor = each // stages
+    for names in (("dp_size", "attn_cp_size"), ("moe_dp_size", "ep_size")):
+        product = math.prod(server.get(name) or 1 for name in names)
+        if product < 1 or tensor % product:
+            keys = [f"server.{name}" for name in names if name in server]
+            raise ConfigError(f"{' x '.join(name for name in names if name in server)} does not divide an engine's "
+                              f"{tensor} tensor-parallel ranks", got=product, who=who(config, *keys, size),
+                              fix="make it a divisor of --rollout-num-gpus-per-engine")
+    if server.get("moe_dense_tp_size") not in (None, 1, tensor):
+        raise ConfigError("dense layers are on one GPU each, or cut over all of an engine's",
+                          got=server["moe_dense_tp_size"], who=who(config, "server.moe_dense_tp_size", size),
+                          fix="--sglang-moe-dense-tp-size 1, or leave it out")
     return config
 
 

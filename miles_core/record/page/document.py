@@ -4,6 +4,7 @@
     curves     {metric: {x, y}} against rollouts; evals names those that are scores
     queue      {figure: {x, y}} against unix seconds, from the heartbeats; beat is the last one
     stages     [{from, to, n, took}]: mean seconds per stage of n rollouts
+    hooks        [{plugin, hook, calls, seconds, share}]: of the steps' time, the longest first
     drops, engines, syncs, log, plan, samples, notes
 
 `document` has all of it. `addition` has the curves, queue, stages and log of a few events only, to be added to what a
@@ -106,6 +107,7 @@ def _now(run: RunDirectory, history: History, status: str) -> dict[str, object]:
         "drops": drops.most_common(),
         "engines": list(history.engines.values()),
         "syncs": _syncs(history.syncs),
+        "hooks": _hooks(history.curves),
         "beat": history.beats[-1] if history.beats else None,
     }  # fmt: skip
 
@@ -182,6 +184,20 @@ def _scores(names: Iterable[str]) -> list[str]:
               and name.partition("/")[2] not in ("step", "lag_steps", "duration_seconds", "export_time_seconds")
               and not name.startswith("eval/skipped_")]
     return [name for name in scores if not any(name.startswith(f"{other}-") for other in scores)]
+
+
+def _hooks(curves: dict[str, Series]) -> list[dict[str, object]]:
+    def total(name: str) -> float:
+        return math.fsum(value for value in curves[name].y if math.isfinite(value)) if name in curves else 0.0
+
+    step, found = total("perf/step_time"), []
+    for name in curves:
+        if name.startswith("perf/hooks/"):
+            plugin, hook = name.split("/")[2:]
+            seconds, calls = total(name), total(f"perf/hook_calls/{plugin}/{hook}")
+            found.append({"plugin": plugin, "hook": hook, "calls": int(calls), "seconds": round(seconds, 6),
+                          "share": round(seconds / step, 6) if step else None})
+    return sorted(found, key=lambda row: -row["seconds"])
 
 
 def _syncs(syncs: list[dict]) -> dict[str, object] | None:

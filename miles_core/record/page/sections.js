@@ -154,6 +154,13 @@ function engines() {
     D.drops.map(([reason, n]) => el("div", {class: "drop"}, el("div", null, el("span", null, reason), el("b", null, n.toLocaleString())),
       el("i", {style: `width: ${(n / most * 100).toFixed(1)}%`}))));
 }
+function plugins() {
+  const cells = (tag, words) => el("tr", null, words.map((word, i) => el(tag, {class: i > 1 ? "num" : null}, word)));
+  $("plugins").hidden = !D.hooks.length;
+  $("plugins-note").textContent = `${D.hooks.length} hooks, ${span(D.hooks.reduce((sum, h) => sum + h.seconds, 0))}; waits of async hooks overlap`;
+  $("hooks").replaceChildren(cells("th", ["plugin", "hook", "calls", "seconds", "a call", "of the steps"]),
+    ...D.hooks.map(h => cells("td", [h.plugin, h.hook, many(h.calls), num(h.seconds), `${num(h.seconds / h.calls * 1e3)} ms`, none(h.share) ? "–" : percent(h.share)])));
+}
 function log() {
   const tone = {error: "bad", warning: "warn"}, word = {run_start: "start", run_end: "end"};
   const rows = [...D.log].reverse().map(e => el("tr", null, el("td", null, clock(e.time)),

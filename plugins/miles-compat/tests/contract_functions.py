@@ -13,6 +13,36 @@ def select(args, rollout_id, buffer, num_samples):
     return [buffer.pop(0) for _ in range(min(num_samples, len(buffer)))]
 
 
+def keep(args, samples):
+    """Groups of which somebody answered."""
+    return any(sample.response_length for sample in samples)
+
+
+def mark(args, data):
+    """Leave out what was cut off."""
+    for group in data:
+        for sample in group:
+            sample.remove_sample = sample.status == sample.Status.TRUNCATED
+
+
+def process(args, all_samples, data_source):
+    """Look at them."""
+    assert data_source is None
+    return len(all_samples)
+
+
+def log(rollout_id, args, samples, rollout_extra_metrics, rollout_time):
+    """Nothing to tell."""
+
+
+def eval_log(rollout_id, args, data, extra_metrics):
+    """Nothing to tell."""
+
+
+def postprocess(args, rollout_id, rollout_data):
+    """Leave the advantages as they are."""
+
+
 def post_process(args, samples):
     """Rewards, raw and halved."""
     raw = [sample.reward for sample in samples]

@@ -325,7 +325,6 @@ def test_an_int4_checkpoint_enables_it(models, plan):
     (("--int4-qat.group-size", 64), r"the engine's checkpoint has groups of 32 \(got group_size 64\)"),
     (("--int4-qat.group-size", 16), r"group_size should be one of 32, 64, 128 \(got 16\)"),
     (("--engine", "sglang"), "SGLang cannot take new weights into layers that it has repacked"),
-    (("--fp8-format", "e4m3"), "rounded to int4 in the forward cannot be rounded to fp8"),
 ])
 def test_what_is_refused_before_anything_runs(models, plan, flags, what):
     from miles_int4_qat.plugin import Int4Qat, Int4QatOptions
@@ -333,6 +332,11 @@ def test_what_is_refused_before_anything_runs(models, plan, flags, what):
     made = plan(models / "dense-int4", *QAT, "--ref-load", models / "dense", *flags)
     with pytest.raises(ConfigError, match=what):
         Int4Qat(Int4QatOptions(**made.config.options.get("int4-qat", {})), made.config)
+
+
+def test_a_plan_knows_two_precisions_for_one_weight(models, plan):
+    with pytest.raises(ConfigError, match="rounded to int4 in the forward cannot be rounded to fp8"):
+        plan(models / "dense-int4", *QAT, "--ref-load", models / "dense", "--fp8-format", "e4m3")
 
 
 def test_the_environment_of_a_launch_script_has_to_agree(models, plan, monkeypatch):

@@ -468,7 +468,7 @@ def test_what_is_no_http_bothers_nobody(capfd):
 
 
 def test_openais_own_client():
-    openai = pytest.importorskip("openai")
+    import openai
 
     async def talk(client, session, engine):
         async with openai.AsyncOpenAI(base_url=client.server.base_url, api_key=client.key) as own:

@@ -19,6 +19,8 @@ def folder(tmp_path):
         for file in files:
             (there / file).parent.mkdir(parents=True, exist_ok=True)
             (there / file).write_text("7\n" if file.startswith("latest") else "{}")
+            if file.endswith(".safetensors"):  # of no tensor
+                (there / file).write_bytes(b"\2" + bytes(7) + b"{}")
         return there
 
     return make
@@ -69,7 +71,7 @@ def test_load_is_a_folder_of_checkpoints(plan, folder, tmp_path):
     refused(plan, "this is not a checkpoint (got no latest", "--load", folder("notes", "notes.txt"))
     refused(plan, "nothing to resume from", "--load", tmp_path / "gone")
     for good in (saved, folder("begun"), folder("killed", ".tmp-iter_0000001/x")):
-        plan("--load", good)
+        plan("--load", good, "--num-rollout", 7)
     plan("--load", tmp_path / "gone", "--save", tmp_path / "gone")
 
 

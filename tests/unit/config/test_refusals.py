@@ -65,7 +65,7 @@ def test_a_rule_holds_or_not(ruled, when, bad, good):
 
 
 @pytest.mark.parametrize("rule", [
-    {"when": {"one.height": 1}}, {"when": {"no_such_hook": 1}}, {"when": {"one.width": {"above": 1}}}, {"when": {}},
+    {"when": {"one.height": 1}}, {"when": {"no_such_hook": 1}}, {"when": {"one.width": {"higher": 1}}}, {"when": {}},
     {"when": {"rollout.no_such": 1}}, {"when": {"one.width": 1}, "more": 1}, {"when": {"architecture.size": 1}},
 ])
 def test_a_rule_that_cannot_be_read_names_the_plugin(ruled, rule):

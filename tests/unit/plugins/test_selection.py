@@ -6,7 +6,9 @@ import sys
 
 import pytest
 
-from miles_core.errors import ConfigError, ManifestError, OwnerError, UnknownPluginError
+from miles_core.config import load
+from miles_core.errors import ConfigError, ManifestError, MilesError, OwnerError, UnknownPluginError
+from miles_core.plugins import presets, select
 from miles_core.plugins.plan import prepare
 from tests.unit.plugins.installed import install
 
@@ -56,8 +58,33 @@ def test_run_file_and_flags_overrule_a_preset(two, tmp_path):
     assert plan.config.rollout.rollout_seed == 6 and plan.config.options["one"]["width"] == 4
 
 
-def test_no_plugin_takes_one_out_of_a_preset(two):
+def test_no_plugin_takes_one_out_of_a_preset_with_its_values(two):
     assert enabled("--preset", "wide", "--no-plugin", "miles-two") == ["one"]
+    plan = prepare(None, [*BASE, "--preset", "wide", "--no-plugin", "one", "--rm-type", "two-reward"])
+    assert "one" not in plan.config.options and plan.config.rollout.rollout_seed == 5
+
+
+def test_the_preset_of_an_official_plugin_is_printed_written_out():
+    text = prepare(None, [*BASE, "--rm-type", "math", "--label-key", "label", "--preset", "dapo"]).to_text()
+    for words in ("grpo          miles-grpo", "dapo-filter   miles-dapo-filter", "algorithm.eps_clip_high = 0.28"):
+        line = next(line for line in text.splitlines() if words in line)
+        assert line.endswith("(preset dapo of plugin dapo-filter)"), line
+
+
+def test_a_preset_and_parts_of_official_plugins_that_are_not_installed_say_what_pip_has_to_do(monkeypatch):
+    for module in (select, presets, load):
+        monkeypatch.setattr(module, "installed" if module is not presets else "readable", list)
+    for flags, words in (
+        (["--preset", "dapo"], "no preset 'dapo'.*pip install miles-dapo-filter"),
+        (["--plugin", "gspo"], "plugin 'gspo' is not installed.*pip install miles-gspo"),
+        (["--advantage-estimator", "gspo"], "plugin 'gspo' is not installed.*pip install miles-gspo"),
+        (["--rm-type", "math"], "plugin 'math' is not installed.*pip install miles-math"),
+        (["--use-tis"], "plugin 'tis' is not installed.*pip install miles-tis"),
+        (["--advantage-estimator", "mine", "--tis.tis-clip", "3"],
+         r"plugin 'tis', which is not enabled.*--plugin tis \(pip install miles-tis\)"),
+    ):  # fmt: skip
+        with pytest.raises(MilesError, match=words):
+            prepare(None, [*BASE, *flags])
 
 
 def test_a_plugin_of_a_preset_that_is_named_too_stands_where_it_is_named(two):
@@ -65,12 +92,16 @@ def test_a_plugin_of_a_preset_that_is_named_too_stands_where_it_is_named(two):
 
 
 @pytest.mark.parametrize(("flags", "kind", "message"), [
-    (["--preset", "wode"], ConfigError, "no preset 'wode'.*there are wide.*did you mean 'wide'"),
+    (["--preset", "wode"], ConfigError, "no preset 'wode'.*there are .*wide.*did you mean 'wide'"),
     (["--plugin", "one", "--no-plugin", "two"], UnknownPluginError, "'two' is not enabled.*enabled: one"),
     (["--plugin", "one", "--no-plugin", "megatron"], OwnerError, "'megatron' is a part of the core"),
     (["--plugin", "oen"], UnknownPluginError, "no plugin 'oen'.*did you mean 'one'"),
     (["--plugin", "one", "--plugin", "one"], OwnerError, "two plugins are called 'one'"),
     (["--plugin", "one", "--two.width", "3"], ConfigError, "belongs to plugin 'two', which is not enabled.*add"),
+    (["--plugin", "one,two"], UnknownPluginError, "no plugin 'one,two'.*leave spaces between names"),
+    (["--plugin", "wrong:tis"], UnknownPluginError, "no plugin 'wrong:tis'.*did you mean 'tis'"),
+    (["--plugin", "one", "--plugin"], ConfigError, "--plugin takes a name.*write --plugin NAME"),
+    (["--plugins", "one"], ConfigError, "no flag --plugins.*did you mean --plugin"),
 ])  # fmt: skip
 def test_each_mistake_is_answered(two, flags, kind, message):
     with pytest.raises(kind, match=message):

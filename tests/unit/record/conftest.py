@@ -87,6 +87,8 @@ def rollout_metrics(rng: np.random.Generator, rollout_id: int) -> dict[str, floa
         **{f"perf/{name}_time": seconds for name, seconds in took.items()},
         "perf/step_time": sum(took.values()) + 0.02,
         "perf/tokens_per_gpu_per_sec": 1400 + noise(60),
+        "perf/hooks/math-reward/reward": 0.006, "perf/hook_calls/math-reward/reward": 64.0,
+        "perf/hooks/tis/token_weights": 0.001 * rollout_id, "perf/hook_calls/tis/token_weights": 2.0,
     }
 
 

@@ -74,6 +74,9 @@ def test_the_page_of_a_run(run):
     assert [reason for reason, _ in data["drops"]] == ["zero reward variance", "response too long"]
     assert any(entry["level"] == "warning" for entry in data["log"]) and data["syncs"]["version"] == 61
     assert "estimator        grpo" in data["plan"]
+    assert [(hook["plugin"], hook["hook"], hook["calls"], round(hook["seconds"], 9)) for hook in data["hooks"]] == [
+        ("tis", "token_weights", 120, 1.77), ("math-reward", "reward", 3840, 0.36)]
+    assert data["hooks"][1]["share"] == pytest.approx(0.36 / sum(data["curves"]["perf/step_time"]["y"]), rel=1e-4)
     assert {file["name"] for file in data["samples"]} == {"rollout", "eval_addition"}
 
 

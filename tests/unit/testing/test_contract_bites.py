@@ -9,6 +9,7 @@ import pytest
 from miles_core.errors import MilesError
 from miles_core.testing import plugin_contract
 from miles_core.testing.contract import Contract
+from tests.unit.plugins.installed import install
 
 HEAD = """import random, sys, threading
 from dataclasses import dataclass
@@ -92,6 +93,15 @@ STATE = '''    @hookimpl("reward", name="x")
 '''
 
 
+ANEW = """class Anew(type(sys)):
+    def __getattribute__(self, name):
+        found = super().__getattribute__(name)
+        return type(name, (found,), {}) if name == "Broken" else found
+
+sys.modules[__name__].__class__ = Anew
+"""
+
+
 def plugin(*parts):
     return "class Broken:\n" + "\n".join(parts) + "\n"
 
@@ -112,6 +122,9 @@ BROKEN = {
     "a thread that is started on import": (
         "test_idempotent_load", plugin(REWARD.format("return 1.0")), {}, "starts 1 threads",
         "threading.Thread(target=threading.Event().wait, daemon=True).start()\n"),
+    "a class that is made anew by every load": (
+        "test_idempotent_load", plugin(REWARD.format("return 1.0")), {}, "a second load gives another class",
+        ANEW),
     "an instance that is made once a process": (
         "test_spawn_safe", plugin("    def __init__(self):\n        if hasattr(sys, '_made'):\n"
                                   "            raise ValueError('made twice')\n        sys._made = 1",
@@ -149,6 +162,9 @@ BROKEN = {
     "no migration of what was recorded": ("test_state_round_trip", plugin(
         "    state_version = 2", STATE.format(gives="{'seen': list(self.seen)}", takes="list(state['seen'])")),
         {"old_states": {1: {"seen": []}}}, "of form 1, and this version reads 2 alone", ""),
+    "a state version that is no number": ("test_state_round_trip", plugin(
+        "    state_version = '2'", STATE.format(gives="{'seen': list(self.seen)}", takes="list(state['seen'])")), {},
+        "state_version is '2', not 1 or more", ""),
     "errors that are swallowed": ("test_blame", plugin(
         "    @hookimpl('reward', name='x')\n    def score(self, sample):\n        try:\n"
         "            return float(sample.text == '4')\n        except Exception:\n            return 0.0"), {},
@@ -175,6 +191,15 @@ def test_a_broken_plugin_is_caught(case, contract):
     broken = contract(body, above=above or "", **arguments)
     with pytest.raises((AssertionError, MilesError), match=words):
         getattr(broken, check)()
+
+
+def test_a_package_whose_manifest_was_not_written_anew_is_caught(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    source = install(tmp_path, "drifting") / "plugin.py"
+    plugin_contract("drifting")().test_manifest_matches_code()
+    source.write_text(source.read_text().replace("Offers the reward", "No longer offers the reward"))
+    with pytest.raises(AssertionError, match="not what plugin.py says; run `miles plugins manifest --write`"):
+        plugin_contract("drifting")().test_manifest_matches_code()
 
 
 def test_every_check_has_a_plugin_that_it_catches():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -94,6 +96,22 @@ class Counts:
         return float(self.seen)
 
 
+class Crowd:
+    """A scorer that counts who of a group is scored at the same time."""
+
+    def __init__(self):
+        self.waiting = Counter()
+
+    async def score(self, sample):
+        group = sample.prompt.uid, sample.response_length > 0
+        self.waiting[group] += 1
+        await asyncio.sleep(0.01)
+        found = float(self.waiting[group])
+        await asyncio.sleep(0.01)
+        self.waiting[group] -= 1
+        return found
+
+
 def marks(sample):
     sample.text += "!"
     return 0.0
@@ -106,6 +124,7 @@ def test_scorers_of_samples_and_of_groups_pass():
 
 @pytest.mark.parametrize(("scorer", "words"), [
     (Counts().score, "one after the other"), (marks, "scoring changes"), (lambda sample: float("nan"), "finite"),
+    (Crowd().score, "depends on others"),
     (lambda sample: 1 / sample.response_length, "division by zero"), (lambda samples: [1.0], "one number for each"),
 ])  # fmt: skip
 def test_scorers_that_break_a_property_are_caught(scorer, words):
@@ -132,6 +151,7 @@ def test_a_filter_passes_and_filters_that_break_a_property_are_caught():
     broken = {
         "not NoneType": lambda group: None, "not 'No spread!'": lambda group: Drop("No spread!"), "changes": shortens,
         "a group without samples": lambda group: Group(group.prompt, []),
+        "of another prompt": lambda group: Group(replace(group.prompt, uid=99), group.samples),
         "invents": lambda group: Group(group.prompt, [replace(group.samples[0], index=99)]),
         "fares otherwise": lambda group: asked.append(1) or (group if len(asked) % 2 else Drop("second")),
     }  # fmt: skip
@@ -140,31 +160,53 @@ def test_a_filter_passes_and_filters_that_break_a_property_are_caught():
             filter_contract(broken_filter)
     with pytest.raises(AssertionError, match="keeps the group that it has to drop"):
         filter_contract(lambda group: group, drops=lambda: flat)
+    with pytest.raises(AssertionError, match="drops the group that it has to keep"):
+        filter_contract(lambda group: Drop("never"), keeps=lambda: flat)
 
 
 # ------------------------------------------------------------------------------------------- buffers and generators
 
 
+def cuts(group):
+    for sample in group.samples:
+        sample.columns["versions"] = sample.columns["versions"][:-1]
+    return group
+
+
+def halves(group):
+    for sample in group.samples:
+        sample.columns["loss_mask"] = np.full(sample.response_length, 0.5)
+    return group
+
+
+def shrinks(group):
+    for sample in group.samples:
+        sample.response_length = sample.response_length // 2
+        sample.columns["loss_mask"] = np.ones(sample.response_length)
+    return group
+
+
 def test_keepers_and_selections_pass_and_broken_ones_are_caught():
     buffer_contract(unfinished=lambda group: group, select=lambda groups, rollout_id: groups[::-1])
 
-    def cuts(group):
-        for sample in group.samples:
-            sample.columns["versions"] = sample.columns["versions"][:-1]
-        return group
+    calls = []
 
-    def halves(group):
-        for sample in group.samples:
-            sample.columns["loss_mask"] = np.full(sample.response_length, 0.5)
-        return group
+    def grows(group):
+        calls.append(group)
+        return replace(group, samples=group.samples * (2 - len(calls) % 2))
+
+    def turns(groups):
+        calls.append(groups)
+        return groups[:: 1 if len(calls) % 2 else -1]
 
     for broken, words in ((cuts, "other tokens, log-probs or versions"), (halves, "masks are 0 and 1"),
+                          (shrinks, "has another length"), (grows, "more samples than before"),
                           (lambda group: None, "comes back")):
         with pytest.raises(AssertionError, match=words):
             buffer_contract(unfinished=broken)
     for broken, words in ((lambda groups: [*groups, *groups], "returns a group twice"),
                           (lambda groups: [Group(group.prompt, []) for group in groups], "not others or copies"),
-                          (lambda groups: groups or [1], "of no group")):
+                          (turns, "come in another order"), (lambda groups: groups or [1], "of no group")):
         with pytest.raises(AssertionError, match=words):
             buffer_contract(select=broken)
 
@@ -205,6 +247,57 @@ async def deaf(prompt, generation):
 async def nothing(prompt, generation):
     await single_turn(prompt, generation)
     return []
+
+
+def other_prompt(sample):
+    sample.prompt = replace(sample.prompt, uid=99)
+
+
+def one_index(sample):
+    sample.index = 0
+
+
+def unfinished(sample):
+    sample.status = Status.ABORTED
+
+
+def other_masks(sample):
+    sample.columns["loss_mask"] = sample.columns["loss_mask"] + np.uint8(1)
+
+
+def no_log_probs(sample):
+    sample.columns["rollout_log_probs"] = np.full_like(sample.columns["rollout_log_probs"], np.nan)
+
+
+def writes(sample):
+    sample.prompt.metadata["seen"] = True
+
+
+@pytest.mark.parametrize(("change", "words"), [
+    (other_prompt, "is of another prompt"), (one_index, "have one index"), (unfinished, "nobody called it back"),
+    (other_masks, "masks other than 0 and 1"), (no_log_probs, "holds NaN"),
+    (writes, "changes its prompt"),
+])  # fmt: skip
+def test_generators_whose_samples_are_wrong_are_caught(change, words):
+    async def generate(prompt, generation):
+        found = await single_turn(prompt, generation)
+        for sample in found:
+            change(sample)
+        return found
+
+    with pytest.raises(WRONG, match=words):
+        generator_contract(generate)
+
+
+def test_a_generator_that_ends_as_if_nobody_had_called_it_back_is_caught():
+    async def generate(prompt, generation):
+        found = await single_turn(prompt, generation)
+        for sample in found:
+            sample.status = Status.COMPLETED
+        return found
+
+    with pytest.raises(AssertionError, match="no sample of it is aborted"):
+        generator_contract(generate)
 
 
 def test_generators_pass_and_broken_ones_are_caught(monkeypatch):

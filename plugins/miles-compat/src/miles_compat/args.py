@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import MappingProxyType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from miles_core.config import RunConfig
 from miles_core.config.architecture import NAMES, architecture_of
@@ -11,6 +11,9 @@ from miles_core.config.tables import TABLES
 
 ALIASES = MappingProxyType({"grpo_std_normalization": "algorithm.std_normalization"})
 """Names in Miles's namespace that no flag has."""
+HOST = "engine.invalid"
+"""What functions take for the router's host; it leads to the engine of the run."""
+ROUTER = MappingProxyType({"sglang_router_ip": HOST, "sglang_router_port": 0})
 
 
 class Args:
@@ -18,6 +21,7 @@ class Args:
 
     Looks in the tables of the core, at Miles's spellings of their options, for sizes in the checkpoint's config.json,
     in megatron-core's options (what nobody set has Megatron-LM's default) and in those of the run's plugins.
+    `sglang_router_ip` and `sglang_router_port` are an address that only miles.utils.http_utils.post knows.
 
     Raises:
         AttributeError: there is no such option, or somebody tries to set one.
@@ -26,10 +30,17 @@ class Args:
     def __init__(self, config: RunConfig):
         object.__setattr__(self, "_config", config)
 
-    def __getattr__(self, name: str) -> object:
+    def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):  # copying and pickling ask before there is a configuration
             raise AttributeError(name)
-        config = self._config
+        config: RunConfig = self.__dict__["_config"]
+        if name == "tokenizer":
+            from miles_core.build import load_tokenizer
+
+            object.__setattr__(self, name, load_tokenizer(config))
+            return self.__dict__[name]
+        if name in ROUTER:
+            return ROUTER[name]
         for find in (_of_core, _of_checkpoint, _of_megatron, _of_plugins):
             if (found := find(config, name)) is not None:
                 return found[0]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 WHO = "custom_tis_function_path"
 
 
-def weighted(function: Callable, args: Args, given: TokenWeights, inputs: LossInputs) -> TokenWeights:
+def weighted(function: Callable[..., Any], args: Args, given: TokenWeights, inputs: LossInputs) -> TokenWeights:
     """The function's correction on top of what stands already.
 
     Raises:
@@ -74,8 +74,9 @@ class Grid:
             value = torch.cat(list(value)) if value else torch.zeros(0)
         if isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.numel() == 1):
             return torch.full((sum(self.lengths),), float(value))
-        fits = isinstance(value, torch.Tensor) and value.shape == (sum(self.lengths),)
-        return value.detach().to(torch.float32) if fits else None
+        if not isinstance(value, torch.Tensor) or value.shape != (sum(self.lengths),):
+            return None
+        return value.detach().to(torch.float32)
 
 
 def _answer(answer: object, grid: Grid) -> tuple[torch.Tensor, torch.Tensor, Metrics]:
@@ -85,11 +86,15 @@ def _answer(answer: object, grid: Grid) -> tuple[torch.Tensor, torch.Tensor, Met
                         fix="a tensor, a list of tensors and a dict")
     loss, keep = grid.flat(answer[0]), grid.flat(answer[1])
     metrics = {str(name): grid.flat(value) for name, value in answer[2].items()}
+    found: dict[str, torch.Tensor] = {}
     for name, value in {"pg_loss": loss, "loss_masks": keep, **metrics}.items():
-        if value is None:
+        if value is not None:
+            found[name] = value
+        else:
             raise HookError(f"{name} should have one value for each of {sum(grid.lengths)} response tokens", who=WHO,
                             fix="return what is given, changed; a metric may be one number as well")
-    if not ((keep == 0) | (keep == 1)).all():
-        raise HookError("loss_masks should be 0 or 1", got=f"{float(keep.min()):g} to {float(keep.max()):g}", who=WHO,
+    mask = found["loss_masks"]
+    if not ((mask == 0) | (mask == 1)).all():
+        raise HookError("loss_masks should be 0 or 1", got=f"{float(mask.min()):g} to {float(mask.max()):g}", who=WHO,
                         fix="multiply weights into pg_loss")
-    return loss, keep, metrics
+    return found["pg_loss"], mask, {name: found[name] for name in metrics}

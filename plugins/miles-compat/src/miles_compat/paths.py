@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType, ModuleType
+from typing import Any
 
 from miles_core.errors import HookError
 from miles_core.plugins.load import import_file
@@ -21,14 +22,20 @@ class Shape:
         text: its signature, for messages.
         positional: how many arguments it is given by position.
         keywords: names of those that it is given by name.
+        or_else: another number of arguments by position that it may take.
         may_wait: it may be a coroutine function.
+        must_wait: it has to be one.
+        made: it is called once, to make an object, as a class is; other classes are made first and then called.
         note: what else to say to someone whose function does not fit.
     """
 
     text: str
     positional: int
     keywords: tuple[str, ...] = ()
+    or_else: int | None = None
     may_wait: bool = False
+    must_wait: bool = False
+    made: bool = False
     note: str = ""
 
 
@@ -40,10 +47,20 @@ SHAPES = MappingProxyType({
     "custom_megatron_before_log_prob_hook_path": Shape("hook(args, model, store_prefix)", 3),
     "custom_megatron_before_train_step_hook_path": Shape(
         "hook(args, rollout_id, step_id, model, optimizer, opt_param_scheduler)", 6),
-    "custom_rm_path": Shape("reward(args, sample) -> float", 2, may_wait=True),
+    "data_source_path": Shape("Source(args), a class with get_samples(num_samples) -> list of groups", 1, made=True),
+    "custom_generate_function_path": Shape(
+        "async generate(args, sample, sampling_params) -> sample, or async generate(input) -> GenerateFnOutput", 3,
+        or_else=1, must_wait=True),
+    "custom_rm_path": Shape("reward(args, sample) -> float, or reward(args, samples) -> list of floats", 2,
+                            may_wait=True),
+    "dynamic_sampling_filter_path": Shape("keep(args, samples) -> DynamicFilterOutput or bool", 2),
     "buffer_filter_path": Shape("select(args, rollout_id, buffer, num_samples) -> list of groups of the buffer", 4),
+    "rollout_sample_filter_path": Shape("mark(args, data), which sets remove_sample", 2),
+    "rollout_all_samples_process_path": Shape("process(args, all_samples, data_source)", 3),
     "custom_reward_post_process_path": Shape("post_process(args, samples) -> (raw_rewards, rewards)", 2),
     "custom_advantage_function_path": Shape("advantage(args, rollout_data)", 2),
+    "rollout_data_postprocess_path": Shape(
+        "postprocess(args, rollout_id, rollout_data), or postprocess(args)", 3, or_else=1),
     "custom_loss_function_path": Shape(
         "loss(args, inputs) -> (loss of each token, metrics)", 2,
         note="; one of (args, batch, logits, sum_of_sample_mean) cannot be called, as the logits of a micro-batch "
@@ -52,11 +69,16 @@ SHAPES = MappingProxyType({
         f"tis(args, *, {', '.join(TIS)}) -> (pg_loss, loss_masks, metrics)", 1, TIS),
     "custom_pg_loss_reducer_function_path": Shape(
         "reducer(total_lengths, response_lengths, loss_masks, calculate_per_token_loss) -> (tensor -> number)", 4),
+    "custom_megatron_post_save_hook_path": Shape(
+        "post_save(args, rollout_id, checkpoint_dir, hf_checkpoint_dir)", 4),
+    "custom_rollout_log_function_path": Shape(
+        "log(rollout_id, args, samples, rollout_extra_metrics, rollout_time)", 5),
+    "custom_eval_rollout_log_function_path": Shape("log(rollout_id, args, data, extra_metrics)", 4),
 })  # fmt: skip
 """The options that name a function, and how it is called."""
 
 
-def function_at(option: str, path: str) -> Callable:
+def function_at(option: str, path: str) -> Callable[..., Any]:
     """The function that an option names.
 
     Args:
@@ -68,7 +90,7 @@ def function_at(option: str, path: str) -> Callable:
     """
     shape, who = SHAPES[option], f"--{option.replace('_', '-')} {path}"
     module, name = _imported(path, who, shape)
-    function = getattr(module, name, None)
+    function: Callable[..., Any] | None = getattr(module, name, None)
     if not callable(function):
         raise HookError("there is no such function", got=repr(function) if hasattr(module, name) else
                         f"{module.__name__ if '.py' not in path else path.rpartition(':')[0]} has no {name!r}",
@@ -80,29 +102,55 @@ def function_at(option: str, path: str) -> Callable:
     return function
 
 
+def arguments(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    """What a function, or an object that a class makes, is called with.
+
+    Raises:
+        ValueError: written in C, without a signature.
+    """
+    if inspect.isclass(function):
+        return list(inspect.signature(function.__call__).parameters.values())[1:]
+    return list(inspect.signature(function).parameters.values())
+
+
 def _imported(path: str, who: str, shape: Shape) -> tuple[ModuleType, str]:
+    from miles_compat import modules
+
     where, _, name = path.rpartition(":" if ".py:" in path else ".")
     if not where or not name.isidentifier():
         raise HookError("this is no path of a function", got=path, who=who.partition(" ")[0],
                         fix=f"write package.module.function or ./file.py:function, of {shape.text}")
+    modules.provide()
     try:
         return (import_file(Path(where).resolve()) if ".py:" in path else importlib.import_module(where)), name
     except (Exception, SystemExit) as error:
+        fix = ("write ./file.py:function for a file, or have PYTHONPATH name the folder of the package; expected is "
+               f"{shape.text}")
+        if isinstance(error, ImportError) and (error.name or "").partition(".")[0] in ("miles", "slime"):
+            fix = ("there is no such part of Miles here; a function may import "
+                   f"{', '.join(f'miles.{name}' for name in modules.NAMES)}")
         raise HookError("the module of the function cannot be imported", got=f"{type(error).__name__}: {error}",
-                        who=who, fix="write ./file.py:function for a file, or have PYTHONPATH name the folder of the "
-                        f"package; expected is {shape.text}") from error
+                        who=who, fix=fix) from error
 
 
-def _misfit(function: Callable, shape: Shape) -> str | None:
+def _misfit(function: Callable[..., Any], shape: Shape) -> str | None:
     """Why the function cannot be called, None if it can."""
-    if inspect.iscoroutinefunction(function) and not shape.may_wait:
+    call = function.__call__ if inspect.isclass(function) else function
+    if shape.made:
+        call = function
+    if inspect.iscoroutinefunction(call) and not (shape.may_wait or shape.must_wait):
         return "a coroutine function, which nobody awaits here"
+    if shape.must_wait and not inspect.iscoroutinefunction(call):
+        return "a plain function, and it is awaited"
     try:
-        signature = inspect.signature(function)
+        signature = inspect.signature(function) if shape.made else inspect.Signature(arguments(function))
     except ValueError:  # written in C, without one
         return None
-    try:
-        signature.bind(*[None] * shape.positional, **dict.fromkeys(shape.keywords))
-    except TypeError as error:
-        return f"{getattr(function, '__name__', 'function')}{signature}: {error}"
-    return None
+    problems = []
+    for count in filter(None, (shape.positional, shape.or_else)):
+        try:
+            signature.bind(*[None] * count, **dict.fromkeys(shape.keywords))
+            return None
+        except TypeError as error:
+            problems.append(f"{getattr(function, '__name__', 'function')}{signature}: {error}")
+    return problems[0]

@@ -8,6 +8,7 @@ returns by the number of rollouts of the step, or with calculate_per_token_loss 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,7 +23,7 @@ TOLERANCE = 1e-5
 """Of a reducer that works in float32, relative to the largest weight."""
 
 
-def token_weights(factory: Callable, samples: Sequence[Sample], *, per_token: bool) -> np.ndarray:
+def token_weights(factory: Callable[..., Any], samples: Sequence[Sample], *, per_token: bool) -> np.ndarray:
     """[samples] weight of one trained token of each.
 
     Args:
@@ -55,7 +56,8 @@ def token_weights(factory: Callable, samples: Sequence[Sample], *, per_token: bo
                             fix="weigh tokens in the hook token_weights")
         found.append(float(trained.mean()) if len(trained) else 0.0)
     share = weight_per_token(samples) if per_token else per_constant(samples, 1.0)
-    return np.array(found) * share
+    weights_of: np.ndarray = np.array(found) * share
+    return weights_of
 
 
 def _slopes(reducer: Callable[[torch.Tensor], torch.Tensor], size: int) -> torch.Tensor:
@@ -70,7 +72,7 @@ def _slopes(reducer: Callable[[torch.Tensor], torch.Tensor], size: int) -> torch
                             got=repr(value)[:100], fix="return a sum, without item() and detach()")
         slope, = torch.autograd.grad(value.sum(), leaf)
         found.append((slope, float(value.detach())))
-    (slope, _), (other, value) = found
+    (slope, _), (other, given) = found
     scale = max(float(slope.abs().max()), 1e-30)
     straight = float(other.sub(slope).abs().max()) <= TOLERANCE * scale
     expected = float(slope @ points[1])

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from miles_compat.paths import arguments
+from miles_compat.sample import groups_lent, lent
 from miles_core.columns import CORE, Align
 from miles_core.errors import HookError
 from miles_core.kl import approximate_kl
 from miles_core.stages.advantage import group_relative
-from miles_core.types import Batch, Group, Status
+from miles_core.types import Batch, Drop, Group, Status
 
 if TYPE_CHECKING:
     from miles_compat.args import Args
     from miles_core.config.tables import Algorithm
 
 
-def post_processed(function: Callable, args: Args, groups: list[Group]) -> None:
+def post_processed(function: Callable[..., Any], args: Args, groups: list[Group]) -> None:
     """Give every sample the reward that the function answers; in place. The raw one goes to metadata["raw_reward"].
 
     Raises:
@@ -28,7 +30,8 @@ def post_processed(function: Callable, args: Args, groups: list[Group]) -> None:
     """
     who = "custom_reward_post_process_path"
     samples = [sample for group in groups for sample in group.samples]
-    answer = function(args, samples)
+    with groups_lent(groups) as found:
+        answer = function(args, [one for group in found for one in group])
     try:
         raw, rewards = ([float(value) for value in values] for values in answer)
     except (TypeError, ValueError):
@@ -42,7 +45,58 @@ def post_processed(function: Callable, args: Args, groups: list[Group]) -> None:
         sample.metadata["raw_reward"], sample.reward = before, reward
 
 
-def advantages(function: Callable, args: Args, batch: Batch, algorithm: Algorithm) -> list[np.ndarray]:
+def kept(function: Callable[..., Any], args: Args, group: Group) -> Group | Drop:
+    """A group, or a drop under the function's own word.
+
+    Raises:
+        HookError: it answers neither with a DynamicFilterOutput nor with a truth value.
+    """
+    with lent(group.samples) as samples:
+        answer = function(args, samples)
+    keep, reason = getattr(answer, "keep", answer), getattr(answer, "reason", None)
+    if not isinstance(keep, bool | np.bool_):
+        raise HookError("the function should return DynamicFilterOutput(keep, reason), or a bool",
+                        got=repr(answer)[:100], who="dynamic_sampling_filter_path", fix="return True to keep a group")
+    return group if keep else Drop(str(reason or "filtered"), f"prompt {group.prompt.uid}")
+
+
+def marked(function: Callable[..., Any], args: Args, groups: list[Group]) -> None:
+    """Train on no token of the samples whose `remove_sample` the function sets."""
+    with groups_lent(groups) as data:
+        function(args, data)
+
+
+def processed(function: Callable[..., Any], args: Args, groups: list[Group], source: object) -> None:
+    """Show the function every group that was finished since it was last called."""
+    with groups_lent(groups) as data:
+        function(args, data, source)
+
+
+def postprocessed(function: Callable[..., Any], args: Args, batch: Batch, algorithm: Algorithm) -> None:
+    """Let the function look at the rollout, advantages included, and change these.
+
+    Raises:
+        HookError: it changes the loss masks, whose sums are denominators by now, or leaves advantages that do not fit.
+    """
+    who = "rollout_data_postprocess_path"
+    if len(arguments(function)) < 3:
+        function(args)
+        return
+    data = rollout_data(batch, algorithm)
+    before = [mask.clone() for mask in data["loss_masks"]]
+    function(args, batch.rollout_id, data)
+    if not all(map(torch.equal, before, data["loss_masks"])):
+        raise HookError("the function changes loss_masks, whose sums are denominators by now", who=who,
+                        fix="mark samples in --rollout-sample-filter-path, tokens in --custom-tis-function-path")
+    found = [torch.as_tensor(row).detach().cpu().numpy() for row in data.get("advantages", ())]
+    if [row.shape for row in found] != [(sample.response_length,) for sample in batch.samples]:
+        raise HookError('rollout_data["advantages"] should stay one tensor for each sample, as long as its response',
+                        who=who, got=f"{len(found)} for {len(batch.samples)}", fix="change values, not lengths")
+    for sample, row in zip(batch.samples, found, strict=True):
+        sample.columns["advantages"] = row.astype(np.float32)
+
+
+def advantages(function: Callable[..., Any], args: Args, batch: Batch, algorithm: Algorithm) -> list[np.ndarray]:
     """[R] advantages of each sample, which the function leaves in rollout_data["advantages"].
 
     Raises:
@@ -58,14 +112,14 @@ def advantages(function: Callable, args: Args, batch: Batch, algorithm: Algorith
     return [torch.as_tensor(value).detach().cpu().numpy() for value in found]
 
 
-def rollout_data(batch: Batch, algorithm: Algorithm) -> dict[str, list]:
+def rollout_data(batch: Batch, algorithm: Algorithm) -> dict[str, list[Any]]:
     """The rollout as Miles's training data: a list with one entry for each sample under each key.
 
     `rewards` are what the group's normalisation leaves of them ([algorithm]), `kl` the divergence from the reference
     of each token or zeros, and columns that plugins declare are there by their names.
     """
     samples = batch.samples
-    data: dict[str, list] = {
+    data: dict[str, list[Any]] = {
         "tokens": [torch.as_tensor(sample.tokens) for sample in samples],
         "total_lengths": [sample.length for sample in samples],
         "response_lengths": [sample.response_length for sample in samples],

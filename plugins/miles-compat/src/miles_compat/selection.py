@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from miles_compat.sample import groups_lent
 from miles_core.errors import HookError
 from miles_core.types import Group
 
@@ -12,7 +13,7 @@ if TYPE_CHECKING:
     from miles_compat.args import Args
 
 
-def selected(function: Callable, args: Args, groups: Sequence[Group], rollout_id: int) -> list[Group]:
+def selected(function: Callable[..., Any], args: Args, groups: Sequence[Group], rollout_id: int) -> list[Group]:
     """The group that the function picks, as a list; none where it picks none, so that a new prompt is sampled.
 
     The function is given a copy of the buffer, from which it may take what it returns.
@@ -20,9 +21,9 @@ def selected(function: Callable, args: Args, groups: Sequence[Group], rollout_id
     Raises:
         HookError: it does not answer with a list of lists of samples of the buffer.
     """
-    buffer = [list(group.samples) for group in groups]
-    of_sample = {id(sample): group for group in groups for sample in group.samples}
-    answer = function(args, rollout_id, buffer, 1)
+    with groups_lent(groups) as shown:
+        of_sample = {id(one): group for group, found in zip(groups, shown, strict=True) for one in found}
+        answer = function(args, rollout_id, [list(found) for found in shown], 1)
     try:
         return [of_sample[id(samples[0])] for samples in answer[:1]]
     except (TypeError, KeyError, IndexError):

@@ -12,7 +12,7 @@ come up, as sampling ends there.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from miles_core.config import RunConfig
 from miles_core.errors import ConfigError
@@ -66,6 +66,6 @@ class Overlong:
         """Take the penalty off, and tell of it: means under rollout/ are overlong_penalty and overlong_ratio."""
         penalty = self.penalty(sample)
         sample.metadata.setdefault("raw_reward", sample.reward)
-        sample.reward += penalty
+        sample.reward = cast("float", sample.reward) + penalty  # groups are scored before they are filtered
         sample.metadata["figures"] = {**sample.metadata.get("figures", {}), "overlong_penalty": penalty,
                                       "overlong_ratio": float(penalty < 0)}

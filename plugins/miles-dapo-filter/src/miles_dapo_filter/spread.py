@@ -33,16 +33,18 @@ def keep_spread(group: Group, min_std: float, penalty: Callable[[Sample], float]
     Raises:
         RewardError: a sample that nobody scored.
     """
+    raw, rewards = [], []
     for sample in group.samples:
         if sample.reward is None:
             raise RewardError(f"nobody scored {sample.name}", who="dapo-filter", fix="name a scorer with --rm-type")
-    rewards = [sample.reward + (penalty(sample) if penalty else 0.0) for sample in group.samples]
+        raw.append(sample.reward)
+        rewards.append(sample.reward + (penalty(sample) if penalty else 0.0))
     if reward_std(rewards) > min_std:
         return group
     low, high = min(rewards), max(rewards)
     scored = f"{low:g}" if low == high else f"between {low:g} and {high:g}"
     return Drop("reward_std_zero", f"all {len(rewards)} answers to prompt {group.prompt.uid} scored {scored}",
-                kind_of([sample.reward for sample in group.samples]))
+                kind_of(raw))
 
 
 def kind_of(rewards: list[float]) -> str:

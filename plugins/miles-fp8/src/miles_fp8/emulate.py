@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 
@@ -46,11 +47,11 @@ class _Rounded(torch.autograd.Function):
     """x -> x as FP8 holds it; the gradient passes as it is."""
 
     @staticmethod
-    def forward(ctx, x, tiles: Tiles):
+    def forward(ctx: Any, x: torch.Tensor, tiles: Tiles) -> torch.Tensor:
         return rounded(x, tiles)
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         return grad, None
 
 
@@ -58,12 +59,12 @@ class _RoundedGradient(torch.autograd.Function):
     """x -> x; the gradient as FP8 holds it."""
 
     @staticmethod
-    def forward(ctx, x, tiles: Tiles, dtype: torch.dtype):
+    def forward(ctx: Any, x: torch.Tensor, tiles: Tiles, dtype: torch.dtype) -> torch.Tensor:
         ctx.tiles, ctx.dtype = tiles, dtype
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         return rounded(grad, ctx.tiles, ctx.dtype), None, None
 
 
@@ -74,7 +75,7 @@ def emulate(chunk: torch.nn.Module, emulation: Emulation) -> int:
     decoder's, whatever `layers` says.
     """
     found = 0
-    layers = [layer for layer in chunk.decoder.layers if layer.layer_number - 1 in emulation.layers]
+    layers = [layer for layer in cast("Any", chunk).decoder.layers if layer.layer_number - 1 in emulation.layers]
     for part in (*layers, *getattr(getattr(chunk, "mtp", None), "layers", ())):
         for name, module in part.named_modules():
             if isinstance(module, ColumnParallelLinear | RowParallelLinear):
@@ -94,7 +95,7 @@ def _round(module: torch.nn.Module, emulation: Emulation) -> None:
         lambda _, __, out: (_RoundedGradient.apply(out[0], row, emulation.gradients), *out[1:]))
 
 
-def _tell(name: str, module: torch.nn.Module, emulation: Emulation) -> None:
+def _tell(name: str, module: Any, emulation: Emulation) -> None:
     """Blocks of a fused or cut parameter are those of the checkpoint's tensors only where their edges meet."""
     tiles, parts, config = WEIGHTS[emulation.recipe], {"linear_qkv": 3, "linear_fc1": 2}, module.config
     end = name.rpartition(".")[2]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from miles_core.config import RunConfig, option
 from miles_core.config.load import config_json
@@ -61,7 +61,7 @@ class Fp8:
 
     def __init__(self, options: Fp8Options, config: RunConfig):
         self.options, self.config = options, config
-        self._emulation = None
+        self._emulation: dict[str, object] | None = None
 
     @hookimpl
     def transformer_config(self, fields: dict[str, object]) -> dict[str, object]:
@@ -85,7 +85,7 @@ class Fp8:
 
         from miles_fp8.emulate import Emulation, emulate
 
-        layers = spec.constants["num_layers"]
+        layers = cast("int", spec.constants["num_layers"])
         kept = _kept_layers(fields, layers)
         made = Emulation(str(fields["fp8_recipe"]), frozenset(range(layers)) - kept,
                          torch.float8_e5m2 if fields["fp8"] == "hybrid" else torch.float8_e4m3fn,
@@ -126,8 +126,9 @@ class Fp8:
         Raises:
             ConfigError: SGLang could not be given new ones.
         """
-        path, said = config_json(self.config)
-        said, local = (said or {}).get("quantization_config"), chosen(self.config, "engine") == "local"
+        path, whole = config_json(self.config)
+        said: Any = (whole or {}).get("quantization_config")
+        local = chosen(self.config, "engine") == "local"
         held = of_checkpoint(said, path.parent) if said else None
         if held is not None and held.recipe == "tensorwise" and not local:
             raise ConfigError("SGLang rearranges FP8 weights with one scale each when it loads them, and cannot be "
@@ -150,19 +151,19 @@ class Fp8:
         held = Held(WEIGHTS[recipe], recipe, tuple(self.options.keep))
         if not first and not last:
             return held
-        said = config_json(replace(self.config, checkpoint=replace(
+        said: Mapping[str, Any] = config_json(replace(self.config, checkpoint=replace(
             self.config.checkpoint, hf_checkpoint=str(folder))))[1] or {}
         layers = int(said.get("text_config", said)["num_hidden_layers"])
         return replace(held, layers=frozenset(range(first, layers - last)))
 
 
-def _ends(fields) -> tuple[int, int]:
+def _ends(fields: Mapping[str, Any]) -> tuple[int, int]:
     """Layers at the start and at the end that first_last_layers_bf16 is about."""
-    found = (fields.get(f"num_layers_at_{end}_in_bf16") for end in ("start", "end"))
-    return tuple(1 if one is None else int(one) for one in found)
+    first, last = (fields.get(f"num_layers_at_{end}_in_bf16") for end in ("start", "end"))
+    return 1 if first is None else int(first), 1 if last is None else int(last)
 
 
-def _kept_layers(fields, layers: int) -> frozenset[int]:
+def _kept_layers(fields: Mapping[str, Any], layers: int) -> frozenset[int]:
     """Of a model, those that stay in the trainer's own dtype."""
     first, last = _ends(fields) if fields.get("first_last_layers_bf16") else (0, 0)
     return frozenset([*range(first), *range(layers - last, layers)])

@@ -6,6 +6,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from miles_core.errors import CheckpointError, ConfigError
 
@@ -127,14 +128,15 @@ def of_checkpoint(said: Mapping[str, object], folder: Path) -> Held | None:
     if wrong:
         raise ConfigError("the engine's checkpoint is FP8 of a kind that is not written here", got=wrong,
                           who=str(folder / "config.json"), fix="make one with miles convert hf-to-fp8")
-    block = said.get("weight_block_size")
+    block: Any = said.get("weight_block_size")
     if method == "mxfp8":
         recipe, tiles = "mxfp8", WEIGHTS["mxfp8"]
     elif block is None:
         recipe, tiles = "tensorwise", WEIGHTS["tensorwise"]
     else:
-        recipe, tiles = "blockwise", Tiles(*block, powers=said.get("scale_fmt") == "ue8m0")
-    listed = said.get("modules_to_not_convert") or said.get("ignored_layers") or ()
+        rows, columns = block
+        recipe, tiles = "blockwise", Tiles(rows, columns, powers=said.get("scale_fmt") == "ue8m0")
+    listed: Any = said.get("modules_to_not_convert") or said.get("ignored_layers") or ()
     return Held(tiles, recipe, tuple(listed), _scaled(folder))
 
 

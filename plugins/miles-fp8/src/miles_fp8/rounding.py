@@ -12,7 +12,8 @@ BIAS = 127
 """Of UE8M0: the byte e stands for 2^(e - 127) (OCP Microscaling Formats 1.0, section 5.4.1)."""
 
 
-def quantise(x: torch.Tensor, tiles: Tiles, dtype: torch.dtype = torch.float8_e4m3fn) -> tuple[torch.Tensor, ...]:
+def quantise(x: torch.Tensor, tiles: Tiles, dtype: torch.dtype = torch.float8_e4m3fn,
+             ) -> tuple[torch.Tensor, torch.Tensor]:
     """x [R, C] of any floating dtype -> its tiles over their scales, and the scales: amax / MOST of each tile.
 
     A tile of zeros has the scale 1. What is not finite makes its tile NaN.
@@ -44,7 +45,10 @@ def dequantise(x: torch.Tensor, scale: torch.Tensor, tiles: Tiles, dtype: torch.
 def rounded(x: torch.Tensor, tiles: Tiles, dtype: torch.dtype = torch.float8_e4m3fn) -> torch.Tensor:
     """x [..., C] as FP8 holds it, in its own dtype; leading axes are rows."""
     flat = x.detach().reshape(-1, x.shape[-1])
-    return dequantise(*quantise(flat, tiles, dtype), tiles, x.dtype).view(x.shape) if flat.numel() else x.detach()
+    if not flat.numel():
+        return x.detach()
+    held, scale = quantise(flat, tiles, dtype)
+    return dequantise(held, scale, tiles, x.dtype).view(x.shape)
 
 
 def to_bytes(scale: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,7 @@ def quantised(stream: Stream, held: Held) -> Stream:
             continue
         weight, scale = quantise(tensor, held.tiles)
         scale = to_bytes(scale) if held.recipe == "mxfp8" else scale
-        scale.keeps_dtype = True  # also where the trainer's float32 is sent as another dtype
+        vars(scale)["keeps_dtype"] = True  # also where the trainer's float32 is sent as another dtype
         yield name, weight
         yield held.scale(name), scale
 

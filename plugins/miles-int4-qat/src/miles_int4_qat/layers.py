@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -47,18 +48,19 @@ def round_weights(chunk: torch.nn.Module, weight_map: WeightMap, names: Collecti
             wanted[ours] = inside[0]
     known = {id(parameter): wanted[ours] for ours, parameter in global_parameters(chunk).items() if ours in wanted}
 
-    def function(*weights: torch.Tensor):
+    def function(*weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return fake_quantised(group_size, dtype, *weights) if rounds() else weights
 
     for module in chunk.modules():
-        held = {name: parameter for name, parameter in module._parameters.items() if id(parameter) in known}
+        held = {name: parameter for name, parameter in module._parameters.items()
+                if parameter is not None and id(parameter) in known}
         for parameter in held.values():
             check_width(known[id(parameter)], parameter.shape[-1], group_size, _cut(parameter))
         if held:
             substitute_all(module, partial(function), tuple(held))
 
 
-def _cut(parameter: torch.nn.Parameter) -> int:
+def _cut(parameter: Any) -> int:
     """Ranks among which the input axis is cut."""
     if not getattr(parameter, "tensor_model_parallel", False) or parameter.partition_dim != parameter.dim() - 1:
         return 1

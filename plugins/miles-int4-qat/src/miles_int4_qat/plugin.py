@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, cast
 
 from miles_core.config import RunConfig, option
 from miles_core.errors import ConfigError
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from miles_core.backends.megatron.specs import ModelSpec, WeightMap
     from miles_core.columns import Packed
+    from miles_int4_qat.names import Stated
 
 THEIRS = "OPEN_TRAINING_INT4_GROUP_SIZE"
 """Environment variable by which Miles's launch scripts say the group size."""
@@ -48,6 +49,12 @@ class Int4Qat:
         "sync": "int4 as compressed-tensors pack-quantized if the engine's checkpoint is, else the rounded values",
     }
 
+    refuses = (
+        {"when": {"megatron.fp8": {"set": True}},
+         "what": "weights that are rounded to int4 in the forward cannot be rounded to fp8 as well",
+         "fix": "leave --fp8-format and plugin fp8 out, or run without plugin int4-qat"},
+    )
+
     def __init__(self, options: Int4QatOptions, config: RunConfig):
         self.options, self.config = options, config
         _check(options, config)
@@ -67,7 +74,8 @@ class Int4Qat:
         if model == "actor" and self.options.forward:
             from miles_int4_qat.layers import round_weights
 
-            round_weights(chunk, self._map, self._names, self._group_size, self._scale_dtype, lambda: self._rounds)
+            round_weights(chunk, cast("WeightMap", self._map), self._names, self._group_size, self._scale_dtype,
+                          lambda: self._rounds)
         return chunk
 
     @hookimpl
@@ -103,10 +111,10 @@ class Int4Qat:
 
     @functools.cached_property
     def _folder(self) -> Path:
-        return Path(self.config.checkpoint.hf_checkpoint)
+        return Path(str(self.config.checkpoint.hf_checkpoint))
 
     @functools.cached_property
-    def _stated(self):
+    def _stated(self) -> Stated | None:
         """Of the engine's checkpoint."""
         from miles_int4_qat.names import stated
 
@@ -131,7 +139,8 @@ class Int4Qat:
         from miles_core.backends.megatron.weights import instances
         from miles_int4_qat.names import chosen, differing, packed_names
 
-        inside = [name for ours, _, names in instances(self._map) if ours.startswith("decoder.") for name in names]
+        inside = [name for ours, _, names in instances(cast("WeightMap", self._map))
+                  if ours.startswith("decoder.") for name in names]
         wanted = chosen(inside, self.options.targets)
         if self._stated is not None:
             there = packed_names(self._folder, self._stated, inside)

@@ -5,6 +5,8 @@ One function quantises, for the forward, for the weight stream and for a convers
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 LARGEST = 7
@@ -92,7 +94,7 @@ class _FakeQuantised(torch.autograd.Function):
     """Keeps nothing for the backward."""
 
     @staticmethod
-    def forward(ctx, group_size, dtype, *weights):
+    def forward(ctx: Any, group_size: int, dtype: torch.dtype, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
         at_once = max(1, PIECE // weights[0].numel())
         if at_once == 1 or len(weights) == 1:
             return tuple(rounded(weight, group_size, dtype) for weight in weights)
@@ -101,7 +103,7 @@ class _FakeQuantised(torch.autograd.Function):
                      for one in rounded(torch.stack(weights[start : start + at_once]), group_size, dtype).unbind())
 
     @staticmethod
-    def backward(ctx, *gradients):
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return None, None, *gradients
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,14 +50,14 @@ class Size:
     packed: dict[tuple[str, int], int]
 
 
-def shapes(kind: str, fields: dict[str, object]) -> dict[str, tuple[int, ...]]:
+def shapes(kind: str, fields: Mapping[str, object]) -> dict[str, tuple[int, ...]]:
     """Name on disk -> shape, of a model that transformers builds; experts under names of their own."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **fields))
-    found = {}
+    found: dict[str, tuple[int, ...]] = {}
     for name, parameter in model.named_parameters():
         if match := _STACKED.search(name):
             parts = match[2].split("_")
@@ -69,7 +70,7 @@ def shapes(kind: str, fields: dict[str, object]) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def size(tensors: dict[str, tuple[int, ...]], groups=(32, 128)) -> Size:
+def size(tensors: dict[str, tuple[int, ...]], groups: Sequence[int] = (32, 128)) -> Size:
     """Of tensors by name and shape; int4 with bfloat16 scales, and two int64 for the shape."""
     def count(shape: tuple[int, ...]) -> int:
         return shape[0] * (shape[1] if len(shape) > 1 else 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -45,7 +46,8 @@ def attach(chunk: torch.nn.Module, weight_map: WeightMap, chosen: Sequence[Targe
         parameter.requires_grad_(False)
     owners = {id(one): (prefix, module, name) for prefix, module in chunk.named_modules()
               for name, one in module.named_parameters(recurse=False)}
-    parameters, grouped = global_parameters(chunk), {}
+    parameters = global_parameters(chunk)
+    grouped: dict[str, dict[str, list[Adapters]]] = {}
     for target in chosen:
         for name, _, _ in instances(replace(weight_map, rules=(target.rule,))):
             if (weight := parameters.get(name)) is None:  # another rank's
@@ -61,17 +63,19 @@ def attach(chunk: torch.nn.Module, weight_map: WeightMap, chosen: Sequence[Targe
                 _on_layer(module, made, switch)
     for prefix, layers in grouped.items():
         _on_group(chunk.get_submodule(prefix), layers, switch)
-    if chunk.pre_process and chunk.config.recompute_granularity is not None:
-        _wake(chunk.embedding)
+    model: Any = chunk
+    if model.pre_process and model.config.recompute_granularity is not None:
+        _wake(model.embedding)
 
 
-def _place(module: torch.nn.Module, target: Target, name: str) -> Place:
+def _place(module: Any, target: Target, name: str) -> Place:
     """
     Raises:
         ConfigError: a layer of another kind, or one whose cut nothing here knows.
     """
     kind = next((kind for kind, cls in _kinds() if isinstance(module, cls)), None)
-    config, fix = getattr(module, "config", None), f"add --exclude-modules {','.join(target.adapted)}"
+    config: Any = getattr(module, "config", None)
+    fix = f"add --exclude-modules {','.join(target.adapted)}"
     if kind is None or getattr(module, "gather_output", False):
         raise ConfigError(f"a layer of the kind {type(module).__name__} can have no adapter", who=name, fix=fix)
     if ".shared_experts." in name and config.moe_shared_expert_overlap:
@@ -102,16 +106,16 @@ def _rows(target: Target, weight: torch.Tensor, place: Place, weight_map: Weight
     return [rows // ranks for rows, *_ in shapes]
 
 
-def _on_layer(module: torch.nn.Module, adapters: Adapters, switch: Switch) -> None:
+def _on_layer(module: Any, adapters: Adapters, switch: Switch) -> None:
     """Have a linear layer add what its adapters give, and keep them in its checkpoints."""
     module.adapters = adapters
     forward, sharded = module.forward, module.sharded_state_dict
 
-    def adapted(x: torch.Tensor, *args, **kwargs):
+    def adapted(x: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
         output, bias = forward(x, *args, **kwargs)
         return (output + adapters(x) if switch.on else output), bias
 
-    def entries(prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> ShardedStateDict:
+    def entries(prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None) -> ShardedStateDict:
         # The layer's own would take what it does not know for the same on every rank.
         own = _without(f"{prefix}adapters.", sharded(prefix, sharded_offsets, metadata))
         return own | adapters.entries(f"{prefix}adapters.", sharded_offsets, metadata["dp_cp_group"])
@@ -119,7 +123,7 @@ def _on_layer(module: torch.nn.Module, adapters: Adapters, switch: Switch) -> No
     module.forward, module.sharded_state_dict = adapted, entries
 
 
-def _on_group(experts: torch.nn.Module, layers: Mapping[str, Sequence[Adapters]], switch: Switch) -> None:
+def _on_group(experts: Any, layers: Mapping[str, Sequence[Adapters]], switch: Switch) -> None:
     """The same for Transformer Engine's grouped experts; names and checkpoints are those of experts one by one."""
     experts.local_experts = torch.nn.ModuleList(torch.nn.Module() for _ in range(experts.num_local_experts))
     for name, each in layers.items():
@@ -130,7 +134,7 @@ def _on_group(experts: torch.nn.Module, layers: Mapping[str, Sequence[Adapters]]
         _on_grouped_layer(getattr(experts, name), each, switch)
     sharded = experts.sharded_state_dict
 
-    def entries(prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> ShardedStateDict:
+    def entries(prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None) -> ShardedStateDict:
         own = _without(f"{prefix}local_experts.", sharded(prefix, sharded_offsets, metadata))
         ranks, count = experts.ep_group, experts.num_local_experts
         for name, each in layers.items():
@@ -147,10 +151,10 @@ def _on_group(experts: torch.nn.Module, layers: Mapping[str, Sequence[Adapters]]
     experts.sharded_state_dict = entries
 
 
-def _on_grouped_layer(layer: torch.nn.Module, each: Sequence[Adapters], switch: Switch) -> None:
+def _on_grouped_layer(layer: Any, each: Sequence[Adapters], switch: Switch) -> None:
     forward = layer.forward
 
-    def adapted(x: torch.Tensor, splits: Sequence[int], *args, **kwargs):
+    def adapted(x: torch.Tensor, splits: Sequence[int], *args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
         output, bias = forward(x, splits, *args, **kwargs)
         return (output + one_by_one(each, x, splits) if switch.on else output), bias
 
@@ -182,7 +186,7 @@ def _wake(embedding: torch.nn.Module) -> None:
 
     A layer whose activations are recomputed passes its own parameters a gradient only if its input gets one.
     """
-    def woken(_module: torch.nn.Module, _inputs: tuple, output: torch.Tensor) -> torch.Tensor:
+    def woken(_module: torch.nn.Module, _inputs: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
         return output.requires_grad_() if torch.is_grad_enabled() and output.is_leaf else output
 
     embedding.register_forward_hook(woken)

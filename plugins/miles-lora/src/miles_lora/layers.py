@@ -15,6 +15,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -78,7 +79,7 @@ class Adapters(torch.nn.Module):
             self._add(f"{part}_B", weight.new_zeros(count, rank), weight, whole=cut, axis=0)
 
     def _add(self, name: str, value: torch.Tensor, weight: torch.Tensor, whole: bool, axis: int) -> None:
-        parameter = torch.nn.Parameter(value)
+        parameter: Any = torch.nn.Parameter(value)  # Megatron reads attributes of it
         set_tensor_model_parallel_attributes(parameter, not whole, axis, 1)
         parameter.allreduce = getattr(weight, "allreduce", True)
         parameter.sequence_parallel = whole and self.place.sequence and not self.place.expert
@@ -86,7 +87,7 @@ class Adapters(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., inputs] of this rank -> [..., outputs] of this rank, to be added to the layer's."""
-        place, pairs = self.place, self._parameters
+        place, pairs = self.place, dict(self.named_parameters(recurse=False))
         names = self.target.adapted
         first = [self._of_all(pairs[f"{name}_A"], COLUMN) for name in names]
         between = F.linear(x, torch.cat(first) if len(first) > 1 else first[0])
@@ -116,9 +117,10 @@ class Adapters(torch.nn.Module):
             return torch.cat(outputs, -1)
         return joins.join(rule, [one.movedim(-1, 0) for one in outputs], self.weight_map).movedim(0, -1)
 
-    def entries(self, prefix: str, offsets: tuple, dp_cp_group) -> ShardedStateDict:
+    def entries(self, prefix: str, offsets: tuple[Any, ...], dp_cp_group: Any) -> ShardedStateDict:
         """Where they lie in a torch_dist checkpoint."""
-        axes = {name: one.partition_dim for name, one in self._parameters.items() if one.tensor_model_parallel}
+        own: dict[str, Any] = dict(self.named_parameters(recurse=False))
+        axes = {name: one.partition_dim for name, one in own.items() if one.tensor_model_parallel}
         found = make_sharded_tensors_for_checkpoint(self.state_dict(prefix="", keep_vars=True), prefix, axes, offsets,
                                                     tp_group=self.place.group, dp_cp_group=dp_cp_group)
         if self.target.rule.join == "halves" and self.place.size > 1:

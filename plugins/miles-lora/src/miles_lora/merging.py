@@ -49,7 +49,8 @@ class Base:
     """What an engine that merges by itself keeps: the weights without adapters, from the first stream on."""
 
     def __init__(self, scale: float):
-        self.scale, self._kept = scale, {}
+        self.scale = scale
+        self._kept: dict[str, torch.Tensor] = {}
 
     def taken(self, stream: Stream) -> Stream:
         """All weights, merged, from a stream of adapters alone or of adapters and then all weights.

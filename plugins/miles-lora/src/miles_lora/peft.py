@@ -18,9 +18,10 @@ from miles_lora.targets import adapter_of
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
-_OTHER = {"use_dora": (False, None), "use_rslora": (False, None), "fan_in_fan_out": (False, None),
-          "bias": ("none", None), "modules_to_save": (None, []), "rank_pattern": ({}, None),
-          "alpha_pattern": ({}, None)}
+_OTHER: dict[str, tuple[object, object]] = {
+    "use_dora": (False, None), "use_rslora": (False, None), "fan_in_fan_out": (False, None),
+    "bias": ("none", None), "modules_to_save": (None, []), "rank_pattern": ({}, None), "alpha_pattern": ({}, None),
+}  # fmt: skip
 """Keys of adapter_config.json with the values that they have for adapters of the kind that is trained here."""
 
 
@@ -52,7 +53,8 @@ def config(shape: Shape, names: Iterable[str], base: str) -> dict[str, object]:
 
 def modules_of(names: Iterable[str]) -> list[str]:
     """Last words of the names of the layers that have the adapters of these names."""
-    return sorted({adapter_of(name)[0].removesuffix(".weight").rpartition(".")[2] for name in names})
+    return sorted({found[0].removesuffix(".weight").rpartition(".")[2]
+                   for name in names if (found := adapter_of(name)) is not None})
 
 
 def read(folder: Path) -> Shape:

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from miles_core.config import RunConfig, option
 from miles_core.errors import ConfigError
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from miles_core.columns import Packed
     from miles_core.stages.rollout import Request
     from miles_core.stages.sync import WeightSync
+    from miles_lora.attach import Switch
+    from miles_lora.merging import Base
     from miles_lora.peft import Shape
 
 ADAPTER = "miles_lora"
@@ -55,14 +57,52 @@ class LoraOptions:
 class Lora:
     """Low-rank adapters: the base is frozen, adapters train, and engines get them merged or alone."""
 
+    refuses = (
+        {"when": {"lora.lora_rank": {"set": False}, "lora.lora_adapter_path": {"set": False},
+                  "debug.debug_rollout_only": False},
+         "what": "adapters need a rank", "fix": "add --lora-rank, 32 for instance"},
+        {"when": {"architecture.rank": {"set": True}, "debug.debug_rollout_only": False,
+                  "lora.target_modules": {"like": "(.*,)?(all-linear|kv_a_proj_with_mqa)(,.*)?"},
+                  "lora.exclude_modules": {"unlike": "(.*,)?kv_a_proj_with_mqa(,.*)?"}},
+         "what": "a layer that makes latents can have no adapter", "fix": "add --exclude-modules kv_a_proj_with_mqa"},
+        {"when": {"architecture.query_rank": {"set": True}, "debug.debug_rollout_only": False,
+                  "lora.target_modules": {"like": "(.*,)?(all-linear|q_a_proj)(,.*)?"},
+                  "lora.exclude_modules": {"unlike": "(.*,)?q_a_proj(,.*)?"}},
+         "what": "a layer that makes latents of queries can have no adapter",
+         "fix": "add --exclude-modules q_a_proj,kv_a_proj_with_mqa"},
+        {"when": {"mtp.enable_training": True},
+         "what": "adapters train alone, and the layers of plugin mtp would stay as they are",
+         "fix": "leave --enable-mtp-training out, or train without adapters"},
+        {"when": {"lora.lora_rank": {"outside": "[1, inf)"}},
+         "what": "adapters of no rank are none", "fix": "leave --lora-rank out to train all weights"},
+        {"when": {"lora.lora_rank": {"above": "architecture.hidden"}},
+         "what": "the rank is above the width of what it should approximate", "fix": "32 is usual"},
+        {"when": {"lora.lora_rank": {"above": "server.max_lora_rank"}},
+         "what": "servers would be told to expect adapters of a smaller rank",
+         "fix": "leave --sglang-max-lora-rank out"},
+        {"when": {"lora.lora_adapter_path": {"missing": True}},
+         "what": "there is no such adapter", "fix": "name a PEFT folder, or leave --lora-adapter-path out"},
+        {"when": {"lora.target_modules": {"like": "(.*,)? *(linear_(qkv|proj|fc1|fc2)|query_key_value|c_attn)(,.*)?"}},
+         "what": "layers with adapters are named as Hugging Face's Llama names them",
+         "fix": "--target-modules all-linear, or some of q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"},
+        {"when": {"lora.lora_alpha": {"outside": "(0, inf)"}},
+         "what": "adapters should count", "fix": "16 is usual"},
+        {"when": {"lora.lora_dropout": {"above": 0}},
+         "what": "with dropout another policy would train than the one that sampled",
+         "fix": "leave --lora-dropout out"},
+        {"when": {"lora.lora_type": {"not": "canonical_lora"}},
+         "what": "q, k and v, and gate and up, have adapters of their own here", "fix": "leave --lora-type out"},
+    )
+
     def __init__(self, options: LoraOptions, config: RunConfig):
         _check(options, config)
         self.options, self.config = options, config
         self.alone = config.perf.weight_sync == "adapter"
         # Nobody trains, and the engine serves what there is.
         self._given = config.debug.debug_rollout_only and options.lora_adapter_path is not None
-        self._switch = self._base = None
-        self._chunks: list = []
+        self._switch: Switch | None = None
+        self._base: Base | None = None
+        self._chunks: list[torch.nn.Module] = []
         self._map: WeightMap | None = None
         self._sent = False
 
@@ -97,11 +137,12 @@ class Lora:
     @hookimpl
     def microbatch(self, proceed: Callable[[Packed], torch.Tensor], packed: Packed, model: str) -> torch.Tensor:
         """Whatever is swapped into the actor's place (the reference) has no adapters."""
-        self._switch.on = model == "actor"
+        switch = cast("Switch", self._switch)  # build_model comes first
+        switch.on = model == "actor"
         try:
             return proceed(packed)
         finally:
-            self._switch.on = True
+            switch.on = True
 
     @hookimpl
     def export_weights(self, stream: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -114,7 +155,7 @@ class Lora:
         from miles_core.backends.megatron.weights import hf_stream
         from miles_lora.targets import adapter_of, alone
 
-        yield from hf_stream(self._chunks, alone(self._map))
+        yield from hf_stream(self._chunks, alone(cast("WeightMap", self._map)))
         if self._sent and chosen(self.config, "engine") == "local":
             return
         yield from ((name, tensor) for name, tensor in stream if adapter_of(name) is None)
@@ -131,7 +172,7 @@ class Lora:
         if self._given:
             from miles_lora import peft
 
-            stream = itertools.chain(peft.tensors(Path(self.options.lora_adapter_path)), stream)
+            stream = itertools.chain(peft.tensors(Path(str(self.options.lora_adapter_path))), stream)
         return self._base.taken(stream)
 
     @hookimpl
@@ -146,7 +187,7 @@ class Lora:
 
         found: dict[str, torch.Tensor] = {}
 
-        def seen(stream):
+        def seen(stream: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
             for name, tensor in stream:
                 if adapter_of(name) is not None and dist.get_rank() == 0:
                     found[name] = tensor.to("cpu", copy=True)
@@ -155,7 +196,7 @@ class Lora:
         yield from merged(seen(stream), self._shape().scale)
         if dist.get_rank() == 0:
             peft.write(folder.with_name(f"{folder.name}-adapter"), self._shape(), found,
-                       str(Path(self.config.checkpoint.hf_checkpoint).resolve()))
+                       str(Path(str(self.config.checkpoint.hf_checkpoint)).resolve()))
 
     @hookimpl
     def engine_args(self, fields: dict[str, object]) -> dict[str, object]:
@@ -165,7 +206,7 @@ class Lora:
         from miles_lora.served import modules
 
         ours = {"enable_lora": True, "max_lora_rank": self._shape().rank, "max_loras_per_batch": 2,
-                "lora_target_modules": modules(Path(self.config.checkpoint.hf_checkpoint), *self._wanted())}
+                "lora_target_modules": modules(Path(str(self.config.checkpoint.hf_checkpoint)), *self._wanted())}
         if self._given:
             ours["lora_paths"] = [f"{ADAPTER}={self.options.lora_adapter_path}"]
         if self.options.lora_base_cpu_backup:
@@ -208,7 +249,7 @@ class Lora:
         rank, path = self.options.lora_rank, self.options.lora_adapter_path
         if rank is None and path is None:
             raise ConfigError("adapters need a rank", who="plugin lora", fix="add --lora-rank, 32 for instance")
-        return peft.Shape(peft.read(Path(path)).rank if rank is None else rank, self.options.lora_alpha)
+        return peft.Shape(peft.read(Path(str(path))).rank if rank is None else rank, self.options.lora_alpha)
 
     def _fill(self, chunk: torch.nn.Module) -> None:
         """
@@ -219,10 +260,10 @@ class Lora:
         from miles_lora import peft
         from miles_lora.targets import alone
 
-        folder = Path(self.options.lora_adapter_path)
+        folder = Path(str(self.options.lora_adapter_path))
         peft.check(folder, self._shape())
         rest = {name for name, one in global_parameters(chunk).items() if not one.requires_grad}
-        load_hf(folder, chunk, alone(self._map), but=frozenset(rest))
+        load_hf(folder, chunk, alone(cast("WeightMap", self._map)), but=frozenset(rest))
 
 
 def _check(options: LoraOptions, config: RunConfig) -> None:

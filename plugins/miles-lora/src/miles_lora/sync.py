@@ -14,7 +14,7 @@ import itertools
 import pickle
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -122,7 +122,7 @@ class AdapterSender:
     def close(self) -> None:
         self.base.close()
 
-    def _taken(self, stream: Iterator[tuple[str, torch.Tensor]]) -> tuple[dict[str, torch.Tensor], Iterator]:
+    def _taken(self, stream: Iterator[tuple[str, torch.Tensor]]) -> tuple[dict[str, torch.Tensor], Iterator[Any]]:
         """The adapters, which come first, and what comes after them. Every rank takes as many steps."""
         found: dict[str, torch.Tensor] = {}
         usual, wanted = getattr(torch, self.settings.source), getattr(torch, self.settings.target)

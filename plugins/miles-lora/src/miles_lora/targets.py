@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from miles_core.backends.megatron.specs import Rule, WeightMap
 from miles_core.errors import ConfigError
@@ -47,7 +48,7 @@ class Target:
             if part not in self.adapted:
                 continue
             stem = _PEFT + name.removesuffix(".weight")
-            where = {"layers": self.rule.layers, "experts": self.rule.experts, "optional": OPTIONAL}
+            where: dict[str, Any] = {"layers": self.rule.layers, "experts": self.rule.experts, "optional": OPTIONAL}
             # The rows of B are those of the layer, and a layer of stacked pieces has them cut piece by piece.
             stacked = replace(self.rule, **where) if self.rule.join in _STACKED else Rule("", (), **where)
             found += [Rule(f"{self.module}.adapters.{part}_A", (f"{stem}.lora_A.weight",), **where),

@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import IO, cast
 
 from miles_core.errors import RewardError
 from miles_math.answer import boxed_answer, without_end_tokens
@@ -75,9 +76,9 @@ class Grader:
             self._idle.put(None)
 
     def _compare(self, answer: str, label: str, *, boxed: bool) -> bool:
-        verdict = obvious(answer, label, boxed=boxed) if answer else False
-        if verdict is not None:
-            return verdict
+        plain = obvious(answer, label, boxed=boxed) if answer else False
+        if plain is not None:
+            return plain
         process = self._idle.get()
         try:
             if process is not None and not process.alive():
@@ -101,10 +102,11 @@ class Grader:
 class _Process:
     """One process that grades: a line of JSON in, a word out. See grading_process.py."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         program = str(Path(__file__).with_name("grading_process.py"))
         self._popen = subprocess.Popen([sys.executable, "-P", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        if self._popen.stdout.readline() != b"ready\n":
+        self._asked, self._told = cast("IO[bytes]", self._popen.stdin), cast("IO[bytes]", self._popen.stdout)
+        if self._told.readline() != b"ready\n":
             self.kill()
             raise RewardError("the grading process did not start", who="math",
                               got=f"exit status {self._popen.returncode}",
@@ -115,9 +117,9 @@ class _Process:
 
     def ask(self, question: dict[str, object]) -> str:
         try:
-            self._popen.stdin.write(json.dumps(question).encode() + b"\n")
-            self._popen.stdin.flush()
-            word = self._popen.stdout.readline().decode().strip()
+            self._asked.write(json.dumps(question).encode() + b"\n")
+            self._asked.flush()
+            word = self._told.readline().decode().strip()
         except BrokenPipeError:
             word = ""
         if word:
@@ -132,5 +134,5 @@ class _Process:
         self._popen.kill()
         self._popen.wait()
         with contextlib.suppress(BrokenPipeError):
-            self._popen.stdin.close()
-        self._popen.stdout.close()
+            self._asked.close()
+        self._told.close()

@@ -38,7 +38,7 @@ def equal(answer: str, label: str, *, boxed: bool) -> bool | None:
         return None
     plain = [LatexExtractionConfig(boxed_match_priority=-1), ExprExtractionConfig()]
     found = parse(f"\\boxed{{{answer}}}", parsing_timeout=None) if boxed else parse(answer, plain, parsing_timeout=None)
-    return verify(gold, found, timeout_seconds=None)
+    return bool(verify(gold, found, timeout_seconds=None))
 
 
 def allow(seconds: float) -> None:

@@ -29,6 +29,16 @@ class Math:
     """Scorers of mathematical answers, graded by math-verify: math, boxed_math and format."""
 
     provides = ("labels:math", "labels:boxed_math")
+    refuses = (
+        {"when": {"math.format_pattern": {"malformed": True}},
+         "what": "format_pattern is not a regular expression", "fix": "Python's re has to compile it"},
+        {"when": {"math.format_pattern": {"set": True}, "reward": {"not": "format"}},
+         "what": "format_pattern has no effect without the scorer format", "fix": "add format to --rm-type"},
+        {"when": {"math.grading_timeout": {"outside": "(0, inf)"}},
+         "what": "grading_timeout should be above 0", "fix": "leave it out"},
+        {"when": {"math.grading_processes": {"outside": "[1, inf)"}},
+         "what": "grading_processes should be at least 1", "fix": "leave it out"},
+    )
 
     def __init__(self, options: MathOptions):
         import re

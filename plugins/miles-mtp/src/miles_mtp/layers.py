@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,6 +16,7 @@ from miles_core.backends.megatron.parts import parts_of
 from miles_core.backends.megatron.plan import packed_rows
 from miles_core.backends.megatron.specs import ModelSpec
 from miles_core.columns import Packed
+from miles_core.errors import ConfigError
 
 cpu.install()
 
@@ -30,7 +33,8 @@ from megatron.core.transformer.multi_token_prediction import (  # noqa: E402
 class EmbeddingFirst(MultiTokenPredictionLayer):
     """Megatron's layer: its projection takes [norm(embedding of the next token), norm(hidden state)]."""
 
-    def _checkpointed_forward(self, forward_func, *, hidden_states, packed_seq_params, sequence_len_offset, **kwargs):
+    def _checkpointed_forward(self, forward_func: Callable[..., Any], *, hidden_states: torch.Tensor,
+                              packed_seq_params: Any, sequence_len_offset: Any, **kwargs: Any) -> Any:
         # Megatron hands everything to an autograd function by position, as if the packing were a tensor; and what has
         # no input with a gradient would be recomputed for none.
         forward_func = functools.partial(forward_func, packed_seq_params=packed_seq_params)
@@ -42,7 +46,7 @@ class EmbeddingFirst(MultiTokenPredictionLayer):
 class HiddenFirst(EmbeddingFirst):
     """The projection takes [norm(hidden state), norm(embedding)]; `enorm` then is the norm of the hidden state."""
 
-    def _concat_embeddings(self, hidden_states, decoder_input):
+    def _concat_embeddings(self, hidden_states: torch.Tensor, decoder_input: torch.Tensor) -> torch.Tensor:
         return super()._concat_embeddings(decoder_input, hidden_states)
 
 
@@ -52,19 +56,26 @@ class Predictors(MultiTokenPredictionBlock):
     Args:
         chunk: the model that they belong to.
         hidden_first: what the projection takes first.
+
+    Raises:
+        ConfigError: the model's last layer has no attention.
     """
 
     def __init__(self, chunk: LanguageModel, spec: ModelSpec, hidden_first: bool, seed: int):
         config, parts = chunk.config, parts_of(chunk.config)
+        last = layer_spec(config, spec, chunk.vp_stage).layer_specs[-1]
+        if "attn_mask_type" not in last.submodules.self_attention.params:
+            raise ConfigError("multi-token-prediction layers are made like the model's last layer, and that has no "
+                              "attention", who=f"plugin mtp, {spec.source}", fix="run without the plugin")
         layer = ModuleSpec(
             module=HiddenFirst if hidden_first else EmbeddingFirst,
             submodules=MultiTokenPredictionLayerSubmodules(
                 enorm=parts.norm, hnorm=parts.norm, eh_proj=parts.column, layer_norm=parts.norm,
-                transformer_layer=layer_spec(config, spec, chunk.vp_stage).layer_specs[-1],
+                transformer_layer=last,
             ),
         )  # fmt: skip
         with torch.random.fork_rng(devices=[]):  # the model itself is drawn as it is without them
-            torch.random.default_generator.manual_seed(seed)
+            torch.default_generator.manual_seed(seed)
             super().__init__(config, MultiTokenPredictionBlockSubmodules([layer] * config.mtp_num_layers))
         self.softcap = spec.logit_softcap
         self._chunk = (chunk,)  # in a tuple: not a part of this module
@@ -93,17 +104,18 @@ def token_losses(predictors: Predictors, hidden: torch.Tensor, packed: Packed) -
     rows, weight = packed_rows(packed.cu_seqlens), chunk.output_weight.detach()
     trained = np.flatnonzero(packed.rows["loss_mask"])
     first = packed.cu_seqlens[np.searchsorted(packed.cu_seqlens, trained, side="right") - 1]
-    index, first, targets = (torch.from_numpy(np.asarray(x, np.int64)).to(device)
+    index, begin, targets = (torch.from_numpy(np.asarray(x, np.int64)).to(device)
                              for x in (trained, first, packed.rows["targets"][trained]))
     tokens = positions = torch.from_numpy(packed.rows["tokens"]).to(device, torch.int64)[None]
-    hidden, total = hidden.to(weight.dtype), 0.0
+    hidden = hidden.to(weight.dtype)
+    total: Any = 0.0  # a tensor from the first layer on
     for depth, layer in enumerate(predictors.layers, 1):
         hidden, tokens, positions = layer(
             input_ids=tokens, position_ids=positions, hidden_states=hidden, attention_mask=None,
             packed_seq_params=rows, embedding=functools.partial(_embedded, chunk),
         )  # fmt: skip
         at = index - depth
-        there = at >= first
+        there = at >= begin
         found, _ = token_log_probs(_whole(hidden, chunk)[:, 0].index_select(0, at.clamp(min=0)), weight, targets,
                                    softcap=predictors.softcap, group=parallel_state.get_tensor_model_parallel_group())
         total = total - torch.where(there, found, torch.zeros_like(found))

@@ -37,7 +37,8 @@ class Names:
     def rules(self, weight_map: WeightMap, count: int) -> tuple[Rule, ...]:
         """`count` layers made like the model's last one."""
         layers = _depth(weight_map)
-        last = [rule for rule in weight_map.rules if rule.layers and layers - 1 in rule.layers]
+        # What a checkpoint need not have is another plugin's, for instance an adapter.
+        last = [rule for rule in weight_map.rules if rule.layers and layers - 1 in rule.layers and not rule.optional]
         found = []
         for k in range(count):
             ours, place = f"mtp.layers.{k}.", {"k": k, "n": layers + k}

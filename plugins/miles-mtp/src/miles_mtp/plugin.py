@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, cast
 
 from miles_core.backends.megatron.layout import layout_of
 from miles_core.config import RunConfig, option
@@ -16,9 +16,12 @@ from miles_core.plugins.resolve import chosen
 if TYPE_CHECKING:
     import torch
 
+    from miles_core.backends.megatron.model import LanguageModel
     from miles_core.backends.megatron.specs import ModelSpec, WeightMap
     from miles_core.columns import Packed
     from miles_core.stages.loss import LossInputs
+    from miles_mtp.layers import Predictors
+    from miles_mtp.names import Layers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,8 +50,8 @@ class Mtp:
         _check(options, config)
         self.options, self.config = options, config
         self._names: frozenset[str] = frozenset()
-        self._predictors = None
-        self._last = None
+        self._predictors: Predictors | None = None
+        self._last: tuple[torch.Tensor, Packed] | None = None
 
     @hookimpl
     def weight_map(self, weight_map: WeightMap, folder: Path, model: str) -> WeightMap:
@@ -76,9 +79,10 @@ class Mtp:
             return chunk
         from miles_mtp.layers import Predictors
 
-        self._predictors = chunk.mtp = Predictors(chunk, spec, self._layers(folder).names.hidden_first,
-                                                  self.config.optimizer.seed)
-        for parameter in chunk.mtp.parameters():
+        self._predictors = Predictors(cast("LanguageModel", chunk), spec, self._layers(folder).names.hidden_first,
+                                      self.config.optimizer.seed)
+        chunk.mtp = self._predictors
+        for parameter in self._predictors.parameters():
             parameter.requires_grad_(self.options.enable_training)
             parameter.clip_group = "mtp"
         return chunk
@@ -102,16 +106,20 @@ class Mtp:
             return {"mtp_loss": (self.options.loss_scaling_factor, inputs.mask)}
         from miles_mtp.layers import token_losses
 
-        (hidden, packed), self._last = self._last, None
-        return {"mtp_loss": (self.options.loss_scaling_factor, token_losses(self._predictors, hidden, packed))}
+        predictors = cast("Predictors", self._predictors)  # build_model and microbatch come first
+        hidden, packed = cast("tuple[torch.Tensor, Packed]", self._last)
+        self._last = None
+        return {"mtp_loss": (self.options.loss_scaling_factor, token_losses(predictors, hidden, packed))}
 
     @hookimpl
     def export_weights(self, stream: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """The local engine does not speculate, and takes no tensor that it does not know."""
-        local = chosen(self.config, "engine") == "local"
-        return ((name, tensor) for name, tensor in stream if not local or name not in self._names)
+        if chosen(self.config, "engine") != "local":
+            return stream
+        own = {name.rpartition(".")[0] for name in self._names}  # with scales, where the stream is quantised already
+        return ((name, tensor) for name, tensor in stream if name.rpartition(".")[0] not in own)
 
-    def _layers(self, folder: Path):
+    def _layers(self, folder: Path) -> Layers:
         from miles_mtp.names import layers_of
 
         return layers_of(folder, self.options.num_layers, self.options.names)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from miles_core.errors import ConfigError
 
@@ -28,7 +28,7 @@ def checked(options: OpdOptions, config: RunConfig) -> OpdOptions:
     return options
 
 
-def _kind(options: OpdOptions) -> str:
+def _kind(options: OpdOptions) -> Literal["megatron", "sglang"]:
     load, urls = options.opd_teacher_load is not None, bool(options.opd_teacher_urls)
     if load and urls:
         raise ConfigError("a teacher is in the trainer or behind a server", who="[opd]",
@@ -52,7 +52,7 @@ def _use(options: OpdOptions, config: RunConfig) -> None:
                           got=f"advantage_estimator {ESTIMATOR!r}", fix="drop --use-opd, or take another estimator")
     if not alone and not options.use_opd:
         raise ConfigError("plugin opd has nothing to do", who="plugins, opd.use_opd", fix="add --use-opd, or "
-                          f"--advantage-estimator {ESTIMATOR}, or leave the plugin and its options out")
+                          f"--advantage-estimator {ESTIMATOR}, or leave the plugin out")
     if algorithm.skip_actor_forward_only:
         raise ConfigError("distillation needs the old log-probs, which skip_actor_forward_only leaves out",
                           who="algorithm.skip_actor_forward_only", fix="drop it")
@@ -64,7 +64,7 @@ def _teacher(options: OpdOptions, config: RunConfig) -> None:
         if asks:
             raise ConfigError(f"scorer {SCORER!r} asks a server, and the teacher is in the trainer",
                               who="rollout.rm_type", fix="leave the scorer out, or name --opd-teacher-urls")
-        if not Path(options.opd_teacher_load).is_dir():
+        if not Path(str(options.opd_teacher_load)).is_dir():
             raise ConfigError("there is no such teacher", got=options.opd_teacher_load, who="opd.opd_teacher_load",
                               fix="name a Hugging Face directory or a folder that a run saved into")
         return

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from miles_core.stages.advantage import Values
     from miles_core.stages.step import TrainerAccess
     from miles_core.types import Batch, Sample
+    from miles_opd.server import Servers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,11 +65,46 @@ class OpdOptions:
 class Opd:
     """On-policy distillation: the student samples, and a teacher says of each token how likely it finds it."""
 
+    refuses = (
+        {"when": {"algorithm.advantage_estimator": {"not": "on_policy_distillation"}, "opd.use_opd": False},
+         "what": "plugin opd has nothing to do",
+         "fix": "add --use-opd, or --advantage-estimator on_policy_distillation, or leave the plugin out"},
+        {"when": {"algorithm.advantage_estimator": "on_policy_distillation", "opd.use_opd": True},
+         "what": "the reverse KL would count twice, as advantage and on top of it",
+         "fix": "drop --use-opd, or take another estimator"},
+        {"when": {"opd.opd_teacher_load": {"set": False}, "opd.opd_teacher_urls": {"set": False}},
+         "what": "distillation needs a teacher",
+         "fix": "--opd-teacher-load CHECKPOINT, or --opd-teacher-urls URL of an SGLang server"},
+        {"when": {"opd.opd_teacher_load": {"set": True}, "opd.opd_teacher_urls": {"set": True}},
+         "what": "a teacher is in the trainer or behind a server", "fix": "drop --opd-teacher-load or -urls"},
+        {"when": {"reward": "on_policy_distillation", "opd.opd_teacher_load": {"set": True}},
+         "what": "scorer 'on_policy_distillation' asks a server, and the teacher is in the trainer",
+         "fix": "leave the scorer out, or name --opd-teacher-urls"},
+        {"when": {"reward": {"not": "on_policy_distillation"}, "opd.opd_teacher_urls": {"set": True}},
+         "what": "nobody would ask the teacher's server: that is what scorer 'on_policy_distillation' does",
+         "fix": "add on_policy_distillation to --rm-type; it counts 0 in the reward"},
+        {"when": {"opd.opd_teacher_load": {"missing": True}},
+         "what": "there is no such teacher", "fix": "name a Hugging Face folder, or one that a run saved into"},
+        {"when": {"opd.opd_type": "sglang", "opd.opd_teacher_load": {"set": True}},
+         "what": "the teacher is in the trainer, and opd_type says a server", "fix": "leave --opd-type out"},
+        {"when": {"opd.opd_type": "megatron", "opd.opd_teacher_urls": {"set": True}},
+         "what": "the teacher is behind a server, and opd_type says the trainer", "fix": "leave --opd-type out"},
+        {"when": {"opd.opd_kl_coef": {"outside": "[0, inf)"}},
+         "what": "below 0 the student would be driven away from its teacher", "fix": "1.0 is usual"},
+        {"when": {"opd.opd_log_prob_top_k": {"outside": "[0, inf)"}},
+         "what": "opd_log_prob_top_k is a number of tokens, or 0", "fix": "leave it out"},
+        {"when": {"opd.opd_log_prob_top_k": {"above": "architecture.vocab"}},
+         "what": "the model has fewer tokens than would be compared", "fix": "20 is usual"},
+        {"when": {"opd.opd_top_k_baseline": True, "opd.opd_log_prob_top_k": 0},
+         "what": "there is no baseline without top-k",
+         "fix": "add --opd-log-prob-top-k 20, or write --normalize-advantages"},
+    )
+
     def __init__(self, options: OpdOptions, config: RunConfig):
         from miles_opd.checks import checked
 
         self.options, self.config = checked(options, config), config
-        self._servers = None
+        self._servers: Servers | None = None
 
     @hookimpl
     def columns(self) -> Iterable[Column]:
@@ -91,7 +127,7 @@ class Opd:
         from miles_opd.vocabulary import check_vocabulary
 
         student, teacher = self.config.checkpoint.hf_checkpoint, self.options.opd_teacher_load
-        check_vocabulary(student, teacher, self.options.opd_log_prob_top_k)
+        check_vocabulary(str(student), teacher, self.options.opd_log_prob_top_k)
         return {} if teacher is None else {"teacher": Model(teacher)}
 
     @hookimpl("reward", name="on_policy_distillation")

@@ -16,7 +16,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -84,7 +84,7 @@ def addresses(given: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def post(url: str, payload: dict, timeout: float) -> dict:
+def post(url: str, payload: dict[str, Any], timeout: float) -> dict[str, Any]:
     """The JSON answer; connections that fail and answers of status 5xx are tried again while there is time.
 
     Raises:
@@ -95,7 +95,8 @@ def post(url: str, payload: dict, timeout: float) -> dict:
     while True:
         try:
             with urllib.request.urlopen(request, timeout=max(0.01, deadline - time.monotonic())) as answer:
-                return json.load(answer)
+                found: dict[str, Any] = json.load(answer)
+                return found
         except (OSError, ValueError) as error:  # URLError and HTTPError are OSErrors
             refused = isinstance(error, ValueError) or getattr(error, "code", 500) < 500
             if refused or time.monotonic() + pause >= deadline:
@@ -106,7 +107,7 @@ def post(url: str, payload: dict, timeout: float) -> dict:
         pause *= 2
 
 
-def read(answer: dict, sample: Sample, top_k: int, url: str) -> dict[str, np.ndarray]:
+def read(answer: dict[str, Any], sample: Sample, top_k: int, url: str) -> dict[str, np.ndarray]:
     """The columns in a server's answer; R rows, the prompt's left out.
 
     Raises:
@@ -117,7 +118,9 @@ def read(answer: dict, sample: Sample, top_k: int, url: str) -> dict[str, np.nda
         scored = answer["meta_info"]["input_token_logprobs"]
         if [entry[1] for entry in scored] != sample.tokens.tolist():
             raise ValueError(f"log-probs of {len(scored)} other tokens than the {sample.length} that were sent")
-        found = {"teacher_log_probs": np.array([entry[0] for entry in scored[rows]], np.float32).reshape(size)}
+        found: dict[str, np.ndarray] = {
+            "teacher_log_probs": np.array([entry[0] for entry in scored[rows]], np.float32).reshape(size),
+        }
         if top_k:
             best = [entries[:top_k] for entries in answer["meta_info"]["input_top_logprobs"][rows]]
             found["opd_teacher_top"] = np.array([[e[0] for e in row] for row in best], np.float32).reshape(size, top_k)

@@ -21,18 +21,18 @@ def check_vocabulary(student: str, teacher: str | None, top_k: int = 0) -> None:
     Raises:
         ConfigError: names both folders and what differs.
     """
-    sizes = {student: _size(Path(student))}
+    sizes = [_size(Path(student))]
     if teacher is not None and (Path(teacher) / "config.json").is_file():
-        sizes[teacher] = _size(Path(teacher))
+        sizes.append(_size(Path(teacher)))
         _compare(Path(student), Path(teacher), sizes, top_k)
-    if top_k > min(sizes.values()):
-        raise ConfigError("top-k asks for more tokens than the vocabulary has", got=f"{top_k} of {min(sizes.values())}",
+    if top_k > min(sizes):
+        raise ConfigError("top-k asks for more tokens than the vocabulary has", got=f"{top_k} of {min(sizes)}",
                           who="opd.opd_log_prob_top_k", fix="lower it; 20 is usual")
 
 
-def _compare(student: Path, teacher: Path, sizes: dict[str, int], top_k: int) -> None:
+def _compare(student: Path, teacher: Path, sizes: list[int], top_k: int) -> None:
     ours, theirs = _tokenizer(student), _tokenizer(teacher)
-    one, other = sizes.values()
+    one, other = sizes
     if ours is not None and theirs is not None:
         differ = next((part for part in ours if ours[part] != theirs[part]), None)
         what = f"their tokenizers differ in {differ}" if differ else None

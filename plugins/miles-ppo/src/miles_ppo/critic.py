@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
@@ -32,12 +32,13 @@ def clipped_value_loss(inputs: LossInputs, clip: float) -> tuple[torch.Tensor, M
         value_clipfrac (1 where the clipped error is the larger one).
     """
     old, returns = inputs.rows["values"], inputs.rows["returns"]
-    plain = at_trained(inputs, inputs.values - returns).square()
-    moved = at_trained(inputs, inputs.values - old).clamp(-clip, clip)
+    values = cast("torch.Tensor", inputs.values)  # of a model with the head "value"
+    plain = at_trained(inputs, values - returns).square()
+    moved = at_trained(inputs, values - old).clamp(-clip, clip)
     clipped = (at_trained(inputs, old - returns) + moved).square()
     loss = torch.maximum(clipped, plain)
     # In float the two differ by rounding where nothing is clipped.
-    bound = at_trained(inputs, inputs.values - old).abs() > clip
+    bound = at_trained(inputs, values - old).abs() > clip
     return loss, {"value_loss": loss.detach(), "value_clipfrac": (bound & (clipped > plain)).to(loss.dtype)}
 
 

@@ -83,4 +83,5 @@ def advantages_and_returns(batch: Batch, algorithm: Algorithm, estimate: Estimat
 
 
 def _deltas(rewards: np.ndarray, values: np.ndarray, gamma: float) -> np.ndarray:
-    return rewards + gamma * np.append(values[1:], 0.0)[: len(values)] - values
+    deltas: np.ndarray = rewards + gamma * np.append(values[1:], 0.0)[: len(values)] - values
+    return deltas

@@ -50,9 +50,20 @@ class Ppo:
     """Proximal policy optimization: advantages from a critic that trains beside the actor (PPO, arXiv:1707.06347)."""
 
     refuses = (
+        {"when": {"ppo.critic_load": {"missing": True}},
+         "what": "there is no such checkpoint of a critic", "fix": "name a folder, or leave --critic-load out"},
         {"when": {"algorithm.advantage_estimator": {"not": "ppo"}},
          "what": "plugin ppo would train a critic that nobody asks",
          "fix": "write --advantage-estimator ppo, or leave the plugin and its options out"},
+        {"when": {"ppo.value_clip": {"outside": "(0, inf)"}},
+         "what": "value_clip should be above 0", "fix": "0.2 is usual"},
+        {"when": {"ppo.critic_lr": {"outside": "[0, 1)"}},
+         "what": "critic_lr should lie in [0, 1)", "fix": "1e-5 is usual"},
+        {"when": {"ppo.num_critic_only_steps": {"outside": "[0, inf)"}},
+         "what": "num_critic_only_steps should be at least 0", "fix": "leave it out for none"},
+        {"when": {"ppo.num_critic_only_steps": {"from": "rollout.num_rollout"}, "rollout.num_rollout": {"above": 0}},
+         "what": "the critic would train alone in every rollout, and the policy in none",
+         "fix": "lower --num-critic-only-steps"},
     )
 
     def __init__(self, options: PpoOptions, config: RunConfig):
@@ -70,7 +81,7 @@ class Ppo:
         options, config = self.options, self.config
         rate = config.optimizer.lr if options.critic_lr is None else options.critic_lr
         return {"critic": Model(
-            options.critic_load or config.checkpoint.hf_checkpoint, head="value", trainable=True,
+            options.critic_load or str(config.checkpoint.hf_checkpoint), head="value", trainable=True,
             optimizer={"lr": rate, "lr_warmup_iters": options.critic_lr_warmup_iters},
         )}  # fmt: skip
 

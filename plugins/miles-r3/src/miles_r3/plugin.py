@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from miles_core.columns import Align, Column
 from miles_core.config import RunConfig, option
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
     from miles_core.backends.megatron.specs import ModelSpec
     from miles_core.columns import Packed
-    from miles_core.stages.loss import Metrics
     from miles_core.stages.rollout import Request, Response
     from miles_core.stages.step import TrainerAccess
     from miles_core.types import Prompt, Sample
+    from miles_r3.replay import Routers
 
 ROUTES, PLACE = "routed_experts", "routed_rows"
 """Columns: the experts of each position, and the position's number among all of the rollout's."""
@@ -76,7 +76,7 @@ class R3:
         self.options, self.config = options, config
         self.records = options.use_routing_replay and not options.use_rollout_routing_replay
         self.sizes = _check(options, config, self.records)
-        self._routers = None
+        self._routers: Routers | None = None
 
     @hookimpl
     def columns(self) -> list[Column]:
@@ -124,11 +124,11 @@ class R3:
             return proceed(packed)
 
     @hookimpl
-    def log_prob(self, proceed: Callable[[], Metrics], access: TrainerAccess) -> Metrics:
+    def log_prob(self, proceed: Callable[[], dict[str, float]], access: TrainerAccess) -> dict[str, float]:
         """Number the positions; replay in the scoring pass or record it; compare where that is asked for."""
         from miles_r3.replay import numbered
 
-        rows, routers = numbered(access.samples), self._routers
+        rows, routers = numbered(access.samples), self._adopted()
         if self.records:
             with routers.recording() as recorded:
                 metrics = proceed()
@@ -143,12 +143,16 @@ class R3:
             metrics |= gaps(access, routers)
         return metrics
 
+    def _adopted(self) -> Routers:
+        return cast("Routers", self._routers)  # build_model comes first
+
     @hookimpl
-    def train_step(self, proceed: Callable[[], Metrics], access: TrainerAccess) -> Metrics:
+    def train_step(self, proceed: Callable[[], dict[str, float]], access: TrainerAccess) -> dict[str, float]:
         """Replay in forward and recompute; what nobody recomputed is forgotten."""
-        with self._routers.counting() as counts, self._routers.stepping():
+        routers = self._adopted()
+        with routers.counting() as counts, routers.stepping():
             metrics = proceed()
-        if access.index == self.config.rollout.num_steps_per_rollout - 1:
+        if access.index == cast("int", self.config.rollout.num_steps_per_rollout) - 1:
             for sample in access.batch.samples:
                 sample.columns.pop(PLACE, None)
         return metrics | counts.metrics("train/r3")

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -47,15 +48,16 @@ class Replay(RouterReplay):
         self.layer, self.routers = layer, routers
 
     def get_replay_topk(self, scores: torch.Tensor, topk: int, num_groups: int | None = None,
-                        group_topk: int | None = None, default_compute_topk: Callable | None = None,
+                        group_topk: int | None = None, default_compute_topk: Callable[..., Any] | None = None,
                         ) -> tuple[torch.Tensor, torch.Tensor]:
         """Scores [T, topk] and experts [T, topk] of T rows; a row of -1 chooses freely."""
-        values, free = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        compute = cast("Callable[..., Chosen]", default_compute_topk)  # Megatron hands on its own
+        values, free = compute(scores, topk, num_groups=num_groups, group_topk=group_topk)
         under_way = self.routers.under_way
         if under_way is None:
             return self._again(scores, values, free)
         if under_way.recorded is not None:
-            under_way.recorded.put(self.layer, under_way.place, free)
+            under_way.recorded.put(self.layer, cast("torch.Tensor", under_way.place), free)
         if under_way.routes is None:
             if under_way.gradient and not torch.is_grad_enabled():
                 self.replay_backward_list.append(None)
@@ -65,7 +67,7 @@ class Replay(RouterReplay):
             self.replay_backward_list.append(given)
         return self._replayed(scores, free, given, under_way)
 
-    def _again(self, scores: torch.Tensor, values: torch.Tensor, free: torch.Tensor):
+    def _again(self, scores: torch.Tensor, values: torch.Tensor, free: torch.Tensor) -> Chosen:
         """A recompute, in a backward pass."""
         if self.replay_backward_list:
             given = self.replay_backward_list.pop(0)
@@ -75,17 +77,22 @@ class Replay(RouterReplay):
                              fix="use Megatron's own recomputation (--recompute-granularity)")
         return values, free
 
-    def _replayed(self, scores: torch.Tensor, free: torch.Tensor, given: torch.Tensor, under_way: Forward | None):
+    def _replayed(self, scores: torch.Tensor, free: torch.Tensor, given: torch.Tensor,
+                  under_way: Forward | None) -> Chosen:
         if given.shape != free.shape:
             raise TrainError(f"the router of layer {self.layer} has other rows than its micro-batch", who="plugin r3",
                              got=f"{list(free.shape)} scores, {list(given.shape)} routes",
                              fix="tell the authors the layout of this run; the plugin does not know its order of rows")
         given = given.to(torch.int64)
         known = ((given >= 0) & (given < scores.shape[1])).all(-1)
-        if under_way is not None and under_way.counts is not None:
+        if under_way is not None and under_way.counts is not None and under_way.place is not None:
             under_way.counts.add(given, free, known, under_way.place >= 0)
         chosen = torch.where(known[:, None], given, free)
         return scores.gather(1, chosen), chosen
+
+
+Chosen = tuple[torch.Tensor, torch.Tensor]
+"""Scores [T, topk] and experts [T, topk]."""
 
 
 @dataclass(slots=True, eq=False)
@@ -165,7 +172,7 @@ class Routers:
         Raises:
             TrainError: Megatron made routers without one.
         """
-        for layer in chunk.decoder.layers:
+        for layer in cast("Any", chunk).decoder.layers:
             router = getattr(layer.mlp, "router", None)
             if router is None:
                 continue
@@ -196,9 +203,9 @@ class Routers:
         gradient = torch.is_grad_enabled()
         if place is None or self._free:  # a batch that was not numbered is none of the run's
             return Forward(None, None, gradient)
-        place = self._mine(place)
+        own = self._mine(place)
         if self._recorded is not None:
-            return Forward(None, place, gradient, recorded=self._recorded)
+            return Forward(None, own, gradient, recorded=self._recorded)
         if routes is None:  # of samples none of which has any
             routes = np.full((1, self.config.num_layers, self.config.moe_router_topk), -1, np.int16)
             routes = np.broadcast_to(routes, (len(place) * self._parts, *routes.shape[1:]))
@@ -206,7 +213,7 @@ class Routers:
             raise TrainError("the routes of the rollout are of another model", who="plugin r3",
                              got=f"{routes.shape[1]} layers of {routes.shape[2]} experts",
                              fix=f"the trainer has {self.config.num_layers} and {self.config.moe_router_topk}")
-        return Forward(self._mine(routes), place, gradient, counts=self._counts)
+        return Forward(self._mine(routes), own, gradient, counts=self._counts)
 
     @property
     def _parts(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 from urllib.parse import urlsplit
 
 from miles_core.config import RunConfig, option
@@ -14,6 +14,7 @@ from miles_core.hookspecs import hookimpl
 
 if TYPE_CHECKING:
     from miles_core.types import Sample
+    from miles_remote_rm.service import Service
 
 SCORERS = ("remote_rm", "remote_group_rm")
 
@@ -43,15 +44,21 @@ class RemoteRm:
          "what": "nobody says where the reward service is", "fix": "--rm-url http://HOST:PORT/PATH"},
         {"when": {"remote-rm.rm_url": {"set": True}, "rollout.rm_type": {"unlike": "remote_rm|remote_group_rm"}},
          "what": "nobody would ask the reward service", "fix": "add remote_rm to --rm-type, or drop --rm-url"},
+        {"when": {"remote-rm.rm_url": {"like": r"https?://(0\.0\.0\.0|\[::\])[:/].*"}},
+         "what": "this is where a service listens, not where it is reached",
+         "fix": "write the address of its host; on this machine 127.0.0.1"},
     )
 
     def __init__(self, options: RemoteRmOptions, config: RunConfig):
         from miles_remote_rm.service import Service
 
         _check_options(options, config)
+        self.options = options
+        self._service: Service | None = None
+        if options.rm_url is None:  # and nobody would ask
+            return
         if options.rm_check and not config.debug.debug_train_only:
             _check_connection(options)
-        self.options = options
         self._service = Service(
             options.rm_url, timeout=options.rm_request_timeout or 0.9 * config.rollout.rm_timeout,
             connect_timeout=options.rm_connect_timeout, concurrency=options.rm_concurrency, retries=options.rm_retries)
@@ -61,7 +68,7 @@ class RemoteRm:
         """The service's number for one sample."""
         from miles_remote_rm.service import number
 
-        return number(await self._service.ask(self._payload(sample), sample.name))
+        return number(await cast("Service", self._service).ask(self._payload(sample), sample.name))
 
     @hookimpl("reward", name="remote_group_rm")
     async def group(self, samples: Sequence[Sample]) -> list[float]:
@@ -69,15 +76,19 @@ class RemoteRm:
         from miles_remote_rm.service import numbers
 
         name = f"{samples[0].prompt.stream} prompt {samples[0].prompt.uid}, all {len(samples)} samples"
-        return numbers(await self._service.ask({"samples": [self._payload(s) for s in samples]}, name), len(samples))
+        payload = {"samples": [self._payload(one) for one in samples]}
+        return numbers(await cast("Service", self._service).ask(payload, name), len(samples))
 
     @hookimpl
     def finish(self) -> None:
         """Close the connections."""
-        self._service.close()
+        if self._service is not None:
+            self._service.close()
 
     def _payload(self, sample: Sample) -> dict[str, object]:
-        payload = {"prompt": sample.prompt.text, "response": sample.text, "label": sample.prompt.label}
+        payload: dict[str, object] = {
+            "prompt": sample.prompt.text, "response": sample.text, "label": sample.prompt.label,
+        }
         return payload | {"metadata": dict(sample.prompt.metadata)} if self.options.rm_send_metadata else payload
 
 
@@ -87,9 +98,12 @@ def _check_options(options: RemoteRmOptions, config: RunConfig) -> None:
         ConfigError: no address, one that is none, nobody who asks, or numbers that cannot be.
     """
     rollout = config.rollout
+    asked = bool(set(SCORERS) & set(rollout.rm_type))
     if options.rm_url is None:
-        raise ConfigError("nobody says where the reward service is", who="remote-rm.rm_url",
-                          fix="--rm-url http://HOST:PORT/PATH")
+        if asked:
+            raise ConfigError("nobody says where the reward service is", who="remote-rm.rm_url",
+                              fix="--rm-url http://HOST:PORT/PATH")
+        return
     try:
         parts = urlsplit(options.rm_url)
         good = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 and not parts.fragment
@@ -98,7 +112,7 @@ def _check_options(options: RemoteRmOptions, config: RunConfig) -> None:
     if not good or options.rm_url != options.rm_url.strip():
         raise ConfigError("this is no address of a reward service", got=options.rm_url, who="remote-rm.rm_url",
                           fix="write http://HOST:PORT/PATH, or https://...")
-    if not set(SCORERS) & set(rollout.rm_type):
+    if not asked:
         raise ConfigError("nobody would ask the reward service", got=f"rm_type {', '.join(rollout.rm_type) or 'none'}",
                           who="remote-rm.rm_url, rollout.rm_type", fix="add remote_rm to --rm-type, or drop --rm-url")
     for key, least in (("rm_concurrency", 1), ("rm_retries", 0)):
@@ -117,7 +131,7 @@ def _check_connection(options: RemoteRmOptions) -> None:
     Raises:
         ConfigError: nobody listens there.
     """
-    parts = urlsplit(options.rm_url)
+    parts = urlsplit(str(options.rm_url))
     where = parts.hostname, parts.port or {"http": 80, "https": 443}[parts.scheme]
     try:
         socket.create_connection(where, options.rm_connect_timeout).close()

@@ -11,6 +11,7 @@ import asyncio
 import json
 import math
 from dataclasses import dataclass
+from typing import Any, TypeGuard
 
 import aiohttp
 from yarl import URL
@@ -61,9 +62,9 @@ class Service:
         self._timeout, self._connect_timeout, self._retries = timeout, connect_timeout, retries
         self._turns = asyncio.Semaphore(concurrency)
         self._session: aiohttp.ClientSession | None = None
-        self._closing: asyncio.Task | None = None
+        self._closing: asyncio.Task[Any] | None = None
 
-    async def ask(self, document: dict, name: str) -> Answer:
+    async def ask(self, document: dict[str, Any], name: str) -> Answer:
         """Post one document.
 
         Args:
@@ -108,7 +109,7 @@ class Service:
             except RuntimeError:
                 return
 
-    async def _post(self, document: dict) -> tuple[int, bytes]:
+    async def _post(self, document: dict[str, Any]) -> tuple[int, bytes]:
         if self._session is None:
             bounds = aiohttp.ClientTimeout(total=None, sock_connect=self._connect_timeout)
             self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=bounds)
@@ -168,7 +169,7 @@ def _under(value: object, *keys: str) -> object:
     return value
 
 
-def _is_number(value: object) -> bool:
+def _is_number(value: object) -> TypeGuard[int | float]:
     """JSON's numbers; true and false are none, nor is an integer that no float holds."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False

@@ -109,8 +109,8 @@ def _last_answer(turns: Turns) -> Turns:
 def _render(tokenizer: Any, messages: Sequence[Mapping[str, object]], arguments: Mapping[str, object], where: str,
             *, opening: bool) -> str:
     try:
-        return tokenizer.apply_chat_template(list(messages), tokenize=False,
-                                             **{**arguments, "add_generation_prompt": opening})
+        options = {**arguments, "add_generation_prompt": opening}
+        return str(tokenizer.apply_chat_template(list(messages), tokenize=False, **options))
     except Exception as error:
         raise _refused(error, where) from error
 

@@ -33,6 +33,10 @@ class Sft:
     refuses = (
         {"when": {"rollout.n_samples_per_prompt": {"not": 1}, "generate": "sft"},
          "what": "the generator sft makes one sample of a row", "fix": "--n-samples-per-prompt 1"},
+        {"when": {"algorithm.loss_type": "sft_loss", "generate": "single-turn",
+                  "filter_group": {"set": False}, "debug.debug_train_only": False},
+         "what": "the loss is that of demonstrations, and every answer of the model would be taken for one",
+         "fix": "add --generate sft, whose samples are the rows' own answers"},
     )
 
     def __init__(self, options: SftOptions, config: RunConfig):

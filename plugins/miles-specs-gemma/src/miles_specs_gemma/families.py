@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from miles_core.backends.megatron.decoder import Decoder, LayerNorms, by_layer_type, refuse, rotary
 from miles_core.backends.megatron.specs import Attention, Rotary
@@ -12,7 +13,7 @@ _NORMS = LayerNorms(before_mlp="pre_feedforward_layernorm", after_attention="pos
                     after_mlp="post_feedforward_layernorm")  # fmt: skip
 
 
-def gemma2(hf) -> Decoder:
+def gemma2(hf: Any) -> Decoder:
     """Sandwich norms about zero, a scaled embedding, softcaps, and sliding windows in every other layer.
 
     Raises:
@@ -22,7 +23,7 @@ def gemma2(hf) -> Decoder:
     return _gemma(hf, {"sliding_attention": rope, "full_attention": rope})
 
 
-def gemma3_text(hf) -> Decoder:
+def gemma3_text(hf: Any) -> Decoder:
     """Gemma 2 with norms on q and k, and a rope of its own for the layers with a window.
 
     Raises:
@@ -33,7 +34,7 @@ def gemma3_text(hf) -> Decoder:
     return replace(_gemma(hf, ropes), qk_norm=True)
 
 
-def _gemma(hf, ropes: Mapping[str, Rotary]) -> Decoder:
+def _gemma(hf: Any, ropes: Mapping[str, Rotary]) -> Decoder:
     refuse(hf, hidden_activation="gelu_pytorch_tanh", attention_bias=False, use_bidirectional_attention=False)
     softcap = hf.attn_logit_softcapping
     kinds = {kind: Attention(rope, hf.sliding_window if kind == "sliding_attention" else None, softcap)

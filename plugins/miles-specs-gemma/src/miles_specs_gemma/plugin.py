@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from miles_core.hookspecs import hookimpl
+
+if TYPE_CHECKING:
+    from miles_core.backends.megatron.specs import Family
 
 
 class SpecsGemma:
     """Gemma 2 and the text models of Gemma 3 for the Megatron trainer."""
 
     @hookimpl("model_spec", name="gemma2")
-    def gemma2(self, hf_config):
+    def gemma2(self, hf_config: Any) -> Family:
         """Gemma 2."""
         from miles_core.backends.megatron.decoder import DecoderFamily
         from miles_specs_gemma.families import gemma2
@@ -17,7 +22,7 @@ class SpecsGemma:
         return DecoderFamily(gemma2)
 
     @hookimpl("model_spec", name="gemma3_text")
-    def gemma3_text(self, hf_config):
+    def gemma3_text(self, hf_config: Any) -> Family:
         """The text models of Gemma 3."""
         from miles_core.backends.megatron.decoder import DecoderFamily
         from miles_specs_gemma.families import gemma3_text

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from miles_core.backends.megatron.decoder import Decoder, LayerNorms, every_layer, refuse, rotary
 from miles_core.backends.megatron.specs import Attention
 
 _NORMS = LayerNorms(after_attention="post_self_attn_layernorm", after_mlp="post_mlp_layernorm")
 
 
-def glm4(hf) -> Decoder:
+def glm4(hf: Any) -> Decoder:
     """Interleaved rope on half of each head, biases on q, k and v, norms after attention and MLP, one gate-up tensor.
 
     Raises:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from miles_core.hookspecs import hookimpl
+
+if TYPE_CHECKING:
+    from miles_core.backends.megatron.specs import Family
 
 
 class SpecsGlm:
     """Dense GLM-4 for the Megatron trainer."""
 
     @hookimpl("model_spec", name="glm4")
-    def glm4(self, hf_config):
+    def glm4(self, hf_config: Any) -> Family:
         """Dense GLM-4-0414 and GLM-Z1."""
         from miles_core.backends.megatron.decoder import DecoderFamily
         from miles_specs_glm.families import glm4

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from miles_core.backends.megatron.decoder import Decoder, every_layer, refuse, rotary
 from miles_core.backends.megatron.specs import Attention
 
 
-def llama(hf) -> Decoder:
+def llama(hf: Any) -> Decoder:
     """The plainest decoder: GQA, SwiGLU, RMSNorm; biases on every projection or on none.
 
     Raises:
@@ -17,7 +19,7 @@ def llama(hf) -> Decoder:
     return Decoder(hf=hf, attention=every_layer(hf, Attention(rotary(hf))), linear_bias=bias)
 
 
-def mistral(hf) -> Decoder:
+def mistral(hf: Any) -> Decoder:
     """Llama without biases, whose queries may see the last `sliding_window` keys only.
 
     Raises:

@@ -5,6 +5,8 @@ Their routers have sigmoid scores and a bias that has a say in the choice of exp
 
 from __future__ import annotations
 
+from typing import Any
+
 from miles_core.backends.megatron.decoder import Decoder, every_layer, refuse, rotary, yarn_magnitude
 from miles_core.backends.megatron.latent import Latent
 from miles_core.backends.megatron.mixture import Mixture, Names, after
@@ -22,7 +24,7 @@ _ROPE = {"rotary_scaling_factor": "factor", "mscale": "mscale", "mscale_all_dim"
 """Options of Megatron-LM's -> keys of rope_parameters."""
 
 
-def deepseek_v3(hf) -> Decoder:
+def deepseek_v3(hf: Any) -> Decoder:
     """Latent attention, experts chosen by groups, shared experts.
 
     Raises:
@@ -31,7 +33,7 @@ def deepseek_v3(hf) -> Decoder:
     return _latent(hf, after(hf.num_hidden_layers, hf.first_k_dense_replace))
 
 
-def glm4_moe_lite(hf) -> Decoder:
+def glm4_moe_lite(hf: Any) -> Decoder:
     """GLM-4.7-Flash: DeepSeek-V3 whose dense layers are named one by one.
 
     Raises:
@@ -40,7 +42,7 @@ def glm4_moe_lite(hf) -> Decoder:
     return _latent(hf, tuple(n for n, kind in enumerate(hf.mlp_layer_types) if kind == "sparse"))
 
 
-def glm4_moe(hf) -> Decoder:
+def glm4_moe(hf: Any) -> Decoder:
     """GQA with rope on a part of each head and biases on q, k and v, experts, shared experts.
 
     Raises:
@@ -54,7 +56,7 @@ def glm4_moe(hf) -> Decoder:
     )  # fmt: skip
 
 
-def minimax_m2(hf) -> Decoder:
+def minimax_m2(hf: Any) -> Decoder:
     """GQA with rope on a part of each head, a norm over all heads of q and of k, experts in every layer.
 
     Raises:
@@ -70,7 +72,7 @@ def minimax_m2(hf) -> Decoder:
                    mixture=mixture, left=_drafting(hf, "num_mtp_modules"))
 
 
-def _latent(hf, sparse: tuple[int, ...]) -> Decoder:
+def _latent(hf: Any, sparse: tuple[int, ...]) -> Decoder:
     refuse(hf, hidden_act="silu", num_key_value_heads=hf.num_attention_heads)
     latent = Latent(
         query_rank=hf.q_lora_rank, rank=hf.kv_lora_rank, plain=hf.qk_nope_head_dim, turned=hf.qk_rope_head_dim,
@@ -89,7 +91,7 @@ def _latent(hf, sparse: tuple[int, ...]) -> Decoder:
     )  # fmt: skip
 
 
-def _mixture(hf, sparse: tuple[int, ...]) -> Mixture:
+def _mixture(hf: Any, sparse: tuple[int, ...]) -> Mixture:
     """The router that DeepSeek-V3 and GLM share."""
     return Mixture(
         layers=hf.num_hidden_layers, sparse=sparse, experts=hf.n_routed_experts, chosen=hf.num_experts_per_tok,
@@ -99,7 +101,7 @@ def _mixture(hf, sparse: tuple[int, ...]) -> Mixture:
     )  # fmt: skip
 
 
-def _drafting(hf, key: str) -> tuple[str, ...]:
+def _drafting(hf: Any, key: str) -> tuple[str, ...]:
     """Layers for multi-token prediction, counted on from the model's own."""
     first = hf.num_hidden_layers
     return tuple(f"model.layers.{layer}." for layer in range(first, first + (getattr(hf, key, None) or 0)))

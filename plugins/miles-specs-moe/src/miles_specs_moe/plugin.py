@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from miles_core.hookspecs import hookimpl
+
+if TYPE_CHECKING:
+    from miles_core.backends.megatron.specs import Family
 
 
 class SpecsMoe:
     """DeepSeek-V3, GLM-4.5 and MiniMax-M2 for the Megatron trainer."""
 
     @hookimpl("model_spec", name="deepseek_v3")
-    def deepseek_v3(self, hf_config):
+    def deepseek_v3(self, hf_config: Any) -> Family:
         """DeepSeek-V3, -R1 and -V3.1."""
         from miles_core.backends.megatron.decoder import DecoderFamily
         from miles_specs_moe.families import deepseek_v3
@@ -17,7 +22,7 @@ class SpecsMoe:
         return DecoderFamily(deepseek_v3)
 
     @hookimpl("model_spec", name="glm4_moe")
-    def glm4_moe(self, hf_config):
+    def glm4_moe(self, hf_config: Any) -> Family:
         """GLM-4.5, -4.6 and -4.7."""
         from miles_core.backends.megatron.decoder import DecoderFamily
         from miles_specs_moe.families import glm4_moe
@@ -25,7 +30,7 @@ class SpecsMoe:
         return DecoderFamily(glm4_moe)
 
     @hookimpl("model_spec", name="glm4_moe_lite")
-    def glm4_moe_lite(self, hf_config):
+    def glm4_moe_lite(self, hf_config: Any) -> Family:
         """GLM-4.7-Flash."""
         from miles_core.backends.megatron.decoder import DecoderFamily
         from miles_specs_moe.families import glm4_moe_lite
@@ -33,7 +38,7 @@ class SpecsMoe:
         return DecoderFamily(glm4_moe_lite)
 
     @hookimpl("model_spec", name="minimax_m2")
-    def minimax_m2(self, hf_config):
+    def minimax_m2(self, hf_config: Any) -> Family:
         """MiniMax-M2."""
         from miles_core.backends.megatron.decoder import DecoderFamily
         from miles_specs_moe.families import minimax_m2

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from miles_core.backends.megatron.decoder import Decoder, by_layer_type, refuse, rotary
 from miles_core.backends.megatron.specs import Attention
 
 
-def qwen2(hf) -> Decoder:
+def qwen2(hf: Any) -> Decoder:
     """Llama with biases on q, k and v; the layers after `max_window_layers` may have a sliding window.
 
     Raises:

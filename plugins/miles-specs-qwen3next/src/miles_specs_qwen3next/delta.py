@@ -11,6 +11,8 @@ Tokens of one chunk are computed at once (section 3.3, and the WY form of arXiv:
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -58,7 +60,7 @@ def gated_delta_rule(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch
 
 
 @functools.cache
-def _fused():
+def _fused() -> Callable[..., Any] | None:
     """The kernel of the package flash-linear-attention where that is installed."""
     try:
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule
@@ -74,13 +76,13 @@ class Again(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, function, *inputs):
+    def forward(ctx: Any, function: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
         ctx.function = function
         ctx.save_for_backward(*inputs)
         return function(*inputs)
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         inputs = [x.detach().requires_grad_(wanted)
                   for x, wanted in zip(ctx.saved_tensors, ctx.needs_input_grad[1:], strict=True)]
         with torch.enable_grad():
@@ -89,7 +91,7 @@ class Again(torch.autograd.Function):
         return None, *(next(found) if x.requires_grad else None for x in inputs)
 
 
-def _chunked(q, k, v, g, beta):
+def _chunked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor) -> torch.Tensor:
     dtype, length = v.dtype, v.shape[1]
     size = min(CHUNK, length)
     q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + _EPS) for x in (_wide(q), _wide(k)))

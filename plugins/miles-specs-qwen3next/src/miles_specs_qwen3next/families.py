@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from miles_core.backends.megatron.decoder import Decoder, by_layer_type, refuse, rotary
 from miles_core.backends.megatron.mixture import Mixture, Names
 from miles_core.backends.megatron.specs import Attention, Rule
@@ -9,7 +11,7 @@ from miles_core.backends.megatron.specs import Attention, Rule
 _OURS, _THEIRS = "decoder.layers.{layer}.", "model.layers.{layer}."
 
 
-def qwen3_next(hf) -> Decoder:
+def qwen3_next(hf: Any) -> Decoder:
     """Gated delta nets with attention in every fourth layer, norms about zero, experts beside a gated shared one.
 
     Raises:
@@ -37,7 +39,7 @@ def qwen3_next(hf) -> Decoder:
     )  # fmt: skip
 
 
-def gated_delta_net(config, attention, rope, parts):
+def gated_delta_net(config: Any, attention: Attention, rope: Any, parts: Any) -> Any:
     """The mixer of the layers without attention; see specs.Attention. It has no rope."""
     from megatron.core.transformer import ModuleSpec
 
@@ -46,7 +48,7 @@ def gated_delta_net(config, attention, rope, parts):
     return ModuleSpec(module=GatedDeltaNet, params={"column": parts.column, "row": parts.row})
 
 
-def gated_attention(config, attention, rope, parts):
+def gated_attention(config: Any, attention: Attention, rope: Any, parts: Any) -> Any:
     """The mixer of the layers with attention; see specs.Attention."""
     from megatron.core.transformer import ModuleSpec
     from megatron.core.transformer.attention import SelfAttentionSubmodules
@@ -63,7 +65,7 @@ def gated_attention(config, attention, rope, parts):
     )  # fmt: skip
 
 
-def _mixture(hf) -> Mixture | None:
+def _mixture(hf: Any) -> Mixture | None:
     """Qwen3-MoE's, and an expert that every token passes, by a gate of its own."""
     if not hf.num_experts:
         return None
@@ -87,7 +89,7 @@ def _gated_attention(layers: tuple[int, ...]) -> tuple[Rule, ...]:
     ) if layers else ()  # fmt: skip
 
 
-def _gated_delta_net(hf, layers: tuple[int, ...]) -> tuple[Rule, ...]:
+def _gated_delta_net(hf: Any, layers: tuple[int, ...]) -> tuple[Rule, ...]:
     """in_proj_* lie key head by key head already, and so are cut as they are."""
     ours, theirs = _OURS + "self_attention.", _THEIRS + "linear_attn."
     key, value = (heads * size for heads, size in ((hf.linear_num_key_heads, hf.linear_key_head_dim),

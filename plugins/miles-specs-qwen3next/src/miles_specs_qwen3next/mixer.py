@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -60,8 +61,8 @@ class GatedDeltaNet(MegatronModule):
         ConfigError: key heads that do not divide among tensor-parallel ranks.
     """
 
-    def __init__(self, config: TransformerConfig, layer_number: int, cp_comm_type=None, pg_collection=None, *,
-                 column: type, row: type, **_):  # fmt: skip
+    def __init__(self, config: TransformerConfig, layer_number: int, cp_comm_type: Any = None,
+                 pg_collection: Any = None, *, column: type, row: type, **_: Any):  # fmt: skip
         super().__init__(config)
         self.layer_number = layer_number
         self.tensor_group = getattr(pg_collection, "tp", None) or parallel_state.get_tensor_model_parallel_group()
@@ -96,7 +97,8 @@ class GatedDeltaNet(MegatronModule):
         for name in _CUT:
             set_tensor_model_parallel_attributes(getattr(self, name), True, 0, 1)
 
-    def forward(self, hidden_states: torch.Tensor, attention_mask=None, *, packed_seq_params=None, **_):
+    def forward(self, hidden_states: torch.Tensor, attention_mask: Any = None, *, packed_seq_params: Any = None,
+                **_: Any) -> Any:
         """[T, 1, H] (sequence parallel: [T / tensor, 1, H]) -> the same, and no bias.
 
         Raises:
@@ -145,11 +147,12 @@ class GatedDeltaNet(MegatronModule):
         q, k = (x.unflatten(-1, (self.key_heads, self.key_size)) for x in (q, k))
         return gated_delta_rule(q, k, v.unflatten(-1, (self.heads, self.size)), g, b.sigmoid()).flatten(2)
 
-    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None, tp_group=None):
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (),
+                           metadata: Any = None, tp_group: Any = None) -> dict[str, Any]:
         """Megatron's: what a checkpoint keeps, independent of the layout."""
         own: dict[str, torch.Tensor] = {}
         self._save_to_state_dict(own, "", keep_vars=True)
-        found = make_sharded_tensors_for_checkpoint(
+        found: dict[str, Any] = make_sharded_tensors_for_checkpoint(
             own, prefix, dict.fromkeys(_CUT, 0), sharded_offsets, tp_group=self.tensor_group,
             dp_cp_group=metadata["dp_cp_group"],
         )  # fmt: skip
@@ -166,14 +169,14 @@ def _apart(entry: ShardedTensor, sections: tuple[int, ...]) -> ShardedTensorFact
     bare = entry.without_data()
 
     @torch.no_grad()
-    def build(key, tensor, replica_id, flattened_range):
+    def build(key: str, tensor: torch.Tensor, replica_id: Any, flattened_range: Any) -> list[ShardedTensor]:
         whole = replace(bare, key=key, data=tensor, dtype=tensor.dtype, replica_id=replica_id,
                         flattened_range=flattened_range)
         starts = (sum(sections[:i]) for i in range(len(sections)))
         parts = [whole.narrow(0, start, size)[0] for start, size in zip(starts, sections, strict=True)]
         return [replace(part, key=f"{key}.{name}") for part, name in zip(parts, "qkv", strict=True)]
 
-    def merge(parts):
+    def merge(parts: list[torch.Tensor]) -> torch.Tensor:
         with torch.no_grad():
             return torch.cat(parts)
 

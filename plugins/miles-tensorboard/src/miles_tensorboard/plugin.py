@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from miles_core.config import option
 from miles_core.hookspecs import hookimpl
+
+if TYPE_CHECKING:
+    from miles_tensorboard.event_files import EventFiles
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +29,7 @@ class Tensorboard:
 
     def __init__(self, options: TensorboardOptions):
         self.options = options
-        self._files = None
+        self._files: EventFiles | None = None
 
     @hookimpl
     def metrics(self, rollout_id: int, values: dict[str, float], run_dir: Path) -> None:

@@ -55,6 +55,32 @@ class TisOptions:
 class Tis:
     """Importance weights, rejection and metrics for the gap between engine and trainer: TIS, IcePop, MIS, OPSM."""
 
+    refuses = (
+        {"when": {"tis.use_tis": True, "algorithm.use_rollout_logprobs": True},
+         "what": "use_tis and use_rollout_logprobs correct the same gap twice",
+         "fix": "drop one: with use_rollout_logprobs the ratio of the loss is to the engine already"},
+        {"when": {"tis.tis_batch_normalize": True, "tis.use_tis": False},
+         "what": "tis_batch_normalize divides the weights of use_tis, and there are none",
+         "fix": "add --use-tis, or leave it out"},
+        {"when": {"tis.tis_batch_normalize": True, "tis.tis_level": "geometric"},
+         "what": "tis_batch_normalize is for use_tis with tis_level token or sequence", "fix": "leave it out"},
+        {"when": {"tis.tis_batch_normalize": True, "algorithm.skip_actor_forward_only": True},
+         "what": "tis_batch_normalize needs the old log-probs of the whole step before its first micro-batch",
+         "fix": "drop one of them"},
+        {"when": {"tis.tis_clip_low": {"outside": "[0, inf)"}},
+         "what": "tis_clip_low is a bound of a ratio", "fix": "0.5 is usual"},
+        {"when": {"tis.tis_clip_low": {"from": "tis.tis_clip"}},
+         "what": "tis_clip_low should be below tis_clip", "fix": "0.5 and 2.0 are usual"},
+        {"when": {"tis.rs_lower_bound": {"outside": "[0, inf)"}},
+         "what": "rs_lower_bound is a bound of a ratio", "fix": "0.5 is usual"},
+        {"when": {"tis.rs_lower_bound": {"from": "tis.rs_upper_bound"}},
+         "what": "rs_lower_bound should be below rs_upper_bound", "fix": "0.5 and 2.0 are usual"},
+        {"when": {"tis.opsm_delta": {"outside": "[0, inf)"}},
+         "what": "opsm_delta is a distance of log-probs", "fix": "1e-4 is usual"},
+        {"when": {"tis.tis_clip": {"said": True}, "tis.use_tis": False, "tis.use_rs": False},
+         "what": "tis_clip has no effect without --use-tis", "fix": "add it, or leave tis_clip out"},
+    )
+
     def __init__(self, options: TisOptions, config: RunConfig):
         _check(options, config)
         self.options, self._mean = options, 1.0

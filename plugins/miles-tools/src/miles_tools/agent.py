@@ -7,7 +7,7 @@ import copy
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 from miles_core.errors import ConfigError, RewardError
 from miles_core.stages.rollout import Generation
@@ -51,7 +51,7 @@ class Agents:
 
     def __init__(self, options: ToolsOptions, config: RunConfig):
         self._options, self._config = options, config
-        self._function: Callable | None = None
+        self._function: Callable[..., Any] | None = None
         self._tokenizer = None
         self._turns = asyncio.Semaphore(options.agent_concurrency)
         self._server = SessionServer()
@@ -90,11 +90,11 @@ class Agents:
                 self._template(()).check("user")
         await self._server.start()
 
-    def _template(self, tools: Sequence[Mapping]) -> Template:
+    def _template(self, tools: Sequence[Mapping[str, Any]]) -> Template:
         return Template(self._tokenizer, self._config.rollout.apply_chat_template_kwargs or {}, list(tools))
 
     async def _one(self, prompt: Prompt, index: int, generation: Generation) -> Sample:
-        session = Session(prompt, index, generation, context=self._config.rollout.rollout_max_context_len,
+        session = Session(prompt, index, generation, context=cast("int", self._config.rollout.rollout_max_context_len),
                           template=self._template)
         async with self._turns:
             begin = time.monotonic()
@@ -106,7 +106,8 @@ class Agents:
             sample = self._rewarded(sample, session, result)
         return sample
 
-    async def _in_session(self, prompt: Prompt, session: Session, recall: Recall) -> tuple[dict, Failure | None]:
+    async def _in_session(self, prompt: Prompt, session: Session,
+                          recall: Recall) -> tuple[dict[str, Any], Failure | None]:
         """(what the agent told, why it failed). An agent that runs out of context may fail of it: its answers stand."""
         key = self._server.open(session)
         agent = asyncio.ensure_future(self._call(prompt, key))
@@ -131,9 +132,10 @@ class Agents:
             await self._server.close(key)
 
     async def _call(self, prompt: Prompt, key: str) -> object:
-        messages = prompt.messages or ({"role": "user", "content": prompt.text},)
-        task = Task(self._server.base_url, key, copy.deepcopy(list(messages)), copy.deepcopy(dict(prompt.metadata)),
-                    prompt.label)  # copies: an agent may change them, and its group shares the prompt
+        messages: Sequence[Mapping[str, Any]] = prompt.messages or ({"role": "user", "content": prompt.text},)
+        # Copies: an agent may change them, and its group shares the prompt.
+        task = Task(self._server.base_url, key, copy.deepcopy([dict(one) for one in messages]),
+                    copy.deepcopy(dict(prompt.metadata)), prompt.label)
         if self._function is not None:
             return await call_function(self._function, task)
         return await call_program(self._options.agent_command, task)

@@ -19,6 +19,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, cast
 
 from miles_core.errors import ConfigError
 from miles_core.hosts import in_daemon_thread
@@ -43,8 +44,8 @@ class Task:
 
     base_url: str
     api_key: str
-    messages: list[dict]
-    metadata: dict
+    messages: list[dict[str, Any]]
+    metadata: dict[str, Any]
     label: str | None
 
 
@@ -56,7 +57,7 @@ class AgentFailed(Exception):
         self.reason, self.detail = reason, detail
 
 
-def load_function(path: str) -> Callable:
+def load_function(path: str) -> Callable[..., Any]:
     """The function that FILE.py:FUNCTION or MODULE:FUNCTION names.
 
     Raises:
@@ -66,7 +67,7 @@ def load_function(path: str) -> Callable:
     who = f"--agent {path}"
     try:
         module = import_file(Path(where).resolve()) if where.endswith(".py") else importlib.import_module(where)
-        function = getattr(module, name)
+        function: Callable[..., Any] = getattr(module, name)
     except AttributeError:
         raise ConfigError(f"{where} has no {name!r}", who=who, fix="name a function of it") from None
     except (Exception, SystemExit) as error:
@@ -102,7 +103,7 @@ def find_function(path: str) -> None:
         raise ConfigError("there is no such file or package", got=where, who="tools.agent", fix="check --agent")
 
 
-async def call_function(function: Callable, task: Task) -> object:
+async def call_function(function: Callable[..., Any], task: Task) -> object:
     """What the function returns; a coroutine function runs in an event loop of its thread.
 
     Cancelling the call cancels the coroutine and waits for its end for GRACE seconds; a function that blocks is left
@@ -114,11 +115,11 @@ async def call_function(function: Callable, task: Task) -> object:
     parameters = inspect.signature(function).parameters
     open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     given = {name: getattr(task, name) for name in Task.__dataclass_fields__ if open_ended or name in parameters}
-    running: list[tuple[asyncio.AbstractEventLoop, asyncio.Task]] = []
+    running: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = []
     ended = threading.Event()
 
     async def coroutine() -> object:
-        running.append((asyncio.get_running_loop(), asyncio.current_task()))
+        running.append((asyncio.get_running_loop(), cast("asyncio.Task[Any]", asyncio.current_task())))
         return await function(**given)
 
     def work() -> object:
@@ -184,7 +185,7 @@ def result_of(output: str) -> object:
 class _Watched(asyncio.SubprocessProtocol):
     """Keeps the end of what a program writes, and knows when it has ended and when nobody can write any more."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.outputs = {1: bytearray(), 2: bytearray()}
         self.exited, self.drained = asyncio.Event(), asyncio.Event()
         self._open = 2

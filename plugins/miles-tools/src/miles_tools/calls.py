@@ -47,7 +47,7 @@ def parse(text: str, format: str = "hermes", names: Sequence[str] = ()) -> tuple
     return thought + ended + pattern.sub("", said), calls
 
 
-def _pattern(format: str, names: Sequence[str]) -> re.Pattern | None:
+def _pattern(format: str, names: Sequence[str]) -> re.Pattern[str] | None:
     either = "|".join(map(re.escape, names))
     if not either:
         return None
@@ -56,7 +56,7 @@ def _pattern(format: str, names: Sequence[str]) -> re.Pattern | None:
     return re.compile(rf"^```({either})[ \t]*\n(.*?)(^```[ \t]*$|\Z)", re.DOTALL | re.MULTILINE)
 
 
-def _hermes(found: re.Match) -> Call:
+def _hermes(found: re.Match[str]) -> Call:
     body, closed = found.groups()
     if not closed:
         return Call("", {}, "the call is not closed: write </tool_call> after it")
@@ -73,6 +73,6 @@ def _hermes(found: re.Match) -> Call:
     return Call(call["name"], call.get("arguments", {}))
 
 
-def _text_call(found: re.Match) -> Call:
+def _text_call(found: re.Match[str]) -> Call:
     name, body, closed = found.groups()
     return Call(name, body.strip("\n"), None if closed else f"the call of {name} is not closed")

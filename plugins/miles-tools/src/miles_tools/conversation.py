@@ -10,10 +10,10 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from miles_core.errors import ConfigError, DataError
-from miles_core.stages.rollout import Generation, Request, call_engine
+from miles_core.stages.rollout import Generation, Request, Response, call_engine
 from miles_core.types import Prompt, Sample, Status
 from miles_tools.calls import Call, parse
 from miles_tools.template import Template
@@ -96,7 +96,8 @@ class _Conversation:
         self._draws = told.get("draws", 0)
         self._figures = {name: told.get(name, 0) for name in FIGURES}
         self._most = min(generation.sampling.max_new_tokens, shared.context - len(prompt.token_ids))
-        self._begun, self._last = begun, None
+        self._begun = begun
+        self._last: Response | None = None
 
     async def turn(self) -> Status | None:
         """Draw, and answer the calls; how the conversation ends, None while it goes on."""
@@ -171,7 +172,7 @@ def of(options: ToolsOptions, config: RunConfig, sandbox: Sandbox) -> Conversati
     """
     toolbox = Toolbox(load_tools(options.tools), sandbox)
     template = Template(load_tokenizer(config), config.rollout.apply_chat_template_kwargs or {}, toolbox.schemas)
-    return Conversations(template, toolbox, options, config.rollout.rollout_max_context_len)
+    return Conversations(template, toolbox, options, cast("int", config.rollout.rollout_max_context_len))
 
 
 def check(options: ToolsOptions, config: RunConfig) -> None:

@@ -4,15 +4,15 @@ The word is a secret of the call, so that code that ends the process early has n
 """
 
 
-def statement(code: str, test: str, passed: str):
+def statement(code: str, test: str, passed: str) -> str:
     """A test that is Python: asserts, which see the names of the code."""
-    scope = {"__name__": "answer"}
+    scope: dict[str, object] = {"__name__": "answer"}
     exec(compile(code, "answer.py", "exec"), scope)
     exec(compile(test, "test.py", "exec"), scope)
     return passed
 
 
-def program(code: str, given: str):
+def program(code: str, given: str) -> str:
     """A test that is an input: what the program prints."""
     import contextlib
     import io

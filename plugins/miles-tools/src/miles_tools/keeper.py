@@ -22,6 +22,7 @@ import sys
 import time
 import types
 from collections.abc import Iterator
+from typing import Any
 
 from miles_tools import kernel
 
@@ -288,7 +289,7 @@ def relay(parent: int) -> None:
             os._exit(code if code >= 0 else 128 - code)
 
 
-def perform(call: dict[str, object]) -> None:
+def perform(call: dict[str, Any]) -> None:
     """Run the function and write what it returns, or how it fails. Never returns."""
     own = os.getpid()
     try:

@@ -135,7 +135,8 @@ def limit(*, cpu: float, memory: int, disk: int, processes: int, files: int) -> 
     }
     for kind, bounds in limits.items():
         highest = resource.getrlimit(kind)[1]
-        bounds = bounds if highest == resource.RLIM_INFINITY else tuple(min(bound, highest) for bound in bounds)
+        if highest != resource.RLIM_INFINITY:
+            bounds = min(bounds[0], highest), min(bounds[1], highest)
         resource.setrlimit(kind, bounds)
 
 

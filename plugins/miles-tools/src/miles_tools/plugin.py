@@ -12,7 +12,10 @@ from miles_core.hookspecs import hookimpl
 if TYPE_CHECKING:
     from miles_core.stages.rollout import Generation
     from miles_core.types import Prompt, Sample
+    from miles_tools.agent import Agents
+    from miles_tools.conversation import Conversations
     from miles_tools.sandbox import Sandbox
+    from miles_tools.unit_tests import UnitTests
 
 POSITIVE = ("generate_max_turns", "tool_response_tokens", "sandbox_workers", "sandbox_wall_time", "sandbox_cpu_time",
             "sandbox_memory", "sandbox_disk", "sandbox_processes", "sandbox_output", "unit_tests_timeout")
@@ -60,10 +63,31 @@ class Tools:
     """Conversations of several turns with tools in a sandbox, and a scorer that runs unit tests in it."""
 
     provides = ("resumes:tools", "resumes:agent")
+    refuses = (
+        {"when": {"generate": "tools", "tools.tools": {"like": r".*\.py", "missing": True}},
+         "what": "there is no such file of tools", "fix": "check the path after --tools.tools"},
+        {"when": {"generate": "tools", "tools.tools": {"set": False}},
+         "what": "generator tools has no tool",
+         "fix": "--tools.tools calc, or a file of functions: --tools.tools FILE.py"},
+        {"when": {"generate": "agent", "tools.agent": {"set": False}, "tools.agent_command": {"set": False}},
+         "what": "the generator agent needs one agent",
+         "fix": "--agent FILE.py:FUNCTION, or --agent-command PROGRAM ARGUMENT ..."},
+        {"when": {"generate": "agent", "tools.agent": {"set": True}, "tools.agent_command": {"set": True}},
+         "what": "the generator agent has two agents, a function and a program",
+         "fix": "drop --agent or --agent-command"},
+        {"when": {"reward": "agent", "generate": {"not": "agent"}},
+         "what": "the scorer agent gives what an agent gave its sample, and there is none",
+         "fix": "add --generate agent, or name another scorer"},
+        {"when": {"tools.generate_max_turns": {"outside": "[1, inf)"}},
+         "what": "generate_max_turns should be positive", "fix": "leave it out for its default"},
+    )
 
     def __init__(self, options: ToolsOptions, config: RunConfig):
         self.options, self._config = options, config
-        self._agents = self._conversations = self._sandbox = self._unit_tests = None
+        self._agents: Agents | None = None
+        self._conversations: Conversations | None = None
+        self._sandbox: Sandbox | None = None
+        self._unit_tests: UnitTests | None = None
         for name in POSITIVE:
             if not getattr(options, name) > 0:
                 raise ConfigError(f"{name} should be positive", got=getattr(options, name), who=f"tools.{name}",

@@ -24,7 +24,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import IO, Any, cast
 
 from miles_core.errors import ConfigError, RolloutError
 
@@ -131,7 +131,8 @@ class Sandbox:
     """
 
     def __init__(self, limits: Limits = Limits(), workers: int = 2, isolation: str = "auto"):
-        self.limits, self._wanted, self._chosen = limits, isolation, None
+        self.limits, self._wanted = limits, isolation
+        self._chosen: Isolation | None = None
         self._choosing = threading.Lock()
         self._idle: queue.LifoQueue[_Keeper | None] = queue.LifoQueue()
         for _ in range(workers):
@@ -186,7 +187,7 @@ class Sandbox:
             self._idle.put(None)
 
     def _probe(self) -> Isolation:
-        reasons = []
+        reasons: list[str] = []
         for isolation in candidates(self._wanted):
             keeper = None
             try:
@@ -224,6 +225,7 @@ class _Keeper:
             stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd="/", start_new_session=True,
             env={"PATH": os.defpath, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
         )  # fmt: skip
+        self._asked, self._told = cast("IO[bytes]", self._popen.stdin), cast("IO[bytes]", self._popen.stdout)
         try:
             if not (answer := self._read(START)).get("ready"):
                 raise SandboxError("the sandbox did not start", got=answer.get("detail"))
@@ -237,8 +239,8 @@ class _Keeper:
             SandboxError: no answer, or one that says so.
         """
         try:
-            self._popen.stdin.write(json.dumps(call).encode() + b"\n")
-            self._popen.stdin.flush()
+            self._asked.write(json.dumps(call).encode() + b"\n")
+            self._asked.flush()
         except OSError as error:
             raise SandboxError("a sandbox process ended", got=error.strerror) from None
         answer = self._read(self._wall + GRACE)
@@ -249,19 +251,19 @@ class _Keeper:
     def close(self) -> None:
         """End it, and all that it started."""
         with contextlib.suppress(OSError):
-            self._popen.stdin.close()
+            self._asked.close()
         try:
             self._popen.wait(3)
         except subprocess.TimeoutExpired:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._popen.pid, signal.SIGKILL)
             self._popen.wait()
-        self._popen.stdout.close()
+        self._told.close()
         if self._work is not None:
             shutil.rmtree(self._work, ignore_errors=True)
 
     def _read(self, seconds: float) -> dict[str, Any]:
-        deadline, pipe = time.monotonic() + seconds, self._popen.stdout.fileno()
+        deadline, pipe = time.monotonic() + seconds, self._told.fileno()
         ready = select.poll()  # select() knows no descriptor above 1023, and a driver has many
         ready.register(pipe, select.POLLIN)
         while b"\n" not in self._rest:
@@ -275,7 +277,8 @@ class _Keeper:
             self._rest += data
         line, _, self._rest = self._rest.partition(b"\n")
         try:
-            return json.loads(line)
+            answer: dict[str, Any] = json.loads(line)
+            return answer
         except ValueError:
             raise SandboxError("a sandbox process answered with what is no JSON", got=repr(line[:100])) from None
 

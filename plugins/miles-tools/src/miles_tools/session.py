@@ -12,14 +12,14 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
 from miles_core.errors import DataError, EngineError
 from miles_core.stages.rollout import Generation, Request, Response, SamplingParams, call_engine
 from miles_core.types import Prompt, Sample, Status
-from miles_tools.calls import parse
+from miles_tools.calls import Call, parse
 from miles_tools.session_request import Asked, Message, Refused, for_template
 from miles_tools.transcript import Transcript
 
@@ -137,14 +137,15 @@ class Session:
                                   Failure("agent_never_called", "the agent ended without an answer of the model"))
         if failure is not None:
             return self._unfinished(failure)
-        truncated = self.full or self._last.finish_reason == "length"
-        text = self._generation.decode(self._last.output_ids.tolist(), self.sampling.skip_special_tokens)
-        sample = self._transcript.to_sample(self._prompt, self._index, text=text,
-                                            status=Status.TRUNCATED if truncated else Status.COMPLETED)
+        last, transcript = cast("Response", self._last), cast("Transcript", self._transcript)  # else it has failed
+        truncated = self.full or last.finish_reason == "length"
+        text = self._generation.decode(last.output_ids.tolist(), self.sampling.skip_special_tokens)
+        sample = transcript.to_sample(self._prompt, self._index, text=text,
+                                      status=Status.TRUNCATED if truncated else Status.COMPLETED)
         sample.metadata["messages"] = self.messages
         sample.metadata["figures"] |= {"agent/turns": float(self.turns),
                                        "agent/ignored_parameters": float(self.ignored)}
-        return self._generation.on_response(sample, self._last)
+        return self._generation.on_response(sample, last)
 
     def _next_ids(self, asked: Asked) -> tuple[list[int], list[int]]:
         """The ids that the engine is given, and those of them that this request adds to a begun conversation."""
@@ -153,10 +154,11 @@ class Session:
         try:
             if self._transcript is None:
                 self._template = self._make_template(asked.tools)
-                ids, suffix = self._template.prompt(self._rendered(asked.messages), self.name), []
+                ids = self._template.prompt(self._rendered(asked.messages), self.name)
+                suffix: list[int] = []
             else:
                 new = self._rendered(self._continued(asked))
-                suffix = self._template.suffix(new, self._transcript.ids[-1])
+                suffix = cast("Template", self._template).suffix(new, self._transcript.ids[-1])
                 ids = self._transcript.ids + suffix
         except DataError as error:
             raise Refused(400, f"the messages cannot be rendered: {error}") from error
@@ -173,7 +175,8 @@ class Session:
 
     def _rendered(self, messages: Sequence[Message]) -> list[Message]:
         """Messages as the template takes them; a special token in one of them ends no turn."""
-        return [{**message, "content": self._template.harmless(message["content"])}
+        template = cast("Template", self._template)  # made with the first request
+        return [{**message, "content": template.harmless(message["content"])}
                 for message in for_template(messages)]
 
     def _continued(self, asked: Asked) -> Sequence[Message]:
@@ -238,7 +241,8 @@ class Session:
         """The answer as a message, without its end token and the stop text; whether it calls tools."""
         text = self._generation.decode(response.output_ids.tolist(), True)
         cuts = [at for stop in asked.stop if (at := text.find(stop)) >= 0]
-        text, calls = text[: min(cuts, default=None)], ()
+        text = text[: min(cuts, default=None)]
+        calls: Sequence[Call] = ()
         if asked.tools and asked.calls:
             said, found = parse(text)
             if not any(call.error for call in found):  # else the agent gets to see what the model wrote

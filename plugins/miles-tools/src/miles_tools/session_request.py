@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from miles_core.stages.rollout import SamplingParams
 
@@ -18,7 +19,7 @@ NEUTRAL = {"presence_penalty": (0,), "frequency_penalty": (0,), "repetition_pena
            "logit_bias": ({},), "seed": (), "parallel_tool_calls": (True,)}
 """Parameters that no run has, and the values with which they do nothing."""
 
-Message = dict[str, object]
+Message = dict[str, Any]
 
 
 class Refused(Exception):
@@ -108,7 +109,7 @@ def readable(message: object, where: str) -> Message:
 
 def _text(content: object, where: str) -> str:
     if isinstance(content, list):
-        parts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
+        parts: list[Any] = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
                  for part in content]
         content = "".join(parts) if all(isinstance(part, str) for part in parts) else content
     if content is not None and not isinstance(content, str):
@@ -116,7 +117,7 @@ def _text(content: object, where: str) -> str:
     return content or ""
 
 
-def _calls(calls: object, where: str) -> list[dict]:
+def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
     try:
         found = [{"id": call.get("id"), "type": "function",
                   "function": {"name": call["function"]["name"], "arguments": call["function"]["arguments"]}}

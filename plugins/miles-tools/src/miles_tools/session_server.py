@@ -17,6 +17,7 @@ import logging
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
 
 from aiohttp import web
 
@@ -35,9 +36,9 @@ LOG.addHandler(logging.NullHandler())  # what an agent sends that is no HTTP is 
 class SessionServer:
     """One listener for all sessions of a run; `open` gives a session's key, and `close` ends it."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._sessions: dict[str, tuple[bytes, Session]] = {}
-        self._calls: dict[Session, set[asyncio.Task]] = {}
+        self._calls: dict[Session, set[asyncio.Task[Any]]] = {}
         self._server: web.Server | None = None
         self._listener: asyncio.Server | None = None
         self._starting = asyncio.Lock()
@@ -76,7 +77,7 @@ class SessionServer:
 
     def stop(self) -> None:
         """End all: no new connection, none of the old ones."""
-        if self._listener is not None:
+        if self._listener is not None and self._server is not None:
             self._listener.close()
             for connection in list(self._server.connections):
                 connection.force_close()
@@ -171,17 +172,17 @@ def _refusal(refused: Refused) -> web.Response:
     return response
 
 
-def _whole(completion: Completion) -> dict:
+def _whole(completion: Completion) -> dict[str, Any]:
     """OpenAI's object of an answer."""
     return {**_head(completion, "chat.completion"), "usage": _usage(completion), "choices": [
         {"index": 0, "message": _shown(completion), "logprobs": None, "finish_reason": completion.finish_reason}]}
 
 
-def _head(completion: Completion, kind: str) -> dict:
+def _head(completion: Completion, kind: str) -> dict[str, Any]:
     return {"id": f"chatcmpl-{completion.turn}", "object": kind, "created": int(time.time()), "model": MODEL}
 
 
-def _shown(completion: Completion) -> dict:
+def _shown(completion: Completion) -> dict[str, Any]:
     message = completion.message
     return {**message, "content": message["content"] or (None if "tool_calls" in message else "")}
 
@@ -191,7 +192,7 @@ def _usage(completion: Completion) -> dict[str, int]:
             "total_tokens": completion.prompt_tokens + completion.completion_tokens}
 
 
-def _pieces(completion: Completion, asked: Asked) -> Iterator[dict]:
+def _pieces(completion: Completion, asked: Asked) -> Iterator[dict[str, Any]]:
     """An answer as the events of a stream: the message, its end, and how many tokens it has."""
     head, message = _head(completion, "chat.completion.chunk"), _shown(completion)
     if calls := message.get("tool_calls"):
@@ -202,7 +203,8 @@ def _pieces(completion: Completion, asked: Asked) -> Iterator[dict]:
         yield {**head, "choices": [], "usage": _usage(completion)}
 
 
-async def _stream(request: web.BaseRequest, completion: Completion, asked: Asked, headers: dict) -> web.StreamResponse:
+async def _stream(request: web.BaseRequest, completion: Completion, asked: Asked,
+                  headers: dict[str, Any]) -> web.StreamResponse:
     response = web.StreamResponse(headers={**headers, "Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     async with asyncio.timeout(PATIENCE):
         await response.prepare(request)

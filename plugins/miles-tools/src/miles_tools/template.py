@@ -49,12 +49,13 @@ class Template:
         tools: descriptions of functions, given to the template as `tools`.
     """
 
-    def __init__(self, tokenizer: Any, arguments: Mapping[str, object], tools: Sequence[dict] | None = None):
+    def __init__(self, tokenizer: Any, arguments: Mapping[str, object],
+                 tools: Sequence[Mapping[str, Any]] | None = None):
         self.tokenizer = tokenizer
         self._arguments = {**arguments, **({"tools": list(tools)} if tools else {})}
         self._special = frozenset(tokenizer.all_special_ids)
 
-    def text(self, messages: Sequence[Mapping], where: str, *, opening: bool = True) -> str:
+    def text(self, messages: Sequence[Mapping[str, Any]], where: str, *, opening: bool = True) -> str:
         """Messages as the template writes them, with the opening of an answer.
 
         Raises:
@@ -66,11 +67,11 @@ class Template:
         """The ids of a rendered text."""
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    def prompt(self, messages: Sequence[Mapping], where: str) -> list[int]:
+    def prompt(self, messages: Sequence[Mapping[str, Any]], where: str) -> list[int]:
         """The ids that a conversation begins with."""
         return self.encode(self.text(messages, where))
 
-    def suffix(self, messages: Sequence[Mapping], after: int) -> list[int]:
+    def suffix(self, messages: Sequence[Mapping[str, Any]], after: int) -> list[int]:
         """The ids that follow a drawn turn: these messages, and the opening of the next turn.
 
         Args:
@@ -117,9 +118,9 @@ class Template:
         if not rewriting:
             self._check_history(answer, who)
 
-    def _check_history(self, answer: Mapping, who: str) -> None:
+    def _check_history(self, answer: Mapping[str, Any], who: str) -> None:
         for name, turn in (("the reasoning", THOUGHT + CALL), ("the opening", CALL)):
-            messages: list[dict] = [{"role": "user", "content": "Find 1."}]
+            messages: list[Mapping[str, Any]] = [{"role": "user", "content": "Find 1."}]
             shown = self.text(messages, who)
             for _ in range(2):
                 drawn = _after_opening(shown, turn)
@@ -135,7 +136,7 @@ class Template:
                         "where it does not), or train on the history as it was with --tools.allow-rewriting-template")
                 shown = longer
 
-    def _after_a_turn(self, messages: Sequence[Mapping], turn: str) -> str:
+    def _after_a_turn(self, messages: Sequence[Mapping[str, Any]], turn: str) -> str:
         before = [{"role": "user", "content": "."}, {"role": "assistant", "content": turn}]
         return self.text([*before, *messages], "a tool's answer").rpartition(turn)[2]
 

@@ -58,8 +58,8 @@ def tests_of(sample: Sample, key: str) -> list[Test]:
         return [Test(item) for item in given]
     if isinstance(given, dict):
         inputs, outputs = given.get("inputs"), given.get("outputs")
-        lists = isinstance(inputs, list) and isinstance(outputs, list) and len(inputs) == len(outputs) > 0
-        if lists and all(isinstance(item, str) for item in (*inputs, *outputs)):
+        if isinstance(inputs, list) and isinstance(outputs, list) and len(inputs) == len(outputs) > 0 and all(
+                isinstance(item, str) for item in (*inputs, *outputs)):
             return [Test(*pair) for pair in zip(inputs, outputs, strict=True)]
     raise RewardError("the row has no tests", got=type(given).__name__ if given else None, who=who,
                       fix=f'write statements, or {{"inputs": [...], "outputs": [...]}}, under {key!r} of the metadata '

@@ -1,0 +1,139 @@
+"""Every extension point of Miles, in the order of its documentation, and what there is here in its place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+SUPPORTED, REPLACED, NOT_HERE = "supported", "replaced", "not here"
+
+HOOKS = MappingProxyType({
+    "custom_generate_function_path": ("generate",),
+    "data_source_path": ("prompt_source",),
+    "buffer_filter_path": ("select_from_buffer",),
+    "dynamic_sampling_filter_path": ("filter_group",),
+    "rollout_sample_filter_path": ("shape_rewards",),
+    "rollout_all_samples_process_path": ("filter_group", "shape_rewards"),
+    "custom_rm_path": ("reward",),
+    "custom_reward_post_process_path": ("shape_rewards",),
+    "rollout_data_postprocess_path": ("train_step",),
+    "custom_loss_function_path": ("policy_loss",),
+    "custom_tis_function_path": ("token_weights",),
+    "custom_pg_loss_reducer_function_path": ("reduction",),
+    "custom_megatron_init_path": ("megatron_init",),
+    "custom_megatron_before_log_prob_hook_path": ("log_prob", "microbatch"),
+    "custom_megatron_before_train_step_hook_path": ("train_step",),
+    "custom_megatron_post_save_hook_path": ("metrics", "finish"),
+    "custom_rollout_log_function_path": ("metrics",),
+    "custom_eval_rollout_log_function_path": ("metrics",),
+    "custom_advantage_function_path": ("advantage",),
+})
+"""Option of this plugin -> the hooks that call its function."""
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One extension point.
+
+    Args:
+        number: its number among Miles's 36; None for slime's own.
+        names: its flags, or what it is called.
+        status: SUPPORTED, REPLACED (something else does it) or NOT_HERE (and the sentence says why).
+        more: what else to say; for a point without a flag, all there is to say.
+    """
+
+    number: int | None
+    names: tuple[str, ...]
+    status: str
+    more: str = ""
+
+    @property
+    def option(self) -> str:
+        """The option of this plugin that a supported point has."""
+        return self.names[0].removeprefix("--").replace("-", "_")
+
+
+POINTS = (
+    Point(1, ("--rollout-function-path",), REPLACED),
+    Point(2, ("--eval-function-path",), REPLACED),
+    Point(3, ("--custom-generate-function-path",), SUPPORTED, "with `--generate custom`"),
+    Point(4, ("--custom-agent-function-path",), REPLACED),
+    Point(5, ("--generate-tool-specs-path", "--generate-execute-tool-function-path"), REPLACED),
+    Point(6, ("--data-source-path",), SUPPORTED, "with `--prompt-source custom`"),
+    Point(7, ("--custom-async-data-buffer-path",), REPLACED),
+    Point(8, ("--buffer-filter-path",), SUPPORTED, "with `--partial-rollout`"),
+    Point(9, ("--dynamic-sampling-filter-path",), SUPPORTED),
+    Point(10, ("--rollout-sample-filter-path",), SUPPORTED),
+    Point(11, ("--rollout-all-samples-process-path",), SUPPORTED),
+    Point(12, ("--custom-rm-path",), SUPPORTED, "with `--rm-type custom`"),
+    Point(13, ("--custom-reward-post-process-path",), SUPPORTED),
+    Point(14, ("--custom-convert-samples-to-train-data-path",), REPLACED),
+    Point(15, ("--rollout-data-postprocess-path",), SUPPORTED),
+    Point(16, ("--custom-loss-function-path",), SUPPORTED, "with `--loss-type custom_loss`; not with Miles's arguments "
+          "`(args, batch, logits, sum_of_sample_mean)`, as those logits never exist at once"),
+    Point(17, ("--custom-tis-function-path",), SUPPORTED, "without `--use-tis`"),
+    Point(18, ("--custom-pg-loss-reducer-function-path",), SUPPORTED, "with `--reduction custom`"),
+    Point(19, ("--custom-megatron-init-path",), SUPPORTED),
+    Point(20, ("--custom-megatron-before-log-prob-hook-path",), SUPPORTED),
+    Point(21, ("--custom-megatron-before-train-step-hook-path",), SUPPORTED),
+    Point(22, ("--custom-megatron-post-save-hook-path",), SUPPORTED, "with `--save`"),
+    Point(23, ("--custom-model-provider-path",), REPLACED),
+    Point(24, ("--spec",), REPLACED),
+    Point(25, ("--custom-rollout-log-function-path",), SUPPORTED),
+    Point(26, ("--custom-eval-rollout-log-function-path",), SUPPORTED),
+    Point(27, ("--custom-update-weight-post-write-path",), NOT_HERE),
+    Point(28, ("--sglang-custom-pull-weights-pre-read-hook",), NOT_HERE),
+    Point(29, ("--session-message-matcher",), NOT_HERE),
+    Point(30, ("--session-sample-picker-path",), REPLACED),
+    Point(31, ("--session-sample-postprocessor-path",), REPLACED),
+    Point(32, ("--multi-lora-backend-path",), NOT_HERE),
+    Point(33, ("--multi-lora-http-server-path",), NOT_HERE),
+    Point(34, ("parse_args(add_custom_arguments=...)",), REPLACED, "Options are a plugin's: fields of a dataclass, "
+          "which are flags and keys of its table in the run file; `miles plugins new` writes one."),
+    Point(35, ("--custom-config-path",), REPLACED),
+    Point(36, ("--eval-config",), REPLACED),
+    Point(None, ("--custom-advantage-function-path",), SUPPORTED, "with `--advantage-estimator custom`"),
+    Point(None, ("--rollout-sample-hook-path",), REPLACED),
+)
+
+
+def table() -> list[str]:
+    """Rows of Markdown: all points."""
+    rows = ["| | Miles | | here |", "|---|---|---|---|"]
+    for point in POINTS:
+        names = ", ".join(f"`{name}`" for name in point.names)
+        rows.append(f"| {point.number or 'slime'} | {names} | {point.status} | {said(point).replace('|', '/')} |")
+    return rows
+
+
+def options() -> list[str]:
+    """Rows of Markdown: what this plugin calls, and how."""
+    from miles_compat.paths import SHAPES
+
+    rows = ["| option | called as | by the hook |", "|---|---|---|"]
+    return rows + [f"| `{name}` | `{shape.text}` | {', '.join(f'`{hook}`' for hook in HOOKS[name])} |"
+                   for name, shape in SHAPES.items()]
+
+
+def said(point: Point) -> str:
+    """What there is in its place."""
+    if point.status == SUPPORTED:
+        return f"`{point.option}`" + (f", {point.more}" if point.more else "")
+    return point.more or advice(point.names[0])
+
+
+def advice(flag: str) -> str:
+    """What `miles run` says of a flag that it does not take.
+
+    Raises:
+        KeyError: there is no such flag in the lists, or it is taken.
+    """
+    from miles_core.backends.megatron.flags import megatron_lm_flags
+    from miles_core.config.flags import _miles_list, miles_flags
+
+    if flag in miles_flags():
+        text = str(miles_flags()[flag]["refused"])
+        families: Mapping[str, str] = _miles_list()["families"]
+        return families[text[1:]] if text.startswith("@") else text
+    return megatron_lm_flags()[flag].text

@@ -1,0 +1,36 @@
+"""Reward functions: of a sample, or of a whole group."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+from miles_compat.paths import arguments
+from miles_compat.sample import lent
+from miles_core.hosts import in_daemon_thread
+from miles_core.types import Sample
+
+if TYPE_CHECKING:
+    from miles_compat.args import Args
+
+
+async def scores(function: Callable[..., Any], args: Args, samples: Sequence[Sample]) -> list[float]:
+    """What the function gives each sample of a group; one whose second argument is named `samples` gets all of them.
+
+    Plain functions run in a thread, like any plain scorer.
+    """
+    whole = [one.name for one in arguments(function)][1:2] == ["samples"]
+    if inspect.isclass(function):
+        function = cast("Callable[..., Any]", function())
+    with lent(samples) as found:
+        answers = await asyncio.gather(*(_asked(function, args, one) for one in ([found] if whole else found)))
+    return list(answers[0]) if whole else list(answers)
+
+
+async def _asked(function: Callable[..., Any], args: Args, given: object) -> Any:
+    if inspect.iscoroutinefunction(function):
+        return await function(args, given)
+    answer = await in_daemon_thread(lambda: function(args, given))
+    return await answer if inspect.isawaitable(answer) else answer

@@ -1,0 +1,288 @@
+"""Random sets of the official plugins: what is drawn, what their manifests say of it, and what a run of it is given.
+
+A draw is a set of plugins in some order, a model that one of them builds, the named parts that they offer and some of
+their switches. Nothing else is set but what a rule of a manifest (`refuses`) asks for; `settle` reads it off the rule.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+from miles_core.errors import MilesError
+from miles_core.plugins.manifest import Manifest
+from miles_core.plugins.plan import Plan, prepare
+from miles_core.plugins.scan import KNOWN
+from miles_core.plugins.select import select
+from miles_core.testing.parity import TINY, Case, cases, random_model
+from miles_core.testing.tiny import CONSTANTS, run_file, tiny_checkpoint
+
+ROOT = Path(__file__).parents[2]
+CHOSEN_BY = {
+    "advantage": "algorithm.advantage_estimator", "policy_loss": "algorithm.policy_loss",
+    "reduction": "algorithm.reduction", "generate": "rollout.generate", "weight_sync": "perf.weight_sync",
+    "reward": "rollout.rm_type",
+}  # fmt: skip
+"""The key that chooses a named part."""
+BUILT_IN = ("qwen3", "qwen3_moe")
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """Some plugins, and a run of them.
+
+    Args:
+        seed: what it was drawn from.
+        plugins: in the order of the run.
+        model: the case of a model family; those of BUILT_IN have the sizes of testing/tiny.py.
+        settings: "TABLE.OPTION" -> value.
+    """
+
+    seed: int
+    plugins: tuple[str, ...]
+    model: Case
+    settings: Mapping[str, object]
+
+    def __str__(self) -> str:
+        return f"seed {self.seed}: {', '.join(self.plugins)}; {self.model}; {dict(self.settings)}"
+
+
+def manifests(plugins: Sequence[str]) -> list[Manifest]:
+    """What official plugins state; none is imported."""
+    return [one.manifest for one in select([(name, "a draw") for name in plugins], ())]
+
+
+def draw(seed: int) -> Draw:
+    """A set of 1 to all plugins, as many small ones as large ones by their logarithm.
+
+    Each hook of named parts is taken by the first plugin, in an order of its own, that offers one, or by the core.
+    """
+    chance = random.Random(seed)
+    size = round(len(KNOWN) ** chance.random())
+    plugins = chance.sample(sorted(KNOWN), size)
+    offers = [offer for one in manifests(chance.sample(plugins, size)) for offer in one.offers]
+    settings: dict[str, object] = {}
+    for hook, key in CHOSEN_BY.items():
+        mine = [offer.name for offer in offers if offer.hook == hook]
+        if mine and chance.random() < 0.8:
+            # Beside a scorer that random answers earn, or a filter would have nothing to keep.
+            settings[key] = [*mine[:chance.choice([1, 1, 2])], "toy"] if hook == "reward" else mine[0]
+    for one in manifests(sorted(plugins)):
+        for option in one.options.values():
+            if option.type == "bool" and option.default is False and chance.random() < 0.2:
+                settings[f"{one.name}.{option.name}"] = True
+    families = [offer.name for offer in offers if offer.hook == "model_spec"] or BUILT_IN
+    return Draw(seed, tuple(plugins), chance.choice(models(chance.choice(families))), settings)
+
+
+def models(family: str) -> list[Case]:
+    """Tiny models of a family: the cases that its plugin is tested with."""
+    paths = [ROOT / "tests/unit/backends/megatron/parity.toml", *sorted(ROOT.glob("plugins/*/tests/parity.toml"))]
+    return [case for path in paths for case in cases(path) if case.family == family]
+
+
+def write_model(case: Case, folder: Path) -> None:
+    """A random checkpoint with the tokenizer and the prompts of testing/tiny.py. Imports torch."""
+    tiny_checkpoint(folder)
+    (folder / "model.safetensors").unlink()
+    words = {key: CONSTANTS[key] for key in ("vocab_size", "eos_token_id", "pad_token_id")}
+    # Of Qwen3-Next's layers the fourth has attention; in the others one has experts.
+    dense = int(case.config.get("first_k_dense_replace", 1))
+    sizes = {"num_hidden_layers": 4 if case.family == "qwen3_next" else dense + 1}
+    if "moe_intermediate_size" in case.config:
+        sizes["moe_intermediate_size"] = 32  # divides into groups of int4
+    random_model(Case(case.family, case.name, TINY | case.config | words | sizes | {"bos_token_id": None})
+                 ).save_pretrained(folder)
+
+
+FUNCTIONS = '''
+"""What launch scripts name by path, and an agent."""
+import json
+import os
+import urllib.request
+
+import torch
+
+
+def reward(args, sample):
+    return 1.0 / (1 + sample.response_length)
+
+
+def advantage(args, rollout_data):
+    rewards, lengths = rollout_data["rewards"], rollout_data["response_lengths"]
+    rollout_data["advantages"] = [torch.full((size,), float(reward)) for reward, size in zip(rewards, lengths)]
+
+
+def loss(args, inputs):
+    return -inputs.advantages * inputs.log_probs * inputs.mask, {}
+
+
+def reducer(total_lengths, response_lengths, loss_masks, calculate_per_token_loss):
+    total = sum(float(mask.sum()) for mask in loss_masks)
+    return lambda values: (values * torch.cat([torch.zeros(0), *loss_masks])).sum() / max(total, 1.0)
+
+
+def agent(base_url, api_key, messages):
+    request = urllib.request.Request(base_url + "/chat/completions", json.dumps({"messages": messages}).encode(),
+                                     {"Authorization": "Bearer " + api_key})
+    with urllib.request.urlopen(request, timeout=20) as answer:
+        json.load(answer)
+    return 0.5
+'''
+
+
+class Service(BaseHTTPRequestHandler):
+    """A reward service that likes short answers, and a teacher that finds every token alike."""
+
+    def do_POST(self) -> None:
+        """Answer."""
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if "input_ids" in asked:
+            scored = [[None if at == 0 else -5.0, token, None] for at, token in enumerate(asked["input_ids"])]
+            answer: object = {"meta_info": {"input_token_logprobs": scored}}
+        else:
+            rewards = [1 / (1 + len(one["response"])) for one in asked.get("samples", [asked])]
+            answer = rewards if "samples" in asked else rewards[0]
+        body = json.dumps(answer).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_arguments: object) -> None:
+        """Nothing on the terminal."""
+
+
+@contextmanager
+def served() -> Iterator[str]:
+    """The address of a Service."""
+    http = ThreadingHTTPServer(("127.0.0.1", 0), Service)
+    threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{http.server_port}"
+    finally:
+        http.shutdown()
+        http.server_close()
+
+
+def needs(folder: Path, url: str, model: Path) -> dict[str, object]:
+    """What an option is given where a rule says that it has to be set."""
+    path = folder / "functions.py"
+    path.write_text(FUNCTIONS, encoding="utf-8")
+    return {
+        "compat.custom_rm_path": f"{path}:reward", "compat.custom_advantage_function_path": f"{path}:advantage",
+        "compat.custom_loss_function_path": f"{path}:loss",
+        "compat.custom_pg_loss_reducer_function_path": f"{path}:reducer",
+        "remote-rm.rm_url": url, "opd.opd_teacher_urls": [url], "opd.opd_teacher_load": str(model),
+        "tools.agent": f"{path}:agent", "tools.tools": ["calc"], "lora.lora_rank": 2,
+        "dapo-filter.overlong_buffer_len": 4,
+    }
+
+
+def declared(said: str, plugins: Sequence[str]) -> tuple[str, Mapping | None]:
+    """(what manifests declare that an error states, "" for nothing; the rule, where it is one of `refuses`).
+
+    Args:
+        said: an error's text.
+        plugins: the official ones of the run.
+    """
+    stated = manifests(plugins)
+    for one in stated:
+        for rule in one.refuses:
+            if rule["what"] in said:
+                return f"{one.name}: {rule['what']}", rule
+        for word in one.conflicts:
+            if f"{one.name!r} conflicts with {word!r}" in said:
+                return f"{one.name} conflicts with {word}", None
+        for word in one.requires:
+            if f"{one.name!r} requires {word!r}" in said:
+                return f"{one.name} requires {word}", None
+    return next(filter(None, (look(said, stated) for look in (_kept, _compared, _owned, _implied))), ""), None
+
+
+def _kept(said: str, stated: Sequence[Manifest]) -> str:
+    found = re.search(r"the generator '(.+?)' cannot go on with", said)
+    keeps = [one.name for one in stated for offer in one.offers if offer.hook == "unfinished"]
+    if found and keeps and not any(f"resumes:{found[1]}" in one.provides for one in stated):
+        return f"{keeps[0]}: the generator does not provide resumes:{found[1]}"
+    return ""
+
+
+def _compared(said: str, stated: Sequence[Manifest]) -> str:
+    found = re.search(r"(\w+) compares the answers to one prompt", said)
+    who = [one.name for one in stated if found and f"compares:{found[1]}" in one.provides]
+    return f"{who[0]} provides compares:{found[1]}" if who else ""
+
+
+def _owned(said: str, stated: Sequence[Manifest]) -> str:
+    found = re.search(r"two plugins offer the (\w+) '(.+?)'", said)
+    who = [one.name for one in stated for offer in one.offers if found and (offer.hook, offer.name) == found.groups()]
+    return f"{' and '.join(who)} offer {found[1]} {found[2]}" if len(who) > 1 else ""
+
+
+def _implied(said: str, stated: Sequence[Manifest]) -> str:
+    found = re.search(r"want two values of ([\w.-]+)", said)
+    who = [one.name for one in stated if found and found[1] in one.implies]
+    return f"{' and '.join(who)} imply {found[1]}" if len(who) > 1 else ""
+
+
+def mended(one: Draw, rule: Mapping, given: Mapping[str, object], chance: random.Random) -> Draw | None:
+    """The draw with one of the settings of a broken rule otherwise; None where no setting would help."""
+    ways = []
+    for key, test in rule["when"].items():
+        key = CHOSEN_BY.get(key, key)
+        if test == {"set": False} and key in given:
+            ways.append({**one.settings, key: given[key]})
+        elif test == {"set": True} or test is True:
+            ways.append({name: value for name, value in one.settings.items() if name != key})
+        elif test is False and key.partition(".")[0] in one.plugins:
+            ways.append({**one.settings, key: True})
+        elif isinstance(test, Mapping) and "not" in test:
+            ways.append({**one.settings, key: [test["not"], "toy"] if key == CHOSEN_BY["reward"] else test["not"]})
+    return replace(one, settings=chance.choice(ways)) if ways else None
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """What became of a draw before it runs.
+
+    Args:
+        path: the run file.
+        plan: None where it is refused.
+        said: the last refusal, and `why`: what of the manifests it states, "" where it states nothing of them.
+    """
+
+    draw: Draw
+    path: Path
+    plan: Plan | None
+    said: str = ""
+    why: str = ""
+
+
+def settle(one: Draw, path: Path, model: Path, given: Mapping[str, object], patience: int = 20) -> Settled:
+    """Write the run file, and mend what a rule refuses as that rule has it, until there is a plan or nothing to mend.
+
+    Args:
+        given: what `needs` gives.
+        patience: how often something is mended; two plugins may want the opposite.
+    """
+    chance, base = random.Random(one.seed), {"rollout": {"num_rollout": 2}, "optimizer": {"lr": 1e-3}}
+    said = why = ""
+    for _ in range(patience):
+        run_file(path, one.plugins, base, one.settings, checkpoint=model)
+        try:
+            return Settled(one, path, prepare(path))
+        except MilesError as error:
+            said = str(error)
+        why, rule = declared(said, one.plugins)
+        if not why or rule is None or (better := mended(one, rule, given, chance)) is None:
+            break
+        one = better
+    return Settled(one, path, None, said, why)

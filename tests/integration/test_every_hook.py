@@ -1,0 +1,61 @@
+"""The examples on the pages of hooks, all in one plugin, in a run that calls every one of them.
+
+A hook that the core no longer calls is found here, whatever its page says; so is an example that no longer works.
+"""
+
+import ast
+
+import pytest
+
+from miles_core import hookspecs
+from miles_core.testing import toy_run
+from tests.pages import ROOT, blocks
+
+SPECS = hookspecs.specs()
+NOT_IN_A_RUN = {
+    "convert": "tests/unit/cli/test_convert_by.py",  # a command of its own
+    "engine_args": "tests/integration/test_weight_hooks.py",  # of SGLang's servers
+}
+"""Hooks that no run on a CPU calls, and the test that does."""
+PARTS = {"algorithm.reduction": "mine", "rollout.generate": "mine", "rollout.combine_rewards": "mine",
+         "optimizer.clip_gradients": "mine", "rollout.prompt_source": "mine", "rollout.engine": "mine",
+         "perf.trainer": "mine", "perf.placement": "mine", "perf.weight_sync": "mine", "model.model_name": "mine"}
+CALLED_BACK = {"rollout.over_sampling_batch_size": 8}
+
+
+def example(hook):
+    """(imports for annotations, the method) of a page, which first writes down that it was called."""
+    [block] = [one for one in blocks(ROOT / "docs" / "hooks" / f"{hook}.md") if one.mark == "hook"]
+    tree = ast.parse(block.text)
+    [checking] = [node for node in tree.body if isinstance(node, ast.If)] or [None]
+    [kind] = [node for node in tree.body if isinstance(node, ast.ClassDef)]
+    [method] = [node for node in kind.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    method.body.insert(1, ast.parse(f"called({hook!r})").body[0])
+    return [ast.unparse(node) for node in checking.body] if checking else [], ast.unparse(method)
+
+
+@pytest.fixture
+def mine(tmp_path):
+    """A plugin that implements every hook, and what it wrote."""
+    imports, methods = zip(*(example(hook) for hook in SPECS), strict=True)
+    lines = ["from __future__ import annotations", "from pathlib import Path", "from typing import TYPE_CHECKING",
+             "from miles_core import hookimpl", "if TYPE_CHECKING:",
+             *(f"    {line}" for line in sorted({line for some in imports for line in some})),
+             f"def called(hook):\n    Path({str(tmp_path)!r}, hook).touch()",
+             "class Mine:", '    """All."""', '    name = "mine"', '    provides = ("resumes:mine",)',
+             *(f"    {line}" for method in methods for line in method.splitlines())]
+    path = tmp_path / "mine.py"
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def test_every_hook_is_called_in_a_run(mine):
+    toy_run([mine], options=PARTS | CALLED_BACK | {"algorithm.use_kl_loss": True, "checkpoint.save": "{run_dir}/saved",
+                                                   "checkpoint.save_hf": "{run_dir}/hf"})
+    called = {path.name for path in mine.parent.iterdir()}
+    assert set(SPECS) - called == set(NOT_IN_A_RUN)
+
+
+@pytest.mark.parametrize(("hook", "test"), NOT_IN_A_RUN.items())
+def test_the_others_are_called_in_a_test_of_their_own(hook, test):
+    assert hook in (ROOT / test).read_text(encoding="utf-8")

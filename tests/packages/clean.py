@@ -1,0 +1,44 @@
+"""Environments that see nothing of this checkout, and commands that run in them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import venv
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PIP = ("-m", "pip", "--disable-pip-version-check")
+
+
+def shell(*words: object, cwd: Path, seconds: int = 900) -> str:
+    """Runs a command out of sight of this checkout and gives what it printed; its failure fails the test."""
+    hidden = ("PYTHONPATH", "VIRTUAL_ENV", "PYTEST_ADDOPTS", "PYTEST_CURRENT_TEST")
+    environment = {name: value for name, value in os.environ.items() if name not in hidden}
+    done = subprocess.run([str(word) for word in words], cwd=cwd, capture_output=True, text=True, timeout=seconds,
+                          env=environment, check=False)
+    assert done.returncode == 0, f"{done.stdout[-6000:]}\n{done.stderr[-3000:]}"
+    return done.stdout
+
+
+def environment(folder: Path, *, below: Path | None = None, pip: bool = False) -> Path:
+    """The Python of a new environment; one that sees the packages of the folder `below` as well, if given."""
+    venv.create(folder, with_pip=pip, symlinks=True)
+    if below:
+        (site,) = folder.glob("lib/python*/site-packages")
+        (site / "below.pth").write_text(f"{below}\n")
+    return folder / "bin" / "python"
+
+
+def wheel(archives: Path, name: str) -> Path:
+    """The wheel of a distribution."""
+    (found,) = archives.glob(f"{name.replace('-', '_')}-*.whl")
+    return found
+
+
+def install(python: Path, pins: Path, *what: object) -> None:
+    """Installs one after the other, and lets pip check what it did."""
+    shell(python, *PIP, "install", "--quiet", "--upgrade", "pip", cwd=pins.parent)  # 23.2 has no extras of pinned files
+    for each in what:
+        shell(python, *PIP, "install", "--quiet", "--constraint", pins, each, cwd=pins.parent)
+    shell(python, *PIP, "check", cwd=pins.parent)

@@ -1,0 +1,208 @@
+"""What one mistake in the smallest run says, and near it what is none: intervals, rules, rows, files, this machine."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.misconfigurations.measure import ACCEPTED, REFUSED, ROOT, outcome
+
+TINY = ROOT / "examples/arithmetic/tiny-qwen3"
+CONFIG = json.loads((TINY / "config.json").read_text())
+TOKENIZER = json.loads((TINY / "tokenizer_config.json").read_text())
+SGLANG = ["--engine", "sglang"]
+EVAL = ["--eval-interval", "5", "--eval-prompt-data"]
+FOUR = ["--actor-num-gpus-per-node", "4", "--pipeline-model-parallel-size", "4"]
+SET = "examples/arithmetic/eval.jsonl"
+USER = {"role": "user", "content": "1+1="}
+
+# flags -> a part of what is said
+FLAGS = [
+    (["--lr", "1e6"], "lr should lie in [0, 1) (got 1000000.0)"),
+    (["--lr", "nan"], "lr should lie in"),
+    (["--adam-beta2", "98"], "adam_beta2 should lie in [0, 1)"),
+    (["--adam-eps", "0"], "adam_eps should lie in (0, 1)"),
+    (["--clip-grad", "-1"], "clip_grad should not be negative"),
+    (["--lr", "1e-6", "--min-lr", "1e-5"], "cannot decay to more than it is (got 1e-05)"),
+    (["--lr-warmup-iters", "9", "--lr-decay-iters", "5"], "the decay would be over before the warm-up"),
+    (["--eps-clip", "20"], "a band that is wider than 1 below clips nothing"),
+    (["--eps-clip-high", "28"], "nothing would be clipped"),
+    (["--use-kl-loss", "--kl-loss-coef", "-0.1"], "kl_loss_coef should not be negative"),
+    (["--entropy-coef", "nan"], "entropy_coef should be a number"),
+    (["--rollout-temperature", "100"], "rollout_temperature should lie in [0, 10]"),
+    (["--rollout-top-k", "0"], "a number of tokens, or -1"),
+    ([*EVAL, "sums", SET, "--eval-top-k", "-5"], "eval_top_k is a number of tokens"),
+    (["--rollout-stop", ""], "an empty string would end every answer"),
+    (["--rollout-stop-token-ids", "151645"], "no such token to stop at (got 151645)"),
+    (["--start-rollout-id", "20"], "begin after its last rollout"),
+    (["--rm-weights", "0"], "all weights are 0"),
+    (["--num-rollout", "none", "--num-epoch", "1", "--rollout-batch-size", "99999"], "too few prompts for one rollout"),
+    (["--max-weight-staleness", "2"], "nothing is stale in a synchronous run"),
+    (["--batch-order", "window"], "nothing overtakes in a synchronous run"),
+    (["--recompute-method", "uniform"], "recompute_method is for whole layers"),
+    (["--recompute-num-layers", "1"], "recompute_num_layers is for whole layers"),
+    (["--recompute-granularity", "full", "--recompute-num-layers", "9"], "fewer layers than would be computed again"),
+    (["--recompute-modules", "core_attn"], "no effect without --recompute-granularity selective"),
+    (["--optimizer-offload-fraction", "0.5"], "no effect without --optimizer-cpu-offload"),
+    (["--num-experts", "8"], "dense and has no experts"),
+    (["--moe-router-topk", "2"], "no router chooses experts"),
+    ([*FOUR, "--decoder-first-pipeline-num-layers", "2"], "the other 3 stages cannot have 2 layers"),
+    (["--decoder-last-pipeline-num-layers", "2"], "no further stages to have the other layers"),
+    ([*SGLANG, "--sglang-mem-fraction-static", "85"], "mem_fraction_static should lie in (0, 1)"),
+    ([*SGLANG, "--sglang-max-running-requests", "0"], "max_running_requests should be at least 1"),
+    ([*SGLANG, "--sglang-router-ip", "10.0.0.7", "--sglang-router-port", "99999"], "should lie in [1, 65535]"),
+    ([*SGLANG, "--rollout-external", "--rollout-external-engine-addrs", "10.0.0.7:99999"], "no port that there is"),
+    ([*SGLANG, "--rollout-num-gpus", "2", "--rollout-num-gpus-per-engine", "2", "--sglang-ep-size", "2"],
+     "engines would share out experts"),
+    ([*SGLANG, "--sglang-speculative-algorithm", "EAGLE3"], "has a model of its own"),
+    (["--placement", "ray", "--ray-address", "http://10.0.0.7:8265"], "the address of Ray's dashboard"),
+    ([*EVAL, SET, "examples/arithmetic/train.jsonl"], "each eval dataset has a name of its own"),
+    ([*EVAL, "a", SET, "a", "examples/arithmetic/train.jsonl"], "each eval dataset has a name of its own"),
+    (["--load-debug-rollout-data", "/nowhere/{rollout_id}.pt"], "there are no rollouts to replay"),
+    (["--save", "examples/arithmetic/tiny-qwen3"], "save into the folder that it starts from"),
+    (["--save", "{here}/a", "--save-hf", "{here}/a/"], "need folders of their own"),
+    (["--use-tis", "--tis-clip-low", "3"], "tis_clip_low should be below tis_clip (got 3.0)"),
+    (["--advantage-estimator", "ppo", "--critic-lr", "-1"], "critic_lr should lie in [0, 1)"),
+    (["--advantage-estimator", "ppo", "--num-critic-only-steps", "20"], "the policy in none"),
+    (["--lora-rank", "0"], "adapters of no rank are none"),
+    (["--lora-rank", "9999"], "above the width of what it should approximate"),
+    (["--loss-type", "sft_loss"], "every answer of the model would be taken for one"),
+    (["--rm-type", "remote_rm", "--rm-url", "http://0.0.0.0:9000/score"], "not where it is reached"),
+    (["--rm-type", "custom", "--custom-rm-path", "no_such_package.rm.score"], "no module no_such_package"),
+    (["--rm-type", "custom", "--custom-rm-path", "{here}/reward.py"], "and none of its functions"),
+]  # fmt: skip
+FINE = [
+    ["--lr", "0"], ["--lr", "1e-6", "--min-lr", "1e-7", "--lr-decay-style", "cosine"], ["--eps-clip", "1"],
+    ["--advantage-estimator", "cispo", "--eps-clip", "10"], ["--rollout-top-k", "-1"], ["--start-rollout-id", "19"],
+    ["--recompute-granularity", "full", "--recompute-method", "block", "--recompute-num-layers", "4"],
+    ["--recompute-granularity", "selective", "--recompute-modules", "core_attn"], ["--rollout-stop-token-ids", "258"],
+    ["--max-lag", "1", "--max-weight-staleness", "2", "--batch-order", "window"], ["--rm-weights", "-1"],
+    [*FOUR, "--decoder-first-pipeline-num-layers", "1"],
+    [*EVAL, SET], [*EVAL, "a", SET, "b", SET], ["--save", "{here}/a", "--save-hf", "{here}/b"],
+    ["--num-rollout", "none", "--num-epoch", "1"], ["--use-tis", "--tis-clip-low", "0.5"], ["--lora-rank", "8"],
+]  # fmt: skip
+
+
+def told(case, words):
+    """Refused with these words, and a fix."""
+    found = outcome({"id": "one", **case})
+    assert found.verdict == REFUSED and words in found.sentence and "Fix:" in found.sentence, found
+
+
+@pytest.mark.parametrize(("flags", "words"), FLAGS, ids=lambda value: value if isinstance(value, str) else "")
+def test_a_mistake_in_flags_is_named(flags, words):
+    told({"flags": flags}, words)
+
+
+@pytest.mark.parametrize("flags", FINE, ids=" ".join)
+def test_its_neighbour_is_planned(flags):
+    found = outcome({"id": "one", "flags": flags})
+    assert found.verdict == ACCEPTED, found
+
+
+ROWS = [
+    ({"label": None}, "no row has a ground truth under 'label'"),
+    ({"label": ""}, "no row has a ground truth under 'label'"),
+    ({"label": {"ground_truth": "2", "style": "rule"}}, "'label' is an object"),
+    ({"metadata": "easy"}, "'metadata' should be an object (got str)"),
+    ({"prompt": json.dumps([USER])}, "holds chat messages as text"),
+    ({"prompt": str([USER])}, "holds chat messages as text"),
+    ({"prompt": [{"role": "user"}]}, "has no text (got role)"),
+    ({"prompt": [{"role": "user", "content": [{"type": "image", "image": "x.png"}]}]}, "has no text (got image)"),
+    ({"prompt": [USER, {"role": "assistant", "content": "2"}]}, "ends with an answer"),
+    ({"prompt": [USER | {"content": [{"type": "text", "text": "1+1="}]}]}, "the chat template refuses the messages"),
+    ({"prompt": [USER, {"role": "assistant", "content": None, "tool_calls": [{}]}, USER]}, "has no attribute"),
+    ({"label": 2}, None),
+]
+
+
+@pytest.mark.parametrize(("change", "words"), ROWS, ids=str)
+def test_rows_can_be_prompts(change, words):
+    row = {"prompt": [USER], "label": "2", **change}
+    case = {"flags": ["--prompt-data", "{here}/rows.jsonl"], "files": {"rows.jsonl": json.dumps(row) + "\n"}}
+    if words is None:
+        assert outcome({"id": "one", **case}).verdict == ACCEPTED
+    else:
+        told(case, words)
+
+
+def test_a_key_of_metadata_is_in_some_row():
+    told({"flags": ["--metadata-key", "extra_info"]}, "no row has the key 'extra_info'")
+
+
+WEIGHTS = "model.safetensors"
+FILES = [
+    ({WEIGHTS: None, "model-00001-of-00002.safetensors": TINY / WEIGHTS}, {}, "no index says which is where"),
+    ({WEIGHTS: b""}, {}, "it is not whole (got 0 bytes)"),
+    ({WEIGHTS: (TINY / WEIGHTS).read_bytes()[:-8]}, {}, "it is cut short"),
+    ({WEIGHTS: b"version https://git-lfs.github.com/spec/v1\noid"}, {}, "a pointer of Git LFS"),
+    ({"tokenizer.json": b"version https://git-lfs.github.com/spec/v1\noid"}, {}, "a pointer of Git LFS"),
+    ({}, {"num_hidden_layers": 3}, "config.json has 3 layers, and the weights are of others (got 4)"),
+    ({}, {"num_hidden_layers": 6}, "the weights are of others (got 4)"),
+    ({}, {"hidden_size": 256}, "misshapen model.embed_tokens.weight: (264, 128), not (264, 256)"),
+    ({}, {"vocab_size": 300}, "the tensors do not fit"),
+    ({}, {"intermediate_size": 512}, "misshapen model.layers.0.mlp.gate_proj.weight"),
+    ({}, {"tie_word_embeddings": False}, "no lm_head.weight"),
+    ({}, {"eos_token_id": 999}, "is none of the model's (got 999"),
+    ({WEIGHTS: None}, {"vocab_size": 200, "eos_token_id": 1}, "tokenizer.json: the token that ends a sequence"),
+    ({}, {}, None), ({WEIGHTS: None}, {}, None),
+]
+
+
+@pytest.mark.parametrize(("files", "constants", "words"), FILES, ids=[str(number) for number in range(len(FILES))])
+def test_the_checkpoints_files_are_of_one_model(files, constants, words, tmp_path):
+    model = tmp_path / "model"
+    shutil.copytree(TINY, model)
+    (model / "config.json").write_text(json.dumps(CONFIG | constants))
+    for name, content in files.items():
+        (model / name).unlink(missing_ok=True)
+        if content is not None:
+            (model / name).write_bytes(content.read_bytes() if isinstance(content, Path) else content)
+    case = {"flags": ["--hf-checkpoint", str(model)]}
+    if words is None:
+        assert outcome({"id": "one", **case}).verdict == ACCEPTED
+    else:
+        told(case, words)
+
+
+def test_the_reference_is_the_same_model(tmp_path):
+    others = {"num_hidden_layers": 8}, {"vocab_size": 512}, {"dtype": "bfloat16"}
+    for change, good in zip(others, (False, False, True), strict=True):
+        (tmp_path / "config.json").write_text(json.dumps(CONFIG | change))
+        case = {"flags": ["--use-kl-loss", "--ref-load", str(tmp_path)]}
+        if good:
+            assert outcome({"id": "one", **case}).verdict == ACCEPTED
+        else:
+            told(case, "the reference is another model")
+
+
+def test_a_checkpoints_tracker_names_what_is_there():
+    files = {"saved/latest_checkpointed_iteration.txt": "40\n", "saved/iter_0000040/metadata.json": "{}"}
+    case = {"flags": ["--load", "{here}/saved"], "files": files}
+    told(case, "past the run's last rollout, so nothing would be trained (got 40 of 20)")
+    for more in (["--num-rollout", "50"], ["--save", "{here}/saved"]):
+        assert outcome({"id": "one", **case, "flags": [*case["flags"], *more]}).verdict == ACCEPTED
+    for text in ("7", "release"):
+        told({**case, "files": files | {"saved/latest_checkpointed_iteration.txt": text}}, f"names iteration {text}")
+
+
+EIGHT = {"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}
+TWO = ["--actor-num-gpus-per-node", "2"]
+
+
+@pytest.mark.parametrize(("flags", "variables", "words"), [
+    ([*SGLANG, "--colocate"], EIGHT | {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, "expandable segments"),
+    ([*SGLANG], {"CUDA_VISIBLE_DEVICES": "0,0"}, "a GPU is named twice"),
+    (TWO, EIGHT | {"NCCL_SOCKET_IFNAME": "bond77"}, "no such network interface (got NCCL_SOCKET_IFNAME=bond77)"),
+    (TWO, {"GLOO_SOCKET_IFNAME": "bond77"}, "no such network interface"),
+    ([*SGLANG], EIGHT | {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, None),
+    (TWO, {"GLOO_SOCKET_IFNAME": "lo"}, None), (TWO, {"NCCL_SOCKET_IFNAME": "^docker0"}, None),
+    ([], {"NCCL_SOCKET_IFNAME": "bond77"}, None),
+], ids=str)
+def test_the_environment_fits(flags, variables, words):
+    case = {"flags": flags, "env": variables}
+    if words is None:
+        assert outcome({"id": "one", **case}).verdict == ACCEPTED
+    else:
+        told(case, words)
