@@ -61,7 +61,8 @@ release: $(READY)  ## Release VERSION=X.Y.Z of all distributions; DRY=1 only sho
 
 venv: $(READY)  ## Only set up the environment.
 
-# torch goes first and alone: with it in place nothing pulls another build, least of all one with CUDA.
+# torch goes first and alone: with it in place nothing pulls another build, least of all one with CUDA. What tests need goes last:
+# pip before 24 does not see that a package with an extra is the one in this tree, but takes what is installed.
 $(READY): pyproject.toml $(CONSTRAINTS) $(PLUGINS:%=%/pyproject.toml)
 	@command -v $(PYTHON) >/dev/null || { echo "missing: $(PYTHON), version 3.11 or newer. Name another with PYTHON=..."; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "missing: Python 3.11 or newer ($(PYTHON) is older). Name another with PYTHON=..."; exit 1; }
@@ -69,7 +70,8 @@ $(READY): pyproject.toml $(CONSTRAINTS) $(PLUGINS:%=%/pyproject.toml)
 	@echo "setting up $(VENV)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q --disable-pip-version-check -c $(CONSTRAINTS) torch
-	$(BIN)/pip install -q --disable-pip-version-check -c $(CONSTRAINTS) -e '.[dev]' $(PLUGINS:%=-e './%[test]')
+	$(BIN)/pip install -q --disable-pip-version-check -c $(CONSTRAINTS) -e . $(PLUGINS:%=-e ./%)
+	$(BIN)/pip install -q --disable-pip-version-check -c $(CONSTRAINTS) 'miles-core[dev]' $(PLUGINS:plugins/%='%[test]')
 	@touch $@
 
 test-sglang: $(READY) .venv-sglang/.ready  ## Run the quick tests against a real SGLang server on the CPU (two minutes).
