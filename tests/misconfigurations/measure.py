@@ -2,7 +2,7 @@
 
     python tests/misconfigurations/measure.py               cases that are not held out, and the good runs
     python tests/misconfigurations/measure.py --held-out    the held-out third too
-    python tests/misconfigurations/measure.py --second      the second collection too
+    python tests/misconfigurations/measure.py --second --third    further collections too
 
 Each case is the smallest correct run with its flags (cases.toml says how), prepared in this process as by
 `miles run --plan`. Refused is an error of Miles's own; anything else that is raised is a crash and does not count as
@@ -38,6 +38,7 @@ BASE = [
 ]
 """The smallest correct run: each flag with its words."""
 
+LATER = ("second", "third")
 REFUSED, ACCEPTED, CRASHED = "refused", "accepted", "crashed"
 
 
@@ -83,9 +84,9 @@ def cases(held_out: bool) -> list[dict]:
     return [case for case in every if "impossible" not in case and case["held_out"] == held_out]
 
 
-def second() -> list[dict]:
-    """The cases of the second collection that count."""
-    every = tomllib.loads((FOLDER / "second.toml").read_text())["case"]
+def collection(name: str) -> list[dict]:
+    """The cases of a later collection that count: "second" or "third"."""
+    every = tomllib.loads((FOLDER / f"{name}.toml").read_text())["case"]
     return [case for case in every if "impossible" not in case]
 
 
@@ -111,13 +112,15 @@ def main() -> int:
     """Prints every part; 1 if something crashed or a good run was refused."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--held-out", action="store_true", help="also the third of cases that is held out")
-    parser.add_argument("--second", action="store_true", help="also the second collection")
+    for name in LATER:
+        parser.add_argument(f"--{name}", action="store_true", help=f"also the {name} collection")
     asked = parser.parse_args()
     seen = part("misconfigurations, not held out", cases(held_out=False))
     if asked.held_out:
         seen += part("misconfigurations, held out", cases(held_out=True))
-    if asked.second:
-        seen += part("misconfigurations, second collection", second())
+    for name in LATER:
+        if getattr(asked, name):
+            seen += part(f"misconfigurations, {name} collection", collection(name))
     false = part("good runs", good())
     return int(bool(seen[CRASHED] or false[REFUSED] or false[CRASHED]))
 

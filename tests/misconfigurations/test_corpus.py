@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.misconfigurations.measure import ACCEPTED, REFUSED, cases, good, outcome, second
+from tests.misconfigurations.measure import ACCEPTED, REFUSED, cases, collection, good, outcome
 
 SHARE = 0.95
 
@@ -37,7 +37,7 @@ HANDLED = {
 
 
 def test_reported_mistakes_of_the_second_collection_are_refused():
-    share, left = misses([case for case in second() if case["id"] not in HANDLED])
+    share, left = misses([case for case in collection("second") if case["id"] not in HANDLED])
     assert share == 1, left
 
 

@@ -16,7 +16,7 @@ def shell(*words: object, cwd: Path, seconds: int = 900) -> str:
     hidden = ("PYTHONPATH", "VIRTUAL_ENV", "PYTEST_ADDOPTS", "PYTEST_CURRENT_TEST")
     environment = {name: value for name, value in os.environ.items() if name not in hidden}
     done = subprocess.run([str(word) for word in words], cwd=cwd, capture_output=True, text=True, timeout=seconds,
-                          env=environment, start_new_session=True, check=False)  # a test may interrupt its own group
+                          env=environment, check=False)
     assert done.returncode == 0, f"{done.stdout[-6000:]}\n{done.stderr[-3000:]}"
     return done.stdout
 
