@@ -64,7 +64,6 @@ FLAGS = [
     (["--save", "{here}/a", "--save-hf", "{here}/a/"], "need folders of their own"),
     (["--use-tis", "--tis-clip-low", "3"], "tis_clip_low should be below tis_clip (got 3.0)"),
     (["--advantage-estimator", "ppo", "--critic-lr", "-1"], "critic_lr should lie in [0, 1)"),
-    (["--advantage-estimator", "ppo", "--num-critic-only-steps", "20"], "the policy in none"),
     (["--lora-rank", "0"], "adapters of no rank are none"),
     (["--lora-rank", "9999"], "above the width of what it should approximate"),
     (["--loss-type", "sft_loss"], "every answer of the model would be taken for one"),

@@ -61,9 +61,6 @@ class Ppo:
          "what": "critic_lr should lie in [0, 1)", "fix": "1e-5 is usual"},
         {"when": {"ppo.num_critic_only_steps": {"outside": "[0, inf)"}},
          "what": "num_critic_only_steps should be at least 0", "fix": "leave it out for none"},
-        {"when": {"ppo.num_critic_only_steps": {"from": "rollout.num_rollout"}, "rollout.num_rollout": {"above": 0}},
-         "what": "the critic would train alone in every rollout, and the policy in none",
-         "fix": "lower --num-critic-only-steps"},
     )
 
     def __init__(self, options: PpoOptions, config: RunConfig):
