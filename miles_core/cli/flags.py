@@ -147,9 +147,9 @@ def _megatron_lm() -> list[str]:
 
 
 def _miles() -> list[str]:
-    from miles_core.config.flags import _miles_list, miles_flags
+    from miles_core.config.flags import miles_flags, miles_list
 
-    families = _miles_list()["families"]
+    families = miles_list()["families"]
     lines = ["## Flags of today's Miles and slime", "", MILES, *_rows("flag", "", "meaning")]
     for flag, entry in miles_flags().items():
         status = next((word for word in ("refused", "derived") if word in entry), "accepted")

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from miles_core.backends.megatron.hf_template import check_rendered
+from miles_core.backends.megatron.hf_template import ChatTemplate, check_rendered
 from miles_core.config.check_paths import FOLDER, astray
 from miles_core.config.load import who
 from miles_core.config.tables import RunConfig
@@ -61,8 +61,9 @@ def check_rows(config: RunConfig, note: Callable[[str], None]) -> RunConfig:
     for one in files:
         one.check()
     _template(config)
+    template = ChatTemplate(config) if config.rollout.apply_chat_template else None
     for one in files:
-        one.check_rendered()
+        one.check_rendered(template)
     return config
 
 
@@ -129,7 +130,7 @@ class _File:
         most = max(ends[1] - ends[0], 0) if ends else None if self._cut else path
         self._all([row for _, row in kept], len(kept) if whole else most)
 
-    def check_rendered(self) -> None:
+    def check_rendered(self, template: ChatTemplate | None) -> None:
         """
         Raises:
             DataError: see `hf_template.check_rendered`.
@@ -138,7 +139,7 @@ class _File:
         most = (eval_.eval_max_prompt_len if self._file.eval else None) or rollout.rollout_max_prompt_len
         needed = 1 if self._file.eval or rollout.num_rollout is not None else -(
             -rollout.rollout_batch_size // rollout.num_epoch)
-        check_rendered(self._config, f"{self._origin}, {self._name}", self._prompts, most,
+        check_rendered(self._config, template, f"{self._origin}, {self._name}", self._prompts, most,
                        needed if self._whole else None)
 
     def _slice(self) -> slice:

@@ -155,7 +155,7 @@ def _foreign(one: Given, spellings: Spellings, plugins: Mapping[str, str], notes
     if miles is not None:
         return _listed(one, miles, plugins, notes)
     if one.flag.startswith("--eval-sglang-"):
-        raise UnknownKeyError(f"{one.flag} has no place here", fix=_miles_list()["families"]["eval-fleet"])
+        raise UnknownKeyError(f"{one.flag} has no place here", fix=miles_list()["families"]["eval-fleet"])
     if one.flag.removeprefix("--no-").lstrip("-").startswith(FORWARDED):
         from miles_core.backends.sglang.forwarded import from_flag
 
@@ -190,7 +190,7 @@ def _words(one: Given) -> object:
 
 
 def _listed(one: Given, entry: Mapping[str, object], plugins: Mapping[str, str], notes: list[str]) -> list[Assignment]:
-    families = _miles_list()["families"]
+    families = miles_list()["families"]
 
     def text(value: str) -> str:
         return families[value[1:]] if value.startswith("@") else value
@@ -228,10 +228,11 @@ def _unknown(flag: str, spellings: Spellings, plugins: Mapping[str, str]) -> Unk
 
 def miles_flags() -> Mapping[str, Mapping[str, object]]:
     """Every flag of today's Miles and slime and what becomes of it (miles_flags.toml)."""
-    return _miles_list()["flags"]
+    return miles_list()["flags"]
 
 
 @functools.cache
-def _miles_list() -> dict:
+def miles_list() -> dict:
+    """miles_flags.toml whole: `flags`, sentences of their `families`, names of `parts` that have another name here."""
     with Path(__file__).with_name("miles_flags.toml").open("rb") as file:
         return tomllib.load(file)

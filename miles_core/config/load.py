@@ -251,7 +251,7 @@ def _unknown_key(one: Assignment, table: str, name: str, tables: Mapping[str, Ma
     listed = flags.miles_flags().get("--" + name.replace("_", "-"), {})
     text = str(listed.get("refused", ""))
     fix = f"it belongs in [{home[0]}]" if home else (
-        flags._miles_list()["families"][text[1:]] if text.startswith("@") else text) or (
+        flags.miles_list()["families"][text[1:]] if text.startswith("@") else text) or (
         f"did you mean {mine[0]!r}?" if mine else f"see `miles run --help` for the keys of [{table}]")
     return UnknownKeyError(f"[{table}] has no key {name!r}", who=str(one.origin), fix=fix)
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from miles_core import hookspecs
-from miles_core.config.flags import _miles_list
+from miles_core.config.flags import miles_list
 from miles_core.config.tables import Algorithm, RunConfig
 from miles_core.errors import ManifestError, OwnerError
 from miles_core.plugins import fit
@@ -155,7 +155,7 @@ def _own(hook: str, name: str, key: str, owners: dict[tuple[str, str], str], con
     known = [plugin for plugin, offers in KNOWN.items() if f"{hook}:{name}" in offers]
     offered = sorted(n for h, n in owners if h == hook)
     near = difflib.get_close_matches(name, [*offered, *_official(hook)], 1, 0.6)
-    fix = _miles_list()["parts"].get(f"{hook}:{name}") or (
+    fix = miles_list()["parts"].get(f"{hook}:{name}") or (
         f"add --plugin {known[0]} (pip install miles-{known[0]})" if known else
         f"did you mean {near[0]!r}?" if near else "enable the plugin that offers it with --plugin")
     raise OwnerError(f"nobody enabled offers the {hook} {name!r}", got=f"offered: {', '.join(offered) or 'none'}",

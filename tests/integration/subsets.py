@@ -102,40 +102,19 @@ def write_model(case: Case, folder: Path) -> None:
                  ).save_pretrained(folder)
 
 
-FUNCTIONS = '''
-"""What launch scripts name by path, and an agent."""
-import json
-import os
-import urllib.request
-
-import torch
-
-
-def reward(args, sample):
-    return 1.0 / (1 + sample.response_length)
-
-
-def advantage(args, rollout_data):
-    rewards, lengths = rollout_data["rewards"], rollout_data["response_lengths"]
-    rollout_data["advantages"] = [torch.full((size,), float(reward)) for reward, size in zip(rewards, lengths)]
-
-
-def loss(args, inputs):
-    return -inputs.advantages * inputs.log_probs * inputs.mask, {}
-
-
-def reducer(total_lengths, response_lengths, loss_masks, calculate_per_token_loss):
-    total = sum(float(mask.sum()) for mask in loss_masks)
-    return lambda values: (values * torch.cat([torch.zeros(0), *loss_masks])).sum() / max(total, 1.0)
-
+FUNCTIONS = (ROOT / "plugins/miles-compat/tests/contract_functions.py").read_text(encoding="utf-8") + '''
 
 def agent(base_url, api_key, messages):
+    import json
+    import urllib.request
+
     request = urllib.request.Request(base_url + "/chat/completions", json.dumps({"messages": messages}).encode(),
                                      {"Authorization": "Bearer " + api_key})
     with urllib.request.urlopen(request, timeout=20) as answer:
         json.load(answer)
     return 0.5
 '''
+"""What launch scripts name by path, and an agent."""
 
 
 class Service(BaseHTTPRequestHandler):

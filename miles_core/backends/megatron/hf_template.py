@@ -14,19 +14,19 @@ FIRST = 16
 """Rows of a file that are rendered, and after them those whose messages are unlike all before."""
 
 
-def check_rendered(config: RunConfig, origin: str, prompts: Sequence[tuple[int, str | list[dict]]],
-                   most: int | None, needed: int | None) -> None:
+def check_rendered(config: RunConfig, template: ChatTemplate | None, origin: str,
+                   prompts: Sequence[tuple[int, str | list[dict]]], most: int | None, needed: int | None) -> None:
     """
     Args:
+        template: the run's; None where rows are not rendered.
         origin: the file, for messages.
         prompts: (line, text or chat messages) of rows.
         most: the limit on prompts' tokens beyond which they are left out; None where that is an error.
         needed: how many must be left, where these are all rows of the file.
 
     Raises:
-        DataError: a template that cannot be read, or refuses messages; prompts of which too few fit.
+        DataError: the template refuses messages, or too few of the prompts fit.
     """
-    template = _Template(config) if config.rollout.apply_chat_template else None
     if template is not None and template.text is None:
         return
     context = context_of(config)[0]
@@ -72,8 +72,8 @@ def _fitting(config: RunConfig, origin: str, long: Sequence[tuple[int, str]],
                         fix="raise --rollout-max-prompt-len, or write --num-rollout in place of --num-epoch")
 
 
-class _Template:
-    """The run's chat template.
+class ChatTemplate:
+    """The run's chat template; `text` is None where it has none that can be read.
 
     Raises:
         DataError: it is no Jinja.

@@ -130,10 +130,10 @@ def advice(flag: str) -> str:
         KeyError: there is no such flag in the lists, or it is taken.
     """
     from miles_core.backends.megatron.flags import megatron_lm_flags
-    from miles_core.config.flags import _miles_list, miles_flags
+    from miles_core.config.flags import miles_flags, miles_list
 
     if flag in miles_flags():
         text = str(miles_flags()[flag]["refused"])
-        families: Mapping[str, str] = _miles_list()["families"]
+        families: Mapping[str, str] = miles_list()["families"]
         return families[text[1:]] if text.startswith("@") else text
     return megatron_lm_flags()[flag].text

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Literal
 
 from miles_core.columns import Align, Column
 from miles_core.config import RunConfig, option
-from miles_core.errors import ConfigError
 from miles_core.hookspecs import hookimpl
 from miles_core.stages.models import Model
 
@@ -55,16 +54,20 @@ class Ppo:
         {"when": {"algorithm.advantage_estimator": {"not": "ppo"}},
          "what": "plugin ppo would train a critic that nobody asks",
          "fix": "write --advantage-estimator ppo, or leave the plugin and its options out"},
+        {"when": {"algorithm.loss_type": "sft_loss"},
+         "what": "plugin ppo would train a critic that nobody asks",
+         "fix": "leave the plugin and its options out, or drop --loss-type sft_loss"},
         {"when": {"ppo.value_clip": {"outside": "(0, inf)"}},
          "what": "value_clip should be above 0", "fix": "0.2 is usual"},
         {"when": {"ppo.critic_lr": {"outside": "[0, 1)"}},
          "what": "critic_lr should lie in [0, 1)", "fix": "1e-5 is usual"},
         {"when": {"ppo.num_critic_only_steps": {"outside": "[0, inf)"}},
          "what": "num_critic_only_steps should be at least 0", "fix": "leave it out for none"},
+        {"when": {"ppo.critic_lr_warmup_iters": {"outside": "[0, inf)"}},
+         "what": "critic_lr_warmup_iters should be at least 0", "fix": "leave it out for none"},
     )
 
     def __init__(self, options: PpoOptions, config: RunConfig):
-        _check(options, config)
         self.options, self.config = options, config
 
     @hookimpl
@@ -117,19 +120,3 @@ class Ppo:
         if access.batch.rollout_id >= self.options.num_critic_only_steps:
             metrics |= proceed()
         return metrics
-
-
-def _check(options: PpoOptions, config: RunConfig) -> None:
-    algorithm = config.algorithm
-    if algorithm.advantage_estimator != "ppo" or algorithm.loss_type == "sft_loss":
-        raise ConfigError("plugin ppo would train a critic that nobody asks", who="plugins, [algorithm]",
-                          got=f"advantage_estimator {algorithm.advantage_estimator!r}, loss_type "
-                          f"{algorithm.loss_type!r}",
-                          fix="write --advantage-estimator ppo, or leave the plugin and its options out")
-    positive = {"value_clip": options.value_clip > 0, "num_critic_only_steps": options.num_critic_only_steps >= 0,
-                "critic_lr": options.critic_lr is None or options.critic_lr >= 0,
-                "critic_lr_warmup_iters": options.critic_lr_warmup_iters >= 0}
-    for key, good in positive.items():
-        if not good:
-            raise ConfigError(f"{key} should be {'above 0' if key == 'value_clip' else 'at least 0'}",
-                              got=getattr(options, key), who=f"ppo.{key}", fix="leave it out for its default")
