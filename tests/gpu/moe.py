@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -128,12 +129,18 @@ def run(folder: Path, words: list[str], seconds: float, coin: bool = True) -> li
     command = [*MILES, "run", "examples/moe.toml", "--no-live",
                "--run-dir", folder, *(["--plugin", "tests/gpu/coin.py", "--rm-type", "coin"] if coin else []), *words]
     begin = time.perf_counter()
-    done = subprocess.run([*map(str, command)], cwd=ROOT, capture_output=True, text=True, timeout=seconds, check=False)
-    print(f"{folder.name}: {time.perf_counter() - begin:.0f} s, exit {done.returncode}", flush=True)
-    if done.returncode:
+    process = subprocess.Popen([*map(str, command)], cwd=ROOT, text=True, stdout=subprocess.PIPE,
+                               stderr=subprocess.STDOUT)
+    try:
+        said, _ = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGINT)
+        said, _ = process.communicate(timeout=60)
+    print(f"{folder.name}: {time.perf_counter() - begin:.0f} s, exit {process.returncode}", flush=True)
+    if process.returncode:
         logs = "".join(f"--- {log.name}\n{log.read_text(errors='replace')[-2500:]}"
                        for log in (folder / "logs").glob("*.log"))
-        print(done.stdout[-3000:], done.stderr[-5000:], logs, flush=True)
+        print(said[-5000:], logs, flush=True)
     events = list(read(folder / "events.jsonl")) if (folder / "events.jsonl").is_file() else []
     return [event["metrics"] for event in events if event["event"] == "metrics"]
 

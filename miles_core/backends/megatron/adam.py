@@ -30,7 +30,8 @@ class AdamW(torch.optim.AdamW):
 
 
 SLICE = 2**26
-"""Parameters that are stepped at once where moments are kept in fewer bits: half a GiB of widened ones."""
+"""Parameters that are stepped at once where moments are kept in fewer bits: half a GiB of widened ones, and as much
+of those before, which the kernel's arguments still hold."""
 
 
 def step_in_slices(optimizer: torch.optim.Optimizer, largest: int = SLICE) -> None:
