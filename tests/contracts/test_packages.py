@@ -104,4 +104,5 @@ def test_the_template_renders_what_the_distributions_here_are():
         assert line in text, line
     ours = (ROOT / "CHANGELOG.md").read_text().replace("miles-core", "{{ cookiecutter.distribution }}")
     assert (template / "CHANGELOG.md").read_text().startswith(ours.partition(" All")[0])
+    assert {(FOLDERS[name] / "MANIFEST.in").read_text() for name in PLUGINS} == {(template / "MANIFEST.in").read_text()}
     assert (ROOT / "LICENSE").read_bytes() == (ROOT / "cookiecutter/templates/licences/Apache-2.0").read_bytes()

@@ -44,7 +44,10 @@ def looked_at(archives: Path, tree: Path, name: str) -> None:
         assert archive.read(metadata.replace("METADATA", "licenses/LICENSE")) == licence
     (path,) = archives.glob(f"{name.replace('-', '_')}-*.tar.gz")
     with tarfile.open(path) as archive:
+        held = {file.partition("/")[2] for file in archive.getnames()}
         assert archive.extractfile(f"{path.name.removesuffix('.tar.gz')}/LICENSE").read() == licence
+    tests = tree / "plugins" / name / "tests"
+    assert {"CHANGELOG.md", *(f"tests/{file.name}" for file in tests.glob("*.py"))} <= held
     assert (said["Name"], said["Version"]) == (name, release.current(ROOT))
     assert (said["License-Expression"], said["License-File"]) == ("Apache-2.0", "LICENSE")
     assert said["Description-Content-Type"] == "text/markdown" and said.get_payload().startswith("# ")
