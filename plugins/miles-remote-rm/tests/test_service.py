@@ -253,17 +253,18 @@ def test_a_service_that_is_too_slow_is_named(act):
 
 
 def test_waiting_for_a_turn_counts():
-    async def two(url):
+    async def late(url):
         asked = Service(url, timeout=0.3, connect_timeout=1.0, concurrency=1, retries=0)
+        await asked._turns.acquire()  # by one that never ends
         try:
-            return await asyncio.gather(asked.ask({}, "one"), asked.ask({}, "two"), return_exceptions=True)
+            await asked.ask({}, "two")
         finally:
             asked.close()
 
-    with serving(hangs) as server:
-        one, two_ = asyncio.run(two(server.url))
-    assert "gave one no reward within 0.3 s (got no answer to attempt 1)" in str(one)
-    assert "gave two no reward within 0.3 s (got no turn yet: others are being asked)" in str(two_)
+    with serving(hangs) as server, pytest.raises(RewardError) as caught:
+        asyncio.run(late(server.url))
+    assert "gave two no reward within 0.3 s (got no turn yet: others are being asked)" in str(caught.value)
+    assert not server.bodies
 
 
 def test_attempts_end_and_the_last_failure_is_told():

@@ -1,18 +1,14 @@
 """Accepted but unread fails: every option that is declared is read from its own table by code that acts on it."""
 
 import ast
-from pathlib import Path
 
 import pytest
+from source import core_files, plugin_files
 
-import miles_core
 from miles_core.config.options import options_of
 from miles_core.config.tables import TABLES
 
-PACKAGE = Path(miles_core.__file__).parent
 DECLARED = {(table, name): option for table, kind in TABLES.items() for name, option in options_of(table, kind).items()}
-
-PLUGINS = PACKAGE.parent / "plugins"
 
 BY_NAME = {"eval_top_k"}
 """Read by getattr in build.sampling; tests/integration/test_evaluation.py shows that they act."""
@@ -22,7 +18,7 @@ BY_NAME = {"eval_top_k"}
 def read() -> set[tuple[str, str]]:
     """(table, option) of every attribute that is read from a thing called like a table; checks do not count."""
     found = set()
-    for path in (*PACKAGE.rglob("*.py"), *PLUGINS.glob("*/src/**/*.py")):
+    for path in (*core_files(), *plugin_files()):
         if path.parent.name in ("config", "sglang") and path.name in ("tables.py", "check.py", "serving.py"):
             continue
         tree = ast.parse(path.read_text(encoding="utf-8"))
