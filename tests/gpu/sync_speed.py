@@ -4,29 +4,35 @@
     NCCL_CUMEM_ENABLE=0 python tests/gpu/sync_speed.py broadcast 0.6B 8B  two GPUs
     ... 8B:2048                                                           buckets of one size, in MiB
 
-Prints a line of JSON for each shape: the best of five syncs, its share of the device's copy bandwidth (ipc) or of a
-plain NCCL broadcast's bandwidth between the same two GPUs (broadcast), and the share that the verification takes.
-Figures go to docs/benchmarks.md.
+Prints a line of JSON for each shape: the best of 21 syncs, its share of the device's copy bandwidth (ipc) or of a plain
+NCCL broadcast's bandwidth between the same two GPUs (broadcast), and what the verification costs: `cost_share` compares
+the medians of those syncs and of 21 without it (`median_s`, `without_s`), which take turns with them on one server.
+`verification_share` is only what follows the servers' answers. Figures go to docs/benchmarks.md.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 
 from miles_core.backends.sync.broadcast import BroadcastSender
 from miles_core.backends.sync.ipc import IpcSender
-from miles_core.backends.sync.sender import Settings
+from miles_core.backends.sync.sender import Servers, Settings
 from miles_core.backends.sync.servers import Target
+from miles_core.backends.sync.verify import Ledger
 from miles_core.types import Rank
 
 SHAPES = {
@@ -39,7 +45,8 @@ SERVED = Path(__file__).parents[2] / "miles_core" / "backends" / "sglang" / "ser
 FLAGS = ["--attention-backend", "triton", "--sampling-backend", "pytorch", "--grammar-backend", "none",
          "--skip-server-warmup", "--skip-tokenizer-init", "--disable-cuda-graph", "--mem-fraction-static", "0.3",
          "--load-format", "dummy", "--custom-weight-loader", "miles_weights.load", "--host", "127.0.0.1"]
-TURNS = 5
+TURNS = 21
+"""Syncs with the verification, and as many without."""
 
 
 class Server:
@@ -135,6 +142,29 @@ def broadcast_seconds(size: int) -> float:
     return min(times[1:])
 
 
+@contextlib.contextmanager
+def unverified(sender: IpcSender | BroadcastSender) -> Iterator[None]:
+    """Syncs that ask for no report and add nothing up, here or there."""
+    add, sender._before = Ledger.add, None
+
+    def counted(ledger: Ledger, named, **_options) -> None:
+        add(ledger, named, sums_too=False)
+
+    with patch.object(Ledger, "add", counted), patch.object(Servers, "verify", lambda *_args: 0.0):
+        yield
+
+
+def timed(sender: IpcSender | BroadcastSender, held: list[tuple[str, torch.Tensor]],
+          version: int) -> tuple[float, dict[str, float]]:
+    """Seconds and figures of a sync of new values."""
+    for _, tensor in held:
+        tensor.mul_(1.0 + 2**-7)
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    figures = sender.send(iter(held), version)  # as the trainer's stream: tensors that are there
+    return time.perf_counter() - begin, figures
+
+
 def measure(kind: str, shape: str, buffer: int) -> dict[str, object]:
     """The figures of one shape."""
     from transformers import Qwen3Config
@@ -154,21 +184,23 @@ def measure(kind: str, shape: str, buffer: int) -> dict[str, object]:
         target = Target("engine 0", server.url, gpus=(0,) if kind == "ipc" else ())
         sender = (IpcSender if kind == "ipc" else BroadcastSender)(settings, (target,))
         sender.open(Rank())
-        turns = []
-        for turn in range(TURNS):
-            for _, tensor in held:
-                tensor.mul_(1.0 + 2**-7)
-            torch.cuda.synchronize()
-            begin = time.perf_counter()
-            figures = sender.send(iter(held), turn + 1)  # as the trainer's stream: tensors that are there
-            turns.append((time.perf_counter() - begin, figures))
+        first, turns, without = timed(sender, held, 1)[0], [], []
+        for turn in range(2 * TURNS):
+            if turn % 4 in (0, 3):  # each is as often the one after its like
+                turns.append(timed(sender, held, turn + 2))
+            else:
+                with unverified(sender):
+                    without.append(timed(sender, held, turn + 2)[0])
         sender.close()
     seconds, figures = min(turns, key=lambda turn: turn[0])
+    median, plain = statistics.median(turn[0] for turn in turns), statistics.median(without)
     unit = size / reference if kind == "ipc" else buffer / reference
-    return {"kind": kind, "shape": shape, "gb": round(size / 1e9, 3), "first_s": round(turns[0][0], 4),
+    return {"kind": kind, "shape": shape, "gb": round(size / 1e9, 3), "first_s": round(first, 4),
             "best_s": round(seconds, 4), "transfer_s": round(figures["transfer_s"], 4),
             "verify_s": round(figures["verify_s"], 4), "add_up_s": round(figures["add_up_s"], 4),
             "verification_share": round(figures["verify_s"] / seconds, 4),
+            "median_s": round(median, 5), "without_s": round(plain, 5), "without_best_s": round(min(without), 5),
+            "cost_share": round(1 - plain / median, 4),
             "bandwidth_gb_s": round(unit / 1e9, 1), "share_of_bandwidth": round(size / seconds / unit, 4)}
 
 
