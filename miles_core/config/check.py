@@ -36,7 +36,7 @@ def check(config: RunConfig) -> tuple[RunConfig, list[str]]:
     config = _in_run_dir(config)
     for step in (_debug, _profile, _required, check_bounds, hardware, _batch, _rollout, _rewards, _evaluation, serving,
                  check_on_policy, _layout, check_memory, weight_sync, _checkpoints, check_paths, check_model,
-                 check_lengths, check_sampling, check_rows, check_files, check_machine):
+                 check_lengths, check_sampling, check_files, check_rows, check_machine):
         config = step(config, notes.append)
     return config, notes
 
@@ -159,10 +159,16 @@ def _batch(config: RunConfig, note: Note) -> RunConfig:
 def _schedule(config: RunConfig, steps: int) -> None:
     warmup, style = config.optimizer.lr_warmup_iters, config.optimizer.lr_decay_style
     last = steps if style == "constant" else config.optimizer.lr_decay_iters or steps
-    if steps and (warmup > last or (warmup == last and style != "constant")) and not config.debug.debug_rollout_only:
+    if not steps or config.debug.debug_rollout_only:
+        return
+    if warmup and warmup >= last:
         raise ConfigError("the run, or its decay, ends before the warm-up does", got=f"{warmup} of {last} steps",
                           who=who(config, "optimizer.lr_warmup_iters", "rollout.num_rollout"),
                           fix="lower --lr-warmup-iters, which counts optimizer steps")
+    if 2 * last < steps and not config.optimizer.min_lr:
+        raise ConfigError("the learning rate is 0 in most of the run, once it has decayed", got=f"{last} of {steps} "
+                          "steps", who=who(config, "optimizer.lr_decay_iters", "rollout.num_rollout"),
+                          fix="leave --lr-decay-iters out, which counts optimizer steps, or add --min-lr")
 
 
 def _rollout(config: RunConfig, note: Note) -> RunConfig:
@@ -232,6 +238,8 @@ def _evaluation(config: RunConfig, note: Note) -> RunConfig:
     if eval_.eval_interval is not None and not (pairs or eval_.datasets):
         raise ConfigError("eval_interval is given but no eval dataset", who=who(config, "eval.eval_interval"),
                           fix="add --eval-prompt-data NAME PATH")
+    if eval_.eval_interval is None and (pairs or eval_.datasets):
+        note("nothing is evaluated: there is no --eval-interval")
     allowed = {"name", "path", "input_key", "label_key", "n_samples", "temperature", "top_p", "top_k",
                "max_response_len"}
     for dataset in eval_.datasets:

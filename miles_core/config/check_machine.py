@@ -23,11 +23,10 @@ def check_machine(config: RunConfig, note: Callable[[str], None]) -> RunConfig:
     Raises:
         ConfigError: more GPUs than there are and no cluster to find them in, or an address where nobody listens.
     """
-    _gpus(config)
     _environment(config)
-    if config.rollout.engine == "sglang" and not config.debug.debug_train_only:
-        for key, address in _addresses(config):
-            _listens(config, key, address)
+    _gpus(config)
+    for key, address in _addresses(config):
+        _listens(config, key, address)
     return config
 
 
@@ -67,6 +66,10 @@ def _environment(config: RunConfig) -> None:
     visible = [word.strip() for word in given.get("CUDA_VISIBLE_DEVICES", "").split(",") if word.strip()]
     if len(set(visible)) < len(visible):
         problems.append(("CUDA_VISIBLE_DEVICES", "a GPU is named twice", "name each once"))
+    if not all(re.fullmatch(r"\d+|(GPU|MIG)-[\w/-]+", word) for word in visible) and visible not in (
+            ["-1"], ["NoDevFiles"]):
+        problems.append(("CUDA_VISIBLE_DEVICES", "CUDA sees no GPU from the first word on that is no GPU's number",
+                         "numbers with commas between them, such as 0,1,2,3"))
     served = config.rollout.engine == "sglang" and not config.sglang.rollout_external
     for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
         if served and perf.colocate and perf.offload_rollout and re.search(
@@ -86,7 +89,11 @@ def _environment(config: RunConfig) -> None:
 
 def _addresses(config: RunConfig) -> Iterator[tuple[str, str]]:
     """(key, HOST:PORT) of servers that have to run already."""
-    sglang = config.sglang
+    sglang, cluster, variable = config.sglang, config.perf.ray_address, os.environ.get("RAY_ADDRESS", "")
+    if config.perf.placement == "ray" and ":" in (cluster or variable):
+        yield ("perf.ray_address", cluster) if cluster else ("RAY_ADDRESS", variable)
+    if config.rollout.engine != "sglang" or config.debug.debug_train_only:
+        return
     if sglang.rollout_external:
         yield from (("sglang.rollout_external_engine_addrs", one) for one in sglang.rollout_external_engine_addrs)
     if sglang.router_ip is not None:
@@ -95,14 +102,15 @@ def _addresses(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 def _listens(config: RunConfig, key: str, address: str) -> None:
     """Asked within this machine alone: elsewhere an answer takes its time."""
+    origin = who(config, key) if "." in key else f"environment, {key}"
     parts = urlsplit(address if "://" in address else f"http://{address}")
     if parts.hostname in ("0.0.0.0", "::"):
-        raise ConfigError("this is where a server listens, not where it is reached", got=address, who=who(config, key),
+        raise ConfigError("this is where a server listens, not where it is reached", got=address, who=origin,
                           fix="write its host's address; on this machine 127.0.0.1")
     try:
         parts.port  # noqa: B018 - it is read to be checked
     except ValueError as error:
-        raise ConfigError("the address has no port that there is", got=f"{address}: {error}", who=who(config, key),
+        raise ConfigError("the address has no port that there is", got=f"{address}: {error}", who=origin,
                           fix="write HOST:PORT") from None
     if parts.hostname not in ("127.0.0.1", "localhost", "::1") or parts.port is None:
         return
@@ -110,4 +118,4 @@ def _listens(config: RunConfig, key: str, address: str) -> None:
         socket.create_connection((parts.hostname, parts.port), PATIENCE).close()
     except OSError as error:
         raise ConfigError("nothing listens at this address", got=f"{address}: {error.strerror or error}",
-                          who=who(config, key), fix="start the server first, or mend the address") from None
+                          who=origin, fix="start the server first, or mend the address") from None

@@ -15,7 +15,10 @@ PLAIN = {
     "num_layers": "num_hidden_layers", "hidden_size": "hidden_size", "num_attention_heads": "num_attention_heads",
     "num_query_groups": "num_key_value_heads", "kv_channels": "head_dim", "layernorm_epsilon": "rms_norm_eps",
     "moe_ffn_hidden_size": "moe_intermediate_size", "moe_router_topk": "num_experts_per_tok",
-    "share_embeddings_and_output_weights": "tie_word_embeddings",
+    "share_embeddings_and_output_weights": "tie_word_embeddings", "q_lora_rank": "q_lora_rank",
+    "kv_lora_rank": "kv_lora_rank", "qk_head_dim": "qk_nope_head_dim", "qk_pos_emb_head_dim": "qk_rope_head_dim",
+    "v_head_dim": "v_head_dim", "moe_router_num_groups": "n_group", "moe_router_group_topk": "topk_group",
+    "moe_router_topk_scaling_factor": "routed_scaling_factor",
 }  # fmt: skip
 """Fields of Megatron-core -> keys of config.json that mean the same in every family."""
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -55,9 +58,11 @@ def _reference(config: RunConfig, said: Mapping[str, object]) -> None:
         other = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):  # no Hugging Face folder, or one that the start will speak of
         return
-    for key in ("vocab_size", *PLAIN.values(), *EXPERTS, "intermediate_size"):
-        if isinstance(said.get(key), int) and key in other and other[key] != said[key]:
-            raise ConfigError(f"the reference is another model: its {key} is {other[key]}", got=said[key],
+    ours, theirs = ({"vocab_size": one.get("vocab_size"), "model_type": one.get("model_type")} |
+                    {key: value for _, key, value in _constants(one)} for one in (said, other))
+    for key in ours:
+        if ours[key] is not None and theirs.get(key, ours[key]) not in (None, ours[key]):
+            raise ConfigError(f"the reference is another model: its {key} is {theirs[key]}", got=ours[key],
                               who=f"{who(config, 'checkpoint.ref_load')}, {path}",
                               fix="name a checkpoint of the model that is trained with --ref-load")
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from miles_core.config.load import config_json, quantised, who
@@ -14,6 +15,13 @@ from miles_core.errors import CheckpointError, ConfigError
 Note = Callable[[str], None]
 
 TRACKER = "latest_checkpointed_iteration.txt"
+OTHERS = ("*.bin", "*.gguf", "*.pth", "*.pt", "*.ckpt", "*.distcp", "*/*.distcp", "*/mp_rank_*", "*.h5", "*.msgpack")
+"""Weights of other programs."""
+NO_POLICY = re.compile("For(Sequence|Token)Classification|ForQuestionAnswering|ForMaskedLM|RewardModel|Eagle|"
+                       "(?<!LMHead)(?<!GLM)Model$")
+"""Architectures that give no probabilities of the next token, or, as a draft, none of their own."""
+LARGEST = 8 * 1024 * 1024
+"""Bytes of a file of constants."""
 FOLDER = "name a folder with config.json, tokenizer files and *.safetensors"
 _ITERATION = re.compile(r"(iter|global_step|step|checkpoint|rollout)[_-]?\d+")
 
@@ -26,6 +34,21 @@ def astray(path: str) -> bool:
     there = Path(path)
     here = path.startswith(("/", "~", "./", "../")) or (len(there.parts) > 1 and there.parent.is_dir())
     return here and not there.exists()
+
+
+def found_in(path: Path, keys: Sequence[str]) -> list:
+    """Values of a JSON file, or of the header of a *.safetensors file, along keys; see plugins/refusals.py."""
+    try:
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little") if path.suffix == ".safetensors" else LARGEST
+            here = [json.loads(file.read(min(size, LARGEST)))]
+    except (OSError, ValueError):
+        return []
+    for key in keys:
+        pairs = [pair for one in here for pair in (
+            one.items() if isinstance(one, Mapping) else enumerate(one) if isinstance(one, list) else ())]
+        here = [value for name, value in pairs if fnmatchcase(str(name), key)]
+    return [value for one in here for value in (one if isinstance(one, list) else [one]) if value is not None]
 
 
 def check_paths(config: RunConfig, note: Note) -> RunConfig:
@@ -55,9 +78,23 @@ def _hf_checkpoint(config: RunConfig, note: Note) -> None:
     if not folder.is_dir():
         raise CheckpointError("this is a file, and a checkpoint is a folder", who=origin, fix=FOLDER)
     _constants(folder, origin)
-    if any(folder.glob("*.bin")) and not any(folder.glob("*.safetensors")):
-        raise CheckpointError("the folder has weights as *.bin files only", who=origin,
-                              fix="save them with transformers as *.safetensors")
+    unread(folder, origin)
+
+
+def unread(folder: Path, origin: str) -> None:
+    """
+    Raises:
+        CheckpointError: the weights are in files of another format, or an adapter's.
+    """
+    if any(path.name != "adapter_model.safetensors" for path in folder.glob("*.safetensors")):
+        return
+    if (folder / "adapter_config.json").is_file():
+        raise CheckpointError("this is an adapter and no model", who=origin,
+                              fix="name the model that it belongs to, or merge the two into one folder")
+    kind = next((kind for kind in OTHERS if any(folder.glob(kind))), None)
+    if kind and not (folder / "model.safetensors.index.json").is_file():
+        raise CheckpointError(f"the folder has weights as {kind} files only", who=origin,
+                              fix="save them with transformers as *.safetensors; parts of a trainer its program merges")
 
 
 def _constants(folder: Path, origin: str) -> None:
@@ -65,7 +102,10 @@ def _constants(folder: Path, origin: str) -> None:
         said = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except FileNotFoundError:
         inside = sorted(path.parent.name for path in folder.glob("*/config.json"))
+        inside += sorted(str(path.parent.relative_to(folder)) for path in folder.glob("snapshots/*/config.json"))
         fix = f"is {folder / inside[0]} meant?" if inside else FOLDER
+        if (folder / "adapter_config.json").is_file():
+            unread(folder, origin)
         if (folder / TRACKER).is_file():
             fix = f"give this with --load, and its Hugging Face folder here: {FOLDER}"
         raise CheckpointError("the folder has no config.json", who=origin, fix=fix) from None
@@ -73,7 +113,7 @@ def _constants(folder: Path, origin: str) -> None:
         raise CheckpointError("config.json cannot be read", got=str(error), who=origin, fix=FOLDER) from None
     kinds, name = (said.get("architectures"), said.get("model_type")) if isinstance(said, Mapping) else (None, None)
     kind = str(kinds[0]) if isinstance(kinds, list) and kinds else None
-    if kind and (name is None or re.search("For(Sequence|Token)Classification|ForQuestionAnswering", kind)):
+    if kind and (name is None or NO_POLICY.search(kind)):
         what, fix = ("config.json has no model_type", "take it from where the weights are from") if name is None else (
             "the checkpoint is no language model", "name one whose architecture ends in ForCausalLM")
         raise CheckpointError(what, got=kind, who=origin, fix=fix)
@@ -112,20 +152,25 @@ def _resume(config: RunConfig) -> None:
                               fix="give a folder that a run saved into with --save")
 
 
-def _tracked(config: RunConfig, folder: Path) -> None:
-    """The iteration that a checkpoint's tracker names."""
+def _tracked(config: RunConfig, folder: Path, load: bool = True) -> None:
+    """The iteration that a checkpoint's tracker names; `load` if the run goes on from it."""
     text, last = (folder / TRACKER).read_text(encoding="utf-8", errors="replace").strip(), config.rollout.num_rollout
     there = sorted(path.name for path in folder.glob("iter_*"))
     if not text.isdecimal() or f"iter_{int(text):07d}" not in there:
         raise CheckpointError(f"the tracker names iteration {text[:40] or 'nothing'}, which is not there",
                               got=", ".join(there[-3:]) or "no iteration",
                               who=str(folder / TRACKER), fix="write the number of one that is there into it")
-    parts = ("metadata.json", ".metadata", "common.pt")
     newest = folder / f"iter_{int(text):07d}"
+    if any(newest.glob("mp_rank_*")):
+        raise CheckpointError("this is a checkpoint of Megatron's older format", got="mp_rank_*", who=str(newest),
+                              fix="start from a Hugging Face folder of its weights with --ref-load")
+    parts = ("metadata.json", ".metadata", "common.pt", "miles.json")
     if lost := [name for name in parts if any(newest.glob("*.distcp")) and not (newest / name).is_file()]:
-        raise CheckpointError(f"iteration {int(text)} is incomplete", got=f"no {', '.join(lost)}",
-                              who=str(newest), fix=f"write the number of an older one into {folder / TRACKER}")
-    if last and int(text) > last and config.checkpoint.load != config.checkpoint.save:
+        other = "another program saved it: start from a Hugging Face folder of its weights with --ref-load"
+        raise CheckpointError(f"iteration {int(text)} is incomplete", got=f"no {', '.join(lost)}", who=str(newest),
+                              fix=other if lost == ["miles.json"] else
+                              f"write the number of an older one into {folder / TRACKER}")
+    if last and load and int(text) > last and config.checkpoint.load != config.checkpoint.save:
         raise ConfigError("the checkpoint is past the run's last rollout, so nothing would be trained",
                           got=f"{text} of {last}", who=who(config, "checkpoint.load", "rollout.num_rollout"),
                           fix="raise --num-rollout, which counts those that are done already; to start anew from these "
@@ -135,18 +180,31 @@ def _tracked(config: RunConfig, folder: Path) -> None:
 def _reference(config: RunConfig) -> None:
     """--ref-load has weights: a Hugging Face folder, or one that a run or `miles convert` wrote."""
     given = config.checkpoint.ref_load
-    if given is None or config.debug.debug_rollout_only or not (astray(given) or Path(given).exists()):
+    if given is None or config.debug.debug_rollout_only:
         return
+    check_source(given, f"{who(config, 'checkpoint.ref_load')}, {given}")
+    kept = Path(given) / TRACKER
+    if kept.is_file() and not (Path(given) / "config.json").is_file() and any(map(Path.is_dir, Path(given).iterdir())):
+        _tracked(config, Path(given), load=False)
+
+
+def check_source(given: str, origin: str) -> None:
+    """
+    Raises:
+        CheckpointError: there are no weights that a model could start from.
+    """
     folder = Path(given)
+    if not (astray(given) or folder.exists()):
+        return
+    usual = "name a Hugging Face folder, or one that a run saved into"
     if not folder.is_dir():
-        raise CheckpointError("there is no such folder", got=given, who=who(config, "checkpoint.ref_load"),
-                              fix="name a Hugging Face folder, or one that a run saved into")
-    if not (folder / "config.json").is_file() and not (folder / TRACKER).is_file() and not any(folder.glob("iter_*")):
+        raise CheckpointError("there is no such folder", who=origin, fix=usual)
+    if (folder / "config.json").is_file() or (folder / "adapter_config.json").is_file():
+        unread(folder, origin)
+    elif not (folder / TRACKER).is_file() and not any(folder.glob("iter_*")):
         above = (folder.parent / TRACKER).is_file()
-        raise CheckpointError("the folder is no checkpoint: neither config.json nor " + TRACKER, got=given,
-                              who=who(config, "checkpoint.ref_load"),
-                              fix=f"give the folder above it, {folder.parent}" if above else
-                              "name a Hugging Face folder, or one that a run saved into")
+        raise CheckpointError("the folder is no checkpoint: neither config.json nor " + TRACKER, who=origin,
+                              fix=f"give the folder above it, {folder.parent}" if above else usual)
 
 
 def _quantised_start(config: RunConfig) -> None:
@@ -159,7 +217,8 @@ def _quantised_start(config: RunConfig) -> None:
     if method and checkpoint.ref_load in (None, checkpoint.hf_checkpoint) and not (
             saved or config.debug.debug_rollout_only):
         raise ConfigError("training cannot start from quantised weights", got=method, who=str(config_json(config)[0]),
-                          fix="name the plain checkpoint with --ref-load; engines are then served this one")
+                          fix="name the plain checkpoint with --ref-load; engines are then served this one; if its "
+                          "weights are plain again, take quantization_config out of config.json")
 
 
 def _writable(config: RunConfig) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from miles_core.backends.megatron.hf_template import ChatTemplate, check_rendered
+from miles_core.backends.megatron.hf_template import ChatTemplate, check_rendered, check_tokenizer
 from miles_core.config.check_paths import FOLDER, astray
 from miles_core.config.load import who
 from miles_core.config.tables import RunConfig
@@ -26,11 +26,18 @@ FORMATS = {b"PAR1": "Parquet", b"ARROW": "Arrow", b"PK\x03\x04": "a zip archive"
 """How files begin that people take for JSONL."""
 SUFFIXES = {".parquet": "Parquet", ".arrow": "Arrow", ".csv": "CSV", ".tsv": "TSV", ".gz": "gzip", ".zip": "zip"}
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
+VOCABULARIES = ("tokenizer.json", "*.model", "*.tiktoken", "vocab*", "*vocab*.json", "tekken.json", "*.py")
 """One of these a folder with a tokenizer has."""
 _RENDERED = re.compile(r"\s*(<\|[\w ]+\|>|<s>|<bos>|<start_of_turn>|\[INST\]|<\uff5c)")
 """How a text begins that a chat template has made already."""
-_MESSAGES = re.compile(r"""\s*\[\s*\{\s*['"](role|content)['"]\s*:""")
+_MESSAGES = re.compile(
+    r"""\s*(\{\s*['"](messages|conversations)['"]\s*:\s*)?\[\s*\{\s*['"](role|content|from)['"]\s*:""")
 """How chat messages begin that were written as text."""
+_OBJECT = re.compile(r"""\s*\{\s*['"]\w+['"]\s*:""")
+"""How an object begins that was written as text."""
+_MEDIA = re.compile("<(image|video|audio)>")
+NOTHING = ("", "nan", "NaN", "None", "null", "<NA>")
+"""What is written for an answer that is missing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +68,29 @@ def check_rows(config: RunConfig, note: Callable[[str], None]) -> RunConfig:
     for one in files:
         one.check()
     _template(config)
+    if present(config):
+        check_tokenizer(config)
     template = ChatTemplate(config) if config.rollout.apply_chat_template else None
     for one in files:
         one.check_rendered(template)
     return config
+
+
+def check_needs(config: RunConfig, name: str, key: str | None = None, *, shown: bool = False) -> None:
+    """
+    Args:
+        name: a scorer that compares with labels; with `key` it reads this of a row or its metadata, else the label.
+        shown: `name` is a generator that takes the answer from there, or from the end of a conversation.
+
+    Raises:
+        DataError: a row does not have it.
+    """
+    if config.debug.debug_train_only or config.rollout.prompt_source != "jsonl":
+        return
+    for file in (_File(config, file) for file in _files(config) if not (shown and file.eval)):
+        file.check()
+        for number, row in file.rows:
+            file.check_need(number, row, name, key, shown)
 
 
 def present(config: RunConfig) -> bool:
@@ -88,7 +114,7 @@ class _File:
         self._config, self._file = config, file
         self._name, _, self._cut = file.path.partition("@")
         self._origin = who(config, file.key)
-        self._prompts: list[tuple[int, str | list[dict]]] = []
+        self.rows: list[tuple[int, dict]] = []
         self._whole = False
 
     def check(self) -> None:
@@ -100,7 +126,8 @@ class _File:
         kind = SUFFIXES.get(path.suffix.lower())
         if not path.is_file():
             hub = self._name.count("/") == 1 and not path.suffix and self._name[0] not in "./~"
-            if astray(self._name) or hub or path.exists():
+            nowhere = self._file.eval and not re.search("[./]", self._name)
+            if astray(self._name) or hub or nowhere or path.exists():
                 raise self._error("this is a folder, and prompts are a file" if path.is_dir() else
                                   "there is no such prompt file", None,
                                   "prompts are a JSONL file of this machine; nothing is fetched" if hub else
@@ -125,7 +152,7 @@ class _File:
             raise self._error("the slice leaves no rows", self._cut, f"the file has {len(rows)}")
         for number, row in kept:
             self._check_row(number, row)
-        self._prompts, self._whole = [(number, row[self._file.input_key]) for number, row in kept], whole
+        self.rows, self._whole = kept, whole
         ends = (cut.start or 0, cut.stop) if cut.stop is not None and min(cut.start or 0, cut.stop) >= 0 else None
         most = max(ends[1] - ends[0], 0) if ends else None if self._cut else path
         self._all([row for _, row in kept], len(kept) if whole else most)
@@ -139,8 +166,35 @@ class _File:
         most = (eval_.eval_max_prompt_len if self._file.eval else None) or rollout.rollout_max_prompt_len
         needed = 1 if self._file.eval or rollout.num_rollout is not None else -(
             -rollout.rollout_batch_size // rollout.num_epoch)
-        check_rendered(self._config, template, f"{self._origin}, {self._name}", self._prompts, most,
-                       needed if self._whole else None)
+        check_rendered(self._config, template, f"{self._origin}, {self._name}",
+                       [(number, row[self._file.input_key]) for number, row in self.rows], most,
+                       needed if self._whole else 1)
+
+    def check_need(self, number: int, row: Mapping, name: str, key: str | None, shown: bool) -> None:
+        """
+        Raises:
+            DataError: see `check_needs`.
+        """
+        metadata, prompt = row.get(self._config.rollout.metadata_key) or {}, row[self._file.input_key]
+        label = None if self._file.label_key is None else row[self._file.label_key]
+        found = label if label is None or key is None else str(label)
+        found = found if key is None else {**row, **metadata}.get(key, found)
+        if shown and isinstance(prompt, list) and prompt[-1]["role"] == "assistant":
+            found = str(prompt[-1].get("content") or prompt[-1].get("tool_calls") or "")
+        if shown and found is not None and not isinstance(found, str) or not found and found != 0 or (
+                str(found).strip() in (NOTHING[:1] if shown else NOTHING)):
+            raise self._error(f"{name!r} needs the answer of every row, and here is none",
+                              repr(found) if found is not None else f"nothing under {key or self._file.label_key!r}",
+                              "mend the row or leave it out, or name the right key", number)
+        if not shown and isinstance(found, str) and _OBJECT.match(found) and key is None:
+            raise self._error(f"{name!r} compares with the whole of an object, written as text", found[:40],
+                              "write its answer alone", number)
+        if key is not None and not shown and isinstance(found, str) and found.lstrip()[:1] in ("[", "{"):
+            try:
+                json.loads(found)
+            except ValueError as error:
+                raise self._error(f"what {name!r} reads is no JSON, as its beginning would have it", str(error),
+                                  "json.dumps writes JSON; str of a list does not", number) from None
 
     def _slice(self) -> slice:
         span = re.fullmatch(r"\[(-?\d*):(-?\d*)\]", self._cut) if self._cut else None
@@ -172,7 +226,7 @@ class _File:
                                   number)
         prompt = row[file.input_key]
         chat = isinstance(prompt, list) and prompt and all(isinstance(m, dict) and "role" in m for m in prompt)
-        if not chat and not (isinstance(prompt, str) and prompt):
+        if not chat and not (isinstance(prompt, str) and prompt.strip()):
             raise self._error(f"{file.input_key!r} should be text or a list of chat messages",
                               type(prompt).__name__ if prompt else "nothing",
                               'write "..." or [{"role": "user", "content": "..."}]', number)
@@ -180,6 +234,10 @@ class _File:
             self._check_chat(prompt, number)
         else:
             self._check_text(prompt, number)
+        found = _MEDIA.search(str(prompt))
+        if found and any(row.get(key) for key in (found[1], f"{found[1]}s")):
+            raise self._error(f"the row shows the model {found[1]}s, and runs are of text alone", found[0],
+                              "leave such rows out", number)
         self._check_rest(row, number)
 
     def _check_text(self, prompt: str, number: int) -> None:
@@ -216,6 +274,11 @@ class _File:
             if other or not (isinstance(content, str | list) or message.get("tool_calls")):
                 raise self._error(f"a message of {key!r} has no text", other[0] if other else ", ".join(message),
                                   'write {"role": "user", "content": "..."}', number)
+            if isinstance(content, str) and message["role"] == "user" and (
+                    content.rstrip().endswith(("]", "}")) or not _MESSAGES.match(content)):
+                self._check_text(content, number)
+        if not any(str(message.get("content") or message.get("tool_calls") or "").strip() for message in prompt):
+            raise self._error(f"no message of {key!r} says anything", "blanks", "leave the row out", number)
         if prompt[-1]["role"] == "assistant" and self._config.rollout.generate == "single-turn":
             raise self._error(f"{key!r} ends with an answer, and the model is to give one", "assistant",
                               "leave the last message out: what it says may be the label", number)
@@ -230,6 +293,11 @@ class _File:
         if key is not None and all(row[key] in (None, "") for row in rows):
             raise self._error(f"no row has a ground truth under {key!r}", "nothing in each",
                               "name the right key with --label-key, or leave the flag out")
+        asked = {json.dumps(row[self._file.input_key]) for row in rows}
+        if key is not None and len(asked) == 1 and len({str(row[key]) for row in rows if row[key]}) > 1 and (
+                self._config.rollout.generate == "single-turn"):
+            raise self._error("every row asks the same, and has another answer", next(iter(asked))[:60],
+                              "write the question of each row; a placeholder is not filled in")
         if "rollout.metadata_key" in self._config.origin and not self._file.eval and not any(
                 metadata in row for row in rows):
             raise self._error(f"no row has the key {metadata!r}", ", ".join(rows[0]),
@@ -271,6 +339,9 @@ def _template(config: RunConfig) -> None:
     if folder.is_dir() and not here and present(config):
         raise DataError("the tokenizer cannot be loaded", got="no such files", who=f"--hf-checkpoint {folder}",
                         fix=f"copy tokenizer.json and tokenizer_config.json of its model there; or {FOLDER}")
+    if here and present(config) and not any(any(folder.glob(name)) for name in VOCABULARIES):
+        raise DataError("the tokenizer cannot be loaded", got="tokenizer_config.json without a vocabulary",
+                        who=f"--hf-checkpoint {folder}", fix="copy tokenizer.json of its model there")
     if not rollout.apply_chat_template or not here or any((folder / name).exists() for name in files):
         return
     try:

@@ -135,7 +135,7 @@ def value_of(one: Given, option: Option, off: bool) -> object:
         return [_number(word) if numbers else word for word in one.words]
     if len(one.words) != 1:
         raise ConfigError(f"{one.flag} takes one value", got=" ".join(one.words) or "none",
-                          fix=f"write {one.flag} VALUE")
+                          fix=f"write {one.flag} VALUE; every other flag begins with two dashes")
     return one.words[0]
 
 
@@ -168,7 +168,9 @@ def _foreign(one: Given, spellings: Spellings, plugins: Mapping[str, str], notes
             notes.append(f"{one.flag} is not needed: {found.text}")
             return []
         made = [Assignment(_own(key), value, origin) for key, value in (found.set or {}).items()]
-        if found.key is not None:
+        if found.key is None:
+            _alone(one)
+        else:
             made.append(Assignment(_own(found.key), _words(one), origin))
         return made
     if found is not None:
@@ -177,6 +179,16 @@ def _foreign(one: Given, spellings: Spellings, plugins: Mapping[str, str], notes
             return [Assignment(f"megatron.{found.name}", False, origin)]
         return [Assignment(f"megatron.{found.name}", _words(one), origin)]
     raise _unknown(one.flag, spellings, plugins)
+
+
+def _alone(one: Given) -> None:
+    """
+    Raises:
+        ConfigError: a word after a flag that says all by itself, other than a yes.
+    """
+    if one.words and [word.lower() for word in one.words] not in (["true"], ["1"], ["yes"]):
+        raise ConfigError(f"{one.flag} takes no value", got=" ".join(one.words),
+                          fix="write the flag alone, or leave it out")
 
 
 def _own(key: str) -> str:
@@ -207,6 +219,8 @@ def _listed(one: Given, entry: Mapping[str, object], plugins: Mapping[str, str],
         raise UnknownKeyError(f"{one.flag} belongs to plugin {name!r}, which is not enabled",
                               fix=plugins.get(name, f"pip install miles-{name}, and add --plugin {name}"))
     origin = Origin("flag", one.flag)
+    if "set" in entry or "value" in entry:
+        _alone(one)
     if "set" in entry:
         return [Assignment(key, value, origin) for key, value in entry["set"].items()]
     return [Assignment(str(entry["key"]), entry.get("value", _words(one)), origin)]
@@ -215,6 +229,7 @@ def _listed(one: Given, entry: Mapping[str, object], plugins: Mapping[str, str],
 def _unknown(flag: str, spellings: Spellings, plugins: Mapping[str, str]) -> UnknownKeyError:
     from miles_core.backends.megatron import flags as megatron
     from miles_core.backends.megatron.surface import surface
+    from miles_core.backends.sglang.forwarded import surface_of
 
     name = flag[2:].partition(".")[0]
     if name in plugins:
@@ -222,8 +237,10 @@ def _unknown(flag: str, spellings: Spellings, plugins: Mapping[str, str]) -> Unk
     fields = ("--" + n.replace("_", "-") for n in surface())
     known = [*spellings, *NAMING, *miles_flags(), *megatron.megatron_lm_flags(), *fields]
     near = difflib.get_close_matches(flag, known, 1, 0.6)
-    return UnknownKeyError(f"there is no flag {flag}",
-                           fix=f"did you mean {near[0]}?" if near else "see miles run --help")
+    near += [f"--sglang-{flag[2:]}"] if flag in surface_of("server").spellings() else []
+    theirs = miles_list()["others"].get(flag[2:].rpartition(".")[2])  # verl's are a.b.c
+    return UnknownKeyError(f"there is no flag {flag}", fix=f"write {theirs}" if theirs else
+                           f"did you mean {near[-1]}?" if near else "see miles run --help")
 
 
 def miles_flags() -> Mapping[str, Mapping[str, object]]:
@@ -233,6 +250,7 @@ def miles_flags() -> Mapping[str, Mapping[str, object]]:
 
 @functools.cache
 def miles_list() -> dict:
-    """miles_flags.toml whole: `flags`, sentences of their `families`, names of `parts` that have another name here."""
+    """miles_flags.toml whole: `flags`, sentences of their `families`, names of `parts` that have another name here, and
+    what `others` have flags for."""
     with Path(__file__).with_name("miles_flags.toml").open("rb") as file:
         return tomllib.load(file)

@@ -115,9 +115,14 @@ def _external(config: RunConfig, note: Note) -> RunConfig:
         raise ConfigError("servers that run already are named by two flags", who=origin,
                           fix="write --rollout-external --rollout-external-engine-addrs HOST:PORT ...")
     for address in addresses:
-        if not re.fullmatch(r"(https?://)?([\w.-]+|\[[\da-fA-F:]+\]):\d+/?", address):
+        if not re.fullmatch(r"(https?://)?([\w.-]+|\[[\da-fA-F:]+\]):[1-9]\d*/?", address):
             raise ConfigError("the address of a server is HOST:PORT", got=address, who=origin,
                               fix="for instance 10.0.0.7:30000")
+    plain = [address.partition("://")[2].rstrip("/") or address for address in addresses]
+    plain += [f"{config.sglang.router_ip}:{config.sglang.router_port}"] if config.sglang.router_ip else []
+    if twice := next((address for address in plain if plain.count(address) > 1), None):
+        raise ConfigError("one address is that of two servers, or of a server and the router", got=twice,
+                          who=f"{origin}, {who(config, 'sglang.router_ip')}", fix="name each server once")
     if given and config.perf.colocate:
         raise ConfigError("servers that run already cannot hand their GPUs over",
                           who=who(config, "sglang.rollout_external", "perf.colocate"), fix="drop --colocate")

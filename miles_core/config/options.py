@@ -136,6 +136,22 @@ def _adapter(text: str) -> Any:
     return TypeAdapter(_annotation(text))
 
 
+def _left_over(option: Option, value: str, origin: Origin) -> None:
+    """
+    Raises:
+        ConfigError: text that a shell has left empty, or that it would have replaced and has not.
+    """
+    what = None if option.default == value or "dict" in option.type else "is empty" if not value.strip() else (
+        f"names a variable, and nothing replaces {found[0]} here" if (found := _VARIABLE.search(value)) else
+        "begins with ~, and ~ is not expanded here" if re.match(r"~\w*(/|$)", value) else None)
+    if what is not None:
+        raise ConfigError(f"{option.key} {what}", got=repr(value), who=str(origin), fix="write what it stands for, or "
+                          "leave it out for its default; a shell replaces $NAME, and ~ at the start of a word alone")
+
+
+_VARIABLE = re.compile(r"\$(\{\w+\}|[A-Za-z_]\w*)")
+
+
 def convert(option: Option, value: object, origin: Origin) -> object:
     """The typed value of an option, from a run file's value or a command line's text.
 
@@ -149,8 +165,10 @@ def convert(option: Option, value: object, origin: Origin) -> object:
             value = json.loads(value)
         except json.JSONDecodeError as error:
             raise ConfigError(f"{option.key} takes JSON", got=value, who=str(origin), fix=str(error)) from None
-    if isinstance(value, str) and value.lower() == "none" and "None" in option.type:
+    if isinstance(value, str) and value.lower() == "none" and "None" in option.type and "none" not in option.choices:
         return None
+    if isinstance(value, str):
+        _left_over(option, value, origin)
     strict_text = isinstance(value, bool) and "bool" not in option.type
     try:
         if strict_text:

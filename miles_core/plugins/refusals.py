@@ -6,31 +6,43 @@ tests hold is refused. Keys are an option ("rollout.n_samples_per_prompt", "tis.
 stands for the names chosen for it, or for the plugins that offer it where all do. A test is a value, or some of TESTS,
 COMPARES and SAID: {"above": 2}, {"above": "optimizer.lr"}, {"outside": "(0, 1]"}. The core's rules: refusals.toml.
 
+A key may go on into a file of the folder that an option names: "checkpoint.hf_checkpoint/config.json/hidden_act". Of a
+*.safetensors file that is its header; * in a part stands for any text, and a number for a place in a list. A key
+"environment.NAME" is a variable.
+
 Words in `provides` are the shorter way to say what several plugins say alike:
+    files:NAME      the folder that the option NAME is has whole files
+    weights:NAME    and they are weights of a model that reads the policy's tokens; weights:NAME:HEAD with a tensor HEAD
     compares:NAME   the estimator NAME compares the answers to one prompt
     labels:NAME     the scorer NAME needs the row's label
+    rows:NAME:KEY   the scorer NAME needs of a row, or of its metadata, what the option KEY names, else the label
+    answers:NAME:KEY  so does the generator NAME, or a conversation that ends with the answer
+    appends:NAME:ALLOW:ROLE  the generator NAME appends to a conversation, so that the template may not rewrite it
+                    unless the option ALLOW is set; the option ROLE is that of tools' answers, else it is "user"
+    calls:NAME:CALL the option NAME is a function that is called so, see functions.py
     modules:NAME    functions that its options name may come from the package NAME, installed or not
 """
 
 from __future__ import annotations
 
-import ast
 import operator
+import os
 import re
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from importlib.machinery import PathFinder
 from pathlib import Path
 
 from miles_core import hookspecs
+from miles_core.backends.megatron.hf_files import check_other, check_whole
+from miles_core.backends.megatron.hf_template import check_appends
 from miles_core.config.architecture import architecture_of
 from miles_core.config.bounds import stated, within
-from miles_core.config.check_paths import astray
-from miles_core.config.check_rows import present
+from miles_core.config.check_paths import astray, check_source, found_in
+from miles_core.config.check_rows import check_needs, present
 from miles_core.config.check_sampling import trains
 from miles_core.config.load import who
 from miles_core.config.tables import TABLES, RunConfig
 from miles_core.errors import ConfigError, ManifestError
+from miles_core.plugins.functions import check_function
 from miles_core.plugins.resolve import choices
 from miles_core.plugins.scan import BUILT_IN, KNOWN
 from miles_core.plugins.select import Selected
@@ -51,12 +63,15 @@ TESTS: dict[str, Callable[[list, object], bool]] = {
     "unlisted": lambda values, wanted: not all(re.fullmatch(str(wanted), str(value)) for value in values),
     "outside": lambda values, wanted: not all(within(value, wanted) for value in values),
     "missing": lambda values, wanted: any(astray(str(value)) for value in values) == wanted,
+    "lacks": lambda values, wanted: any(path.exists() and not (path / wanted).is_file() for path in map(Path, values)),
+    "text": lambda values, wanted: any(isinstance(value, str) for value in values) == wanted,
     "malformed": lambda values, wanted: all(map(_compiles, values)) != wanted,
 }
 """Name -> whether it holds of a key's values: none for one that is not set, several for a list."""
 COMPARES: dict[str, Callable[[object, object], bool]] = {
     "above": operator.gt, "below": operator.lt, "from": operator.ge, "apart": operator.ne,
     "rest": lambda value, other: bool(other and value % other),
+    "unnamed": lambda value, other: value not in re.split("[, ]+", str(other)),
     "is": lambda value, other: str(value).rstrip("/") == str(other).rstrip("/"),
 }
 """Further tests: with a number, or with the value of another key; where that is not set, none of them holds."""
@@ -82,13 +97,29 @@ def check_statements(selected: Sequence[Selected], config: RunConfig) -> None:
             if set(rule) != {"when", "what", "fix"} or not isinstance(rule["when"], Mapping) or not rule["when"]:
                 raise _unreadable(one, rule, "it is {when = {...}, what = ..., fix = ...}")
             if all(_holds(one, key, test, selected, config) for key, test in rule["when"].items()):
-                keys = [key for key in rule["when"] if "." in key and not key.startswith("architecture.")]
+                keys = [key for key in rule["when"] if "." in key and not key.startswith(("architecture.", "environ"))]
+                files = {str(Path(str(folder), key.split("/")[1])) for key in keys if "/" in key
+                         for folder in _values(one, key.split("/")[0], selected, config)}
                 values = _values(one, next(iter(rule["when"])), selected, config)
                 raise ConfigError(rule["what"], got=", ".join(map(str, values)) or None,
-                                  who=", ".join(filter(None, [who(config, *keys), "" if own else
+                                  who=", ".join(filter(None, [who(config, *(key for key in keys if "/" not in key)),
+                                                              *sorted(files), "" if own else
                                                               f"plugin {one.manifest.name}"])),
                                   fix=rule["fix"])
     _functions(selected, config)
+    _folders(selected, config)
+
+
+def _folders(selected: Sequence[Selected], config: RunConfig) -> None:
+    """What `files` and `weights` say of options that name a folder."""
+    for one in selected:
+        for kind, name, *tensor in (word.split(":") for word in one.manifest.provides if word.count(":")):
+            given = config.options.get(one.manifest.name, {}).get(name)
+            if kind == "files" and given is not None:
+                check_whole(Path(given))
+            elif kind == "weights" and given is not None and not config.debug.debug_rollout_only:
+                check_source(given, f"{who(config, f'{one.manifest.name}.{name}')}, {given}")
+                check_other(config, Path(given), *tensor)
 
 
 def _holds(one: Selected, key: str, test: object, selected: Sequence[Selected], config: RunConfig) -> bool:
@@ -102,7 +133,8 @@ def _holds(one: Selected, key: str, test: object, selected: Sequence[Selected], 
             found = (key in config.origin and config.origin[key].kind in ("file", "preset", "flag")) == wanted
         elif name in COMPARES:
             bounds = _values(one, wanted, selected, config) if isinstance(wanted, str) else [wanted]
-            found = any(COMPARES[name](value, bound) for value in values for bound in bounds)
+            found = any(COMPARES[name](value, bound) for value in values for bound in bounds
+                        if isinstance(value, str) == isinstance(bound, str))
         else:
             try:
                 found = TESTS[name](values, wanted)
@@ -114,6 +146,10 @@ def _holds(one: Selected, key: str, test: object, selected: Sequence[Selected], 
 
 
 def _values(one: Selected, key: str, selected: Sequence[Selected], config: RunConfig) -> list:
+    key, *inside = key.split("/")
+    if inside:
+        return [found for folder in _values(one, key, selected, config)
+                for found in found_in(Path(str(folder)) / inside[0], inside[1:])]
     table, dot, name = key.partition(".")
     if not dot:
         if key not in hookspecs.specs():
@@ -122,7 +158,9 @@ def _values(one: Selected, key: str, selected: Sequence[Selected], config: RunCo
             return [chosen for hook, chosen, _ in choices(config) if hook == key]
         return [other.manifest.name for other in selected for offer in other.manifest.offers if offer.hook == key]
     try:
-        if table == "architecture":
+        if table == "environment":
+            value = os.environ.get(name)
+        elif table == "architecture":
             value = getattr(architecture_of(config), name)
         elif table in TABLES:
             value = getattr(getattr(config, table), name)
@@ -156,40 +194,30 @@ def _scored(selected: Sequence[Selected], config: RunConfig) -> None:
             raise ConfigError(f"the scorer {name!r} compares with labels, and none are read",
                               who=who(config, "rollout.rm_type", "rollout.label_key"),
                               fix="name the rows' key of the ground truth with --label-key")
+    chosen = {"labels": rollout.rm_type, "rows": rollout.rm_type, "answers": [rollout.generate]}
+    for one in selected:
+        for word, *names in (word.split(":") for word in one.manifest.provides):
+            if names and names[0] in chosen.get(word, ()):
+                options = [f"{one.manifest.name}.{name}" for name in names[1:]]
+                keys = [key for option in options for key in _values(one, option, selected, config)]
+                check_needs(config, names[0], *keys, shown=word == "answers")
+            elif word == "appends" and names[0] == rollout.generate and present(config):
+                allow, *role = (f"{one.manifest.name}.{name}" for name in names[1:])
+                check_appends(config, allowed=_values(one, allow, selected, config) == [True],
+                              allow=f"--{allow.replace('_', '-')}",
+                              role=_values(one, role[0], selected, config)[0] if role else "user")
 
 
 def _functions(selected: Sequence[Selected], config: RunConfig) -> None:
-    """Options of plugins that name a function as FILE.py:NAME: the file is Python, and the name is in it.
-
-    Of MODULE.NAME, the module's package can be found.
-    """
+    """Options of plugins that name a function are of a function that is there."""
     for one in selected:
-        for name, value in config.options.get(one.manifest.name, {}).items():
-            found = re.fullmatch(r"(.+\.py):(\w+)", value) if isinstance(value, str) else None
-            origin, here = f"--{name.replace('_', '-')} {value}", [".", *sys.path]
-            dotted = re.fullmatch(r"(\w+)(\.\w+)*[.:]\w+", value) if isinstance(value, str) and not found else None
-            if isinstance(value, str) and value.endswith(".py") and name.endswith("_path"):
-                raise ConfigError("the file is named, and none of its functions", who=origin,
-                                  fix=f"write {value}:FUNCTION")
-            if dotted and name.endswith("_path") and not Path(value).exists() and f"modules:{dotted[1]}" not in (
-                    one.manifest.provides) and not PathFinder.find_spec(dotted[1], here):
-                raise ConfigError("the module of the function cannot be imported", got=f"no module {dotted[1]}",
-                                  who=origin,
-                                  fix="install it, name its folder in PYTHONPATH, or write ./file.py:function")
-            if found is None:
-                continue
-            path = Path(found[1])
-            if not path.is_file():
-                raise ConfigError("the module of the function cannot be imported", got="no such file", who=origin,
-                                  fix="write ./file.py:function, relative to the working directory")
-            try:
-                ast.parse(text := path.read_text(encoding="utf-8", errors="replace"))
-            except (SyntaxError, ValueError) as error:
-                raise ConfigError("the module of the function is not Python", got=error, who=origin,
-                                  fix="mend the line") from None
-            if not re.search(rf"\b{found[2]}\b", text):
-                raise ConfigError("there is no such function", got=f"{path} has no {found[2]!r}", who=origin,
-                                  fix="define it there, or name another after the colon")
+        words = [word.split(":", 2) for word in one.manifest.provides]
+        packages = [name for kind, *names in words if kind == "modules" for name in names]
+        calls = {names[0]: names[1] for kind, *names in words if kind == "calls"}
+        for name, given in config.options.get(one.manifest.name, {}).items():
+            for value in given if isinstance(given, list) else [given]:
+                if isinstance(value, str):
+                    check_function(name, value, calls.get(name), packages)
 
 
 def _compared(selected: Sequence[Selected], config: RunConfig) -> None:

@@ -154,7 +154,7 @@ def _own(hook: str, name: str, key: str, owners: dict[tuple[str, str], str], con
                          "; or add the family in a plugin of about fifty lines: docs/model-families.md")
     known = [plugin for plugin, offers in KNOWN.items() if f"{hook}:{name}" in offers]
     offered = sorted(n for h, n in owners if h == hook)
-    near = difflib.get_close_matches(name, [*offered, *_official(hook)], 1, 0.6)
+    near = difflib.get_close_matches(name.lower(), [*offered, *_official(hook)], 1, 0.6)
     fix = miles_list()["parts"].get(f"{hook}:{name}") or (
         f"add --plugin {known[0]} (pip install miles-{known[0]})" if known else
         f"did you mean {near[0]!r}?" if near else "enable the plugin that offers it with --plugin")

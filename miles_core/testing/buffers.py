@@ -56,13 +56,15 @@ def _keeps(unfinished: Callable[[Group], Group], groups: list[Group]) -> None:
         drawn = {sample.index: canned.drawn([sample]) for sample in group.samples}
         sizes = {sample.index: sample.response_length for sample in group.samples}
         kept = unfinished(group)
-        assert isinstance(kept, Group) and kept.prompt == group.prompt, "the group of the same prompt comes back"
+        assert isinstance(kept, Group), f"a group comes back, not {type(kept).__name__}"
+        assert kept.prompt == group.prompt, "the group is of another prompt"
         for sample in kept.samples:
             assert drawn.get(sample.index) == canned.drawn([sample]), (
                 f"sample {sample.index} has other tokens, log-probs or versions than were drawn")
             assert sample.response_length == sizes[sample.index], f"sample {sample.index} has another length"
             mask = np.asarray(sample.columns["loss_mask"])
-            assert mask.shape == (sample.response_length,) and set(np.unique(mask)) <= {0, 1}, "masks are 0 and 1"
+            assert mask.shape == (sample.response_length,), "a mask has one number for each response token"
+            assert set(np.unique(mask)) <= {0, 1}, "masks are 0 and 1"
         again = unfinished(kept) if kept.samples else kept
         assert len(again.samples) <= len(kept.samples), "called back twice, it has more samples than before"
 

@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -47,15 +47,23 @@ def engine_contract(make: Callable[[], Engine], weights: Callable[[int], Iterabl
 
 
 async def _within(check: Callable[..., Any], engine: Engine, weights: Callable[..., Any], vocabulary: int) -> None:
+    async def begun() -> None:
+        await engine.start()
+        await engine.update_weights(weights(1), 1)
+        await check(engine, weights, vocabulary)
+
+    try:
+        await _bounded(begun(), check.__name__.strip("_"))
+    finally:
+        await _bounded(engine.stop(), "stop")
+
+
+async def _bounded(work: Awaitable[None], what: str) -> None:
     try:
         async with asyncio.timeout(PATIENCE):
-            await engine.start()
-            await engine.update_weights(weights(1), 1)
-            await check(engine, weights, vocabulary)
+            await work
     except TimeoutError:
-        raise AssertionError(f"{check.__name__.strip('_')}: not done within {PATIENCE:g} s") from None
-    finally:
-        await asyncio.wait_for(engine.stop(), PATIENCE)
+        raise AssertionError(f"{what}: not done within {PATIENCE:g} s") from None
 
 
 def request(index: int, vocabulary: int, tokens: int = 6, **sampling: object) -> Request:
@@ -65,22 +73,18 @@ def request(index: int, vocabulary: int, tokens: int = 6, **sampling: object) ->
     return Request(f"contract-{index}", tuple(ids), SamplingParams(**values), 1000 + index)
 
 
-def _fits(asked: Request, got: Response, vocabulary: int, oldest: int, newest: int) -> None:
-    check_response(asked, got, vocabulary, oldest, newest)
-    assert len(got.output_ids) <= asked.sampling.max_new_tokens, "it draws more tokens than it was asked for"
-    assert got.finish_reason != "length" or len(got.output_ids) == asked.sampling.max_new_tokens
-
-
 async def _answers(engine: Engine, weights: Callable[..., Any], vocabulary: int) -> None:
     """Many requests at once; each gets its own answer, of the version that serves."""
     asked = [request(index, vocabulary, 1 + index % 7) for index in range(12)]
     got = await asyncio.gather(*(engine.generate(one) for one in asked))
     for one, answer in zip(asked, got):
-        _fits(one, answer, vocabulary, 1, 1)
-        assert answer.finish_reason == "length" and len(answer.output_ids) == one.sampling.max_new_tokens
+        check_response(one, answer, vocabulary, 1, 1)
+        drawn, wanted = len(answer.output_ids), one.sampling.max_new_tokens
+        assert drawn == wanted, f"asked for {wanted} tokens whatever they are, it draws {drawn}"
+        assert answer.finish_reason == "length", f"it drew all that it was to, and ended by {answer.finish_reason!r}"
     greedy = [request(0, vocabulary, temperature=0.0), replace(request(0, vocabulary, temperature=0.0), id="b", key=9)]
-    drawn, other = [await engine.generate(each) for each in greedy]
-    assert drawn.output_ids.tolist() == other.output_ids.tolist(), "at temperature 0 the key matters"
+    first, second = [await engine.generate(each) for each in greedy]
+    assert first.output_ids.tolist() == second.output_ids.tolist(), "at temperature 0 the key matters"
 
 
 async def _repeats(engine: Engine, weights: Callable[..., Any], vocabulary: int) -> None:
@@ -103,7 +107,7 @@ async def _aborts(engine: Engine, weights: Callable[..., Any], vocabulary: int) 
     cut, whole = await asyncio.gather(*calls)
     assert cut.finish_reason == "abort" or len(cut.output_ids) == LONG, f"aborted, it ended by {cut.finish_reason!r}"
     assert (whole.finish_reason, len(whole.output_ids)) == ("length", 6), "the abort of one request ended another"
-    _fits(long, cut, vocabulary, 1, 1)
+    check_response(long, cut, vocabulary, 1, 1)
     await engine.abort(["nobody"])
     assert len((await engine.generate(short)).output_ids) == 6, "after an abort it answers no more"
 
@@ -114,21 +118,25 @@ async def _pauses(engine: Engine, weights: Callable[..., Any], vocabulary: int) 
         call = asyncio.ensure_future(engine.generate(request(2, vocabulary, LONG)))
         await asyncio.sleep(0.005)
         await engine.pause(mode)
+        await asyncio.sleep(0.02)  # an answer that is complete may be on its way
+        ended = call.done()
         late = asyncio.ensure_future(engine.generate(request(3, vocabulary, 4)))
         await asyncio.sleep(0.05)
         assert not late.done(), f"paused ({mode}), it answers"
+        assert mode == "abort" or call.done() == ended, f"paused ({mode}), what was under way comes to its end"
         await engine.resume()
         first, second = await asyncio.gather(call, late)
         assert len(second.output_ids) == 4, f"a request that came in the pause ({mode}) got {second.finish_reason!r}"
         if mode != "abort":
             assert len(first.output_ids) == LONG, f"after a pause ({mode}) it ended by {first.finish_reason!r}"
         else:
-            assert first.finish_reason == "abort" or len(first.output_ids) == LONG
+            assert first.finish_reason == "abort" or len(first.output_ids) == LONG, (
+                f"a pause that ends everything ended it by {first.finish_reason!r}")
 
 
 async def _updates(engine: Engine, weights: Callable[..., Any], vocabulary: int) -> None:
     """Versions rise; answers say which they are of; a stream that is not whole changes nothing."""
-    assert engine.version == 1
+    assert engine.version == 1, f"it has been given version 1, and says {engine.version}"
     before = await engine.generate(request(4, vocabulary))
     for bad, version, what in ((list(weights(2))[:-1], 2, "that lacks a tensor"), (weights(1), 1, "that is no newer")):
         await engine.pause("retract")
@@ -144,7 +152,8 @@ async def _updates(engine: Engine, weights: Callable[..., Any], vocabulary: int)
     await engine.update_weights(weights(2), 2)
     await engine.resume()
     after = await engine.generate(request(4, vocabulary))
-    assert engine.version == 2 and set(after.versions.tolist()) == {2}, "answers do not say the version they are of"
+    assert engine.version == 2, f"it has been given version 2, and says {engine.version}"
+    assert set(after.versions.tolist()) == {2}, "answers do not say the version they are of"
     assert _bits(after) != _bits(before), "new weights answer like the old ones"
 
 
@@ -157,7 +166,8 @@ async def _refuses(engine: Engine, weights: Callable[..., Any], vocabulary: int)
         except EngineError:
             continue
         raise AssertionError(f"it answers {bad}")
-    assert len((await engine.generate(request(6, vocabulary, 3))).output_ids) == 3
+    whole = await engine.generate(request(6, vocabulary, 3))
+    assert len(whole.output_ids) == 3, "after a request that it refused it answers no more"
 
 
 async def _stops(engine: Engine, weights: Callable[..., Any], vocabulary: int) -> None:

@@ -114,8 +114,11 @@ async def _group(generate: Generate, prompt: Prompt, engine: KeyedEngine, sample
             await asyncio.sleep(0.001)
         recall.asked = True
         await engine.abort(list(recall.ids))
-    async with asyncio.timeout(PATIENCE):
-        found = await work
+    try:
+        async with asyncio.timeout(PATIENCE):
+            found = await work
+    except TimeoutError:
+        raise AssertionError(f"a group takes more than {PATIENCE:g} s") from None
     assert isinstance(found, list) and found and all(isinstance(sample, Sample) for sample in found), (
         f"a list of samples comes back, at least one, not {found!r}")
     return found

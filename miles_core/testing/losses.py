@@ -96,8 +96,9 @@ def evaluate(loss: PolicyLoss, case: Case, parts: Sequence[Sequence[np.ndarray]]
     for ranks in parts or [[np.arange(len(leaf))]]:
         for rows, (value, found) in zip(ranks, _together(loss, case, leaf, ranks), strict=True):
             assert value.shape == (len(rows),), "one value for each token; only the core reduces"
-            assert all(metric.shape == (len(rows),) for metric in found.values()), "one value for each token"
-            assert not any(metric.requires_grad for metric in found.values()), "metrics have no gradient"
+            for name, metric in found.items():
+                assert metric.shape == (len(rows),), f"metric {name} has one value for each token"
+                assert not metric.requires_grad, f"metric {name} has no gradient; detach it"
             total = total + (value * torch.as_tensor(case.weights[case.sample[rows]])).sum()
             values[rows] = value.detach()
             for name, metric in found.items():
@@ -150,13 +151,14 @@ def _together(loss: PolicyLoss, case: Case, leaf: torch.Tensor,
         return list(pool.map(call, range(len(ranks))))
 
 
-def same(one: Outcome, other: Outcome, rows: np.ndarray | slice = slice(None)) -> None:
-    """Equal up to rounding in float64, on all rows of `one` and on these of `other`."""
-    np.testing.assert_allclose(other.values[rows], one.values, rtol=1e-10, atol=1e-10)
-    np.testing.assert_allclose(other.gradient[rows], one.gradient, rtol=1e-10, atol=1e-10)
-    assert one.metrics.keys() == other.metrics.keys()
-    for name, metric in one.metrics.items():
-        np.testing.assert_allclose(other.metrics[name][rows], metric, rtol=1e-10, atol=1e-10, err_msg=name)
+def same(one: Outcome, other: Outcome, what: str, rows: np.ndarray | slice = slice(None)) -> None:
+    """Equal up to rounding in float64, on all rows of `one` and on these of `other`; errors begin with `what`."""
+    assert one.metrics.keys() == other.metrics.keys(), (
+        f"{what}: the metrics {sorted(one.metrics.keys() ^ other.metrics.keys())} come and go")
+    parts = {"loss": (one.values, other.values), "gradient": (one.gradient, other.gradient)}
+    parts |= {f"metric {name}": (metric, other.metrics[name]) for name, metric in one.metrics.items()}
+    for name, (wanted, got) in parts.items():
+        np.testing.assert_allclose(got[rows], wanted, rtol=1e-10, atol=1e-10, err_msg=f"{what}: another {name}")
 
 
 def masked_rows_do_nothing(loss: PolicyLoss, case: Case) -> None:
@@ -166,10 +168,11 @@ def masked_rows_do_nothing(loss: PolicyLoss, case: Case) -> None:
     rows: dict[str, Any] = {name: np.where(masked, poison, getattr(case, name)) for name in ROWS}
     poisoned = dataclasses.replace(case, **rows)
     clean, dirty = evaluate(loss, case), evaluate(loss, poisoned)
-    assert not dirty.values[masked].any() and not dirty.gradient[masked].any()
+    assert not dirty.values[masked].any(), "a masked row has a loss"
+    assert not dirty.gradient[masked].any(), "a masked row has a gradient"
     trained = np.flatnonzero(~masked)
     kept = Outcome(clean.values[trained], clean.gradient[trained], {k: v[trained] for k, v in clean.metrics.items()})
-    same(kept, dirty, trained)
+    same(kept, dirty, "what masked rows hold reaches others", trained)
 
 
 def a_masked_sample_changes_nothing(loss: PolicyLoss, case: Case) -> None:
@@ -180,18 +183,20 @@ def a_masked_sample_changes_nothing(loss: PolicyLoss, case: Case) -> None:
         sample=np.append(case.sample, [len(case.weights)] * 2),
     )  # fmt: skip
     outcome = evaluate(loss, wider)
-    same(evaluate(loss, case), outcome, slice(len(case.mask)))
-    assert not outcome.gradient[-2:].any()
+    same(evaluate(loss, case), outcome, "a masked sample reaches others", slice(len(case.mask)))
+    assert not outcome.values[-2:].any(), "a masked sample has a loss"
+    assert not outcome.gradient[-2:].any(), "a masked sample has a gradient"
 
 
 def cuts_are_exact(loss: PolicyLoss, case: Case) -> None:
     """Micro-batches or data-parallel ranks of whole samples, and context-parallel ranks of any rows, change nothing."""
     whole, last = evaluate(loss, case), len(case.weights) // 2
     halves = [[np.flatnonzero(case.sample < last)], [np.flatnonzero(case.sample >= last)]]
-    same(whole, evaluate(loss, case, halves))
+    same(whole, evaluate(loss, case, halves), "cut into micro-batches")
     everywhere = np.arange(len(case.mask))
-    same(whole, evaluate(loss, case, [[everywhere[::2], everywhere[1::2]]]))
-    same(whole, evaluate(loss, case, [[rows[::3], np.setdiff1d(rows, rows[::3])] for rows, in halves]))
+    same(whole, evaluate(loss, case, [[everywhere[::2], everywhere[1::2]]]), "cut over context-parallel ranks")
+    both = [[rows[::3], np.setdiff1d(rows, rows[::3])] for rows, in halves]
+    same(whole, evaluate(loss, case, both), "cut both ways")
 
 
 def order_does_not_matter(loss: PolicyLoss, case: Case) -> None:
@@ -199,19 +204,22 @@ def order_does_not_matter(loss: PolicyLoss, case: Case) -> None:
     order = np.random.default_rng(len(case.mask)).permutation(len(case.mask))
     moved = evaluate(loss, case.at(order))
     whole = evaluate(loss, case)
-    same(Outcome(whole.values[order], whole.gradient[order], {k: v[order] for k, v in whole.metrics.items()}), moved)
+    wanted = Outcome(whole.values[order], whole.gradient[order], {k: v[order] for k, v in whole.metrics.items()})
+    same(wanted, moved, "rows in another order")
 
 
 def a_ratio_of_one_is_the_policy_gradient(loss: PolicyLoss, case: Case) -> None:
     """On-policy the gradient of a trained token is -A, times the weight of the reduction."""
     outcome = evaluate(loss, dataclasses.replace(case, old=case.log_probs, engine=case.log_probs))
     expected = -case.advantages * case.weights[case.sample] * case.mask
-    np.testing.assert_allclose(outcome.gradient, expected, rtol=1e-10, atol=1e-12)
+    np.testing.assert_allclose(outcome.gradient, expected, rtol=1e-10, atol=1e-12,
+                               err_msg="on-policy the gradient is not -A times the sample's weight")
 
 
 def no_advantage_is_no_gradient(loss: PolicyLoss, case: Case) -> None:
     """Where A is 0 nothing is learnt."""
-    assert not evaluate(loss, dataclasses.replace(case, advantages=np.zeros(len(case.mask)))).gradient.any()
+    still = evaluate(loss, dataclasses.replace(case, advantages=np.zeros(len(case.mask))))
+    assert not still.gradient.any(), "without advantages there is a gradient"
 
 
 def gradients_are_finite_differences(loss: PolicyLoss, case: Case) -> None:
@@ -223,7 +231,8 @@ def gradients_are_finite_differences(loss: PolicyLoss, case: Case) -> None:
 
     shifts = step * np.eye(len(case.mask))
     slopes = [(total(case.log_probs + shift) - total(case.log_probs - shift)) / (2 * step) for shift in shifts]
-    np.testing.assert_allclose(evaluate(loss, case).gradient, slopes, rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(evaluate(loss, case).gradient, slopes, rtol=1e-5, atol=1e-7,
+                               err_msg="the gradient is not the slope of the loss (stops_gradient=True)")
 
 
 def a_nan_is_not_hidden(loss: PolicyLoss, case: Case) -> None:
@@ -232,7 +241,7 @@ def a_nan_is_not_hidden(loss: PolicyLoss, case: Case) -> None:
         broken = case.log_probs.copy()
         broken[row] = np.nan
         outcome = evaluate(loss, dataclasses.replace(case, log_probs=broken, engine=case.old))
-        assert np.isnan(outcome.values[row])
+        assert np.isnan(outcome.values[row]), "a NaN log-prob of a trained token does not show in the loss"
 
 
 PROPERTIES = (

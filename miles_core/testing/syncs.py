@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, cast
 
 from miles_core.errors import EngineError, MilesError
-from miles_core.hosts import ThreadHost
+from miles_core.hosts import Handle, ThreadHost
 from miles_core.stages.rollout import Engine, PauseMode
 from miles_core.stages.sync import Sender, WeightSync
 from miles_core.testing.canned import Planted
@@ -57,7 +57,7 @@ class Weights:
             sender.open(Rank())
 
     def send(self, version: int) -> dict[str, float]:
-        assert self.sender is not None, "the sync has connected one"
+        assert self.sender is not None, "the trainer is to send, and nobody has connected a sender"
         return self.sender.send(self.weights(), version)
 
     def to(self, version: int, breaks: bool = False) -> None:
@@ -104,6 +104,14 @@ def sync_contract(make: Callable[[], WeightSync]) -> None:
     asyncio.run(_breaks(make()))
 
 
+async def _synced(sync: WeightSync, trainer: Handle, engine: Shelf, version: int) -> dict[str, float]:
+    try:
+        async with asyncio.timeout(PATIENCE):
+            return await sync.sync(trainer, cast("Engine", engine), version)
+    except TimeoutError:
+        raise AssertionError(f"it takes more than {PATIENCE:g} s") from None
+
+
 async def _arrives(sync: WeightSync) -> None:
     """Every bit arrives, under its name, for each version in turn; the engine serves whole versions alone."""
     import torch
@@ -112,15 +120,18 @@ async def _arrives(sync: WeightSync) -> None:
     try:
         for version in (1, 2, 5):
             await trainer.to(version)
-            figures = await asyncio.wait_for(sync.sync(trainer, cast("Engine", engine), version), PATIENCE)
+            figures = await _synced(sync, trainer, engine, version)
             sent = Weights().tensors(version)
-            assert engine.version == version and not engine.paused, "after a sync the engine serves the new version"
+            assert engine.version == version, f"asked for version {version}, it gave version {engine.version}"
+            assert not engine.paused, "after a sync the engine serves; it is still paused"
             assert engine.held.keys() == sent.keys(), f"names differ: {engine.held.keys() ^ sent.keys()}"
             differ = [name for name, tensor in sent.items()
                       if not torch.equal(engine.held[name].to(tensor.dtype), tensor)]
             assert not differ, f"tensors that are not what was sent: {differ}"
             assert figures["tensors"] == len(sent), f"figures count {figures['tensors']} of {len(sent)} tensors"
-            assert figures["bytes"] > 0 and all(isinstance(x, int | float) for x in figures.values())
+            odd = {name: value for name, value in figures.items() if not isinstance(value, int | float)}
+            assert not odd, f"figures are numbers, not {odd}"
+            assert figures["bytes"] > 0, "figures say that no byte was sent"
         assert engine.served == [1, 2, 5], f"it served {engine.served}"
     finally:
         await trainer.close()
@@ -131,10 +142,10 @@ async def _breaks(sync: WeightSync) -> None:
     trainer, engine = ThreadHost("trainer", Weights), Shelf()
     try:
         await trainer.to(1)
-        await asyncio.wait_for(sync.sync(trainer, cast("Engine", engine), 1), PATIENCE)
+        await _synced(sync, trainer, engine, 1)
         await trainer.to(2, True)
         try:
-            await asyncio.wait_for(sync.sync(trainer, cast("Engine", engine), 2), PATIENCE)
+            await _synced(sync, trainer, engine, 2)
         except (Planted, MilesError):
             pass
         else:

@@ -23,7 +23,7 @@ import pytest
     (["--rollout-max-response-len", "0"], "rollout_max_response_len should be at least 1 (got 0)"),
     (["--num-rollout", "-1"], "num_rollout should not be negative (got -1)"),
     (["--tensor-model-parallel-size", "2"], "1 rank does not divide by tensor_model_parallel_size 2 ... multiple of 2"),
-    (["--lr", "-1"], "lr should lie in [0, 1)"),
+    (["--lr", "-1"], "lr should lie in [0, 0.1)"),
     (["--rm-timeout", "0"], "rm_timeout should be above 0 (got 0.0)"),
 ], ids=lambda value: "".join(value) if isinstance(value, list) else "")  # fmt: skip
 def test_sizes(place, flags, words):

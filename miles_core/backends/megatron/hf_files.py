@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from miles_core.config.architecture import Architecture, architecture_of
+from miles_core.config.check_paths import found_in
 from miles_core.config.load import config_json
 from miles_core.config.tables import RunConfig
 from miles_core.errors import CheckpointError
@@ -19,6 +20,15 @@ LOOKED_AT = 64 * 1024
 """Bytes of tokenizer.json, at whose start the special tokens stand."""
 AGAIN = "fetch the checkpoint again"
 POINTER = b"version https://git-lfs"
+Tensors = Mapping[str, tuple[str, tuple[int, ...]]]
+"""Name -> dtype as safetensors spells it, and shape."""
+MARKS = {"q_norm": ({"qwen3", "qwen3_moe"}, {"llama", "qwen2", "mistral"}),
+         "q_proj.bias": ({"qwen2"}, {"qwen3", "qwen3_moe"})}
+"""Part of a tensor's name -> families that have such, and that have not."""
+_SPECIAL = re.compile(r'"id":\s*(\d+),\s*"content":\s*("(?:[^"\\]|\\.)*")')
+_PLAIN = re.compile(r'("(?:[^"\\]|\\.)*"):\s*(\d+)\s*,')
+_WRAPPED = re.compile(r"^(module|_fsdp_wrapped_module|_forward_module)\.|\._orig_mod\.|\.base_layer\.")
+_SCALED = re.compile(r"\.(weight_scale(_inv)?|qweight|qzeros|weight_packed|absmax|SCB)$")
 _LAYER = re.compile(r"(?:model\.|language_model\.)layers\.(\d+)\.")
 
 
@@ -31,38 +41,97 @@ def check_files(config: RunConfig, note: Callable[[str], None]) -> RunConfig:
     folder, (_, said) = Path(str(config.checkpoint.hf_checkpoint)), config_json(config)
     if said is None:
         return config
-    for path in sorted([*folder.glob("*.json"), *folder.glob("*.safetensors"), *folder.glob("*.model")]):
+    tensors = check_whole(folder)
+    if tensors and not (folder / "adapter_config.json").is_file():
+        _named(folder, tensors, said)
+        _sizes(folder, {name: shape for name, (_, shape) in tensors.items()}, architecture_of(config), said)
+    _end_of_sequence(folder, said)
+    layers, kinds = said.get("num_hidden_layers"), said.get("layer_types")
+    if isinstance(layers, int) and isinstance(kinds, list) and len(kinds) != layers:
+        raise _error(folder / "config.json", f"layer_types speaks of {len(kinds)} layers", layers,
+                     "make it as long as there are layers")
+    reference = config.checkpoint.ref_load
+    if reference is not None and not config.debug.debug_rollout_only:
+        check_other(config, Path(reference))
+    return config
+
+
+def check_whole(folder: Path) -> Tensors:
+    """The tensors of a folder, by the headers of its files.
+
+    Raises:
+        CheckpointError: a file is missing, cut short or a pointer.
+    """
+    for path in sorted(path for kind in ("*.json", "*.safetensors", "*.model") for path in folder.glob(kind)):
         with path.open("rb") as file:
             if file.read(len(POINTER)) == POINTER:
                 raise _error(path, "this is a pointer of Git LFS, whose file was not fetched", None,
                              "git lfs pull, or fetch the checkpoint again")
-    files = sorted(folder.glob("*.safetensors"))
+    files = {path.name: _header(path) for path in sorted(folder.glob("*.safetensors"))}
     _complete(folder, files)
-    shapes = {name: shape for path in files for name, shape in _header(path).items()}
-    if shapes and not (folder / "adapter_config.json").is_file():
-        _sizes(folder, shapes, architecture_of(config), said)
-    _end_of_sequence(folder, said)
-    return config
+    return {name: tensor for tensors in files.values() for name, tensor in tensors.items()}
 
 
-def _complete(folder: Path, files: list[Path]) -> None:
+def check_other(config: RunConfig, folder: Path, head: str | None = None) -> None:
+    """A Hugging Face folder of another model that reads the policy's tokens.
+
+    Raises:
+        CheckpointError: files that are not whole, no head of one number where it should have one, or other tokens.
+    """
+    policy = Path(str(config.checkpoint.hf_checkpoint))
+    if folder == policy or not (folder / "config.json").is_file():
+        return
+    tensors = check_whole(folder)
+    if head and tensors and tensors.get(head, ("", (0,)))[1][0] != 1:
+        near = {name: shape for name, (_, shape) in tensors.items() if "head" in name or "score" in name}
+        raise _error(folder, f"the checkpoint has no head of one number, {head}", near or "none",
+                     "name a checkpoint that was trained as one")
+    if other := other_tokens(policy, folder):
+        raise _error(folder, "its tokens are not the policy's", other,
+                     "name a model of the policy's family, with the same tokenizer")
+
+
+def other_tokens(one: Path, other: Path) -> str | None:
+    """A token that has another id in another folder, of those at the start of both tokenizers."""
+    ours, theirs = ({token: int(number) for number, token in _SPECIAL.findall(head)} |
+                    {token: int(number) for token, number in _PLAIN.findall(tail)}
+                    for head, tail in (_starts(folder / "tokenizer.json") for folder in (one, other)))
+    return next((f"{token} is {ours[token]} and {theirs[token]}" for token in ours
+                 if token in theirs and ours[token] != theirs[token]), None)
+
+
+def _starts(path: Path) -> tuple[str, str]:
+    """Of a tokenizer.json, special tokens and as much of the vocabulary."""
+    try:
+        with path.open("rb") as file:
+            text = file.read(4 * LOOKED_AT).decode("utf-8", "ignore")
+    except OSError:
+        return "", ""
+    head, _, tail = text.partition('"vocab"')
+    return head, tail[:LOOKED_AT]
+
+
+def _complete(folder: Path, files: Mapping[str, Tensors]) -> None:
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
-        if any(re.search(r"-\d{5}-of-\d{5}\.", path.name) for path in files):
+        if any(re.search(r"-\d{5}-of-\d{5}\.", name) for name in files):
             raise _error(folder, "the weights are in several files, and no index says which is where",
                          f"no {index.name}", AGAIN)
         return
     try:
-        names = {str(name) for name in json.loads(index.read_bytes())["weight_map"].values()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # the start will speak of it
-        return
-    if missing := sorted(name for name in names if not (folder / name).is_file()):
+        places = {str(name): str(file) for name, file in json.loads(index.read_bytes())["weight_map"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _error(index, "the index of the weights cannot be read", error, AGAIN) from None
+    if missing := sorted(file for file in set(places.values()) if not (folder / file).is_file()):
         raise _error(folder, f"files of weights that {index.name} names are not there",
                      ", ".join(missing[:3]) + (" ..." if len(missing) > 3 else ""), AGAIN)
+    if lost := [f"{name} in {file}" for name, file in places.items()
+                if name not in (files.get(file) or (name,)) and "rotary_emb" not in name]:
+        raise _error(index, "the index names tensors that the files do not hold", lost[0], AGAIN)
 
 
-def _header(path: Path) -> Mapping[str, tuple[int, ...]]:
-    """Name -> shape of every tensor of a file, once it is certain that the file is whole."""
+def _header(path: Path) -> Tensors:
+    """What a file holds, once it is certain that it is whole."""
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -70,19 +139,40 @@ def _header(path: Path) -> Mapping[str, tuple[int, ...]]:
             header = json.loads(file.read(length) if length < size else "")
             tensors = {name: one for name, one in header.items() if name != "__metadata__"}
             end = 8 + length + max((one["data_offsets"][1] for one in tensors.values()), default=0)
-            shapes = {name: tuple(one["shape"]) for name, one in tensors.items()}
+            found = {name: (str(one["dtype"]), tuple(one["shape"])) for name, one in tensors.items()}
         except (ValueError, AttributeError, KeyError, TypeError):
             raise _error(path, "a tensor file cannot be read: it is not whole", f"{size} bytes", AGAIN) from None
     if size != end:
         raise _error(path, "a tensor file cannot be read: it is cut short", f"{size} of {end} bytes", AGAIN)
-    return shapes
+    return found
+
+
+def _named(folder: Path, tensors: Tensors, said: Mapping) -> None:
+    """Names and kinds of tensors that are those of the family, and plain where config.json says nothing else."""
+    if wrapped := next((name for name in tensors if _WRAPPED.search(name)), None):
+        raise _error(folder, "the tensors have names that a wrapper around the model gave them", wrapped,
+                     "save the model within: merge adapters, and take the wrapper's prefix away")
+    if empty := next((name for name, (_, shape) in tensors.items() if shape == (0,)), None):
+        raise _error(folder, "the tensors are empty", f"{empty} [0]",
+                     "save again: under ZeRO-3 the parts have to be gathered first")
+    scaled = next((name for name, (kind, _) in tensors.items() if _SCALED.search(name) or kind.startswith("F8")), None)
+    if scaled and not said.get("quantization_config"):
+        raise _error(folder, "the weights are quantised, and config.json says nothing of it", scaled,
+                     "fetch config.json again, or name the plain checkpoint")
+    for part, (having, lacking) in MARKS.items():
+        there = any(part in name for name in tensors)
+        if said.get("model_type") in (lacking if there else having) and any("self_attn.q" in name for name in tensors):
+            raise _error(folder, f"the weights are of another family than config.json's {said['model_type']}",
+                         part if there else f"no {part}", "both files have to be of one checkpoint")
 
 
 def _sizes(folder: Path, shapes: Mapping[str, tuple[int, ...]], model: Architecture, said: Mapping) -> None:
-    values = (model.groups or 0) * (model.head_dim or 0)
-    stated = {"embed_tokens.weight": (model.vocab, model.hidden),
+    values, heads = (model.groups or 0) * (model.head_dim or 0), (model.heads or 0) * (model.value_dim or 0)
+    stated = {"embed_tokens.weight": (model.vocab, model.hidden), "lm_head.weight": (model.vocab, model.hidden),
               "layers.0.mlp.gate_proj.weight": (model.ffn, model.hidden),
-              "layers.0.self_attn.k_proj.weight": (values or None, model.hidden)}  # fmt: skip
+              "layers.0.self_attn.k_proj.weight": (values or None, model.hidden),
+              "layers.0.self_attn.o_proj.weight": (model.hidden, heads or None)}  # fmt: skip
+    stated = {} if said.get("quantization_config") else stated
     for name, shape in shapes.items():
         wanted = next((size for end, size in stated.items() if name.endswith(end) and "vis" not in name), None)
         if wanted is not None and None not in wanted and len(shape) == 2 and shape != wanted:
@@ -103,6 +193,8 @@ def _end_of_sequence(folder: Path, said: Mapping) -> None:
     """The token that ends an answer is one of the model's. Special tokens stand at the start of tokenizer.json."""
     vocab, ids = said.get("vocab_size"), said.get("eos_token_id")
     found = {("config.json", one) for one in (ids if isinstance(ids, list) else [ids]) if isinstance(one, int)}
+    found |= {("generation_config.json", one) for one in found_in(folder / "generation_config.json", ["eos_token_id"])
+              if isinstance(one, int)}
     try:
         text = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8")).get("eos_token")
         text = text.get("content") if isinstance(text, Mapping) else text

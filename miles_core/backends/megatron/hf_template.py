@@ -2,16 +2,83 @@
 
 from __future__ import annotations
 
+import difflib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from miles_core.config.check_lengths import context_of
+from miles_core.config.history import check_history
+from miles_core.config.load import config_json, who
 from miles_core.config.tables import RunConfig
 from miles_core.errors import DataError
 
+MEANT = {name: role for role, names in {
+    "system": "system sys", "user": "user human prompter", "developer": "developer",
+    "assistant": "assistant gpt chatgpt bot ai model function_call",
+    "tool": "tool observation function_response"}.items() for name in names.split()}
+"""How messages' roles are called, here and in other programs -> the role."""
+_ADDED = re.compile(rb'"id":\s*(\d+),\s*"content":\s*("(?:[^"\\]|\\.)*")')
 FIRST = 16
 """Rows of a file that are rendered, and after them those whose messages are unlike all before."""
+
+
+def check_tokenizer(config: RunConfig) -> None:
+    """
+    Raises:
+        DataError: files of the tokenizer that are cut short, or its end of a sequence is none of its tokens, or not one
+            at which the model that is trained by demonstrations would stop.
+    """
+    folder, raw, tokens = _added(config)
+    for path, text in ((folder / name, (folder / name).read_bytes() if name != "tokenizer.json" else raw)
+                       for name in ("tokenizer.json", "tokenizer_config.json") if (folder / name).is_file()):
+        if not (text[:64].lstrip().startswith(b"{") and text[-64:].rstrip().endswith(b"}")):
+            raise DataError("the tokenizer cannot be read: its file is not whole", got=f"{len(text)} bytes",
+                            who=str(path), fix="fetch the checkpoint again")
+    said, rollout = _json(folder / "tokenizer_config.json"), config.rollout
+    end = _text(said.get("eos_token"))
+    if end is None or b'"added_tokens"' not in raw:
+        return
+    spelled = {json.dumps(end).encode(), json.dumps(end, ensure_ascii=False).encode()}
+    if not any(one in raw for one in spelled) and end not in str(said.get("added_tokens_decoder")):
+        raise DataError("the token that ends a sequence is none of the tokenizer's", got=end,
+                        who=str(folder / "tokenizer_config.json"), fix="name one that tokenizer.json has as eos_token")
+    ends = [_json(folder / name).get("eos_token_id") for name in ("config.json", "generation_config.json")]
+    stops = {one for ids in ends for one in (ids if isinstance(ids, list) else [ids]) if isinstance(one, int)}
+    if config.algorithm.loss_type == "sft_loss" and stops and end in tokens and tokens[end] not in stops:
+        raise DataError("the model learns to end with a token at which its exports do not stop", who=str(folder),
+                        got=f"{end} of tokenizer_config.json is {tokens[end]}, eos_token_id of config.json and "
+                        f"generation_config.json {', '.join(map(str, sorted(stops)))}",
+                        fix=f"add {tokens[end]} to eos_token_id of generation_config.json, or name its token in "
+                        "tokenizer_config.json")
+    if rollout.rollout_skip_special_tokens and (lost := [stop for stop in rollout.rollout_stop if stop in tokens]) and (
+            lost[0] != end and re.search(re.escape(json.dumps(lost[0]).encode()) + rb'[^{}]*"special":\s*true', raw)):
+        raise DataError("nothing stops at a special token, as they are left out of the text", got=lost[0],
+                        who=who(config, "rollout.rollout_stop", "rollout.rollout_skip_special_tokens"),
+                        fix=f"--rollout-stop-token-ids {tokens[lost[0]]}")
+
+
+def _added(config: RunConfig) -> tuple[Path, bytes, dict[str, int]]:
+    """The checkpoint's folder, its tokenizer.json, and the ids of the tokens that were added to the vocabulary.
+
+    What tokenizer_config.json alone names is added when the tokenizer is loaded, behind all others.
+    """
+    folder = Path(str(config.checkpoint.hf_checkpoint))
+    raw = (folder / "tokenizer.json").read_bytes() if (folder / "tokenizer.json").is_file() else b""
+    found = {json.loads(content): int(number) for number, content in
+             _ADDED.findall(raw, 0, max(raw.find(b'"normalizer"'), 0))}
+    said = _json(folder / "tokenizer_config.json")
+    listed = said.get("additional_special_tokens")
+    late = [one for one in map(_text, listed if isinstance(listed, list) else ()) if one and one not in found
+            and json.dumps(one).encode() not in raw and one not in str(said.get("added_tokens_decoder"))]
+    return folder, raw, found | ({one: max(found.values()) + 1 + i for i, one in enumerate(late)} if found else {})
+
+
+def _text(token: object) -> str | None:
+    token = token.get("content") if isinstance(token, Mapping) else token
+    return token if isinstance(token, str) and token else None
 
 
 def check_rendered(config: RunConfig, template: ChatTemplate | None, origin: str,
@@ -31,7 +98,7 @@ def check_rendered(config: RunConfig, template: ChatTemplate | None, origin: str
         return
     context = context_of(config)[0]
     limit = min(filter(None, (most, context and context - 1)), default=None)
-    seen, long = set(), []
+    seen, long, refused = set(), [], _Refused(config, template)
     for place, (line, prompt) in enumerate(prompts):
         text = prompt if isinstance(prompt, str) else ""
         if template is not None:
@@ -42,11 +109,24 @@ def check_rendered(config: RunConfig, template: ChatTemplate | None, origin: str
                 continue
             seen.add(shape)
             text = template.render(messages, f"{origin}, line {line}")
+            refused.messages(messages, text, f"{origin}, line {line}")
+        refused.text(text, f"{origin}, line {line}")
         if limit is not None and len(text.encode()) > limit:  # a token is a byte or more
             long.append((line, text))
     if limit is None or not long or (most is not None and (needed is None or len(prompts) - len(long) >= needed)):
         return
     _fitting(config, origin, long, (limit, most, needed), len(prompts), context)
+
+
+def check_appends(config: RunConfig, **history: Any) -> None:
+    """
+    Raises:
+        DataError: see `check_history`.
+    """
+    template = ChatTemplate(config) if config.rollout.apply_chat_template else None
+    if template is not None and template.text is not None:
+        origin = config.rollout.chat_template_path or f"the chat template of {config.checkpoint.hf_checkpoint}"
+        check_history(lambda messages: template.render(messages, origin), who=origin, **history)
 
 
 def _fitting(config: RunConfig, origin: str, long: Sequence[tuple[int, str]],
@@ -70,6 +150,52 @@ def _fitting(config: RunConfig, origin: str, long: Sequence[tuple[int, str]],
         raise DataError("too few prompts are left for one rollout", got=f"{number - len(beyond)} of {number} rows have "
                         f"at most {limit} tokens, {needed} are needed", who=origin,
                         fix="raise --rollout-max-prompt-len, or write --num-rollout in place of --num-epoch")
+
+
+class _Refused:
+    """What a rendered prompt shows to be wrong with its row, or with the template."""
+
+    def __init__(self, config: RunConfig, template: ChatTemplate | None):
+        folder, raw, tokens = _added(config)
+        said, size = _json(folder / "tokenizer_config.json"), (config_json(config)[1] or {}).get("vocab_size")
+        begins = raw[max(raw.find(b'"post_processor"'), 0):max(raw.find(b'"decoder"'), 0)]
+        bos = _text(said.get("bos_token"))
+        self._begun = bos if template is None and bos and (
+            said.get("add_bos_token") is True or json.dumps(bos).encode() in begins) else None
+        self._template, self._opens = template, template is not None and config.rollout.generate == "single-turn"
+        self._beyond = [(token, one) for token, one in tokens.items() if isinstance(size, int) and one >= size]
+        self._end, self._size = _text(said.get("eos_token")), size
+
+    def text(self, text: str, where: str) -> None:
+        if beyond := next((pair for pair in self._beyond if pair[0] in text), None):
+            raise DataError("the prompt holds a token that the model does not have", who=where,
+                            got=f"{beyond[0]} is {beyond[1]}, and config.json has a vocab_size of {self._size}",
+                            fix="resize the model's embeddings and save it anew, or leave the token out")
+        if self._begun and text.startswith(self._begun):
+            raise DataError("the prompt begins with the token that the tokenizer puts before every text", who=where,
+                            got=self._begun, fix="leave it out of the rows, or it would stand there twice")
+        if self._opens and self._end and text.rstrip().endswith(self._end):
+            raise DataError("the chat template opens no answer: the prompt ends where the model is to go on", who=where,
+                            got=repr(text[-32:]), fix="leave add_generation_prompt on, and name a template that heeds "
+                            "it; a prompt that is meant so can be a row's text, without --apply-chat-template")
+
+    def messages(self, messages: Sequence[Mapping], text: str, where: str) -> None:
+        for place, message in enumerate(messages):
+            role, content = str(message["role"]), message.get("content")
+            meant = MEANT.get(role.strip().lower())
+            if meant and role != meant and not re.search(rf"['\"]{re.escape(role)}['\"]", str(self._template.text)):
+                raise DataError("the chat template does not know this role", got=role, who=where,
+                                fix=f'write "{meant}"')
+            if isinstance(content, list) and content and str(content) in text:
+                raise DataError("the chat template writes the parts of a message as Python prints them", who=where,
+                                got=str(content)[:40], fix='write the text itself: "content": "..."')
+            said = content.rpartition("</think>")[2] if isinstance(content, str) else ""
+            word = max(re.findall(r"\w+", said), key=len, default="")
+            if word not in text and place >= len(messages) - 2 and role in ("user", "assistant") and (
+                    role == "user" or place == len(messages) - 1):
+                raise DataError(f"the chat template leaves out what the {role} says", got=said[:40], who=where,
+                                fix="look at it with `miles check-template`; it should write message.content of every "
+                                "one of `messages`")
 
 
 class ChatTemplate:
@@ -104,6 +230,23 @@ class ChatTemplate:
             raise DataError("the chat template is no Jinja", got=f"{place}{error}",
                             who=str(path) if path.is_file() else f"--hf-checkpoint {folder}",
                             fix="correct it, or name another with --chat-template-path FILE") from None
+        self._check_arguments(config)
+
+    def _check_arguments(self, config: RunConfig) -> None:
+        import jinja2.meta
+
+        origin = who(config, "rollout.apply_chat_template_kwargs")
+        for name, value in (config.rollout.apply_chat_template_kwargs or {}).items():
+            if isinstance(value, str) and value.strip().lower() in ("true", "false"):
+                raise DataError("an argument of the chat template is a text, and every text counts as true",
+                                got=f'{name}: "{value}"', who=origin, fix=f"leave the quotes out: {value.lower()}")
+            if not re.search(rf"\b{re.escape(name)}\b", self.text):
+                known = jinja2.meta.find_undeclared_variables(_environment().parse(self.text)) - {*self._given}
+                near = difflib.get_close_matches(name, known, 1, 0.8) or [
+                    one for one in known if len(min(one, name, key=len)) > 4 and (one in name or name in one)]
+                if near:
+                    raise DataError("the chat template has no such argument", got=name, who=origin,
+                                    fix=f"write {near[0]}")
 
     def render(self, messages: Sequence[Mapping], where: str) -> str:
         """The text, with the answer's opening.

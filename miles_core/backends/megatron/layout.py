@@ -7,6 +7,7 @@ tests/unit/config/test_layout.py holds each against what megatron-core itself ac
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -133,6 +134,7 @@ def check_layout(layout: Layout, architecture: Architecture, config: RunConfig) 
     for constant, names in _divisions(layout, architecture, config):
         _divides(layout, architecture, config, constant, names)
     _stages(layout, architecture, config)
+    _written(layout, architecture, config)
     _micro_batches(layout, config)
     _balance(architecture, config)
     return list(_notes(layout, config))
@@ -192,6 +194,11 @@ def _experts(layout: Layout, architecture: Architecture, config: RunConfig) -> N
                          got=f"tensor_model_parallel_size = {layout.tensor}, "
                          f"{architecture.experts} experts ({architecture.source['experts']})",
                          who=_sizes(config, "tensor"), fix="--sequence-parallel, or tensor_model_parallel_size = 1")
+    pattern = config.megatron.get("moe_layer_freq")
+    if isinstance(pattern, list) and architecture.layers not in (None, len(pattern)):
+        raise ConfigError(f"moe_layer_freq is a pattern of {len(pattern)} layers, and the model has "
+                          f"{architecture.layers}", who=f"{who(config, 'megatron.moe_layer_freq')}, "
+                          f"{architecture.source['layers']}", fix="leave it out: config.json says which have experts")
     if architecture.checkpoint and not architecture.experts:
         # An expert_tensor that repeats the tensor-parallel size says what megatron-core assumes anyhow.
         for name, allowed in (("expert", (1,)), ("expert_tensor", (1, layout.tensor))):
@@ -258,6 +265,27 @@ def _stages(layout: Layout, architecture: Architecture, config: RunConfig) -> No
         raise BatchError(f"the other {rest} stages cannot have {left} layers, the same number each", who=origin,
                          got=f"{architecture.layers} layers, {', '.join(f'{n} in {key}' for key, n in own.items())}",
                          fix=f"leave a multiple of {unit} layers to them" if rest else "let them hold all layers")
+
+
+def _written(layout: Layout, architecture: Architecture, config: RunConfig) -> None:
+    """The stages of --pipeline-model-parallel-layout, such as "Ett|(tt|)*2tL": embedding, layers, loss, all there."""
+    given = config.megatron.get(UNEVEN[0])
+    if not isinstance(given, str):
+        return
+    text = given.replace(",", "")
+    for repeated in (r"\(([^)]+)\)\*(\d{1,4})", r"(.)\*(\d{1,4})"):
+        text = re.sub(repeated, lambda found: found[1] * int(found[2]), text)
+    stages, each = text.count("|") + 1, layout.pipeline * (layout.virtual_pipeline or 1)
+    what = None
+    if not re.fullmatch(r"E[tm|]*L\|*", text):
+        what = "the pipeline's layout is E, a t for each layer and L, with | between stages"
+    elif stages != each if layout.virtual_pipeline or each == 1 else stages % each:
+        what = f"the pipeline's layout has {stages} stages, and the pipeline {each}"
+    elif architecture.layers is not None and text.count("t") != architecture.layers:
+        what = f"the pipeline's layout has {text.count('t')} layers, and the model {architecture.layers}"
+    if what is not None:
+        raise BatchError(what, got=given, who=f"{who(config, f'megatron.{UNEVEN[0]}')}, {_sizes(config, 'pipeline')}",
+                         fix="name every layer once, or leave it out for stages of the same number of layers")
 
 
 def _micro_batches(layout: Layout, config: RunConfig) -> None:

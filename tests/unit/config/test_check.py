@@ -60,7 +60,7 @@ REFUSED = {
     "use_unbiased_kl has no effect": ["--use-unbiased-kl"],
     "in the reward and in the loss": ["--kl-coef", 0.1, "--use-kl-loss", "--kl-loss-coef", 0.1],
     "kl_coef needs the old log-probs": ["--kl-coef", 0.1, "--skip-actor-forward-only"],
-    "gamma should lie in [0, 1]": ["--gamma", 1.5],
+    "gamma should lie in (0, 1]": ["--gamma", 1.5],
     "lambd should lie in [0, 1]": ["--lambd", -0.1],
     "1 rank does not divide by tensor_model_parallel_size 2": ["--tensor-model-parallel-size", 2],
     "needs max_tokens_per_gpu": ["--use-dynamic-batch-size"],

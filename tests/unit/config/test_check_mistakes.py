@@ -19,7 +19,7 @@ USER = {"role": "user", "content": "1+1="}
 
 # flags -> a part of what is said
 FLAGS = [
-    (["--lr", "1e6"], "lr should lie in [0, 1) (got 1000000.0)"),
+    (["--lr", "1e6"], "lr should lie in [0, 0.1) (got 1000000.0)"),
     (["--lr", "nan"], "lr should lie in"),
     (["--adam-beta2", "98"], "adam_beta2 should lie in [0, 1)"),
     (["--adam-eps", "0"], "adam_eps should lie in (0, 1)"),
@@ -28,8 +28,8 @@ FLAGS = [
     (["--lr-warmup-iters", "9", "--lr-decay-iters", "5"], "the decay would be over before the warm-up"),
     (["--eps-clip", "20"], "a band that is wider than 1 below clips nothing"),
     (["--eps-clip-high", "28"], "nothing would be clipped"),
-    (["--use-kl-loss", "--kl-loss-coef", "-0.1"], "kl_loss_coef should not be negative"),
-    (["--entropy-coef", "nan"], "entropy_coef should be a number"),
+    (["--use-kl-loss", "--kl-loss-coef", "-0.1"], "kl_loss_coef should lie in [0, 100]"),
+    (["--entropy-coef", "nan"], "entropy_coef should lie in [-10, 10]"),
     (["--rollout-temperature", "100"], "rollout_temperature should lie in [0, 10]"),
     (["--rollout-top-k", "0"], "a number of tokens, or -1"),
     ([*EVAL, "sums", SET, "--eval-top-k", "-5"], "eval_top_k is a number of tokens"),
@@ -63,13 +63,46 @@ FLAGS = [
     (["--save", "examples/arithmetic/tiny-qwen3"], "save into the folder that it starts from"),
     (["--save", "{here}/a", "--save-hf", "{here}/a/"], "need folders of their own"),
     (["--use-tis", "--tis-clip-low", "3"], "tis_clip_low should be below tis_clip (got 3.0)"),
-    (["--advantage-estimator", "ppo", "--critic-lr", "-1"], "critic_lr should lie in [0, 1)"),
+    (["--advantage-estimator", "ppo", "--critic-lr", "-1"], "critic_lr should lie in [0, 0.1)"),
     (["--lora-rank", "0"], "adapters of no rank are none"),
     (["--lora-rank", "9999"], "above the width of what it should approximate"),
     (["--loss-type", "sft_loss"], "every answer of the model would be taken for one"),
     (["--rm-type", "remote_rm", "--rm-url", "http://0.0.0.0:9000/score"], "not where it is reached"),
     (["--rm-type", "custom", "--custom-rm-path", "no_such_package.rm.score"], "no module no_such_package"),
     (["--rm-type", "custom", "--custom-rm-path", "{here}/reward.py"], "and none of its functions"),
+    (["--lr", "1e-16"], "lost where float32 is rounded"),
+    (["--adam-beta1", "0.98", "--adam-beta2", "0.9"], "the two betas are swapped"),
+    (["--min-lr", "1e-7"], "min_lr has no effect on a constant learning rate"),
+    (["--lr-warmup-iters", "20"], "the run, or its decay, ends before the warm-up does (got 20 of 20 steps)"),
+    (["--lr-decay-style", "linear", "--lr-decay-iters", "9"], "once it has decayed (got 9 of 20 steps)"),
+    (["--eps-clip", "0.8", "--eps-clip-high", "1.28"], "written as bounds of the ratio"),
+    (["--eps-clip", "0", "--eps-clip-high", "0"], "a clip band of no width"),
+    (["--rollout-top-p", "1e-6"], "leaves the likeliest token alone"),
+    (["--num-rollout", "0"], "there is nothing to do"),
+    (["--num-rollout", "0", "--eval-prompt-data", "sums", SET], "there is nothing to do"),
+    (["--save", ""], "checkpoint.save is empty"),
+    (["--save", "~/x"], "begins with ~"),
+    (["--run-dir", "${OUT}/x"], "nothing replaces ${OUT} here"),
+    (["--sequence-parallel", "false"], "--sequence-parallel takes no value"),
+    (["--train-async", "False"], "--train-async takes no value"),
+    (["--learning-rate", "1e-6"], "write --lr"),
+    (["--actor_rollout_ref.rollout.n", "8"], "write --n-samples-per-prompt"),
+    (["--mem-fraction-static", "0.8"], "did you mean --sglang-mem-fraction-static?"),
+    (["--advantage-estimator", "GRPO"], "did you mean 'grpo'?"),
+    ([*FOUR, "--pipeline-model-parallel-layout", "Ett|t|tL"], "has 3 stages, and the pipeline 4"),
+    ([*FOUR, "--pipeline-model-parallel-layout", "Et|(t|)*1t|L"], "has 3 layers, and the model 4"),
+    (["--pipeline-model-parallel-layout", "2,2"], "E, a t for each layer and L"),
+    (["--placement", "ray", "--ray-address", "10.0.0.7"], "no address of a Ray cluster"),
+    (["--placement", "ray", "--ray-address", "10.0.0.7:8265"], "the port of Ray's dashboard"),
+    (["--placement", "ray", "--ray-address", "127.0.0.1:1"], "nothing listens at this address"),
+    (["--ray-address", "10.0.0.7:6379"], "--placement local uses none"),
+    (["--rollout-external", "--rollout-external-engine-addrs", "10.0.0.7:30000", "http://10.0.0.7:30000"],
+     "one address is that of two servers"),
+    (["--use-tis", "--tis-clip", "0.5"], "the upper bound of a ratio that is 1"),
+    (["--advantage-estimator", "ppo", "--num-critic-only-steps", "20"],
+     "the critic would train alone"),
+    ([*SGLANG, "--sglang-max-total-tokens", "4"], "fewer tokens than one answer may have"),
+    ([*SGLANG, "--sglang-json-model-override-args", "{rope_theta: 1}"], "is a JSON object"),
 ]  # fmt: skip
 FINE = [
     ["--lr", "0"], ["--lr", "1e-6", "--min-lr", "1e-7", "--lr-decay-style", "cosine"], ["--eps-clip", "1"],
@@ -79,6 +112,11 @@ FINE = [
     ["--max-lag", "1", "--max-weight-staleness", "2", "--batch-order", "window"], ["--rm-weights", "-1"],
     [*FOUR, "--decoder-first-pipeline-num-layers", "1"],
     [*EVAL, SET], [*EVAL, "a", SET, "b", SET], ["--save", "{here}/a", "--save-hf", "{here}/b"],
+    ["--lr-decay-style", "linear", "--lr-decay-iters", "10"], ["--adam-beta1", "0.95", "--adam-beta2", "0.95"],
+    ["--sequence-parallel", "true", "--tensor-model-parallel-size", "2", "--actor-num-gpus-per-node", "2"],
+    [*FOUR, "--pipeline-model-parallel-layout", "Et|(t|)*2tL"], [*SGLANG, "--router", "none"],
+    [*SGLANG, "--sglang-json-model-override-args", '{"rope_theta": 1}'],
+    ["--placement", "ray", "--ray-address", "auto"], ["--lr-decay-iters", "40"],
     ["--num-rollout", "none", "--num-epoch", "1"], ["--use-tis", "--tis-clip-low", "0.5"], ["--lora-rank", "8"],
 ]  # fmt: skip
 
@@ -98,6 +136,30 @@ def test_a_mistake_in_flags_is_named(flags, words):
 def test_its_neighbour_is_planned(flags):
     found = outcome({"id": "one", "flags": flags})
     assert found.verdict == ACCEPTED, found
+
+
+VARIABLES = [
+    ("CUDA_VISIBLE_DEVICES", ["0 1", "0-7", "all", "0;1", "cuda:0"], ["0,1", "GPU-7cbb4f1d,MIG-3a9c1c3e", "-1", ""]),
+    ("PYTORCH_CUDA_ALLOC_CONF", ["expandable_segments=True", "expandable_segments:true", "max_split_size_mb:8",
+                                 "garbage_collection_threshold:80", "a:1;b:2"],
+     ["expandable_segments:True", "max_split_size_mb:512,", "roundup_power2_divisions:[256:1,>:4]", ""]),
+    ("CUDA_DEVICE_MAX_CONNECTIONS", ["0", "one", "64"], ["1", "32", ""]), ("NCCL_IB_DISABLE", ["true"], ["1", "", "0"]),
+    ("RAY_ADDRESS", ["http://127.0.0.1:8265", "10.0.0.7", "0.0.0.0:6379", "10.0.0.7:8265"],
+     ["10.0.0.7:6379", "ray://10.0.0.7:10001", "auto", ""]),
+]
+
+
+@pytest.mark.parametrize(("name", "wrong", "right"), VARIABLES, ids=[name for name, *_ in VARIABLES])
+def test_a_variable_is_what_its_program_can_read(name, wrong, right):
+    for value in (*wrong, *right):
+        found = outcome({"id": "one", "flags": ["--placement", "ray"], "env": {name: value}})
+        assert (found.verdict == REFUSED) == (value in wrong), (value, found)
+        assert name in found.sentence or value not in wrong, found
+
+
+def test_nobody_else_starts_the_ranks():
+    told({"flags": [], "env": {"LOCAL_RANK": "0", "WORLD_SIZE": "8"}}, "would be a run of its own")
+    assert outcome({"id": "one", "flags": [], "env": {"RANK": "0", "WORLD_SIZE": "8"}}).verdict == ACCEPTED
 
 
 ROWS = [
@@ -144,7 +206,7 @@ FILES = [
     ({}, {"intermediate_size": 512}, "misshapen model.layers.0.mlp.gate_proj.weight"),
     ({}, {"tie_word_embeddings": False}, "no lm_head.weight"),
     ({}, {"eos_token_id": 999}, "is none of the model's (got 999"),
-    ({WEIGHTS: None}, {"vocab_size": 200, "eos_token_id": 1}, "tokenizer.json: the token that ends a sequence"),
+    ({WEIGHTS: None}, {"vocab_size": 200, "eos_token_id": 1}, "the token that ends a sequence is none of"),
     ({}, {}, None), ({WEIGHTS: None}, {}, None),
 ]
 

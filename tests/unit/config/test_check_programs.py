@@ -13,6 +13,7 @@ from tests.misconfigurations.measure import ACCEPTED, argv, outcome
 from tests.unit.config.test_check_mistakes import EVAL, TINY, USER, told
 
 ENGINE = ["--engine", "sglang"]
+HALF = [*ENGINE, "--engine-dtype", "bfloat16"]
 WIDE = [*ENGINE, "--rollout-num-gpus", "4", "--rollout-num-gpus-per-engine", "4"]
 MIXTURE = ["--hf-checkpoint", "examples/arithmetic/tiny-qwen3-moe"]
 EAGLE = [*ENGINE, "--sglang-speculative-algorithm", "EAGLE"]
@@ -26,10 +27,11 @@ PAIRS = [
     ([*ENGINE, "--sglang-page-size", "64", "--sglang-chunked-prefill-size", "100"], "a whole number of pages",
      [*ENGINE, "--sglang-page-size", "64", "--sglang-chunked-prefill-size", "-1"]),
     ([*ENGINE, "--sglang-tokenizer-worker-num", "0"], "tokenizer_worker_num should be at least 1", None),
-    ([*ENGINE, "--sglang-kv-cache-dtype", "fp8_e5m2", "--sglang-attention-backend", "fa3"], "slower triton",
-     [*ENGINE, "--sglang-kv-cache-dtype", "fp8_e4m3", "--sglang-attention-backend", "fa3"]),
-    ([*ENGINE, "--sglang-attention-backend", "flashmla"], "models with latent attention",
-     [*ENGINE, "--sglang-attention-backend", "fa3"]),
+    ([*HALF, "--sglang-kv-cache-dtype", "fp8_e5m2", "--sglang-attention-backend", "fa3"], "slower triton",
+     [*HALF, "--sglang-kv-cache-dtype", "fp8_e4m3", "--sglang-attention-backend", "fa3"]),
+    ([*HALF, "--sglang-attention-backend", "flashmla"], "models with latent attention",
+     [*HALF, "--sglang-attention-backend", "fa3"]),
+    ([*ENGINE, "--sglang-attention-backend", "fa3"], "computes in 16 bits alone", None),
     ([*ENGINE, "--sglang-enable-hierarchical-cache", "--sglang-disable-radix-cache"], "the radix cache, which is off",
      [*ENGINE, "--sglang-enable-hierarchical-cache", "--sglang-hicache-ratio", "3"]),
     ([*ENGINE, "--sglang-hicache-ratio", "3"], "no effect without the hierarchical cache", None),
@@ -80,7 +82,7 @@ PAIRS = [
       "--account-for-embedding-in-pipeline-split"], "do not divide by 2 stages",
      ["--actor-num-gpus-per-node", "2", "--pipeline-model-parallel-size", "2",
       "--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split"]),
-    (["--lr-warmup-iters", "21"], "ends before the warm-up does (got 21 of 20 steps)", ["--lr-warmup-iters", "20"]),
+    (["--lr-warmup-iters", "21"], "ends before the warm-up does (got 21 of 20 steps)", ["--lr-warmup-iters", "19"]),
     (["--lr-warmup-iters", "20", "--lr-decay-style", "cosine"], "ends before the warm-up",
      ["--lr-warmup-iters", "19", "--lr-decay-style", "cosine"]),
     (["--save", "{here}/a", "--load", "{here}/a", "--no-save-optim"], "could not go on from what it saves",
@@ -124,7 +126,7 @@ def test_every_rule_can_be_read(tmp_path):
         keys = [key for rule in file["refuses"] for key in rule["when"]] + [key for k in file["bounds"].values()
                                                                              for key in k]
         unknown = [key for key in keys if (table := key.partition(".")[0]) in fields
-                   and key.partition(".")[2] not in (*fields[table], "tp_size")]
+                   and key.partition(".")[2].split("/")[0] not in (*fields[table], "tp_size")]
         assert not unknown and all(within(1, interval) in (True, False) for interval in file["bounds"])
 
 
@@ -137,11 +139,11 @@ TEMPLATES = [
     (ROLES, [USER], None), (ROLES, [USER, ANSWER, USER], None),
     (ROLES, [USER, USER], "the chat template refuses the messages (got roles must alternate)"),
     (PARTS, [USER | {"content": [{"type": "text", "text": "1+1="}]}], None),
-    (ROLES, [USER | {"content": [{"type": "text", "text": "1+1="}]}], None),
+    (ROLES, [USER | {"content": [{"type": "text", "text": "1+1="}]}], "the parts of a message as Python prints them"),
     ("{{- 'a' + messages[0].content }}", [USER | {"content": [{"type": "text", "text": "1"}]}], "can only concatenate"),
     ("{% if %}", [USER], "the chat template is no Jinja (got line 1: Expected an expression"),
     ("{% generation %}{{ messages | tojson(indent=2) }}{% endgeneration %}{{ strftime_now('%Y') }}", [USER], None),
-    ("{% for one in messages %}{% break %}{% endfor %}{{ eos_token + tone }}", [USER], None),
+    ("{% for one in messages %}{{ one.content }}{% break %}{% endfor %}{{ eos_token + tone }}", [USER], None),
 ]
 
 

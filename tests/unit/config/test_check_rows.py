@@ -23,6 +23,12 @@ def data(tmp_path):
 
 
 ROW = {"prompt": "1+1=", "label": "2"}
+MATH = ("--rm-type", "math")
+TESTS = ("--label-key", "none", "--plugin", "tools", "--rm-type", "unit-tests")
+
+
+def said(text):
+    return [{"role": "user", "content": text}]
 
 
 def refused(plan, message, *flags):
@@ -38,6 +44,18 @@ def refused(plan, message, *flags):
     ([ROW | {"prompt": [{"from": "human", "value": "x"}]}], (), "text or a list of chat messages (got list)"),
     ([ROW | {"prompt": ""}], (), "text or a list of chat messages (got nothing)"),
     ([ROW | {"prompt": "<|im_start|>user\nx"}], ("--apply-chat-template",), "would pass through one again"),
+    ([ROW | {"prompt": said("<|im_start|>user\nx")}], ("--apply-chat-template",), "would pass through one again"),
+    ([ROW | {"prompt": said('[{"role": "user"}]')}], ("--apply-chat-template",), "holds chat messages as text"),
+    ([ROW | {"prompt": '{"messages": [{"role": "user"}]}'}], (), "holds chat messages as text"),
+    ([ROW | {"prompt": said(" ")}], ("--apply-chat-template",), "no message of 'prompt' says anything"),
+    ([ROW | {"prompt": " "}], (), "text or a list of chat messages (got str)"),
+    ([ROW | {"prompt": "<image>1+1=", "images": ["a.png"]}], (), "the row shows the model images"),
+    ([ROW, ROW | {"label": "3"}], (), "every row asks the same, and has another answer"),
+    *(([ROW, {"prompt": "x", "label": label}], MATH, "line 2: 'math' needs the answer of every row, and here is none")
+      for label in (None, " ", "nan", float("nan"), [])),
+    ([ROW | {"label": '{"ground_truth": "2"}'}], MATH, "compares with the whole of an object, written as text"),
+    ([{"prompt": "x", "tests": "['assert f()']"}], TESTS, "reads is no JSON"),
+    ([{"prompt": "x", "tests": ["assert f()"]}, {"prompt": "x"}], TESTS, "(got nothing under 'tests')"),
     ([], (), "the file is empty"), ([b"", b"  "], (), "no prompt is left"),
     ([[ROW, ROW]], (), "prompts are read as JSONL, one object a line (got a JSON list)"),
     ([b"[", b'{"prompt": "x"}]'], (), "line 1: the line is not JSON"),
@@ -55,6 +73,9 @@ def test_rows_that_end_a_run(plan, data, rows, flags, message):
     ([ROW, ROW], ()), ([b"", ROW], ()), ([ROW | {"prompt": CHAT}], ("--apply-chat-template",)),
     ([ROW], ("--apply-chat-template",)), ([ROW | {"prompt": "<|im_start|>user\nx"}], ()),
     ([{"prompt": "x"}, ROW], ("--prompt-data", "{}@[1:2]")),
+    ([ROW | {"prompt": [{"role": "system", "content": ""}, *CHAT]}], ("--apply-chat-template",)),
+    ([ROW | {"prompt": "<image>?", "images": None}], ()), ([ROW, ROW], ()), ([ROW, ROW | {"label": 0}][1:], MATH),
+    ([{"prompt": "x", "tests": ["assert f()"]}], TESTS),
     ([{"x": 1}], ("--debug-train-only", "--load-debug-rollout-data", "x/{rollout_id}")),
 ])
 def test_rows_that_do_not(plan, data, rows, flags):
@@ -101,16 +122,17 @@ def test_epochs_over_too_few_rows_make_no_rollout(plan, data):
 
 @pytest.mark.parametrize(("files", "good"), [
     ({"tokenizer_config.json": "{}"}, False), ({"tokenizer_config.json": '{"chat_template": null}'}, False),
-    ({"tokenizer.json": "{}"}, False), ({"tokenizer_config.json": '{"chat_template": "x"}'}, True),
-    ({"tokenizer.json": "{}", "chat_template.jinja": "x"}, True),
+    ({"tokenizer.json": "{}"}, False),
+    ({"tokenizer_config.json": '{"chat_template": "{{ messages[0].content }}"}'}, True),
+    ({"tokenizer.json": "{}", "chat_template.jinja": "{{ messages[0].content }}"}, True),
 ])
 def test_the_chat_template_is_there_where_it_is_applied(plan, data, tmp_path, files, good):
-    for name, text in {"config.json": "{}", **files}.items():
+    for name, text in {"config.json": "{}", "vocab.json": "{}", **files}.items():
         (tmp_path / "model").mkdir(exist_ok=True)
         (tmp_path / "model" / name).write_text(text)
     flags = ("--prompt-data", data(ROW), *FIELDS, "--hf-checkpoint", tmp_path / "model")
     plan(*flags)
-    (tmp_path / "own.jinja").write_text("x")
+    (tmp_path / "own.jinja").write_text("{{ messages[0].content }}")
     plan(*flags, "--apply-chat-template", "--chat-template-path", tmp_path / "own.jinja")
     if good:
         plan(*flags, "--apply-chat-template")

@@ -217,7 +217,8 @@ def test_what_concerns_hosts_and_batches(laid_out, text, flags, message):
 
 @pytest.mark.parametrize(("text", "flags", "note"), [
     ("tp 2", [], "tensor_model_parallel_size 2 without sequence_parallel"),
-    ("cp 2", ["--max-tokens-per-gpu", 100], "rollout_max_response_len 1024 is above max_tokens_per_gpu 100 x "
+    ("cp 2", ["--use-dynamic-batch-size", "--max-tokens-per-gpu", 100],
+     "rollout_max_response_len 1024 is above max_tokens_per_gpu 100 x "
      "context_parallel_size 2: a longer sample rides alone"),
 ])  # fmt: skip
 def test_what_is_announced(laid_out, text, flags, note):

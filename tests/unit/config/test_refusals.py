@@ -100,7 +100,8 @@ def test_one_answer_has_nothing_to_be_compared_with(plan, estimator):
 
 
 @pytest.mark.parametrize("flags", [
-    ("--advantage-estimator", "reinforce_plus_plus"), ("--disable-rewards-normalization",), ("--num-rollout", 0),
+    ("--advantage-estimator", "reinforce_plus_plus"), ("--disable-rewards-normalization",),
+    ("--num-rollout", 0, "--save", "x"),
     ("--debug-rollout-only",), ("--use-opd", "--opd-teacher-load", "x"),
 ])
 def test_where_nothing_is_compared_one_answer_is_enough(plan, flags):

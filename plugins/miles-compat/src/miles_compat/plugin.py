@@ -98,7 +98,32 @@ class CompatOptions:
 class Compat:
     """Functions named by path, as in launch scripts of Miles and slime, called by hooks."""
 
-    provides = ("modules:miles", "modules:slime")
+    provides = (
+        "modules:miles", "modules:slime",
+        "calls:custom_megatron_init_path:init(args)",
+        "calls:custom_megatron_before_log_prob_hook_path:hook(args, model, store_prefix)",
+        "calls:custom_megatron_before_train_step_hook_path:hook(args, rollout_id, step_id, model, optimizer, "
+        "opt_param_scheduler)",
+        "calls:data_source_path:class Source(args).get_samples(num_samples)",
+        "calls:custom_generate_function_path:async generate(args, sample, sampling_params) -> sample, "
+        "or generate(input) -> output",
+        "calls:custom_rm_path:async? reward(args, sample) -> float",
+        "calls:dynamic_sampling_filter_path:keep(args, samples) -> bool",
+        "calls:buffer_filter_path:select(args, rollout_id, buffer, num_samples) -> groups",
+        "calls:rollout_sample_filter_path:mark(args, data)",
+        "calls:rollout_all_samples_process_path:process(args, all_samples, data_source)",
+        "calls:custom_reward_post_process_path:post_process(args, samples) -> (raw_rewards, rewards)",
+        "calls:custom_advantage_function_path:advantage(args, rollout_data)",
+        "calls:rollout_data_postprocess_path:postprocess(args, rollout_id, rollout_data), or postprocess(args)",
+        "calls:custom_loss_function_path:loss(args, inputs) -> (loss of each token, metrics)",
+        "calls:custom_tis_function_path:tis(args, *, pg_loss, train_log_probs, rollout_log_probs, loss_masks, "
+        "total_lengths, response_lengths, parallel_state, max_seq_lens) -> (pg_loss, loss_masks, metrics)",
+        "calls:custom_pg_loss_reducer_function_path:reducer(total_lengths, response_lengths, loss_masks, "
+        "calculate_per_token_loss) -> (tensor -> number)",
+        "calls:custom_megatron_post_save_hook_path:post_save(args, rollout_id, checkpoint_dir, hf_checkpoint_dir)",
+        "calls:custom_rollout_log_function_path:log(rollout_id, args, samples, rollout_extra_metrics, rollout_time)",
+        "calls:custom_eval_rollout_log_function_path:log(rollout_id, args, data, extra_metrics)",
+    )
     refuses = (
         {"when": {"compat.data_source_path": {"set": True}, "prompt_source": {"not": "custom"}},
          "what": "nothing calls the class of data_source_path",

@@ -47,6 +47,12 @@ class DapoFilter:
          "what": "overlong_buffer_len is a number of tokens", "fix": "leave it out for no penalty"},
         {"when": {"dapo-filter.overlong_penalty_factor": {"outside": "(0, inf)"}},
          "what": "overlong_penalty_factor should be above 0", "fix": "DAPO has 1"},
+        {"when": {"dapo-filter.overlong_penalty_factor": {"said": True},
+                  "dapo-filter.overlong_buffer_len": {"set": False}},
+         "what": "overlong_penalty_factor has no effect without overlong_buffer_len",
+         "fix": "write overlong_buffer_len, or drop it"},
+        {"when": {"dapo-filter.min_reward_std": {"outside": "[0, inf)"}},
+         "what": "min_reward_std should not be negative", "fix": "leave it out for its default"},
     )
 
     def __init__(self, options: DapoFilterOptions, config: RunConfig):

@@ -49,6 +49,19 @@ class Fp8:
     """FP8: training with Transformer Engine's recipes, or in emulation, and engines with FP8 weights."""
 
     implies = {"megatron.fp8": "e4m3", "megatron.fp8_recipe": "blockwise"}
+    refuses = (
+        {"when": {"fp8.first_layers": {"outside": "[0, inf)"}},
+         "what": "first_layers is a number of layers", "fix": "leave --fp8.first-layers out"},
+        {"when": {"fp8.last_layers": {"outside": "[0, inf)"}},
+         "what": "last_layers is a number of layers", "fix": "leave --fp8.last-layers out"},
+        {"when": {"fp8.first_layers": {"from": "architecture.layers"}},
+         "what": "no layer would be left to be in FP8", "fix": "lower --fp8.first-layers"},
+        {"when": {"fp8.last_layers": {"from": "architecture.layers"}},
+         "what": "no layer would be left to be in FP8", "fix": "lower --fp8.last-layers"},
+        {"when": {"fp8.keep": {"unlisted": r"[\w.-]+"}},
+         "what": "this is no name of a module",
+         "fix": "write names with spaces between them and nothing around them: lm_head model.layers.0"},
+    )
     precision = {
         "trainer": ["{own}; linear layers multiply in fp8 {megatron.fp8} ({megatron.fp8_recipe})"],
         "log-probs": ["{own}; linear layers as in training, in fp8 {megatron.fp8}"],

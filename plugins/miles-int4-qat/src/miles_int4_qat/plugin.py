@@ -53,6 +53,17 @@ class Int4Qat:
         {"when": {"megatron.fp8": {"set": True}},
          "what": "weights that are rounded to int4 in the forward cannot be rounded to fp8 as well",
          "fix": "leave --fp8-format and plugin fp8 out, or run without plugin int4-qat"},
+        {"when": {"int4-qat.group_size": {"unlisted": "32|64|128"}},
+         "what": "group_size should be one of 32, 64, 128", "fix": "write 32 for precision, or 128 for size"},
+        {"when": {"int4-qat.targets": "experts", "architecture.checkpoint": True,
+                  "architecture.experts": {"set": False}},
+         "what": "the model has no experts to round to int4", "fix": "leave --int4-qat.targets out"},
+        {"when": {"int4-qat.group_size": {"above": 0}, "architecture.hidden": {"rest": "int4-qat.group_size"}},
+         "what": "the layers' width is no multiple of the group that shares a scale",
+         "fix": "a smaller --int4-qat.group-size"},
+        {"when": {"environment.OPEN_TRAINING_INT4_GROUP_SIZE": {"like": ".+"}, "int4-qat.group_size": {"set": False}},
+         "what": "OPEN_TRAINING_INT4_GROUP_SIZE asks for a group size that the run does not name",
+         "fix": "write --int4-qat.group-size, or unset the variable"},
     )
 
     def __init__(self, options: Int4QatOptions, config: RunConfig):

@@ -65,7 +65,35 @@ class OpdOptions:
 class Opd:
     """On-policy distillation: the student samples, and a teacher says of each token how likely it finds it."""
 
+    provides = ("weights:opd_teacher_load",)
     refuses = (
+        {"when": {"algorithm.skip_actor_forward_only": True},
+         "what": "distillation needs the old log-probs, which skip_actor_forward_only leaves out",
+         "fix": "drop --skip-actor-forward-only"},
+        {"when": {"opd.opd_teacher_load/config.json/quantization_config/quant_method": {"set": True}},
+         "what": "the teacher computes in the trainer, where weights are plain",
+         "fix": "name the checkpoint that is not quantised, or a server (--opd-teacher-urls)"},
+        {"when": {"opd.opd_teacher_load/config.json/architectures": {
+            "like": ".*(For(Sequence|Token)Classification|RewardModel|Eagle3?)"}},
+         "what": "the teacher is no language model", "fix": "name one whose architecture ends in ForCausalLM"},
+        {"when": {"opd.opd_teacher_load/config.json/vocab_size": {"apart": "architecture.vocab"},
+                  "opd.opd_log_prob_top_k": {"above": 0}},
+         "what": "top-k asks each model about the other's tokens, and their output layers differ in length",
+         "fix": "take a teacher of the same vocab_size, or leave --opd-log-prob-top-k out"},
+        {"when": {"opd.opd_teacher_urls": {"unlisted": r"([\w.-]+=)?https?://[^/ ]+.*"}},
+         "what": "a teacher's server has an address that begins with http://",
+         "fix": "write --opd-teacher-urls http://HOST:PORT; a checkpoint is --opd-teacher-load"},
+        {"when": {"opd.opd_teacher_urls": {"set": True}, "rollout.rollout_temperature": {"apart": 1}},
+         "what": "a server scores at temperature 1, and the student samples at another",
+         "fix": "--rollout-temperature 1, or a teacher in the trainer (--opd-teacher-load)"},
+        {"when": {"opd.opd_teacher_urls": {"set": True}, "opd.opd_log_prob_top_k": {"above": 0},
+                  "opd.opd_top_k_strategy": {"not": "only-teacher"}},
+         "what": "of a server's teacher only its own likeliest tokens are known when it is asked",
+         "fix": "--opd-top-k-strategy only-teacher, or a teacher in the trainer (--opd-teacher-load)"},
+        {"when": {"opd.opd_teacher_concurrency": {"outside": "[1, inf)"}},
+         "what": "opd_teacher_concurrency should be at least 1", "fix": "leave it out"},
+        {"when": {"opd.opd_teacher_timeout": {"outside": "(0, inf)"}},
+         "what": "opd_teacher_timeout should be above 0", "fix": "leave it out"},
         {"when": {"algorithm.advantage_estimator": {"not": "on_policy_distillation"}, "opd.use_opd": False},
          "what": "plugin opd has nothing to do",
          "fix": "add --use-opd, or --advantage-estimator on_policy_distillation, or leave the plugin out"},

@@ -48,7 +48,18 @@ class PpoOptions:
 class Ppo:
     """Proximal policy optimization: advantages from a critic that trains beside the actor (PPO, arXiv:1707.06347)."""
 
+    provides = ("weights:critic_load:score.weight",)
     refuses = (
+        {"when": {"ppo.critic_load/config.json/quantization_config/quant_method": {"set": True}},
+         "what": "the critic trains, and its weights are quantised", "fix": "name the plain checkpoint"},
+        {"when": {"ppo.critic_load/config.json/vocab_size": {"below": "architecture.vocab"}},
+         "what": "the critic knows fewer tokens than the policy", "fix": "name a critic of the policy's family"},
+        {"when": {"ppo.critic_load/config.json/architectures": {"like": ".*ForCausalLM"},
+                  "ppo.critic_load/config.json/hidden_size": {"apart": "architecture.hidden"},
+                  "ppo.critic_load": {"lacks": "model.safetensors"},
+                  "ppo.critic_load/model.safetensors.index.json": {"set": False}},
+         "what": "the critic is a policy of another size, without the value head of one",
+         "fix": "name a critic that was trained, or leave --critic-load out: a fresh head on --hf-checkpoint"},
         {"when": {"ppo.critic_load": {"missing": True}},
          "what": "there is no such checkpoint of a critic", "fix": "name a folder, or leave --critic-load out"},
         {"when": {"algorithm.advantage_estimator": {"not": "ppo"}},
@@ -59,10 +70,17 @@ class Ppo:
          "fix": "leave the plugin and its options out, or drop --loss-type sft_loss"},
         {"when": {"ppo.value_clip": {"outside": "(0, inf)"}},
          "what": "value_clip should be above 0", "fix": "0.2 is usual"},
-        {"when": {"ppo.critic_lr": {"outside": "[0, 1)"}},
-         "what": "critic_lr should lie in [0, 1)", "fix": "1e-5 is usual"},
+        {"when": {"ppo.critic_lr": {"outside": "[0, 0.1)"}},
+         "what": "critic_lr should lie in [0, 0.1)", "fix": "1e-5 is usual"},
         {"when": {"ppo.num_critic_only_steps": {"outside": "[0, inf)"}},
          "what": "num_critic_only_steps should be at least 0", "fix": "leave it out for none"},
+        {"when": {"ppo.num_critic_only_steps": {"from": "rollout.num_rollout"}, "rollout.num_rollout": {"above": 0},
+                  "checkpoint.save": {"set": False}},
+         "what": "the critic would train alone until the run ends, and nothing would be kept of it",
+         "fix": "lower --num-critic-only-steps, or add --save"},
+        {"when": {"ppo.critic_lr_warmup_iters": {"from": "rollout.num_rollout"}, "rollout.num_rollout": {"above": 0},
+                  "rollout.num_steps_per_rollout": 1},
+         "what": "the run is over when the critic's warm-up is", "fix": "lower --critic-lr-warmup-iters"},
         {"when": {"ppo.critic_lr_warmup_iters": {"outside": "[0, inf)"}},
          "what": "critic_lr_warmup_iters should be at least 0", "fix": "leave it out for none"},
     )

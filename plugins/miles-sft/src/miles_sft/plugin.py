@@ -30,6 +30,7 @@ class SftOptions:
 class Sft:
     """Supervised fine-tuning: a row's own answer is the one sample of its group; the loss is -log p."""
 
+    provides = ("answers:sft:sft_response_key",)
     refuses = (
         {"when": {"rollout.n_samples_per_prompt": {"not": 1}, "generate": "sft"},
          "what": "the generator sft makes one sample of a row", "fix": "--n-samples-per-prompt 1"},

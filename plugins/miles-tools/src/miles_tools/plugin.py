@@ -62,7 +62,8 @@ class ToolsOptions:
 class Tools:
     """Conversations of several turns with tools in a sandbox, and a scorer that runs unit tests in it."""
 
-    provides = ("resumes:tools", "resumes:agent")
+    provides = ("resumes:tools", "resumes:agent", "rows:unit-tests:unit_tests_key",
+                "appends:tools:allow_rewriting_template:tool_role", "appends:agent:allow_rewriting_template")
     refuses = (
         {"when": {"generate": "tools", "tools.tools": {"like": r".*\.py", "missing": True}},
          "what": "there is no such file of tools", "fix": "check the path after --tools.tools"},
@@ -80,6 +81,47 @@ class Tools:
          "fix": "add --generate agent, or name another scorer"},
         {"when": {"tools.generate_max_turns": {"outside": "[1, inf)"}},
          "what": "generate_max_turns should be positive", "fix": "leave it out for its default"},
+        {"when": {"generate": "tools", "tools.tools": {"unlisted": r"calc|python|.*\.py(:\w+)?"}},
+         "what": "there is no such built-in tool", "fix": "calc, python, or a file of functions: FILE.py"},
+        {"when": {"tools.tools": {"set": True}, "generate": "single-turn"},
+         "what": "tools are named, and answers of one turn call none", "fix": "add --generate tools"},
+        {"when": {"tools.agent": {"set": True}, "generate": "single-turn"},
+         "what": "an agent is named, and nothing calls it", "fix": "add --generate agent"},
+        {"when": {"tools.agent_command": {"set": True}, "generate": "single-turn"},
+         "what": "an agent is named, and nothing calls it", "fix": "add --generate agent"},
+        {"when": {"tools.agent": {"like": r".*\.py"}},
+         "what": "the agent's file is named, and none of its functions", "fix": "write FILE.py:FUNCTION"},
+        {"when": {"tools.agent_command": {"set": True, "unlike": r"\S+"}},
+         "what": "the agent's program and its arguments are one word, and there is no shell to part them",
+         "fix": "leave the quotes out: --agent-command PROGRAM ARGUMENT ..."},
+        {"when": {"generate": {"like": "tools|agent"}, "rollout.apply_chat_template": False,
+                  "debug.debug_train_only": False},
+         "what": "a conversation needs prompts that a chat template renders", "fix": "add --apply-chat-template"},
+        {"when": {"generate": "agent", "rollout.rollout_temperature": 0},
+         "what": "an agent's tokens are drawn at the run's temperature, which is 0 here",
+         "fix": "--rollout-temperature 1"},
+        {"when": {"tools.agent_concurrency": {"outside": "[1, inf)"}},
+         "what": "agent_concurrency should be at least 1", "fix": "leave it out for its default"},
+        {"when": {"tools.tool_response_tokens": {"outside": "(0, inf)"}},
+         "what": "tool_response_tokens should be positive", "fix": "leave it out for its default"},
+        {"when": {"tools.sandbox_workers": {"outside": "(0, inf)"}},
+         "what": "sandbox_workers should be positive", "fix": "leave it out for its default"},
+        {"when": {"tools.sandbox_wall_time": {"outside": "(0, inf)"}},
+         "what": "sandbox_wall_time should be positive", "fix": "leave it out for its default"},
+        {"when": {"tools.sandbox_cpu_time": {"outside": "(0, inf)"}},
+         "what": "sandbox_cpu_time should be positive", "fix": "leave it out for its default"},
+        {"when": {"tools.sandbox_memory": {"outside": "(0, inf)"}},
+         "what": "sandbox_memory should be positive", "fix": "leave it out for its default"},
+        {"when": {"tools.sandbox_disk": {"outside": "(0, inf)"}},
+         "what": "sandbox_disk should be positive", "fix": "leave it out for its default"},
+        {"when": {"tools.sandbox_processes": {"outside": "(0, inf)"}},
+         "what": "sandbox_processes should be positive", "fix": "leave it out for its default"},
+        {"when": {"tools.sandbox_output": {"outside": "(0, inf)"}},
+         "what": "sandbox_output should be positive", "fix": "leave it out for its default"},
+        {"when": {"tools.unit_tests_timeout": {"outside": "(0, inf)"}},
+         "what": "unit_tests_timeout should be positive", "fix": "leave it out for its default"},
+        {"when": {"tools.agent_timeout": {"outside": "(0, inf)"}},
+         "what": "agent_timeout should be positive", "fix": "leave it out for its default"},
     )
 
     def __init__(self, options: ToolsOptions, config: RunConfig):

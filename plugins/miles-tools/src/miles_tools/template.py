@@ -14,16 +14,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from miles_core.errors import ConfigError, DataError
+from miles_core.config.history import DRAWN, after_a_turn, check_history
+from miles_core.errors import ConfigError
 from miles_core.stages.prompts import render
 
 if TYPE_CHECKING:
     from miles_core.config import RunConfig
-
-MARK = "miles-stands-for-the-drawn-turn"
-ANSWER = "miles-stands-for-the-answer-of-a-tool"
-CALL = '<tool_call>\n{"name": "find", "arguments": {"number": 1}}\n</tool_call>'
-THOUGHT = "<think>\nI had better look.\n</think>\n\n"
 
 
 def load(config: RunConfig) -> Any:
@@ -77,7 +73,7 @@ class Template:
         Args:
             after: the last drawn id.
         """
-        ids = self.encode(self._after_a_turn(messages, MARK))
+        ids = self.encode(after_a_turn(lambda them: self.text(them, "a tool's answer"), messages, DRAWN))
         return ids[1:] if ids and ids[0] in self._special and after in self._special else ids
 
     def without_end(self, drawn: Sequence[int]) -> list[int]:
@@ -98,50 +94,11 @@ class Template:
         return f"{self.tokenizer.decode(ids[:most])}\n[cut: {most} of {len(ids)} tokens]"
 
     def check(self, role: str, *, rewriting: bool = False) -> None:
-        """Refuse a template that writes earlier turns otherwise once there are later ones, or no answers of tools.
-
-        The ids of a conversation are appended to and stay as they are. A template that drops the reasoning of earlier
-        turns shows the model another history when it is used than when it was trained.
-
-        Args:
-            role: of the messages that hold a tool's answer.
-            rewriting: a template that rewrites may be used.
+        """Refuse a template that leaves out answers of tools, or rewrites earlier turns; see `check_history`.
 
         Raises:
             DataError: names what is rewritten.
         """
         who = f"the chat template of {getattr(self.tokenizer, 'name_or_path', 'the tokenizer')}"
-        answer = {"role": role, "name": "find", "content": ANSWER, "tool_call_id": "0"}
-        if ANSWER not in self._after_a_turn([answer], MARK):
-            raise DataError(f"it leaves out messages of the role {role!r}", who=who,
-                            fix="pass a template that writes them with --chat-template-path, or --tools.tool-role user")
-        if not rewriting:
-            self._check_history(answer, who)
-
-    def _check_history(self, answer: Mapping[str, Any], who: str) -> None:
-        for name, turn in (("the reasoning", THOUGHT + CALL), ("the opening", CALL)):
-            messages: list[Mapping[str, Any]] = [{"role": "user", "content": "Find 1."}]
-            shown = self.text(messages, who)
-            for _ in range(2):
-                drawn = _after_opening(shown, turn)
-                messages += [{"role": "assistant", "content": turn}, answer]
-                longer = self.text(messages, who)
-                expected = shown + drawn
-                if not longer.startswith(expected):
-                    at = next((i for i, (a, b) in enumerate(zip(longer, expected)) if a != b), len(longer))
-                    raise DataError(
-                        f"it rewrites {name} of earlier turns", who=who,
-                        got=f"{longer[max(at - 20, 0):at + 30]!r} in place of {expected[max(at - 20, 0):at + 30]!r}",
-                        fix="pass a template that only appends with --chat-template-path (`miles check-template` shows "
-                        "where it does not), or train on the history as it was with --tools.allow-rewriting-template")
-                shown = longer
-
-    def _after_a_turn(self, messages: Sequence[Mapping[str, Any]], turn: str) -> str:
-        before = [{"role": "user", "content": "."}, {"role": "assistant", "content": turn}]
-        return self.text([*before, *messages], "a tool's answer").rpartition(turn)[2]
-
-
-def _after_opening(shown: str, turn: str) -> str:
-    """What is left to draw of a turn whose opening the template has written already."""
-    opened = next((start for start in ("<think>\n", "<think>") if shown.endswith(start) and turn.startswith(start)), "")
-    return turn.removeprefix(opened)
+        check_history(lambda messages: self.text(messages, who), role, who, allowed=rewriting,
+                      allow="--tools.allow-rewriting-template")

@@ -30,7 +30,7 @@ def sample(field):
         return [], True
     if option.choices:
         other = next(choice for choice in option.choices if choice != field.default)
-        return [str(other)], None if str(other) == "none" and "None" in field.type else other
+        return [str(other)], other
     if field.form == "json":
         value = {"list[object]": [{"a": 1}], "list[str]": ["a", "b"], "list[int]": [1, 2]}.get(
             field.type.split(" | ")[0], {"a": [1, None]})
