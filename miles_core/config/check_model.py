@@ -21,6 +21,11 @@ PLAIN = {
     "moe_router_topk_scaling_factor": "routed_scaling_factor",
 }  # fmt: skip
 """Fields of Megatron-core -> keys of config.json that mean the same in every family."""
+WHOLE = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
+         "max_position_embeddings")
+FLAGS = ("tie_word_embeddings", "use_sliding_window", "attention_bias", "norm_topk_prob")
+FITTING = {"qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "llama", "mistral", "mixtral"}
+"""Families whose model_type is how their architecture begins."""
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
@@ -34,6 +39,7 @@ def check_model(config: RunConfig, note: Callable[[str], None]) -> RunConfig:
     path, said = config_json(config)
     if said is None:
         return config
+    _kinds(path, said)
     if not config.debug.debug_rollout_only:
         for field, key, stated in _constants(said):
             given = config.megatron.get(field)
@@ -46,6 +52,28 @@ def check_model(config: RunConfig, note: Callable[[str], None]) -> RunConfig:
         _engine(config, architecture_of(config), said)
         _quantising(config)
     return config
+
+
+def _kinds(path: Path, said: Mapping[str, object]) -> None:
+    """
+    Raises:
+        ConfigError: a value of config.json is of no kind that its key can have.
+    """
+    wanted = {key: ("a whole number from 1 on", type(said.get(key)) is int and said[key] >= 1) for key in WHOLE}
+    wanted |= {key: ("true or false", isinstance(said.get(key), bool)) for key in FLAGS}
+    wanted |= {key: ("an object, such as {\"rope_type\": ...}", isinstance(said.get(key), Mapping))
+               for key in ("rope_scaling", "rope_parameters", "quantization_config")}
+    epsilon, kinds, family = said.get("rms_norm_eps"), said.get("architectures"), said.get("model_type")
+    wanted["rms_norm_eps"] = ("a small number such as 1e-6", type(epsilon) in (int, float) and 0 <= epsilon < 0.1)
+    wanted["architectures"] = ("a list of names", isinstance(kinds, list))
+    for key, (kind, fits) in wanted.items():
+        if said.get(key) is not None and not fits:
+            raise ConfigError(f"{key} in config.json is {kind}", got=json.dumps(said[key])[:80], who=str(path),
+                              fix="correct it, or fetch config.json again")
+    if family in FITTING and kinds and "auto_map" not in said and (
+            str(kinds[0]).lower() != f"{family.replace('_', '')}forcausallm"):
+        raise ConfigError(f"the architecture is not that of config.json's model_type {family}", got=kinds[0],
+                          who=str(path), fix="both have to be of one checkpoint; a wrapper's name is not its model's")
 
 
 def _reference(config: RunConfig, said: Mapping[str, object]) -> None:

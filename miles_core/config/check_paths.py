@@ -113,8 +113,9 @@ def _constants(folder: Path, origin: str) -> None:
         raise CheckpointError("config.json cannot be read", got=str(error), who=origin, fix=FOLDER) from None
     kinds, name = (said.get("architectures"), said.get("model_type")) if isinstance(said, Mapping) else (None, None)
     kind = str(kinds[0]) if isinstance(kinds, list) and kinds else None
-    if kind and (name is None or NO_POLICY.search(kind)):
-        what, fix = ("config.json has no model_type", "take it from where the weights are from") if name is None else (
+    if kind and (not isinstance(name, str) or NO_POLICY.search(kind)):
+        what, fix = ("config.json has no model_type", "take it from where the weights are from") if (
+            not isinstance(name, str)) else (
             "the checkpoint is no language model", "name one whose architecture ends in ForCausalLM")
         raise CheckpointError(what, got=kind, who=origin, fix=fix)
     if not isinstance(said, Mapping):
@@ -141,12 +142,15 @@ def _resume(config: RunConfig) -> None:
         _tracked(config, folder)
     if not held or (folder / TRACKER).is_file():
         return
+    if (folder / "adapter_config.json").is_file():
+        raise CheckpointError("this is an adapter, not a checkpoint of a run", who=origin,
+                              fix="start from it with the option of the plugin that makes adapters")
+    if (folder / "config.json").is_file() and not (folder / "metadata.json").is_file():
+        raise CheckpointError("this is a Hugging Face directory, not a torch_dist checkpoint",
+                              who=origin, fix="give it as --hf-checkpoint, or as --ref-load to start from its weights")
     if (folder.parent / TRACKER).is_file() or _ITERATION.fullmatch(folder.name) or (folder / "metadata.json").is_file():
         raise CheckpointError("this is one iteration of a checkpoint", who=origin,
                               fix=f"give the folder above it, {folder.parent}: the newest is taken")
-    if (folder / "config.json").is_file():
-        raise CheckpointError("this is a Hugging Face directory, not a torch_dist checkpoint",
-                              who=origin, fix="give it as --hf-checkpoint, or as --ref-load to start from its weights")
     if not any(name.startswith("iter_") for name in held):
         raise CheckpointError("this is not a checkpoint", got=f"no {TRACKER}", who=origin,
                               fix="give a folder that a run saved into with --save")
@@ -230,6 +234,10 @@ def _writable(config: RunConfig) -> None:
     if checkpoint.save is not None and _file(checkpoint.save):
         raise CheckpointError("checkpoints cannot be written here", got="File exists", who=f"--save {checkpoint.save}",
                               fix=f"{_file(checkpoint.save)} is a file: name another folder")
+    for key in ("hf_checkpoint", "ref_load", "load", "save", "save_hf", "run_dir"):
+        if re.match(r"[a-z][a-z0-9+]+://", given := str(getattr(checkpoint, key))):
+            raise ConfigError("this is an address, and nothing is fetched or sent", got=given,
+                              who=who(config, f"checkpoint.{key}"), fix="name a folder on this machine or a shared one")
     for folder in folders:
         if folder is not None and (file := _file(folder)):
             raise ConfigError("a file stands where a folder is needed", who=str(file), fix="name another folder")
@@ -237,4 +245,4 @@ def _writable(config: RunConfig) -> None:
 
 def _file(folder: str) -> Path | None:
     """A file in the place of a folder, or of one above it."""
-    return next((path for path in (Path(folder), *Path(folder).parents) if path.is_file()), None)
+    return next((path for path in (Path(folder), *Path(folder).parents) if path.exists() and not path.is_dir()), None)

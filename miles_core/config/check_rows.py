@@ -342,6 +342,8 @@ def _template(config: RunConfig) -> None:
     if here and present(config) and not any(any(folder.glob(name)) for name in VOCABULARIES):
         raise DataError("the tokenizer cannot be loaded", got="tokenizer_config.json without a vocabulary",
                         who=f"--hf-checkpoint {folder}", fix="copy tokenizer.json of its model there")
+    if present(config) and not (folder / "tokenizer.json").is_file():
+        _slow(folder)
     if not rollout.apply_chat_template or not here or any((folder / name).exists() for name in files):
         return
     try:
@@ -355,3 +357,16 @@ def _template(config: RunConfig) -> None:
                         who=f"{who(config, 'rollout.apply_chat_template')}, --hf-checkpoint {folder}",
                         fix="base models have none: name one that was tuned for chats, or a template with "
                         "--chat-template-path FILE; drop --apply-chat-template where rows hold plain text")
+
+
+def _slow(folder: Path) -> None:
+    files = [one for name in ("tokenizer.model", "vocab.json", "merges.txt") if (one := folder / name).is_file()]
+    for one in files:
+        with one.open("rb") as opened:
+            start = opened.read(64).lstrip()
+        if not start or start.lower().startswith((b"<!doctype", b"<html")):
+            raise DataError("the tokenizer cannot be loaded: its file holds no vocabulary", got=f"{start[:24]!r}"[1:],
+                            who=str(one), fix="fetch the checkpoint again")
+    if [one.name for one in files] in (["vocab.json"], ["merges.txt"]) and not [*folder.glob("*.py")]:
+        raise DataError("the tokenizer cannot be loaded: of vocab.json and merges.txt one is not there",
+                        got=files[0].name, who=f"--hf-checkpoint {folder}", fix="copy its model's tokenizer.json there")

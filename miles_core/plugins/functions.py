@@ -56,8 +56,9 @@ def _check_source(tree: ast.Module, value: str, call: tuple[str | None, str], or
     if not {bound for bound, _ in _bound(tree.body)} & {function, "*", "__getattr__"}:
         raise ConfigError("there is no such function", got=f"{value[:-len(function) - 1]} has no {function!r}",
                           who=origin, fix="define it there, outside of classes and functions, or name another after it")
-    if call[0] and _misfit(tree, function, call[0]):
-        raise ConfigError("the function cannot be called as it would be", who=origin, fix=f"it is called as {call[1]}")
+    if call[0] and (got := _misfit(tree, function, call[0])):
+        raise ConfigError("the function cannot be called as it would be", got=got, who=origin,
+                          fix=f"it is called as {call[1]}")
     for line, module in _imports(tree) if packages is not None else ():
         if not _importable(module, packages or ()):
             raise _absent(f"line {line}: " + (f"no module {module}" if module else "a file has no relative imports"),
@@ -68,20 +69,28 @@ def _absent(got: str, origin: str, fix: str) -> ConfigError:
     return ConfigError("the module of the function cannot be imported", got=got, who=origin, fix=fix)
 
 
-def _misfit(tree: ast.Module, name: str, call: str) -> bool:
+def _misfit(tree: ast.Module, name: str, call: str) -> str | None:
+    """What a function is that cannot be called so."""
     node = next((one for bound, one in _bound(tree.body) if bound == name), None)
     takes = [re.split(r",\s*", one) for one in re.findall(r"(?:^|[ ?])\w+\((.*?)\)", call)]
     if isinstance(node, ast.ClassDef):
-        own = {one.name: one for one in node.body if isinstance(one, FUNCTIONS)}
-        return call.startswith("class ") and not node.bases and not node.decorator_list and not (
-            call.rpartition(".")[2].partition("(")[0] in own and "__init__" in own
-            and _binds(own["__init__"].args, ["self", *takes[0]]))
+        own = {one.name: one.args for one in node.body if isinstance(one, FUNCTIONS)}
+        if not call.startswith("class ") or node.bases or node.decorator_list:
+            return None
+        lost = [method for method in ("__init__", call.rpartition(".")[2].partition("(")[0]) if method not in own]
+        if lost or not _binds(own["__init__"], ["self", *takes[0]]):
+            return f"{name} has no {lost[0]}" if lost else f"{name}.__init__({ast.unparse(own['__init__'])})"
+        return None
     if not isinstance(node, FUNCTIONS) or node.decorator_list:
-        return isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
-    waits = isinstance(node, ast.AsyncFunctionDef)
-    returns = any(isinstance(one, ast.Return) and one.value for one in ast.walk(node))
-    return (waits and not call.startswith("async") or not waits and call.startswith("async ")
-            or "->" in call and not returns or not any(_binds(node.args, one) for one in takes))
+        constant = isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
+        return ast.unparse(node.value) if constant else None
+    if isinstance(node, ast.AsyncFunctionDef) and not call.startswith("async"):
+        return "a coroutine function"
+    if isinstance(node, ast.FunctionDef) and call.startswith("async "):
+        return "a plain function, and it is awaited"
+    if "->" in call and not any(isinstance(one, ast.Return) and one.value for one in ast.walk(node)):
+        return "a function that returns nothing"
+    return None if any(_binds(node.args, one) for one in takes) else f"{name}({ast.unparse(node.args)})"
 
 
 def _binds(given: ast.arguments, call: Sequence[str]) -> bool:
@@ -91,6 +100,8 @@ def _binds(given: ast.arguments, call: Sequence[str]) -> bool:
     needed = {one.arg for one in places[:len(places) - len(given.defaults)][count:]}
     needed |= {one.arg for one, default in zip(given.kwonlyargs, given.kw_defaults, strict=True) if default is None}
     known = {one.arg for one in [*places[count:], *given.kwonlyargs]}
+    if any(one.arg in call[:count] and call[place] != one.arg for place, one in enumerate(places[:count])):
+        return False  # the same ones in another order
     return (count <= len(places) or given.vararg is not None) and needed <= named and (
         named <= known or given.kwarg is not None)
 

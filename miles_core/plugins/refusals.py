@@ -8,7 +8,8 @@ COMPARES and SAID: {"above": 2}, {"above": "optimizer.lr"}, {"outside": "(0, 1]"
 
 A key may go on into a file of the folder that an option names: "checkpoint.hf_checkpoint/config.json/hidden_act". Of a
 *.safetensors file that is its header; * in a part stands for any text, and a number for a place in a list. A key
-"environment.NAME" is a variable.
+"environment.NAME" is a variable, or all that NAME with a * stands for. "share.ffn" is a width on one rank of the
+trainer: ffn, expert_ffn or values.
 
 Words in `provides` are the shorter way to say what several plugins say alike:
     files:NAME      the folder that the option NAME is has whole files
@@ -25,6 +26,7 @@ Words in `provides` are the shorter way to say what several plugins say alike:
 
 from __future__ import annotations
 
+import fnmatch
 import operator
 import os
 import re
@@ -34,6 +36,7 @@ from pathlib import Path
 from miles_core import hookspecs
 from miles_core.backends.megatron.hf_files import check_other, check_whole
 from miles_core.backends.megatron.hf_template import check_appends
+from miles_core.backends.megatron.layout import share
 from miles_core.config.architecture import architecture_of
 from miles_core.config.bounds import stated, within
 from miles_core.config.check_paths import astray, check_source, found_in
@@ -97,7 +100,8 @@ def check_statements(selected: Sequence[Selected], config: RunConfig) -> None:
             if set(rule) != {"when", "what", "fix"} or not isinstance(rule["when"], Mapping) or not rule["when"]:
                 raise _unreadable(one, rule, "it is {when = {...}, what = ..., fix = ...}")
             if all(_holds(one, key, test, selected, config) for key, test in rule["when"].items()):
-                keys = [key for key in rule["when"] if "." in key and not key.startswith(("architecture.", "environ"))]
+                keys = [key for key in rule["when"] if "." in key and not key.startswith(
+                    ("architecture.", "environ", "share."))]
                 files = {str(Path(str(folder), key.split("/")[1])) for key in keys if "/" in key
                          for folder in _values(one, key.split("/")[0], selected, config)}
                 values = _values(one, next(iter(rule["when"])), selected, config)
@@ -159,9 +163,9 @@ def _values(one: Selected, key: str, selected: Sequence[Selected], config: RunCo
         return [other.manifest.name for other in selected for offer in other.manifest.offers if offer.hook == key]
     try:
         if table == "environment":
-            value = os.environ.get(name)
-        elif table == "architecture":
-            value = getattr(architecture_of(config), name)
+            value: object = [os.environ[key] for key in sorted(fnmatch.filter(os.environ, name))]
+        elif table in ("architecture", "share"):
+            value = getattr(architecture_of(config), name) if table == "architecture" else share(config, name)
         elif table in TABLES:
             value = getattr(getattr(config, table), name)
         elif table in ("megatron", "server", "router"):

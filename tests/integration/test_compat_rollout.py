@@ -152,6 +152,7 @@ async def retokenised(args, sample, sampling_params):
 async def strange(args, sample, sampling_params):
     url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate"
     await post(url, {"text": "1", "sampling_params": {**sampling_params, "temprature": 1.0}})
+    return sample
 
 
 async def pending(args, sample, sampling_params):

@@ -27,8 +27,10 @@ MARKS = {"q_norm": ({"qwen3", "qwen3_moe"}, {"llama", "qwen2", "mistral"}),
 """Part of a tensor's name -> families that have such, and that have not."""
 _SPECIAL = re.compile(r'"id":\s*(\d+),\s*"content":\s*("(?:[^"\\]|\\.)*")')
 _PLAIN = re.compile(r'("(?:[^"\\]|\\.)*"):\s*(\d+)\s*,')
-_WRAPPED = re.compile(r"^(module|_fsdp_wrapped_module|_forward_module)\.|\._orig_mod\.|\.base_layer\.")
+_WRAPPED = re.compile(r"^(module|_fsdp_wrapped_module|_forward_module)\.|\._orig_mod\.|\.base_layer\.|^(?!base_model\.).*\.lora_[AB]\.")
 _SCALED = re.compile(r"\.(weight_scale(_inv)?|qweight|qzeros|weight_packed|absmax|SCB)$")
+EVEN = {"llama", "mistral", "qwen2", "qwen3"}
+"""Families of which all layers have the same parts."""
 _LAYER = re.compile(r"(?:model\.|language_model\.)layers\.(\d+)\.")
 
 
@@ -44,7 +46,10 @@ def check_files(config: RunConfig, note: Callable[[str], None]) -> RunConfig:
     tensors = check_whole(folder)
     if tensors and not (folder / "adapter_config.json").is_file():
         _named(folder, tensors, said)
-        _sizes(folder, {name: shape for name, (_, shape) in tensors.items()}, architecture_of(config), said)
+        shapes, model = {name: shape for name, (_, shape) in tensors.items()}, architecture_of(config)
+        _sizes(folder, shapes, model, said)
+        if said.get("model_type") in EVEN and not said.get("quantization_config"):
+            _parts(folder, shapes, model)
     _end_of_sequence(folder, said)
     layers, kinds = said.get("num_hidden_layers"), said.get("layer_types")
     if isinstance(layers, int) and isinstance(kinds, list) and len(kinds) != layers:
@@ -125,6 +130,9 @@ def _complete(folder: Path, files: Mapping[str, Tensors]) -> None:
     if missing := sorted(file for file in set(places.values()) if not (folder / file).is_file()):
         raise _error(folder, f"files of weights that {index.name} names are not there",
                      ", ".join(missing[:3]) + (" ..." if len(missing) > 3 else ""), AGAIN)
+    if (folder / "model.safetensors").is_file() and "model.safetensors" not in places.values():
+        raise _error(folder, "the folder has weights twice: model.safetensors, and files that an index names", None,
+                     f"remove what is older: model.safetensors, or {index.name} and its files")
     if lost := [f"{name} in {file}" for name, file in places.items()
                 if name not in (files.get(file) or (name,)) and "rotary_emb" not in name]:
         raise _error(index, "the index names tensors that the files do not hold", lost[0], AGAIN)
@@ -155,7 +163,8 @@ def _named(folder: Path, tensors: Tensors, said: Mapping) -> None:
     if empty := next((name for name, (_, shape) in tensors.items() if shape == (0,)), None):
         raise _error(folder, "the tensors are empty", f"{empty} [0]",
                      "save again: under ZeRO-3 the parts have to be gathered first")
-    scaled = next((name for name, (kind, _) in tensors.items() if _SCALED.search(name) or kind.startswith("F8")), None)
+    scaled = next((name for name, (kind, _) in tensors.items() if _SCALED.search(name) or kind.startswith("F8")
+                   or kind in ("I8", "I32", "I64") and name.endswith("proj.weight")), None)
     if scaled and not said.get("quantization_config"):
         raise _error(folder, "the weights are quantised, and config.json says nothing of it", scaled,
                      "fetch config.json again, or name the plain checkpoint")
@@ -178,6 +187,10 @@ def _sizes(folder: Path, shapes: Mapping[str, tuple[int, ...]], model: Architect
         if wanted is not None and None not in wanted and len(shape) == 2 and shape != wanted:
             raise _error(folder, "the tensors do not fit the sizes that config.json states",
                          f"misshapen {name}: {shape}, not {wanted}", "both files have to be of one checkpoint")
+    experts = {int(found[1]) for name in shapes if (found := re.search(r"\.experts\.(\d+)\.", name))}
+    if model.experts and experts and len(experts) != model.experts:
+        raise _error(folder, f"config.json has {model.experts} experts, and the weights are of others", len(experts),
+                     "both files have to be of one checkpoint")
     layers = {int(found[1]) for name in shapes if (found := _LAYER.search(name))}
     # Layers behind the model's own, which predict tokens further on, take two inputs; config.json need not count them.
     further = {int(found[1]) for name in shapes if "eh_proj" in name and (found := _LAYER.search(name))}
@@ -187,6 +200,27 @@ def _sizes(folder: Path, shapes: Mapping[str, tuple[int, ...]], model: Architect
     if said.get("tie_word_embeddings") is False and layers and not any("lm_head" in name for name in shapes):
         raise _error(folder, "config.json says that the output layer has weights of its own, and they are not there",
                      "no lm_head.weight", "set tie_word_embeddings to true there, or fetch the checkpoint again")
+
+
+def _parts(folder: Path, shapes: Mapping[str, tuple[int, ...]], model: Architecture) -> None:
+    """Of a family whose layers are all alike: every part of every layer, as wide as config.json says."""
+    queries, values = ((number or 0) * (model.head_dim or 0) for number in (model.heads, model.groups))
+    hidden, ffn = model.hidden, model.ffn
+    wanted = {"self_attn.q_proj": (queries, hidden), "self_attn.k_proj": (values, hidden), "self_attn.v_proj":
+              (values, hidden), "self_attn.o_proj": (hidden, queries), "mlp.gate_proj": (ffn, hidden), "mlp.up_proj":
+              (ffn, hidden), "mlp.down_proj": (hidden, ffn), "input_layernorm": (hidden,),
+              "post_attention_layernorm": (hidden,)}  # fmt: skip
+    names = {f"model.layers.{layer}.{part}.weight": size for layer in range(model.layers or 0)
+             for part, size in wanted.items()} | {"model.embed_tokens.weight": None, "model.norm.weight": (hidden,)}
+    if lost := next((name for name in names if name not in shapes), None):
+        like = next((name for name in shapes if name.endswith(lost.rpartition(".layers.")[2])), None)
+        raise _error(folder, f"the weights lack {lost}", like or f"{len(shapes)} others, such as {next(iter(shapes))}"
+                     if shapes else "no tensor at all", "save the whole model with transformers' names, neither fused "
+                     "nor wrapped, or fetch it again")
+    for name, size in names.items():
+        if size and all(size) and shapes[name] != size:
+            raise _error(folder, "the tensors do not fit the sizes that config.json states",
+                         f"misshapen {name}: {shapes[name]}, not {size}", "both files have to be of one checkpoint")
 
 
 def _end_of_sequence(folder: Path, said: Mapping) -> None:

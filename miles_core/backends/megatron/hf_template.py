@@ -21,6 +21,9 @@ MEANT = {name: role for role, names in {
     "tool": "tool observation function_response"}.items() for name in names.split()}
 """How messages' roles are called, here and in other programs -> the role."""
 _ADDED = re.compile(rb'"id":\s*(\d+),\s*"content":\s*("(?:[^"\\]|\\.)*")')
+_CALLED = re.compile(r"tokenize|conversation|return_\w+|chat_template(_kwargs)?|extra_body|padding|truncation|"
+                     r"max_length|continue_final_message|tokenizer_kwargs|add_special_tokens")
+"""Arguments of the call that applies a template, which are no template's."""
 FIRST = 16
 """Rows of a file that are rendered, and after them those whose messages are unlike all before."""
 
@@ -37,8 +40,13 @@ def check_tokenizer(config: RunConfig) -> None:
         if not (text[:64].lstrip().startswith(b"{") and text[-64:].rstrip().endswith(b"}")):
             raise DataError("the tokenizer cannot be read: its file is not whole", got=f"{len(text)} bytes",
                             who=str(path), fix="fetch the checkpoint again")
-    said, rollout = _json(folder / "tokenizer_config.json"), config.rollout
+    rollout = config.rollout
+    said = {**_json(folder / "special_tokens_map.json"), **_json(folder / "tokenizer_config.json")}
     end = _text(said.get("eos_token"))
+    _check_vocabulary(raw, (config_json(config)[1] or {}).get("vocab_size"), folder)
+    if end is None and said.get("eos_token"):
+        raise DataError("eos_token should be text", got=said["eos_token"], who=str(folder / "tokenizer_config.json"),
+                        fix="write the token itself, not its id nor a list")
     if end is None or b'"added_tokens"' not in raw:
         return
     spelled = {json.dumps(end).encode(), json.dumps(end, ensure_ascii=False).encode()}
@@ -47,6 +55,12 @@ def check_tokenizer(config: RunConfig) -> None:
                         who=str(folder / "tokenizer_config.json"), fix="name one that tokenizer.json has as eos_token")
     ends = [_json(folder / name).get("eos_token_id") for name in ("config.json", "generation_config.json")]
     stops = {one for ids in ends for one in (ids if isinstance(ids, list) else [ids]) if isinstance(one, int)}
+    if stops and tokens and not stops & {*tokens.values()} and not any(
+            str(one) in (said.get("added_tokens_decoder") or {}) for one in stops):
+        raise DataError("no token that ends the model's answers is a special token of the tokenizer, which is another "
+                        "model's", got=f"eos_token_id {', '.join(map(str, sorted(stops)))}, and {end} is "
+                        f"{tokens.get(end, 'none')}", who=str(folder), fix="copy tokenizer.json and "
+                        "tokenizer_config.json of this model there, or name its own eos_token_id")
     if config.algorithm.loss_type == "sft_loss" and stops and end in tokens and tokens[end] not in stops:
         raise DataError("the model learns to end with a token at which its exports do not stop", who=str(folder),
                         got=f"{end} of tokenizer_config.json is {tokens[end]}, eos_token_id of config.json and "
@@ -58,6 +72,18 @@ def check_tokenizer(config: RunConfig) -> None:
         raise DataError("nothing stops at a special token, as they are left out of the text", got=lost[0],
                         who=who(config, "rollout.rollout_stop", "rollout.rollout_skip_special_tokens"),
                         fix=f"--rollout-stop-token-ids {tokens[lost[0]]}")
+
+
+def _check_vocabulary(raw: bytes, size: object, folder: Path) -> None:
+    merges = raw.rfind(b'"merges"')
+    if b'"added_tokens"' in raw and (b'"model"' not in raw or merges < 0 and re.search(rb'"type":\s*"BPE"', raw)):
+        raise DataError("the tokenizer cannot be read: it has no vocabulary, or no merges", who=str(folder),
+                        got="tokenizer.json", fix="fetch the checkpoint again")
+    last = re.findall(rb'":\s*(\d+)\s*\}?', raw[max(merges - 400, 0):merges]) if merges > 0 else []
+    if last and isinstance(size, int) and int(last[-1]) >= size:
+        raise DataError("the tokenizer has tokens beyond the model's vocabulary: it is another model's",
+                        got=f"{int(last[-1])}, and config.json has a vocab_size of {size}", who=str(folder),
+                        fix="copy tokenizer.json and tokenizer_config.json of this model there")
 
 
 def _added(config: RunConfig) -> tuple[Path, bytes, dict[str, int]]:
@@ -191,8 +217,8 @@ class _Refused:
                                 got=str(content)[:40], fix='write the text itself: "content": "..."')
             said = content.rpartition("</think>")[2] if isinstance(content, str) else ""
             word = max(re.findall(r"\w+", said), key=len, default="")
-            if word not in text and place >= len(messages) - 2 and role in ("user", "assistant") and (
-                    role == "user" or place == len(messages) - 1):
+            if word not in text and (role == "system" or place >= len(messages) - 2 and role == "user"
+                                     or place == len(messages) - 1 and role == "assistant"):
                 raise DataError(f"the chat template leaves out what the {role} says", got=said[:40], who=where,
                                 fix="look at it with `miles check-template`; it should write message.content of every "
                                 "one of `messages`")
@@ -241,6 +267,10 @@ class ChatTemplate:
                 raise DataError("an argument of the chat template is a text, and every text counts as true",
                                 got=f'{name}: "{value}"', who=origin, fix=f"leave the quotes out: {value.lower()}")
             if not re.search(rf"\b{re.escape(name)}\b", self.text):
+                if _CALLED.fullmatch(name):
+                    raise DataError("this is no argument of a chat template, but of the call that applies it", got=name,
+                                    who=origin, fix="leave it out; a template is named with --chat-template-path, and "
+                                    "a limit with --rollout-max-prompt-len")
                 known = jinja2.meta.find_undeclared_variables(_environment().parse(self.text)) - {*self._given}
                 near = difflib.get_close_matches(name, known, 1, 0.8) or [
                     one for one in known if len(min(one, name, key=len)) > 4 and (one in name or name in one)]

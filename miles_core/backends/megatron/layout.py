@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from miles_core.config.architecture import NAMES, Architecture
+from miles_core.config.architecture import NAMES, Architecture, architecture_of
 from miles_core.config.load import who
 from miles_core.config.tables import RunConfig
 from miles_core.errors import BatchError, ConfigError
@@ -112,6 +112,15 @@ def _indivisible_world(config: RunConfig, world: int, sizes: dict[str, int]) -> 
                       got=f"{config.perf.actor_num_nodes} nodes x {config.perf.actor_num_gpus_per_node} ranks",
                       who=who(config, *RANKS, *(f"megatron.{KEYS[name]}" for name in wide)),
                       fix=f"use a multiple of {product} ranks, or {less}")
+
+
+def share(config: RunConfig, name: str) -> int | None:
+    """A width of the model on one rank: ffn of dense layers, expert_ffn, or values of all its heads."""
+    layout, model = layout_of(config), architecture_of(config)
+    whole, ranks = {"ffn": (model.ffn if model.layers != model.sparse else None, layout.tensor),
+                    "expert_ffn": (model.expert_ffn if model.experts else None, layout.expert_tensor),
+                    "values": ((model.heads or 0) * (model.value_dim or 0), layout.tensor)}[name]
+    return whole // ranks if whole else None
 
 
 def check_layout(layout: Layout, architecture: Architecture, config: RunConfig) -> list[str]:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
+from miles_core.backends.megatron.hf_files import other_tokens
 from miles_core.backends.sglang import surface
 from miles_core.backends.sglang.forwarded import surface_of
 from miles_core.config.hardware import engines
@@ -99,14 +100,19 @@ def _context(config: RunConfig, note: Note) -> RunConfig:
 
 
 def _speculative(config: RunConfig, note: Note) -> RunConfig:
-    given = [f"server.{name}" for name in config.server if name.startswith("speculative_")]
-    if given and "speculative_algorithm" not in config.server:
+    given = [f"server.{name}" for name, value in config.server.items()
+             if name.startswith("speculative_") and value is not None]
+    if given and config.server.get("speculative_algorithm") is None:
         raise ConfigError("nothing is decoded speculatively without an algorithm", who=who(config, *given),
                           fix="add --sglang-speculative-algorithm, for instance EAGLE")
     draft = config.server.get("speculative_draft_model_path")
     if draft and draft.startswith((".", "/", "~")) and not Path(draft).expanduser().exists():
         raise ConfigError("there is no such draft model", got=draft,
                           who=who(config, "server.speculative_draft_model_path"), fix="name a Hugging Face folder")
+    if draft and (other := other_tokens(Path(str(config.checkpoint.hf_checkpoint)), Path(draft))):
+        raise ConfigError("the draft's tokens are not the policy's", got=other,
+                          who=who(config, "server.speculative_draft_model_path"),
+                          fix="name a draft with the policy's tokenizer")
     return config
 
 

@@ -121,7 +121,7 @@ def folder(tmp_path):
     source = tmp_path / "plain"
     source.mkdir()
     save_file({name: tensor.bfloat16() for name, tensor in model().items()}, source / "model.safetensors")
-    said = {"model_type": "qwen3", "dtype": "bfloat16", "num_hidden_layers": 2}
+    said = {"model_type": "llama", "dtype": "bfloat16", "num_hidden_layers": 2}
     (source / "config.json").write_text(json.dumps(said))
     return source
 

@@ -293,7 +293,7 @@ def test_what_the_engine_is_sent(checkpoint, plan):
 
 
 def test_its_flags_enable_it(checkpoint, plan, tmp_path):
-    for flags in (["--mtp-num-layers", 1], TRAIN, ["--mtp-loss-scaling-factor", 0.1]):
+    for flags in (["--mtp-num-layers", 1], TRAIN, [*TRAIN, "--mtp-loss-scaling-factor", 0.1]):
         assert "mtp" in [one.manifest.name for one in plan(checkpoint(), *flags).selected]
     assert "mtp" not in [one.manifest.name for one in plan(checkpoint()).selected]
     (tmp_path / "run.toml").write_text("[model]\nmtp_num_layers = 1\n")

@@ -22,7 +22,7 @@ FLAGS = [
     (["--lr", "1e6"], "lr should lie in [0, 0.1) (got 1000000.0)"),
     (["--lr", "nan"], "lr should lie in"),
     (["--adam-beta2", "98"], "adam_beta2 should lie in [0, 1)"),
-    (["--adam-eps", "0"], "adam_eps should lie in (0, 1)"),
+    (["--adam-eps", "0"], "adam_eps should lie in (0, 0.1]"),
     (["--clip-grad", "-1"], "clip_grad should not be negative"),
     (["--lr", "1e-6", "--min-lr", "1e-5"], "cannot decay to more than it is (got 1e-05)"),
     (["--lr-warmup-iters", "9", "--lr-decay-iters", "5"], "the decay would be over before the warm-up"),

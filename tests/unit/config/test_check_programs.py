@@ -23,6 +23,23 @@ FOUR = ["--actor-num-gpus-per-node", "4", "--context-parallel-size", "4", "--cp-
 
 # flags, a part of what is said, and flags near them that are none (None where no value is)
 PAIRS = [
+    ([*ENGINE, "--sglang-disable-radix-cache", "--sglang-schedule-policy", "lpm"], "SGLang takes fcfs",
+     [*ENGINE, "--sglang-schedule-policy", "lpm"]),
+    ([*WIDE, "--sglang-enable-dp-attention", "--sglang-dp-size", "4", "--sglang-max-running-requests", "2"],
+     "some would have none",
+     [*WIDE, "--sglang-enable-dp-attention", "--sglang-dp-size", "4", "--sglang-max-running-requests", "4"]),
+    ([*ENGINE, "--sglang-json-model-override-args", '{"a": True}'], "this is Python",
+     [*ENGINE, "--sglang-json-model-override-args", '{"a": true, "b": "None, True"}']),
+    ([*ENGINE, "--sglang-json-model-override-args", '{"num_hidden_layers": 2}'], "run another model",
+     [*ENGINE, "--sglang-json-model-override-args", '{"max_position_embeddings": 2048}']),
+    ([*ENGINE, "--sglang-max-queued-requests", "4"], "what its queue has no place for",
+     [*ENGINE, "--sglang-max-queued-requests", "4", "--server-concurrency", "4"]),
+    ([*ENGINE, "--sglang-enable-lora"], "want to know max_lora_rank", None),
+    ([*ENGINE, "--sglang-torchao-config", "int4wo"], "torchao has no such way",
+     [*ENGINE, "--sglang-torchao-config", "fp8wo"]),
+    ([*ENGINE, "--sglang-speculative-algorithm", "NGRAM", "--sglang-speculative-eagle-topk", "4"],
+     "drafted from the text itself", None),
+    ([*ENGINE, "--sglang-enable-hierarchical-cache", "--sglang-hicache-ratio", "0.5"], "larger than the GPU's", None),
     ([*ENGINE, "--sglang-is-embedding"], "gives no answers", ENGINE),
     ([*ENGINE, "--sglang-page-size", "64", "--sglang-chunked-prefill-size", "100"], "a whole number of pages",
      [*ENGINE, "--sglang-page-size", "64", "--sglang-chunked-prefill-size", "-1"]),

@@ -127,7 +127,7 @@ def test_epochs_over_too_few_rows_make_no_rollout(plan, data):
     ({"tokenizer.json": "{}", "chat_template.jinja": "{{ messages[0].content }}"}, True),
 ])
 def test_the_chat_template_is_there_where_it_is_applied(plan, data, tmp_path, files, good):
-    for name, text in {"config.json": "{}", "vocab.json": "{}", **files}.items():
+    for name, text in {"config.json": "{}", "vocab.json": "{}", "merges.txt": "a b", **files}.items():
         (tmp_path / "model").mkdir(exist_ok=True)
         (tmp_path / "model" / name).write_text(text)
     flags = ("--prompt-data", data(ROW), *FIELDS, "--hf-checkpoint", tmp_path / "model")
@@ -145,5 +145,9 @@ def test_prompts_need_a_tokenizer(plan, data, tmp_path):
     (tmp_path / "config.json").write_text("{}")
     flags = ("--prompt-data", data(ROW), *FIELDS, "--hf-checkpoint", tmp_path)
     refused(plan, "the tokenizer cannot be loaded", *flags)
+    for name, text, message in (("vocab.json", "{}", "one is not there"), ("merges.txt", "", "holds no vocabulary"),
+                                ("tokenizer.model", "<!DOCTYPE html>", "holds no vocabulary")):
+        (tmp_path / name).write_text(text)
+        refused(plan, message, *flags)
     (tmp_path / "tokenizer.json").write_text("{}")
     plan(*flags)

@@ -32,9 +32,19 @@ def run(tmp_path, flags, files, copied=()):
                                                            for name, text in files.items()}, "copies": copies})
 
 
+PARTS = {"self_attn.q_proj": [128, 128], "self_attn.k_proj": [64, 128], "self_attn.v_proj": [64, 128],
+         "self_attn.o_proj": [128, 128], "mlp.gate_proj": [256, 128], "mlp.up_proj": [256, 128],
+         "mlp.down_proj": [128, 256], "self_attn.q_norm": [32], "self_attn.k_norm": [32], "input_layernorm": [128],
+         "post_attention_layernorm": [128]}  # fmt: skip
+WHOLE = {f"model.layers.{layer}.{part}.weight": size for layer in range(4) for part, size in PARTS.items()} | {
+    "model.embed_tokens.weight": [264, 128], "model.norm.weight": [128]}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 256}
 WEIGHTS = [
-    ({name.format(layer): shape for name, shape in (("model.layers.{}.self_attn.q_proj.weight", [128, 128]), (
-        "model.layers.{}.self_attn.q_norm.weight", [32])) for layer in range(4)}, {}, None),
+    (WHOLE, {}, None), (WHOLE | {"model.rotary.inv_freq": [16]}, {}, None),
+    ({name: size for name, size in WHOLE.items() if "3.mlp.up" not in name}, {}, "lack model.layers.3.mlp.up_proj"),
+    ({"actor." + name: size for name, size in WHOLE.items()}, {}, "the weights lack model.layers.0"),
+    (WHOLE | {Q + ".weight": [256, 128]}, {}, "misshapen model.layers.0.self_attn.q_proj.weight"),
+    (WHOLE | {Q + ".lora_A.weight": [8, 128]}, {}, "a wrapper around the model"),
     ({Q + ".qweight": [4, 4]}, {}, "the weights are quantised, and config.json says nothing of it"),
     ({Q + ".base_layer.weight": [4]}, {}, "a wrapper around the model"),
     ({"module." + Q + ".weight": [4]}, {}, "a wrapper around the model"),
@@ -47,7 +57,18 @@ WEIGHTS = [
     ({}, {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0}}, "does not say by how much"),
     ({}, {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0, "factor": 0.5}}, "at least 1"),
     ({}, {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}, None),
-    ({}, {"hidden_size": "128"}, "sizes in config.json are numbers"),
+    ({}, {"hidden_size": "128"}, "hidden_size in config.json is a whole number"),
+    ({}, {"max_position_embeddings": None}, None), ({}, {"max_position_embeddings": 0}, "a whole number from 1 on"),
+    ({}, {"rms_norm_eps": 1e-5}, None), ({}, {"rms_norm_eps": 1e6}, "a small number"),
+    ({}, {"tie_word_embeddings": "true"}, "true or false"), ({}, {"rope_scaling": "yarn"}, "is an object"),
+    ({}, {"architectures": "Qwen3ForCausalLM"}, "a list of names"), ({}, {"model_type": ["qwen3"]}, "no model_type"),
+    ({}, {"architectures": ["FSDPQwen3ForCausalLM"]}, "not that of config.json's model_type"),
+    ({}, {"rope_parameters": YARN}, None), ({}, {"rope_parameters": YARN | {"beta_fast": 32, "beta_slow": 1}}, None),
+    ({}, {"rope_parameters": YARN | {"beta_fast": 1, "beta_slow": 32}}, "swapped"),
+    ({}, {"rope_parameters": YARN | {"original_max_position_embeddings": 32768}}, "before stretching are more"),
+    ({}, {"rope_theta": 10000.0}, None), ({}, {"rope_theta": 1e6}, "two bases"),
+    ({}, {"dtype": "torch.bfloat16"}, None), ({}, {"dtype": "bf16"}, "none that PyTorch computes in"),
+    ({}, {"layer_types": ["full-attention"] * 4}, "have full attention"),
 ]
 
 
@@ -94,7 +115,10 @@ def test_models_beside_the_policy(flags, files, words, tmp_path):
 LORA = ["--plugin", "lora", "--lora-rank", "8"]
 ADAPTERS = [
     ([], {}, {A: [8, 128]}, None), ([], {"r": 16}, {}, "another rank than the run"),
-    ([], {"use_dora": True}, {}, "DoRA"),
+    ([], {"use_dora": True}, {}, "DoRA"), ([], {"target_modules": ["qkv_proj"]}, {}, "of another family"),
+    ([], {"base_model_name_or_path": "/llama-factory/out"}, {A: [8, 128]}, None), ([], {}, {}, "holds no adapter"),
+    ([], {"base_model_name_or_path": "meta-llama/Llama-3.1-8B"}, {A: [8, 128]}, "belongs to another model"),
+    ([], {}, {A.replace("weight", "default.weight"): [8, 128]}, "names of a model in memory"),
     ([], {"lora_alpha": 32}, {}, "another alpha"), ([], {"task_type": "SEQ_CLS"}, {}, "no language model's"),
     ([], {}, {A: [8, 64]}, "of a model of another width"),
     ([], {}, {A: [4, 128]}, "another rank than its adapter_config"),
@@ -117,3 +141,20 @@ def test_the_adapter_to_begin_with(flags, constants, shapes, words, tmp_path):
 ], ids=str)
 def test_flags_of_another_models_script(flags, tmp_path):
     assert run(tmp_path, list(flags), {}).verdict == REFUSED
+
+
+SHARES = ["--plugin", "int4-qat", "--int4-qat.group-size", "32", "--tensor-model-parallel-size"]
+
+
+@pytest.mark.parametrize(("flags", "environment", "words"), [
+    ([*SHARES, "2", "--actor-num-gpus-per-node", "2"], {}, None),
+    ([*SHARES, "2", "--actor-num-gpus-per-node", "2", "--int4-qat.group-size", "128"], {}, "one rank's share of"),
+    (["--save", "s3://bucket/run"], {}, "this is an address"), (["--save", "/dev/null"], {}, "cannot be written"),
+    ([], {"NCCL_CUMEM_ENABLE": "1", "NCCL_ALGO": "allreduce:tree,nvls;broadcast:ring"}, None),
+    ([], {"NCCL_CUMEM_ENABLE": "true"}, "words switch nothing"), ([], {"NCCL_ALGO": "trees"}, "no such algorithm"),
+    ([], {"NVTE_FLASH_ATTN": "false"}, "reads a number"), ([], {"NVTE_FLASH_ATTN": "0"}, None),
+    ([], {"TORCH_DISTRIBUTED_DEBUG": "detail"}, None), ([], {"TORCH_DISTRIBUTED_DEBUG": "verbose"}, "no such level"),
+], ids=str)
+def test_shares_places_and_variables(flags, environment, words):
+    found = outcome({"id": "one", "flags": flags, "env": environment})
+    assert found.verdict == (REFUSED if words else ACCEPTED) and (words or "") in found.sentence, found

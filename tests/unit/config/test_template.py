@@ -13,11 +13,13 @@ TINY = Path(__file__).parents[3] / "examples/arithmetic/tiny-qwen3"
 USER = {"role": "user", "content": "1+1="}
 CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 OPENS = CHATML + "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+DEAF = OPENS.replace("messages %", "messages if m.role != 'system' %")
 THINKS = OPENS + "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
 HUMAN = "{% for m in messages %}{% if m.role == 'human' %}{{ m.content }}{% endif %}{% endfor %}"
 SFT = ("--plugin", "sft", "--loss-type", "sft_loss", "--generate", "sft", "--n-samples-per-prompt", "1")
 SHOWN = [USER, {"role": "assistant", "content": "2"}]
 PARTS = [{"role": "user", "content": [{"type": "text", "text": "1+1="}]}]
+MODEL = json.loads((TINY / "tokenizer.json").read_text())["model"]
 ADDED = {"id": 264, "content": "<new>", "special": True}
 
 
@@ -76,6 +78,13 @@ BOS = {"tokenizer_config.json": {"bos_token": "<|endoftext|>", "add_bos_token": 
     ({"prompt": "x", "response": 2}, "", {}, SFT, "here is none (got 2)"),
     ([USER], OPENS, {}, SFT, "here is none (got nothing under 'response')"),
     (SHOWN, OPENS, ends(256, 256), SFT, "learns to end with a token at which its exports do not stop"),
+    ([{"role": "system", "content": "Add."}, USER], DEAF, {}, (), "leaves out what the system says (got Add.)"),
+    ([USER], OPENS, {}, kwargs(tokenize=False), "no argument of a chat template, but of the call"),
+    ([USER], OPENS, ends(40, [41]), (), "which is another model's (got eos_token_id 40, 41"),
+    ([USER], OPENS, {"tokenizer_config.json": {"eos_token": 258}}, (), "eos_token should be text (got 258)"),
+    ([USER], OPENS, {"tokenizer.json": {"model": MODEL | {"vocab": MODEL["vocab"] | {"zz": 300}}}}, (),
+     "beyond the model's vocabulary: it is another model's (got 300"),
+    ([USER], OPENS, {"tokenizer.json": {"model": {"type": "BPE", "vocab": {}}}}, (), "no vocabulary, or no merges"),
     ([USER], OPENS, {}, ("--rollout-stop", "<|im_start|>", "--rollout-skip-special-tokens"),
      "Fix: --rollout-stop-token-ids 257"),
 ], ids=str)
@@ -93,6 +102,8 @@ def test_what_they_show_is_refused(take, prompt, template, changes, flags, messa
     ([USER], OPENS, ends(256, 256), ()), (SHOWN, OPENS, ends(256, [256, 258]), SFT),
     (SHOWN, OPENS, ends(256, 256, "<|endoftext|>"), SFT), (SHOWN, CHATML, {}, SFT),
     ([USER], OPENS, {}, ("--rollout-stop", "<|im_end|>", "--rollout-skip-special-tokens")),
+    ([{"role": "system", "content": "Add."}, USER], OPENS, {}, ()), ([USER], OPENS, ends(40, [258]), ()),
+    ([USER], OPENS, {"tokenizer.json": {"model": MODEL | {"vocab": MODEL["vocab"] | {"zz": 263}}}}, ()),
 ], ids=str)
 def test_what_they_do_not_show_is_not(take, prompt, template, changes, flags):
     take(prompt, template, changes, *flags)

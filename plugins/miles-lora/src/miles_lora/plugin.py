@@ -100,8 +100,34 @@ class Lora:
          "fix": "write --lora-alpha as its adapter_config.json has it"},
         {"when": {"lora.lora_adapter_path/adapter_config.json/peft_type": {"set": True, "not": "LORA"}},
          "what": "the adapter to begin with is not LoRA", "fix": "leave --lora-adapter-path out"},
-        {"when": {"lora.lora_adapter_path/adapter_config.json/task_type": {"like": "SEQ_CLS|TOKEN_CLS|QUESTION_ANS"}},
+        {"when": {"lora.lora_adapter_path/adapter_config.json/task_type": {"like": "SEQ_\\w+|TOKEN_CLS|QUESTION_ANS"}},
          "what": "the adapter to begin with is no language model's", "fix": "leave --lora-adapter-path out"},
+        {"when": {"lora.lora_adapter_path/adapter_config.json/r": {"text": True}},
+         "what": "the rank in adapter_config.json is a number", "fix": "take its quotes away"},
+        {"when": {"lora.lora_adapter_path/adapter_config.json/layers_to_transform": {"set": True}},
+         "what": "the adapter is on some layers, and here all have one",
+         "fix": "use an adapter without layers_to_transform"},
+        {"when": {"lora.lora_adapter_path/adapter_config.json/fan_in_fan_out": True},
+         "what": "the adapter is of layers that keep their weights transposed, and no model here has such",
+         "fix": "name one of this model"},
+        {"when": {
+            "lora.lora_adapter_path/adapter_config.json/target_modules": {
+                "unlisted": "([qkvo]|gate|up|down)_proj|all-linear|.*[(*].*"},
+                  "model.model_name": {"like": "llama|mistral|qwen2|qwen3"}},
+         "what": "the adapter to begin with is of another family: its layers are not this model's",
+         "fix": "name one of this model"},
+        {"when": {
+            "lora.lora_adapter_path/adapter_config.json/base_model_name_or_path": {
+                "like": "(.*/)?(Meta-)?Llama-[0-9][^/]*"},
+                  "model.model_name": {"like": "qwen\\w+|mistral"}},
+         "what": "the adapter to begin with belongs to another model", "fix": "name one of this model"},
+        {"when": {"lora.lora_adapter_path/adapter_model.safetensors/*.default.weight": {"set": True}},
+         "what": "the adapter's tensors have names of a model in memory", "fix": "save it with PEFT's save_pretrained"},
+        {"when": {
+            "lora.lora_adapter_path/adapter_model.safetensors/*.gate_proj.lora_B.weight/shape/0": {
+                "apart": "architecture.ffn"},
+                  "architecture.experts": {"set": False}},
+         "what": "the adapter to begin with is of a model of another width", "fix": "name one of this model"},
         {"when": {"lora.lora_adapter_path/adapter_config.json/use_*ora": True},
          "what": "DoRA and rank-stabilised adapters are not trained here", "fix": "use plain LoRA adapters"},
         {"when": {"lora.lora_adapter_path/adapter_config.json/bias": {"set": True, "not": "none"}},
@@ -159,6 +185,10 @@ class Lora:
         {"when": {"lora.lora_dropout": {"above": 0}},
          "what": "with dropout another policy would train than the one that sampled",
          "fix": "leave --lora-dropout out"},
+        {"when": {"lora.lora_adapter_path/adapter_config.json/peft_type": "LORA",
+                  "lora.lora_adapter_path/adapter_model.safetensors/*lora_[AB]*": {"set": False}},
+         "what": "the adapter's adapter_model.safetensors holds no adapter",
+         "fix": "save it again with PEFT; under ZeRO-3 the parts have to be gathered first"},
         {"when": {"lora.lora_type": {"not": "canonical_lora"}},
          "what": "q, k and v, and gate and up, have adapters of their own here", "fix": "leave --lora-type out"},
     )

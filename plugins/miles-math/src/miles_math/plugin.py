@@ -30,6 +30,9 @@ class Math:
 
     provides = ("labels:math", "labels:boxed_math")
     refuses = (
+        {"when": {"math.grading_timeout": {"above": "rollout.rm_timeout"}},
+         "what": "one comparison may take longer than scoring a whole group may",
+         "fix": "raise --rm-timeout, or lower --math.grading_timeout"},
         {"when": {"math.format_pattern": {"malformed": True}},
          "what": "format_pattern is not a regular expression", "fix": "Python's re has to compile it"},
         {"when": {"math.format_pattern": {"set": True}, "reward": {"not": "format"}},

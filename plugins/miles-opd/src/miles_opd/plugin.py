@@ -67,6 +67,9 @@ class Opd:
 
     provides = ("weights:opd_teacher_load",)
     refuses = (
+        {"when": {"opd.opd_teacher_urls": {"like": r"([\w.-]+=)?https?://(0\.0\.0\.0|\[::\])([:/].*)?"}},
+         "what": "this is where a server listens, not where it is reached",
+         "fix": "write its host's address; on this machine 127.0.0.1"},
         {"when": {"algorithm.skip_actor_forward_only": True},
          "what": "distillation needs the old log-probs, which skip_actor_forward_only leaves out",
          "fix": "drop --skip-actor-forward-only"},

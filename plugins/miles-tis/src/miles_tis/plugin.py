@@ -56,6 +56,11 @@ class Tis:
     """Importance weights, rejection and metrics for the gap between engine and trainer: TIS, IcePop, MIS, OPSM."""
 
     refuses = (
+        {"when": {"tis.opsm_delta": {"said": True}, "tis.use_opsm": False},
+         "what": "opsm_delta has no effect without --use-opsm", "fix": "add it, or leave opsm_delta out"},
+        {"when": {"tis.tis_clip_low": {"above": 0}, "tis.use_tis": True, "tis.tis_mode": "truncate"},
+         "what": "truncating bounds weights from above alone, and tis_clip_low is a lower bound",
+         "fix": "leave --tis-clip-low out, or --tis-mode clip"},
         {"when": {"tis.use_tis": True, "algorithm.use_rollout_logprobs": True},
          "what": "use_tis and use_rollout_logprobs correct the same gap twice",
          "fix": "drop one: with use_rollout_logprobs the ratio of the loss is to the engine already"},
