@@ -27,7 +27,8 @@ MARKS = {"q_norm": ({"qwen3", "qwen3_moe"}, {"llama", "qwen2", "mistral"}),
 """Part of a tensor's name -> families that have such, and that have not."""
 _SPECIAL = re.compile(r'"id":\s*(\d+),\s*"content":\s*("(?:[^"\\]|\\.)*")')
 _PLAIN = re.compile(r'("(?:[^"\\]|\\.)*"):\s*(\d+)\s*,')
-_WRAPPED = re.compile(r"^(module|_fsdp_wrapped_module|_forward_module)\.|\._orig_mod\.|\.base_layer\.|^(?!base_model\.).*\.lora_[AB]\.")
+_WRAPPED = re.compile(r"^(module|_fsdp_wrapped_module|_forward_module)\.|\._orig_mod\.|\.base_layer\.|"
+                      r"^(?!base_model\.).*\.lora_[AB]\.")
 _SCALED = re.compile(r"\.(weight_scale(_inv)?|qweight|qzeros|weight_packed|absmax|SCB)$")
 EVEN = {"llama", "mistral", "qwen2", "qwen3"}
 """Families of which all layers have the same parts."""
