@@ -112,7 +112,7 @@ def test_the_core_works_alone(archives, pins, core, project, tree, tmp_path):
     shell(core, "-c", EVERY_MODULE, "miles_core", *EXTRAS, cwd=project)
     python = environment(tmp_path / "venv", pip=True)  # of its own: some tests start the scripts beside this Python
     install(python, pins, "torch", f"{wheel(archives, 'miles-core')}[test,all]")
-    for part in ("tests/unit", "tests/misconfigurations", "tests/conftest.py"):
+    for part in ("tests/unit", "tests/misconfigurations", "tests/conftest.py", "bench"):
         (shutil.copytree if (tree / part).is_dir() else shutil.copy)(tree / part, project / part)
     shell(python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/unit",
           "--ignore", "tests/unit/backends/sglang", cwd=project, seconds=3600)
