@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from functools import lru_cache
 from pathlib import Path
 
 from miles_core.config.load import config_json, quantised, who
@@ -36,12 +37,19 @@ def astray(path: str) -> bool:
     return here and not there.exists()
 
 
+@lru_cache(maxsize=8)
+def _said(path: Path, _changed: int, _size: int) -> object:
+    """A file that many rules ask, read once for as long as it stays as it is."""
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little") if path.suffix == ".safetensors" else LARGEST
+        return json.loads(file.read(min(size, LARGEST)))
+
+
 def found_in(path: Path, keys: Sequence[str]) -> list:
     """Values of a JSON file, or of the header of a *.safetensors file, along keys; see plugins/refusals.py."""
     try:
-        with path.open("rb") as file:
-            size = int.from_bytes(file.read(8), "little") if path.suffix == ".safetensors" else LARGEST
-            here = [json.loads(file.read(min(size, LARGEST)))]
+        kept = path.stat()
+        here = [_said(path, kept.st_mtime_ns, kept.st_size)]
     except (OSError, ValueError):
         return []
     for key in keys:

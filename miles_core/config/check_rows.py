@@ -11,7 +11,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from miles_core.backends.megatron.hf_template import ChatTemplate, check_rendered, check_tokenizer
+from miles_core.backends.megatron.hf_template import (
+    ChatTemplate,
+    Shown,
+    check_rendered,
+    check_tokenizer,
+    tokenizer_of,
+)
 from miles_core.config.check_paths import FOLDER, astray
 from miles_core.config.load import who
 from miles_core.config.tables import RunConfig
@@ -68,11 +74,12 @@ def check_rows(config: RunConfig, note: Callable[[str], None]) -> RunConfig:
     for one in files:
         one.check()
     _template(config)
+    tokenizer = tokenizer_of(config)
     if present(config):
-        check_tokenizer(config)
-    template = ChatTemplate(config) if config.rollout.apply_chat_template else None
+        check_tokenizer(config, tokenizer)
+    shown = Shown(config, ChatTemplate(config) if config.rollout.apply_chat_template else None, tokenizer)
     for one in files:
-        one.check_rendered(template)
+        one.check_rendered(shown)
     return config
 
 
@@ -157,7 +164,7 @@ class _File:
         most = max(ends[1] - ends[0], 0) if ends else None if self._cut else path
         self._all([row for _, row in kept], len(kept) if whole else most)
 
-    def check_rendered(self, template: ChatTemplate | None) -> None:
+    def check_rendered(self, shown: Shown) -> None:
         """
         Raises:
             DataError: see `hf_template.check_rendered`.
@@ -166,7 +173,7 @@ class _File:
         most = (eval_.eval_max_prompt_len if self._file.eval else None) or rollout.rollout_max_prompt_len
         needed = 1 if self._file.eval or rollout.num_rollout is not None else -(
             -rollout.rollout_batch_size // rollout.num_epoch)
-        check_rendered(self._config, template, f"{self._origin}, {self._name}",
+        check_rendered(self._config, shown, f"{self._origin}, {self._name}",
                        [(number, row[self._file.input_key]) for number, row in self.rows], most,
                        needed if self._whole else 1)
 

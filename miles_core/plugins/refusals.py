@@ -102,12 +102,12 @@ def check_statements(selected: Sequence[Selected], config: RunConfig) -> None:
             if all(_holds(one, key, test, selected, config) for key, test in rule["when"].items()):
                 keys = [key for key in rule["when"] if "." in key and not key.startswith(
                     ("architecture.", "environ", "share."))]
-                files = {str(Path(str(folder), key.split("/")[1])) for key in keys if "/" in key
-                         for folder in _values(one, key.split("/")[0], selected, config)}
+                inside = {str(Path(str(folder), key.split("/")[1])) for key in keys if "/" in key
+                          for folder in _values(one, key.split("/")[0], selected, config)}
                 values = _values(one, next(iter(rule["when"])), selected, config)
                 raise ConfigError(rule["what"], got=", ".join(map(str, values)) or None,
                                   who=", ".join(filter(None, [who(config, *(key for key in keys if "/" not in key)),
-                                                              *sorted(files), "" if own else
+                                                              *sorted(inside), "" if own else
                                                               f"plugin {one.manifest.name}"])),
                                   fix=rule["fix"])
     _functions(selected, config)

@@ -25,7 +25,8 @@ Tensors = Mapping[str, tuple[str, tuple[int, ...]]]
 MARKS = {"q_norm": ({"qwen3", "qwen3_moe"}, {"llama", "qwen2", "mistral"}),
          "q_proj.bias": ({"qwen2"}, {"qwen3", "qwen3_moe"})}
 """Part of a tensor's name -> families that have such, and that have not."""
-_SPECIAL = re.compile(r'"id":\s*(\d+),\s*"content":\s*("(?:[^"\\]|\\.)*")')
+SPECIAL = r'"id":\s*(\d+),\s*"content":\s*("(?:[^"\\]|\\.)*")'
+"""How tokenizer.json writes a token that was added to the vocabulary: its id, and itself as JSON."""
 _PLAIN = re.compile(r'("(?:[^"\\]|\\.)*"):\s*(\d+)\s*,')
 _WRAPPED = re.compile(r"^(module|_fsdp_wrapped_module|_forward_module)\.|\._orig_mod\.|\.base_layer\.|"
                       r"^(?!base_model\.).*\.lora_[AB]\.")
@@ -99,7 +100,7 @@ def check_other(config: RunConfig, folder: Path, head: str | None = None) -> Non
 
 def other_tokens(one: Path, other: Path) -> str | None:
     """A token that has another id in another folder, of those at the start of both tokenizers."""
-    ours, theirs = ({token: int(number) for number, token in _SPECIAL.findall(head)} |
+    ours, theirs = ({token: int(number) for number, token in re.findall(SPECIAL, head)} |
                     {token: int(number) for token, number in _PLAIN.findall(tail)}
                     for head, tail in (_starts(folder / "tokenizer.json") for folder in (one, other)))
     return next((f"{token} is {ours[token]} and {theirs[token]}" for token in ours
@@ -186,8 +187,7 @@ def _sizes(folder: Path, shapes: Mapping[str, tuple[int, ...]], model: Architect
     for name, shape in shapes.items():
         wanted = next((size for end, size in stated.items() if name.endswith(end) and "vis" not in name), None)
         if wanted is not None and None not in wanted and len(shape) == 2 and shape != wanted:
-            raise _error(folder, "the tensors do not fit the sizes that config.json states",
-                         f"misshapen {name}: {shape}, not {wanted}", "both files have to be of one checkpoint")
+            raise _misshapen(folder, name, shape, wanted)
     experts = {int(found[1]) for name in shapes if (found := re.search(r"\.experts\.(\d+)\.", name))}
     if model.experts and experts and len(experts) != model.experts:
         raise _error(folder, f"config.json has {model.experts} experts, and the weights are of others", len(experts),
@@ -220,8 +220,7 @@ def _parts(folder: Path, shapes: Mapping[str, tuple[int, ...]], model: Architect
                      "nor wrapped, or fetch it again")
     for name, size in names.items():
         if size and all(size) and shapes[name] != size:
-            raise _error(folder, "the tensors do not fit the sizes that config.json states",
-                         f"misshapen {name}: {shapes[name]}, not {size}", "both files have to be of one checkpoint")
+            raise _misshapen(folder, name, shapes[name], size)
 
 
 def _end_of_sequence(folder: Path, said: Mapping) -> None:
@@ -244,6 +243,11 @@ def _end_of_sequence(folder: Path, said: Mapping) -> None:
             raise _error(folder / name, "the token that ends a sequence is none of the model's",
                          f"{one}, and config.json has a vocab_size of {vocab}",
                          "tokenizer, config.json and weights have to be of one checkpoint")
+
+
+def _misshapen(folder: Path, name: str, shape: tuple, wanted: tuple) -> CheckpointError:
+    return _error(folder, "the tensors do not fit the sizes that config.json states",
+                  f"misshapen {name}: {shape}, not {wanted}", "both files have to be of one checkpoint")
 
 
 def _error(path: Path, what: str, got: object, fix: str) -> CheckpointError:

@@ -7,8 +7,9 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from miles_core.backends.megatron.hf_files import SPECIAL
 from miles_core.config.check_lengths import context_of
 from miles_core.config.history import check_history
 from miles_core.config.load import config_json, who
@@ -20,7 +21,7 @@ MEANT = {name: role for role, names in {
     "assistant": "assistant gpt chatgpt bot ai model function_call",
     "tool": "tool observation function_response"}.items() for name in names.split()}
 """How messages' roles are called, here and in other programs -> the role."""
-_ADDED = re.compile(rb'"id":\s*(\d+),\s*"content":\s*("(?:[^"\\]|\\.)*")')
+_ADDED = re.compile(SPECIAL.encode())
 _CALLED = re.compile(r"tokenize|conversation|return_\w+|chat_template(_kwargs)?|extra_body|padding|truncation|"
                      r"max_length|continue_final_message|tokenizer_kwargs|add_special_tokens")
 """Arguments of the call that applies a template, which are no template's."""
@@ -28,13 +29,16 @@ FIRST = 16
 """Rows of a file that are rendered, and after them those whose messages are unlike all before."""
 
 
-def check_tokenizer(config: RunConfig) -> None:
+def check_tokenizer(config: RunConfig, tokenizer: Tokenizer) -> None:
     """
+    Args:
+        tokenizer: the run's.
+
     Raises:
         DataError: files of the tokenizer that are cut short, or its end of a sequence is none of its tokens, or not one
             at which the model that is trained by demonstrations would stop.
     """
-    folder, raw, tokens = _added(config)
+    folder, raw, tokens = tokenizer
     for path, text in ((folder / name, (folder / name).read_bytes() if name != "tokenizer.json" else raw)
                        for name in ("tokenizer.json", "tokenizer_config.json") if (folder / name).is_file()):
         if not (text[:64].lstrip().startswith(b"{") and text[-64:].rstrip().endswith(b"}")):
@@ -86,11 +90,22 @@ def _check_vocabulary(raw: bytes, size: object, folder: Path) -> None:
                         fix="copy tokenizer.json and tokenizer_config.json of this model there")
 
 
-def _added(config: RunConfig) -> tuple[Path, bytes, dict[str, int]]:
-    """The checkpoint's folder, its tokenizer.json, and the ids of the tokens that were added to the vocabulary.
+class Tokenizer(NamedTuple):
+    """Files of the run's tokenizer.
 
-    What tokenizer_config.json alone names is added when the tokenizer is loaded, behind all others.
+    Args:
+        folder: the checkpoint's.
+        raw: tokenizer.json.
+        tokens: that were added to the vocabulary, with their ids.
     """
+
+    folder: Path
+    raw: bytes
+    tokens: dict[str, int]
+
+
+def tokenizer_of(config: RunConfig) -> Tokenizer:
+    """What tokenizer_config.json alone names is added when the tokenizer is loaded, behind all others."""
     folder = Path(str(config.checkpoint.hf_checkpoint))
     raw = (folder / "tokenizer.json").read_bytes() if (folder / "tokenizer.json").is_file() else b""
     found = {json.loads(content): int(number) for number, content in
@@ -99,7 +114,8 @@ def _added(config: RunConfig) -> tuple[Path, bytes, dict[str, int]]:
     listed = said.get("additional_special_tokens")
     late = [one for one in map(_text, listed if isinstance(listed, list) else ()) if one and one not in found
             and json.dumps(one).encode() not in raw and one not in str(said.get("added_tokens_decoder"))]
-    return folder, raw, found | ({one: max(found.values()) + 1 + i for i, one in enumerate(late)} if found else {})
+    late_ids = {one: max(found.values()) + 1 + i for i, one in enumerate(late)} if found else {}
+    return Tokenizer(folder, raw, found | late_ids)
 
 
 def _text(token: object) -> str | None:
@@ -107,11 +123,11 @@ def _text(token: object) -> str | None:
     return token if isinstance(token, str) and token else None
 
 
-def check_rendered(config: RunConfig, template: ChatTemplate | None, origin: str,
+def check_rendered(config: RunConfig, shown: Shown, origin: str,
                    prompts: Sequence[tuple[int, str | list[dict]]], most: int | None, needed: int | None) -> None:
     """
     Args:
-        template: the run's; None where rows are not rendered.
+        shown: of the run's template and tokenizer.
         origin: the file, for messages.
         prompts: (line, text or chat messages) of rows.
         most: the limit on prompts' tokens beyond which they are left out; None where that is an error.
@@ -120,11 +136,12 @@ def check_rendered(config: RunConfig, template: ChatTemplate | None, origin: str
     Raises:
         DataError: the template refuses messages, or too few of the prompts fit.
     """
+    template = shown.template
     if template is not None and template.text is None:
         return
     context = context_of(config)[0]
     limit = min(filter(None, (most, context and context - 1)), default=None)
-    seen, long, refused = set(), [], _Refused(config, template)
+    seen, long = set(), []
     for place, (line, prompt) in enumerate(prompts):
         text = prompt if isinstance(prompt, str) else ""
         if template is not None:
@@ -135,8 +152,8 @@ def check_rendered(config: RunConfig, template: ChatTemplate | None, origin: str
                 continue
             seen.add(shape)
             text = template.render(messages, f"{origin}, line {line}")
-            refused.messages(messages, text, f"{origin}, line {line}")
-        refused.text(text, f"{origin}, line {line}")
+            shown.messages(messages, text, f"{origin}, line {line}")
+        shown.text(text, f"{origin}, line {line}")
         if limit is not None and len(text.encode()) > limit:  # a token is a byte or more
             long.append((line, text))
     if limit is None or not long or (most is not None and (needed is None or len(prompts) - len(long) >= needed)):
@@ -178,17 +195,22 @@ def _fitting(config: RunConfig, origin: str, long: Sequence[tuple[int, str]],
                         fix="raise --rollout-max-prompt-len, or write --num-rollout in place of --num-epoch")
 
 
-class _Refused:
-    """What a rendered prompt shows to be wrong with its row, or with the template."""
+class Shown:
+    """What a rendered prompt shows to be wrong with its row, or with the template.
 
-    def __init__(self, config: RunConfig, template: ChatTemplate | None):
-        folder, raw, tokens = _added(config)
+    Args:
+        template: the run's; None where rows are not rendered.
+        tokenizer: the run's.
+    """
+
+    def __init__(self, config: RunConfig, template: ChatTemplate | None, tokenizer: Tokenizer):
+        folder, raw, tokens = tokenizer
         said, size = _json(folder / "tokenizer_config.json"), (config_json(config)[1] or {}).get("vocab_size")
         begins = raw[max(raw.find(b'"post_processor"'), 0):max(raw.find(b'"decoder"'), 0)]
         bos = _text(said.get("bos_token"))
         self._begun = bos if template is None and bos and (
             said.get("add_bos_token") is True or json.dumps(bos).encode() in begins) else None
-        self._template, self._opens = template, template is not None and config.rollout.generate == "single-turn"
+        self.template, self._opens = template, template is not None and config.rollout.generate == "single-turn"
         self._beyond = [(token, one) for token, one in tokens.items() if isinstance(size, int) and one >= size]
         self._end, self._size = _text(said.get("eos_token")), size
 
@@ -209,7 +231,7 @@ class _Refused:
         for place, message in enumerate(messages):
             role, content = str(message["role"]), message.get("content")
             meant = MEANT.get(role.strip().lower())
-            if meant and role != meant and not re.search(rf"['\"]{re.escape(role)}['\"]", str(self._template.text)):
+            if meant and role != meant and not re.search(rf"['\"]{re.escape(role)}['\"]", str(self.template.text)):
                 raise DataError("the chat template does not know this role", got=role, who=where,
                                 fix=f'write "{meant}"')
             if isinstance(content, list) and content and str(content) in text:
