@@ -123,10 +123,11 @@ def recipe(args: argparse.Namespace) -> int:
     return int(not all(rising and rising[-1] > rising[0] for rising in rewards.values()))
 
 
-def run(folder: Path, words: list[str], seconds: float, coin: bool = True) -> list[dict]:
+def run(folder: Path, words: list[str], seconds: float, coin: bool = True,
+        recipe: str = "examples/moe.toml") -> list[dict]:
     """The metrics of each rollout of a run; prints its last lines where it fails."""
     shutil.rmtree(folder, ignore_errors=True)
-    command = [*MILES, "run", "examples/moe.toml", "--no-live",
+    command = [*MILES, "run", recipe, "--no-live",
                "--run-dir", folder, *(["--plugin", "tests/gpu/coin.py", "--rm-type", "coin"] if coin else []), *words]
     begin = time.perf_counter()
     process = subprocess.Popen([*map(str, command)], cwd=ROOT, text=True, stdout=subprocess.PIPE,

@@ -67,7 +67,9 @@ class IpcSender:
         shared: list = [frozenset(), None]
         if self._leads:
             self._servers = Servers((mine,) if self._shares else self.targets, self.settings)
-            shared = [self._servers.names, self._servers.reports.store]
+            # A draft model is loaded by the same requests, and would answer in the target's place.
+            drafted = any(map(self._servers.drafts, self._servers.targets))
+            shared = [self._servers.names, None if drafted else self._servers.reports.store]
         if self._group is not None:  # all of them have to send the same
             dist.broadcast_object_list(shared, self._ranks[0], group=self._group)
         self._names, self._store = shared
@@ -117,7 +119,7 @@ class IpcSender:
     def _request(self, count: int) -> dict | None:
         """For a report with the bucket that was the last one in the sync before: it spares a call of its own."""
         one = self._shares or len(self.targets) == 1  # a report has one place to go to
-        if not one or self._before is None or count != self._before[0]:
+        if not one or self._store is None or self._before is None or count != self._before[0]:
             return None
         return {"store": self._store, "key": f"with the bucket/{self._turn}", **self._before[1]}
 

@@ -1,0 +1,76 @@
+"""Drafts by a model in SGLang on one GPU: does the share of accepted tokens hold while the policy moves?
+
+    python tests/gpu/drafts.py                  all three runs
+    python tests/gpu/drafts.py kept trained     examples/moe.toml, EAGLE: a layer for multi-token prediction drafts
+    python tests/gpu/drafts.py other            examples/demo.toml, STANDALONE: the policy of the start drafts
+
+The layer is first trained on the CPU for the policy of the start, which stays as it is meanwhile: no answer is
+rewarded.
+`kept` leaves it so, `trained` trains it beside the policy; both are synced. Prints accepted share, tokens a step of the
+server, reward and log-prob difference of each rollout, and warnings; the exit status is 1 where a run fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from moe import MILES, ROOT, SGLANG, run
+
+SHOWN = {"accepted": "rollout/spec_accept_rate", "tokens a step": "rollout/spec_accept_length",
+         "reward": "rollout/raw_reward", "log-prob difference": "train/train_rollout_logprob_abs_diff",
+         "mtp loss": "train/mtp_loss", "sync s": "perf/update_weights_time"}
+DRAFTED = ["--sglang-speculative-num-steps", "3", "--sglang-speculative-eagle-topk", "1",
+           "--sglang-speculative-num-draft-tokens", "4", "--sglang-enable-draft-weights-cpu-backup",
+           "--sglang-mem-fraction-static", "0.3"]
+
+
+def with_layer(folder: Path, rollouts: int) -> Path:
+    """The example's mixture with a layer that predicts what its policy of the start says."""
+    found = folder / "hf"
+    if not found.is_dir():
+        words = ["run", "examples/moe.toml", "--no-live", "--run-dir", folder / "made", "--plugin",
+                 "tests/gpu/still.py", "--rm-type", "still", "--mtp-num-layers", "1", "--enable-mtp-training",
+                 "--num-rollout", rollouts, "--skip-eval-before-train", "--eval-interval", 1000, "--lr", "2e-3",
+                 "--weight-decay", "0", "--save", folder / "saved", "--save-interval", rollouts, "--save-hf", found]
+        subprocess.run([*MILES, *map(str, words)], cwd=ROOT, check=True, timeout=300,
+                       env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="*", choices=["kept", "trained", "other"])
+    parser.add_argument("--folder", type=Path, default=Path("/dev/shm/miles-drafts"))
+    parser.add_argument("--rollouts", type=int, default=20)
+    parser.add_argument("--seconds", type=float, default=240)
+    args = parser.parse_args()
+    failed = 0
+    for name in args.runs or ("kept", "trained", "other"):
+        if name == "other":
+            draft = args.folder / "start"
+            shutil.copytree(ROOT / "examples/arithmetic/tiny-qwen3", draft, dirs_exist_ok=True)
+            words, recipe = ["--sglang-speculative-algorithm", "STANDALONE"], "examples/demo.toml"
+            words += ["--fp32-lm-head"]
+        else:
+            draft, recipe = with_layer(args.folder, 30), "examples/moe.toml"
+            words = ["--plugin", "mtp", "--hf-checkpoint", draft, "--sglang-speculative-algorithm", "EAGLE"]
+            words += ["--enable-mtp-training"] if name == "trained" else []
+        steps = run(args.folder / name, [*SGLANG, *DRAFTED, *words, "--sglang-speculative-draft-model-path", draft,
+                                         "--num-rollout", args.rollouts], args.seconds, coin=False, recipe=recipe)
+        for title, key in SHOWN.items():
+            values = [round(step[key], 4) for step in steps if key in step]
+            print(f"{name:8} {title:20}", json.dumps(values), flush=True)
+        log = args.folder / name / "logs" / "run.log"
+        print(*[line for line in (log.read_text().splitlines() if log.is_file() else ()) if "accept" in line], sep="\n")
+        failed += len(steps) < args.rollouts
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
