@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,9 @@ from miles_core.hosts import cpus
 
 VISIBLE = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
 """Every process sees all GPUs of its node and is told its number: peers in one node need to see one another."""
+
+LOOK_TIMEOUT = 120.0
+"""Seconds in which every node has to start a process that says where it is."""
 
 TOKEN = ("for a cluster that wants a token, set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN, or have the token in "
          "~/.ray/auth_token")
@@ -106,18 +110,23 @@ def reserve(count: int, *, labels: Mapping[str, str], spares: int, timeout: floa
     from ray.util.placement_group import placement_group, remove_placement_group
 
     bundle = {"GPU": 1, "CPU": 1} if ray.cluster_resources().get("GPU") else {"CPU": 1}
-    room = capacity(nodes(), bundle, labels)
-    if alone and room < count:  # nothing can join it
+    if alone and capacity(nodes(), bundle, labels) < count:  # nothing can join it
         raise too_small(count, bundle, labels, timeout=None)
-    total = count + max(0, min(spares, room - count))
-    selectors = {"bundle_label_selector": [dict(labels)] * total} if labels else {}
-    group = placement_group([bundle] * total, strategy="PACK", name=name, **selectors)
-    try:
-        ray.get(group.ready(), timeout=timeout)
-    except ray.exceptions.GetTimeoutError:
-        remove_placement_group(group)
-        raise too_small(count, bundle, labels, timeout) from None
-    return group
+    end = time.monotonic() + timeout
+    while True:
+        total = count + max(0, min(spares, capacity(nodes(), bundle, labels) - count))
+        selectors = {"bundle_label_selector": [dict(labels)] * total} if labels else {}
+        group = placement_group([bundle] * total, strategy="PACK", name=name, **selectors)
+        ready = group.ready()
+        while not ray.wait([ready], timeout=min(2.0, max(0.0, end - time.monotonic())))[0]:
+            if time.monotonic() >= end:
+                remove_placement_group(group)
+                raise too_small(count, bundle, labels, timeout)
+            if count < total and capacity(nodes(), bundle, labels) < total:  # a node was lost that was counted on
+                remove_placement_group(group)
+                break
+        else:
+            return group
 
 
 def nodes() -> list[dict]:
@@ -154,15 +163,25 @@ def too_small(count: int, bundle: Mapping[str, float], labels: Mapping[str, str]
 
 
 def bundles(group: Any, rack_label: str | None) -> list[Bundle]:
-    """The bundles of a group, ordered by rack, node and GPU: neighbouring ranks are neighbours in the machine."""
+    """The bundles of a group, ordered by rack, node and GPU: neighbouring ranks are neighbours in the machine.
+
+    Raises:
+        ConfigError: a node does not answer within LOOK_TIMEOUT.
+    """
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     on_gpus = "GPU" in group.bundle_specs[0]
     look = ray.remote(num_cpus=0.1, num_gpus=0.1 if on_gpus else 0, max_retries=0,
                       runtime_env={"env_vars": VISIBLE})(_look)
-    found = ray.get([look.options(scheduling_strategy=PlacementGroupSchedulingStrategy(
-        group, placement_group_bundle_index=index)).remote() for index in range(group.bundle_count)])
+    asked = [look.options(scheduling_strategy=PlacementGroupSchedulingStrategy(
+        group, placement_group_bundle_index=index)).remote() for index in range(group.bundle_count)]
+    try:
+        found = ray.get(asked, timeout=LOOK_TIMEOUT)
+    except (ray.exceptions.GetTimeoutError, ray.exceptions.RayError) as error:
+        raise ConfigError("a node of the Ray cluster does not start processes", who="--placement ray",
+                          got=str(error).splitlines()[0], fix="look at `ray status`, and at the nodes' disks and "
+                          "memory") from None
     racks = {node["NodeID"]: node.get("Labels", {}).get(rack_label or "", "") for node in nodes()}
     seen: dict[str, int] = {}
     ordered = []

@@ -64,11 +64,22 @@ class Actor:
         return versions.here(plugins)
 
     def ask(self, method: str, args: tuple) -> tuple:
-        return answer(self._hosted, self._failure, method, args)
+        result, error, trace = answer(self._hosted, self._failure, method, args)
+        if isinstance(result, list):
+            result = [tuple(map(_by_itself, one)) if isinstance(one, tuple) else one for one in result]
+        return result, error, trace
 
     def finish(self) -> None:
         """Let the hosted object leave groups and connections."""
         let_go(self._hosted)
+
+
+def _by_itself(value: Any) -> Any:
+    """A tensor without what it is a part of, which would be pickled with it: the trainer's are views of one buffer."""
+    import torch
+
+    part = isinstance(value, torch.Tensor) and value.untyped_storage().nbytes() > value.nbytes
+    return value.clone() if part else value
 
 
 class RayHost(Handle):
