@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -68,9 +69,10 @@ def _debug(config: RunConfig, note: Note) -> RunConfig:
     if config.debug.debug_train_only and debug.debug_rollout_only:
         raise ConfigError("--debug-rollout-only and --debug-train-only exclude each other",
                           who=who(config, "debug.debug_rollout_only", "debug.debug_train_only"), fix="drop one")
-    saved = debug.load_debug_rollout_data
-    if saved and (folder := saved.partition("{")[0].rpartition("/")[0]) and astray(folder):
-        raise ConfigError("there are no rollouts to replay", got=f"no folder {folder}",
+    folder = (debug.load_debug_rollout_data or "").partition("{")[0].rpartition("/")[0]
+    pattern = (debug.load_debug_rollout_data or "").removeprefix(f"{folder}/").replace("{rollout_id}", "*")
+    if folder and (astray(folder) or any(Path(folder).glob("*")) and not any(Path(folder).glob(pattern))):
+        raise ConfigError("there are no rollouts to replay", got=f"no {pattern} in {folder}",
                           who=who(config, "debug.load_debug_rollout_data"), fix="check the path")
     for key in ("save_debug_rollout_data", "load_debug_rollout_data"):
         value = getattr(debug, key)
@@ -227,7 +229,8 @@ def _rewards(config: RunConfig, note: Note) -> RunConfig:
 def _evaluation(config: RunConfig, note: Note) -> RunConfig:
     eval_ = config.eval
     pairs = eval_.eval_prompt_data
-    if len(pairs) > 1 and len(pairs) % 2:
+    joined = re.fullmatch(r"[\w.-]+[=:,](.+)", pairs[0]) if len(pairs) == 1 else None
+    if len(pairs) > 1 and len(pairs) % 2 or joined and Path(joined[1]).is_file():
         raise ConfigError("eval_prompt_data should be NAME PATH pairs", got=" ".join(pairs),
                           who=who(config, "eval.eval_prompt_data"),
                           fix="--eval-prompt-data gsm8k data/gsm8k.jsonl math data/math.jsonl")
@@ -240,15 +243,22 @@ def _evaluation(config: RunConfig, note: Note) -> RunConfig:
                           fix="add --eval-prompt-data NAME PATH")
     if eval_.eval_interval is None and (pairs or eval_.datasets):
         note("nothing is evaluated: there is no --eval-interval")
-    allowed = {"name", "path", "input_key", "label_key", "n_samples", "temperature", "top_p", "top_k",
-               "max_response_len"}
+    text, whole, number = "a text", "a whole number from 1 on", "a number"
+    allowed = {"name": text, "path": text, "input_key": text, "label_key": text, "n_samples": whole, "top_k": whole,
+               "max_response_len": whole, "temperature": number, "top_p": number}
     for dataset in eval_.datasets:
-        if unknown := sorted(set(dataset) - allowed):
+        if unknown := sorted({*dataset} - {*allowed}):
             raise ConfigError(f"[[eval.datasets]] has no key {unknown[0]!r}", who=who(config, "eval.datasets"),
                               fix=f"keys are {', '.join(sorted(allowed))}")
         if "name" not in dataset or "path" not in dataset:
             raise ConfigError("[[eval.datasets]] needs name and path", got=dataset, who=who(config, "eval.datasets"),
                               fix="add them")
+        for key, value in dataset.items():
+            fits = {text: isinstance(value, str) and value != "", number: type(value) in (int, float),
+                    whole: type(value) is int and (value > 0 or (key, value) == ("top_k", -1))}
+            if not fits[allowed[key]]:
+                raise ConfigError(f"{key} of [[eval.datasets]] is {allowed[key]}", got=repr(value),
+                                  who=who(config, "eval.datasets"), fix="correct it, or leave it out")
     return config
 
 

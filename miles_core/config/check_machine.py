@@ -21,13 +21,28 @@ def check_machine(config: RunConfig, note: Callable[[str], None]) -> RunConfig:
     """The configuration as it is.
 
     Raises:
-        ConfigError: more GPUs than there are and no cluster to find them in, or an address where nobody listens.
+        ConfigError: more GPUs than there are and no cluster to find them in, or other engines than addresses.
     """
     _environment(config)
     _gpus(config)
+    named, number = config.sglang.rollout_external_engine_addrs, config.perf.rollout_num_gpus
+    if named and config.rollout.engine == "sglang" and len(named) != hardware.engines(config):
+        raise ConfigError("as many servers have to be named as there are engines",
+                          got=f"addresses: {len(named)}, engines: {hardware.engines(config)} ({number} GPUs, "
+                          f"{config.perf.rollout_num_gpus_per_engine} each)",
+                          who=who(config, "sglang.rollout_external_engine_addrs", "perf.rollout_num_gpus"),
+                          fix="name every server, and leave --rollout-num-gpus out: it follows from the addresses")
+    return config
+
+
+def check_listening(config: RunConfig) -> None:
+    """Asked last, when the run is right by all that it says.
+
+    Raises:
+        ConfigError: an address where nobody listens.
+    """
     for key, address in _addresses(config):
         _listens(config, key, address)
-    return config
 
 
 def demand(config: RunConfig) -> tuple[int, int]:
@@ -79,9 +94,11 @@ def _environment(config: RunConfig) -> None:
     several = hardware.trainer_gpus(config) > 1 or perf.weight_sync == "broadcast"
     cards = [name for _, name in socket.if_nameindex()]
     for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
-        words = [word.strip().partition(":")[0] for word in given.get(name, "").lstrip("=").split(",")]
-        if given.get(name) and given[name][0] != "^" and several and perf.placement == "local" and not any(
-                card.startswith(word) for card in cards for word in words):
+        value, theirs = given.get(name, "").strip(), name.startswith("NCCL")  # whose names are beginnings of names
+        words = [word.partition(":")[0] if theirs else word for word in value.lstrip("=").split(",")]
+        found = [any(card == word or theirs and value[:1] != "=" and card.startswith(word) for card in cards)
+                 for word in words]
+        if value and value[0] != "^" and several and perf.placement == "local" and not (any if theirs else all)(found):
             problems.append((name, "this machine has no such network interface", f"one of {', '.join(cards)}"))
     for name, what, fix in problems:
         raise ConfigError(what, got=f"{name}={given[name]}", who="environment", fix=fix)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -160,25 +161,26 @@ def _resume(config: RunConfig) -> None:
         raise CheckpointError("this is one iteration of a checkpoint", who=origin,
                               fix=f"give the folder above it, {folder.parent}: the newest is taken")
     if not any(name.startswith("iter_") for name in held):
-        raise CheckpointError("this is not a checkpoint", got=f"no {TRACKER}", who=origin,
-                              fix="give a folder that a run saved into with --save")
+        inside = [str(found.parent) for found in sorted(folder.glob(f"*/{TRACKER}"))]
+        raise CheckpointError("this is not a checkpoint", got=f"no {TRACKER}", who=origin, fix=f"is {inside[0]} meant?"
+                              if inside else "give a folder that a run saved into with --save")
 
 
 def _tracked(config: RunConfig, folder: Path, load: bool = True) -> None:
     """The iteration that a checkpoint's tracker names; `load` if the run goes on from it."""
     text, last = (folder / TRACKER).read_text(encoding="utf-8", errors="replace").strip(), config.rollout.num_rollout
     there = sorted(path.name for path in folder.glob("iter_*"))
+    other = "another program saved it: start from a Hugging Face folder of its weights with --ref-load"
     if not text.isdecimal() or f"iter_{int(text):07d}" not in there:
         raise CheckpointError(f"the tracker names iteration {text[:40] or 'nothing'}, which is not there",
-                              got=", ".join(there[-3:]) or "no iteration",
-                              who=str(folder / TRACKER), fix="write the number of one that is there into it")
+                              got=", ".join(there[-3:]) or "no iteration", who=str(folder / TRACKER),
+                              fix="write the number of one that is there into it" if there else other)
     newest = folder / f"iter_{int(text):07d}"
     if any(newest.glob("mp_rank_*")):
         raise CheckpointError("this is a checkpoint of Megatron's older format", got="mp_rank_*", who=str(newest),
                               fix="start from a Hugging Face folder of its weights with --ref-load")
     parts = ("metadata.json", ".metadata", "common.pt", "miles.json")
     if lost := [name for name in parts if any(newest.glob("*.distcp")) and not (newest / name).is_file()]:
-        other = "another program saved it: start from a Hugging Face folder of its weights with --ref-load"
         raise CheckpointError(f"iteration {int(text)} is incomplete", got=f"no {', '.join(lost)}", who=str(newest),
                               fix=other if lost == ["miles.json"] else
                               f"write the number of an older one into {folder / TRACKER}")
@@ -195,6 +197,8 @@ def _reference(config: RunConfig) -> None:
     if given is None or config.debug.debug_rollout_only:
         return
     check_source(given, f"{who(config, 'checkpoint.ref_load')}, {given}")
+    if (Path(given) / "config.json").is_file():
+        _constants(Path(given), f"{who(config, 'checkpoint.ref_load')}, {given}")
     kept = Path(given) / TRACKER
     if kept.is_file() and not (Path(given) / "config.json").is_file() and any(map(Path.is_dir, Path(given).iterdir())):
         _tracked(config, Path(given), load=False)
@@ -242,13 +246,19 @@ def _writable(config: RunConfig) -> None:
     if checkpoint.save is not None and _file(checkpoint.save):
         raise CheckpointError("checkpoints cannot be written here", got="File exists", who=f"--save {checkpoint.save}",
                               fix=f"{_file(checkpoint.save)} is a file: name another folder")
-    for key in ("hf_checkpoint", "ref_load", "load", "save", "save_hf", "run_dir"):
-        if re.match(r"[a-z][a-z0-9+]+://", given := str(getattr(checkpoint, key))):
-            raise ConfigError("this is an address, and nothing is fetched or sent", got=given,
-                              who=who(config, f"checkpoint.{key}"), fix="name a folder on this machine or a shared one")
+    keys = [f"checkpoint.{key}" for key in ("hf_checkpoint", "ref_load", "load", "save", "save_hf", "run_dir")]
+    for key in (*keys, "rollout.prompt_data", "eval.eval_prompt_data"):
+        table, _, name = key.partition(".")
+        if re.search(r"(^|')[a-z][a-z0-9+]+://", given := str(getattr(getattr(config, table), name))):
+            raise ConfigError("this is an address, and nothing is fetched or sent", got=given, who=who(config, key),
+                              fix="name what lies on this machine, or in a folder that machines share")
     for folder in folders:
         if folder is not None and (file := _file(folder)):
             raise ConfigError("a file stands where a folder is needed", who=str(file), fix="name another folder")
+    for folder in filter(None, (checkpoint.save, checkpoint.save_hf, *folders)):
+        above = next(path for path in (Path(folder), *Path(folder).absolute().parents) if path.is_dir())
+        if not os.access(above, os.W_OK):
+            raise ConfigError("nothing can be written here", got=folder, who=str(above), fix="name another folder")
 
 
 def _file(folder: str) -> Path | None:

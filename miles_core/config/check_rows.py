@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from miles_core.backends.megatron.hf_template import (
     check_tokenizer,
     tokenizer_of,
 )
+from miles_core.backends.megatron.hf_turns import Demonstrations
 from miles_core.config.check_paths import FOLDER, astray
 from miles_core.config.load import who
 from miles_core.config.tables import RunConfig
@@ -83,21 +84,23 @@ def check_rows(config: RunConfig, note: Callable[[str], None]) -> RunConfig:
     return config
 
 
-def check_needs(config: RunConfig, name: str, key: str | None = None, *, shown: bool = False) -> None:
+def check_needs(config: RunConfig, name: str, key: str | None = None, *, learns: Sequence[bool] | None = None) -> None:
     """
     Args:
         name: a scorer that compares with labels; with `key` it reads this of a row or its metadata, else the label.
-        shown: `name` is a generator that takes the answer from there, or from the end of a conversation.
+        learns: `name` is a generator that takes the answer from there, or from the end of a conversation; how it
+            teaches them, see `hf_turns.Demonstrations`.
 
     Raises:
         DataError: a row does not have it.
     """
     if config.debug.debug_train_only or config.rollout.prompt_source != "jsonl":
         return
-    for file in (_File(config, file) for file in _files(config) if not (shown and file.eval)):
+    for file in (_File(config, file) for file in _files(config) if learns is None or not file.eval):
         file.check()
-        for number, row in file.rows:
-            file.check_need(number, row, name, key, shown)
+        found = [file.check_need(number, row, name, key, learns is not None) for number, row in file.rows]
+        if learns:
+            Demonstrations(config, tokenizer_of(config), *learns).check(found)
 
 
 def present(config: RunConfig) -> bool:
@@ -177,8 +180,11 @@ class _File:
                        [(number, row[self._file.input_key]) for number, row in self.rows], most,
                        needed if self._whole else 1)
 
-    def check_need(self, number: int, row: Mapping, name: str, key: str | None, shown: bool) -> None:
+    def check_need(self, number: int, row: Mapping, name: str, key: str | None,
+                   shown: bool) -> tuple[str, str | list[dict], object]:
         """
+        Returns: where the row stands, its prompt and what was found.
+
         Raises:
             DataError: see `check_needs`.
         """
@@ -202,6 +208,7 @@ class _File:
             except ValueError as error:
                 raise self._error(f"what {name!r} reads is no JSON, as its beginning would have it", str(error),
                                   "json.dumps writes JSON; str of a list does not", number) from None
+        return f"{self._origin}, {self._name}, line {number}", prompt, found
 
     def _slice(self) -> slice:
         span = re.fullmatch(r"\[(-?\d*):(-?\d*)\]", self._cut) if self._cut else None
@@ -286,7 +293,8 @@ class _File:
                 self._check_text(content, number)
         if not any(str(message.get("content") or message.get("tool_calls") or "").strip() for message in prompt):
             raise self._error(f"no message of {key!r} says anything", "blanks", "leave the row out", number)
-        if prompt[-1]["role"] == "assistant" and self._config.rollout.generate == "single-turn":
+        if prompt[-1]["role"] == "assistant" and (self._config.rollout.generate == "single-turn" or (
+                self._file.eval and self._config.algorithm.loss_type == "sft_loss")):
             raise self._error(f"{key!r} ends with an answer, and the model is to give one", "assistant",
                               "leave the last message out: what it says may be the label", number)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -83,6 +84,10 @@ def split(argv: Sequence[str]) -> list[Given]:
     """
     found: list[tuple[str, list[str]]] = []
     for word in argv:
+        if word.endswith("\r") or found and found[-1][1] and word and not word.strip(" \t"):
+            raise ConfigError("a word of the command ends with the end of a line, or is a blank after one",
+                              got=repr(word), who=found[-1][0] if found else None, fix="lines of a script end as on "
+                              "Linux (sed -i 's/\\r$//' SCRIPT), with nothing after a backslash")
         if word.startswith("--") and len(word) > 2:
             flag, equals, value = word.partition("=")
             found.append((flag.replace("_", "-"), [value] if equals else []))
@@ -108,6 +113,10 @@ def assign(given: Sequence[Given], spellings: Spellings,
     made: list[Assignment] = []
     notes: list[str] = []
     for one in given:  # what a flag sets beside its own option yields to a flag that names it
+        for word in one.words:
+            meant = re.sub("^[-\u2013\u2014]+", "--", word).partition("=")[0].replace("_", "-")
+            if meant.startswith("--") and (meant in spellings or meant in miles_flags()):
+                raise ConfigError("a flag begins with two dashes", got=word, who=one.flag, fix=f"write {meant}")
         if one.flag in spellings:
             option, off = spellings[one.flag]
             made.append(Assignment(option.key, value_of(one, option, off), Origin("flag", one.flag)))
@@ -230,13 +239,19 @@ def _unknown(flag: str, spellings: Spellings, plugins: Mapping[str, str]) -> Unk
     from miles_core.backends.megatron import flags as megatron
     from miles_core.backends.megatron.surface import surface
     from miles_core.backends.sglang.forwarded import surface_of
+    from miles_core.plugins.select import readable
 
     name = flag[2:].partition(".")[0]
     if name in plugins:
         return UnknownKeyError(f"{flag} belongs to plugin {name!r}, which is not enabled", fix=plugins[name])
-    fields = ("--" + n.replace("_", "-") for n in surface())
-    known = [*spellings, *NAMING, *miles_flags(), *megatron.megatron_lm_flags(), *fields]
-    near = difflib.get_close_matches(flag, known, 1, 0.6)
+    for name, options in ((one.name, one.options.values()) for one in readable() if one.name in plugins):
+        if any(flag in (f"--{o.name.replace('_', '-')}", *o.flags, *o.off) for o in options):
+            return UnknownKeyError(f"{flag} belongs to plugin {name!r}, which is not enabled", fix=plugins[name])
+    taken = ["--" + n.replace("_", "-") for n in surface()]
+    taken += [name for name, entry in miles_flags().items() if "refused" not in entry]
+    taken += [name for name, entry in megatron.megatron_lm_flags().items() if entry.status == "accepted"]
+    near = difflib.get_close_matches(flag, [*spellings, *NAMING, *taken], 1, 0.7)
+    near = near or difflib.get_close_matches(flag, [*miles_flags(), *megatron.megatron_lm_flags()], 1, 0.85)
     near += [f"--sglang-{flag[2:]}"] if flag in surface_of("server").spellings() else []
     theirs = miles_list()["others"].get(flag[2:].rpartition(".")[2])  # verl's are a.b.c
     return UnknownKeyError(f"there is no flag {flag}", fix=f"write {theirs}" if theirs else

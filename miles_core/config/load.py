@@ -120,6 +120,8 @@ def _build(from_file: Sequence[Assignment], given: Sequence[Given], selected: li
         key, value = _typed(one, tables, absent)
         values[key], origin[key] = value, one.origin
         said.setdefault(key, []).append((value, one.origin))
+        if value == [] and one.origin.kind == "flag" and len(said[key]) == 1:
+            raise ConfigError(f"{one.origin} takes a value or more", got="none", fix="name them, or leave the flag out")
     for one in _implied(selected, tables, lenient, values):
         key, value = _typed(one, tables, absent)
         if key not in values:
@@ -250,9 +252,11 @@ def _unknown_key(one: Assignment, table: str, name: str, tables: Mapping[str, Ma
     home = [t for t, options in tables.items() if name in options]
     listed = flags.miles_flags().get("--" + name.replace("_", "-"), {})
     text = str(listed.get("refused", ""))
+    theirs = flags.miles_list()["others"].get(name.replace("_", "-"))
     fix = f"it belongs in [{home[0]}]" if home else (
         flags.miles_list()["families"][text[1:]] if text.startswith("@") else text) or (
-        f"did you mean {mine[0]!r}?" if mine else f"see `miles run --help` for the keys of [{table}]")
+        f"write {theirs}" if theirs else f"did you mean {mine[0]!r}?" if mine else
+        f"see `miles run --help` for the keys of [{table}]")
     return UnknownKeyError(f"[{table}] has no key {name!r}", who=str(one.origin), fix=fix)
 
 
@@ -283,8 +287,9 @@ def _assignments(document: Mapping[str, object], path: Path | None, lines: Mappi
             continue
         where = f"{path.name}:{lines.get(table, 1)}"
         if not isinstance(content, Mapping):
-            raise UnknownKeyError(f"the key {table!r} stands outside of any table", who=where,
-                                  fix="move it into its table; only `plugins` and `presets` stand at the top")
+            fix = (f"write [{table}] in place of [[{table}]]" if table in TABLES else "did you mean plugins?"
+                   if table == "plugin" else "move it into its table; only `plugins` and `presets` stand at the top")
+            raise UnknownKeyError(f"the key {table!r} stands outside of any table", who=where, fix=fix)
         for key, value in content.items():
             spot = Origin("file", f"{path.name}:{lines.get(f'{table}.{key}', lines.get(table, 1))}")
             yield Assignment(f"{table}.{key.replace('-', '_')}", value, spot)
@@ -295,7 +300,7 @@ def _read(path: Path | None) -> tuple[dict, dict[str, int]]:
     if path is None:
         return {}, {}
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
         document = tomllib.loads(text)
     except FileNotFoundError:
         raise ConfigError("there is no such run file", who=str(path), fix="check the path") from None

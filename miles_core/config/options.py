@@ -173,7 +173,9 @@ def convert(option: Option, value: object, origin: Origin) -> object:
     try:
         if strict_text:
             raise ValueError("a truth value")
-        return _adapter(option.type).validate_python(value)
+        if (made := _adapter(option.type).validate_python(value)) != made:
+            raise ValueError("a number")
+        return made
     except (ValidationError, ValueError) as error:
         reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else f"not {error}"
         if option.is_list and isinstance(value, str):

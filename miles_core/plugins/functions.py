@@ -77,20 +77,37 @@ def _misfit(tree: ast.Module, name: str, call: str) -> str | None:
         own = {one.name: one.args for one in node.body if isinstance(one, FUNCTIONS)}
         if not call.startswith("class ") or node.bases or node.decorator_list:
             return None
-        lost = [method for method in ("__init__", call.rpartition(".")[2].partition("(")[0]) if method not in own]
-        if lost or not _binds(own["__init__"], ["self", *takes[0]]):
-            return f"{name} has no {lost[0]}" if lost else f"{name}.__init__({ast.unparse(own['__init__'])})"
+        method, _, words = call.rpartition(".")[2].rstrip(")").partition("(")
+        for one, asked in (("__init__", takes[0]), (method, re.split(r",\s*", words))):
+            if one not in own or not _binds(own[one], ["self", *asked]):
+                return f"{name} has no {one}" if one not in own else f"{name}.{one}({ast.unparse(own[one])})"
         return None
     if not isinstance(node, FUNCTIONS) or node.decorator_list:
-        constant = isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
-        return ast.unparse(node.value) if constant else None
+        given = node.value if isinstance(node, ast.Assign) else None
+        fits = not isinstance(given, ast.Constant | ast.Lambda) or isinstance(given, ast.Lambda) and any(
+            _binds(given.args, one) for one in takes)
+        return None if fits or given is None else ast.unparse(given)
     if isinstance(node, ast.AsyncFunctionDef) and not call.startswith("async"):
         return "a coroutine function"
     if isinstance(node, ast.FunctionDef) and call.startswith("async "):
         return "a plain function, and it is awaited"
-    if "->" in call and not any(isinstance(one, ast.Return) and one.value for one in ast.walk(node)):
+    inner = {id(one) for part in [*ast.walk(node)][1:] if isinstance(part, FUNCTIONS) for one in ast.walk(part)}
+    answers = [one.value for one in ast.walk(node) if isinstance(one, ast.Return) and id(one) not in inner]
+    if "->" in call and all(one is None or isinstance(one, ast.Constant) and one.value is None for one in answers):
         return "a function that returns nothing"
-    return None if any(_binds(node.args, one) for one in takes) else f"{name}({ast.unparse(node.args)})"
+    if not any(_binds(node.args, one) for one in takes):
+        return f"{name}({ast.unparse(node.args)})"
+    wrong = next((one for one in answers if one and _unlike(one, node.args, call.rpartition("-> ")[2])), None)
+    return None if wrong is None else f"a function that returns {ast.unparse(wrong)[:60]}"
+
+
+def _unlike(answer: ast.expr, given: ast.arguments, wanted: str) -> bool:
+    """Whether an answer, as it is written, can be no `wanted`; of `samples` a scorer gives a list."""
+    listed = (ast.List, ast.ListComp) if [one.arg for one in given.args][1:2] != ["samples"] or wanted == "bool" else ()
+    alone = (ast.Dict, ast.DictComp, ast.Tuple, ast.Set, ast.JoinedStr, *listed)
+    kinds = {"(": (ast.Dict, ast.DictComp, ast.ListComp, ast.Constant, ast.UnaryOp), "f": alone, "b": alone}
+    return isinstance(answer, kinds.get(wanted[:1], ())) or (
+        wanted == "float" and isinstance(answer, ast.Constant) and isinstance(answer.value, str))
 
 
 def _binds(given: ast.arguments, call: Sequence[str]) -> bool:

@@ -9,7 +9,8 @@ COMPARES and SAID: {"above": 2}, {"above": "optimizer.lr"}, {"outside": "(0, 1]"
 A key may go on into a file of the folder that an option names: "checkpoint.hf_checkpoint/config.json/hidden_act". Of a
 *.safetensors file that is its header; * in a part stands for any text, and a number for a place in a list. A key
 "environment.NAME" is a variable, or all that NAME with a * stands for. "share.ffn" is a width on one rank of the
-trainer: ffn, expert_ffn or values.
+trainer: ffn, expert_ffn or values. "template.asks" is what the chat template tells the model once there are tools, and
+"template.text" the template, if it heeds them.
 
 Words in `provides` are the shorter way to say what several plugins say alike:
     files:NAME      the folder that the option NAME is has whole files
@@ -17,7 +18,8 @@ Words in `provides` are the shorter way to say what several plugins say alike:
     compares:NAME   the estimator NAME compares the answers to one prompt
     labels:NAME     the scorer NAME needs the row's label
     rows:NAME:KEY   the scorer NAME needs of a row, or of its metadata, what the option KEY names, else the label
-    answers:NAME:KEY  so does the generator NAME, or a conversation that ends with the answer
+    answers:NAME:KEY  so does the generator NAME, or a conversation that ends with the answer; :KEY:LAST:CLOSES where it
+                    teaches them, of a conversation the last alone if the option LAST is set, and ends them if CLOSES
     appends:NAME:ALLOW:ROLE  the generator NAME appends to a conversation, so that the template may not rewrite it
                     unless the option ALLOW is set; the option ROLE is that of tools' answers, else it is "user"
     calls:NAME:CALL the option NAME is a function that is called so, see functions.py
@@ -36,6 +38,7 @@ from pathlib import Path
 from miles_core import hookspecs
 from miles_core.backends.megatron.hf_files import check_other, check_whole
 from miles_core.backends.megatron.hf_template import check_appends
+from miles_core.backends.megatron.hf_turns import how_called
 from miles_core.backends.megatron.layout import share
 from miles_core.config.architecture import architecture_of
 from miles_core.config.bounds import stated, within
@@ -68,6 +71,7 @@ TESTS: dict[str, Callable[[list, object], bool]] = {
     "missing": lambda values, wanted: any(astray(str(value)) for value in values) == wanted,
     "lacks": lambda values, wanted: any(path.exists() and not (path / wanted).is_file() for path in map(Path, values)),
     "text": lambda values, wanted: any(isinstance(value, str) for value in values) == wanted,
+    "twice": lambda values, wanted: len(values) > len({re.match(str(wanted), str(value))[1] for value in values}),
     "malformed": lambda values, wanted: all(map(_compiles, values)) != wanted,
 }
 """Name -> whether it holds of a key's values: none for one that is not set, several for a list."""
@@ -75,7 +79,7 @@ COMPARES: dict[str, Callable[[object, object], bool]] = {
     "above": operator.gt, "below": operator.lt, "from": operator.ge, "apart": operator.ne,
     "rest": lambda value, other: bool(other and value % other),
     "unnamed": lambda value, other: value not in re.split("[, ]+", str(other)),
-    "is": lambda value, other: str(value).rstrip("/") == str(other).rstrip("/"),
+    "is": lambda value, other: os.path.realpath(str(value)) == os.path.realpath(str(other)),
 }
 """Further tests: with a number, or with the value of another key; where that is not set, none of them holds."""
 SAID = "said"
@@ -101,13 +105,15 @@ def check_statements(selected: Sequence[Selected], config: RunConfig) -> None:
                 raise _unreadable(one, rule, "it is {when = {...}, what = ..., fix = ...}")
             if all(_holds(one, key, test, selected, config) for key, test in rule["when"].items()):
                 keys = [key for key in rule["when"] if "." in key and not key.startswith(
-                    ("architecture.", "environ", "share."))]
+                    ("architecture.", "environ", "share.", "template."))]
                 inside = {str(Path(str(folder), key.split("/")[1])) for key in keys if "/" in key
                           for folder in _values(one, key.split("/")[0], selected, config)}
                 values = _values(one, next(iter(rule["when"])), selected, config)
+                variables = [name for key in rule["when"] if key.startswith("environment.")
+                             for name in sorted(fnmatch.filter(os.environ, key.partition(".")[2]))]
                 raise ConfigError(rule["what"], got=", ".join(map(str, values)) or None,
                                   who=", ".join(filter(None, [who(config, *(key for key in keys if "/" not in key)),
-                                                              *sorted(inside), "" if own else
+                                                              *variables, *sorted(inside), "" if own else
                                                               f"plugin {one.manifest.name}"])),
                                   fix=rule["fix"])
     _functions(selected, config)
@@ -164,8 +170,9 @@ def _values(one: Selected, key: str, selected: Sequence[Selected], config: RunCo
     try:
         if table == "environment":
             value: object = [os.environ[key] for key in sorted(fnmatch.filter(os.environ, name))]
-        elif table in ("architecture", "share"):
-            value = getattr(architecture_of(config), name) if table == "architecture" else share(config, name)
+        elif table in ("architecture", "share", "template"):
+            value = getattr(architecture_of(config), name) if table == "architecture" else share(
+                config, name) if table == "share" else how_called(config).get(name)
         elif table in TABLES:
             value = getattr(getattr(config, table), name)
         elif table in ("megatron", "server", "router"):
@@ -204,7 +211,7 @@ def _scored(selected: Sequence[Selected], config: RunConfig) -> None:
             if names and names[0] in chosen.get(word, ()):
                 options = [f"{one.manifest.name}.{name}" for name in names[1:]]
                 keys = [key for option in options for key in _values(one, option, selected, config)]
-                check_needs(config, names[0], *keys, shown=word == "answers")
+                check_needs(config, names[0], *keys[:1], learns=keys[1:] if word == "answers" else None)
             elif word == "appends" and names[0] == rollout.generate and present(config):
                 allow, *role = (f"{one.manifest.name}.{name}" for name in names[1:])
                 check_appends(config, allowed=_values(one, allow, selected, config) == [True],

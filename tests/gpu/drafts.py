@@ -49,6 +49,8 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, default=Path("/dev/shm/miles-drafts"))
     parser.add_argument("--rollouts", type=int, default=20)
     parser.add_argument("--seconds", type=float, default=240)
+    parser.add_argument("--flags", default="--sglang-cuda-graph-max-bs 64", help="of every run; "
+                        "--sglang-disable-cuda-graph where deep_gemm, which graphs of a draft want, is not installed")
     args = parser.parse_args()
     failed = 0
     for name in args.runs or ("kept", "trained", "other"):
@@ -61,8 +63,8 @@ def main() -> int:
             draft, recipe = with_layer(args.folder, 30), "examples/moe.toml"
             words = ["--plugin", "mtp", "--hf-checkpoint", draft, "--sglang-speculative-algorithm", "EAGLE"]
             words += ["--enable-mtp-training"] if name == "trained" else []
-        steps = run(args.folder / name, [*SGLANG, *DRAFTED, *words, "--sglang-speculative-draft-model-path", draft,
-                                         "--num-rollout", args.rollouts], args.seconds, coin=False, recipe=recipe)
+        words += ["--sglang-speculative-draft-model-path", draft, "--num-rollout", args.rollouts, *args.flags.split()]
+        steps = run(args.folder / name, [*SGLANG[:-2], *DRAFTED, *words], args.seconds, coin=False, recipe=recipe)
         for title, key in SHOWN.items():
             values = [round(step[key], 4) for step in steps if key in step]
             print(f"{name:8} {title:20}", json.dumps(values), flush=True)

@@ -33,11 +33,11 @@ HANDLED = {
     "dense-layers-of-two-gpus": "SGLang 0.5.16 takes the tensor-parallel size too",
     "token-limit-below-prompt-and-response": "a longer sample gets a micro-batch of its own, which a note announces",
     "answers-that-cannot-end": "a run may measure with answers of one length",
-    "template-ends-turns-where-the-model-does-not-stop": "published scripts train base models so",
-    "chat-data-on-a-base-model": "published scripts train base models so",
     "cap-before-the-final-answer": "what an answer takes is the scorer's affair",
     "turns-end-where-answers-do-not": "policies that are trained from base models learn where to end",
     "groups-of-four-bits-cut-by-the-engine": "no server of SGLang has been seen to serve them",
+    "learning-rate-zero": "a run may measure without training",
+    "token-beyond-the-vocabulary": "published models have a token that no text of theirs contains (gemma-3-1b)",
     "one-reward-for-a-whole-group": "the first group that is scored ends the run: rewards are one for each sample",
 }
 """Cases of later collections that run here as they are, or end with a sentence once they run."""

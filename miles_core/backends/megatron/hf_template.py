@@ -35,8 +35,7 @@ def check_tokenizer(config: RunConfig, tokenizer: Tokenizer) -> None:
         tokenizer: the run's.
 
     Raises:
-        DataError: files of the tokenizer that are cut short, or its end of a sequence is none of its tokens, or not one
-            at which the model that is trained by demonstrations would stop.
+        DataError: files of the tokenizer that are cut short, or its end of a sequence is none of its tokens.
     """
     folder, raw, tokens = tokenizer
     for path, text in ((folder / name, (folder / name).read_bytes() if name != "tokenizer.json" else raw)
@@ -45,8 +44,8 @@ def check_tokenizer(config: RunConfig, tokenizer: Tokenizer) -> None:
             raise DataError("the tokenizer cannot be read: its file is not whole", got=f"{len(text)} bytes",
                             who=str(path), fix="fetch the checkpoint again")
     rollout = config.rollout
-    said = {**_json(folder / "special_tokens_map.json"), **_json(folder / "tokenizer_config.json")}
-    end = _text(said.get("eos_token"))
+    said = {**read(folder / "special_tokens_map.json"), **read(folder / "tokenizer_config.json")}
+    end = token_text(said.get("eos_token"))
     _check_vocabulary(raw, (config_json(config)[1] or {}).get("vocab_size"), folder)
     if end is None and said.get("eos_token"):
         raise DataError("eos_token should be text", got=said["eos_token"], who=str(folder / "tokenizer_config.json"),
@@ -57,25 +56,24 @@ def check_tokenizer(config: RunConfig, tokenizer: Tokenizer) -> None:
     if not any(one in raw for one in spelled) and end not in str(said.get("added_tokens_decoder")):
         raise DataError("the token that ends a sequence is none of the tokenizer's", got=end,
                         who=str(folder / "tokenizer_config.json"), fix="name one that tokenizer.json has as eos_token")
-    ends = [_json(folder / name).get("eos_token_id") for name in ("config.json", "generation_config.json")]
-    stops = {one for ids in ends for one in (ids if isinstance(ids, list) else [ids]) if isinstance(one, int)}
+    stops = stops_of(folder)
     if stops and tokens and not stops & {*tokens.values()} and not any(
             str(one) in (said.get("added_tokens_decoder") or {}) for one in stops):
         raise DataError("no token that ends the model's answers is a special token of the tokenizer, which is another "
                         "model's", got=f"eos_token_id {', '.join(map(str, sorted(stops)))}, and {end} is "
                         f"{tokens.get(end, 'none')}", who=str(folder), fix="copy tokenizer.json and "
                         "tokenizer_config.json of this model there, or name its own eos_token_id")
-    if config.algorithm.loss_type == "sft_loss" and stops and end in tokens and tokens[end] not in stops:
-        raise DataError("the model learns to end with a token at which its exports do not stop", who=str(folder),
-                        got=f"{end} of tokenizer_config.json is {tokens[end]}, eos_token_id of config.json and "
-                        f"generation_config.json {', '.join(map(str, sorted(stops)))}",
-                        fix=f"add {tokens[end]} to eos_token_id of generation_config.json, or name its token in "
-                        "tokenizer_config.json")
     if rollout.rollout_skip_special_tokens and (lost := [stop for stop in rollout.rollout_stop if stop in tokens]) and (
             lost[0] != end and re.search(re.escape(json.dumps(lost[0]).encode()) + rb'[^{}]*"special":\s*true', raw)):
         raise DataError("nothing stops at a special token, as they are left out of the text", got=lost[0],
                         who=who(config, "rollout.rollout_stop", "rollout.rollout_skip_special_tokens"),
                         fix=f"--rollout-stop-token-ids {tokens[lost[0]]}")
+
+
+def stops_of(folder: Path) -> set[int]:
+    """Tokens at which a checkpoint's model stops, as its files have it."""
+    ends = [read(folder / name).get("eos_token_id") for name in ("config.json", "generation_config.json")]
+    return {one for ids in ends for one in (ids if isinstance(ids, list) else [ids]) if isinstance(one, int)}
 
 
 def _check_vocabulary(raw: bytes, size: object, folder: Path) -> None:
@@ -110,15 +108,16 @@ def tokenizer_of(config: RunConfig) -> Tokenizer:
     raw = (folder / "tokenizer.json").read_bytes() if (folder / "tokenizer.json").is_file() else b""
     found = {json.loads(content): int(number) for number, content in
              _ADDED.findall(raw, 0, max(raw.find(b'"normalizer"'), 0))}
-    said = _json(folder / "tokenizer_config.json")
+    said = read(folder / "tokenizer_config.json")
     listed = said.get("additional_special_tokens")
-    late = [one for one in map(_text, listed if isinstance(listed, list) else ()) if one and one not in found
+    late = [one for one in map(token_text, listed if isinstance(listed, list) else ()) if one and one not in found
             and json.dumps(one).encode() not in raw and one not in str(said.get("added_tokens_decoder"))]
     late_ids = {one: max(found.values()) + 1 + i for i, one in enumerate(late)} if found else {}
     return Tokenizer(folder, raw, found | late_ids)
 
 
-def _text(token: object) -> str | None:
+def token_text(token: object) -> str | None:
+    """A token as tokenizer_config.json writes it, as text."""
     token = token.get("content") if isinstance(token, Mapping) else token
     return token if isinstance(token, str) and token else None
 
@@ -205,14 +204,14 @@ class Shown:
 
     def __init__(self, config: RunConfig, template: ChatTemplate | None, tokenizer: Tokenizer):
         folder, raw, tokens = tokenizer
-        said, size = _json(folder / "tokenizer_config.json"), (config_json(config)[1] or {}).get("vocab_size")
+        said, size = read(folder / "tokenizer_config.json"), (config_json(config)[1] or {}).get("vocab_size")
         begins = raw[max(raw.find(b'"post_processor"'), 0):max(raw.find(b'"decoder"'), 0)]
-        bos = _text(said.get("bos_token"))
+        bos = token_text(said.get("bos_token"))
         self._begun = bos if template is None and bos and (
             said.get("add_bos_token") is True or json.dumps(bos).encode() in begins) else None
         self.template, self._opens = template, template is not None and config.rollout.generate == "single-turn"
         self._beyond = [(token, one) for token, one in tokens.items() if isinstance(size, int) and one >= size]
-        self._end, self._size = _text(said.get("eos_token")), size
+        self._end, self._size = token_text(said.get("eos_token")), size
 
     def text(self, text: str, where: str) -> None:
         if beyond := next((pair for pair in self._beyond if pair[0] in text), None):
@@ -239,11 +238,24 @@ class Shown:
                                 got=str(content)[:40], fix='write the text itself: "content": "..."')
             said = content.rpartition("</think>")[2] if isinstance(content, str) else ""
             word = max(re.findall(r"\w+", said), key=len, default="")
-            if word not in text and (role == "system" or place >= len(messages) - 2 and role == "user"
+            if word not in text and (role in ("system", "tool") or place >= len(messages) - 2 and role == "user"
                                      or place == len(messages) - 1 and role == "assistant"):
                 raise DataError(f"the chat template leaves out what the {role} says", got=said[:40], who=where,
                                 fix="look at it with `miles check-template`; it should write message.content of every "
                                 "one of `messages`")
+            mark = re.search(r"<\|?[^<>\s]+\|?>$", content.rstrip()) if isinstance(content, str) else None
+            if mark and re.search(re.escape(content.rstrip()) + rf"\s*{re.escape(mark[0])}", text):
+                raise DataError("the text ends with what the chat template writes behind it", got=mark[0], who=where,
+                                fix="leave it out of the rows, or it would stand there twice")
+            for call in message["tool_calls"] if isinstance(message.get("tool_calls"), list) else ():
+                call = call.get("function", call) if isinstance(call, Mapping) else {}
+                if str(call.get("name", "")) not in text:
+                    raise DataError("the chat template leaves out the calls of tools", got=call["name"], who=where,
+                                    fix="name one that writes message.tool_calls, or write calls into the content")
+                said = call.get("arguments")
+                if isinstance(said, str) and '"' in said and json.dumps(said, ensure_ascii=False) in text:
+                    raise DataError("the arguments of a call are text, which the chat template quotes once more",
+                                    got=said[:40], who=where, fix='write the object itself: "arguments": {...}')
 
 
 class ChatTemplate:
@@ -255,14 +267,15 @@ class ChatTemplate:
 
     def __init__(self, config: RunConfig):
         folder, rollout = Path(str(config.checkpoint.hf_checkpoint)), config.rollout
-        said = _json(folder / "tokenizer_config.json")
+        said = read(folder / "tokenizer_config.json")
         path = Path(rollout.chat_template_path or folder / "chat_template.jinja")
         found = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else (
-            _json(folder / "chat_template.json").get("chat_template") or said.get("chat_template"))
+            read(folder / "chat_template.json").get("chat_template") or said.get("chat_template"))
         if isinstance(found, list):
-            found = next((one.get("template") for one in found if one.get("name") == "default"), None)
+            found = {one.get("name"): one.get("template") for one in found}
+        found = found.get("default") if isinstance(found, Mapping) else found
         self.text = found if isinstance(found, str) else None
-        tokens = {**_json(folder / "special_tokens_map.json"), **said}
+        tokens = {**read(folder / "special_tokens_map.json"), **said}
         self._given = {name: value.get("content") if isinstance(value, Mapping) else value
                        for name, value in tokens.items() if name.endswith("_token") and value}
         self._given |= {"tools": None, "documents": None, "add_generation_prompt": True}
@@ -300,15 +313,15 @@ class ChatTemplate:
                     raise DataError("the chat template has no such argument", got=name, who=origin,
                                     fix=f"write {near[0]}")
 
-    def render(self, messages: Sequence[Mapping], where: str) -> str:
-        """The text, with the answer's opening.
+    def render(self, messages: Sequence[Mapping], where: str, **given: Any) -> str:
+        """The text, with the answer's opening where `given` or the run does not say otherwise.
 
         Raises:
             DataError: the template's own refusal.
         """
         plain = [{key: value for key, value in one.items() if value is not None} for one in messages]
         try:
-            return self._template.render(messages=plain, **self._given)
+            return self._template.render(messages=plain, **self._given | given)
         except Exception as error:  # noqa: BLE001 - a template may raise anything
             raise DataError("the chat template refuses the messages", got=str(error), who=where,
                             fix="check the roles and contents, and `miles check-template`") from None
@@ -336,7 +349,8 @@ def _environment():
     return made
 
 
-def _json(path: Path) -> Mapping:
+def read(path: Path) -> Mapping:
+    """A JSON object; nothing where there is none that can be read."""
     try:
         said = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):  # none, or the start speaks of it

@@ -87,4 +87,6 @@ def _usual(config: RunConfig) -> dict[str, object]:
         fields["enable_fp32_lm_head"] = True
     if "speculative_algorithm" in config.server:
         fields["enable_draft_weights_cpu_backup"] = True  # released weights come back empty, and no sync brings a draft
+        if fields.get("load_format") == "dummy" and config.server["speculative_algorithm"].upper() != "NGRAM":
+            fields["speculative_draft_load_format"] = "auto"  # else a draft would be as random as the servers start
     return fields

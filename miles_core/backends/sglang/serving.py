@@ -109,10 +109,13 @@ def _speculative(config: RunConfig, note: Note) -> RunConfig:
     if draft and draft.startswith((".", "/", "~")) and not Path(draft).expanduser().exists():
         raise ConfigError("there is no such draft model", got=draft,
                           who=who(config, "server.speculative_draft_model_path"), fix="name a Hugging Face folder")
-    if draft and (other := other_tokens(Path(str(config.checkpoint.hf_checkpoint)), Path(draft))):
-        raise ConfigError("the draft's tokens are not the policy's", got=other,
-                          who=who(config, "server.speculative_draft_model_path"),
-                          fix="name a draft with the policy's tokenizer")
+    for name, fix in (("speculative_draft_model_path", "name a draft with the policy's tokenizer"),
+                      ("tokenizer_path", "leave --sglang-tokenizer-path out: it is --hf-checkpoint's")):
+        path = config.server.get(name)
+        if path and (other := other_tokens(Path(str(config.checkpoint.hf_checkpoint)), Path(path))):
+            whose = "the draft's" if name.startswith("spec") else "the servers'"
+            raise ConfigError(f"{whose} tokens are not the policy's", got=other, who=who(config, f"server.{name}"),
+                              fix=fix)
     return config
 
 

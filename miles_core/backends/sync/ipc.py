@@ -135,7 +135,7 @@ class IpcSender:
 
 def pack(bucket: Bucket, report: dict | None = None) -> str:
     """A bucket as `update_weights_from_tensor` takes it: on a GPU a handle of its memory."""
-    plan = {"tensors": bucket.tensors, **({"report": report} if report else {})}
+    plan = {"tensors": bucket.tensors, **({} if report is None else {"report": report})}
     if not bucket.flat.is_cuda:
         return plain(plan, bucket.flat)
     buffer = io.BytesIO()

@@ -322,15 +322,33 @@ def test_an_int4_checkpoint_enables_it(models, plan):
 
 
 @pytest.mark.parametrize(("flags", "what"), [
-    (("--int4-qat.group-size", 64), r"the engine's checkpoint has groups of 32 \(got group_size 64\)"),
-    (("--engine", "sglang"), "SGLang cannot take new weights into layers that it has repacked"),
+    (("--int4-qat.group-size", 64), r"groups of another size than --int4-qat.group-size \(got 32\)"),
+    (("--engine", "sglang", "--engine-dtype", "bfloat16"), "SGLang cannot take new weights into layers that it has"),
 ])
 def test_what_is_refused_before_anything_runs(models, plan, flags, what):
-    from miles_int4_qat.plugin import Int4Qat, Int4QatOptions
-
-    made = plan(models / "dense-int4", *QAT, "--ref-load", models / "dense", *flags)
     with pytest.raises(ConfigError, match=what):
-        Int4Qat(Int4QatOptions(**made.config.options.get("int4-qat", {})), made.config)
+        plan(models / "dense-int4", *QAT, "--ref-load", models / "dense", *flags)
+
+
+@pytest.mark.parametrize(("change", "what"), [
+    ({"num_bits": 8}, "not of 4 bits"), ({"symmetric": False}, "zero points"), ({"strategy": "channel"}, "by groups"),
+    ({}, None), (None, "quantised in a way that plugin int4-qat does not train"),
+], ids=str)
+def test_a_plan_knows_what_int4_is_trained(models, plan, tmp_path, change, what):
+    for file in (models / "dense-int4").iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    said = json.loads((tmp_path / "config.json").read_text())
+    (group,) = said["quantization_config"]["config_groups"].values()
+    group["weights"] |= change or {}
+    if change is None:
+        said["quantization_config"]["quant_method"] = "gptq"
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "config.json").write_text(json.dumps(said))
+    if what is None:
+        plan(tmp_path, *QAT, "--ref-load", models / "dense")
+    else:
+        with pytest.raises(ConfigError, match=what):
+            plan(tmp_path, *QAT, "--ref-load", models / "dense")
 
 
 def test_a_plan_knows_the_sizes_of_groups(models, plan):

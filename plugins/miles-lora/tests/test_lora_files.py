@@ -124,15 +124,6 @@ def test_rules_of_adapters_name_layers_as_peft_does():
         targets(LAYER, ("q_proj",), ("q_proj",))
 
 
-@pytest.mark.parametrize(("given", "said"), [
-    ({"lora_rank": 0}, "--lora-rank"), ({"lora_alpha": 0.0}, "--lora-alpha"), ({"lora_dropout": 0.1}, "another policy"),
-    ({"lora_type": "lora"}, "canonical_lora"),
-])  # fmt: skip
-def test_an_option_that_cannot_be_meant_is_refused(given, said):
-    with pytest.raises(ConfigError, match=said):
-        Lora(LoraOptions(**given), RunConfig())
-
-
 def test_a_rank_is_needed_and_a_server_is_told_of_it(checkpoint):
     config = RunConfig(perf=Perf(weight_sync="adapter"), rollout=Rollout(engine="sglang"))
     config = replace(config, checkpoint=replace(config.checkpoint, hf_checkpoint=str(checkpoint())))
@@ -148,9 +139,6 @@ def test_a_rank_is_needed_and_a_server_is_told_of_it(checkpoint):
     with pytest.raises(ConfigError, match="no new weights for experts.*gate_proj.*leave --weight-sync out"):
         modules(checkpoint("moe"), ("all-linear",), ())
     assert modules(checkpoint("moe"), ("all-linear",), ("gate_proj", "up_proj", "down_proj"))[0] == "k_proj"
-    still = replace(config, rollout=replace(config.rollout, pause_generation_mode="in_place"))
-    with pytest.raises(ConfigError, match="in_place"):
-        Lora(LoraOptions(lora_rank=8), still)
 
 
 def test_a_stream_is_merged_whole_or_not_at_all():

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.misconfigurations.measure import ACCEPTED, REFUSED, ROOT, outcome
+from tests.misconfigurations.measure import ACCEPTED, BASE, REFUSED, ROOT, outcome
 
 TINY = ROOT / "examples/arithmetic/tiny-qwen3"
 CONFIG = json.loads((TINY / "config.json").read_text())
@@ -18,9 +18,10 @@ SET = "examples/arithmetic/eval.jsonl"
 USER = {"role": "user", "content": "1+1="}
 
 # flags -> a part of what is said
+TEACHERS = ["--use-opd", "--rm-type", "math", "on_policy_distillation", "--opd-teacher-urls"]
 FLAGS = [
     (["--lr", "1e6"], "lr should lie in [0, 0.1) (got 1000000.0)"),
-    (["--lr", "nan"], "lr should lie in"),
+    (["--lr", "nan"], "optimizer.lr should be float (got 'nan')"),
     (["--adam-beta2", "98"], "adam_beta2 should lie in [0, 1)"),
     (["--adam-eps", "0"], "adam_eps should lie in (0, 0.1]"),
     (["--clip-grad", "-1"], "clip_grad should not be negative"),
@@ -29,7 +30,7 @@ FLAGS = [
     (["--eps-clip", "20"], "a band that is wider than 1 below clips nothing"),
     (["--eps-clip-high", "28"], "nothing would be clipped"),
     (["--use-kl-loss", "--kl-loss-coef", "-0.1"], "kl_loss_coef should lie in [0, 100]"),
-    (["--entropy-coef", "nan"], "entropy_coef should lie in [-10, 10]"),
+    (["--entropy-coef", "nan"], "algorithm.entropy_coef should be float (got 'nan')"),
     (["--rollout-temperature", "100"], "rollout_temperature should lie in [0, 10]"),
     (["--rollout-top-k", "0"], "a number of tokens, or -1"),
     ([*EVAL, "sums", SET, "--eval-top-k", "-5"], "eval_top_k is a number of tokens"),
@@ -103,8 +104,28 @@ FLAGS = [
      "the critic would train alone"),
     ([*SGLANG, "--sglang-max-total-tokens", "4"], "fewer tokens than one answer may have"),
     ([*SGLANG, "--sglang-json-model-override-args", "{rope_theta: 1}"], "is a JSON object"),
+    (["--num-rollout", "20\r"], "end as on Linux"), (["--rm-type", "math", " "], "nothing after a backslash"),
+    (["--rm-type", "math", "-lr", "1e-6"], "write --lr"), (["--rm-type", "math", "\u2013lr", "1"], "write --lr"),
+    (["--rollout-stop-token-ids"], "takes a value or more"), (["--use-rs"], "belongs to plugin 'tis'"),
+    ([*EVAL, f"sums={SET}"], "NAME PATH pairs"), ([*EVAL, "a", "s3://bucket/a.jsonl"], "this is an address"),
+    (["--prompt-data", "https://host/train.jsonl"], "this is an address"),
+    (["--rollout-seed", "-1"], "rollout_seed should lie in"),
+    (["--seed", "99999999999999999999"], "seed should lie in"),
+    (["--save", "examples/../examples/arithmetic/tiny-qwen3"], "save into the folder that it starts from"),
+    (["--drop-plugin-state", "ppo"], "nothing is loaded"),
+    (["--plugin", "tis", "--tis.rs-level", "sequence"], "has no effect without --use-rs"),
+    (["--plugin", "tis", "--tis.tis-mode", "mask"], "has no effect without --use-tis"),
+    (["--plugin", "tis", "--tis.rs-veto-threshold", "1"], "rs_veto_threshold is that of a ratio"),
+    ([*TEACHERS, "a=http://h:1", "a=http://h:2"], "two teachers have one name"),
+    ([*TEACHERS, "http://h:1/v1"], "the address of an OpenAI interface"),
+    ([*TEACHERS, "http://h:1,http://h:2"], "begins with http://"),
+    (["--advantage-estimator", "ppo", "--critic-lr", "1e-15"], "the critic would not change"),
 ]  # fmt: skip
 FINE = [
+    ["--rollout-stop", "\r\n"], ["--rollout-stop-token-ids", "0"], ["--rollout-seed", "0"],
+    ["--save", "{here}/a", "--save-hf", "{here}/a/hf/{rollout_id}"], ["--server-command", "python", "-m", "x"],
+    ["--plugin", "tis", "--tis.no-use-rs", "--tis.rs-upper-bound", "2", "--tis.rs-veto-threshold", "1e-4"],
+    [*TEACHERS, "a=http://h:1", "b=http://h:2/generate", "http://h:3/proxy"],
     ["--lr", "0"], ["--lr", "1e-6", "--min-lr", "1e-7", "--lr-decay-style", "cosine"], ["--eps-clip", "1"],
     ["--advantage-estimator", "cispo", "--eps-clip", "10"], ["--rollout-top-k", "-1"], ["--start-rollout-id", "19"],
     ["--recompute-granularity", "full", "--recompute-method", "block", "--recompute-num-layers", "4"],
@@ -267,3 +288,18 @@ def test_the_environment_fits(flags, variables, words):
         assert outcome({"id": "one", **case}).verdict == ACCEPTED
     else:
         told(case, words)
+
+
+@pytest.mark.parametrize(("line", "words"), [
+    ("n_samples = 0", "a whole number from 1 on"), ('n_samples = "4"', "a whole number from 1 on"),
+    ("top_k = 0", "a whole number from 1 on"), ('temperature = "0.6"', "is a number"), ("label_key = 1", "is a text"),
+    ("top_k = -1", None), ("temperature = 0", None), ("max_response_len = 16", None),
+])
+def test_values_of_an_eval_data_set_are_of_their_kind(tmp_path, line, words):
+    text = f"\ufeff[eval]\neval_interval = 5\n[[eval.datasets]]\nname = 'sums'\npath = '{SET}'\n{line}\n"
+    (tmp_path / "run.toml").write_text(text, encoding="utf-8")
+    case = {"run_file": f"{tmp_path}/run.toml", "flags": [word for group in BASE for word in group]}
+    if words:
+        told(case, words)
+    else:
+        assert outcome({"id": "one", **case}).verdict == ACCEPTED

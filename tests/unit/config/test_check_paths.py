@@ -100,3 +100,24 @@ def test_a_latent_models_groups_are_its_own(plan, folder):
     """config.json's key-value heads say nothing of Megatron's query groups there."""
     model = folder("model", **(DEEPSEEK_V3 | {"num_key_value_heads": 4}))
     plan("--hf-checkpoint", model, "--num-query-groups", 128, **{"num_layers = 2\n": ""})
+
+
+def test_another_programs_checkpoint_and_the_folder_above_ones_own(plan, folder):
+    verl = folder("verl", "latest_checkpointed_iteration.txt", "global_step_7/actor/x.pt")
+    refused(plan, "another program saved it", "--load", verl)
+    kept = folder("run", "checkpoints/latest_checkpointed_iteration.txt", "plan.json")
+    (kept / "checkpoints/latest_checkpointed_iteration.txt").write_text("7")
+    refused(plan, f"is {kept / 'checkpoints'} meant?", "--load", kept)
+    body = folder("body", model_type="qwen3", architectures=["Qwen3Model"])
+    refused(plan, "the checkpoint is no language model", "--ref-load", body)
+
+
+def test_a_folder_that_cannot_be_written(plan, tmp_path, monkeypatch):
+    monkeypatch.setattr("os.access", lambda path, mode: str(path) != str(tmp_path))
+    refused(plan, "nothing can be written here", "--save", tmp_path / "a" / "b")
+
+
+def test_saved_rollouts_are_there_under_the_name_that_is_read(plan, folder):
+    saved = folder("saved", "0.pt")
+    refused(plan, "no rollout_*.pt in", "--load-debug-rollout-data", f"{saved}/rollout_{{rollout_id}}.pt")
+    plan("--load-debug-rollout-data", f"{saved}/{{rollout_id}}.pt")

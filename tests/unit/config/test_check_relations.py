@@ -10,8 +10,10 @@ from miles_core.errors import MilesError
 
 QWEN = {"model_type": "qwen3", "num_hidden_layers": 4, "hidden_size": 128, "num_attention_heads": 28,
         "num_key_value_heads": 4, "head_dim": 32, "intermediate_size": 96, "vocab_size": 264, "rms_norm_eps": 1e-6,
-        "max_position_embeddings": 1024, "tie_word_embeddings": True, "rope_parameters": {"rope_theta": 10000.0}}
-MOE = QWEN | {"model_type": "qwen3_moe", "num_experts": 6, "moe_intermediate_size": 96, "num_experts_per_tok": 2}
+        "max_position_embeddings": 1024, "tie_word_embeddings": True, "rope_parameters": {"rope_theta": 10000.0},
+        "architectures": ["Qwen3ForCausalLM"]}
+MOE = QWEN | {"model_type": "qwen3_moe", "num_experts": 6, "moe_intermediate_size": 96, "num_experts_per_tok": 2,
+              "architectures": ["Qwen3MoeForCausalLM"]}
 SGLANG = ("--engine", "sglang", "--colocate")
 FOUR = (*SGLANG, "--actor-num-gpus-per-node", 4, "--rollout-num-gpus-per-engine", 4)
 EVAL = ("--eval-interval", 1, "--eval-prompt-data", "eval.jsonl")
@@ -98,7 +100,7 @@ def test_a_contradiction_is_refused_and_its_neighbour_is_not(on, name):
 
 def test_blocks_that_share_a_scale_fit_the_experts(on):
     said = MOE | {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
-    flags = [*SGLANG, "--ref-load", "plain"]
+    flags = [*SGLANG, "--ref-load", "plain", "--engine-dtype", "bfloat16"]
     with pytest.raises(MilesError, match="moe_intermediate_size is no multiple .* 96 / 1, blocks of 128"):
         on(said, *flags)
     on(said | {"moe_intermediate_size": 256}, *flags)

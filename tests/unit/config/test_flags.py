@@ -137,7 +137,7 @@ def test_what_is_wrong_says_what_to_write(argv, message):
 
 @pytest.mark.parametrize(("table", "key", "message"), [
     ("rollout", "rollout_batchsize", "did you mean 'rollout_batch_size'"),
-    ("rollout", "lr", "it belongs in [optimizer]"),
+    ("rollout", "lr", "it belongs in [optimizer]"), ("rollout", "n", "write --n-samples-per-prompt"),
     ("rolout", "x", "did you mean [rollout]"), ("sft", "x", "not enabled"),
     ("sglang", "server_concurency", "did you mean server_concurrency"),
     ("sglang", "router_polizy", "did you mean router_policy"), ("sglang", "model_path", "--hf-checkpoint"),

@@ -100,7 +100,7 @@ def test_what_they_show_is_refused(take, prompt, template, changes, flags, messa
     ([USER], "{% for m in messages %}[INST] {{ m.content }} [/INST]{% endfor %}", {}, ()),
     ([USER], OPENS, {"added": [ADDED]}, ()), ("1+1=", "", BOS, ()), ("1+1=<|im_end|>", "", {}, ()),
     ([USER], OPENS, ends(256, 256), ()), (SHOWN, OPENS, ends(256, [256, 258]), SFT),
-    (SHOWN, OPENS, ends(256, 256, "<|endoftext|>"), SFT), (SHOWN, CHATML, {}, SFT),
+    (SHOWN, CHATML, {}, SFT),
     ([USER], OPENS, {}, ("--rollout-stop", "<|im_end|>", "--rollout-skip-special-tokens")),
     ([{"role": "system", "content": "Add."}, USER], OPENS, {}, ()), ([USER], OPENS, ends(40, [258]), ()),
     ([USER], OPENS, {"tokenizer.json": {"model": MODEL | {"vocab": MODEL["vocab"] | {"zz": 263}}}}, ()),
@@ -121,5 +121,72 @@ MUTE = OPENS.replace("{% for m in messages %}", "{% for m in messages if m.role 
 def test_a_conversation_that_is_appended_to_wants_a_template_that_only_appends(template, flags, words):
     tools = () if flags is None else ("--plugin", "tools", "--generate", "tools", "--tools.tools", "calc", *flags)
     found = outcome({"id": "one", "flags": [*tools, "--chat-template-path", "{here}/x.jinja"],
+                     "files": {"x.jinja": template}})
+    assert found.verdict == (REFUSED if words else ACCEPTED) and (words or "") in found.sentence, found
+
+
+BASE = ends(256, 256, "<|endoftext|>")
+TWO = [*SHOWN, {"role": "user", "content": "2+2="}, {"role": "assistant", "content": "<think>\nx\n</think>\n\n4"}]
+THOUGHT = [USER, {"role": "assistant", "content": "<think>\nx\n</think>\n\n2"}, *TWO[2:]]
+PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+LLAMA = OPENS.replace("<|im_end|>", "</s>")
+HEADED = "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "calc", "arguments": '{"x": "1"}'}}]}
+CALLS = OPENS.replace("{{ m.content }}", "{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>"
+                      "{{ c.function | tojson }}</tool_call>{% endfor %}")
+ENDS = "learns to end with a token at which its exports do not stop"
+
+
+@pytest.mark.parametrize(("row", "template", "changes", "flags", "message"), [
+    (SHOWN, OPENS, BASE, (), ENDS + " (got <|im_end|> is 258, and the end of a sequence 256)"),
+    (SHOWN, OPENS, BASE, ("--rollout-stop-token-ids", "258"), None),
+    (SHOWN, OPENS, BASE, ("--rollout-stop", "<|im_end|>"), None),
+    (SHOWN, OPENS, ends(None, None, "<|endoftext|>"), (), ENDS),
+    (SHOWN, OPENS, ends(256, [256, 258], "<|endoftext|>"), (), None),
+    (SHOWN, PLAIN, BASE, (), None), (SHOWN, PLAIN, {}, ("--sft.no-sft-append-eos",), "nothing ends the demonstrations"),
+    (SHOWN, PLAIN, {}, ("--sft.no-sft-append-eos", "--rollout-stop", "user:"), None),
+    (SHOWN, PLAIN, {"tokenizer_config.json": {"eos_token": None}}, (), "nothing ends the demonstrations"),
+    ({"prompt": "1+1=", "response": "2<|im_end|>"}, "", BASE, (), ENDS),
+    ({"prompt": "1+1=", "response": "2"}, "", BASE, (), None),
+    ({"prompt": "1+1=", "response": "2"}, "", ends(256, 256), (), ENDS),
+    (SHOWN, LLAMA, {}, (), "no token of the tokenizer: it is another model's (got </s>)"),
+    (SHOWN, LLAMA, {}, ("--rollout-stop", "</s>"), None),
+    (SHOWN, LLAMA, {"added": [ADDED | {"id": 263, "content": "</s>"}]} | ends(263, 263, "</s>"), (), None),
+    (SHOWN, CHATML + "<|im_start|>assistant\n", {}, (), "opens a further answer behind every conversation"),
+    (SHOWN, PLAIN + "assistant: ", {}, (), "opens a further answer behind every conversation"),
+    (SHOWN, OPENS + "{% if not add_generation_prompt %}<|endoftext|>{% endif %}", {}, ("--sft.sft-last-turn-only",),
+     None),
+    (THOUGHT, FORGETS, {}, (), "does not show where the answer of message 1 is"),
+    (THOUGHT, FORGETS, {}, ("--sft.sft-last-turn-only",), None), (THOUGHT, OPENS, {}, (), None),
+    (SHOWN, CHATML + HEADED, {}, (), "alone it is rendered differently (got '<think>\\n', and in the whole '2"),
+    (TWO[2:], CHATML + HEADED, {}, (), None),
+    ([USER, CALL], OPENS, {}, (), "leaves out the calls of tools (got calc)"),
+    ([USER, CALL], CALLS, {}, (), "are text, which the chat template quotes once more"),
+    ([USER, CALL | {"tool_calls": [{"function": {"name": "calc", "arguments": {"x": "1"}}}]}], CALLS, {}, (), None),
+    ([USER, SHOWN[1] | {"content": "2<|im_end|>"}], OPENS, {}, (), "ends with what the chat template writes behind it"),
+], ids=str)
+def test_demonstrations_show_where_answers_begin_and_end(take, row, template, changes, flags, message):
+    given = (row, template, changes, *SFT, "--skip-actor-forward-only", *flags)
+    if message is None:
+        take(*given)
+        return
+    with pytest.raises(DataError) as caught:
+        take(*given)
+    assert message in str(caught.value), str(caught.value)
+
+
+ASKS = "{% if tools %}{{ tools | tojson }} {% endif %}" + OPENS
+
+
+@pytest.mark.parametrize(("form", "asks", "words"), [
+    ("tag", '<tool_call>{"name": NAME}</tool_call>', "asks for calls in another form"), ("tag", "A call:", None),
+    ("hermes", '<tool_call>{"name": NAME}</tool_call>', None), ("hermes", "A call:", None),
+    ("hermes", "<tool_call><function=NAME></tool_call>", "writes calls in another form"),
+    ("hermes", "{# [TOOL_CALLS] #}", "writes calls in another form"), ("fenced", "{# [TOOL_CALLS] #}", None),
+])
+def test_calls_are_read_in_the_form_that_the_template_asks_for(form, asks, words):
+    template = ASKS.replace(" {% endif %}", f"{asks}{{% endif %}}", 1)
+    found = outcome({"id": "one", "flags": ["--plugin", "tools", "--generate", "tools", "--tools.tools", "calc",
+                                            "--tools.tool-format", form, "--chat-template-path", "{here}/x.jinja"],
                      "files": {"x.jinja": template}})
     assert found.verdict == (REFUSED if words else ACCEPTED) and (words or "") in found.sentence, found

@@ -25,6 +25,12 @@ def check(tmp_path, text, call):
     ("async def f(a, b): return 1", GENERATE, NO), ("async def f(a): pass", "f(args)", NO),
     ("def f(args, loss): return loss", TIS, NO), ("class f:\n def get_samples(self, n): return []", SOURCE, NO),
     ("class f:\n def __init__(self, args): pass", SOURCE, NO),
+    ("f = lambda text: 1", REWARD, NO), ("def f(a, b): return {'score': 1}", REWARD, NO),
+    ("def f(a, b):\n if a: return None\n return", REWARD, NO), ("def f(a, b): return '1'", REWARD, NO),
+    ("def f(a, b): return [1 for _ in b]", REWARD, NO), ("def f(a, b): return 1, 'good'", REWARD, NO),
+    ("def f(a, b): return [one for one in b]", "keep(args, samples) -> bool", NO),
+    ("def f(a, b): return -b.loss", "loss(args, inputs) -> (loss, metrics)", NO),
+    ("class f:\n def __init__(self, args): pass\n def get_samples(self): return []", SOURCE, NO),
     ("# f\ndef g(a, b): return 1", REWARD, GONE), ("class g:\n def f(self, a, b): return 1", REWARD, GONE),
     ("def g():\n def f(a, b): return 1", REWARD, GONE), ("import not_there\ndef f(a, b): return 1", REWARD, ABSENT),
     ("from .here import g\ndef f(a, b): return 1", REWARD, ABSENT),
@@ -36,6 +42,9 @@ def test_what_the_source_shows_is_refused(tmp_path, text, call, message):
 
 @pytest.mark.parametrize(("text", "call"), [
     ("def f(a, b, **more): return 1", REWARD), ("async def f(a, b, c=1): return 1", REWARD),
+    ("def f(args, samples): return [1 for _ in samples]", REWARD),
+    ("def f(a, b): return b.reward, {}", "loss(args, inputs) -> (loss, metrics)"),
+    ("def f(a, b):\n def g(): return {'x': 1}\n return g()['x']", REWARD),
     ("def f(*given): return 1", REWARD), ("f = lambda a, b: 1", REWARD), ("f = make(1)", REWARD),
     ("from json import loads as f", REWARD), ("from json import *", REWARD),
     ("class f:\n def __call__(self, a, b): return 1", REWARD), ("f, g = 1, 2", REWARD),

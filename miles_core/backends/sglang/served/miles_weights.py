@@ -60,7 +60,8 @@ def load(model, named_tensors) -> None:
             patch: {folder, copy, version, base}; see `patch`. drop: the copy's path, to remove it.
             join: {name, backend, method, size, offset, seconds}: become a member of a group. leave: its name.
             receive: {name, store, key, seconds}: take buckets from that group until the store says stop.
-            report: {store: [host, port], key, names_only, dtype, dtypes, kinds}: tell what the model holds now.
+            report: {store: [host, port], key, names_only, dtype, dtypes, kinds}: close the sender's memory and tell
+                what the model holds now; {} tells nothing.
     """
     ((text, flat),) = named_tensors
     plan = json.loads(text)
@@ -288,9 +289,11 @@ def held(model, dtype: str | None, dtypes: Mapping[str, str],
     return list(tensors), sums(list(tensors.values())).cpu()
 
 
-def _report(model, store: Sequence, key: str, names_only: bool = False, dtype: str | None = None,
+def _report(model, store: Sequence | None = None, key: str = "", names_only: bool = False, dtype: str | None = None,
             dtypes: Mapping[str, str] | None = None, kinds: Mapping[str, str] | None = None) -> None:
     """Tell the sender, under `key`/rank: sums as the hexadecimal bytes of int64, `changed` as positions in `names`."""
+    if store is None:
+        return
     begin = time.perf_counter()
     answer: dict[str, object] = {"error": _errors[0] if _errors else None}
     _errors.clear()

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from miles_core.config import RunConfig, option
 from miles_core.config.load import config_json
-from miles_core.errors import ConfigError
 from miles_core.hookspecs import hookimpl
 from miles_core.plugins.resolve import chosen
 from miles_fp8.recipe import RECIPES, WEIGHTS, Held, of_checkpoint
@@ -61,6 +60,45 @@ class Fp8:
         {"when": {"fp8.keep": {"unlisted": r"[\w.-]+"}},
          "what": "this is no name of a module",
          "fix": "write names with spaces between them and nothing around them: lm_head model.layers.0"},
+        {"when": {"checkpoint.hf_checkpoint/config.json/quantization_config/quant_method": {"like": "(mx)?fp8"},
+                  "checkpoint.hf_checkpoint/config.json/quantization_config/activation_scheme": {
+                      "set": True, "not": "dynamic"}, "debug.debug_rollout_only": False},
+         "what": "the engine's checkpoint is FP8 of a kind that is not written here: its activations have fixed scales",
+         "fix": "make one with miles convert hf-to-fp8"},
+        {"when": {"checkpoint.hf_checkpoint/config.json/quantization_config/quant_method": {"like": "(mx)?fp8"},
+                  "checkpoint.hf_checkpoint/config.json/quantization_config/fmt": {"set": True, "not": "e4m3"},
+                  "debug.debug_rollout_only": False},
+         "what": "the engine's checkpoint is FP8 of a kind that is not written here: its format is not e4m3",
+         "fix": "make one with miles convert hf-to-fp8"},
+        {"when": {"checkpoint.hf_checkpoint/config.json/quantization_config/quant_method": "fp8", "engine": "sglang",
+                  "checkpoint.hf_checkpoint/config.json/quantization_config/weight_block_size": {"set": False},
+                  "debug.debug_rollout_only": False},
+         "what": "SGLang rearranges FP8 weights with one scale each when it loads them, and cannot be given new ones",
+         "fix": "use a checkpoint with scales by block, weight_block_size: miles convert hf-to-fp8"},
+        {"when": {"checkpoint.hf_checkpoint/config.json/quantization_config/weight_block_size": {"set": True},
+                  "checkpoint.hf_checkpoint/config.json/quantization_config/weight_block_size/1": {"set": False}},
+         "what": "weight_block_size is the rows and the columns of a block", "fix": "[128, 128] in config.json"},
+        {"when": {"checkpoint.hf_checkpoint/config.json/quantization_config/weight_block_size/2": {"set": True}},
+         "what": "weight_block_size is the rows and the columns of a block", "fix": "[128, 128] in config.json"},
+        {"when": {"checkpoint.hf_checkpoint/config.json/quantization_config/weight_block_size": {"text": True}},
+         "what": "weight_block_size is two numbers", "fix": "take their quotes away in config.json"},
+        {"when": {"checkpoint.hf_checkpoint/config.json/quantization_config/weight_block_size": {
+            "outside": "[1, inf)"}},
+         "what": "a block has at least one row and one column", "fix": "[128, 128] in config.json"},
+        {"when": {"checkpoint.hf_checkpoint/config.json/quantization_config/quant_method": {
+            "like": "(?i)(mx)?fp8", "unlike": "(mx)?fp8"}},
+         "what": "names of quantisations are written small", "fix": "\"quant_method\": \"fp8\" in config.json"},
+        {"when": {"megatron.fp8_param": True, "debug.debug_rollout_only": False},
+         "what": "parameters that are kept in FP8 cannot be streamed to engines",
+         "fix": "leave --fp8-param-gather out: parameters stay in bfloat16, products are in FP8"},
+        {"when": {"megatron.fp8_recipe": {"like": "delayed|custom"}, "megatron.fp8": {"set": True},
+                  "megatron.transformer_impl": "local"},
+         "what": "this recipe runs in Transformer Engine's kernels alone",
+         "fix": "write --fp8-recipe blockwise, tensorwise or mxfp8, or leave --transformer-impl out"},
+        {"when": {"megatron.fp8": {"set": True}, "perf.bf16": False, "engine": "sglang",
+                  "debug.debug_rollout_only": False, "megatron.transformer_impl": {"not": "local"}},
+         "what": "FP8 kernels train in bfloat16, and the trainer's dtype is float32",
+         "fix": "write --bf16, or leave FP8 out: --fp8-format none"},
     )
     precision = {
         "trainer": ["{own}; linear layers multiply in fp8 {megatron.fp8} ({megatron.fp8_recipe})"],
@@ -134,19 +172,11 @@ class Fp8:
         return convert(source, out, self._own(recipe, source, self.options.first_layers, self.options.last_layers))
 
     def _held(self) -> Held | None:
-        """How the engine holds its weights; None for plain ones.
-
-        Raises:
-            ConfigError: SGLang could not be given new ones.
-        """
+        """How the engine holds its weights; None for plain ones."""
         path, whole = config_json(self.config)
         said: Any = (whole or {}).get("quantization_config")
         local = chosen(self.config, "engine") == "local"
         held = of_checkpoint(said, path.parent) if said else None
-        if held is not None and held.recipe == "tensorwise" and not local:
-            raise ConfigError("SGLang rearranges FP8 weights with one scale each when it loads them, and cannot be "
-                              "given new ones", who=str(path), got="no weight_block_size",
-                              fix="use a checkpoint with scales by block: miles convert hf-to-fp8")
         if held is not None or said or not local:
             return held
         given = self.config.megatron

@@ -79,6 +79,38 @@ class Int4Qat:
         {"when": {"environment.OPEN_TRAINING_INT4_GROUP_SIZE": {"like": ".+"}, "int4-qat.group_size": {"set": False}},
          "what": "OPEN_TRAINING_INT4_GROUP_SIZE asks for a group size that the run does not name",
          "fix": "write --int4-qat.group-size, or unset the variable"},
+        {"when": {"checkpoint.hf_checkpoint/config.json/quantization_config/quant_method": {
+            "set": True, "not": "compressed-tensors"}, "debug.debug_rollout_only": False},
+         "what": "the checkpoint's weights are quantised in a way that plugin int4-qat does not train",
+         "fix": "use a directory that `miles convert hf-to-int4` wrote"},
+        {"when": {"checkpoint.hf_checkpoint/config.json/quantization_config/format": {
+            "set": True, "not": "pack-quantized"}, "debug.debug_rollout_only": False},
+         "what": "the checkpoint's weights are quantised in a way that plugin int4-qat does not train",
+         "fix": "use a directory that `miles convert hf-to-int4` wrote"},
+        {"when": {"checkpoint.hf_checkpoint/config.json/quantization_config/config_groups/*/weights/num_bits": {
+            "set": True, "unlisted": "4"}, "debug.debug_rollout_only": False},
+         "what": "the checkpoint's weights are not of 4 bits",
+         "fix": "convert the plain one: miles convert hf-to-int4"},
+        {"when": {"checkpoint.hf_checkpoint/config.json/quantization_config/config_groups/*/weights/symmetric": False,
+                  "debug.debug_rollout_only": False},
+         "what": "the checkpoint's int4 weights have zero points, which are not trained here",
+         "fix": "convert the plain one: miles convert hf-to-int4"},
+        {"when": {"checkpoint.hf_checkpoint/config.json/quantization_config/config_groups/*/weights/strategy": {
+            "set": True, "unlisted": "group"}, "debug.debug_rollout_only": False},
+         "what": "the checkpoint's weights do not share scales by groups",
+         "fix": "convert the plain one: miles convert hf-to-int4"},
+        {"when": {"checkpoint.hf_checkpoint/config.json/quantization_config/config_groups/*/input_activations": {
+            "set": True}, "debug.debug_rollout_only": False},
+         "what": "the checkpoint has activations quantised too, which are not trained here",
+         "fix": "convert the plain one: miles convert hf-to-int4"},
+        {"when": {"checkpoint.hf_checkpoint/config.json/quantization_config/config_groups/*/weights/group_size": {
+            "apart": "int4-qat.group_size"}},
+         "what": "the engine's checkpoint has groups of another size than --int4-qat.group-size",
+         "fix": "leave the option out, or convert the checkpoint anew"},
+        {"when": {"checkpoint.hf_checkpoint/config.json/quantization_config/format": "pack-quantized",
+                  "engine": "sglang", "debug.debug_rollout_only": False},
+         "what": "SGLang cannot take new weights into layers that it has repacked for its int4 kernels",
+         "fix": "train with --hf-checkpoint of the plain weights: the engine is sent the values that int4 stands for"},
     )
 
     def __init__(self, options: Int4QatOptions, config: RunConfig):

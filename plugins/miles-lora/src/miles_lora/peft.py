@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from miles_core.backends.megatron.publish import publish
 from miles_core.backends.megatron.readers import Readers
 from miles_core.backends.megatron.shards import tensor_files
-from miles_core.errors import CheckpointError
+from miles_core.errors import CheckpointError, ConfigError
 from miles_lora.targets import adapter_of
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -35,6 +35,17 @@ class Shape:
     @property
     def scale(self) -> float:
         return self.alpha / self.rank
+
+
+def shape(rank: int | None, path: str | None, alpha: float) -> Shape:
+    """That of a run's adapters: the rank that it says, else that of the folder which it begins with.
+
+    Raises:
+        ConfigError: nobody says how large the adapters are.
+    """
+    if rank is None and path is None:
+        raise ConfigError("adapters need a rank", who="plugin lora", fix="add --lora-rank, 32 for instance")
+    return Shape(read(Path(str(path))).rank if rank is None else rank, alpha)
 
 
 def config(shape: Shape, names: Iterable[str], base: str) -> dict[str, object]:

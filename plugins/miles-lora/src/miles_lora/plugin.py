@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from miles_core.config import RunConfig, option
-from miles_core.errors import ConfigError
 from miles_core.hookspecs import hookimpl
 from miles_core.plugins.resolve import chosen
 
@@ -78,9 +77,74 @@ class Lora:
          "what": "adapters of no rank are none", "fix": "leave --lora-rank out to train all weights"},
         {"when": {"lora.lora_rank": {"above": "architecture.hidden"}},
          "what": "the rank is above the width of what it should approximate", "fix": "32 is usual"},
+        {"when": {"server.max_lora_rank": {"set": True}, "perf.weight_sync": {"not": "adapter"}, "engine": "sglang",
+                  "debug.debug_rollout_only": False},
+         "what": "servers get merged weights and hold no adapter", "fix": "add --weight-sync adapter, or leave it out"},
+        {"when": {"server.lora_target_modules": {"set": True}, "perf.weight_sync": {"not": "adapter"},
+                  "engine": "sglang", "debug.debug_rollout_only": False},
+         "what": "servers get merged weights and hold no adapter", "fix": "add --weight-sync adapter, or leave it out"},
+        {"when": {"server.enable_lora": True, "perf.weight_sync": {"not": "adapter"}, "engine": "sglang",
+                  "debug.debug_rollout_only": False},
+         "what": "servers get merged weights and hold no adapter", "fix": "add --weight-sync adapter, or leave it out"},
         {"when": {"lora.lora_rank": {"above": "server.max_lora_rank"}},
-         "what": "servers would be told to expect adapters of a smaller rank",
-         "fix": "leave --sglang-max-lora-rank out"},
+         "what": "servers would be told to expect adapters of a smaller rank than --lora-rank",
+         "fix": "leave --sglang-max-lora-rank out: it is --lora-rank's"},
+        {"when": {"lora.lora_adapter_path/adapter_config.json/r": {"above": "server.max_lora_rank"}},
+         "what": "servers would be told to expect adapters of a smaller rank than adapter_config.json's",
+         "fix": "leave --sglang-max-lora-rank out: it is the adapter's"},
+        {"when": {"server.lora_target_modules": {"set": True, "unlike": "all|qkv_proj|[qkv]_proj"},
+                  "lora.target_modules": {"like": r".*(all-linear|\b[qkv]_proj\b).*"},
+                  "lora.exclude_modules": {"unlike": r".*\b[qkv]_proj\b.*"}, "architecture.rank": {"set": False}},
+         "what": "servers apply no adapters on q_proj, k_proj and v_proj",
+         "fix": "leave --sglang-lora-target-modules out: it is --target-modules's"},
+        {"when": {"server.lora_target_modules": {"set": True, "unlike": "all|o_proj"},
+                  "lora.target_modules": {"like": r".*(all-linear|\bo_proj\b).*"},
+                  "lora.exclude_modules": {"unlike": r".*\bo_proj\b.*"}},
+         "what": "servers apply no adapters on o_proj", "fix": "leave --sglang-lora-target-modules out"},
+        {"when": {"server.lora_target_modules": {"set": True, "unlike": "all|gate_up_proj|(gate|up)_proj"},
+                  "lora.target_modules": {"like": r".*(all-linear|\b(gate|up)_proj\b).*"},
+                  "lora.exclude_modules": {"unlike": r".*\b((gate|up)_proj|w[13])\b.*"}},
+         "what": "servers apply no adapters on gate_proj and up_proj", "fix": "leave --sglang-lora-target-modules out"},
+        {"when": {"server.lora_target_modules": {"set": True, "unlike": "all|down_proj"},
+                  "lora.target_modules": {"like": r".*(all-linear|\bdown_proj\b).*"},
+                  "lora.exclude_modules": {"unlike": r".*\b(down_proj|w2)\b.*"}},
+         "what": "servers apply no adapters on down_proj", "fix": "leave --sglang-lora-target-modules out"},
+        {"when": {"server.max_loaded_loras": {"below": 2}, "perf.weight_sync": "adapter",
+                  "server.max_loras_per_batch": {"set": False}},
+         "what": "a batch has the adapter and the base, which want room for both", "fix": "leave the limit out"},
+        {"when": {"server.speculative_algorithm": {"set": True, "unlike": "(?i)NGRAM|NONE"},
+                  "perf.weight_sync": "adapter"},
+         "what": "SGLang serves adapters with drafts of n-grams alone", "fix": "NGRAM, or leave --weight-sync out"},
+        {"when": {"perf.weight_sync": "adapter", "engine": "sglang", "rollout.pause_generation_mode": "in_place"},
+         "what": "a server takes no new adapter while requests still use the old one",
+         "fix": "pause by retract or abort, or leave --weight-sync out: merged weights can be swapped"},
+        {"when": {"perf.weight_sync": "adapter", "engine": "sglang", "architecture.experts": {"set": True},
+                  "lora.target_modules": {"like": r".*(all-linear|\b((gate|up|down)_proj|w[123])\b).*"},
+                  "lora.exclude_modules": {"unlike": r".*\b(down_proj|w[123])\b.*"}},
+         "what": "SGLang takes no new weights for experts that may have adapters",
+         "fix": "add --exclude-modules gate_proj,up_proj,down_proj, or leave --weight-sync out: that reaches experts"},
+        {"when": {"perf.weight_sync": "adapter", "engine": "sglang", "architecture.rank": {"set": False},
+                  "lora.target_modules": {"like": r".*\b[qkv]_proj\b.*", "unlike":
+                                          r"(?=.*\bq_proj)(?=.*\bk_proj)(?=.*\bv_proj).*|.*all-linear.*"}},
+         "what": "SGLang keeps q_proj, k_proj and v_proj as one layer, and takes adapters of all or none",
+         "fix": "name all three, or leave --weight-sync out: merged weights need no such"},
+        {"when": {"perf.weight_sync": "adapter", "engine": "sglang", "architecture.rank": {"set": False},
+                  "lora.exclude_modules": {"like": r".*\b[qkv]_proj\b.*",
+                                           "unlike": r"(?=.*\bq_proj)(?=.*\bk_proj)(?=.*\bv_proj).*"},
+                  "lora.target_modules": {"like": ".*all-linear.*"}},
+         "what": "SGLang keeps q_proj, k_proj and v_proj as one layer, and takes adapters of all or none",
+         "fix": "exclude all three, or leave --weight-sync out: merged weights need no such"},
+        {"when": {"perf.weight_sync": "adapter", "engine": "sglang",
+                  "lora.target_modules": {"like": r".*\b(gate|up)_proj\b.*",
+                                          "unlike": r"(?=.*\bgate_proj)(?=.*\bup_proj).*|.*all-linear.*"}},
+         "what": "SGLang keeps gate_proj and up_proj as one layer, and takes adapters of both or none",
+         "fix": "name both, or leave --weight-sync out: merged weights need no such"},
+        {"when": {"perf.weight_sync": "adapter", "engine": "sglang",
+                  "lora.exclude_modules": {"like": r".*\b(gate|up)_proj\b.*",
+                                           "unlike": r"(?=.*\bgate_proj)(?=.*\bup_proj).*"},
+                  "lora.target_modules": {"like": ".*all-linear.*"}},
+         "what": "SGLang keeps gate_proj and up_proj as one layer, and takes adapters of both or none",
+         "fix": "exclude both, or leave --weight-sync out: merged weights need no such"},
         {"when": {"lora.lora_adapter_path": {"missing": True}},
          "what": "there is no such adapter", "fix": "name a PEFT folder, or leave --lora-adapter-path out"},
         {"when": {"lora.lora_adapter_path": {"lacks": "adapter_config.json"}},
@@ -104,39 +168,47 @@ class Lora:
          "what": "the adapter to begin with is no language model's", "fix": "leave --lora-adapter-path out"},
         {"when": {"lora.lora_adapter_path/adapter_config.json/r": {"text": True}},
          "what": "the rank in adapter_config.json is a number", "fix": "take its quotes away"},
-        {"when": {"lora.lora_adapter_path/adapter_config.json/layers_to_transform": {"set": True}},
-         "what": "the adapter is on some layers, and here all have one",
-         "fix": "use an adapter without layers_to_transform"},
+        {"when": {"lora.lora_adapter_path/adapter_config.json/lora_alpha": {"text": True}},
+         "what": "lora_alpha in adapter_config.json is a number", "fix": "take its quotes away"},
+        {"when": {"lora.lora_adapter_path/adapter_config.json/init_lora_weights": {
+            "like": "(?i)(pissa|olora|corda|loftq|lora_ga).*"}},
+         "what": "this way to begin an adapter changes the base, which the checkpoint's is not",
+         "fix": "merge it where it was trained, or save it with PEFT's path_initial_model_for_weight_conversion"},
+        {"when": {"lora.lora_adapter_path/adapter_config.json/target_parameters": {"set": True}},
+         "what": "the adapter is on parameters that are no layers, such as fused experts, which have none here",
+         "fix": "use an adapter without target_parameters"},
+        {"when": {"lora.lora_adapter_path/adapter_config.json/*_token*": {"set": True}},
+         "what": "the adapter holds embeddings of tokens, or counts after some of them alone, which is not done here",
+         "fix": "use plain LoRA adapters"},
+        {"when": {"lora.lora_adapter_path/adapter_config.json/layer*_[tr]*": {"set": True}},
+         "what": "the adapter is on some layers or on repeated ones, and here all have one",
+         "fix": "use an adapter without layers_to_transform and layer_replication"},
         {"when": {"lora.lora_adapter_path/adapter_config.json/fan_in_fan_out": True},
          "what": "the adapter is of layers that keep their weights transposed, and no model here has such",
          "fix": "name one of this model"},
-        {"when": {
-            "lora.lora_adapter_path/adapter_config.json/target_modules": {
-                "unlisted": "([qkvo]|gate|up|down)_proj|all-linear|.*[(*].*"},
+        {"when": {"lora.lora_adapter_path/adapter_config.json/target_modules": {
+            "unlisted": "([qkvo]|gate|up|down)_proj|all-linear|.*[(*].*"},
                   "model.model_name": {"like": "llama|mistral|qwen2|qwen3"}},
          "what": "the adapter to begin with is of another family: its layers are not this model's",
          "fix": "name one of this model"},
-        {"when": {
-            "lora.lora_adapter_path/adapter_config.json/base_model_name_or_path": {
-                "like": "(.*/)?(Meta-)?Llama-[0-9][^/]*"},
+        {"when": {"lora.lora_adapter_path/adapter_config.json/base_model_name_or_path": {
+            "like": "(.*/)?(Meta-)?Llama-[0-9][^/]*"},
                   "model.model_name": {"like": "qwen\\w+|mistral"}},
          "what": "the adapter to begin with belongs to another model", "fix": "name one of this model"},
         {"when": {"lora.lora_adapter_path/adapter_model.safetensors/*.default.weight": {"set": True}},
          "what": "the adapter's tensors have names of a model in memory", "fix": "save it with PEFT's save_pretrained"},
-        {"when": {
-            "lora.lora_adapter_path/adapter_model.safetensors/*.gate_proj.lora_B.weight/shape/0": {
-                "apart": "architecture.ffn"},
+        {"when": {"lora.lora_adapter_path/adapter_model.safetensors/*.gate_proj.lora_B.weight/shape/0": {
+            "apart": "architecture.ffn"},
                   "architecture.experts": {"set": False}},
          "what": "the adapter to begin with is of a model of another width", "fix": "name one of this model"},
         {"when": {"lora.lora_adapter_path/adapter_config.json/use_*ora": True},
          "what": "DoRA and rank-stabilised adapters are not trained here", "fix": "use plain LoRA adapters"},
-        {"when": {"lora.lora_adapter_path/adapter_config.json/bias": {"set": True, "not": "none"}},
+        {"when": {"lora.lora_adapter_path/adapter_config.json/*bias": {"unlisted": "none|False"}},
          "what": "adapters with biases are not trained here", "fix": "use plain LoRA adapters"},
         {"when": {"lora.lora_adapter_path/adapter_config.json/modules_to_save": {"set": True}},
          "what": "the adapter holds whole layers, which are not trained here", "fix": "use plain LoRA adapters"},
         {"when": {"lora.lora_adapter_path/adapter_config.json/*_pattern/*": {"set": True}},
-         "what": "all layers have one rank and one alpha here",
-         "fix": "use an adapter without rank_pattern and alpha_pattern"},
+         "what": "all layers have one rank and one alpha here", "fix": "use one without rank_pattern, alpha_pattern"},
         {"when": {"lora.lora_adapter_path/adapter_model.safetensors/*.[qkv]_proj.lora_A.weight/shape/1":
                   {"apart": "architecture.hidden"}},
          "what": "the adapter to begin with is of a model of another width", "fix": "name one of this model"},
@@ -194,7 +266,6 @@ class Lora:
     )
 
     def __init__(self, options: LoraOptions, config: RunConfig):
-        _check(options, config)
         self.options, self.config = options, config
         self.alone = config.perf.weight_sync == "adapter"
         # Nobody trains, and the engine serves what there is.
@@ -230,7 +301,9 @@ class Lora:
         self._chunks.append(chunk)
         self._map = weight_map
         if self.options.lora_adapter_path is not None and not next(chunk.parameters()).is_meta:
-            self._fill(chunk)
+            from miles_lora.streams import fill
+
+            fill(chunk, weight_map, Path(self.options.lora_adapter_path), shape)
         return chunk
 
     @hookimpl
@@ -278,39 +351,20 @@ class Lora:
     def save_weights(self, stream: Iterator[tuple[str, torch.Tensor]],
                      folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
         """The merged model, and beside it FOLDER-adapter, which PEFT reads."""
-        import torch.distributed as dist
+        from miles_lora.streams import saved
 
-        from miles_lora import peft
-        from miles_lora.merging import merged
-        from miles_lora.targets import adapter_of
-
-        found: dict[str, torch.Tensor] = {}
-
-        def seen(stream: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-            for name, tensor in stream:
-                if adapter_of(name) is not None and dist.get_rank() == 0:
-                    found[name] = tensor.to("cpu", copy=True)
-                yield name, tensor
-
-        yield from merged(seen(stream), self._shape().scale)
-        if dist.get_rank() == 0:
-            peft.write(folder.with_name(f"{folder.name}-adapter"), self._shape(), found,
-                       str(Path(str(self.config.checkpoint.hf_checkpoint)).resolve()))
+        return saved(stream, self._shape(), folder, str(Path(str(self.config.checkpoint.hf_checkpoint)).resolve()))
 
     @hookimpl
     def engine_args(self, fields: dict[str, object]) -> dict[str, object]:
         """What a server needs to hold one adapter beside the base."""
         if not (self.alone or self._given):
             return fields
-        from miles_lora.served import modules
+        from miles_lora.served import server_fields
 
-        ours = {"enable_lora": True, "max_lora_rank": self._shape().rank, "max_loras_per_batch": 2,
-                "lora_target_modules": modules(Path(str(self.config.checkpoint.hf_checkpoint)), *self._wanted())}
-        if self._given:
-            ours["lora_paths"] = [f"{ADAPTER}={self.options.lora_adapter_path}"]
-        if self.options.lora_base_cpu_backup:
-            ours["enable_weights_cpu_backup"] = True
-        return {**ours, **fields}
+        path = f"{ADAPTER}={self.options.lora_adapter_path}" if self._given else None
+        return server_fields(Path(str(self.config.checkpoint.hf_checkpoint)), self._wanted(), self._shape().rank, path,
+                             self.options.lora_base_cpu_backup) | fields
 
     @hookimpl
     def generate_request(self, request: Request) -> Request:
@@ -339,46 +393,6 @@ class Lora:
         return words(self.options.target_modules), words(self.options.exclude_modules)
 
     def _shape(self) -> Shape:
-        """
-        Raises:
-            ConfigError: nobody says how large the adapters are.
-        """
         from miles_lora import peft
 
-        rank, path = self.options.lora_rank, self.options.lora_adapter_path
-        if rank is None and path is None:
-            raise ConfigError("adapters need a rank", who="plugin lora", fix="add --lora-rank, 32 for instance")
-        return peft.Shape(peft.read(Path(str(path))).rank if rank is None else rank, self.options.lora_alpha)
-
-    def _fill(self, chunk: torch.nn.Module) -> None:
-        """
-        Raises:
-            CheckpointError: adapters of other layers, or of another rank or alpha.
-        """
-        from miles_core.backends.megatron.weights import global_parameters, load_hf
-        from miles_lora import peft
-        from miles_lora.targets import alone
-
-        folder = Path(str(self.options.lora_adapter_path))
-        peft.check(folder, self._shape())
-        rest = {name for name, one in global_parameters(chunk).items() if not one.requires_grad}
-        load_hf(folder, chunk, alone(cast("WeightMap", self._map)), but=frozenset(rest))
-
-
-def _check(options: LoraOptions, config: RunConfig) -> None:
-    if options.lora_rank is not None and options.lora_rank < 1:
-        raise ConfigError("adapters of no rank are none", got=options.lora_rank, who="--lora-rank",
-                          fix="leave it out to train all weights")
-    if options.lora_alpha <= 0:
-        raise ConfigError("adapters should count", got=options.lora_alpha, who="--lora-alpha", fix="16 is usual")
-    if options.lora_dropout:
-        raise ConfigError("with dropout another policy would train than the one that sampled", got=options.lora_dropout,
-                          who="--lora-dropout", fix="leave it out")
-    if options.lora_type != "canonical_lora":
-        raise ConfigError("q, k and v, and gate and up, have adapters of their own here, as PEFT and SGLang know them",
-                          got=options.lora_type, who="--lora-type", fix="write canonical_lora, or leave it out")
-    if config.perf.weight_sync == "adapter" and config.rollout.pause_generation_mode == "in_place" and (
-            chosen(config, "engine") == "sglang"):
-        raise ConfigError("a server takes no new adapter while requests still use the old one",
-                          got="pause_generation_mode in_place", who="--weight-sync adapter",
-                          fix="pause by retract or abort, or leave --weight-sync out: merged weights can be swapped")
+        return peft.shape(self.options.lora_rank, self.options.lora_adapter_path, self.options.lora_alpha)

@@ -35,3 +35,21 @@ def modules(checkpoint: Path, wanted: Sequence[str], excluded: Sequence[str]) ->
                               got=f"none for {', '.join(missing)}", who="--weight-sync adapter, --target-modules",
                               fix=f"add {', '.join(missing)}, or leave --weight-sync out: merged weights need no such")
     return sorted(found)
+
+
+def server_fields(checkpoint: Path, wanted: tuple[Sequence[str], Sequence[str]], rank: int, path: str | None,
+                  backup: bool) -> dict[str, object]:
+    """What a server needs to hold one adapter beside the base.
+
+    Args:
+        wanted: layers with adapters, and those that have none.
+        path: NAME=FOLDER of an adapter that it begins with.
+        backup: the base stays in host memory while it sleeps.
+    """
+    found: dict[str, object] = {"enable_lora": True, "max_lora_rank": rank, "max_loras_per_batch": 2,
+                                "lora_target_modules": modules(checkpoint, *wanted)}
+    if path is not None:
+        found["lora_paths"] = [path]
+    if backup:
+        found["enable_weights_cpu_backup"] = True
+    return found

@@ -30,7 +30,7 @@ class SftOptions:
 class Sft:
     """Supervised fine-tuning: a row's own answer is the one sample of its group; the loss is -log p."""
 
-    provides = ("answers:sft:sft_response_key",)
+    provides = ("answers:sft:sft_response_key:sft_last_turn_only:sft_append_eos",)
     refuses = (
         {"when": {"rollout.n_samples_per_prompt": {"not": 1}, "generate": "sft"},
          "what": "the generator sft makes one sample of a row", "fix": "--n-samples-per-prompt 1"},
