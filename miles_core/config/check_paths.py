@@ -88,6 +88,8 @@ def _hf_checkpoint(config: RunConfig, note: Note) -> None:
         raise CheckpointError("this is a file, and a checkpoint is a folder", who=origin, fix=FOLDER)
     _constants(folder, origin)
     unread(folder, origin)
+    if not any(folder.glob("*.safetensors")):
+        note(f"--hf-checkpoint {given} holds no weights: they are not checked, and a run has to have them")
 
 
 def unread(folder: Path, origin: str) -> None:
