@@ -70,7 +70,7 @@ def _debug(config: RunConfig, note: Note) -> RunConfig:
         raise ConfigError("--debug-rollout-only and --debug-train-only exclude each other",
                           who=who(config, "debug.debug_rollout_only", "debug.debug_train_only"), fix="drop one")
     folder = (debug.load_debug_rollout_data or "").partition("{")[0].rpartition("/")[0]
-    pattern = (debug.load_debug_rollout_data or "").removeprefix(f"{folder}/").replace("{rollout_id}", "*")
+    pattern = re.sub(r"\{[^}]*\}", "*", (debug.load_debug_rollout_data or "").removeprefix(f"{folder}/"))
     if folder and (astray(folder) or any(Path(folder).glob("*")) and not any(Path(folder).glob(pattern))):
         raise ConfigError("there are no rollouts to replay", got=f"no {pattern} in {folder}",
                           who=who(config, "debug.load_debug_rollout_data"), fix="check the path")

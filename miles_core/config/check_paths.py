@@ -259,7 +259,7 @@ def _writable(config: RunConfig) -> None:
             raise ConfigError("a file stands where a folder is needed", who=str(file), fix="name another folder")
     for folder in filter(None, (checkpoint.save, checkpoint.save_hf, *folders)):
         above = next(path for path in (Path(folder), *Path(folder).absolute().parents) if path.is_dir())
-        if not os.access(above, os.W_OK):
+        if above != above.parent and not os.access(above, os.W_OK):  # at the root: a disk that other machines have
             raise ConfigError("nothing can be written here", got=folder, who=str(above), fix="name another folder")
 
 
