@@ -174,8 +174,7 @@ def _foreign(one: Given, spellings: Spellings, plugins: Mapping[str, str], notes
         if found.status == "refused":
             raise UnknownKeyError(f"{one.flag} has no place here", who="Megatron-LM's flag", fix=found.text)
         if found.status == "derived":
-            notes.append(f"{one.flag} is not needed: {found.text}")
-            return []
+            return _needless(one, found.switch, found.text, notes)
         made = [Assignment(_own(key), value, origin) for key, value in (found.set or {}).items()]
         if found.key is None:
             _alone(one)
@@ -188,6 +187,13 @@ def _foreign(one: Given, spellings: Spellings, plugins: Mapping[str, str], notes
             return [Assignment(f"megatron.{found.name}", False, origin)]
         return [Assignment(f"megatron.{found.name}", _words(one), origin)]
     raise _unknown(one.flag, spellings, plugins)
+
+
+def _needless(one: Given, switch: bool, why: str, notes: list[str]) -> list[Assignment]:
+    if switch:
+        _alone(one)
+    notes.append(f"{one.flag} is not needed: {why}")
+    return []
 
 
 def _alone(one: Given) -> None:

@@ -76,7 +76,7 @@ TESTS: dict[str, Callable[[list, object], bool]] = {
 }
 """Name -> whether it holds of a key's values: none for one that is not set, several for a list."""
 COMPARES: dict[str, Callable[[object, object], bool]] = {
-    "above": operator.gt, "below": operator.lt, "from": operator.ge, "apart": operator.ne,
+    "above": operator.gt, "below": operator.lt, "from": operator.ge, "to": operator.le, "apart": operator.ne,
     "rest": lambda value, other: bool(other and value % other),
     "unnamed": lambda value, other: value not in re.split("[, ]+", str(other)),
     "is": lambda value, other: os.path.realpath(str(value)) == os.path.realpath(str(other)),

@@ -290,7 +290,7 @@ def adding_up() -> bool:
     """Whether the kernel that adds up bits finds, for bytes too, what the CPU finds."""
     import torch
 
-    from miles_core.backends.sglang.served.miles_weights import sums
+    from miles_core.backends.sglang.served.miles_sums import sums
 
     draw = torch.Generator().manual_seed(0)
     tensors = [torch.randn(shape, generator=draw).to(dtype) for shape in ((3000, 129), (7,), (128, 4096))

@@ -4,14 +4,16 @@
     NCCL_CUMEM_ENABLE=0 python tests/gpu/sync_speed.py broadcast 0.6B 8B  two GPUs
     ... 8B:2048                                                           buckets of one size, in MiB
 
-Prints a line of JSON for each shape: the best of 21 syncs, its share of the device's copy bandwidth (ipc) or of a plain
-NCCL broadcast's bandwidth between the same two GPUs (broadcast), and what the verification costs: `cost_share` compares
-the medians of those syncs and of 21 without it (`median_s`, `without_s`), which take turns with them on one server.
-`verification_share` is only what follows the servers' answers. Figures go to docs/benchmarks.md.
+Prints a line of JSON for each shape: seconds of the whole sync as a run makes it, from the pause until the engine
+serves (`whole_s`), and of the sender's part alone (`send_s`), both as the median and the best of 21; the share of the
+device's copy bandwidth (ipc) or of a plain NCCL broadcast's between the same two GPUs (broadcast) that the best sender
+has; and what the verification costs: `..._cost` compares the medians with those of 21 syncs without it, which take
+turns with them on one server. Figures go to docs/benchmarks.md.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -28,11 +30,14 @@ from unittest.mock import patch
 
 import torch
 
+from miles_core.backends.sglang.engine import SglangEngine
 from miles_core.backends.sync.broadcast import BroadcastSender
 from miles_core.backends.sync.ipc import IpcSender
 from miles_core.backends.sync.sender import Servers, Settings
+from miles_core.backends.sync.sequence import ServerSync
 from miles_core.backends.sync.servers import Target
 from miles_core.backends.sync.verify import Ledger
+from miles_core.config.tables import Checkpoint, Debug, Rollout, RunConfig, Sglang
 from miles_core.types import Rank
 
 SHAPES = {
@@ -159,15 +164,61 @@ def unverified(sender: IpcSender | BroadcastSender) -> Iterator[None]:
     sender._before = before
 
 
-def timed(sender: IpcSender | BroadcastSender, held: list[tuple[str, torch.Tensor]],
-          version: int) -> tuple[float, dict[str, float]]:
-    """Seconds and figures of a sync of new values."""
-    for _, tensor in held:
+class Trainer:
+    """A rank that sends these tensors, in this thread; what the loop has as a handle."""
+
+    def __init__(self, held: list[tuple[str, torch.Tensor]]):
+        self.held = held
+
+    async def connect(self, sender: IpcSender | BroadcastSender) -> None:
+        sender.open(Rank())
+        self.sender = sender
+
+    async def send(self, version: int) -> dict[str, float]:
+        begin = time.perf_counter()
+        figures = self.sender.send(iter(self.held), version)  # as the trainer's stream: tensors that are there
+        return {**figures, "send_s": time.perf_counter() - begin}
+
+
+async def timed(sync: ServerSync, trainer: Trainer, engine: SglangEngine, version: int) -> dict[str, float]:
+    """Figures of a sync of new values, with the seconds of the whole: from the pause until the engine serves them."""
+    for _, tensor in trainer.held:
         tensor.mul_(1.0 + 2**-7)
-    torch.cuda.synchronize()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
     begin = time.perf_counter()
-    figures = sender.send(iter(held), version)  # as the trainer's stream: tensors that are there
-    return time.perf_counter() - begin, figures
+    figures = await sync.sync(trainer, engine, version)
+    return {**figures, "whole_s": time.perf_counter() - begin}
+
+
+async def turns(kind: str, url: str, settings: Settings, held: list[tuple[str, torch.Tensor]],
+                gpus: tuple[int, ...]) -> tuple[dict, list[dict], list[dict]]:
+    """Figures of the first sync, of those with the verification, and of those without."""
+    config = RunConfig(checkpoint=Checkpoint(hf_checkpoint=settings.checkpoint, run_dir=tempfile.mkdtemp()),
+                       rollout=Rollout(engine="sglang"), debug=Debug(debug_rollout_only=True),
+                       sglang=Sglang(router="none", rollout_external=True,
+                                     rollout_external_engine_addrs=[url.removeprefix("http://")]))
+    engine, trainer = SglangEngine(config, None, None), Trainer(held)
+    made, target = (IpcSender if kind == "ipc" else BroadcastSender), Target("engine 0", url, gpus=gpus)
+    sync = ServerSync(config, lambda _targets: made(settings, (target,)))
+    await engine.start()
+    try:
+        first, verified, without = await timed(sync, trainer, engine, 1), [], []
+        for turn in range(2 * TURNS):
+            with contextlib.nullcontext() if turn % 4 in (0, 3) else unverified(trainer.sender):  # each as often first
+                found = await timed(sync, trainer, engine, turn + 2)
+            (verified if turn % 4 in (0, 3) else without).append(found)
+        trainer.sender.close()
+    finally:
+        await engine.stop()
+    return first, verified, without
+
+
+def cost(key: str, verified: list[dict], without: list[dict]) -> dict[str, float]:
+    """What the verification costs of one duration, by medians."""
+    median, plain = (statistics.median(one[key] for one in some) for some in (verified, without))
+    return {key: round(median, 5), f"{key}_without": round(plain, 5), f"{key}_best": round(min(
+        one[key] for one in verified), 5), f"{key}_cost": round(1 - plain / median, 4)}
 
 
 def measure(kind: str, shape: str, buffer: int) -> dict[str, object]:
@@ -182,31 +233,17 @@ def measure(kind: str, shape: str, buffer: int) -> dict[str, object]:
     held = weights(folder, device)
     size = sum(tensor.numel() * 2 for _, tensor in held)
     reference = copied(min(size, 2**32)) * size / min(size, 2**32) if kind == "ipc" else broadcast_seconds(buffer)
-    tied = SHAPES[shape]["tie_word_embeddings"]
-    settings = Settings(limit=buffer, timeout=120, source="bfloat16", target="bfloat16", tied=tied, heads=8,
-                        layers=SHAPES[shape]["num_hidden_layers"], checkpoint=str(folder))
+    settings = Settings(limit=buffer, timeout=120, source="bfloat16", target="bfloat16", heads=8,
+                        tied=SHAPES[shape]["tie_word_embeddings"], layers=SHAPES[shape]["num_hidden_layers"],
+                        checkpoint=str(folder))
     with Server(folder) as server:
-        target = Target("engine 0", server.url, gpus=(0,) if kind == "ipc" else ())
-        sender = (IpcSender if kind == "ipc" else BroadcastSender)(settings, (target,))
-        sender.open(Rank())
-        first, turns, without = timed(sender, held, 1)[0], [], []
-        for turn in range(2 * TURNS):
-            if turn % 4 in (0, 3):  # each is as often the one after its like
-                turns.append(timed(sender, held, turn + 2))
-            else:
-                with unverified(sender):
-                    without.append(timed(sender, held, turn + 2)[0])
-        sender.close()
-    seconds, figures = min(turns, key=lambda turn: turn[0])
-    median, plain = statistics.median(turn[0] for turn in turns), statistics.median(without)
-    unit = size / reference if kind == "ipc" else buffer / reference
-    return {"kind": kind, "shape": shape, "gb": round(size / 1e9, 3), "first_s": round(first, 4),
-            "best_s": round(seconds, 4), "transfer_s": round(figures["transfer_s"], 4),
-            "verify_s": round(figures["verify_s"], 4), "add_up_s": round(figures["add_up_s"], 4),
-            "verification_share": round(figures["verify_s"] / seconds, 4),
-            "median_s": round(median, 5), "without_s": round(plain, 5), "without_best_s": round(min(without), 5),
-            "cost_share": round(1 - plain / median, 4),
-            "bandwidth_gb_s": round(unit / 1e9, 1), "share_of_bandwidth": round(size / seconds / unit, 4)}
+        first, verified, without = asyncio.run(turns(kind, server.url, settings, held, (0,) if kind == "ipc" else ()))
+    unit, best = size / reference if kind == "ipc" else buffer / reference, min(one["send_s"] for one in verified)
+    return {"kind": kind, "shape": shape, "gb": round(size / 1e9, 3), "first_s": round(first["whole_s"], 4),
+            **cost("whole_s", verified, without), **cost("send_s", verified, without),
+            "add_up_s": round(statistics.median(one["add_up_s"] for one in verified), 5),
+            "compare_s": round(statistics.median(one["verify_s"] for one in verified), 5),
+            "bandwidth_gb_s": round(unit / 1e9, 1), "share_of_bandwidth": round(size / best / unit, 4)}
 
 
 if __name__ == "__main__":

@@ -42,6 +42,9 @@ HANDLED = {
     "folder-without-weights": "a run may be planned where its weights are not, which a note announces",
     "learning-rate-zero": "a run may measure without training",
     "token-beyond-the-vocabulary": "published models have a token that no text of theirs contains (gemma-3-1b)",
+    "checkpoint-without-any-weights": "a run may be planned where its weights are not; without --plan it ends at once",
+    "answers-cut-before-they-can-be-given": "what an answer takes is the scorer's affair",
+    "end-of-text-where-turns-end-otherwise": "policies that are trained from base models learn where to end",
     "one-reward-for-a-whole-group": "the first group that is scored ends the run: rewards are one for each sample",
 }
 """Cases of later collections that run here as they are, or end with a sentence once they run."""

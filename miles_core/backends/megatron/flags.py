@@ -28,6 +28,7 @@ class Flag:
         set: what the flag stands for, by key; None when it sets nothing by itself.
         key: what the argument of the flag sets; None when the flag takes no argument.
         text: what it is derived from, or what to write instead of it; empty when accepted.
+        switch: a derived flag takes no value.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Flag:
     set: Mapping[str, object] | None
     key: str | None
     text: str
+    switch: bool = False
 
 
 @functools.lru_cache(maxsize=1)
@@ -128,7 +130,8 @@ def _flag(name: str, entry: Mapping[str, object]) -> Flag:
     for status in ("derived", "refused"):
         if status in entry:
             text = entry[status]
-            return Flag(name, status, None, None, _read()["families"][text[1:]] if text.startswith("@") else text)
+            text = _read()["families"][text[1:]] if text.startswith("@") else text
+            return Flag(name, status, None, None, text, entry.get("switch", False))
     if "value" in entry:
         return Flag(name, "accepted", MappingProxyType({entry["key"]: entry["value"]}), None, "")
     given = entry.get("set")

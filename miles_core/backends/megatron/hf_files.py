@@ -224,8 +224,9 @@ def _parts(folder: Path, shapes: Mapping[str, tuple[int, ...]], model: Architect
 
 
 def _end_of_sequence(folder: Path, said: Mapping) -> None:
-    """The token that ends an answer is one of the model's. Special tokens stand at the start of tokenizer.json."""
+    """Tokens that end an answer or pad are the model's. Special tokens stand at the start of tokenizer.json."""
     vocab, ids = said.get("vocab_size"), said.get("eos_token_id")
+    vocab = vocab if isinstance(vocab, int) else None
     found = {("config.json", one) for one in (ids if isinstance(ids, list) else [ids]) if isinstance(one, int)}
     found |= {("generation_config.json", one) for one in found_in(folder / "generation_config.json", ["eos_token_id"])
               if isinstance(one, int)}
@@ -238,11 +239,14 @@ def _end_of_sequence(folder: Path, said: Mapping) -> None:
         found |= {("tokenizer.json", int(one)) for one in re.findall(spelled, start)}
     except (OSError, ValueError, AttributeError):  # the start says what is wrong with it
         pass
-    for name, one in sorted(found):
-        if isinstance(vocab, int) and not 0 <= one < vocab:
-            raise _error(folder / name, "the token that ends a sequence is none of the model's",
-                         f"{one}, and config.json has a vocab_size of {vocab}",
-                         "tokenizer, config.json and weights have to be of one checkpoint")
+    pad = said.get("pad_token_id")  # transformers does not build a model with one beyond its rows
+    what, bad = "ends a sequence", [(name, one) for name, one in sorted(found) if vocab and not 0 <= one < vocab]
+    if not bad and vocab and isinstance(pad, int) and pad >= vocab:
+        what, bad = "pads", [("config.json", pad)]
+    for name, one in bad:
+        raise _error(folder / name, f"the token that {what} is none of the model's",
+                     f"{one}, and config.json has a vocab_size of {vocab}",
+                     "tokenizer, config.json and weights have to be of one checkpoint")
 
 
 def _misshapen(folder: Path, name: str, shape: tuple, wanted: tuple) -> CheckpointError:

@@ -76,11 +76,20 @@ def stops_of(folder: Path) -> set[int]:
     return {one for ids in ends for one in (ids if isinstance(ids, list) else [ids]) if isinstance(one, int)}
 
 
+_MERGES = re.compile(rb'"merges":\s*\[(?:\s*"(?:[^" \\]|\\.)++ (?:[^" \\]|\\.)++",?)*+\s*("[^"]*"?|)')
+"""Merges that are written as texts, and the first that is not two parts."""
+
+
 def _check_vocabulary(raw: bytes, size: object, folder: Path) -> None:
     merges = raw.rfind(b'"merges"')
     if b'"added_tokens"' in raw and (b'"model"' not in raw or merges < 0 and re.search(rb'"type":\s*"BPE"', raw)):
         raise DataError("the tokenizer cannot be read: it has no vocabulary, or no merges", who=str(folder),
                         got="tokenizer.json", fix="fetch the checkpoint again")
+    broken = _MERGES.match(raw, max(merges, 0))
+    if broken and broken[1].startswith(b'"'):
+        raise DataError("the tokenizer cannot be read: a merge is two parts with one space between them",
+                        got=broken[1].decode(errors="replace"), who=str(folder / "tokenizer.json"),
+                        fix="write merges as lists of two parts, or fetch the checkpoint again")
     last = re.findall(rb'":\s*(\d+)\s*\}?', raw[max(merges - 400, 0):merges]) if merges > 0 else []
     if last and isinstance(size, int) and int(last[-1]) >= size:
         raise DataError("the tokenizer has tokens beyond the model's vocabulary: it is another model's",

@@ -288,7 +288,7 @@ def _written(layout: Layout, architecture: Architecture, config: RunConfig) -> N
     what = None
     if not re.fullmatch(r"E[tm|]*L\|*", text):
         what = "the pipeline's layout is E, a t for each layer and L, with | between stages"
-    elif stages != each if layout.virtual_pipeline or each == 1 else stages % each:
+    elif stages != each if config.megatron.get(KEYS["virtual_pipeline"]) or each == 1 else stages % each:
         what = f"the pipeline's layout has {stages} stages, and the pipeline {each}"
     elif architecture.layers is not None and text.count("t") != architecture.layers:
         what = f"the pipeline's layout has {text.count('t')} layers, and the model {architecture.layers}"

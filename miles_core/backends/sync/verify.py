@@ -1,6 +1,6 @@
 """Do the engine's parameters hold what was sent? Sums over raw bits on both sides, compared.
 
-`miles_weights.sums` gives two 64-bit sums of a tensor's bits. They add up over parts in any order, so an engine may
+`miles_sums.sums` gives two 64-bit sums of a tensor's bits. They add up over parts in any order, so an engine may
 fuse q, k and v, keep all experts in one parameter and cut parameters among its ranks, and still nothing has to be known
 about how. A tensor that has the same name on both sides is compared by itself, all others of a layer together.
 """
@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from miles_core.backends.sglang.served.miles_weights import sums
+from miles_core.backends.sglang.served.miles_sums import sums
 from miles_core.errors import SyncError
 
 _LAYER = re.compile(r"(?:^|\.)(layers|h|blocks)\.(\d+)\.")

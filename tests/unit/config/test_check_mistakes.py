@@ -14,6 +14,7 @@ TOKENIZER = json.loads((TINY / "tokenizer_config.json").read_text())
 SGLANG = ["--engine", "sglang"]
 EVAL = ["--eval-interval", "5", "--eval-prompt-data"]
 FOUR = ["--actor-num-gpus-per-node", "4", "--pipeline-model-parallel-size", "4"]
+TWO = ["--actor-num-gpus-per-node", "2", "--pipeline-model-parallel-size", "2"]
 SET = "examples/arithmetic/eval.jsonl"
 USER = {"role": "user", "content": "1+1="}
 
@@ -102,7 +103,10 @@ FLAGS = [
     (["--use-tis", "--tis-clip", "0.5"], "the upper bound of a ratio that is 1"),
     (["--advantage-estimator", "ppo", "--num-critic-only-steps", "20"],
      "the critic would train alone"),
-    ([*SGLANG, "--sglang-max-total-tokens", "4"], "fewer tokens than one answer may have"),
+    ([*SGLANG, "--sglang-max-total-tokens", "8"], "no room for a prompt with the longest answer"),
+    (["--group-query-attention", "8"], "takes no value"),
+    ([*TWO, "--pipeline-model-parallel-layout", "Et|t|t|tL", "--num-virtual-stages-per-pipeline-rank", "1"],
+     "has 4 stages, and the pipeline 2"),
     ([*SGLANG, "--sglang-json-model-override-args", "{rope_theta: 1}"], "is a JSON object"),
     (["--num-rollout", "20\r"], "end as on Linux"), (["--rm-type", "math", " "], "nothing after a backslash"),
     (["--rm-type", "math", "-lr", "1e-6"], "write --lr"), (["--rm-type", "math", "\u2013lr", "1"], "write --lr"),
@@ -122,6 +126,8 @@ FLAGS = [
     (["--advantage-estimator", "ppo", "--critic-lr", "1e-15"], "the critic would not change"),
 ]  # fmt: skip
 FINE = [
+    [*SGLANG, "--sglang-max-total-tokens", "64"], ["--group-query-attention"],
+    [*TWO, "--pipeline-model-parallel-layout", "Et|t|t|tL", "--num-virtual-stages-per-pipeline-rank", "2"],
     ["--rollout-stop", "\r\n"], ["--rollout-stop-token-ids", "0"], ["--rollout-seed", "0"],
     ["--save", "{here}/a", "--save-hf", "{here}/a/hf/{rollout_id}"], ["--server-command", "python", "-m", "x"],
     ["--plugin", "tis", "--tis.no-use-rs", "--tis.rs-upper-bound", "2", "--tis.rs-veto-threshold", "1e-4"],
@@ -213,6 +219,14 @@ def test_a_key_of_metadata_is_in_some_row():
     told({"flags": ["--metadata-key", "extra_info"]}, "no row has the key 'extra_info'")
 
 
+def merging(merges):
+    """The tokenizer with these merges."""
+    raw = (TINY / "tokenizer.json").read_bytes()
+    assert raw.count(EMPTY) == 1
+    return {"tokenizer.json": raw.replace(EMPTY, b'"merges": [%s]' % merges.encode())}
+
+
+EMPTY = b'"merges": []'
 WEIGHTS = "model.safetensors"
 FILES = [
     ({WEIGHTS: None, "model-00001-of-00002.safetensors": TINY / WEIGHTS}, {}, "no index says which is where"),
@@ -228,7 +242,11 @@ FILES = [
     ({}, {"tie_word_embeddings": False}, "no lm_head.weight"),
     ({}, {"eos_token_id": 999}, "is none of the model's (got 999"),
     ({WEIGHTS: None}, {"vocab_size": 200, "eos_token_id": 1}, "the token that ends a sequence is none of"),
-    ({}, {}, None), ({WEIGHTS: None}, {}, None),
+    ({}, {"pad_token_id": 264}, "the token that pads is none of the model's"),
+    (merging(r'"6 4", "6 4  8"'), {}, 'two parts with one space between them (got "6 4 8")'),
+    (merging(r'"64"'), {}, "two parts with one space"),
+    (merging(r'"6 4", "\" ,",' + "\n" + r'"\\ ]"'), {}, None), (merging('["6", "4  "], [" ", "8"]'), {}, None),
+    ({}, {"pad_token_id": -1}, None), ({}, {}, None), ({WEIGHTS: None}, {}, None),
 ]
 
 

@@ -1,7 +1,7 @@
 """Runs inside an SGLang server, in every rank: loads buckets of weights and reports what the model then holds.
 
 SGLang is started with `--custom-weight-loader miles_weights.load` and this folder on PYTHONPATH, so this file imports
-torch and the standard library alone. The sender uses `sums`, too: both sides add up with the same code.
+torch and the standard library alone.
 
 SGLang lets an exception of a loader end the server. So nothing is raised here: what happened goes to a key-value store
 (torch's TCPStore) that the sender keeps, and the sender decides whether the weights may serve.
@@ -14,35 +14,27 @@ import json
 import os
 import shutil
 import time
-from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
-from functools import reduce
-from itertools import accumulate
-from operator import or_
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # a trainer on a CPU
-    triton = None
+if __package__:  # in the trainer
+    from miles_core.backends.sglang.served.miles_sums import Held
+else:  # in a server, where miles_core need not be installed
+    from miles_sums import Held
 
-PIECE = {"cuda": 1 << 24, "cpu": 1 << 18}
-"""Lanes that are added up at once: 32 MiB of int16 stay in an H200's cache from kernel to kernel, half of one in a
-CPU's."""
-SMALL = 1 << 16
-"""Tensors of up to this many lanes are added up together with others of their size."""
 STORE_SECONDS = 60
 
 _errors: list[str] = []
 """What went wrong since the last report, a draft model's loading included."""
-_first: dict[int, dict[str, list[int]]] = {}
-"""The sums of the first report, by id of the model."""
+_first: dict[int, tuple[list[str], torch.Tensor]] = {}
+"""Names and sums of the first report, by id of the model."""
+_held: dict[int, Held] = {}
+"""What a model held at the last report, by its id."""
 _groups: dict[str, dist.ProcessGroup] = {}
 """Groups of senders, by name."""
 _stores: dict[tuple[str, int], dist.TCPStore] = {}
@@ -148,145 +140,12 @@ def split(flat: torch.Tensor, tensors: Sequence[Sequence]) -> Iterator[tuple[str
         yield name, flat[offset : offset + _bytes(dtype, shape)].view(getattr(torch, dtype)).view(shape)
 
 
-def sums(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """[tensors, 2] int64: two sums over each tensor's raw bits, which add up over its parts in any order.
-
-    A tensor's bits are read as lanes x of int16 (int8 where an element has one byte). The sums are those of x and of
-    x * (x >> 7) cut to the lane's width, modulo 2^64. They do not see the order of the lanes, nor zeros. Nothing is
-    brought to the host.
-    """
-    device = tensors[0].device if tensors else torch.device("cpu")
-    if device.type == "cuda" and triton is not None:
-        return _sums_at_once(tensors)
-    pieces: list[tuple[list[int], torch.Tensor]] = []
-    alike: dict[tuple, list[tuple[int, torch.Tensor]]] = {}
-    for i, tensor in enumerate(tensors):
-        lanes = tensor.detach().reshape(-1)
-        lanes = lanes if lanes.stride(0) == 1 else lanes.clone(memory_format=torch.contiguous_format)
-        lanes = lanes.view(torch.int8 if tensor.element_size() == 1 else torch.int16)
-        if lanes.numel() <= SMALL:
-            alike.setdefault((lanes.numel(), lanes.dtype), []).append((i, lanes))
-        else:
-            pieces += [([i], piece[None]) for piece in lanes.split(PIECE[device.type])]
-    for same in alike.values():
-        for at in range(0, len(same), 64):
-            part = same[at : at + 64]
-            pieces.append(([i for i, _ in part], torch.stack([lanes for _, lanes in part])))
-    found = torch.zeros(sum(len(owners) for owners, _ in pieces), 2, dtype=torch.int64, device=device)
-    scratch, row = {}, 0
-    for owners, lanes in pieces:
-        if (mixed := scratch.get(lanes.dtype)) is None or mixed.numel() < lanes.numel():
-            mixed = scratch[lanes.dtype] = torch.empty(max(lanes.numel(), SMALL), dtype=lanes.dtype, device=device)
-        mixed = mixed[: lanes.numel()].view(lanes.shape)
-        torch.bitwise_right_shift(lanes, 7 if lanes.dtype == torch.int16 else 3, out=mixed)
-        mixed.mul_(lanes)
-        torch.sum(lanes, 1, dtype=torch.int64, out=found[row : row + len(owners), 0])
-        torch.sum(mixed, 1, dtype=torch.int64, out=found[row : row + len(owners), 1])
-        row += len(owners)
-    owners = torch.tensor([i for owners, _ in pieces for i in owners], dtype=torch.int64, device=device)
-    return torch.zeros(len(tensors), 2, dtype=torch.int64, device=device).index_add_(0, owners, found)
-
-
-CHUNK, BLOCK = 1 << 16, 1 << 12
-"""Lanes that one program of the kernel adds up, and that it reads at once."""
-
-
-def _sums_at_once(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """`sums` by a kernel for each width of lanes: casting to int64, as torch's sum does, moves nine times the bytes."""
-    found = torch.zeros(len(tensors), 2, dtype=torch.int64, device=tensors[0].device)
-    for narrow in (False, True):
-        where = [i for i, tensor in enumerate(tensors) if (tensor.element_size() == 1) == narrow]
-        flat, width = [tensors[i].contiguous() for i in where], 1 if narrow else 2
-        starts, sizes = [tensor.data_ptr() for tensor in flat], [tensor.nbytes // width for tensor in flat]
-        ends = list(accumulate((size + CHUNK - 1) // CHUNK for size in sizes))
-        if not ends or not ends[-1]:
-            continue
-        table = torch.frombuffer(array("q", starts + sizes + ends + where), dtype=torch.int64)
-        _add_up[(ends[-1],)](table.to(found.device, non_blocking=True), found, len(flat), CHUNK, BLOCK,
-                             reduce(or_, starts + sizes) % 16 == 0, narrow)
-    return found
-
-
-def _add_up(table, found, tensors, CHUNK: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr,
-            NARROW: tl.constexpr):
-    """One chunk of lanes, added to its tensor's two sums.
-
-    Args:
-        table: [4, tensors] int64: where each begins, its lanes, the chunks of those up to it, and its row of `found`.
-        NARROW: lanes are int8, else int16.
-    """
-    chunk = tl.program_id(0).to(tl.int64)
-    owner, end = 0, tensors
-    while owner < end:  # the first whose chunks end after this one
-        middle = (owner + end) // 2
-        if tl.load(table + 2 * tensors + middle) <= chunk:
-            owner = middle + 1
-        else:
-            end = middle
-    length = tl.load(table + tensors + owner)
-    before = (chunk - tl.load(table + 2 * tensors + owner) + (length + CHUNK - 1) // CHUNK) * CHUNK
-    lane: tl.constexpr = tl.int8 if NARROW else tl.int16
-    lanes, length = tl.load(table + owner).to(tl.pointer_type(lane)) + before, length - before
-    if ALIGNED:  # else every lane is read by itself
-        lanes, length = tl.multiple_of(lanes, 16), tl.multiple_of(length, 16)
-    at = tl.arange(0, BLOCK)
-    one, two = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32)
-    for start in range(0, CHUNK, BLOCK):
-        x = tl.load(lanes + start + at, mask=start + at < length, other=0).to(tl.int32)
-        one += x
-        two += ((x * (x >> (3 if NARROW else 7))) << (24 if NARROW else 16)) >> (24 if NARROW else 16)
-    row = tl.load(table + 3 * tensors + owner)
-    tl.atomic_add(found + 2 * row, tl.sum(one.to(tl.int64)))
-    tl.atomic_add(found + 2 * row + 1, tl.sum(two.to(tl.int64)))
-
-
-if triton is not None:
-    _add_up = triton.jit(_add_up, do_not_specialize=["tensors"])
-
-
-def state(model) -> dict[str, torch.Tensor]:
-    """Every parameter and every buffer that a checkpoint would hold, once.
-
-    One walk, in place of those of named_parameters, named_buffers and named_modules. It is made for each report: what
-    was remembered could hide that a parameter was replaced.
-    """
-    found: dict[str, torch.Tensor] = {}
-    seen: set[int] = set()
-
-    def visit(prefix: str, module: torch.nn.Module) -> None:
-        own, left_out = module._parameters, module._non_persistent_buffers_set
-        if module._buffers:
-            own = own | {name: buffer for name, buffer in module._buffers.items() if name not in left_out}
-        for name, tensor in own.items():
-            if tensor is not None and id(tensor) not in seen:
-                seen.add(id(tensor))
-                found[prefix + name] = tensor
-        for name, child in module._modules.items():
-            if child is not None and id(child) not in seen:
-                seen.add(id(child))
-                visit(f"{prefix}{name}.", child)
-
-    visit("", model)
-    return found
-
-
-def held(model, dtype: str | None, dtypes: Mapping[str, str],
-         kinds: Mapping[str, str]) -> tuple[list[str], torch.Tensor]:
-    """Names and, on the host, sums of every parameter and of every buffer that a checkpoint would hold.
-
-    Args:
-        dtype: what the sender sent; a wider parameter is cast back to it, which is exact.
-        dtypes: by name, for tensors that were sent in another one.
-        kinds: the same by how names end, which engines leave as it is when they join tensors: the longest end counts.
-    """
-    tensors = state(model)
-    ends = sorted(kinds, key=len, reverse=True)
-    for name, tensor in tensors.items():
-        said = dtypes.get(name) or next((kinds[end] for end in ends if name.endswith(end)), dtype)
-        sent = said and getattr(torch, said)
-        if sent not in (None, tensor.dtype) and tensor.is_floating_point() and tensor.element_size() > sent.itemsize:
-            tensors[name] = tensor.to(sent)
-    return list(tensors), sums(list(tensors.values())).cpu()
+def held(model, dtype: str | None, dtypes: Mapping[str, str], kinds: Mapping[str, str]) -> Held:
+    """What the model holds, found anew only where anything of it has changed; see `Held`."""
+    asked = dtype, dtypes, kinds
+    if (kept := _held.get(id(model))) is None or not kept.same(asked):
+        kept = _held[id(model)] = Held(model, asked)
+    return kept
 
 
 def _report(model, store: Sequence | None = None, key: str = "", names_only: bool = False, dtype: str | None = None,
@@ -301,11 +160,15 @@ def _report(model, store: Sequence | None = None, key: str = "", names_only: boo
         answer["names"] = [name for name, _ in model.named_parameters()]
     elif answer["error"] is None:
         try:
-            names, found = held(model, dtype, dtypes or {}, kinds or {})
-            rows = dict(zip(names, found.tolist(), strict=True))
-            first = _first.setdefault(id(model), rows)
-            answer |= {"names": names, "sums": found.numpy().tobytes().hex(),
-                       "changed": [i for i, name in enumerate(names) if rows[name] != first.get(name)]}
+            kept = held(model, dtype, dtypes or {}, kinds or {})
+            found = kept.sums()
+            first = _first.setdefault(id(model), (kept.names, found))
+            if first[0] == kept.names:
+                changed = (found != first[1]).any(1).nonzero().flatten().tolist()
+            else:
+                before = dict(zip(first[0], first[1].tolist(), strict=True))
+                changed = [i for i, name in enumerate(kept.names) if found[i].tolist() != before.get(name)]
+            answer |= {"names": kept.names, "sums": found.numpy().tobytes().hex(), "changed": changed}
         except Exception as error:  # noqa: BLE001 - as in `load`
             answer["error"] = f"{type(error).__name__}: {error}"[:2000]
     answer["seconds"] = time.perf_counter() - begin

@@ -197,6 +197,9 @@ class Lora:
          "what": "the adapter to begin with belongs to another model", "fix": "name one of this model"},
         {"when": {"lora.lora_adapter_path/adapter_model.safetensors/*.default.weight": {"set": True}},
          "what": "the adapter's tensors have names of a model in memory", "fix": "save it with PEFT's save_pretrained"},
+        {"when": {"lora.lora_adapter_path/adapter_model.safetensors/base_model.model.layers.0.*/dtype": {
+            "set": True}}, "what": "the adapter's tensors have names of the model without its head",
+         "fix": "save it anew with the head"},
         {"when": {"lora.lora_adapter_path/adapter_model.safetensors/*.gate_proj.lora_B.weight/shape/0": {
             "apart": "architecture.ffn"},
                   "architecture.experts": {"set": False}},
@@ -252,8 +255,7 @@ class Lora:
          "what": "no layer would have an adapter", "fix": "--target-modules all-linear"},
         {"when": {"lora.target_modules": {"is": "lora.exclude_modules"}, "debug.debug_rollout_only": False},
          "what": "no layer is left to have an adapter", "fix": "leave --exclude-modules out"},
-        {"when": {"lora.lora_alpha": {"outside": "(0, inf)"}},
-         "what": "adapters should count", "fix": "16 is usual"},
+        {"when": {"lora.lora_alpha": {"outside": "(0, inf)"}}, "what": "adapters should count", "fix": "16 is usual"},
         {"when": {"lora.lora_dropout": {"above": 0}},
          "what": "with dropout another policy would train than the one that sampled",
          "fix": "leave --lora-dropout out"},

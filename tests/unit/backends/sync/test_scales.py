@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from miles_core.backends.sglang.served.miles_weights import held
+from miles_core.backends.sglang.served.miles_sums import Held
 from miles_core.backends.sync.buckets import Cutter, sent_as
 from miles_core.backends.sync.verify import Ledger, check
 from miles_core.errors import SyncError
@@ -47,7 +47,8 @@ def engine(tensors):
 
 
 def compare(model, ledger):
-    names, sums = held(model, **ledger.expectation())
+    held = Held(model, tuple(ledger.expectation().values()))
+    names, sums = held.names, held.sums()
     check("engine 0", "url", ledger.total(), [{"names": names, "sums": sums.numpy().tobytes().hex(), "changed": []}],
           layers=1)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from miles_core.backends.sglang.served import miles_weights
+from miles_core.backends.sglang.served import miles_sums, miles_weights
 from miles_core.backends.sync.servers import Reports, Target, describe, for_all, post
 from miles_core.errors import SyncError
 
@@ -129,7 +129,7 @@ def test_the_loader_reports_parameters_and_what_a_checkpoint_would_hold():
 
 
 def sums_of(*tensors):
-    return miles_weights.sums(tensors).numpy().tobytes().hex()
+    return miles_sums.sums(tensors).numpy().tobytes().hex()
 
 
 def test_a_parameter_that_was_replaced_or_moved_is_seen_in_the_next_report():
@@ -148,9 +148,27 @@ def test_what_is_tied_is_held_once_under_the_names_that_torch_gives():
     model = torch.nn.Sequential(Model(), torch.nn.Sequential(Model(), torch.nn.BatchNorm1d(2)), Model())
     model[1][0].weight, model[2].kept = model[0].weight, model[0].kept
     model.append(model[1])
-    found = miles_weights.state(model)
+    found = miles_sums.Held(model, (None, {}, {}))
     wanted = dict(model.named_parameters()) | {name: one for name, one in model.named_buffers() if "comp" not in name}
-    assert found.keys() == wanted.keys() and all(found[name] is wanted[name] for name in wanted)
+    assert dict(zip(found.names, found.sums().tolist(), strict=True)) == {
+        name: miles_sums.sums([one])[0].tolist() for name, one in wanted.items()}
+
+
+def test_what_a_model_holds_is_looked_for_again_only_after_it_has_changed():
+    model, asked = torch.nn.Sequential(Model(), torch.nn.BatchNorm1d(2)), (None, {}, {})
+    changes = {
+        "a value": lambda: model[0].weight.data.fill_(7),
+        "a parameter": lambda: setattr(model[0], "weight", torch.nn.Parameter(torch.ones(4))),
+        "its memory": lambda: setattr(model[0].weight, "data", torch.ones(4)),
+        "a buffer": lambda: setattr(model[0], "kept", torch.ones(2)),
+        "a module": lambda: model.__setitem__(1, torch.nn.BatchNorm1d(2)),
+        "one more": lambda: model[0].register_buffer("more", torch.ones(1)),
+    }
+    for what, change in changes.items():
+        kept = miles_sums.Held(model, asked)
+        assert kept.same(asked) and not kept.same(("bfloat16", {}, {}))
+        change()
+        assert kept.same(asked) == (what == "a value"), what
 
 
 def test_a_connection_to_the_sender_that_was_lost_is_replaced(monkeypatch):

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from miles_core.backends.sglang.served.miles_weights import PIECE, SMALL, sums
+from miles_core.backends.sglang.served.miles_sums import PIECE, SMALL, sums
 from miles_core.backends.sync.verify import Plan, Sums, check
 from miles_core.errors import SyncError
 
