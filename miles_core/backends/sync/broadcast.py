@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import os
 import socket
-import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 
@@ -75,10 +74,8 @@ class BroadcastSender:
                   for target, plan in zip(self.targets, plans, strict=True)]
         sending = beside(lambda: self._carry(stream, key, ledger))
         _together(sending, taking, self.targets, timeout, "taken all buckets")
-        transferred = time.perf_counter()
         self._before = ledger.expectation()
-        added_up = self._servers.verify(ledger, asked if before == self._before else None)
-        return meter.figures(ledger, transferred, added_up)
+        return meter.figures(ledger, self._servers.verify(ledger, asked if before == self._before else None))
 
     def close(self) -> None:
         """The group is left on both sides; a server that is gone has left it."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-import time
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -46,8 +45,7 @@ class DiskSender:
             return {}
         meter, ledger = Meter(), Ledger()
         extra = self._publish(self._cast(stream, ledger), version)
-        transferred = time.perf_counter()
-        figures = meter.figures(ledger, transferred, self._servers.verify(ledger)) | extra
+        figures = meter.figures(ledger, self._servers.verify(ledger)) | extra
         for old in self.folder.glob("version-*"):
             if old.name != f"version-{version}":
                 shutil.rmtree(old, ignore_errors=True)

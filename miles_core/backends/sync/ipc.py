@@ -12,7 +12,6 @@ import io
 import json
 import os
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from datetime import timedelta
@@ -90,17 +89,18 @@ class IpcSender:
                 under_way = self._post(packed)
             ledger.add(bucket.views(), sums_too=self._leads)
         ledger.total()  # before the answer: the servers load and add up
+        before, self._before = self._before, (count, ledger.expectation())
+        early = [asked] if self._leads and asked and before == self._before else None
+        if under_way is not None and early is None:
+            under_way.result()
+        verified = self._servers.verify(ledger, early, under_way) if self._leads else {}
         if under_way is not None:
             under_way.result()
         self._gathered(None)
         del bucket
-        before, self._before = self._before, (count, ledger.expectation())
-        transferred = time.perf_counter()
-        added_up = self._servers.verify(ledger, [asked] if asked and before == self._before else None
-                                         ) if self._leads else 0.0
-        figures = meter.figures(ledger, transferred, added_up)
+        figures = meter.figures(ledger, verified) if self._leads else {}
         _give_back()
-        return figures if self._leads else {}
+        return figures
 
     def close(self) -> None:
         if self._group is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -99,18 +100,25 @@ class Servers:
         return info.get("speculative_algorithm") is not None and info.get("speculative_draft_model_path") in (
             None, info.get("model_path"))
 
-    def verify(self, ledger: verify.Ledger, asked: Sequence[dict] | None = None) -> float:
-        """Ask every rank of every server what it holds, and compare; seconds that the slowest took to add up.
+    def verify(self, ledger: verify.Ledger, asked: Sequence[dict] | None = None,
+               under_way: Future | None = None) -> dict[str, float]:
+        """Ask every rank of every server what it holds, and compare.
 
         Args:
             asked: the requests that went to the targets with their last bucket.
+            under_way: that bucket, if the servers have not answered yet: what they hold they tell before.
+
+        Returns:
+            verify_s: seconds of the comparison, add_up_s: seconds that the slowest rank took before it.
 
         Raises:
             SyncError: a server that holds something else.
         """
-        sent, timeout = ledger.total(), self.settings.timeout
+        sent, timeout, begin = ledger.total(), self.settings.timeout, time.perf_counter()
         if asked is not None:
-            answers = [self.reports.read(target, one) for target, one in zip(self.targets, asked, strict=True)]
+            answers = [self.reports.read(target, one, under_way)
+                       for target, one in zip(self.targets, asked, strict=True)]
+            begin = time.perf_counter()
         else:
             answers = for_all(self.targets, lambda target: self.reports.ask(target, timeout, **ledger.expectation()))
         for target, ranks in zip(self.targets, answers, strict=True):
@@ -118,7 +126,8 @@ class Servers:
             random = self._info[target.name].get("load_format") == "dummy"
             verify.check(target.name, target.url, sent, ranks, layers=self.settings.layers, copies=copies,
                          random=random)
-        return max(rank["seconds"] for ranks in answers for rank in ranks)
+        return {"verify_s": time.perf_counter() - begin,
+                "add_up_s": max(rank["seconds"] for ranks in answers for rank in ranks)}
 
 
 class Meter:
@@ -127,13 +136,11 @@ class Meter:
     def __init__(self) -> None:
         self._begin = time.perf_counter()
 
-    def figures(self, ledger: verify.Ledger, verified: float, verify_s: float) -> dict[str, float]:
+    def figures(self, ledger: verify.Ledger, verified: dict[str, float]) -> dict[str, float]:
         """
         Args:
-            verified: `perf_counter` when the transfer was over and the verification began.
-            verify_s: seconds that the servers took to add up, of the time since then.
+            verified: as `Servers.verify` returns it.
         """
-        transfer = verified - self._begin
+        transfer = time.perf_counter() - self._begin - verified["verify_s"]
         return {"tensors": ledger.tensors, "bytes": ledger.bytes, "transfer_s": transfer,
-                "verify_s": time.perf_counter() - verified, "add_up_s": verify_s,
-                "gb_per_s": ledger.bytes / 1e9 / transfer}
+                "gb_per_s": ledger.bytes / 1e9 / transfer, **verified}

@@ -9,6 +9,7 @@ import json
 import pickle
 import socket
 import threading
+import time
 import urllib.parse
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
@@ -173,16 +174,19 @@ class Reports:
         """For the ranks to get."""
         self._store.set(key, json.dumps(value))
 
-    def read(self, target: Target, request: dict) -> list[dict]:
-        """What each rank of the target said, after it has answered the HTTP request that asked for it.
+    def read(self, target: Target, request: dict, under_way: Future | None = None) -> list[dict]:
+        """What each rank of the target said before it answered the HTTP request that asked for it.
+
+        Args:
+            under_way: that request, if it may not have been answered yet; waited for as long as nothing is said.
 
         Raises:
-            SyncError: a rank that could not load, or that said nothing.
+            SyncError: a rank that could not load, or that said nothing; what the request itself raises.
         """
         found = []
         for rank in range(target.size):
             try:
-                found.append(json.loads(self._store.queue_pop(f"{request['key']}/{rank}", block=False)))
+                found.append(json.loads(self._said(f"{request['key']}/{rank}", under_way)))
             except dist.QueueEmptyError:
                 raise SyncError(f"rank {rank} of {target.name} did not report what it loaded", who=target.url,
                                 fix=f"the engine's hosts have to reach {self.address} at port {self._store.port}; "
@@ -192,6 +196,18 @@ class Reports:
             raise SyncError(f"{target.name} could not load the weights", who=target.url, got="; ".join(errors[:3]),
                             fix="look at the engine's log; the engine stays paused")
         return found
+
+    def _said(self, key: str, under_way: Future | None) -> bytes:
+        while True:
+            answered = under_way is None or under_way.done()
+            try:
+                return self._store.queue_pop(key, block=False)
+            except dist.QueueEmptyError:
+                if answered:
+                    if under_way is not None:
+                        under_way.result()
+                    raise
+                time.sleep(1e-4)
 
     def ask(self, target: Target, timeout: float, plan: dict | None = None, **request: object) -> list[dict]:
         """Have a target report now; see miles_weights.load for what may be asked."""
