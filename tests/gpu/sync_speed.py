@@ -5,9 +5,9 @@
     ... 8B:2048                                                           buckets of one size, in MiB
 
 Prints a line of JSON for each shape: seconds of the whole sync as a run makes it, from the pause until the engine
-serves (`whole_s`), and of the sender's part alone (`send_s`), both as the median and the best of 21; the share of the
+serves (`whole_s`), and of the sender's part alone (`send_s`), both as the median and the best of 200; the share of the
 device's copy bandwidth (ipc) or of a plain NCCL broadcast's between the same two GPUs (broadcast) that the best sender
-has; and what the verification costs: `..._cost` compares the medians with those of 21 syncs without it, which take
+has; and what the verification costs: `..._cost` compares the medians with those of 200 syncs without it, which take
 turns with them on one server. Figures go to docs/benchmarks.md.
 """
 
@@ -50,7 +50,7 @@ SERVED = Path(__file__).parents[2] / "miles_core" / "backends" / "sglang" / "ser
 FLAGS = ["--attention-backend", "triton", "--sampling-backend", "pytorch", "--grammar-backend", "none",
          "--skip-server-warmup", "--skip-tokenizer-init", "--disable-cuda-graph", "--mem-fraction-static", "0.3",
          "--load-format", "dummy", "--custom-weight-loader", "miles_weights.load", "--host", "127.0.0.1"]
-TURNS = 21
+TURNS = 200
 """Syncs with the verification, and as many without."""
 
 

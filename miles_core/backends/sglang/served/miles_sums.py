@@ -8,7 +8,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from functools import reduce
-from itertools import accumulate
+from itertools import accumulate, chain
 from operator import or_
 
 import torch
@@ -146,6 +146,7 @@ class Held:
         self.asked, self._found, self._places, self._modules = asked, {}, [], []
         self._visit("", model, set())
         self.names, self._tensors = list(self._found), list(self._found.values())
+        self._empty, self._places = [one for one in self._places if not one], list(filter(None, self._places))
         self._seen = self._look()
         dtype, dtypes, kinds = asked
         ends, self._casts = sorted(kinds, key=len, reverse=True), {}
@@ -174,12 +175,12 @@ class Held:
 
     def _look(self) -> list[int]:
         """All that is in its place, and where the bytes are."""
-        return [*(id(one) for place in self._places for one in place.values()),
-                *(tensor.data_ptr() for tensor in self._tensors)]
+        return [*map(id, chain.from_iterable(map(dict.values, self._places))),
+                *map(torch.Tensor.data_ptr, self._tensors)]
 
     def same(self, asked: tuple) -> bool:
         """Whether nothing was added, replaced or moved."""
-        return self.asked == asked and self._look() == self._seen
+        return self.asked == asked and not any(self._empty) and self._look() == self._seen
 
     def sums(self) -> torch.Tensor:
         """[tensors, 2] int64 on the host."""
