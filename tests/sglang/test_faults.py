@@ -41,7 +41,7 @@ def strike(folder: Path, hit, process, events: list[dict]) -> bool:
     """Once the second trained version is in use, amid the sampling that follows."""
     if not any(event["event"] == "weight_sync" and event["version"] == 3 for event in events):
         return False
-    time.sleep(0.5)
+    time.sleep(0.1)
     (folder / "injected").write_text(str(time.monotonic()))
     hit(process)
     return True

@@ -118,13 +118,16 @@ class Fleet:
     async def confirm(self, servers: Sequence[Server], version: int, *, flush: bool) -> None:
         """See that servers have these weights, empty their caches, and take them into use.
 
+        One whose process has ended meanwhile holds nothing: its watch starts it again, and it is brought up to date.
+
         Raises:
-            SyncError: a server has another version, or cannot be asked; none of them is used.
+            SyncError: a server has another version, or lives and cannot be asked; none of them is used.
         """
-        await asyncio.gather(*(self._has(server, version, flush) for server in servers))
+        have = await asyncio.gather(*(self._has(server, version, flush) for server in servers))
         self.version = version
-        for server in servers:
-            server.version = version
+        for server, has in zip(servers, have, strict=True):
+            if has and server.alive:
+                server.version = version
 
     async def route(self) -> None:
         """Have the router know every server in use; they have to draw tokens, for it asks them for one.
@@ -270,15 +273,21 @@ class Fleet:
             await self._route_again()
         self.admit()
 
-    async def _has(self, server: Server, version: int, flush: bool) -> None:
+    async def _has(self, server: Server, version: int, flush: bool) -> bool:
         try:
             said = (await server.client.model_info()).get("weight_version")
             right = str(said) == str(version)
             if right and flush:
                 await server.client.flush()
         except MilesError as error:
+            await asyncio.sleep(LOOK)  # a connection ends before the process does
+            if server.alive and (why := await exited(server)) is not None:
+                self._lost(server, why)
+            if not server.alive:
+                return False
             raise SyncError(f"version {version} is not in use: {error.what}", got=error.got, who=server.name,
                             fix=error.fix) from error
         if not right:
             raise SyncError(f"the server does not have weights of version {version}", got=repr(said), who=server.name,
                             fix="see what its log says about the update")
+        return True

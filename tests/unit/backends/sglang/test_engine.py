@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from wire import Wire, WireRouter, log_prob, next_token
 
+from miles_core.backends.sglang import fleet
 from miles_core.errors import EngineError, SyncError
 
 
@@ -296,6 +297,37 @@ def test_a_version_is_confirmed_by_every_server_or_not_in_use(engine_over, ask):
         with pytest.raises(SyncError, match="engine 1: the server does not have weights of version 2 .got '1'"):
             await engine.confirm(engine.servers, 2)
         assert [server.version for server in engine.servers] == [1, 1] and engine.version == 1
+
+    over(engine_over, work, 2)
+
+
+def test_a_server_that_dies_while_its_version_is_confirmed_is_brought_back_later(engine_over, ask, monkeypatch):
+    """The others serve the new version meanwhile; one that lives and does not answer ends the sync."""
+    async def work(engine, one, two):
+        async def recover():
+            await update(engine, engine.version)
+
+        async def gone(server):
+            return "its process ended with code -9" if server is engine.servers[0] and dead else None
+
+        async def broken():
+            raise EngineError("the connection was lost")
+
+        dead, engine.recover = True, recover
+        await sync(engine, 1)
+        flush, engine.servers[0].client.flush = engine.servers[0].client.flush, broken
+        monkeypatch.setattr(fleet, "exited", gone)
+        await sync(engine, 2)
+        assert [server.version for server in engine.servers] == [0, 2] and engine.version == 2
+        assert "engine_lost" in engine.events
+        assert set((await engine.generate(ask("a", 5))).versions) == {2}
+        engine.servers[0].client.flush, dead, one.version = flush, False, "default"
+        while not engine.servers[0].version:
+            await asyncio.sleep(0.05)
+        assert one.version == "2"
+        engine.servers[0].client.flush = broken
+        with pytest.raises(SyncError, match="version 3 is not in use: the connection was lost"):
+            await sync(engine, 3)
 
     over(engine_over, work, 2)
 
