@@ -225,8 +225,7 @@ def _listed(one: Given, entry: Mapping[str, object], plugins: Mapping[str, str],
     if "refused" in entry:
         raise UnknownKeyError(f"{one.flag} has no place here", who="Miles's flag", fix=text(entry["refused"]))
     if "derived" in entry:
-        notes.append(f"{one.flag} is not needed: {text(entry['derived'])}")
-        return []
+        return _needless(one, bool(entry.get("switch")), text(entry["derived"]), notes)
     if "plugin" in entry:
         name = entry["plugin"]
         if name not in plugins:  # enabled, which is all that a flag without a key asks for

@@ -6,6 +6,8 @@ Megatron-core over gloo, the same plan that `miles run` would carry out.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import numpy as np
 import pytest
 import torch
@@ -144,12 +146,12 @@ def gap(found: list[dict], expected: list[dict], key: str = "train/loss") -> flo
     return max(abs(a[key] - b[key]) for a, b in zip(found, expected, strict=True))
 
 
-def sampled(names: list[str], often: list[str]) -> list:
+def sampled(names: Collection[str], often: Collection[str]) -> list:
     """These names as cases; those that are not among `often` are slow: their neighbours show the same."""
     return [name if name in often else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
-@pytest.mark.parametrize("name", sampled(list(LAYOUTS), [*({*LAYOUTS} - {"tp2", "tp2-sp", "pp2", "cp2"})]))
+@pytest.mark.parametrize("name", sampled(LAYOUTS, LAYOUTS.keys() - {"tp2", "tp2-sp", "pp2", "cp2"}))
 def test_six_steps_are_those_of_one_rank(name, train, one_rank, record_property):
     """Loss, gradient norm, metrics' names, the old log-probs of every sample, and the final weights."""
     expected, _ = one_rank(LAYOUTS[name][1])

@@ -52,7 +52,7 @@ def check_files(config: RunConfig, note: Callable[[str], None]) -> RunConfig:
         _sizes(folder, shapes, model, said)
         if said.get("model_type") in EVEN and not said.get("quantization_config"):
             _parts(folder, shapes, model)
-    _end_of_sequence(folder, said)
+    _special_tokens(folder, said)
     layers, kinds = said.get("num_hidden_layers"), said.get("layer_types")
     if isinstance(layers, int) and isinstance(kinds, list) and len(kinds) != layers:
         raise _error(folder / "config.json", f"layer_types speaks of {len(kinds)} layers", layers,
@@ -223,10 +223,9 @@ def _parts(folder: Path, shapes: Mapping[str, tuple[int, ...]], model: Architect
             raise _misshapen(folder, name, shapes[name], size)
 
 
-def _end_of_sequence(folder: Path, said: Mapping) -> None:
+def _special_tokens(folder: Path, said: Mapping) -> None:
     """Tokens that end an answer or pad are the model's. Special tokens stand at the start of tokenizer.json."""
     vocab, ids = said.get("vocab_size"), said.get("eos_token_id")
-    vocab = vocab if isinstance(vocab, int) else None
     found = {("config.json", one) for one in (ids if isinstance(ids, list) else [ids]) if isinstance(one, int)}
     found |= {("generation_config.json", one) for one in found_in(folder / "generation_config.json", ["eos_token_id"])
               if isinstance(one, int)}
@@ -239,14 +238,14 @@ def _end_of_sequence(folder: Path, said: Mapping) -> None:
         found |= {("tokenizer.json", int(one)) for one in re.findall(spelled, start)}
     except (OSError, ValueError, AttributeError):  # the start says what is wrong with it
         pass
-    pad = said.get("pad_token_id")  # transformers does not build a model with one beyond its rows
-    what, bad = "ends a sequence", [(name, one) for name, one in sorted(found) if vocab and not 0 <= one < vocab]
-    if not bad and vocab and isinstance(pad, int) and pad >= vocab:
-        what, bad = "pads", [("config.json", pad)]
-    for name, one in bad:
-        raise _error(folder / name, f"the token that {what} is none of the model's",
-                     f"{one}, and config.json has a vocab_size of {vocab}",
-                     "tokenizer, config.json and weights have to be of one checkpoint")
+    used, pad = [(name, one, "ends a sequence") for name, one in sorted(found)], said.get("pad_token_id")
+    if isinstance(pad, int) and pad >= 0:  # transformers does not build a model with one beyond its rows
+        used.append(("config.json", pad, "pads"))
+    for name, one, does in used:
+        if isinstance(vocab, int) and not 0 <= one < vocab:
+            raise _error(folder / name, f"the token that {does} is none of the model's",
+                         f"{one}, and config.json has a vocab_size of {vocab}",
+                         "tokenizer, config.json and weights have to be of one checkpoint")
 
 
 def _misshapen(folder: Path, name: str, shape: tuple, wanted: tuple) -> CheckpointError:

@@ -143,21 +143,22 @@ class Held:
     """
 
     def __init__(self, model: torch.nn.Module, asked: tuple):
-        self.asked, self._found, self._places, self._modules = asked, {}, [], []
+        self.asked, self.tensors, self._places, self._modules = asked, {}, [], []
         self._visit("", model, set())
-        self.names, self._tensors = list(self._found), list(self._found.values())
+        self.names = list(self.tensors)
         self._empty, self._places = [one for one in self._places if not one], list(filter(None, self._places))
         self._seen = self._look()
         dtype, dtypes, kinds = asked
         ends, self._casts = sorted(kinds, key=len, reverse=True), {}
-        for i, (name, tensor) in enumerate(self._found.items()):
+        for i, (name, tensor) in enumerate(self.tensors.items()):
             said = dtypes.get(name) or next((kinds[end] for end in ends if name.endswith(end)), dtype)
             sent = getattr(torch, said) if said else tensor.dtype
             if sent != tensor.dtype and tensor.is_floating_point() and tensor.element_size() > sent.itemsize:
                 self._casts[i] = sent
         self._told = None
-        if not self._casts and triton is not None and all(t.is_cuda and t.is_contiguous() for t in self._tensors):
-            self._told = tables(self._tensors)
+        whole = list(self.tensors.values())
+        if not self._casts and triton is not None and all(one.is_cuda and one.is_contiguous() for one in whole):
+            self._told = tables(whole)
 
     def _visit(self, prefix: str, module: torch.nn.Module, seen: set[int]) -> None:
         """One walk, in place of those of named_parameters, named_buffers and named_modules."""
@@ -167,7 +168,7 @@ class Held:
         for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
             if tensor is not None and name not in left_out and id(tensor) not in seen:
                 seen.add(id(tensor))
-                self._found[prefix + name] = tensor
+                self.tensors[prefix + name] = tensor
         for name, child in module._modules.items():
             if child is not None and id(child) not in seen:
                 seen.add(id(child))
@@ -176,7 +177,7 @@ class Held:
     def _look(self) -> list[int]:
         """All that is in its place, and where the bytes are."""
         return [*map(id, chain.from_iterable(map(dict.values, self._places))),
-                *map(torch.Tensor.data_ptr, self._tensors)]
+                *map(torch.Tensor.data_ptr, self.tensors.values())]
 
     def same(self, asked: tuple) -> bool:
         """Whether nothing was added, replaced or moved."""
@@ -185,5 +186,5 @@ class Held:
     def sums(self) -> torch.Tensor:
         """[tensors, 2] int64 on the host."""
         if self._told is not None:
-            return _launched(self._told, len(self.names), self._tensors[0].device).cpu()
-        return sums([tensor.to(self._casts.get(i, tensor.dtype)) for i, tensor in enumerate(self._tensors)]).cpu()
+            return _launched(self._told, len(self.names), next(iter(self.tensors.values())).device).cpu()
+        return sums([one.to(self._casts.get(i, one.dtype)) for i, one in enumerate(self.tensors.values())]).cpu()

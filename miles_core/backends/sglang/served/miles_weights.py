@@ -31,8 +31,8 @@ STORE_SECONDS = 60
 
 _errors: list[str] = []
 """What went wrong since the last report, a draft model's loading included."""
-_first: dict[int, tuple[list[str], torch.Tensor]] = {}
-"""Names and sums of the first report, by id of the model."""
+_first: dict[int, dict[str, list[int]]] = {}
+"""The sums of the first report, by id of the model."""
 _held: dict[int, Held] = {}
 """What a model held at the last report, by its id."""
 _groups: dict[str, dist.ProcessGroup] = {}
@@ -162,13 +162,10 @@ def _report(model, store: Sequence | None = None, key: str = "", names_only: boo
         try:
             kept = held(model, dtype, dtypes or {}, kinds or {})
             found = kept.sums()
-            first = _first.setdefault(id(model), (kept.names, found))
-            if first[0] == kept.names:
-                changed = (found != first[1]).any(1).nonzero().flatten().tolist()
-            else:
-                before = dict(zip(first[0], first[1].tolist(), strict=True))
-                changed = [i for i, name in enumerate(kept.names) if found[i].tolist() != before.get(name)]
-            answer |= {"names": kept.names, "sums": found.numpy().tobytes().hex(), "changed": changed}
+            rows = dict(zip(kept.names, found.tolist(), strict=True))
+            first = _first.setdefault(id(model), rows)
+            answer |= {"names": kept.names, "sums": found.numpy().tobytes().hex(),
+                       "changed": [i for i, (name, row) in enumerate(rows.items()) if row != first.get(name)]}
         except Exception as error:  # noqa: BLE001 - as in `load`
             answer["error"] = f"{type(error).__name__}: {error}"[:2000]
     answer["seconds"] = time.perf_counter() - begin

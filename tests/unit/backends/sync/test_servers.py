@@ -150,6 +150,7 @@ def test_what_is_tied_is_held_once_under_the_names_that_torch_gives():
     model.append(model[1])
     found = miles_sums.Held(model, (None, {}, {}))
     wanted = dict(model.named_parameters()) | {name: one for name, one in model.named_buffers() if "comp" not in name}
+    assert found.tensors.keys() == wanted.keys() and all(found.tensors[name] is wanted[name] for name in wanted)
     assert dict(zip(found.names, found.sums().tolist(), strict=True)) == {
         name: miles_sums.sums([one])[0].tolist() for name, one in wanted.items()}
 
