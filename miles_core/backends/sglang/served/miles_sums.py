@@ -133,6 +133,24 @@ if triton is not None:
     _add_up = triton.jit(_add_up, do_not_specialize=["tensors"])
 
 
+class Coming:
+    """A tensor on its way to the host."""
+
+    def __init__(self, tensor: torch.Tensor):
+        self._host, self._there = tensor, None
+        if tensor.is_cuda:
+            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._host.copy_(tensor, non_blocking=True)
+            self._there = torch.cuda.Event()
+            self._there.record()
+
+    def arrived(self) -> torch.Tensor:
+        """It, on the host; any thread may wait for it."""
+        if self._there is not None:
+            self._there.synchronize()
+        return self._host
+
+
 class Held:
     """Every parameter of a model, and every buffer that a checkpoint would hold, once and by name.
 
@@ -183,8 +201,8 @@ class Held:
         """Whether nothing was added, replaced or moved."""
         return self.asked == asked and not any(self._empty) and self._look() == self._seen
 
-    def sums(self) -> torch.Tensor:
-        """[tensors, 2] int64 on the host."""
+    def sums(self) -> Coming:
+        """[tensors, 2] int64, behind what the current stream was given before."""
         if self._told is not None:
-            return _launched(self._told, len(self.names), next(iter(self.tensors.values())).device).cpu()
-        return sums([one.to(self._casts.get(i, one.dtype)) for i, one in enumerate(self.tensors.values())]).cpu()
+            return Coming(_launched(self._told, len(self.names), next(iter(self.tensors.values())).device))
+        return Coming(sums([one.to(self._casts.get(i, one.dtype)) for i, one in enumerate(self.tensors.values())]))

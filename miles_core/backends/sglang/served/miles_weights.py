@@ -13,6 +13,7 @@ import fcntl
 import json
 import os
 import shutil
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -23,9 +24,9 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 if __package__:  # in the trainer
-    from miles_core.backends.sglang.served.miles_sums import Held
+    from miles_core.backends.sglang.served.miles_sums import Coming, Held
 else:  # in a server, where miles_core need not be installed
-    from miles_sums import Held
+    from miles_sums import Coming, Held
 
 STORE_SECONDS = 60
 
@@ -150,10 +151,14 @@ def held(model, dtype: str | None, dtypes: Mapping[str, str], kinds: Mapping[str
 
 def _report(model, store: Sequence | None = None, key: str = "", names_only: bool = False, dtype: str | None = None,
             dtypes: Mapping[str, str] | None = None, kinds: Mapping[str, str] | None = None) -> None:
-    """Tell the sender, under `key`/rank: sums as the hexadecimal bytes of int64, `changed` as positions in `names`."""
+    """Tell the sender, under `key`/rank: sums as the hexadecimal bytes of int64, `changed` as positions in `names`.
+
+    What the model holds is asked of the device here, behind what was loaded; a thread waits for it and tells, while the
+    server already answers.
+    """
     if store is None:
         return
-    begin = time.perf_counter()
+    begin, sums = time.perf_counter(), None
     answer: dict[str, object] = {"error": _errors[0] if _errors else None}
     _errors.clear()
     if names_only:
@@ -161,18 +166,35 @@ def _report(model, store: Sequence | None = None, key: str = "", names_only: boo
     elif answer["error"] is None:
         try:
             kept = held(model, dtype, dtypes or {}, kinds or {})
-            found = kept.sums()
-            rows = dict(zip(kept.names, found.tolist(), strict=True))
-            first = _first.setdefault(id(model), rows)
-            answer |= {"names": kept.names, "sums": found.numpy().tobytes().hex(),
-                       "changed": [i for i, (name, row) in enumerate(rows.items()) if row != first.get(name)]}
+            sums, answer["names"] = kept.sums(), kept.names
         except Exception as error:  # noqa: BLE001 - as in `load`
             answer["error"] = f"{type(error).__name__}: {error}"[:2000]
+    place = tuple(store), f"{key}/{dist.get_rank() if dist.is_initialized() else 0}"
+    threading.Thread(target=_tell, args=(place, answer, sums, id(model), begin), daemon=True).start()
+
+
+def _tell(place: tuple[tuple[str, int], str], answer: dict[str, object], sums: Coming | None, model: int,
+          begin: float) -> None:
+    """The rest of `_report`.
+
+    Args:
+        model: its id.
+        begin: of the report, by time.perf_counter.
+    """
+    try:
+        if sums is not None:
+            found = sums.arrived()
+            rows = dict(zip(answer["names"], found.tolist(), strict=True))
+            first = _first.setdefault(model, rows)
+            answer |= {"sums": found.numpy().tobytes().hex(),
+                       "changed": [i for i, (name, row) in enumerate(rows.items()) if row != first.get(name)]}
+    except Exception as error:  # noqa: BLE001 - as in `load`
+        answer["error"] = f"{type(error).__name__}: {error}"[:2000]
     answer["seconds"] = time.perf_counter() - begin
     try:
-        _put(tuple(store), f"{key}/{dist.get_rank() if dist.is_initialized() else 0}", json.dumps(answer))
+        _put(*place, json.dumps(answer))
     except Exception as error:  # noqa: BLE001 - a sender that hears nothing does not let the weights serve
-        print(f"miles_weights: the sender's store at {store} cannot be reached: {error}", flush=True)
+        print(f"miles_weights: the sender's store at {place[0]} cannot be reached: {error}", flush=True)
 
 
 def _put(store: tuple[str, int], key: str, value: str) -> None:

@@ -84,9 +84,19 @@ def test_a_server_without_our_loader_is_refused_before_anything_is_sent():
 
 def test_a_rank_that_says_nothing_is_named():
     with server(says(200, {"success": True})) as target:
-        reports = Reports([target], 5)
+        reports = Reports([target], 0.2)
         with pytest.raises(SyncError, match="rank 0 of engine 2 did not report"):
             reports.ask(target, 5)
+
+
+def test_a_rank_may_still_add_up_when_its_server_has_answered(monkeypatch):
+    reports, wait = Reports([Target("engine 2", "http://127.0.0.1:1")], 5), threading.Event()
+    arrived = miles_sums.Coming.arrived
+    monkeypatch.setattr(miles_sums.Coming, "arrived", lambda sums: wait.wait(5) and arrived(sums))
+    threading.Timer(0.3, wait.set).start()
+    begin, model = time.monotonic(), Model()
+    assert loaded(model, reports, {})["sums"] == sums_of(model.weight, model.kept)
+    assert 0.3 <= time.monotonic() - begin < 4
 
 
 class Model(torch.nn.Module):
@@ -151,7 +161,7 @@ def test_what_is_tied_is_held_once_under_the_names_that_torch_gives():
     found = miles_sums.Held(model, (None, {}, {}))
     wanted = dict(model.named_parameters()) | {name: one for name, one in model.named_buffers() if "comp" not in name}
     assert found.tensors.keys() == wanted.keys() and all(found.tensors[name] is wanted[name] for name in wanted)
-    assert dict(zip(found.names, found.sums().tolist(), strict=True)) == {
+    assert dict(zip(found.names, found.sums().arrived().tolist(), strict=True)) == {
         name: miles_sums.sums([one])[0].tolist() for name, one in wanted.items()}
 
 
