@@ -20,7 +20,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from miles_core.backends.sglang.served.miles_weights import STORE_SECONDS
 from miles_core.errors import SyncError
 
 LOADER = "miles_weights.load"
@@ -150,7 +149,7 @@ class Reports:
 
     Args:
         targets: who will report.
-        timeout: seconds that a report may take once the server has answered: its ranks tell in a thread of their own.
+        timeout: seconds that a report may take once the server has answered.
     """
 
     def __init__(self, targets: Sequence[Target], timeout: float):
@@ -176,7 +175,7 @@ class Reports:
         self._store.set(key, json.dumps(value))
 
     def read(self, target: Target, request: dict, under_way: Future | None = None) -> list[dict]:
-        """What each rank of the target says after the HTTP request that asked for it.
+        """What each rank of the target said before it answered the HTTP request that asked for it.
 
         Args:
             under_way: that request, if it may not have been answered yet; waited for as long as nothing is said.
@@ -199,16 +198,14 @@ class Reports:
         return found
 
     def _said(self, key: str, under_way: Future | None) -> bytes:
-        end = None
         while True:
-            if end is None and (under_way is None or under_way.done()):
-                end = time.monotonic() + min(self._timeout, STORE_SECONDS)
-                if under_way is not None:
-                    under_way.result()
+            answered = under_way is None or under_way.done()
             try:
                 return self._store.queue_pop(key, block=False)
             except dist.QueueEmptyError:
-                if end is not None and time.monotonic() > end:
+                if answered:
+                    if under_way is not None:
+                        under_way.result()
                     raise
                 time.sleep(1e-4)
 

@@ -134,7 +134,7 @@ if triton is not None:
 
 
 class Coming:
-    """A tensor on its way to the host."""
+    """A tensor on its way to the host, behind what the current stream was given before."""
 
     def __init__(self, tensor: torch.Tensor):
         self._host, self._there = tensor, None
@@ -145,7 +145,7 @@ class Coming:
             self._there.record()
 
     def arrived(self) -> torch.Tensor:
-        """It, on the host; any thread may wait for it."""
+        """It, on the host."""
         if self._there is not None:
             self._there.synchronize()
         return self._host
@@ -165,7 +165,7 @@ class Held:
         self._visit("", model, set())
         self.names = list(self.tensors)
         self._empty, self._places = [one for one in self._places if not one], list(filter(None, self._places))
-        self._seen = self._look()
+        self._seen, self._starts = self._look(), self._begins()
         dtype, dtypes, kinds = asked
         ends, self._casts = sorted(kinds, key=len, reverse=True), {}
         for i, (name, tensor) in enumerate(self.tensors.items()):
@@ -193,16 +193,23 @@ class Held:
                 self._visit(f"{prefix}{name}.", child, seen)
 
     def _look(self) -> list[int]:
-        """All that is in its place, and where the bytes are."""
-        return [*map(id, chain.from_iterable(map(dict.values, self._places))),
-                *map(torch.Tensor.data_ptr, self.tensors.values())]
+        """All that is in its place."""
+        return list(map(id, chain.from_iterable(map(dict.values, self._places))))
 
-    def same(self, asked: tuple) -> bool:
-        """Whether nothing was added, replaced or moved."""
-        return self.asked == asked and not any(self._empty) and self._look() == self._seen
+    def _begins(self) -> list[int]:
+        """Where the bytes are."""
+        return list(map(torch.Tensor.data_ptr, self.tensors.values()))
+
+    def lasts(self) -> bool:
+        """Whether the tensors still have the memory they had, so that they may be added up as they were."""
+        return self._begins() == self._starts
+
+    def same(self) -> bool:
+        """Whether nothing was added or replaced; with `lasts`, whether this is what the model holds."""
+        return not any(self._empty) and self._look() == self._seen
 
     def sums(self) -> Coming:
-        """[tensors, 2] int64, behind what the current stream was given before."""
+        """[tensors, 2] int64."""
         if self._told is not None:
             return Coming(_launched(self._told, len(self.names), next(iter(self.tensors.values())).device))
         return Coming(sums([one.to(self._casts.get(i, one.dtype)) for i, one in enumerate(self.tensors.values())]))

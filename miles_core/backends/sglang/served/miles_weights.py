@@ -13,7 +13,6 @@ import fcntl
 import json
 import os
 import shutil
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -78,8 +77,8 @@ def load(model, named_tensors) -> None:
     except Exception as error:  # noqa: BLE001 - whatever it is, it would end the server
         _errors.append(f"{type(error).__name__}: {error}"[:2000])
     if "report" in plan:
-        _buckets.clear()
         _report(model, **plan["report"])
+        _buckets.clear()
 
 
 def join(name: str, backend: str, method: str, size: int, offset: int, seconds: float) -> None:
@@ -141,76 +140,63 @@ def split(flat: torch.Tensor, tensors: Sequence[Sequence]) -> Iterator[tuple[str
         yield name, flat[offset : offset + _bytes(dtype, shape)].view(getattr(torch, dtype)).view(shape)
 
 
-def held(model, dtype: str | None, dtypes: Mapping[str, str], kinds: Mapping[str, str]) -> Held:
-    """What the model holds, found anew only where anything of it has changed; see `Held`."""
-    asked = dtype, dtypes, kinds
-    if (kept := _held.get(id(model))) is None or not kept.same(asked):
+def held(model, asked: tuple) -> tuple[Held, Coming]:
+    """What the model holds and the sums of it, which may still be on their way; see `Held`.
+
+    It is found anew only where anything has changed. Whether it has is looked at while the device adds up what the
+    model held before, and so is the sender's memory closed.
+    """
+    kept = _held.get(id(model))
+    sums = kept.sums() if kept is not None and kept.asked == asked and kept.lasts() else None
+    _buckets.clear()
+    if sums is None or not kept.same():
         kept = _held[id(model)] = Held(model, asked)
-    return kept
+        sums = kept.sums()
+    return kept, sums
 
 
 def _report(model, store: Sequence | None = None, key: str = "", names_only: bool = False, dtype: str | None = None,
             dtypes: Mapping[str, str] | None = None, kinds: Mapping[str, str] | None = None) -> None:
-    """Tell the sender, under `key`/rank: sums as the hexadecimal bytes of int64, `changed` as positions in `names`.
-
-    What the model holds is asked of the device here, behind what was loaded; a thread waits for it and tells, while the
-    server already answers.
-    """
+    """Tell the sender, under `key`/rank: sums as the hexadecimal bytes of int64, `changed` as positions in `names`."""
     if store is None:
         return
-    begin, sums = time.perf_counter(), None
+    begin, kept = time.perf_counter(), None
     answer: dict[str, object] = {"error": _errors[0] if _errors else None}
     _errors.clear()
-    if names_only:
-        answer["names"] = [name for name, _ in model.named_parameters()]
-    elif answer["error"] is None:
-        try:
-            kept = held(model, dtype, dtypes or {}, kinds or {})
-            sums, answer["names"] = kept.sums(), kept.names
-        except Exception as error:  # noqa: BLE001 - as in `load`
-            answer["error"] = f"{type(error).__name__}: {error}"[:2000]
-    place = tuple(store), f"{key}/{dist.get_rank() if dist.is_initialized() else 0}"
-    threading.Thread(target=_tell, args=(place, answer, sums, id(model), begin), daemon=True).start()
-
-
-def _tell(place: tuple[tuple[str, int], str], answer: dict[str, object], sums: Coming | None, model: int,
-          begin: float) -> None:
-    """The rest of `_report`.
-
-    Args:
-        model: its id.
-        begin: of the report, by time.perf_counter.
-    """
     try:
-        if sums is not None:
-            found = sums.arrived()
-            rows = dict(zip(answer["names"], found.tolist(), strict=True))
-            first = _first.setdefault(model, rows)
-            answer |= {"sums": found.numpy().tobytes().hex(),
-                       "changed": [i for i, (name, row) in enumerate(rows.items()) if row != first.get(name)]}
+        if names_only:
+            answer["names"] = [name for name, _ in model.named_parameters()]
+        elif answer["error"] is None:
+            kept, sums = held(model, (dtype, dtypes or {}, kinds or {}))
     except Exception as error:  # noqa: BLE001 - as in `load`
         answer["error"] = f"{type(error).__name__}: {error}"[:2000]
-    answer["seconds"] = time.perf_counter() - begin
+    key = f"{key}/{dist.get_rank() if dist.is_initialized() else 0}"
     try:
-        _put(*place, json.dumps(answer))
+        client = connected(tuple(store), key)  # while the device adds up
+        if kept is not None:
+            answer |= _told(kept.names, sums.arrived(), _first.setdefault(id(model), {}))
+        answer["seconds"] = time.perf_counter() - begin
+        client.queue_push(key, json.dumps(answer))  # the sender takes it out again
     except Exception as error:  # noqa: BLE001 - a sender that hears nothing does not let the weights serve
-        print(f"miles_weights: the sender's store at {place[0]} cannot be reached: {error}", flush=True)
+        print(f"miles_weights: nothing could be told to the sender's store at {store}: {error}", flush=True)
 
 
-def _put(store: tuple[str, int], key: str, value: str) -> None:
-    """Into a queue of a sender's store, which takes it out."""
-    def push() -> None:
-        client.queue_push(key, value)
-        client.queue_len(key)  # waits until it is there: to push alone does not notice a lost connection
+def _told(names: Sequence[str], sums: torch.Tensor, first: dict[str, list[int]]) -> dict[str, object]:
+    """A report of these sums. `first` are those of the first report, and filled by it."""
+    rows = dict(zip(names, sums.tolist(), strict=True))
+    first.update({} if first else rows)
+    return {"names": names, "sums": sums.numpy().tobytes().hex(),
+            "changed": [i for i, (name, row) in enumerate(rows.items()) if row != first.get(name)]}
 
+
+def connected(store: tuple[str, int], key: str) -> dist.TCPStore:
+    """To a sender's store. To push into a queue does not notice that a connection was lost; to ask for one does."""
     try:
-        client = _stores.pop(store)
-        push()
+        _stores[store].queue_len(key)
     except Exception:  # noqa: BLE001 - there is none yet, or the one that is kept was lost
         _stores.clear()
-        client = dist.TCPStore(*store, is_master=False, timeout=timedelta(seconds=STORE_SECONDS))
-        push()
-    _stores[store] = client
+        _stores[store] = dist.TCPStore(*store, is_master=False, timeout=timedelta(seconds=STORE_SECONDS))
+    return _stores[store]
 
 
 def patch(folder: str, copy: str, version: int, base: int | None) -> None:
