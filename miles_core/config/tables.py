@@ -266,7 +266,8 @@ class Sglang:
         3.0, "Seconds between looks at each server.", flags=("--rollout-health-check-interval",)
     )
     health_check_timeout: float = option(
-        10.0, "Seconds without an answer after which a server is dead.", flags=("--rollout-health-check-timeout",)
+        10.0, "Seconds without an answer after which a server that does not compile is dead.",
+        flags=("--rollout-health-check-timeout",),
     )
     max_engine_restarts: int = option(3, "Times that one engine is started anew before the run ends.")
     router: Literal["smg", "sglang-router", "none"] | None = option(

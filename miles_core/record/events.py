@@ -13,6 +13,7 @@
     message      level, text
     environment  role, variables {name: value} that change how its processes compute or talk
     engine_lost, engine_restarted, router_lost, router_restarted  engine, why, restarts
+    engine_compiles         engine, what, limit
     engine_recovered  version, tensors, bytes: a restarted server has the weights that it should
     restart      count, most, culprit, error, resumes: the checkpoint, null from the start
     run_end      status, error

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
 
 from miles_core.backends.sglang.client import Client
-from miles_core.backends.sglang.launch import Server, attach, end, exited, launch, log_of, together
+from miles_core.backends.sglang.launch import Server, attach, compilers, end, exited, launch, log_of, together
 from miles_core.backends.sglang.router import Router
 from miles_core.backends.sglang.server import ServerProcess
 from miles_core.backends.sglang.traffic import Lane
@@ -227,11 +227,24 @@ class Fleet:
             await ask(sglang.health_check_timeout)
         except MilesError as error:
             server.next_look = 0.0
-            if self._changed <= begin and time.monotonic() - server.seen > sglang.health_check_timeout:
+            silent = time.monotonic() - server.seen
+            if self._changed <= begin and silent > sglang.health_check_timeout and not await self._compile(server):
                 return await exited(server) or f"no sign of life for {sglang.health_check_timeout:g} s: {error.what}"
         else:
-            server.seen = time.monotonic()
+            server.seen, server.waited = time.monotonic(), False
         return None
+
+    async def _compile(self, silent: Server) -> bool:
+        """Whether a silent server is to be waited for, because it or another one, whose kernels it may wait for, builds
+        some. It began as it served: to end it would have it begin again."""
+        limit = self._config.sglang.server_start_timeout
+        with suppress(MilesError):  # a host that died; who looks after its server says so
+            built = sorted({name for server in self.servers for name in await compilers(server)})
+            before, silent.waited = silent.waited, bool(built) and time.monotonic() - silent.seen < limit
+            if silent.waited and not before:
+                self.event("engine_compiles", engine=silent.name, what=", ".join(built), limit=limit)
+            return silent.waited
+        return False
 
     async def _route_again(self) -> None:
         try:

@@ -37,6 +37,7 @@ class Server:
         load: its requests in the air.
         info: what it said about itself when it came up.
         seen, next_look: when it last answered a health check, and when the next is due.
+        waited: it does not answer and is waited for, because kernels are compiled.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Server:
     info: dict[str, Any] = field(default_factory=dict)
     seen: float = 0.0
     next_look: float = 0.0
+    waited: bool = False
 
     @property
     def url(self) -> str:
@@ -120,6 +122,11 @@ async def exited(server: Server) -> str | None:
             which = f" of node {seat.node}" if seat.nodes > 1 else ""
             return f"its process{which} ended with code {code}"
     return None
+
+
+async def compilers(server: Server) -> list[str]:
+    """Names of the compilers that its processes run; of a server that is not ours nobody can tell."""
+    return sorted({name for handle in server.handles for name in await handle.compilers()})
 
 
 async def end(server: Server) -> None:

@@ -58,6 +58,10 @@ CAUSES = (
 """What a log says -> what that means -> what to do."""
 
 
+COMPILERS = frozenset(("ninja", "nvcc", "cicc", "ptxas", "cudafe++", "hipcc", "clang", "cc1", "cc1plus", "gcc", "g++"))
+"""Names of processes of a server that builds a kernel at its first use: FlashInfer, DeepGEMM and Triton do that."""
+
+
 class ServerProcess:
     """Runs one server, and ends it with everything that it started.
 
@@ -124,6 +128,15 @@ class ServerProcess:
         if code is None:
             self._see_children()
         return code
+
+    def compilers(self) -> list[str]:
+        """Names of the compilers that it runs now."""
+        found = set()
+        with contextlib.suppress(psutil.Error):
+            for child in psutil.Process(self._process.pid).children(recursive=True):
+                with contextlib.suppress(psutil.Error):
+                    found.add(child.name())
+        return sorted(found & COMPILERS)
 
     def tail(self, lines: int) -> list[str]:
         """The last lines of its log."""

@@ -214,6 +214,8 @@ _TOLD: dict[str, Callable[[dict], tuple[str, str]]] = {
     "checkpoint": lambda e: ("info", f"{e.get('path')} ({e.get('seconds') or 0:.2f} s)"),
     "restart": lambda e: ("warning", told_restart(e)),
     "engine_lost": lambda e: ("warning", f"{e.get('engine')} is lost: {e.get('why')}"),
+    "engine_compiles": lambda e: ("info", f"{e.get('engine')} does not answer while kernels are compiled "
+                                          f"({e.get('what')}); it is waited for, up to {e.get('limit'):g} s"),
     "engine_stale": lambda e: ("warning", f"{e.get('engine')} answers from version {e.get('says')} and not from "
                                           f"{e.get('expected')}; it is not used until it has that one"),
     "engine_restarted": lambda e: ("warning", f"{e.get('engine')} serves again, restart {e.get('restarts')}"),

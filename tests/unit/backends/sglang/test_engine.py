@@ -358,6 +358,32 @@ def test_requests_of_a_dead_server_go_to_another_and_it_comes_back_with_weights(
     over(engine_over, work, 2)
 
 
+@pytest.mark.parametrize("bounded", [False, True])
+def test_a_silent_server_is_waited_for_while_kernels_are_compiled(engine_over, ask, monkeypatch, bounded):
+    """The health check's timeout here is half a second."""
+    async def work(engine, one, two):
+        running = ["nvcc"]
+
+        async def compilers(server):  # the other server's, for whose lock it waits
+            return running if server is engine.servers[1] else []
+
+        monkeypatch.setattr(fleet, "compilers", compilers)
+        call = asyncio.ensure_future(engine.generate(ask("a", 40)))
+        await asyncio.sleep(0.1)
+        one.alive = False
+        await asyncio.sleep(1.5)
+        if not bounded:
+            assert engine.events == ["engine_compiles"] and engine.servers[0].alive, "said once"
+            running.clear()
+        while engine.servers[0].alive:
+            await asyncio.sleep(0.05)
+        assert engine.events[:2] == ["engine_compiles", "engine_lost"]
+        one.alive = True
+        check(await call, 40)
+
+    over(engine_over, work, 2, **({"server_start_timeout": 2.5} if bounded else {}))
+
+
 def test_a_server_with_other_weights_than_it_should_have_is_taken_out_of_use(engine_over, ask):
     async def work(engine, one, two):
         async def recover():

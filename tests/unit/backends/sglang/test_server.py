@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -74,6 +75,18 @@ def test_it_dies_with_who_started_it(tmp_path):
         assert psutil.pid_exists(server)
         host.kill()
     until(lambda: not psutil.pid_exists(server) or psutil.Process(server).status() == psutil.STATUS_ZOMBIE)
+
+
+def test_the_compilers_that_it_runs_are_seen(process, tmp_path):
+    (tmp_path / "ninja").write_bytes(Path(shutil.which("sleep")).read_bytes())
+    (tmp_path / "ninja").chmod(0o755)
+    code = "import subprocess, sys, time; subprocess.run([sys.argv[1], '1']); print('built', flush=True); time.sleep(9)"
+    process.start([sys.executable, "-c", code, str(tmp_path / "ninja")], {}, tmp_path / "log")
+    assert until(process.compilers) == ["ninja"]
+    until(lambda: "built" in process.tail(1))
+    assert process.compilers() == []
+    process.stop()
+    assert process.compilers() == []
 
 
 def test_ports_are_free_and_differ(process):
