@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from miles_core.record.console import Console
 from miles_core.record.directory import RunDirectory
 from miles_core.record.events import EventLog
+from miles_core.record.faults import FAULTS
 from miles_core.record.samples import write_samples
 from miles_core.types import Batch, Sample
 
@@ -52,10 +53,8 @@ class Journal:
             self.console.saved(fields["path"], fields.get("seconds"))
         elif kind == "weight_sync":
             self.console.synced(fields["version"], fields["seconds"], fields.get("bytes", 0))
-        elif kind == "engine_recovered":
-            self.console.message("warning", f"a restarted engine has weight version {fields['version']}")
-        elif kind == "restart":
-            self.console.message("warning", told_restart(fields))
+        elif kind in FAULTS and kind != "request_failed":  # of which there may be hundreds
+            self.console.message(*FAULTS[kind](fields))
 
     def message(self, level: str, text: str) -> None:
         """A sentence for the person and for the record."""
@@ -95,12 +94,6 @@ class Journal:
     def _track(self, rollout_id: int, metrics: Mapping[str, float]) -> None:
         if self._trackers is not None:
             self._trackers(rollout_id, dict(metrics), self.directory.path)
-
-
-def told_restart(event: Mapping[str, object]) -> str:
-    """A restart in a sentence."""
-    goes_on = f"from the last checkpoint in {event['resumes']}" if event["resumes"] else "from the start of the run"
-    return f"restart {event['count']} of {event['most']} {goes_on}: {event['culprit']}"
 
 
 def _total(hashes: Mapping[str, str]) -> str:

@@ -131,12 +131,7 @@ class ServerProcess:
 
     def compilers(self) -> list[str]:
         """Names of the compilers that it runs now."""
-        found = set()
-        with contextlib.suppress(psutil.Error):
-            for child in psutil.Process(self._process.pid).children(recursive=True):
-                with contextlib.suppress(psutil.Error):
-                    found.add(child.name())
-        return sorted(found & COMPILERS)
+        return sorted(self._see_children() & COMPILERS)
 
     def tail(self, lines: int) -> list[str]:
         """The last lines of its log."""
@@ -170,11 +165,14 @@ class ServerProcess:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, number)
 
-    def _see_children(self) -> None:
+    def _see_children(self) -> set[str]:
+        names = set()
         with contextlib.suppress(psutil.Error):
             for child in psutil.Process(self._process.pid).children(recursive=True):
                 with contextlib.suppress(psutil.Error):
                     self._children[child.pid] = child.create_time()
+                    names.add(child.name())
+        return names
 
     def _left(self) -> list[psutil.Process]:
         """Children that were seen and are still there."""

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from miles_core.record.events import LIFECYCLE, stage_seconds
-from miles_core.record.journal import told_restart
+from miles_core.record.faults import FAULTS
 
 PACE = 20
 """Rollouts whose pace says when the run will be done."""
@@ -212,16 +212,6 @@ _TOLD: dict[str, Callable[[dict], tuple[str, str]]] = {
     "run_end": _ended,
     "message": lambda e: (str(e.get("level", "info")), str(e.get("text", ""))),
     "checkpoint": lambda e: ("info", f"{e.get('path')} ({e.get('seconds') or 0:.2f} s)"),
-    "restart": lambda e: ("warning", told_restart(e)),
-    "engine_lost": lambda e: ("warning", f"{e.get('engine')} is lost: {e.get('why')}"),
-    "engine_compiles": lambda e: ("info", f"{e.get('engine')} does not answer while kernels are compiled "
-                                          f"({e.get('what')}); it is waited for, up to {e.get('limit'):g} s"),
-    "engine_stale": lambda e: ("warning", f"{e.get('engine')} answers from version {e.get('says')} and not from "
-                                          f"{e.get('expected')}; it is not used until it has that one"),
-    "engine_restarted": lambda e: ("warning", f"{e.get('engine')} serves again, restart {e.get('restarts')}"),
-    "engine_recovered": lambda e: ("warning", f"a restarted engine has weight version {e.get('version')}"),
-    "router_lost": lambda e: ("warning", f"the router is lost: {e.get('why')}"),
-    "router_restarted": lambda e: ("warning", "the router serves again"),
-    "request_failed": lambda e: ("warning", f"request {e.get('request')}, attempt {e.get('attempt')}: {e.get('why')}"),
+    **FAULTS,
 }  # fmt: skip
 """Kind -> level and sentence of the events that are told in words."""

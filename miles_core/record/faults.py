@@ -1,0 +1,26 @@
+"""What befell a run, in words: for the terminal, the page and the log alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+
+def _restart(event: Mapping[str, object]) -> str:
+    goes_on = f"from the last checkpoint in {event['resumes']}" if event["resumes"] else "from the start of the run"
+    return f"restart {event['count']} of {event['most']} {goes_on}: {event['culprit']}"
+
+
+FAULTS: dict[str, Callable[[Mapping], tuple[str, str]]] = {
+    "restart": lambda e: ("warning", _restart(e)),
+    "engine_lost": lambda e: ("warning", f"{e.get('engine')} is lost: {e.get('why')}"),
+    "engine_compiles": lambda e: ("info", f"{e.get('engine')} does not answer while kernels are compiled "
+                                          f"({e.get('what')}); it is waited for, up to {e.get('limit'):g} s"),
+    "engine_stale": lambda e: ("warning", f"{e.get('engine')} answers from version {e.get('says')} and not from "
+                                          f"{e.get('expected')}; it is not used until it has that one"),
+    "engine_restarted": lambda e: ("warning", f"{e.get('engine')} serves again, restart {e.get('restarts')}"),
+    "engine_recovered": lambda e: ("warning", f"a restarted engine has weight version {e.get('version')}"),
+    "router_lost": lambda e: ("warning", f"the router is lost: {e.get('why')}"),
+    "router_restarted": lambda e: ("warning", "the router serves again"),
+    "request_failed": lambda e: ("warning", f"request {e.get('request')}, attempt {e.get('attempt')}: {e.get('why')}"),
+}  # fmt: skip
+"""Kind of event -> level and sentence."""
