@@ -88,7 +88,7 @@ def _hf_checkpoint(config: RunConfig, note: Note) -> None:
         raise CheckpointError("this is a file, and a checkpoint is a folder", who=origin, fix=FOLDER)
     _constants(folder, origin)
     unread(folder, origin)
-    if not any(folder.glob("*.safetensors")):
+    if not any(folder.glob("*.safetensors")) and config.debug.plan_without_weights:
         note(f"--hf-checkpoint {given} holds no weights: they are not checked, and a run has to have them")
 
 
@@ -225,15 +225,31 @@ def check_source(given: str, origin: str) -> None:
                               fix=f"give the folder above it, {folder.parent}" if above else usual)
 
 
+def check_weights(config: RunConfig) -> None:
+    """
+    Raises:
+        CheckpointError: --hf-checkpoint is a model without the weights that the run would start from.
+    """
+    folder, debug = Path(str(config.checkpoint.hf_checkpoint)), config.debug
+    if (debug.debug_rollout_only or _starts_there(config)) and (folder / "config.json").is_file() and not (
+            debug.plan_without_weights or any(folder.glob("*.safetensors"))):
+        raise CheckpointError("the folder of the model holds no weights", who=f"--hf-checkpoint {folder}",
+                              fix="fetch its *.safetensors; a plan from config.json alone: --plan-without-weights")
+
+
+def _starts_there(config: RunConfig) -> bool:
+    """Training begins with the weights in --hf-checkpoint."""
+    checkpoint = config.checkpoint
+    saved = checkpoint.load is not None and (Path(checkpoint.load) / TRACKER).is_file()
+    return checkpoint.ref_load in (None, checkpoint.hf_checkpoint) and not (saved or config.debug.debug_rollout_only)
+
+
 def _quantised_start(config: RunConfig) -> None:
     """
     Raises:
         ConfigError: training would begin with weights that are quantised.
     """
-    checkpoint, method = config.checkpoint, quantised(config)
-    saved = checkpoint.load is not None and (Path(checkpoint.load) / TRACKER).is_file()
-    if method and checkpoint.ref_load in (None, checkpoint.hf_checkpoint) and not (
-            saved or config.debug.debug_rollout_only):
+    if (method := quantised(config)) and _starts_there(config):
         raise ConfigError("training cannot start from quantised weights", got=method, who=str(config_json(config)[0]),
                           fix="name the plain checkpoint with --ref-load; engines are then served this one; if its "
                           "weights are plain again, take quantization_config out of config.json")

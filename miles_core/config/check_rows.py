@@ -15,6 +15,7 @@ from miles_core.backends.megatron.hf_template import (
     ChatTemplate,
     Shown,
     check_rendered,
+    check_room,
     check_tokenizer,
     tokenizer_of,
 )
@@ -54,12 +55,14 @@ class File:
     Args:
         key: the option that names it.
         keys: of the prompt and of the label, with the flags that say them.
+        most: tokens of an answer.
     """
 
     key: str
     path: str
     input_key: str
     label_key: str | None
+    most: int
     eval: bool = False
 
 
@@ -99,7 +102,9 @@ def check_needs(config: RunConfig, name: str, key: str | None = None, *, learns:
     for file in (_File(config, file) for file in _files(config) if learns is None or not file.eval):
         file.check()
         found = [file.check_need(number, row, name, key, learns is not None) for number, row in file.rows]
-        if learns:
+        if learns is None:
+            check_room(config, [str(answer).strip() for *_, answer in found], file.most, name, file.origin)
+        elif learns:
             Demonstrations(config, tokenizer_of(config), *learns).check(found)
 
 
@@ -111,19 +116,22 @@ def present(config: RunConfig) -> bool:
 
 def _files(config: RunConfig) -> Iterator[File]:
     rollout, eval_ = config.rollout, config.eval
-    yield File("rollout.prompt_data", str(rollout.prompt_data), rollout.input_key, rollout.label_key)
+    yield File("rollout.prompt_data", str(rollout.prompt_data), rollout.input_key, rollout.label_key,
+               rollout.rollout_max_response_len)
     pairs = eval_.eval_prompt_data
     named = [("eval.eval_prompt_data", {"path": path}) for path in (pairs if len(pairs) == 1 else pairs[1::2])]
+    most = eval_.eval_max_response_len or rollout.rollout_max_response_len
     for key, dataset in [*named, *(("eval.datasets", one) for one in eval_.datasets)]:
         yield File(key, str(dataset["path"]), dataset.get("input_key") or eval_.eval_input_key or rollout.input_key,
-                   dataset.get("label_key") or eval_.eval_label_key or rollout.label_key, eval=True)
+                   dataset.get("label_key") or eval_.eval_label_key or rollout.label_key,
+                   dataset.get("max_response_len") or most, eval=True)
 
 
 class _File:
     def __init__(self, config: RunConfig, file: File):
         self._config, self._file = config, file
         self._name, _, self._cut = file.path.partition("@")
-        self._origin = who(config, file.key)
+        self.origin, self.most = f"{who(config, file.key)}, {self._name}", file.most
         self.rows: list[tuple[int, dict]] = []
         self._whole = False
 
@@ -176,7 +184,7 @@ class _File:
         most = (eval_.eval_max_prompt_len if self._file.eval else None) or rollout.rollout_max_prompt_len
         needed = 1 if self._file.eval or rollout.num_rollout is not None else -(
             -rollout.rollout_batch_size // rollout.num_epoch)
-        check_rendered(self._config, shown, f"{self._origin}, {self._name}",
+        check_rendered(self._config, shown, self.origin,
                        [(number, row[self._file.input_key]) for number, row in self.rows], most,
                        needed if self._whole else 1)
 
@@ -208,7 +216,7 @@ class _File:
             except ValueError as error:
                 raise self._error(f"what {name!r} reads is no JSON, as its beginning would have it", str(error),
                                   "json.dumps writes JSON; str of a list does not", number) from None
-        return f"{self._origin}, {self._name}, line {number}", prompt, found
+        return f"{self.origin}, line {number}", prompt, found
 
     def _slice(self) -> slice:
         span = re.fullmatch(r"\[(-?\d*):(-?\d*)\]", self._cut) if self._cut else None
@@ -334,7 +342,7 @@ class _File:
                            "write the rows as JSONL, for instance with to_json of the package datasets")
 
     def _error(self, what: str, got: str | None, fix: str, line: int | None = None) -> DataError:
-        where = f"{self._origin}, {self._name}" + (f", line {line}" if line else "")
+        where = self.origin + (f", line {line}" if line else "")
         return DataError(what, got=got, who=where, fix=fix)
 
 

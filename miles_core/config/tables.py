@@ -290,6 +290,7 @@ class Debug:
     debug_determinism: bool = option(False, "Record hashes of every weight and batch column, for `miles diff`.")
     debug_rollout_print_every: int | None = option(None, "Print a sample of every N-th rollout.")
     debug_exit_after_rollout: int | None = option(None, "Stop after N rollouts of this start.")
+    plan_without_weights: bool = option(False, "Plan from config.json alone; a run needs the weights.")
     use_pytorch_profiler: bool = option(False, "Write traces of the trainer's phases to profile/ in the run directory.")
     profile_step_start: int = option(10, "First rollout that is traced.")
     profile_step_end: int = option(12, "First rollout after it that is not traced any more.")

@@ -16,6 +16,7 @@ from miles_core.backends.megatron.layout import Layout, layout_of
 from miles_core.config import check as checks
 from miles_core.config import memory, precision
 from miles_core.config.check_machine import check_listening
+from miles_core.config.check_paths import check_weights
 from miles_core.config.hardware import engines, trainer_gpus
 from miles_core.config.load import load
 from miles_core.config.options import options_of
@@ -81,6 +82,7 @@ def prepare(run_file: Path | None, argv: Sequence[str] = ()) -> Plan:
     notes = (*loaded.notes, *notes, *resolve.notes(loaded.selected, config))
     chosen = tuple(resolve.resolve(loaded.selected, config))
     refusals.check_statements(loaded.selected, config)
+    check_weights(config)
     check_listening(config)
     return Plan(config, tuple(loaded.selected), chosen, notes)
 

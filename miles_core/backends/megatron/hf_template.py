@@ -14,7 +14,7 @@ from miles_core.config.check_lengths import context_of
 from miles_core.config.history import check_history
 from miles_core.config.load import config_json, who
 from miles_core.config.tables import RunConfig
-from miles_core.errors import DataError
+from miles_core.errors import ConfigError, DataError
 
 MEANT = {name: role for role, names in {
     "system": "system sys", "user": "user human prompter", "developer": "developer",
@@ -180,18 +180,40 @@ def check_appends(config: RunConfig, **history: Any) -> None:
         check_history(lambda messages: template.render(messages, origin), who=origin, **history)
 
 
-def _fitting(config: RunConfig, origin: str, long: Sequence[tuple[int, str]],
-             limits: tuple[int, int | None, int | None], number: int, context: int | None) -> None:
-    """The same for prompts that only their tokens can tell about."""
-    file, (limit, most, needed) = Path(str(config.checkpoint.hf_checkpoint)) / "tokenizer.json", limits
+def check_room(config: RunConfig, labels: Sequence[str], most: int, name: str, origin: str) -> None:
+    """
+    Args:
+        labels: what the scorer `name` compares answers with.
+        most: tokens of an answer.
+
+    Raises:
+        ConfigError: there is no room for one of them. A label of several words may be said in fewer.
+    """
+    if not labels or any(len(label.encode()) <= most or re.search(r"\s", label) for label in labels):
+        return  # a token is a byte or more
+    size, label = min(zip(_sizes(config, labels), labels, strict=False), default=(0, ""))
+    if size > most:
+        raise ConfigError(f"no answer has room for what {name!r} compares with", got=f"{size} tokens or more, as "
+                          f"{label!r} has; max_response_len {most}", who=origin,
+                          fix="raise --rollout-max-response-len, or that of the evaluation")
+
+
+def _sizes(config: RunConfig, texts: Sequence[str], special: bool = False) -> list[int]:
+    """Tokens of texts, where the run's tokenizer can be read; with `special` those that it puts around a text."""
     try:
         from tokenizers import Tokenizer
 
-        tokenizer = Tokenizer.from_file(str(file))
+        tokenizer = Tokenizer.from_file(str(Path(str(config.checkpoint.hf_checkpoint)) / "tokenizer.json"))
     except Exception:  # noqa: BLE001 - the start says what is wrong with it; tokenizers raises nothing narrower
-        return
-    whole = not config.rollout.apply_chat_template
-    sizes = [(line, len(tokenizer.encode(text, add_special_tokens=whole).ids)) for line, text in long]
+        return []
+    return [len(tokenizer.encode(text, add_special_tokens=special).ids) for text in texts]
+
+
+def _fitting(config: RunConfig, origin: str, long: Sequence[tuple[int, str]],
+             limits: tuple[int, int | None, int | None], number: int, context: int | None) -> None:
+    """The same for prompts that only their tokens can tell about."""
+    (limit, most, needed), whole = limits, not config.rollout.apply_chat_template
+    sizes = list(zip((line for line, _ in long), _sizes(config, [text for _, text in long], whole), strict=False))
     beyond = [(line, size) for line, size in sizes if size > limit]
     if beyond and most is None:
         raise DataError(f"the prompt has {beyond[0][1]} tokens and leaves no room for an answer",

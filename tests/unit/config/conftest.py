@@ -37,7 +37,7 @@ def run_file(tmp_path):
 
 @pytest.fixture
 def plan(run_file):
-    """(*flags, **replacements) -> the plan of the run file."""
+    """(*flags, **replacements) -> the plan of the run file, whose model may have no weights."""
     from miles_core.plugins.plan import prepare
 
-    return lambda *flags, **changes: prepare(run_file(**changes), [str(flag) for flag in flags])
+    return lambda *flags, **changes: prepare(run_file(**changes), ["--plan-without-weights", *map(str, flags)])

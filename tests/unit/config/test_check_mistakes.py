@@ -219,6 +219,23 @@ def test_a_key_of_metadata_is_in_some_row():
     told({"flags": ["--metadata-key", "extra_info"]}, "no row has the key 'extra_info'")
 
 
+@pytest.mark.parametrize(("labels", "flags", "words"), [
+    (("12", "345"), ["--rollout-max-response-len", "1"], "no answer has room for what 'math' compares with (got 2 tok"),
+    (("12", "345"), ["--rollout-max-response-len", "2"], None), (("12", 5), ["--rollout-max-response-len", "1"], None),
+    (("1 + 2", "345"), ["--rollout-max-response-len", "1"], None),
+    (("12", "345"), ["--eval-prompt-data", "sums", "{here}/rows.jsonl", "--eval-max-response-len", "1"], "has room"),
+    (("12", "345"), ["--eval-prompt-data", "sums", "{here}/rows.jsonl", "--eval-max-response-len", "2"], None),
+])
+def test_an_answer_has_room_for_what_it_is_compared_with(labels, flags, words):
+    rows = "".join(json.dumps({"prompt": f"{i}+1=", "label": label}) + "\n" for i, label in enumerate(labels))
+    case = {"flags": ["--prompt-data", "{here}/rows.jsonl", *flags], "files": {"rows.jsonl": rows}}
+    if words is None:
+        found = outcome({"id": "one", **case})
+        assert found.verdict == ACCEPTED, found
+    else:
+        told(case, words)
+
+
 def merging(merges):
     """The tokenizer with these merges."""
     raw = (TINY / "tokenizer.json").read_bytes()
@@ -246,7 +263,8 @@ FILES = [
     (merging(r'"6 4", "6 4  8"'), {}, 'two parts with one space between them (got "6 4 8")'),
     (merging(r'"64"'), {}, "two parts with one space"),
     (merging(r'"6 4", "\" ,",' + "\n" + r'"\\ ]"'), {}, None), (merging('["6", "4  "], [" ", "8"]'), {}, None),
-    ({}, {"pad_token_id": -1}, None), ({}, {}, None), ({WEIGHTS: None}, {}, None),
+    ({}, {"pad_token_id": -1}, None), ({}, {}, None),
+    ({WEIGHTS: None}, {}, "the folder of the model holds no weights"),
 ]
 
 

@@ -20,6 +20,7 @@ def near(flags, words, config=None, said=CONFIG, variables=EIGHT):
     case = {"flags": flags, "env": variables}
     if config is not None:
         whole = {key: value for key, value in {**said, **config}.items() if value is not None}
+        case["flags"] = ["--plan-without-weights", *flags]
         case["files"] = {"model/config.json": json.dumps(whole)}
         case["copies"] = {f"model/{name}": f"examples/arithmetic/{kind}/{name}"
                           for name in ("tokenizer.json", "tokenizer_config.json")}

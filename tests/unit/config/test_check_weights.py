@@ -28,8 +28,8 @@ def tensors(shapes, dtype="U8"):
 
 def run(tmp_path, flags, files, copied=()):
     copies = {f"{folder}/{name}": str(TINY / name) for folder, names in copied for name in names}
-    return outcome({"id": "one", "flags": flags, "files": {name: text if isinstance(text, str) else json.dumps(text)
-                                                           for name, text in files.items()}, "copies": copies})
+    files = {name: text if isinstance(text, str) else json.dumps(text) for name, text in files.items()}
+    return outcome({"id": "one", "flags": ["--plan-without-weights", *flags], "files": files, "copies": copies})
 
 
 PARTS = {"self_attn.q_proj": [128, 128], "self_attn.k_proj": [64, 128], "self_attn.v_proj": [64, 128],
@@ -157,4 +157,15 @@ SHARES = ["--plugin", "int4-qat", "--int4-qat.group-size", "32", "--tensor-model
 ], ids=str)
 def test_shares_places_and_variables(flags, environment, words):
     found = outcome({"id": "one", "flags": flags, "env": environment})
+    assert found.verdict == (REFUSED if words else ACCEPTED) and (words or "") in found.sentence, found
+
+
+@pytest.mark.parametrize(("flags", "words"), [
+    ([], "the folder of the model holds no weights. Fix: fetch its *.safetensors"),
+    (["--debug-rollout-only"], "the folder of the model holds no weights"),
+    (["--plan-without-weights"], None), (["--ref-load", str(TINY)], None),
+])
+def test_a_model_without_weights_where_a_run_begins_with_them(flags, words):
+    files = {f"model/{name}": str(TINY / name) for name in ("config.json", "tokenizer.json", "tokenizer_config.json")}
+    found = outcome({"id": "one", "flags": ["--hf-checkpoint", "{here}/model", *flags], "copies": files})
     assert found.verdict == (REFUSED if words else ACCEPTED) and (words or "") in found.sentence, found

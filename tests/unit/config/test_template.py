@@ -36,7 +36,8 @@ def take(monkeypatch, tmp_path):
             {"prompt": prompt, "label": "2"} if isinstance(prompt, str | list) else prompt))
         (tmp_path / "own.jinja").write_text(template)
         chat = ("--apply-chat-template", "--chat-template-path", "{here}/own.jinja") if template else ()
-        own = ["--prompt-data", "{here}/rows.jsonl", "--hf-checkpoint", "{here}/model", *chat, *flags]
+        model = ("--hf-checkpoint", "{here}/model", "--plan-without-weights")
+        own = ["--prompt-data", "{here}/rows.jsonl", *model, *chat, *flags]
         gone = ["--rm-type", "--advantage-estimator", "--label-key"] if SFT[0] in flags else []
         monkeypatch.chdir(TINY.parents[2])
         prepare(None, argv({"flags": own, "without": gone + ["--apply-chat-template"] * (not template)}, tmp_path))
