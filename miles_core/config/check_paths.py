@@ -29,12 +29,13 @@ _ITERATION = re.compile(r"(iter|global_step|step|checkpoint|rollout)[_-]?\d+")
 
 
 def astray(path: str) -> bool:
-    """Whether nothing is at a path that can only mean this machine: /x, ~/x, ./x, or one in a folder that is there.
+    """Whether nothing is at a path that can only mean this machine: /x, ~/x, ./x, x.jsonl, x in a folder that is here.
 
     Any other relative path may be planned before it is there.
     """
     there = Path(path)
-    here = path.startswith(("/", "~", "./", "../")) or (len(there.parts) > 1 and there.parent.is_dir())
+    here = path.startswith(("/", "~", "./", "../")) or (
+        there.parent.is_dir() and bool(len(there.parts) > 1 or re.fullmatch(r"\.[a-z]+", there.suffix)))
     return here and not there.exists()
 
 
@@ -181,8 +182,8 @@ def _tracked(config: RunConfig, folder: Path, load: bool = True) -> None:
     if any(newest.glob("mp_rank_*")):
         raise CheckpointError("this is a checkpoint of Megatron's older format", got="mp_rank_*", who=str(newest),
                               fix="start from a Hugging Face folder of its weights with --ref-load")
-    parts = ("metadata.json", ".metadata", "common.pt", "miles.json")
-    if lost := [name for name in parts if any(newest.glob("*.distcp")) and not (newest / name).is_file()]:
+    parts = ("metadata.json", ".metadata", "common.pt", "miles.json", "*.distcp")
+    if lost := [name for name in parts if not any(newest.glob(name))]:
         raise CheckpointError(f"iteration {int(text)} is incomplete", got=f"no {', '.join(lost)}", who=str(newest),
                               fix=other if lost == ["miles.json"] else
                               f"write the number of an older one into {folder / TRACKER}")

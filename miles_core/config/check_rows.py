@@ -143,6 +143,8 @@ class _File:
         path, cut = Path(self._name), self._slice()
         kind = SUFFIXES.get(path.suffix.lower())
         if not path.is_file():
+            if kind:
+                raise self._no_jsonl(kind)
             hub = self._name.count("/") == 1 and not path.suffix and self._name[0] not in "./~"
             nowhere = self._file.eval and not re.search("[./]", self._name)
             if astray(self._name) or hub or nowhere or path.exists():
@@ -150,8 +152,6 @@ class _File:
                                   "there is no such prompt file", None,
                                   "prompts are a JSONL file of this machine; nothing is fetched" if hub else
                                   "check the path")
-            if kind:
-                raise self._no_jsonl(kind)
             return
         with path.open("rb") as opened:
             start = opened.read(LOOKED_AT + 1)

@@ -10,7 +10,7 @@ A key may go on into a file of the folder that an option names: "checkpoint.hf_c
 *.safetensors file that is its header; * in a part stands for any text, and a number for a place in a list. A key
 "environment.NAME" is a variable, or all that NAME with a * stands for. "share.ffn" is a width on one rank of the
 trainer: ffn, expert_ffn or values. "template.asks" is what the chat template tells the model once there are tools, and
-"template.text" the template, if it heeds them.
+"template.text" the template, if it heeds them; "template.opens" the tag that it has every answer begin with.
 
 Words in `provides` are the shorter way to say what several plugins say alike:
     files:NAME      the folder that the option NAME is has whole files
@@ -79,6 +79,7 @@ COMPARES: dict[str, Callable[[object, object], bool]] = {
     "above": operator.gt, "below": operator.lt, "from": operator.ge, "to": operator.le, "apart": operator.ne,
     "rest": lambda value, other: bool(other and value % other),
     "unnamed": lambda value, other: value not in re.split("[, ]+", str(other)),
+    "begins": lambda value, other: re.sub(r"^(\\A|\^)?(\\s[*+?])?", "", str(value)).startswith(str(other)),
     "is": lambda value, other: os.path.realpath(str(value)) == os.path.realpath(str(other)),
 }
 """Further tests: with a number, or with the value of another key; where that is not set, none of them holds."""

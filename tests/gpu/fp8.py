@@ -44,7 +44,7 @@ plugins = ["sft"]
 [checkpoint]
 hf_checkpoint = "{folder}"
 [rollout]
-prompt_data = "none.jsonl"
+prompt_data = "data/none.jsonl"
 num_rollout = {steps}
 rollout_batch_size = {samples}
 generate = "sft"

@@ -42,7 +42,7 @@ RUN = """
 [checkpoint]
 hf_checkpoint = "{folder}"
 [rollout]
-prompt_data = "none.jsonl"
+prompt_data = "data/none.jsonl"
 num_rollout = 1
 rollout_batch_size = {groups}
 n_samples_per_prompt = 2

@@ -56,7 +56,7 @@ CONSTANTS = dict(vocab_size=264, hidden_size=32, intermediate_size=48, num_hidde
 RUN_FILE = """
 plugins = ["grpo"]
 [rollout]
-prompt_data = "none.jsonl"
+prompt_data = "data/none.jsonl"
 num_rollout = 3
 rollout_batch_size = 4
 n_samples_per_prompt = 4

@@ -38,7 +38,7 @@ BASE = [
 ]
 """The smallest correct run: each flag with its words."""
 
-LATER = ("second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth")
+LATER = ("second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth")
 REFUSED, ACCEPTED, CRASHED = "refused", "accepted", "crashed"
 
 

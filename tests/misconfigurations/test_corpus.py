@@ -41,6 +41,8 @@ HANDLED = {
     "learning-rate-zero": "a run may measure without training",
     "token-beyond-the-vocabulary": "published models have a token that no text of theirs contains (gemma-3-1b)",
     "end-of-text-where-turns-end-otherwise": "policies that are trained from base models learn where to end",
+    "auxiliary-loss-on-a-dense-model": "scripts for mixtures train dense models too, where the term is not there",
+    "template-ends-the-last-answer-differently": "in a run an answer is never the last message that is rendered",
     "one-reward-for-a-whole-group": "the first group that is scored ends the run: rewards are one for each sample",
 }
 """Cases of later collections that run here as they are, or end with a sentence once they run."""

@@ -192,6 +192,10 @@ def _sizes(folder: Path, shapes: Mapping[str, tuple[int, ...]], model: Architect
     if model.experts and experts and len(experts) != model.experts:
         raise _error(folder, f"config.json has {model.experts} experts, and the weights are of others", len(experts),
                      "both files have to be of one checkpoint")
+    strange = [name for name in shapes if ".experts." in name and not re.search(r"\.experts\.(\d+\.|\w+$)", name)]
+    if model.experts and strange and not experts:
+        raise _error(folder, "experts have other names than transformers gives them", strange[0],
+                     "save the model with transformers: ...experts.0.NAME.weight, or one tensor of all")
     layers = {int(found[1]) for name in shapes if (found := _LAYER.search(name))}
     # Layers behind the model's own, which predict tokens further on, take two inputs; config.json need not count them.
     further = {int(found[1]) for name in shapes if "eh_proj" in name and (found := _LAYER.search(name))}

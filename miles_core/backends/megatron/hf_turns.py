@@ -105,9 +105,12 @@ class Demonstrations:
 
 
 def how_called(config: RunConfig) -> dict[str, str]:
-    """What the chat template says of tools: "asks", what it tells the model, and "text", itself; none if it is deaf."""
+    """What the chat template says of tools: "asks", what it tells the model, and "text", itself; none if it is deaf.
+    "opens" is a tag that it has every answer begin with, if it writes one."""
     template = ChatTemplate(config)
     plain, asks = (template.render([{"role": "user", "content": "."}], "the chat template, given a tool", tools=tools)
                    if config.rollout.apply_chat_template and template.text is not None else ""
                    for tools in (None, [{"type": "function", "function": TOOL}]))
-    return {} if plain == asks else {"asks": asks, "text": str(template.text)}
+    begun = re.search(r"<\w+>\s*$", plain)
+    opens = {"opens": begun[0].strip()} if begun else {}
+    return opens if plain == asks else {"asks": asks, "text": str(template.text), **opens}

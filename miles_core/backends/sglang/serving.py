@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 from miles_core.backends.megatron.hf_files import other_tokens
+from miles_core.backends.megatron.hf_template import read
 from miles_core.backends.sglang import surface
 from miles_core.backends.sglang.forwarded import surface_of
 from miles_core.config.hardware import engines
-from miles_core.config.load import who, with_values
+from miles_core.config.load import config_json, who, with_values
 from miles_core.config.tables import RunConfig
 from miles_core.errors import ConfigError, UnknownKeyError
 
@@ -116,6 +118,14 @@ def _speculative(config: RunConfig, note: Note) -> RunConfig:
             whose = "the draft's" if name.startswith("spec") else "the servers'"
             raise ConfigError(f"{whose} tokens are not the policy's", got=other, who=who(config, f"server.{name}"),
                               fix=fix)
+    own, its = (said.get("max_position_embeddings") for said in (config_json(config)[1] or {}, read(
+        Path(str(draft), "config.json"))))
+    most = config.server.get("context_length") or own
+    if isinstance(its, int) and isinstance(most, int) and its < most and (
+            "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN" not in os.environ):
+        raise ConfigError("the draft was made for a shorter context than the servers have",
+                          got=f"{its} < {most}", who=who(config, "server.speculative_draft_model_path"),
+                          fix=f"--sglang-context-length {its}, or another draft")
     return config
 
 

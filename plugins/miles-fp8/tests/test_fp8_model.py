@@ -128,7 +128,7 @@ def test_a_model_rounds_as_transformers_with_rounded_layers(recipe, kind, tmp_pa
         assert share(found[name], wanted_gradients[name], plain_gradients[name]) < 0.1, name
 
 
-RUN = ("--prompt-data", "none.jsonl", "--num-rollout", "1", "--rollout-batch-size", "2", "--n-samples-per-prompt", "2",
+RUN = ("--prompt-data", "x/no.jsonl", "--num-rollout", "1", "--rollout-batch-size", "2", "--n-samples-per-prompt", "2",
        "--rollout-max-response-len", "41", "--no-bf16", "--use-dynamic-batch-size", "--max-tokens-per-gpu", "192",
        "--trainer-host", "process", "--disable-rewards-normalization", "--rm-type", "math",
        "--no-use-distributed-optimizer", "--clip-grad", "0", "--lr", "0")  # fmt: skip

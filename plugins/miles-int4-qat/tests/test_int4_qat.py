@@ -29,7 +29,7 @@ SIZES = dict(vocab_size=264, hidden_size=64, intermediate_size=128, num_hidden_l
              attn_implementation="eager", tie_word_embeddings=True)
 EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, norm_topk_prob=True,
                decoder_sparse_step=1)
-RUN = ("--prompt-data", "none.jsonl", "--num-rollout", "3", "--rollout-batch-size", "4", "--n-samples-per-prompt", "4",
+RUN = ("--prompt-data", "x/no.jsonl", "--num-rollout", "3", "--rollout-batch-size", "4", "--n-samples-per-prompt", "4",
        "--rollout-max-response-len", "41", "--no-bf16", "--use-dynamic-batch-size", "--max-tokens-per-gpu", "96",
        "--trainer-host", "process", "--disable-rewards-normalization", "--advantage-estimator", "grpo",
        "--lr", "1e-2")  # fmt: skip

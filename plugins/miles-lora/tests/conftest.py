@@ -16,7 +16,7 @@ EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, n
                decoder_sparse_step=1)
 RANK, ALPHA = 4, 12
 
-RUN = ("--prompt-data", "none.jsonl", "--num-rollout", "3", "--rollout-batch-size", "4", "--n-samples-per-prompt", "4",
+RUN = ("--prompt-data", "x/no.jsonl", "--num-rollout", "3", "--rollout-batch-size", "4", "--n-samples-per-prompt", "4",
        "--rollout-max-response-len", "41", "--no-bf16", "--use-dynamic-batch-size", "--max-tokens-per-gpu", "96",
        "--trainer-host", "process", "--disable-rewards-normalization", "--advantage-estimator", "grpo",
        "--lr", "1e-2")  # fmt: skip

@@ -37,7 +37,7 @@ FRAME = {
 }  # fmt: skip
 """Of each scheme: the prefix of the layer, the projection, the norms of embedding and hidden state, the last norm."""
 
-RUN = ("--prompt-data", "none.jsonl", "--num-rollout", "3", "--rollout-batch-size", "4", "--n-samples-per-prompt", "4",
+RUN = ("--prompt-data", "x/no.jsonl", "--num-rollout", "3", "--rollout-batch-size", "4", "--n-samples-per-prompt", "4",
        "--rollout-max-response-len", "41", "--no-bf16", "--use-dynamic-batch-size", "--max-tokens-per-gpu", "96",
        "--trainer-host", "process", "--disable-rewards-normalization", "--advantage-estimator", "grpo",
        "--lr", "1e-2")  # fmt: skip

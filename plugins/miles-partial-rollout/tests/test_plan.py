@@ -13,7 +13,7 @@ class Turns:
         return []
 """
 
-RUN = ["--hf-checkpoint", "nowhere", "--prompt-data", "p.jsonl", "--num-rollout", "1", "--rollout-batch-size", "4",
+RUN = ["--hf-checkpoint", "nowhere", "--prompt-data", "data/p.jsonl", "--num-rollout", "1", "--rollout-batch-size", "4",
        "--n-samples-per-prompt", "2", "--plugin", "grpo"]
 OVER = ["--over-sampling-batch-size", "8"]
 

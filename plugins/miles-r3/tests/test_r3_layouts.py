@@ -62,7 +62,7 @@ SLOW = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) fo
 RUN_FILE = """
 plugins = ["grpo", "r3"]
 [rollout]
-prompt_data = "none.jsonl"
+prompt_data = "data/none.jsonl"
 num_rollout = 3
 rollout_batch_size = 4
 n_samples_per_prompt = 4

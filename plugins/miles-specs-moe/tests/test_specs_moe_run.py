@@ -26,7 +26,7 @@ WORDS = {"vocab_size": VOCAB, "num_hidden_layers": 2, "pad_token_id": 256, "bos_
 BIAS = {"deepseek_v3": "model.layers.1.mlp.gate.e_score_correction_bias",
         "glm4_moe": "model.layers.1.mlp.gate.e_score_correction_bias",
         "minimax_m2": "model.layers.1.block_sparse_moe.e_score_correction_bias"}
-RUN = ("--prompt-data", "none.jsonl", "--num-rollout", 1, "--rollout-batch-size", 4, "--n-samples-per-prompt", 4,
+RUN = ("--prompt-data", "data/none.jsonl", "--num-rollout", 1, "--rollout-batch-size", 4, "--n-samples-per-prompt", 4,
        "--rollout-max-response-len", 41, "--use-dynamic-batch-size", "--max-tokens-per-gpu", 96, "--trainer-host",
        "process", "--disable-rewards-normalization", "--lr", 1e-3)  # fmt: skip
 GRADIENTS = ("--no-bf16", "--no-use-distributed-optimizer", "--clip-grad", 0, "--lr", 0)

@@ -22,7 +22,7 @@ EXAMPLES = ROOT / "examples" / "arithmetic"
 VOCAB = 264
 WORDS = {"vocab_size": VOCAB, "num_hidden_layers": 2, "pad_token_id": 256, "bos_token_id": None, "eos_token_id": 258,
          "layer_types": ["linear_attention", "full_attention"]}
-RUN = ("--prompt-data", "none.jsonl", "--num-rollout", 2, "--rollout-batch-size", 4, "--n-samples-per-prompt", 4,
+RUN = ("--prompt-data", "data/none.jsonl", "--num-rollout", 2, "--rollout-batch-size", 4, "--n-samples-per-prompt", 4,
        "--rollout-max-response-len", 41, "--no-bf16", "--use-dynamic-batch-size", "--max-tokens-per-gpu", 96,
        "--trainer-host", "process", "--disable-rewards-normalization", "--lr", 1e-3)  # fmt: skip
 GRADIENTS = ("--no-use-distributed-optimizer", "--clip-grad", 0, "--lr", 0)

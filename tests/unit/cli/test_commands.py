@@ -11,7 +11,7 @@ import pytest
 from miles_core.cli import COMMANDS, cli
 from miles_core.config.tables import TABLES
 
-GOOD = ("--hf-checkpoint", "tiny", "--prompt-data", "train.jsonl", "--rollout-batch-size", "4", "--num-rollout", "1",
+GOOD = ("--hf-checkpoint", "tiny", "--prompt-data", "x/train.jsonl", "--rollout-batch-size", "4", "--num-rollout", "1",
         "--rm-type", "math")  # fmt: skip
 
 

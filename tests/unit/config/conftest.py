@@ -9,7 +9,7 @@ plugins = ["grpo"]
 hf_checkpoint = "models/tiny"
 
 [rollout]
-prompt_data = "train.jsonl"
+prompt_data = "data/train.jsonl"
 rollout_batch_size = 8
 n_samples_per_prompt = 4
 num_rollout = 3

@@ -87,7 +87,7 @@ def test_impossible_relations_do_not_start(plan, message):
     assert message in str(caught.value) and "Fix:" in str(caught.value)
 
 
-@pytest.mark.parametrize("line", ['hf_checkpoint = "models/tiny"', 'prompt_data = "train.jsonl"',
+@pytest.mark.parametrize("line", ['hf_checkpoint = "models/tiny"', 'prompt_data = "data/train.jsonl"',
                                   "rollout_batch_size = 8", "num_rollout = 3"])
 def test_what_is_needed_is_asked_for(plan, line):
     with pytest.raises(ConfigError, match=f"{line.partition(' ')[0]} is needed"):

@@ -296,7 +296,8 @@ def test_the_reference_is_the_same_model(tmp_path):
 
 
 def test_a_checkpoints_tracker_names_what_is_there():
-    files = {"saved/latest_checkpointed_iteration.txt": "40\n", "saved/iter_0000040/metadata.json": "{}"}
+    parts = ("metadata.json", ".metadata", "common.pt", "miles.json", "__0_0.distcp")
+    files = {"saved/latest_checkpointed_iteration.txt": "40\n"} | {f"saved/iter_0000040/{one}": "{}" for one in parts}
     case = {"flags": ["--load", "{here}/saved"], "files": files}
     told(case, "past the run's last rollout, so nothing would be trained (got 40 of 20)")
     for more in (["--num-rollout", "50"], ["--save", "{here}/saved"]):

@@ -63,7 +63,8 @@ def test_weights_are_whole_and_of_the_right_kind(plan, folder, files, message):
 
 
 def test_load_is_a_folder_of_checkpoints(plan, folder, tmp_path):
-    saved = folder("saved", "latest_checkpointed_iteration.txt", "iter_0000007/metadata.json", "step_7/x")
+    parts = ("metadata.json", ".metadata", "common.pt", "miles.json", "__0_0.distcp")
+    saved = folder("saved", "latest_checkpointed_iteration.txt", *(f"iter_0000007/{one}" for one in parts), "step_7/x")
     refused(plan, f"one iteration of a checkpoint. Fix: give the folder above it, {saved}", "--load", saved / "step_7")
     refused(plan, "one iteration of a checkpoint", "--load", saved / "iter_0000007")
     refused(plan, f"nothing to resume from. Fix: give {saved}: the newest", "--load", saved / "iter_0000008")

@@ -228,3 +228,54 @@ def test_config_json_is_a_language_models(change, words):
 def test_an_iteration_that_is_not_whole_is_named():
     files = {"a/latest_checkpointed_iteration.txt": "3", "a/iter_0000003/__0_0.distcp": "x"}
     told({"flags": ["--load", "{here}/a"], "files": files}, "iteration 3 is incomplete (got no metadata.json")
+
+
+@pytest.mark.parametrize("parts", [["metadata.json"], ["metadata.json", ".metadata", "common.pt", "miles.json"]])
+def test_an_iteration_without_a_shard_is_not_whole(parts):
+    files = {"a/latest_checkpointed_iteration.txt": "3", **{f"a/iter_0000003/{name}": "{}" for name in parts}}
+    told({"flags": ["--load", "{here}/a"], "files": files}, "iteration 3 is incomplete (got no ")
+
+
+@pytest.mark.parametrize(("positions", "flags", "words"), [
+    (64, [], "made for a shorter context than the servers have (got 64 < 1024). Fix: --sglang-context-length 64"),
+    (64, ["--sglang-context-length", "64"], None), (1024, [], None), (2048, [], None),
+])
+def test_a_draft_reads_as_many_tokens_as_the_servers_may_have(positions, flags, words):
+    said = {**json.loads((TINY / "config.json").read_text()), "max_position_embeddings": positions}
+    copies = {f"draft/{name}": str(TINY / name) for name in ("tokenizer.json", "model.safetensors")}
+    case = {"flags": [*ENGINE, "--sglang-speculative-algorithm", "STANDALONE", "--sglang-speculative-draft-model-path",
+                      "{here}/draft", "--sglang-speculative-num-steps", "3", "--sglang-speculative-eagle-topk", "1",
+                      "--sglang-speculative-num-draft-tokens", "4", *flags],
+            "files": {"draft/config.json": json.dumps(said)}, "copies": copies}
+    if words is None:
+        found = outcome({"id": "one", **case})
+        assert found.verdict == ACCEPTED, found
+    else:
+        told(case, words)
+
+
+@pytest.mark.parametrize(("pattern", "opening", "words"), [
+    (r"^\s*<think>.*</think>.*", "<think>\\n", "a tag that the chat template writes itself"),
+    ("<think>.*", "<think>", "a tag that the chat template writes itself"),
+    ("<think>.*", "", None), ("<answer>.*", "<think>\\n", None), (".*</think>.*", "<think>\\n", None),
+])
+def test_answers_do_not_hold_the_tag_that_opens_them(pattern, opening, words):
+    template = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+                "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n" + opening + "' }}{% endif %}")
+    flags = ["--rm-type", "format", "--math.format-pattern", pattern, "--chat-template-path", "{here}/t.jinja"]
+    case = {"flags": flags, "files": {"t.jinja": template}}
+    if words is None:
+        found = outcome({"id": "one", **case})
+        assert found.verdict == ACCEPTED, found
+    else:
+        told(case, words)
+
+
+@pytest.mark.parametrize(("name", "words"), [
+    ("data.jsonl", "there is no such prompt file"), ("none/data.jsonl", None), ("prompts", None),
+])
+def test_a_file_of_this_folder_is_here(name, words):
+    if words is None:
+        assert outcome({"id": "one", "flags": ["--prompt-data", name]}).verdict == ACCEPTED
+    else:
+        told({"flags": ["--prompt-data", name]}, words)

@@ -16,7 +16,7 @@ MOE = QWEN | {"model_type": "qwen3_moe", "num_experts": 6, "moe_intermediate_siz
               "architectures": ["Qwen3MoeForCausalLM"]}
 SGLANG = ("--engine", "sglang", "--colocate")
 FOUR = (*SGLANG, "--actor-num-gpus-per-node", 4, "--rollout-num-gpus-per-engine", 4)
-EVAL = ("--eval-interval", 1, "--eval-prompt-data", "eval.jsonl")
+EVAL = ("--eval-interval", 1, "--eval-prompt-data", "data/eval.jsonl")
 
 # constants of config.json, flags that are refused with a message, flags that are not
 PAIRS = {

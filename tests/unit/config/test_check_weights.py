@@ -169,3 +169,15 @@ def test_a_model_without_weights_where_a_run_begins_with_them(flags, words):
     files = {f"model/{name}": str(TINY / name) for name in ("config.json", "tokenizer.json", "tokenizer_config.json")}
     found = outcome({"id": "one", "flags": ["--hf-checkpoint", "{here}/model", *flags], "copies": files})
     assert found.verdict == (REFUSED if words else ACCEPTED) and (words or "") in found.sentence, found
+
+
+@pytest.mark.parametrize(("name", "strange"), [
+    ("experts.gate_proj.weight3", True), ("experts.w1.2.weight", True), ("experts.3.gate_proj.weight", False),
+    ("experts.gate_up_proj", False), ("experts.down_proj_bias", False), ("shared_experts.gate_proj.weight", False),
+])
+def test_how_experts_are_named(name, strange, tmp_path):
+    moe = TINY.parent / "tiny-qwen3-moe"
+    files = {"model/config.json": (moe / "config.json").read_text(),
+             "model/model.safetensors": tensors({f"model.layers.0.mlp.{name}": [96, 64]})}
+    found = run(tmp_path, ["--hf-checkpoint", "{here}/model"], files, [("model", ("tokenizer.json",))])
+    assert ("experts have other names than transformers gives them" in found.sentence) == strange, found

@@ -49,7 +49,7 @@ def ruled(plan, tmp_path):
     ({"one.width": {"set": True}, "rollout.max_lag": {"not": 0}}, ["--one.width", 4, "--max-lag", 1], ["--max-lag", 1]),
     ({"one.words": "a"}, ["--one.words", "b", "a"], ["--one.words", "b"]),
     ({"one.words": {"not": "a"}}, ["--one.words", "b"], ["--one.words", "b", "a"]),
-    ({"rollout.prompt_data": {"like": r".*\.txt"}}, ["--prompt-data", "a.txt"], []),
+    ({"rollout.prompt_data": {"like": r".*\.txt"}}, ["--prompt-data", "data/a.txt"], []),
     ({"one.words": {"unlike": "a.*"}}, ["--one.words", "b"], ["--one.words", "b", "ab"]),
     ({"reward": "one-reward"}, ["--rm-type", "one-reward"], []),
     ({"unfinished": {"set": True}}, ["--plugin", "partial-rollout"], []),

@@ -129,6 +129,6 @@ def test_unusable_files_are_refused_with_their_line(source, text, message):
 
 def test_a_missing_file_and_a_bad_slice(tmp_path):
     with pytest.raises(DataError, match="no such prompt file"):
-        read_jsonl(str(tmp_path / "none.jsonl"))
+        read_jsonl(str(tmp_path / "data/none.jsonl"))
     with pytest.raises(DataError, match="slice"):
         read_jsonl(f"{tmp_path}/none.jsonl@[1:2:3]")

@@ -33,7 +33,7 @@ OPTIONS = {
            " --rs-upper-bound 1.1 --rs-veto-threshold 0.5 --use-opsm",
     "metrics": "--plugin tis --use-rollout-logprobs",
 }  # fmt: skip
-RUN = ["--hf-checkpoint", "models/tiny", "--prompt-data", "train.jsonl", "--rollout-batch-size", "2",
+RUN = ["--hf-checkpoint", "models/tiny", "--prompt-data", "data/train.jsonl", "--rollout-batch-size", "2",
        "--n-samples-per-prompt", "3", "--num-rollout", "1"]
 
 
