@@ -6,8 +6,8 @@ from miles_core.plugins.plan import prepare
 
 from {{ cookiecutter.__package }} import plugin
 
-RUN = ["--hf-checkpoint", "model", "--prompt-data", "train.jsonl", "--rollout-batch-size", "2", "--num-rollout", "1",
-       "--rm-type", "math"]  # fmt: skip
+RUN = ["--hf-checkpoint", "model", "--prompt-data", "data/train.jsonl", "--rollout-batch-size", "2",
+       "--num-rollout", "1", "--rm-type", "math"]  # fmt: skip
 
 
 def test_it_takes_part_in_a_plan():
