@@ -183,7 +183,8 @@ def _tracked(config: RunConfig, folder: Path, load: bool = True) -> None:
         raise CheckpointError("this is a checkpoint of Megatron's older format", got="mp_rank_*", who=str(newest),
                               fix="start from a Hugging Face folder of its weights with --ref-load")
     parts = ("metadata.json", ".metadata", "common.pt", "miles.json", "*.distcp")
-    if lost := [name for name in parts if not any(newest.glob(name))]:
+    known = config.perf.trainer == "megatron" or any(newest.glob("*.distcp"))  # other trainers save as they like
+    if lost := [name for name in parts if known and not any(newest.glob(name))]:
         raise CheckpointError(f"iteration {int(text)} is incomplete", got=f"no {', '.join(lost)}", who=str(newest),
                               fix=other if lost == ["miles.json"] else
                               f"write the number of an older one into {folder / TRACKER}")

@@ -31,7 +31,7 @@ CUTS = {
 GRADIENT = 2e-6
 """Largest |g - g1| / |g1| over all parameters together."""
 
-RUN = ("--prompt-data", "none.jsonl", "--num-rollout", "1", "--rollout-batch-size", "2", "--n-samples-per-prompt", "2",
+RUN = ("--prompt-data", "x/no.jsonl", "--num-rollout", "1", "--rollout-batch-size", "2", "--n-samples-per-prompt", "2",
        "--rollout-max-response-len", "41", "--no-bf16", "--use-dynamic-batch-size", "--max-tokens-per-gpu", "96",
        "--trainer-host", "process", "--disable-rewards-normalization",
        "--no-use-distributed-optimizer", "--clip-grad", "0", "--lr", "0")  # fmt: skip

@@ -31,7 +31,7 @@ def test_truncated_weights(place):
 
 def test_missing_weights(place):
     (place.model() / "model.safetensors").unlink()
-    place.refuses(2, "model: there are no .safetensors files ... safetensors", "--hf-checkpoint", "model")
+    place.refuses(2, "model: the folder of the model holds no weights ... safetensors", "--hf-checkpoint", "model")
 
 
 def test_weights_of_another_size(place):
@@ -171,7 +171,7 @@ def test_data_that_is_not_utf8(place):
 
 
 @pytest.mark.parametrize(("flags", "words"), [
-    (["--prompt-data", "nowhere.jsonl"], "nowhere.jsonl: there is no such prompt file ... --prompt-data"),
+    (["--prompt-data", "nowhere.jsonl"], "--prompt-data), nowhere.jsonl: there is no such prompt file"),
     (["--prompt-data", "."], "--prompt-data"),
     (["--label-key", "answer"], "train.jsonl, line 1: the row has no key 'answer' (got prompt, label) ... --label-key"),
     (["--input-key", "question"],
@@ -180,7 +180,7 @@ def test_data_that_is_not_utf8(place):
      "train.jsonl, line 1: 'prompt' is a list of chat messages ... --apply-chat-template"),
     (["--chat-template-path", "nowhere.jinja"], "--chat-template-path nowhere.jinja: the chat template cannot be read"),
     (["--eval-interval", "1", "--eval-prompt-data", "math", "nowhere.jsonl"],
-     "nowhere.jsonl: there is no such prompt file ... --eval"),
+     "--eval-prompt-data), nowhere.jsonl: there is no such prompt file"),
     (["--rollout-max-context-len", "4096"], "rollout_max_context_len is beyond ... at most 128"),
 ], ids=lambda value: value[0] if isinstance(value, list) else "")  # fmt: skip
 def test_data_flags(place, flags, words):
