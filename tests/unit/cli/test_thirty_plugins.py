@@ -29,7 +29,7 @@ def crowd(tmp_path_factory):
 @pytest.mark.parametrize(("argv", "seconds"), [(["--help"], 0.15), (["plugins", "list"], 0.2), (RUN, 0.4)],
                          ids=["help", "list", "plan"])
 def test_a_crowd_of_plugins_costs_little(crowd, tmp_path, argv, seconds):
-    used, modules, out = best(argv, tmp_path, PYTHONPATH=str(crowd))
+    used, modules, out = best(argv, tmp_path, seconds, PYTHONPATH=str(crowd))
     print(f"miles {argv[0]} beside {COUNT} further plugins: {used * 1000:.0f} ms CPU")
     assert used <= seconds
     assert not HEAVY & set(modules)
