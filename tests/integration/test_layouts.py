@@ -6,8 +6,6 @@ Megatron-core over gloo, the same plan that `miles run` would carry out.
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 import numpy as np
 import pytest
 import torch
@@ -16,6 +14,7 @@ from hypothesis import strategies as st
 
 from miles_core.plugins.plan import prepare
 from miles_core.testing.ranks import Ranks, batches
+from tests.integration.samples import sampled
 
 pytestmark = pytest.mark.xdist_group("layouts")  # one worker: the processes are started once
 
@@ -144,11 +143,6 @@ def one_rank(train, tmp_path_factory):
 def gap(found: list[dict], expected: list[dict], key: str = "train/loss") -> float:
     """Largest difference of a metric over steps."""
     return max(abs(a[key] - b[key]) for a, b in zip(found, expected, strict=True))
-
-
-def sampled(names: Collection[str], often: Collection[str]) -> list:
-    """These names as cases; those that are not among `often` are slow: their neighbours show the same."""
-    return [name if name in often else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
 @pytest.mark.parametrize("name", sampled(LAYOUTS, LAYOUTS.keys() - {"tp2", "tp2-sp", "pp2", "cp2"}))

@@ -7,6 +7,7 @@ import pytest
 from miles_core.testing.parity import cases
 from miles_core.testing.ranks import Ranks
 from miles_core.testing.resharding import reshard_parity
+from tests.integration.samples import sampled
 
 ROOT = Path(__file__).parents[2]
 FILES = [ROOT / "tests/unit/backends/megatron/parity.toml", *sorted(ROOT.glob("plugins/*/tests/parity.toml"))]
@@ -14,8 +15,7 @@ FILES = [ROOT / "tests/unit/backends/megatron/parity.toml", *sorted(ROOT.glob("p
 SAMPLE = ("Qwen3", "Qwen3-MoE", "Gemma 3, text", "GLM-4-0414", "Llama 3", "Llama with biases", "DeepSeek-V3", "GLM-4.5",
           "MiniMax-M2", "Qwen2 with windows", "Qwen3-Next")
 """Of each way in which families differ, one; the others are slow tests."""
-FAMILIES = [pytest.param(case, id=str(case), marks=() if case.name in SAMPLE else pytest.mark.slow)
-            for file in FILES for case in cases(file)]
+FAMILIES = [case for file in FILES for case in cases(file)]
 
 pytestmark = pytest.mark.xdist_group("layouts")
 
@@ -26,7 +26,7 @@ def ranks():
         yield one, two
 
 
-@pytest.mark.parametrize("case", FAMILIES)
+@pytest.mark.parametrize("case", sampled(FAMILIES, [case for case in FAMILIES if case.name in SAMPLE]), ids=str)
 def test_a_family_can_be_cut(case, ranks, tmp_path):
     for cut in reshard_parity(case, tmp_path, *ranks):
         print(f"\n{case.name}, {cut.layout}: gradient {cut.gradient:.1e}, round trip {'exact' * cut.exact}")

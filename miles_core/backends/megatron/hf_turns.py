@@ -112,5 +112,5 @@ def how_called(config: RunConfig) -> dict[str, str]:
                    if config.rollout.apply_chat_template and template.text is not None else ""
                    for tools in (None, [{"type": "function", "function": TOOL}]))
     begun = re.search(r"<\w+>\s*$", plain)
-    opens = {"opens": begun[0].strip()} if begun else {}
-    return opens if plain == asks else {"asks": asks, "text": str(template.text), **opens}
+    found = {"opens": begun[0].strip()} if begun else {}
+    return found if plain == asks else found | {"asks": asks, "text": str(template.text)}

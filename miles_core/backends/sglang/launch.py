@@ -124,9 +124,9 @@ async def exited(server: Server) -> str | None:
     return None
 
 
-async def compilers(server: Server) -> list[str]:
+async def compilers(server: Server) -> set[str]:
     """Names of the compilers that its processes run; of a server that is not ours nobody can tell."""
-    return sorted({name for handle in server.handles for name in await handle.compilers()})
+    return {name for handle in server.handles for name in await handle.compilers()}
 
 
 async def end(server: Server) -> None:

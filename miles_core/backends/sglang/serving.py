@@ -118,9 +118,9 @@ def _speculative(config: RunConfig, note: Note) -> RunConfig:
             whose = "the draft's" if name.startswith("spec") else "the servers'"
             raise ConfigError(f"{whose} tokens are not the policy's", got=other, who=who(config, f"server.{name}"),
                               fix=fix)
-    own, its = (said.get("max_position_embeddings") for said in (config_json(config)[1] or {}, read(
-        Path(str(draft), "config.json"))))
-    most = config.server.get("context_length") or own
+    made = "max_position_embeddings"
+    its = read(Path(draft, "config.json")).get(made) if draft else None
+    most = its and (config.server.get("context_length") or (config_json(config)[1] or {}).get(made))
     if isinstance(its, int) and isinstance(most, int) and its < most and (
             "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN" not in os.environ):
         raise ConfigError("the draft was made for a shorter context than the servers have",

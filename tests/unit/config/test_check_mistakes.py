@@ -149,9 +149,12 @@ FINE = [
 
 
 def told(case, words):
-    """Refused with these words, and a fix."""
+    """Refused with these words, and a fix; accepted without words."""
     found = outcome({"id": "one", **case})
-    assert found.verdict == REFUSED and words in found.sentence and "Fix:" in found.sentence, found
+    if words is None:
+        assert found.verdict == ACCEPTED, found
+    else:
+        assert found.verdict == REFUSED and words in found.sentence and "Fix:" in found.sentence, found
 
 
 @pytest.mark.parametrize(("flags", "words"), FLAGS, ids=lambda value: value if isinstance(value, str) else "")
@@ -209,10 +212,7 @@ ROWS = [
 def test_rows_can_be_prompts(change, words):
     row = {"prompt": [USER], "label": "2", **change}
     case = {"flags": ["--prompt-data", "{here}/rows.jsonl"], "files": {"rows.jsonl": json.dumps(row) + "\n"}}
-    if words is None:
-        assert outcome({"id": "one", **case}).verdict == ACCEPTED
-    else:
-        told(case, words)
+    told(case, words)
 
 
 def test_a_key_of_metadata_is_in_some_row():
@@ -229,11 +229,7 @@ def test_a_key_of_metadata_is_in_some_row():
 def test_an_answer_has_room_for_what_it_is_compared_with(labels, flags, words):
     rows = "".join(json.dumps({"prompt": f"{i}+1=", "label": label}) + "\n" for i, label in enumerate(labels))
     case = {"flags": ["--prompt-data", "{here}/rows.jsonl", *flags], "files": {"rows.jsonl": rows}}
-    if words is None:
-        found = outcome({"id": "one", **case})
-        assert found.verdict == ACCEPTED, found
-    else:
-        told(case, words)
+    told(case, words)
 
 
 def merging(merges):
@@ -278,10 +274,7 @@ def test_the_checkpoints_files_are_of_one_model(files, constants, words, tmp_pat
         if content is not None:
             (model / name).write_bytes(content.read_bytes() if isinstance(content, Path) else content)
     case = {"flags": ["--hf-checkpoint", str(model)]}
-    if words is None:
-        assert outcome({"id": "one", **case}).verdict == ACCEPTED
-    else:
-        told(case, words)
+    told(case, words)
 
 
 def test_the_reference_is_the_same_model(tmp_path):
@@ -321,10 +314,7 @@ TWO = ["--actor-num-gpus-per-node", "2"]
 ], ids=str)
 def test_the_environment_fits(flags, variables, words):
     case = {"flags": flags, "env": variables}
-    if words is None:
-        assert outcome({"id": "one", **case}).verdict == ACCEPTED
-    else:
-        told(case, words)
+    told(case, words)
 
 
 @pytest.mark.parametrize(("line", "words"), [

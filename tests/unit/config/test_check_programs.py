@@ -171,11 +171,7 @@ def test_the_template_takes_the_rows(template, messages, words):
     flags = ["--prompt-data", "{here}/rows.jsonl", "--chat-template-path", "{here}/chat.jinja",
              "--apply-chat-template-kwargs", '{"tone": "calm"}']
     case = {"flags": flags, "files": {"chat.jinja": template, "rows.jsonl": "\n".join(map(json.dumps, rows))}}
-    if words is None:
-        found = outcome({"id": "one", **case})
-        assert found.verdict == ACCEPTED, found
-    else:
-        told(case, words)
+    told(case, words)
 
 
 def test_a_row_far_down_is_named():
@@ -202,11 +198,7 @@ def test_prompts_leave_room_and_are_enough(flags, sizes, words):
     rows = [json.dumps({"prompt": [{"role": "user", "content": "1" * size}], "label": "2"}) for size in sizes]
     given = flags if "--prompt-data" in flags else ["--prompt-data", "{here}/rows.jsonl", *flags]
     case = {"flags": given, "files": {"rows.jsonl": "\n".join(rows)}}
-    if words is None:
-        found = outcome({"id": "one", **case})
-        assert found.verdict == ACCEPTED, found
-    else:
-        told(case, words)
+    told(case, words)
 
 
 @pytest.mark.parametrize(("change", "words"), [
@@ -219,10 +211,7 @@ def test_config_json_is_a_language_models(change, words):
     copies = {f"model/{name}": f"examples/arithmetic/tiny-qwen3/{name}"
               for name in ("tokenizer.json", "tokenizer_config.json", "model.safetensors")}
     case = {"flags": ["--hf-checkpoint", "{here}/model"], "files": {"model/config.json": text}, "copies": copies}
-    if words is None:
-        assert outcome({"id": "one", **case}).verdict == ACCEPTED
-    else:
-        told(case, words)
+    told(case, words)
 
 
 def test_an_iteration_that_is_not_whole_is_named():
@@ -247,11 +236,7 @@ def test_a_draft_reads_as_many_tokens_as_the_servers_may_have(positions, flags, 
                       "{here}/draft", "--sglang-speculative-num-steps", "3", "--sglang-speculative-eagle-topk", "1",
                       "--sglang-speculative-num-draft-tokens", "4", *flags],
             "files": {"draft/config.json": json.dumps(said)}, "copies": copies}
-    if words is None:
-        found = outcome({"id": "one", **case})
-        assert found.verdict == ACCEPTED, found
-    else:
-        told(case, words)
+    told(case, words)
 
 
 @pytest.mark.parametrize(("pattern", "opening", "words"), [
@@ -264,18 +249,11 @@ def test_answers_do_not_hold_the_tag_that_opens_them(pattern, opening, words):
                 "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n" + opening + "' }}{% endif %}")
     flags = ["--rm-type", "format", "--math.format-pattern", pattern, "--chat-template-path", "{here}/t.jinja"]
     case = {"flags": flags, "files": {"t.jinja": template}}
-    if words is None:
-        found = outcome({"id": "one", **case})
-        assert found.verdict == ACCEPTED, found
-    else:
-        told(case, words)
+    told(case, words)
 
 
 @pytest.mark.parametrize(("name", "words"), [
     ("data.jsonl", "there is no such prompt file"), ("none/data.jsonl", None), ("prompts", None),
 ])
 def test_a_file_of_this_folder_is_here(name, words):
-    if words is None:
-        assert outcome({"id": "one", "flags": ["--prompt-data", name]}).verdict == ACCEPTED
-    else:
-        told({"flags": ["--prompt-data", name]}, words)
+    told({"flags": ["--prompt-data", name]}, words)

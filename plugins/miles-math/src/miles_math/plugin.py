@@ -37,7 +37,7 @@ class Math:
          "what": "format_pattern is not a regular expression", "fix": "Python's re has to compile it"},
         {"when": {"math.format_pattern": {"set": True}, "reward": {"not": "format"}},
          "what": "format_pattern has no effect without the scorer format", "fix": "add format to --rm-type"},
-        {"when": {"math.format_pattern": {"begins": "template.opens"}, "rollout.apply_chat_template": True},
+        {"when": {"math.format_pattern": {"set": True, "begins": "template.opens"}},
          "what": "format_pattern wants a tag that the chat template writes itself, so that no answer holds it",
          "fix": "leave the opening tag out of it"},
         {"when": {"math.grading_timeout": {"outside": "(0, inf)"}},
