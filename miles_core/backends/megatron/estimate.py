@@ -183,6 +183,7 @@ def _activations(config: RunConfig, model: Model, layers: float, stage: int) -> 
     # 1F1B: a stage holds as many micro-batches as there are stages from it on; interleaved, a part of a round more.
     flying = layout.pipeline - stage
     if layout.virtual_pipeline:
+        stored += layout.virtual_pipeline * hidden  # what its stages sent on stays (model._INTERLEAVED)
         flying = layout.pipeline * (1 + (layout.pipeline - 1) / (layout.pipeline * layout.virtual_pipeline))
     end = hidden * (stage == layout.pipeline - 1) * 2  # the final norm's input, and its output as the head wants it
     return stored * flying + end, passing

@@ -107,8 +107,10 @@ def transformer_config(
         "sequence_parallel": sequence_parallel, "bf16": bf16, "params_dtype": dtype, "pipeline_dtype": dtype,
     }  # fmt: skip
     if virtual_pipeline is not None:
-        # With two stages both neighbours are the same rank, and batched p2p silently mixes them up.
-        layout |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
+        layout |= _INTERLEAVED
+        for name in overrides.keys() & _INTERLEAVED.keys():
+            if overrides[name] != _INTERLEAVED[name]:
+                logger.warning("%s is %s: a virtual pipeline is wrong without", name, _INTERLEAVED[name])
     ours = {**_DEFAULTS, **_OF_LAYERS[chosen], "activation_func": _ACTIVATIONS[spec.activation]}
     values = {**defaults_for(TransformerConfig), **ours, **spec.defaults, **spec.constants, **overrides, **layout,
               "transformer_impl": chosen}  # fmt: skip
@@ -145,6 +147,10 @@ def _checked(spec: ModelSpec, overrides: Mapping[str, object], chosen: str) -> d
             logger.warning("%s is off: the layers that run here have no use for it (it needs %s)", name, needs)
     return {name: value for name, value in overrides.items() if name not in off and name not in spec.constants}
 
+
+_INTERLEAVED = {"overlap_p2p_comm": True, "batch_p2p_comm": False, "deallocate_pipeline_outputs": False}
+"""With two stages both neighbours are the same rank, and batched p2p mixes them up. What overlapping sends still read,
+Megatron-core 0.16 would free (its pull request 4047 mends that): the next stage got whatever came to lie there."""
 
 _ACTIVATIONS = {"silu": F.silu, "gelu_pytorch_tanh": F.gelu}
 """Of ModelSpec.activation: the function that Megatron's config names; Transformer Engine's GELU is the tanh one."""
