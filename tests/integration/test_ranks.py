@@ -32,7 +32,9 @@ class Dies:
 '''
 
 
-@pytest.mark.parametrize("layout", [[], ["--tensor-model-parallel-size", "2", "--sequence-parallel"]], ids=["dp", "tp"])
+@pytest.mark.parametrize("layout", [
+    pytest.param([], id="dp"),
+    pytest.param(["--tensor-model-parallel-size", "2", "--sequence-parallel"], id="tp", marks=pytest.mark.slow)])
 def test_a_resumed_run_of_two_ranks_has_the_bits_of_one_that_went_on(run_file, tmp_path, layout):
     course = Course(tmp_path, [run_file(), *RANKS, *layout, "--rollout-shuffle", "--save-interval", "1"], rollouts=3)
     reference = course.finish("reference")
