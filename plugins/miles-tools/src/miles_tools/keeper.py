@@ -183,11 +183,11 @@ def clear(pid: int, settings: types.SimpleNamespace) -> tuple[int | None, float]
         os.killpg(pid, signal.SIGKILL)  # at once for the whole group, so that no fork escapes
     deadline = time.monotonic() + KILLING
     while time.monotonic() < deadline:
+        left = kernel.descendants(os.getpid())  # before waiting: what ends after this look is waited for, too
         with contextlib.suppress(ChildProcessError):
             while (ended := os.wait4(-1, os.WNOHANG))[0]:
                 if ended[0] == pid:
                     status, seconds = ended[1], ended[2].ru_utime + ended[2].ru_stime
-        left = kernel.descendants(os.getpid())
         if not left and status is not None:
             break
         for one in left:
