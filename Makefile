@@ -30,6 +30,7 @@ lint: $(READY)  ## Check style, the types of the public surface, and the manifes
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/miles plugins manifest --check $(PLUGINS)
+	$(BIN)/python release/official.py --check
 
 bench: $(READY)  ## Measure what docs/benchmarks.md reports.
 	$(BIN)/python bench/demo_seeds.py

@@ -8,4 +8,5 @@ from setuptools import find_packages, setup
 setup(
     packages=[*find_packages(include=["miles_core*"]), "miles_core.template", "miles_core.backends.sglang.served"],
     package_dir={"miles_core.template": "cookiecutter"},
+    options={"editable_wheel": {"mode": "compat"}},  # a path file; type checkers do not follow setuptools' finder
 )

@@ -31,8 +31,9 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer, Qwen3Config
 
-from miles_core.backends.local import LocalEngine, batch, decode, engine
+from miles_core.backends.local import batch, decode, engine
 from miles_core.backends.local.batch import Flight
+from miles_core.backends.local.engine import LocalEngine
 from miles_core.backends.local.weights import ModelShape
 from miles_core.stages.rollout import Request, SamplingParams
 

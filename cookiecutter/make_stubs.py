@@ -53,12 +53,14 @@ def copier() -> str:
     return "\n".join(lines)
 
 
+SHORT = "name.removeprefix('miles-plugin-').removeprefix('miles-')"
+"""The plugin's name where that of the distribution is given."""
 CHECKS = {
     "name": "{% if not (name | regex_search('^[a-z][a-z0-9]*(-[a-z0-9]+)*$')) %}Lower-case letters and digits, with "
-            "single dashes between: my-reward.{% elif name in '" + " ".join(taken()) + "'.split(' ') %}The name "
-            "{{ name }} is taken, by Miles or by an official plugin.{% endif %}",
-    "distribution": "{% if distribution not in ['miles-' ~ name, 'miles-plugin-' ~ name] %}It should be "
-                    "miles-{{ name }} or miles-plugin-{{ name }}.{% endif %}",
+            "single dashes between: my-reward.{% elif " + SHORT + " in '" + " ".join(taken()) + "'.split(' ') %}The "
+            "name {{ " + SHORT + " }} is taken, by Miles or by an official plugin.{% endif %}",
+    "distribution": "{% set short = " + SHORT + " %}{% if distribution not in ['miles-' ~ short, 'miles-plugin-' ~ "
+                    "short] %}It should be miles-{{ short }} or miles-plugin-{{ short }}.{% endif %}",
     "hooks": "{% set known = '" + " ".join(stubs()) + "'.split(' ') %}{% for hook in hooks.replace(' ', '').split(',') "
              "if hook not in known %}There is no hook {{ hook }} to begin with; there are {{ known | join(', ') }}."
              "{% endfor %}",

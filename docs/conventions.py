@@ -53,6 +53,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
      f"(A - mean) / sqrt(var + {short(advantage.WHITEN_EPSILON)})", "the same, in fp32", "-", "-", "-"),
     ("`kl_coef` with other estimators", "A - kl_coef KL at each token", "no effect", "-", "-", "-"),
     ("`clip`: band", BAND, "[1 - 0.2, 1 + 0.2]", "-", "-", "-"),
+    ("... `eps_clip` alone", "both sides", "both sides", "-", "-", "-"),
     ("... log-ratio", f"clamped to {BOUND}", "clamped to ±20", "-", "-", "-"),
     ("... dual clip, A < 0", f"min(-c A, L), c > 1, default {DEFAULT.eps_clip_c or 'off'}",
      "min(-c A, L), c > 1, default off", "min(-c A, L)", "-", "-"),
@@ -66,6 +67,8 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("reduction", "mean over rollouts of their token mean", "the same", "-", "-", "-"),
     ("... `token`", "trained tokens of the optimizer step", "trained tokens of the step", "-",
      "token mean of the global batch (DAPO)", "token mean of the global batch (`dapo`)"),
+    ("... a sample without a trained token", "0 tokens; its rollout counts", "1 token of the step; its rollout counts",
+     "-", "0 tokens", "-"),
     ("... after a rejection", "the denominator stays", "the denominator stays", "-", "-", "-"),
     ("TIS: weight", f"clamp(r, {TIS['tis_clip_low']:g}, {TIS['tis_clip']:g})", "clamp(r, 0, 2)", "-", "-",
      "-"),
@@ -73,6 +76,9 @@ ROWS: tuple[tuple[str, ...], ...] = (
      "-", "-"),
     ("MIS: what weights are divided by", "the mean over the optimizer step, of tokens or of samples",
      "the mean of tokens, or of samples", "-", "-", "-"),
+    ("... a sample without a trained token", "not in the mean", "a weight of 0 in the mean", "-", "-", "-"),
+    ("MIS: KL and entropy of rejected tokens", "stay in the loss", "left out by its MIS example, kept by its IcePop",
+     "-", "-", "-"),
     ("OPSM: `opsm_clipfrac`", "share of trained tokens", "masked tokens count too, can exceed 1", "-", "-", "-"),
 )  # fmt: skip
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import json
 import os
 import platform
 import sys
@@ -29,12 +28,14 @@ from miles_core.plugins.bind import Hooks
 from miles_core.plugins.plan import Plan
 from miles_core.plugins.resolve import chosen
 from miles_core.plugins.select import Selected
+from miles_core.reading import parse_json
 from miles_core.record.journal import Journal
 from miles_core.record.replay import Replay, load_flow
+from miles_core.resume import Hosted, check_same_data, restore, restore_prompts
 from miles_core.run import Run
 from miles_core.stages.buffer import Buffer
 from miles_core.stages.placement import Placement
-from miles_core.stages.prompts import JsonlPrompts, PromptSource, Rows
+from miles_core.stages.prompts import JsonlPrompts, Rows
 from miles_core.stages.reward import Scoring
 from miles_core.stages.rollout import Engine, Generation, SamplingParams, attended
 from miles_core.stages.step import Resume
@@ -106,11 +107,13 @@ async def _assembled(parts: Parts, journal: Journal, placement: Placement, train
     resume = await trainer.load()
     journal.console.loaded(resume.source)
     prompts = None if only_train else parts.rollout.prompt_source[config.rollout.prompt_source](config, tokenizer)
-    if resume.state is not None:
-        _restore(parts, prompts, resume.state, journal)
     slots, begun = load_flow(resume.state or {})
+    if resume.state is not None:
+        await restore((parts.driver, parts.rollout), trainer, resume.state, config, journal)
+        if not restore_prompts(config, prompts, resume.state, journal):
+            slots, begun = [], []  # their prompts are of the other source
     if slots or begun:
-        _same_data(config, prompts, resume.state["prompts"])
+        check_same_data(config, prompts, resume.state["prompts"])
     engine: Engine | None = None if only_train else parts.rollout.engine[chosen(config, "engine")](
         _with_engine_args(config, parts.rollout), tokenizer, placement, parts.rollout)
     if (path := getattr(engine, "path", None)) is not None:
@@ -138,6 +141,7 @@ async def _assembled(parts: Parts, journal: Journal, placement: Placement, train
         journal=journal, state=lambda: state.collect((parts.driver, parts.rollout)),
         took=lambda: parts.driver.took() | parts.rollout.took(),
         unfinished=parts.rollout.unfinished, select=parts.rollout.select_from_buffer, begun=begun,
+        made_of=(resume.state or {}).get("lock") or {},
     )  # fmt: skip
     if isinstance(buffer, Buffer):
         buffer.take_back, buffer.too_stale = run.take_back, run.too_stale
@@ -148,37 +152,18 @@ async def _assembled(parts: Parts, journal: Journal, placement: Placement, train
     return run
 
 
-def _restore(parts: Parts, prompts: PromptSource | None, saved: dict, journal: Journal) -> None:
-    if prompts is not None:
-        prompts.load_state_dict(saved["prompts"])
-    roles, drop = (parts.driver, parts.rollout), parts.config.checkpoint.drop_plugin_state
-    for note in state.restore(roles, saved.get("plugins", {}), drop):
-        journal.message("info", note)
-
-
 def _with_engine_args(config: RunConfig, hooks: Hooks) -> RunConfig:
     """
     Raises:
         HookError: a field that no flag of the server has.
     """
-    if hooks.engine_args is None or chosen(config, "engine") != "sglang":
+    if getattr(hooks, "engine_args", None) is None or "server_args" not in config.understood:
         return config
-    fields = hooks.engine_args(dict(config.server))
+    fields = hooks.engine_args(dict(config.surface("server")))
     if unknown := sorted(fields.keys() - surface_of("server").fields.keys()):
         raise HookError("engine_args sets a field that the server does not have", got=", ".join(unknown),
                         who=str(surface_of("server")), fix="see the fields of SGLang's ServerArgs")
-    return replace(config, server=fields)
-
-
-def _same_data(config: RunConfig, prompts: PromptSource | None, state: dict) -> None:
-    """
-    Raises:
-        CheckpointError: the groups under way in a checkpoint are of other prompts than this run's.
-    """
-    if prompts is None or state.get("data") != prompts.data:
-        raise CheckpointError("the checkpoint has groups under way whose prompts are of another dataset",
-                              who=f"--load {config.checkpoint.load}, --prompt-data {config.rollout.prompt_data}",
-                              fix="resume with the prompts of that run, or start anew from its weights with --ref-load")
+    return replace(config, surfaces={**config.surfaces, "server": fields})
 
 
 def _buffer(config: RunConfig, batches: int, keeps: bool) -> Buffer:
@@ -212,7 +197,12 @@ def proven_trainer_part(proof: dict[str, str], selected: Sequence[Selected], con
         ConfigError: it has other code; names host, rank and package.
     """
     digest.check(proof, selected, f"trainer rank {rank.index} on {platform.node()}")
-    return trainer_part(selected, config, rank)
+    return hosted_trainer_part(selected, config, rank, bind.bind(selected, config, "trainer"))
+
+
+def hosted_trainer_part(selected: Sequence[Selected], config: RunConfig, rank: Rank, hooks: Hooks) -> Hosted:
+    """`trainer_part` with what a host's driver asks beside the contract of a trainer."""
+    return Hosted(trainer_part(selected, config, rank, hooks), hooks, rank)
 
 
 def trainer_part(selected: Sequence[Selected], config: RunConfig, rank: Rank, hooks: Hooks | None = None) -> Any:
@@ -229,7 +219,7 @@ def _host(selected: Sequence[Selected], parts: Parts, placement: Placement) -> H
         os.environ.update(placement.environment)
         hooks = bind.bind(selected, config, "trainer")
         bind.check_roles_apart([parts.driver, parts.rollout, hooks])
-        return ThreadHost("trainer", trainer_part, selected, config, Rank(), hooks)
+        return ThreadHost("trainer", hosted_trainer_part, selected, config, Rank(), hooks)
     bind.check_roles_apart([parts.driver, parts.rollout])
     if perf.placement == "local":
         threads = perf.threads or max(1, cpus() // (perf.actor_num_nodes * perf.actor_num_gpus_per_node))
@@ -270,7 +260,7 @@ def _generator(parts: Parts, engine: Engine | None, params: SamplingParams, stre
             engine=engine, sampling=replace(params, max_new_tokens=room), samples=samples,
             key=lambda index, turn: rng.key(config.rollout.rollout_seed, stream, prompt.uid, index, turn),
             decode=decode, timeout=config.rollout.rollout_timeout, begun=begun, recall=recall or Recall(),
-            columns=columns, vocabulary=vocabulary,
+            columns=columns, vocabulary=vocabulary, tokenizer=tokenizer,
             on_request=on_request or (lambda request: request),
             on_response=hooks.generate_response or (lambda sample, response: sample),
         )  # fmt: skip
@@ -320,7 +310,7 @@ def with_context(config: RunConfig) -> RunConfig:
     if not folder.is_dir():
         raise CheckpointError("there is no such folder", who=who, fix=fix)
     try:
-        constants = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        constants = parse_json((folder / "config.json").read_text(encoding="utf-8"))
         if not isinstance(constants, dict):
             raise ValueError(f"{type(constants).__name__} in place of an object")
     except FileNotFoundError:
@@ -328,9 +318,10 @@ def with_context(config: RunConfig) -> RunConfig:
     except (OSError, ValueError) as error:
         raise CheckpointError("config.json cannot be read", got=str(error), who=who, fix=fix) from None
     most = constants.get("max_position_embeddings")
-    if most is None:
-        raise CheckpointError("config.json has no max_position_embeddings", who=who, fix=fix)
-    most = max(most, config.server.get("context_length") or 0)  # an override, which the servers are told too
+    if not isinstance(most, int):
+        raise CheckpointError("config.json has no max_position_embeddings", got=most, who=who, fix=fix)
+    stretched = config.surface("server").get("context_length") or 0  # which the servers are told too
+    most = max(most, stretched)
     given = config.rollout.rollout_max_context_len
     if given is not None and given > most:
         raise ConfigError("rollout_max_context_len is beyond what the model was made for", got=given, who=who,
@@ -349,15 +340,15 @@ def load_tokenizer(config: RunConfig) -> Any:
     folder = config.checkpoint.hf_checkpoint
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise DataError("the tokenizer cannot be loaded", got=str(error).splitlines()[0],
+    except Exception as error:  # the Rust half of a tokenizer raises what it likes
+        raise DataError("the tokenizer cannot be loaded", got=(str(error).splitlines() or [type(error).__name__])[0],
                         who=f"--hf-checkpoint {folder}",
                         fix="the folder needs tokenizer.json and tokenizer_config.json") from error
     if template := config.rollout.chat_template_path:
         try:
             tokenizer.chat_template = Path(template).read_text(encoding="utf-8")
-        except OSError as error:
-            raise DataError("the chat template cannot be read", got=error.strerror,
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError("the chat template cannot be read", got=getattr(error, "strerror", None) or error,
                             who=f"--chat-template-path {template}", fix="name a Jinja file") from None
     return tokenizer
 
@@ -367,6 +358,12 @@ class Untrained:
 
     async def load(self) -> Resume:
         return Resume(0, None, "--hf-checkpoint, in the engine alone (--debug-rollout-only)")
+
+    async def plugin_state(self) -> dict[str, dict]:
+        return {}
+
+    async def restore_plugins(self, saved: dict, drop: Sequence[str]) -> list[str]:
+        return []
 
     async def take_batch(self, batch: Batch) -> None:
         self.batch = batch

@@ -19,6 +19,7 @@ columns keep their row, response column j lies at row T-R-1+j, and rows that a c
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import cast
@@ -172,6 +173,41 @@ class Columns(Mapping[str, Column]):
                     target[base + where.start : base + where.stop] = sample.columns[column.name]
             (packed.rows if column.align in PER_TOKEN else packed.values)[column.name] = target
         return packed
+
+
+@contextmanager
+def read_only(samples: Sequence[Sample], who: str) -> Iterator[None]:
+    """For the time of a call of `who`: samples whose columns cannot be changed. Columns of its own it may add.
+
+    Raises:
+        ColumnError: the call writes into a column, or takes one of the core's away or replaces it.
+    """
+    before = [sample.columns for sample in samples]
+    for sample in samples:
+        sample.columns = {name: _locked(array) for name, array in sample.columns.items()}
+    shown = [dict(sample.columns) for sample in samples]
+    error = ColumnError("a hook that may only look at samples changes their columns", who=who,
+                        fix="copy what shall be changed; samples are made by a generator and generate_response")
+    try:
+        yield
+        if any(sample.columns.get(column.name) is not views.get(column.name)
+               for sample, views in zip(samples, shown, strict=True) for column in CORE):
+            raise error
+        for sample, columns, views in zip(samples, before, shown, strict=True):
+            columns |= {name: array for name, array in sample.columns.items() if array is not views.get(name)}
+    except ValueError as cause:
+        if "read-only" not in str(cause):
+            raise
+        raise error from cause
+    finally:
+        for sample, columns in zip(samples, before, strict=True):
+            sample.columns = columns
+
+
+def _locked(array: np.ndarray) -> np.ndarray:
+    view = np.asarray(array).view()
+    view.flags.writeable = False
+    return view
 
 
 def grid(align: Align, sample: Sample) -> slice:

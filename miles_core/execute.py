@@ -5,25 +5,30 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib.metadata
+import json
 import os
-import signal
 import sys
 import tempfile
 import traceback
+from collections.abc import Coroutine, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from miles_core.config.environment import relevant
 from miles_core.config.load import with_values
 from miles_core.errors import CheckpointError, DiedError, EngineDiedError, MilesError
 from miles_core.plugins import lock
 from miles_core.plugins.plan import Plan
+from miles_core.record import stall
 from miles_core.record.console import Console
-from miles_core.record.directory import RunDirectory, publish
+from miles_core.record.directory import Lock, RunDirectory, make_folder, publish
+from miles_core.record.events import EventLog, read
 from miles_core.record.journal import Journal, Views
-from miles_core.stages.step import TRACKER
+from miles_core.stages.step import LOCK, TRACKER
 
 if TYPE_CHECKING:
+    from miles_core.build import Parts
     from miles_core.run import Run
 
 
@@ -34,18 +39,21 @@ def execute(plan: Plan, *, live: bool | None = None) -> int:
         MilesError: what ended the run; it is in events.jsonl as well.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # torch's threads must not spin beside the engine's
-    with RunDirectory(plan.config.checkpoint.run_dir).acquire() as directory, directory.open_log("run.log") as log:
+    with (RunDirectory(plan.config.checkpoint.run_dir).acquire() as directory, directory.open_log("run.log") as log,
+          _saving(plan, directory)):
         publish(directory.plan_text, plan.to_text())
         publish(directory.plan_json, _json(plan))
-        publish(directory.lock, lock.text(lock.of(plan)))
-        attempt = Attempt.first(plan)
+        attempt = Attempt.first(plan, directory)
         while True:
             console = Views(Console(live), Console(False, log, details=True))
             try:
-                return asyncio.run(_run(attempt, directory, console))
+                return asyncio.run(_terminable(_run(attempt, directory, console)))
             except (KeyboardInterrupt, asyncio.CancelledError):
                 console.stop("interrupted")
-                print(f"Interrupted. {_how_to_go_on(plan)}", file=sys.stderr)
+                if not attempt.recorded:  # the signal came before the record was open, or in the middle of its end
+                    with contextlib.suppress(MilesError):
+                        EventLog(directory.events).run_end("interrupted")
+                print(f"Interrupted. {_how_to_go_on(plan, attempt.resumes())}", file=sys.stderr)
                 return 130
             except MilesError as error:
                 if attempt.survives(error):
@@ -75,18 +83,23 @@ class Attempt:
         digest: of the plan as it was given, whatever a restart loads.
         restarts: how many starts there were before.
         published: what the tracker of --save was at the first start.
+        made_of: the plan's lock, likewise.
         begun: whether this start, or one before, came to its first rollout.
+        recorded: whether the record has the end of this start.
     """
 
     plan: Plan
     digest: str
     published: object
+    made_of: dict
     restarts: int = 0
     begun: bool = False
+    recorded: bool = False
 
     @classmethod
-    def first(cls, plan: Plan) -> Attempt:
-        return cls(plan, plan.digest, _published(plan.config.checkpoint.save))
+    def first(cls, plan: Plan, directory: RunDirectory) -> Attempt:
+        publish(directory.lock, text := lock.text(lock.of(plan)))
+        return cls(plan, plan.digest, _published(plan.config.checkpoint.save), json.loads(text))
 
     def survives(self, error: BaseException) -> bool:
         """Whether the run goes on after it: a process is gone, and a new one may fare better."""
@@ -108,7 +121,7 @@ class Attempt:
             plan = replace(plan, config=with_values(plan.config, "restart", checkpoint__load=folder,
                                                     checkpoint__drop_plugin_state=drop,
                                                     rollout__start_rollout_id=None))
-        return replace(self, plan=plan, restarts=self.restarts + 1)
+        return replace(self, plan=plan, restarts=self.restarts + 1, recorded=False)
 
 
 def _published(save: str | None) -> object:
@@ -120,10 +133,16 @@ def _published(save: str | None) -> object:
     return found.st_mtime_ns, found.st_ino
 
 
-def _how_to_go_on(plan: Plan) -> str:
+def _how_to_go_on(plan: Plan, checkpoint: str | None) -> str:
+    """
+    Args:
+        checkpoint: the folder that has one of this run, or that it began from; None where it has saved none.
+    """
     given = plan.config.checkpoint
     if given.save is None:
         return "Nothing was saved; with --save FOLDER and --save-interval N a run can be resumed."
+    if checkpoint is None:
+        return "Nothing was saved yet: the same command starts over. A smaller --save-interval saves earlier."
     again = "The same command" if given.load == given.save else f"The same command with --load {given.save}"
     return f"{again} goes on from the last checkpoint."
 
@@ -141,23 +160,26 @@ def _traceback(directory: RunDirectory) -> str:
         return f"the traceback could not be kept: {error.what}"
 
 
+async def _terminable(work: Coroutine[Any, Any, int]) -> int:
+    with stall.terminated(asyncio.current_task()):
+        return await work
+
+
 async def _run(attempt: Attempt, directory: RunDirectory, console: Views) -> int:
     from miles_core.build import build, parts
     from miles_core.loop import train
 
-    # Not by way of SIGINT: a shell's background job ignores that one.
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, asyncio.current_task().cancel)
-    plan = attempt.plan
+    plan, rollout = attempt.plan, attempt.plan.config.rollout
     found = parts(plan)
-    journal = Journal(directory, console, trackers=found.driver.metrics, decode_piece=found.decode_piece,
-                      print_every=plan.config.debug.debug_rollout_print_every)
+    journal = Journal(directory, console, hooks=found.driver, decode_piece=found.decode_piece,
+                      strict=plan.config.debug.strict_trackers, print_every=plan.config.debug.debug_rollout_print_every)
     run, status, error = None, "failed", None
     try:
-        _prove_writable(plan)
         run = await build(plan, found, journal)
-        _tell(attempt, run, journal)
+        _tell(attempt, found, run, journal)
         attempt.begun = True
-        await train(run)
+        with stall.watched(journal, run.beat, rollout.heartbeat_interval):
+            await train(run)
         status = "completed"
     except (asyncio.CancelledError, KeyboardInterrupt):
         status = "interrupted"
@@ -172,31 +194,40 @@ async def _run(attempt: Attempt, directory: RunDirectory, console: Views) -> int
         raise
     finally:
         console.stop(status)
-        late = await _stop(run, found)
+        late = await _stop(run, found, journal, status)
         try:
             if status == "restarting":
                 journal.event("restart", count=attempt.restarts + 1, most=plan.config.perf.max_restarts,
                               culprit=error.what, error=str(error), resumes=attempt.resumes())
             else:
                 journal.events.run_end(status, error)
+            attempt.recorded = True
         except MilesError as full:
             late.append(full)
         if late and status == "completed":
             late[0].exit_code = 1
             raise late[0]
         for other in late if error is not None else ():  # the run's own error matters more
-            if str(other) != str(error):  # a full disk is one thing to say
+            if str(other) not in ("", str(error)):  # a full disk is one thing to say; a cancelled wait says nothing
                 error.add_note(f"while stopping: {other}")
     return 0
 
 
-def _tell(attempt: Attempt, run: Run, journal: Journal) -> None:
+def _tell(attempt: Attempt, parts: Parts, run: Run, journal: Journal) -> None:
     """Record and show how the run begins."""
     plan, directory = attempt.plan, journal.directory
+    gap = _gap(journal, run.first)
     journal.events.run_start(attempt.digest, _versions(plan), resumed_from=run.first or None, rollouts=run.last)
     journal.event("environment", role="trainer", variables={**relevant(), **run.placement.environment})
+    journal.tell(parts.driver.begin, {"name": plan.config.name, **json.loads(_json(plan))}, directory.run_id,
+                 run.first or None, directory.path)
     journal.console.start({"run": plan.config.name, "model": plan.config.checkpoint.hf_checkpoint,
                            "plan": attempt.digest, "directory": str(directory)}, run.last, run.first)
+    if gap is not None:
+        journal.message("warning", gap)
+    if run.made_of.get("format") == lock.FORMAT and (changes := lock.differences(run.made_of, attempt.made_of)):
+        journal.message("info", f"resumed under another plan: {'; '.join(changes)}")
+    run.made_of = attempt.made_of
     for note in plan.notes:
         journal.message("info", note)
     if run.first >= run.last:
@@ -204,9 +235,24 @@ def _tell(attempt: Attempt, run: Run, journal: Journal) -> None:
                                 "raise --num-rollout to go on")
 
 
-def _prove_writable(plan: Plan) -> None:
-    """
+def _gap(journal: Journal, first: int) -> str | None:
+    """Which rollouts a checkpoint has behind it and the record does not, though it began before them."""
+    if not (first and journal.events.starts):
+        return None
+    events = list(read(journal.events.path))
+    known = [event["rollout_id"] + 1 for event in events if event["event"] == "metrics"]
+    known += [event.get("resumed_from") or 0 for event in events if event["event"] == "run_start"]
+    return None if (end := max(known)) >= first else (
+        f"the record is shorter than the checkpoint: rollouts {end} to {first - 1} are in the weights, and what was "
+        "recorded of them is lost")
+
+
+@contextlib.contextmanager
+def _saving(plan: Plan, directory: RunDirectory) -> Iterator[None]:
+    """Hold --save, which two runs with run directories of their own may share by mistake.
+
     Raises:
+        RunDirectoryError: another run saves there.
         CheckpointError: --save or --save-hf cannot be written to; otherwise that would be found out after the rollouts.
     """
     given = plan.config.checkpoint
@@ -216,27 +262,37 @@ def _prove_writable(plan: Plan) -> None:
         if folder is None:
             continue
         try:
-            os.makedirs(folder, exist_ok=True)
+            make_folder(folder)
             tempfile.TemporaryFile(dir=folder).close()
         except OSError as error:
             raise CheckpointError("checkpoints cannot be written here", got=error.strerror, who=who,
                                   fix="give a folder that you may write to, with space left") from error
+    lock = None if given.save is None else Lock(Path(given.save, LOCK), "--save")
+    if lock is not None and not os.path.samefile(given.save, directory):  # else it is held already
+        lock.take()
+    try:
+        yield
+    finally:
+        if lock is not None:
+            lock.release()
 
 
-async def _stop(run, found) -> list[Exception]:
-    """End the engine, the trainer, their hosts and the plugins, each within seconds; returns what went wrong."""
+async def _stop(run, found, journal: Journal, status: str) -> list[Exception]:
+    """End the engine, the trainer, their hosts and the plugins, each within seconds; returns what went wrong.
+
+    A further signal meanwhile cuts the present wait short, and the next part's turn comes.
+    """
     late = []
     if run is not None:
         for end in (run.engine.stop if run.engine else None, run.trainer.close, run.placement.close):
             try:
                 if end is not None:
                     await asyncio.wait_for(end(), 10)
-            except Exception as error:  # noqa: BLE001 - told of by the caller
+            except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - told of by the caller
                 late.append(error)
     for hooks in (found.driver, found.rollout):
         try:
-            if hooks.finish is not None:
-                hooks.finish()
+            journal.tell(hooks.finish, status)
         except Exception as error:  # noqa: BLE001 - told of by the caller
             late.append(error)
     return late
@@ -245,10 +301,8 @@ async def _stop(run, found) -> list[Exception]:
 def _versions(plan: Plan) -> dict[str, str]:
     packages = ("miles-core", "torch", "megatron-core", "transformers")
     return {name: importlib.metadata.version(name) for name in packages} | {
-        one.manifest.name: one.version for one in plan.selected if one.source != "built-in"}
+        one.manifest.name: one.version for one in plan.selected if not one.ours}
 
 
 def _json(plan: Plan) -> str:
-    import json
-
     return json.dumps({"digest": plan.digest, **plan.to_json()}, indent=1)

@@ -16,7 +16,8 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from miles_core.errors import SyncError, WaitError
-from miles_core.hosts import Handle, within
+from miles_core.hosts import Handle
+from miles_core.waits import within
 
 TRAINER = ("weights", "gradients", "optimizer")
 ENGINE = ("kv_cache", "weights", "cuda_graph")

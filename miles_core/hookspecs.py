@@ -9,12 +9,13 @@
 
 A plugin is a class whose methods, marked with `@hookimpl`, are the behaviour; an implementation may take fewer
 arguments than its hook, never others. `role` says which of the plugin's instances is called: driver, rollout or
-trainer. A named hook marked `part` returns the object that plays the part; the others are called for each unit in
-`per`.
+trainer. A named hook marked `part` returns the part itself; the others are called for each unit in `per`.
 """
 
 from __future__ import annotations
 
+import importlib
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
@@ -23,13 +24,15 @@ import pluggy
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
     from pathlib import Path
+    from types import ModuleType
 
+    import click
     import numpy as np
     import torch
 
-    from miles_core.backends.megatron.specs import ModelSpec, WeightMap
     from miles_core.columns import Column, Packed
     from miles_core.config import RunConfig
+    from miles_core.config.surfaces import Surface
     from miles_core.stages.gradients import Gradients
     from miles_core.stages.loss import LossInputs, Metrics, TokenWeights
     from miles_core.stages.models import Model
@@ -81,19 +84,38 @@ def hookspec(kind: str, *, role: str, per: str, part: bool = False) -> Callable[
 
 # ---------------------------------------------------------------------------------------------------- every role
 
-
 @hookspec("gather", role="every", per="run")
 def columns() -> Iterable[Column]:
     """Data that shall ride along with samples: declared here, then carried from generator to trainer by the core."""
 
 
+@hookspec("gather", role="plan", per="plan")
+def option_surface() -> Iterable[Surface]:
+    """Options of an installed program that are handed on to it; asked of an instance with default options."""
+
+
+@hookspec("chain", role="plan", per="plan")
+def derive(config: RunConfig, note: Callable[[str], None]) -> RunConfig:
+    """Fill what follows from what was said: an engine's GPUs, a trainer's hosts. `note` announces."""
+
+
+@hookspec("chain", role="plan", per="plan")
+def check(config: RunConfig, note: Callable[[str], None]) -> RunConfig:
+    """Refuse what would spoil the run unseen, destroy something or fail late; all is derived by then."""
+
+
+@hookspec("gather", role="plan", per="plan")
+def plan_lines(config: RunConfig) -> Iterable[tuple[str, str]]:
+    """(title, line) of what --plan says beside the core: layout, memory."""
+
+
 @hookspec("observe", role="every", per="run")
-def finish() -> None:
-    """The run ends, also by an error: flush and close what the plugin holds."""
+def finish(status: str) -> None:
+    """The run ends: flush and close what the plugin holds. `status` is "completed", "failed", "interrupted" or
+    "restarting" (--max-restarts); in the trainer, which cannot know, "closed"."""
 
 
 # ------------------------------------------------------------------------------------------------------- rollout
-
 
 @hookspec("named", role="rollout", per="run", part=True)
 def prompt_source(config: RunConfig, tokenizer: Any) -> PromptSource:
@@ -105,15 +127,9 @@ def engine(config: RunConfig, tokenizer: Any, placement: Placement, hooks: Any) 
     """2: what turns tokens into tokens. `placement` gives hosts to servers. Default "local"."""
 
 
-@hookspec("chain", role="rollout", per="run")
-def engine_args(fields: dict[str, Any]) -> dict[str, Any]:
-    """2: fields of SGLang's ServerArgs that the run sets, before servers start: what follows from options."""
-
-
 @hookspec("named", role="rollout", per="group")
 async def generate(prompt: Prompt, generation: Generation) -> list[Sample]:
-    """2: one prompt and an engine become the samples of a group. Default "single-turn".
-    (--custom-generate-function-path)"""
+    """2: a prompt and an engine become a group's samples. Default "single-turn". (--custom-generate-function-path)"""
 
 
 @hookspec("chain", role="rollout", per="request")
@@ -129,7 +145,7 @@ def generate_response(sample: Sample, response: Response) -> Sample:
 @hookspec("named", role="rollout", per="sample")
 def reward(sample: Sample, samples: Sequence[Sample]) -> float | list[float]:
     """3: a scorer, chosen by --rm-type. Takes `sample` and returns one number, or takes `samples`, a whole group, and
-    returns a list. Plain or async; plain ones run in a thread. (--custom-rm-path, --group-rm)"""
+    returns a list. Plain or async; plain ones run in a thread. It changes no column. (--custom-rm-path, --group-rm)"""
 
 
 @hookspec("named", role="rollout", per="sample")
@@ -161,44 +177,14 @@ def shape_rewards(groups: list[Group]) -> list[Group]:
 
 # ------------------------------------------------------------------------------------------------------- trainer
 
-
 @hookspec("named", role="trainer", per="run", part=True)
 def trainer(config: RunConfig, hooks: Any, columns: Any, rank: Rank) -> Trainer:
     """6 to 8: the trainer of one rank. Default "megatron"."""
 
 
-@hookspec("observe", role="trainer", per="run")
-def megatron_init(config: RunConfig) -> None:
-    """Megatron's process groups exist, no model yet. (--custom-megatron-init-path)"""
-
-
 @hookspec("gather", role="trainer", per="run")
 def models() -> dict[str, Model]:
     """Models that the trainer holds beside the actor, by name: reference, critic, teacher."""
-
-
-@hookspec("named", role="trainer", per="run", part=True)
-def model_spec(hf_config: Any) -> Any:
-    """8: an architecture, named by its Hugging Face model_type: how Megatron-core builds it, how its weights map."""
-
-
-@hookspec("chain", role="trainer", per="run")
-def weight_map(weight_map: WeightMap, folder: Path, model: str) -> WeightMap:
-    """8: which tensors of a Hugging Face directory are which parameters, after the family has said so: rules for what
-    `build_model` adds. `model` is the trainer's name ("actor", "critic"); `miles convert` asks of the actor."""
-
-
-@hookspec("chain", role="trainer", per="run")
-def transformer_config(fields: dict[str, Any], folder: Path, model: str) -> dict[str, Any]:
-    """8: fields of Megatron's TransformerConfig that the run sets, before one is made of them: recipes. `folder` holds
-    the model's config.json."""
-
-
-@hookspec("chain", role="trainer", per="run")
-def build_model(chunk: torch.nn.Module, spec: ModelSpec, folder: Path, model: str,
-                weight_map: WeightMap) -> torch.nn.Module:
-    """8: this rank's part of a model (of each virtual stage), neither wrapped nor filled yet: add modules, freeze.
-    Parameters with an attribute `clip_group`, a name, are clipped by themselves and stay out of the norm."""
 
 
 @hookspec("around", role="trainer", per="rollout")
@@ -265,19 +251,11 @@ def save_weights(stream: Iterator[tuple[str, torch.Tensor]], folder: Path) -> It
     rank has gone through all of them."""
 
 
-@hookspec("chain", role="rollout", per="sync")
-def import_weights(stream: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """9: what came from `export_weights`, or from a checkpoint, on its way into an engine that computes with plain
-    weights (the local one), as a generator."""
-
-
 # -------------------------------------------------------------------------------------------------------- driver
 
-
 @hookspec("named", role="driver", per="command")
-def convert(source: Path, out: Path) -> str:
-    """`miles convert NAME SRC OUT`: a Hugging Face directory becomes another, with the plugin's options as flags; OUT
-    appears when it is complete. Returns what was written, in words."""
+def commands() -> click.Command:
+    """A command of `miles`, by the name offered; `miles --help` shows the first line of the method's docstring."""
 
 
 @hookspec("named", role="driver", per="run", part=True)
@@ -290,11 +268,32 @@ def placement(config: RunConfig) -> Placement:
     """Where ranks and servers run, and leases of the hardware. Default "local": processes of this machine."""
 
 
+@hookspec("observe", role="driver", per="run")
+def begin(plan: dict[str, Any], run_id: str, resumed_from: int | None, run_dir: Path) -> None:
+    """The run begins: trackers. `plan` is that of plan.json, and its "name"; `run_id` stays the same in every start in
+    `run_dir`; `resumed_from` is the first rollout to come, None from scratch."""
+
+
 @hookspec("observe", role="driver", per="rollout")
 def metrics(rollout_id: int, values: dict[str, float], run_dir: Path) -> None:
-    """All metrics of a rollout, or of an eval, by Miles's names: trackers."""
+    """All metrics of a rollout, or of an eval, by Miles's names: trackers; `rollout_id` is the step."""
+
+
+@hookspec("observe", role="driver", per="rollout")
+def samples(rollout_id: int, dataset: str | None, samples: Sequence[Sample], run_dir: Path) -> None:
+    """What was trained on, or the answers to an eval `dataset`: tables, histograms, media of metadata."""
 
 
 def specs() -> dict[str, Any]:
-    """Every hook by name, in loop order."""
-    return {name: item for name, item in globals().items() if callable(item) and hasattr(item, "kind")}
+    """Every hook by name, in loop order: the core's, then those that packages have declared."""
+    return {name: item for module in (sys.modules[__name__], *_declared.values())
+            for name, item in vars(module).items() if callable(item) and hasattr(item, "kind")}
+
+
+def declare(name: str) -> None:
+    """Take the hooks of a package's own module of specifications, which its manifest names; it is light."""
+    if name not in _declared:
+        _declared[name] = importlib.import_module(name)
+
+
+_declared: dict[str, ModuleType] = {}

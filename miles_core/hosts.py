@@ -8,23 +8,27 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import ctypes
+import fcntl
 import logging
 import multiprocessing
 import os
 import pickle
 import queue
+import shutil
 import signal
 import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from miles_core.errors import DiedError, MilesError, TrainError, WaitError
 from miles_core.types import Rank
+from miles_core.waits import within
 
 T = TypeVar("T")
 
@@ -64,30 +68,14 @@ class Handle:
             return await self.call(method, *args)
 
 
-@contextlib.asynccontextmanager
-async def within(seconds: float | None, late: Callable[[], MilesError]) -> AsyncIterator[asyncio.Timeout]:
-    """Bound the waits of a block; None waits for ever. Gives what the bound can be moved with.
-
-    Raises:
-        what `late` makes, once `seconds` are over. A TimeoutError from inside the block stays what it is.
-    """
-    try:
-        async with asyncio.timeout(seconds) as bound:
-            yield bound
-    except TimeoutError:
-        if not bound.expired():
-            raise
-        raise late() from None
-
-
 async def in_daemon_thread(work: Callable[[], T]) -> T:
     """Run blocking work beside the loop. A daemon thread: work that hangs must not keep the process alive."""
-    loop = asyncio.get_running_loop()
+    loop, context = asyncio.get_running_loop(), contextvars.copy_context()
     answer: asyncio.Future[T] = loop.create_future()
 
     def run() -> None:
         try:
-            result, error = work(), None
+            result, error = context.run(work), None
         except BaseException as caught:  # noqa: BLE001 - whatever it is, it is raised where the answer is awaited
             result, error = None, caught
         with contextlib.suppress(RuntimeError):  # the run ended while the work went on; nobody waits for its answer
@@ -257,9 +245,22 @@ def process_group(name: str, ranks: int, factory: Callable[..., Any], *args: obj
 
     if ranks == 1:
         return host(name, Rank())
-    folder = tempfile.TemporaryDirectory(prefix="miles-")
+    folder = meeting_folder()
     at = f"file://{folder.name}/ranks"
     return RankGroup(name, [host(f"{name} rank {i}", Rank(i, ranks, i, at)) for i in range(ranks)], folder.cleanup)
+
+
+def meeting_folder() -> tempfile.TemporaryDirectory[str]:
+    """A folder in which ranks find each other, locked while this process lives; what killed ones left is removed."""
+    for left in Path(tempfile.gettempdir()).glob("miles-ranks-*/lock"):
+        with contextlib.suppress(OSError), open(left) as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(left.parent)
+    folder = tempfile.TemporaryDirectory(prefix="miles-ranks-")
+    held = os.open(f"{folder.name}/new", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    os.rename(f"{folder.name}/new", f"{folder.name}/lock")  # no other process finds it before it is locked
+    return folder
 
 
 def cpus() -> int:
@@ -306,7 +307,7 @@ def let_go(hosted: Any) -> None:
 
 def write_to(log: Path) -> None:
     """Let a file take what this process prints from here on, and its log records from INFO up."""
-    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     for stream, descriptor in ((sys.stdout, 1), (sys.stderr, 2)):
         stream.flush()
         os.dup2(file, descriptor)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
-from itertools import count
+from collections.abc import Hashable, Sequence
+from itertools import count, pairwise
 
 from miles_core.errors import BatchError
 
@@ -27,6 +27,29 @@ def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int
             bins[place].append(index)
             room[place] -= length
     return [sorted(items) for items in bins]
+
+
+def in_steps(rollouts: Sequence[Hashable], steps: int) -> list[list[int]]:
+    """A batch's samples for each optimizer step: whole rollouts in the order of their first sample, every one once.
+
+    Each step gets as many rollouts as the others, or one more where they do not divide.
+
+    Args:
+        rollouts: which rollout each sample belongs to.
+
+    Raises:
+        BatchError: there are fewer rollouts than steps.
+    """
+    members: dict[Hashable, list[int]] = {}
+    for index, rollout in enumerate(rollouts):
+        members.setdefault(rollout, []).append(index)
+    whole = list(members.values())
+    if len(whole) < steps:
+        raise BatchError("a batch has fewer rollouts than optimizer steps, and no rollout is split",
+                         got=f"{len(rollouts)} samples of {len(whole)} rollouts for {steps} steps",
+                         who="rollout.num_steps_per_rollout", fix="lower --num-steps-per-rollout, or sample more")
+    ends = [len(whole) * step // steps for step in range(steps + 1)]
+    return [[index for siblings in whole[start:end] for index in siblings] for start, end in pairwise(ends)]
 
 
 def fixed(count: int, size: int) -> list[list[int]]:
@@ -124,7 +147,8 @@ def schedule(lengths: Sequence[int], *, data: int, capacity: int | None, micro_b
         each = f"micro-batches of {micro_batch_size}" if capacity is None else f"at most {capacity} tokens each"
         raise BatchError(f"a step's micro-batches cannot be dealt to {data} ranks, which take a multiple of {unit}",
                          got=f"{len(lengths)} samples, {each}, hence {len(packed)}", who="rollout.global_batch_size",
-                         fix=f"make global_batch_size a multiple of {unit}, at least {unit}")
+                         fix=f"make global_batch_size a multiple of {unit}, at least {unit}" + (
+                             "; --use-dynamic-batch-size takes steps of any size" if capacity is None else ""))
     if data == 1:
         return [packed]
     if not balance:

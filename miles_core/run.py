@@ -11,22 +11,25 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from miles_core.config.tables import RunConfig
 from miles_core.errors import DataError, HookError, MilesError, WaitError
 from miles_core.evaluation import Evaluation
-from miles_core.hosts import Handle, within
+from miles_core.hosts import Handle
+from miles_core.plugins.bind import EVALUATING
+from miles_core.plugins.state import with_ranks
 from miles_core.record.journal import Journal
 from miles_core.record.replay import save_batch, save_flow
 from miles_core.stages.buffer import Buffer, Slot, Taken, stale_drop
 from miles_core.stages.filter import filter_group
+from miles_core.stages.metrics import rollout_metrics
+from miles_core.stages.on_policy import FRESH, check_first
 from miles_core.stages.placement import Placement
 from miles_core.stages.prompts import PromptSource
 from miles_core.stages.reward import Scoring
 from miles_core.stages.rollout import Engine
 from miles_core.stages.sync import WeightSync
 from miles_core.types import Batch, Drop, Group, Prompt
+from miles_core.waits import within
 
 
 @dataclass
@@ -46,6 +49,7 @@ class Run:
         clock: seconds, for the figures under perf/.
         version: of the weights that the engine has.
         steady: whether the trainer holds that version, too: between a sync and the next batch.
+        made_of: the lock of the run that saved the checkpoint, until this run is told its own; empty without one.
     """
 
     config: RunConfig
@@ -73,7 +77,9 @@ class Run:
     steady: bool = False
     metrics: dict[str, float] = field(default_factory=dict)
     resumable: dict = field(default_factory=dict)
+    made_of: dict = field(default_factory=dict)
     begun: list[Group] = field(default_factory=list)
+    _compared: bool = False
     _mark: float | None = None
     _finished: float = 0.0
     _evaluating: asyncio.Task | None = None
@@ -102,6 +108,7 @@ class Run:
 
     async def begin(self) -> None:
         """Start the engine."""
+        self._finished = self.clock()
         self.placement.attach(self.trainer, self.engine)
         if self.engine is not None:
             async with self.placement.lease("start"):
@@ -125,10 +132,10 @@ class Run:
         except StopIteration:
             raise DataError("it ended, and the run needs more prompts", who=who, fix="begin again at its end, as an "
                             "endless stream does, or lower --num-rollout") from None
-        except MilesError:
-            raise
         except Exception as error:
-            raise DataError("it failed", got=f"{type(error).__name__}: {error}", who=who, fix="mend it") from error
+            if isinstance(error, MilesError):
+                raise
+            raise DataError("it failed", got=f"{type(error).__name__}: {error}", who=who, fix="correct it") from error
 
     async def rollout(self, slot: Slot) -> Group:
         """Stage 2; what is too stale already is not gone on with."""
@@ -165,8 +172,7 @@ class Run:
                 anew.append(slot.prompt)
         self.prompts.give_back(anew)
         if keep:
-            called_back = self.metrics.get("rollout/called_back", 0.0)
-            self.metrics["rollout/called_back"] = called_back + len(self.begun) - before
+            self.metrics["rollout/called_back"] = self.metrics.get("rollout/called_back", 0) + len(self.begun) - before
 
     def too_stale(self, group: Group) -> bool:
         """Whether --max-weight-staleness says that a group must not be trained on with the weights of now."""
@@ -209,9 +215,13 @@ class Run:
         self._finished = self.clock()
         while rollout.heartbeat_interval:
             await asyncio.sleep(rollout.heartbeat_interval)
-            now = self.clock()
-            self.journal.event("heartbeat", rollout_id=self.version - 1, version=self.version,
-                               idle_s=now - self._finished, **self.buffer.figures(now))
+            self.beat()
+
+    def beat(self, **more: object) -> None:
+        """One heartbeat."""
+        now = self.clock()
+        self.journal.event("heartbeat", rollout_id=self.version - 1, version=self.version,
+                           idle_s=now - self._finished, **self.buffer.figures(now), **more)
 
     def batch(self, rollout_id: int, taken: Taken) -> Batch:
         """The taken groups as a batch; their rewards go through shape_rewards."""
@@ -222,14 +232,20 @@ class Run:
         if self.config.debug.save_debug_rollout_data:
             save_batch(self.config.debug.save_debug_rollout_data, batch)
         if self.shape is not None:
+            for sample in batch.samples:
+                sample.metadata.setdefault("raw_reward", sample.reward)
             batch.groups = self.shape(batch.groups)
         self.metrics.update(rollout_metrics(batch))
         self.journal.stage("train")
         return batch
 
     async def score(self) -> None:
-        """Old and reference log-probs."""
-        self.metrics.update(await self.trainer.score())
+        """Old and reference log-probs. Those of a start's first batch say whether engine and trainer are one model."""
+        scored = await self.trainer.score()
+        self.metrics.update(scored)
+        if self.engine is not None and not self._compared and FRESH in scored:
+            self._compared = True
+            check_first(scored[FRESH], self.config.debug.max_first_logprob_diff)
 
     async def advantage(self) -> None:
         """Stage 6."""
@@ -239,8 +255,8 @@ class Run:
         """Stages 7 and 8. Metrics of several steps are averaged, seconds added up, the last learning rate is kept."""
         found = await self.trainer.step(index)
         for key, value in found.items():
-            summed = index and "lr-" not in key
             old = self.metrics.get(key, 0.0)
+            summed = index and "lr-" not in key and key in self.metrics
             if key.startswith("perf/"):
                 self.metrics[key] = old + value if summed else value
             else:
@@ -302,6 +318,7 @@ class Run:
             await asyncio.gather(self._evaluating, return_exceptions=True)
 
     async def _evaluate(self, rollout_id: int) -> None:
+        EVALUATING.set(True)  # in this task and those that it starts
         async with self.placement.lease("rollout"):
             for name, metrics, samples in await self.evaluation(self.engine):
                 self.journal.evaluation(name, rollout_id, metrics, samples)
@@ -334,12 +351,14 @@ class Run:
 
         It comes last: a run that is killed before it is complete goes on from an earlier one and exports again.
         """
-        self.journal.stage("save")
+        self.journal.saving()
         begin, checkpoint = self.clock(), self.config.checkpoint
         async with self.placement.lease("save"):
             if checkpoint.save_hf:
                 await self.trainer.export(Path(checkpoint.save_hf.format(rollout_id=done)))
-            await self.trainer.save(Path(checkpoint.save), done, self.resumable)
+            plugins = with_ranks(self.resumable["plugins"], await self.trainer.plugin_state())
+            kept = self.resumable | {"plugins": plugins, "lock": self.made_of}
+            await self.trainer.save(Path(checkpoint.save), done, kept)
         self.journal.event("checkpoint", rollout_id=done - 1, path=checkpoint.save, seconds=self.clock() - begin)
 
     def _late(self, version: int) -> Callable[[], WaitError]:
@@ -354,10 +373,9 @@ class Run:
         Asked for after a sync, before the room comes back: at max_lag 0 nothing is under way then, so nothing that a
         resumed run does again has left a trace in it.
         """
-        if self.prompts is None:
-            return copy.deepcopy({"prompts": self.buffer.state_dict(), "plugins": self.state()})
-        return {**copy.deepcopy({"prompts": self.prompts.state_dict(), "plugins": self.state()}),
-                **save_flow(self.buffer.slots(), self.begun)}
+        source, name = self.buffer if self.prompts is None else self.prompts, self.config.rollout.prompt_source
+        kept = {"prompt_source": name, **copy.deepcopy({"prompts": source.state_dict(), "plugins": self.state()})}
+        return kept if self.prompts is None else kept | save_flow(self.buffer.slots(), self.begun)
 
     def _timed(self, name: str) -> None:
         now = self.clock()
@@ -372,28 +390,3 @@ class Run:
             self.metrics[f"rollout/dynamic_filter/drop_{kind}"] = float(count)
         for reason, count in taken.again.items():
             self.metrics[f"rollout/sampled_again/{reason}"] = float(count)
-
-
-def rollout_metrics(batch: Batch) -> dict[str, float]:
-    """Miles's names for what a rollout brought."""
-    samples = batch.samples
-    rewards = np.array([s.reward for s in samples])
-    lengths = np.array([s.response_length for s in samples])
-    behind = np.concatenate([(batch.version - s.columns["versions"])[s.columns["loss_mask"] > 0] for s in samples])
-    spread = [np.ptp([s.reward for s in group.samples]) for group in batch.groups]
-    found = {
-        "rollout/raw_reward": rewards.mean(),
-        "rollout/response_len/mean": lengths.mean(), "rollout/response_len/median": np.median(lengths),
-        "rollout/response_len/max": lengths.max(), "rollout/response_len/min": lengths.min(),
-        "rollout/truncated_ratio": np.mean([s.status == "truncated" for s in samples]),
-        "rollout/zero_std/percentage": np.mean([value == 0 for value in spread]),
-        "rollout/weight_version/lag": max(batch.version - group.oldest_version for group in batch.groups),
-        "rollout/staleness/mean": behind.mean() if len(behind) else 0, "rollout/staleness/max": max(behind, default=0),
-        "rollout/off_policy_tokens": np.mean(behind > 0) if len(behind) else 0,
-    }  # fmt: skip
-    for name in sorted({name for s in samples for name in s.metadata.get("figures", ())}):
-        found[f"rollout/{name}"] = np.mean([s.metadata["figures"][name] for s in samples
-                                            if name in s.metadata.get("figures", ())])
-    for name in samples[0].rewards:
-        found[f"rollout/reward/{name}"] = np.mean([s.rewards[name] for s in samples])
-    return {key: float(value) for key, value in found.items()}

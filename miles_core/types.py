@@ -12,12 +12,16 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any, NewType
 
 if TYPE_CHECKING:
-    import asyncio
 
     import numpy as np
 
+    from miles_core.waits import Bound
+
 WeightVersion = NewType("WeightVersion", int)
 """How many weight syncs the engine has seen; 0 means weights that no trainer sent."""
+
+LARGEST_REWARD = 3.4028234663852886e38
+"""float32's largest: rewards beyond it have no standard deviation and no gradient."""
 
 
 class Status(StrEnum):
@@ -128,7 +132,7 @@ class Recall:
 
     asked: bool = False
     ids: set[str] = field(default_factory=set)
-    idle: asyncio.Timeout | None = None
+    idle: Bound | None = None
 
     def begins(self, id: str) -> None:
         """A request is under way."""

@@ -47,6 +47,7 @@ def set_version(root: Path, version: str, date: str) -> None:
     for folder in distributions(root)[1:]:
         _replace(folder / "pyproject.toml", r'^version = ".+"$', f'version = "{version}"')
         _replace(folder / "pyproject.toml", r'"miles-core~=[^"]+"', f'"miles-core~={version}"')
+    _replace(root / TEMPLATE.with_name(".copier-answers.yml"), r"(?<=set version = ')[^']+", version)
     _replace(root / TEMPLATE, r'"miles-core~=[^"]+"', f'"miles-core~={version}"')
     for folder in distributions(root):
         _replace(folder / "CHANGELOG.md", rf"^## \[{re.escape(version)}\] - \S+$", f"## [{version}] - {date}")

@@ -34,7 +34,7 @@ def make_model(workload: Workload, seed: int) -> Qwen3ForCausalLM:
         tie_word_embeddings=False,
         attention_dropout=0.0,
         bos_token_id=None,
-        eos_token_id=None,  # the tokenizer names an end token; see Workload.eos_id
+        eos_token_id=None,
         pad_token_id=0,
         dtype="float32",
     )
@@ -46,13 +46,11 @@ def make_model(workload: Workload, seed: int) -> Qwen3ForCausalLM:
 
 
 def make_tokenizer(workload: Workload) -> PreTrainedTokenizerFast:
-    """A tokenizer of one word per id: "t0" to "t511", and an end token that the model cannot sample."""
-    words = {f"t{i}": i for i in range(workload.vocabulary)} | {"<eos>": workload.eos_id}
+    """A tokenizer of one word per id, "t0" to "t511", without an end token: every answer has full length."""
+    words = {f"t{i}": i for i in range(workload.vocabulary)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="t0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<eos>", pad_token="t0", unk_token="t0", padding_side="left"
-    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="t0", unk_token="t0", padding_side="left")
 
 
 def make_prompts(workload: Workload, seed: int) -> list[dict]:

@@ -58,6 +58,7 @@ def build_trainer(args: argparse.Namespace, workload: Workload, micro_batch: int
 
     torch.set_num_threads(args.threads)
     from datasets import Dataset
+    from transformers import AutoTokenizer
     from trl import GRPOConfig, GRPOTrainer
 
     class MeteredTrainer(GRPOTrainer):
@@ -99,7 +100,11 @@ def build_trainer(args: argparse.Namespace, workload: Workload, micro_batch: int
         rows = [json.loads(line) for line in lines]
     assert len(rows) == workload.prompts_per_step * PROMPT_BATCHES, "the prompts are those of another workload"
     prompts = Dataset.from_list([{"prompt": row["prompt"]} for row in rows])
-    return MeteredTrainer(model=args.model, reward_funcs=mean_id_reward, args=config, train_dataset=prompts)
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    # TRL wants an end token. Its id is one past the model's vocabulary, so it is never sampled.
+    tokenizer.add_special_tokens({"eos_token": "<eos>"})
+    return MeteredTrainer(model=args.model, reward_funcs=mean_id_reward, args=config, train_dataset=prompts,
+                          processing_class=tokenizer)
 
 
 def wait(args: argparse.Namespace, channel: JsonLines, state, control, ready: dict) -> None:

@@ -35,11 +35,6 @@ class Workload:
         """Response tokens that one optimizer step samples and trains on."""
         return self.samples_per_step * self.response_tokens
 
-    @property
-    def eos_id(self) -> int:
-        """An id one past the model's vocabulary: it can never be sampled, so every response has full length."""
-        return self.vocabulary
-
 
 WORKLOADS = {
     # Compute-bound on a CPU: matrix products dominate, a framework can only waste or save work.

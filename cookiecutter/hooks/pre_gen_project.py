@@ -3,7 +3,7 @@
 import re
 import sys
 
-name, distribution = "{{ cookiecutter.name }}", "{{ cookiecutter.distribution }}"
+name, distribution = "{{ cookiecutter.__name }}", "{{ cookiecutter.distribution }}"
 known = "{{ cookiecutter.__known }}".split()  # noqa: SIM905 - rendered
 taken = "{{ cookiecutter.__taken }}".split()  # noqa: SIM905 - rendered
 hooks = "{{ cookiecutter.hooks }}".replace(" ", "").split(",")

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import atexit
 import importlib
+import os
+import sys
+import threading
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import click
 
+if TYPE_CHECKING:
+    from miles_core.plugins.manifest import Manifest, Offer
+
 COMMANDS = {
     "run": "Train, or show with --plan what would be done.",
-    "report": "Write one HTML page about a run.",
-    "watch": "Look at a run while it goes on, in the browser.",
-    "doctor": "Say what is wrong with a run, and which side to look at.",
-    "diff": "Name the first difference between two runs.",
     "convert": "Convert a checkpoint: Hugging Face to torch_dist, or back.",
     "check-template": "Check a chat template by the token ids that it gives.",
     "plugins": "What is installed; what a run is composed of.",
@@ -23,20 +27,23 @@ COMMANDS = {
 
 
 class Lazy(click.Group):
-    """A group whose commands are imported when they are called; --help imports none."""
+    """A group whose commands are imported when they are called; --help imports none.
+
+    Beside the core's own commands there are those of installed plugins (hook `commands`), known by their manifests.
+    """
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(COMMANDS)
+        return [*COMMANDS, *(name for name in offered() if name not in COMMANDS)]
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
-        if name not in COMMANDS:
-            return None
-        module = importlib.import_module(f"miles_core.cli.{name.replace('-', '_')}")
-        return module.command
+        if name in COMMANDS:
+            return importlib.import_module(f"miles_core.cli.{name.replace('-', '_')}").command
+        return _of_plugin(name, offered()[name]) if name in offered() else None
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        more = {name: offer.help for name, (_, offer) in offered().items() if name not in COMMANDS}
         with formatter.section("Commands"):
-            formatter.write_dl(list(COMMANDS.items()))
+            formatter.write_dl(list({**COMMANDS, **more}.items()))
 
     def resolve_command(self, ctx: click.Context, args: list[str]):
         try:
@@ -44,9 +51,39 @@ class Lazy(click.Group):
         except click.UsageError as error:
             import difflib
 
-            near = difflib.get_close_matches(args[0], COMMANDS, 1)
+            near = difflib.get_close_matches(args[0], self.list_commands(ctx), 1)
             error.message += f" Did you mean {near[0]!r}?" if near else ""
             raise
+
+
+def offered() -> dict[str, tuple[Manifest, Offer]]:
+    """Commands of the plugins that every run has, and of all that are installed, by name; none is imported.
+
+    Raises:
+        OwnerError: two plugins offer one name.
+    """
+    from miles_core.errors import OwnerError
+    from miles_core.plugins.select import readable
+
+    found: dict[str, tuple[Manifest, Offer]] = {}
+    for manifest in readable("commands"):
+        for offer in (one for one in manifest.offers if one.hook == "commands"):
+            if offer.name in found:
+                raise OwnerError(f"two plugins offer the command {offer.name!r}: {found[offer.name][0].name} and "
+                                 f"{manifest.name}", fix="uninstall one of them")
+            found[offer.name] = (manifest, offer)
+    return found
+
+
+def _of_plugin(name: str, owner: tuple[Manifest, Offer]) -> click.Command:
+    from miles_core.config.tables import RunConfig
+    from miles_core.plugins import bind
+    from miles_core.plugins.select import built_in, select
+
+    plugin = owner[0].name
+    one = next((one for one in built_in() if one.manifest.name == plugin), None)
+    (one,) = (one,) if one is not None else select([(plugin, f"miles {name}")], ())
+    return bind.bind([one], RunConfig(), "driver").commands[name]()
 
 
 @click.group(cls=Lazy, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -68,8 +105,35 @@ def cli() -> None:
 
 
 def main() -> None:
-    """The entry point."""
+    """The entry point of the console script."""
+    try:
+        command_line()
+    except SystemExit as leave:
+        if isinstance(leave.code, int):
+            _leave(leave.code)
+        raise
+
+
+def command_line() -> None:
+    """What the words of this process's command line say.
+
+    Raises:
+        SystemExit: with the exit code, unless that is 0.
+    """
     main_of(lambda: cli(standalone_mode=False))
+
+
+def _leave(code: int) -> None:
+    """End the process here and now where daemon threads are at work.
+
+    A thread in the middle of a backward pass runs C++. It cannot be unwound when the interpreter is torn down under
+    it: the process would abort and lose its exit code.
+    """
+    if any(thread.daemon for thread in threading.enumerate()):
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 def main_of(body: Callable[[], object]) -> None:

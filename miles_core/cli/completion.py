@@ -39,22 +39,13 @@ _SELECTING = {"--no-plugin": "Take a plugin out again, also one of a preset.",
 
 def run_flags(incomplete: str) -> list[CompletionItem]:
     """Flags of `miles run` that begin so; the many of Megatron-core and SGLang once there is a letter to go by."""
+    from miles_core.config.load import surfaces_of
+    from miles_core.plugins.select import built_in
+
     found = {flag: text for flag, text in _own_flags() if flag.startswith(incomplete)}
-    if len(incomplete) > 2:
-        from miles_core.backends.megatron.surface import surface
-
-        for field in surface().values():
-            flag = "--" + field.name.replace("_", "-")
-            if flag.startswith(incomplete):
-                found.setdefault(flag, field.help or "A field of Megatron-core.")
-    if incomplete.startswith(("--sglang-", "--router-")):
-        from miles_core.backends.sglang.forwarded import PREFIXES, surface_of
-
-        for table, prefix in PREFIXES.items():
-            for field in surface_of(table).fields.values():
-                flag = f"--{prefix}-{field.flag[2:]}"
-                if flag.startswith(incomplete):
-                    found.setdefault(flag, field.help or f"An argument of {surface_of(table)}.")
+    for surface in surfaces_of(built_in()):
+        for flag, text in surface.complete(incomplete):
+            found.setdefault(flag, text)
     if "--plugin".startswith(incomplete):
         found["--plugin"] = "Enable a plugin, by name or file; may be repeated."
     found |= {flag: text for flag, text in _SELECTING.items() if flag.startswith(incomplete)}

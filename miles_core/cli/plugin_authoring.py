@@ -76,7 +76,8 @@ def update_template(project: Path, template: str | None) -> None:
     \b
       miles plugins update-template my-plugin
 
-    The project is a git repository without changes, and its template one with tags.
+    The project is a git repository without changes. The template is that of miles-core, whose older version pip fetches
+    if the project was made of one, or a git repository with tags.
     """
     from miles_core.plugins import scaffold
 

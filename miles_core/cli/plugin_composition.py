@@ -54,7 +54,7 @@ def check(words: tuple[str, ...]) -> None:
     if done.returncode:
         click.echo(done.stderr, nl=False, err=True)
         raise SystemExit(done.returncode)
-    names = [one.manifest.name for one in plan.selected if one.source != "built-in"]
+    names = [one.manifest.name for one in plan.selected if not one.ours]
     click.echo(f"{len(names)} plugins fit each other: {', '.join(names) or 'none beside the core'}")
     for note in plan.notes:
         click.echo(f"note: {note}")
@@ -64,10 +64,11 @@ def check(words: tuple[str, ...]) -> None:
 @click.argument("key")
 @click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar=_WORDS)
 def why(key: str, words: tuple[str, ...]) -> None:
-    """Who set KEY (table.name), from the default to the last word.
+    """Who set KEY (table.name, or a name that one table has), from the default to the last word.
 
     \b
       miles plugins why rollout.num_rollout examples/demo.toml --num-rollout 5
+      miles plugins why lr examples/demo.toml
     """
     import difflib
 
@@ -79,9 +80,14 @@ def why(key: str, words: tuple[str, ...]) -> None:
     stated = plan.to_json()
     values, origins = stated["options"], stated["origins"]
     if key not in values:
-        near = difflib.get_close_matches(key, values, 1, 0.5)
-        raise UnknownKeyError(f"the run has no key {key!r}", fix=f"did you mean {near[0]}?" if near else
-                              "keys are table.name: miles run --plan lists those that are set")
+        name = key.removeprefix("--").replace("-", "_")
+        meant = [one for one in values if one.rpartition(".")[2] == name]
+        near = meant or difflib.get_close_matches(key, values, 1, 0.5)
+        if len(meant) != 1:
+            raise UnknownKeyError(f"the run has no key {key!r}", fix=f"did you mean {' or '.join(near)}?" if near else
+                                  "keys are table.name: miles run --plan lists those that are set")
+        key = meant[0]
+        click.echo(key)
     said = load(run_file, flags).said.get(key, [])
     chain = [(_default(plan, key), "default"), *((value, str(origin)) for value, origin in said)]
     if origins[key] not in {origin for _, origin in chain}:

@@ -16,6 +16,7 @@ COMMANDS = {
     "diff": ("composition:diff", "How two locks, or two run directories, differ."),
     "doctor": ("inventory:doctor", "Import each plugin in a process of its own."),
     "install": ("inventory:install", "Install plugins with pip into this Python."),
+    "uninstall": ("inventory:uninstall", "Remove plugins with pip from this Python."),
     "new": ("authoring:new", "Make the project of a plugin."),
     "update-template": ("authoring:update_template", "Bring a project up to date with its template."),
     "manifest": ("authoring:manifest", "Write or check miles-plugin.toml."),

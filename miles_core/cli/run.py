@@ -11,10 +11,15 @@ if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
     from miles_core.config.options import Option
+    from miles_core.plugins.manifest import Manifest
 
 
 class RunCommand(click.Command):
-    """Takes any flag; --help lists them by table."""
+    """Takes any flag; --help lists them by table, those of the plugins that the line names included."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        ctx.meta["words"] = tuple(word for word in args if word not in ctx.help_option_names)
+        return super().parse_args(ctx, args)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         from miles_core.config.options import options_of
@@ -22,17 +27,18 @@ class RunCommand(click.Command):
 
         super().format_options(ctx, formatter)
         for table, kind in TABLES.items():
-            rows = []
-            for option in options_of(table, kind).values():
-                default = "" if option.default in (None, False, []) else f"  [default: {_shown(option.default)}]"
-                rows.append((f"--{option.name.replace('_', '-')}{_placeholder(option)}", option.help + default))
             purpose, _, more = (kind.__doc__ or "").partition("; ")
+            rows = [_described(option, "") for option in options_of(table, kind).values()]
             with formatter.section(f"[{table}] {purpose.partition('.')[0]}"):
                 formatter.write_dl(rows) if rows else formatter.write_text(more or purpose)
+        for manifest in _named(ctx.meta["words"]):
+            if manifest.options:
+                with formatter.section(f"[{manifest.name}] {manifest.summary.rstrip('.')}"):
+                    formatter.write_dl([_described(one, f"{manifest.name}.") for one in manifest.options.values()])
         formatter.write_paragraph()
         formatter.write_text("Megatron-core's fields and Megatron-LM's names for them are flags too, and so are the "
                              "arguments of SGLang and its router, as --sglang-NAME and --router-NAME: `miles flags` "
-                             "lists them. Options of a plugin are --PLUGIN.OPTION.")
+                             "lists them. Options of a plugin are --PLUGIN.OPTION: `miles run --plugin NAME --help`.")
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
         """Every flag, beside the options that click knows."""
@@ -40,6 +46,24 @@ class RunCommand(click.Command):
 
         more = run_flags(incomplete) if incomplete.startswith("-") else []
         return [*super().shell_complete(ctx, incomplete), *more]
+
+
+def _named(words: tuple[str, ...]) -> list[Manifest]:
+    """The plugins that a command line and its run file name. What is wrong with either the run says, not its help."""
+    from miles_core.config.load import plugins_named
+    from miles_core.errors import MilesError
+
+    try:
+        return [one.manifest for one in plugins_named(*split(words))]
+    except MilesError as error:
+        click.secho(f"Options of plugins are left out: {error}", err=True)
+        return []
+
+
+def _described(option: Option, prefix: str) -> tuple[str, str]:
+    default = "" if option.default in (None, False, []) else f"  [default: {_shown(option.default)}]"
+    spelled = ", ".join((f"--{prefix}{option.name.replace('_', '-')}", *(option.flags if prefix else ())))
+    return f"{spelled}{_placeholder(option)}", option.help + default
 
 
 def _placeholder(option: Option) -> str:
@@ -66,8 +90,13 @@ SCRIPTS: dict[str, tuple[str, ...]] = {"train.py": (), "train_async.py": ("--tra
 """Where an old launch script names one of these, `miles run` may stand before it; the second samples ahead."""
 
 
+ABOUT_RUNNING = ("--plan", "--json", "--live", "--no-live")
+"""Flags of `miles run` that say nothing of what the run is; `miles plugins check` and the like pass over them."""
+
+
 def split(words: tuple[str, ...]) -> tuple[Path | None, tuple[str, ...]]:
     """Run file, None where none is named, and flags."""
+    words = tuple(word for word in words if word not in ABOUT_RUNNING)
     named = bool(words) and not words[0].startswith("-")
     return (Path(words[0]), words[1:]) if named else (None, words)
 

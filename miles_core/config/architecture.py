@@ -141,7 +141,7 @@ def architecture_of(config: RunConfig) -> Architecture:
     found: dict[str, int] = {}
     source: dict[str, str] = {}
     for name, (theirs, ours) in NAMES.items():
-        values = [config.megatron.get(ours)] if said is None else [said.get(key) for key in theirs]
+        values = [config.surface("megatron").get(ours)] if said is None else [said.get(key) for key in theirs]
         value = next((value for value in values if isinstance(value, int) and value > 0), None)
         if value is not None:
             found[name] = value

@@ -16,7 +16,7 @@ from pathlib import Path
 def cached(name: str, stamp: int, make: Callable[[], dict]) -> dict:
     """What `make` returned, plain data, or a stored copy of it that carries the same stamp."""
     path = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "miles" / f"{name}.json"
-    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
         stored = json.loads(path.read_text(encoding="utf-8"))
         if stored["stamp"] == stamp:
             return stored

@@ -3,42 +3,45 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from miles_core.backends.megatron.hf_files import check_files
-from miles_core.backends.megatron.layout import check_layout, layout_of
-from miles_core.backends.sglang.serving import serving
-from miles_core.config.algorithm import needs_reference
-from miles_core.config.architecture import architecture_of
-from miles_core.config.bounds import check_bounds
+from miles_core.config.algorithm import clip_band, needs_reference
 from miles_core.config.check_lengths import check_lengths
 from miles_core.config.check_machine import check_machine
 from miles_core.config.check_model import check_model
 from miles_core.config.check_paths import astray, check_paths
 from miles_core.config.check_rows import check_rows
-from miles_core.config.check_sampling import check_sampling, trains
-from miles_core.config.hardware import hardware, weight_sync
+from miles_core.config.check_silent import check_numbers, check_silent, trains
+from miles_core.config.environment import check_environment
+from miles_core.config.hardware import colocate, trainer_host, weight_sync
+from miles_core.config.hf_files import check_files
 from miles_core.config.load import who, with_values
-from miles_core.config.memory import check_memory
-from miles_core.config.on_policy import check_on_policy
 from miles_core.config.tables import RunConfig
-from miles_core.errors import BatchError, ConfigError
+from miles_core.errors import BatchError, CheckpointError, ConfigError
+from miles_core.plugins.bind import bind
+from miles_core.plugins.select import Selected, built_in
+from miles_core.reading import reading
 
 
-def check(config: RunConfig) -> tuple[RunConfig, list[str]]:
+def check(config: RunConfig, plugins: Sequence[Selected] | None = None) -> tuple[RunConfig, list[str]]:
     """The configuration with everything derived that can be, and what has to be announced.
+
+    Args:
+        plugins: whose hooks `derive` and `check` are asked; default: those of every run.
 
     Raises:
         BatchError: the batch knobs do not fit together, or a layout that cannot be trained.
         ConfigError, DataError, CheckpointError: anything else; says what, got, who and the fix.
     """
     notes: list[str] = []
+    hooks = bind(built_in() if plugins is None else plugins, config, "plan")
     config = _in_run_dir(config)
-    for step in (_debug, _profile, _required, check_bounds, hardware, _batch, _rollout, _rewards, _evaluation, serving,
-                 check_on_policy, _layout, check_memory, weight_sync, _checkpoints, check_paths, check_model,
-                 check_lengths, check_sampling, check_files, check_rows, check_machine):
-        config = step(config, notes.append)
+    for step in (_debug, _required, clip_band, check_numbers, colocate, _batch, _rollout, _rewards, _evaluation,
+                 hooks.derive, trainer_host, weight_sync, check_silent, hooks.check, _checkpoints, check_paths,
+                 check_model, check_lengths, check_files, check_rows, check_environment, check_machine):
+        with reading(f"--hf-checkpoint {config.checkpoint.hf_checkpoint}", CheckpointError):
+            config = step(config, notes.append) if step is not None else config
     return config, notes
 
 
@@ -79,28 +82,6 @@ def _debug(config: RunConfig, note: Note) -> RunConfig:
         if value is not None and "{rollout_id}" not in value:
             raise ConfigError(f"--{key.replace('_', '-')} has no place for the rollout's number", got=value,
                               who=who(config, f"debug.{key}"), fix="write {rollout_id} into the path")
-    return config
-
-
-def _profile(config: RunConfig, note: Note) -> RunConfig:
-    debug, last = config.debug, config.rollout.num_rollout
-    start, end, keys = debug.profile_step_start, debug.profile_step_end, ("profile_step_start", "profile_step_end")
-    given = [f"debug.{key}" for key in (*keys, "profile_target") if f"debug.{key}" in config.origin]
-    if given and not debug.use_pytorch_profiler:
-        raise ConfigError("nothing is traced without --use-pytorch-profiler", who=who(config, *given), fix="add it")
-    if debug.use_pytorch_profiler and debug.debug_rollout_only:
-        raise ConfigError("the profiler traces the trainer, and --debug-rollout-only has none",
-                          who=who(config, "debug.use_pytorch_profiler"), fix="drop one")
-    if not 0 <= start < end:
-        raise ConfigError("profile_step_end should be above profile_step_start, and both from 0 on",
-                          got=f"{start} to {end}", who=who(config, *(f"debug.{key}" for key in keys)),
-                          fix=f"--profile-step-end {max(start, 0) + 1} traces one rollout")
-    if debug.use_pytorch_profiler and last is not None and start >= last:
-        raise ConfigError(f"the run ends before profile_step_start: its last rollout is {last - 1}", got=start,
-                          who=who(config, "debug.profile_step_start"),
-                          fix="--profile-step-start 1 --profile-step-end 2 traces the second rollout")
-    if not debug.profile_target:
-        raise ConfigError("profile_target names nothing", who=who(config, "debug.profile_target"), fix="leave it out")
     return config
 
 
@@ -259,22 +240,6 @@ def _evaluation(config: RunConfig, note: Note) -> RunConfig:
             if not fits[allowed[key]]:
                 raise ConfigError(f"{key} of [[eval.datasets]] is {allowed[key]}", got=repr(value),
                                   who=who(config, "eval.datasets"), fix="correct it, or leave it out")
-    return config
-
-
-def _layout(config: RunConfig, note: Note) -> RunConfig:
-    if config.perf.trainer == "fsdp":
-        raise ConfigError("there is one trainer, megatron-core, and it has no FSDP", who=who(config, "perf.trainer"),
-                          fix="leave the flag out; sharding is Megatron's distributed optimizer")
-    layout = layout_of(config)
-    for text in check_layout(layout, architecture_of(config), config):
-        note(text)
-    if config.perf.placement != "local" and config.perf.trainer_host is not None:
-        raise ConfigError(f"--placement {config.perf.placement} decides itself what ranks are",
-                          got=f"trainer_host = {config.perf.trainer_host}", who=who(config, "perf.trainer_host"),
-                          fix="leave --trainer-host out")
-    if config.perf.trainer_host is None:
-        config = with_values(config, "number of ranks", perf__trainer_host="process" if layout.world > 1 else "thread")
     return config
 
 

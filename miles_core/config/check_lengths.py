@@ -45,7 +45,7 @@ def context_of(config: RunConfig) -> tuple[int | None, str]:
     path, said = config_json(config)
     made = (said or {}).get("max_position_embeddings")
     made = made if isinstance(made, int) and made > 0 else None
-    given = config.server.get("context_length") or 0
+    given = config.surface("server").get("context_length") or 0
     most = made and max(made, given)  # an override, which the servers are told too
     own, key = config.rollout.rollout_max_context_len, "rollout.rollout_max_context_len"
     if made and given > made * _stretch(said or {}) and getattr(config.origin.get(key), "kind", "") == "derived":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import socket
 from collections.abc import Callable, Iterator
 from urllib.parse import urlsplit
@@ -23,7 +22,6 @@ def check_machine(config: RunConfig, note: Callable[[str], None]) -> RunConfig:
     Raises:
         ConfigError: more GPUs than there are and no cluster to find them in, or other engines than addresses.
     """
-    _environment(config)
     _gpus(config)
     named, number = config.sglang.rollout_external_engine_addrs, config.perf.rollout_num_gpus
     if named and config.rollout.engine == "sglang" and len(named) != hardware.engines(config):
@@ -47,7 +45,7 @@ def check_listening(config: RunConfig) -> None:
 
 def demand(config: RunConfig) -> tuple[int, int]:
     """GPUs of the trainer and of the engines that are ours."""
-    debug, sampled = config.debug, config.rollout.engine == "sglang" and not config.sglang.rollout_external
+    debug, sampled = config.debug, "servers" in config.understood and not config.sglang.rollout_external
     return (0 if debug.debug_rollout_only else hardware.trainer_gpus(config),
             config.perf.rollout_num_gpus or 0 if sampled and not debug.debug_train_only else 0)
 
@@ -58,7 +56,7 @@ def _gpus(config: RunConfig) -> None:
             perf.placement == "ray" and (perf.ray_address or os.environ.get("RAY_ADDRESS"))):
         return
     trained, served = demand(config)
-    if config.rollout.engine != "sglang" and not config.perf.bf16:  # float32 beside the local engine: the start decides
+    if "servers" not in config.understood and not config.perf.bf16:  # float32, no servers: the start decides
         return
     needed = max(trained, served) if perf.colocate else trained + served
     if needed <= here:
@@ -72,36 +70,6 @@ def _gpus(config: RunConfig) -> None:
         f" (CUDA_VISIBLE_DEVICES={visible})" if visible is not None else ""),
         got=f"trainer {trained}, engines {served}" + (", taking turns" if perf.colocate else ""),
         who=who(config, *keys), fix=f"{fix}, or join machines with --ray-address HOST:PORT")
-
-
-def _environment(config: RunConfig) -> None:
-    """Variables of this process that its ranks and servers inherit, and that cannot do what the run asks for."""
-    given, perf = os.environ, config.perf
-    problems = []
-    visible = [word.strip() for word in given.get("CUDA_VISIBLE_DEVICES", "").split(",") if word.strip()]
-    if len(set(visible)) < len(visible):
-        problems.append(("CUDA_VISIBLE_DEVICES", "a GPU is named twice", "name each once"))
-    if not all(re.fullmatch(r"\d+|(GPU|MIG)-[\w/-]+", word) for word in visible) and visible not in (
-            ["-1"], ["NoDevFiles"]):
-        problems.append(("CUDA_VISIBLE_DEVICES", "CUDA sees no GPU from the first word on that is no GPU's number",
-                         "numbers with commas between them, such as 0,1,2,3"))
-    served = config.rollout.engine == "sglang" and not config.sglang.rollout_external
-    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
-        if served and perf.colocate and perf.offload_rollout and re.search(
-                r"expandable_segments:\s*true", given.get(name, ""), re.IGNORECASE):
-            problems.append((name, "servers that give their memory back cannot have expandable segments",
-                             "unset it, or write --no-offload-rollout"))
-    several = hardware.trainer_gpus(config) > 1 or perf.weight_sync == "broadcast"
-    cards = [name for _, name in socket.if_nameindex()]
-    for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
-        value, theirs = given.get(name, "").strip(), name.startswith("NCCL")  # whose names are beginnings of names
-        words = [word.partition(":")[0] if theirs else word for word in value.lstrip("=").split(",")]
-        found = [any(card == word or theirs and value[:1] != "=" and card.startswith(word) for card in cards)
-                 for word in words]
-        if value and value[0] != "^" and several and perf.placement == "local" and not (any if theirs else all)(found):
-            problems.append((name, "this machine has no such network interface", f"one of {', '.join(cards)}"))
-    for name, what, fix in problems:
-        raise ConfigError(what, got=f"{name}={given[name]}", who="environment", fix=fix)
 
 
 def _addresses(config: RunConfig) -> Iterator[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""The model against what a run says of it: [model] and config.json, and how an engine's GPUs cut it."""
+"""The model against what a run says of it: [model] and config.json."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from miles_core.config.architecture import Architecture, architecture_of
-from miles_core.config.load import config_json, quantised, who
+from miles_core.config.load import config_json, who
 from miles_core.config.tables import RunConfig
-from miles_core.errors import BatchError, ConfigError
+from miles_core.errors import ConfigError
+from miles_core.reading import parse_json
 
 PLAIN = {
     "num_layers": "num_hidden_layers", "hidden_size": "hidden_size", "num_attention_heads": "num_attention_heads",
@@ -23,7 +23,6 @@ PLAIN = {
 """Fields of Megatron-core -> keys of config.json that mean the same in every family."""
 WHOLE = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
          "max_position_embeddings")
-FLAGS = ("tie_word_embeddings", "use_sliding_window", "attention_bias", "norm_topk_prob")
 FITTING = {"qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "llama", "mistral", "mixtral"}
 """Families whose model_type is how their architecture begins."""
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -33,8 +32,7 @@ def check_model(config: RunConfig, note: Callable[[str], None]) -> RunConfig:
     """The configuration as it is.
 
     Raises:
-        ConfigError: a constant that config.json contradicts, or weights that the engine cannot be given.
-        BatchError: sizes that an engine's GPUs do not divide.
+        ConfigError: a constant that config.json contradicts, or a reference that is another model.
     """
     path, said = config_json(config)
     if said is None:
@@ -42,29 +40,25 @@ def check_model(config: RunConfig, note: Callable[[str], None]) -> RunConfig:
     _kinds(path, said)
     if not config.debug.debug_rollout_only:
         for field, key, stated in _constants(said):
-            given = config.megatron.get(field)
+            given = config.surface("megatron").get(field)
             if given is not None and given != stated:
                 raise ConfigError(f"{field} disagrees with the checkpoint, whose {key} is {stated}", got=given,
                                   who=f"{who(config, f'megatron.{field}')}, {path}",
                                   fix=f"leave {field} out, or use a checkpoint with that value")
         _reference(config, said)
-    if config.rollout.engine == "sglang" and not (config.sglang.rollout_external or config.debug.debug_train_only):
-        _engine(config, architecture_of(config), said)
-        _quantising(config)
     return config
 
 
 def _kinds(path: Path, said: Mapping[str, object]) -> None:
     """
     Raises:
-        ConfigError: a value of config.json is of no kind that its key can have.
+        ConfigError: a value of config.json is of no kind that its key can have, or two keys name two models.
     """
     wanted = {key: ("a whole number from 1 on", type(said.get(key)) is int and said[key] >= 1) for key in WHOLE}
-    wanted |= {key: ("true or false", isinstance(said.get(key), bool)) for key in FLAGS}
-    wanted |= {key: ("an object, such as {\"rope_type\": ...}", isinstance(said.get(key), Mapping))
-               for key in ("rope_scaling", "rope_parameters", "quantization_config")}
-    epsilon, kinds, family = said.get("rms_norm_eps"), said.get("architectures"), said.get("model_type")
-    wanted["rms_norm_eps"] = ("a small number such as 1e-6", type(epsilon) in (int, float) and 0 <= epsilon < 0.1)
+    ends = said.get("eos_token_id")
+    wanted["eos_token_id"] = ("a token's number, or a list of such", all(
+        type(one) is int for one in (ends if isinstance(ends, list) else [ends])))
+    kinds, family = said.get("architectures"), str(said.get("model_type"))
     wanted["architectures"] = ("a list of names", isinstance(kinds, list))
     for key, (kind, fits) in wanted.items():
         if said.get(key) is not None and not fits:
@@ -83,7 +77,7 @@ def _reference(config: RunConfig, said: Mapping[str, object]) -> None:
     """
     path = Path(config.checkpoint.ref_load or "") / "config.json"
     try:
-        other = json.loads(path.read_text(encoding="utf-8"))
+        other = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):  # no Hugging Face folder, or one that the start will speak of
         return
     ours, theirs = ({"vocab_size": one.get("vocab_size"), "model_type": one.get("model_type")} |
@@ -111,55 +105,3 @@ def _constants(said: Mapping[str, object]) -> Iterator[tuple[str, str, object]]:
     theta = rope.get("rope_theta") if nested else said.get("rope_theta")
     if isinstance(theta, int | float):
         yield "rotary_base", "rope_parameters.rope_theta" if nested else "rope_theta", theta
-
-
-def _engine(config: RunConfig, model: Architecture, said: Mapping[str, object]) -> None:
-    """What SGLang asserts of tensor and expert parallelism."""
-    server = config.server
-    tensor = config.perf.rollout_num_gpus_per_engine // server.get("pp_size", 1)
-    expert = server.get("ep_size", 1)
-    attention = tensor // server.get("dp_size", 1) if server.get("enable_dp_attention") else tensor
-    problems = []
-    if attention and model.heads and model.heads % attention:
-        problems.append(("num_attention_heads", model.heads, attention))
-    if attention and model.groups and not model.rank and model.groups % attention and attention % model.groups:
-        problems.append(("num_key_value_heads", model.groups, attention))
-    if model.ffn and not model.experts and model.ffn % tensor:
-        problems.append(("intermediate_size", model.ffn, tensor))
-    if model.experts and expert > 1 and model.experts % expert:
-        problems.append(("the number of experts", model.experts, expert))
-    if model.experts and model.expert_ffn and tensor % expert == 0 and model.expert_ffn % (tensor // expert):
-        problems.append(("moe_intermediate_size", model.expert_ffn, tensor // expert))
-    keys = ("perf.rollout_num_gpus_per_engine", *(f"server.{key}" for key in ("ep_size", "dp_size") if key in server))
-    path = config_json(config)[0]
-    for name, size, parts in problems:
-        raise BatchError(f"{name} {size} does not divide by the engine's {parts} GPUs", got=f"{size} / {parts}",
-                         who=f"{who(config, *keys)}, {path}", fix=_divisors(size, config.perf.rollout_num_gpus))
-    block = said.get("quantization_config")
-    block = block.get("weight_block_size") if isinstance(block, Mapping) else None
-    if isinstance(block, list) and block and isinstance(block[0], int) and tensor % expert == 0:
-        shares = {"moe_intermediate_size": (model.expert_ffn, tensor // expert) if model.experts else (None, 1),
-                  "intermediate_size": (model.ffn, tensor) if not model.experts and tensor > 1 else (None, 1)}
-        for name, (size, parts) in shares.items():
-            if size and size // parts % block[0]:
-                raise BatchError(f"a GPU's share of {name} is no multiple of the blocks that share a scale",
-                                 got=f"{size} / {parts}, blocks of {block[0]}", who=f"{who(config, *keys)}, {path}",
-                                 fix="fewer GPUs per engine, or a checkpoint whose scales fit its sizes")
-
-
-def _divisors(size: int, most: int | None) -> str:
-    fits = [str(n) for n in (1, 2, 4, 8, 16) if size % n == 0 and n <= (most or 16)]
-    return f"--rollout-num-gpus-per-engine one of {', '.join(fits)}"
-
-
-def _quantising(config: RunConfig) -> None:
-    """
-    Raises:
-        ConfigError: the engine would quantise what it loads, and be sent plain weights later.
-    """
-    given = config.server.get("quantization")
-    if given and quantised(config) is None and not config.debug.debug_rollout_only:
-        raise ConfigError("the engine would quantise plain weights by itself, and cannot be given new ones after that",
-                          got=given, who=who(config, "server.quantization"),
-                          fix="serve a checkpoint that is quantised (`miles convert --help` lists what writes one) as "
-                          "--hf-checkpoint with the plain one as --ref-load, or leave it out")

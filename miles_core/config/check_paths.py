@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -13,6 +12,7 @@ from pathlib import Path
 from miles_core.config.load import config_json, quantised, who
 from miles_core.config.tables import RunConfig
 from miles_core.errors import CheckpointError, ConfigError
+from miles_core.reading import parse_json
 
 Note = Callable[[str], None]
 
@@ -44,11 +44,11 @@ def _said(path: Path, _changed: int, _size: int) -> object:
     """A file that many rules ask, read once for as long as it stays as it is."""
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little") if path.suffix == ".safetensors" else LARGEST
-        return json.loads(file.read(min(size, LARGEST)))
+        return parse_json(file.read(min(size, LARGEST)))
 
 
 def found_in(path: Path, keys: Sequence[str]) -> list:
-    """Values of a JSON file, or of the header of a *.safetensors file, along keys; see plugins/refusals.py."""
+    """Values of a JSON file, or of the header of a *.safetensors file, along keys; * in a key stands for any text."""
     try:
         kept = path.stat()
         here = [_said(path, kept.st_mtime_ns, kept.st_size)]
@@ -111,7 +111,7 @@ def unread(folder: Path, origin: str) -> None:
 
 def _constants(folder: Path, origin: str) -> None:
     try:
-        said = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        said = parse_json((folder / "config.json").read_text(encoding="utf-8"))
     except FileNotFoundError:
         inside = sorted(path.parent.name for path in folder.glob("*/config.json"))
         inside += sorted(str(path.parent.relative_to(folder)) for path in folder.glob("snapshots/*/config.json"))
@@ -221,6 +221,9 @@ def check_source(given: str, origin: str) -> None:
         raise CheckpointError("there is no such folder", who=origin, fix=usual)
     if (folder / "config.json").is_file() or (folder / "adapter_config.json").is_file():
         unread(folder, origin)
+        if method := found_in(folder / "config.json", ["quantization_config", "quant_method"]):
+            raise CheckpointError("the trainer computes with plain weights, and these weights are quantised",
+                                  who=origin, got=method[0], fix="name the checkpoint that they were made from")
     elif not (folder / TRACKER).is_file() and not any(folder.glob("iter_*")):
         above = (folder.parent / TRACKER).is_file()
         raise CheckpointError("the folder is no checkpoint: neither config.json nor " + TRACKER, who=origin,
@@ -233,7 +236,8 @@ def check_weights(config: RunConfig) -> None:
         CheckpointError: --hf-checkpoint is a model without the weights that the run would start from.
     """
     folder, debug = Path(str(config.checkpoint.hf_checkpoint)), config.debug
-    if (debug.debug_rollout_only or _starts_there(config)) and (folder / "config.json").is_file() and not (
+    serves = debug.debug_rollout_only and not config.sglang.rollout_external  # engines of others have their own
+    if (serves or _starts_there(config)) and (folder / "config.json").is_file() and not (
             debug.plan_without_weights or any(folder.glob("*.safetensors"))):
         raise CheckpointError("the folder of the model holds no weights", who=f"--hf-checkpoint {folder}",
                               fix="fetch its *.safetensors; a plan from config.json alone: --plan-without-weights")

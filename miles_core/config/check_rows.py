@@ -7,23 +7,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from miles_core.backends.megatron.hf_template import (
-    ChatTemplate,
-    Shown,
-    check_rendered,
-    check_room,
-    check_tokenizer,
-    tokenizer_of,
-)
-from miles_core.backends.megatron.hf_turns import Demonstrations
 from miles_core.config.check_paths import FOLDER, astray
+from miles_core.config.hf_template import ChatTemplate, check_rendered, check_tokenizer, tokenizer_of
 from miles_core.config.load import who
+from miles_core.config.remarks import remark
 from miles_core.config.tables import RunConfig
 from miles_core.errors import DataError
+from miles_core.reading import parse_json, reading
 
 LOOKED_AT = 64 * 1024
 """Bytes of a file."""
@@ -41,9 +35,6 @@ _RENDERED = re.compile(r"\s*(<\|[\w ]+\|>|<s>|<bos>|<start_of_turn>|\[INST\]|<\u
 _MESSAGES = re.compile(
     r"""\s*(\{\s*['"](messages|conversations)['"]\s*:\s*)?\[\s*\{\s*['"](role|content|from)['"]\s*:""")
 """How chat messages begin that were written as text."""
-_OBJECT = re.compile(r"""\s*\{\s*['"]\w+['"]\s*:""")
-"""How an object begins that was written as text."""
-_MEDIA = re.compile("<(image|video|audio)>")
 NOTHING = ("", "nan", "NaN", "None", "null", "<NA>")
 """What is written for an answer that is missing."""
 
@@ -55,14 +46,12 @@ class File:
     Args:
         key: the option that names it.
         keys: of the prompt and of the label, with the flags that say them.
-        most: tokens of an answer.
     """
 
     key: str
     path: str
     input_key: str
     label_key: str | None
-    most: int
     eval: bool = False
 
 
@@ -76,36 +65,35 @@ def check_rows(config: RunConfig, note: Callable[[str], None]) -> RunConfig:
         return config
     files = [_File(config, file) for file in _files(config)]
     for one in files:
-        one.check()
+        with reading(one.origin):
+            one.check()
     _template(config)
     tokenizer = tokenizer_of(config)
     if present(config):
         check_tokenizer(config, tokenizer)
-    shown = Shown(config, ChatTemplate(config) if config.rollout.apply_chat_template else None, tokenizer)
+    template = ChatTemplate(config) if config.rollout.apply_chat_template else None
     for one in files:
-        one.check_rendered(shown)
+        with reading(one.origin):
+            one.check_rendered(template)
+    remark(config, [(one.origin, one.prompts, one.whole) for one in files], tokenizer, note)
     return config
 
 
-def check_needs(config: RunConfig, name: str, key: str | None = None, *, learns: Sequence[bool] | None = None) -> None:
+def check_needs(config: RunConfig, name: str, key: str | None = None, *, generates: bool = False) -> None:
     """
     Args:
         name: a scorer that compares with labels; with `key` it reads this of a row or its metadata, else the label.
-        learns: `name` is a generator that takes the answer from there, or from the end of a conversation; how it
-            teaches them, see `hf_turns.Demonstrations`.
+        generates: `name` is a generator that takes the answer from there, or from the end of a conversation.
 
     Raises:
         DataError: a row does not have it.
     """
     if config.debug.debug_train_only or config.rollout.prompt_source != "jsonl":
         return
-    for file in (_File(config, file) for file in _files(config) if learns is None or not file.eval):
+    for file in (_File(config, file) for file in _files(config) if not (generates and file.eval)):
         file.check()
-        found = [file.check_need(number, row, name, key, learns is not None) for number, row in file.rows]
-        if learns is None:
-            check_room(config, [str(answer).strip() for *_, answer in found], file.most, name, file.origin)
-        elif learns:
-            Demonstrations(config, tokenizer_of(config), *learns).check(found)
+        for number, row in file.rows:
+            file.check_need(number, row, name, key, generates)
 
 
 def present(config: RunConfig) -> bool:
@@ -116,24 +104,26 @@ def present(config: RunConfig) -> bool:
 
 def _files(config: RunConfig) -> Iterator[File]:
     rollout, eval_ = config.rollout, config.eval
-    yield File("rollout.prompt_data", str(rollout.prompt_data), rollout.input_key, rollout.label_key,
-               rollout.rollout_max_response_len)
+    yield File("rollout.prompt_data", str(rollout.prompt_data), rollout.input_key, rollout.label_key)
     pairs = eval_.eval_prompt_data
     named = [("eval.eval_prompt_data", {"path": path}) for path in (pairs if len(pairs) == 1 else pairs[1::2])]
-    most = eval_.eval_max_response_len or rollout.rollout_max_response_len
     for key, dataset in [*named, *(("eval.datasets", one) for one in eval_.datasets)]:
         yield File(key, str(dataset["path"]), dataset.get("input_key") or eval_.eval_input_key or rollout.input_key,
-                   dataset.get("label_key") or eval_.eval_label_key or rollout.label_key,
-                   dataset.get("max_response_len") or most, eval=True)
+                   dataset.get("label_key") or eval_.eval_label_key or rollout.label_key, eval=True)
 
 
 class _File:
     def __init__(self, config: RunConfig, file: File):
         self._config, self._file = config, file
         self._name, _, self._cut = file.path.partition("@")
-        self.origin, self.most = f"{who(config, file.key)}, {self._name}", file.most
+        self.origin = f"{who(config, file.key)}, {self._name}"
         self.rows: list[tuple[int, dict]] = []
-        self._whole = False
+        self.whole = False
+
+    @property
+    def prompts(self) -> list[str]:
+        """Those that were looked at, as JSON."""
+        return [json.dumps(row[self._file.input_key]) for _, row in self.rows]
 
     def check(self) -> None:
         """
@@ -170,53 +160,34 @@ class _File:
             raise self._error("the slice leaves no rows", self._cut, f"the file has {len(rows)}")
         for number, row in kept:
             self._check_row(number, row)
-        self.rows, self._whole = kept, whole
+        self.rows, self.whole = kept, whole
         ends = (cut.start or 0, cut.stop) if cut.stop is not None and min(cut.start or 0, cut.stop) >= 0 else None
         most = max(ends[1] - ends[0], 0) if ends else None if self._cut else path
         self._all([row for _, row in kept], len(kept) if whole else most)
 
-    def check_rendered(self, shown: Shown) -> None:
+    def check_rendered(self, template: ChatTemplate | None) -> None:
         """
         Raises:
             DataError: see `hf_template.check_rendered`.
         """
-        rollout, eval_ = self._config.rollout, self._config.eval
-        most = (eval_.eval_max_prompt_len if self._file.eval else None) or rollout.rollout_max_prompt_len
-        needed = 1 if self._file.eval or rollout.num_rollout is not None else -(
-            -rollout.rollout_batch_size // rollout.num_epoch)
-        check_rendered(self._config, shown, self.origin,
-                       [(number, row[self._file.input_key]) for number, row in self.rows], most,
-                       needed if self._whole else 1)
+        check_rendered(self._config, template, self.origin, [(number, row[self._file.input_key])
+                                                             for number, row in self.rows])
 
-    def check_need(self, number: int, row: Mapping, name: str, key: str | None,
-                   shown: bool) -> tuple[str, str | list[dict], object]:
+    def check_need(self, number: int, row: Mapping, name: str, key: str | None, generates: bool) -> None:
         """
-        Returns: where the row stands, its prompt and what was found.
-
         Raises:
             DataError: see `check_needs`.
         """
-        metadata, prompt = row.get(self._config.rollout.metadata_key) or {}, row[self._file.input_key]
-        label = None if self._file.label_key is None else row[self._file.label_key]
-        found = label if label is None or key is None else str(label)
-        found = found if key is None else {**row, **metadata}.get(key, found)
-        if shown and isinstance(prompt, list) and prompt[-1]["role"] == "assistant":
-            found = str(prompt[-1].get("content") or prompt[-1].get("tool_calls") or "")
-        if shown and found is not None and not isinstance(found, str) or not found and found != 0 or (
-                str(found).strip() in (NOTHING[:1] if shown else NOTHING)):
+        prompt, metadata = row[self._file.input_key], row.get(self._config.rollout.metadata_key) or {}
+        answer = None if self._file.label_key is None else row[self._file.label_key]
+        if key is not None:
+            answer = {**row, **metadata}.get(key, answer)
+        if generates and isinstance(prompt, list) and prompt[-1]["role"] == "assistant":
+            answer = prompt[-1].get("content") or prompt[-1].get("tool_calls")
+        if answer != 0 and (not answer or str(answer).strip() in NOTHING):
             raise self._error(f"{name!r} needs the answer of every row, and here is none",
-                              repr(found) if found is not None else f"nothing under {key or self._file.label_key!r}",
-                              "mend the row or leave it out, or name the right key", number)
-        if not shown and isinstance(found, str) and _OBJECT.match(found) and key is None:
-            raise self._error(f"{name!r} compares with the whole of an object, written as text", found[:40],
-                              "write its answer alone", number)
-        if key is not None and not shown and isinstance(found, str) and found.lstrip()[:1] in ("[", "{"):
-            try:
-                json.loads(found)
-            except ValueError as error:
-                raise self._error(f"what {name!r} reads is no JSON, as its beginning would have it", str(error),
-                                  "json.dumps writes JSON; str of a list does not", number) from None
-        return f"{self.origin}, line {number}", prompt, found
+                              repr(answer) if answer is not None else f"nothing under {key or self._file.label_key!r}",
+                              "complete the row or leave it out, or name the right key", number)
 
     def _slice(self) -> slice:
         span = re.fullmatch(r"\[(-?\d*):(-?\d*)\]", self._cut) if self._cut else None
@@ -226,13 +197,16 @@ class _File:
 
     def _row(self, number: int, line: bytes) -> dict:
         try:
-            row = json.loads(line.strip().decode("utf-8"))
+            row = parse_json(line.strip().decode("utf-8"))
         except UnicodeDecodeError as error:
             raise self._error("the line is not UTF-8 text", f"byte 0x{line[error.start]:02x}", "save the file as UTF-8",
                               number) from None
         except json.JSONDecodeError as error:
             raise self._error("the line is not JSON", f"{error.msg.removesuffix(' at')} at column {error.colno}",
                               "one JSON object a line", number) from None
+        except ValueError as error:
+            raise self._error("the line cannot be read", str(error), "correct the value, or leave the row out",
+                              number) from None
         if isinstance(row, list) and number == 1:
             raise self._no_jsonl("a JSON list")
         if not isinstance(row, dict):
@@ -256,10 +230,6 @@ class _File:
             self._check_chat(prompt, number)
         else:
             self._check_text(prompt, number)
-        found = _MEDIA.search(str(prompt))
-        if found and any(row.get(key) for key in (found[1], f"{found[1]}s")):
-            raise self._error(f"the row shows the model {found[1]}s, and runs are of text alone", found[0],
-                              "leave such rows out", number)
         self._check_rest(row, number)
 
     def _check_text(self, prompt: str, number: int) -> None:
@@ -316,11 +286,6 @@ class _File:
         if key is not None and all(row[key] in (None, "") for row in rows):
             raise self._error(f"no row has a ground truth under {key!r}", "nothing in each",
                               "name the right key with --label-key, or leave the flag out")
-        asked = {json.dumps(row[self._file.input_key]) for row in rows}
-        if key is not None and len(asked) == 1 and len({str(row[key]) for row in rows if row[key]}) > 1 and (
-                self._config.rollout.generate == "single-turn"):
-            raise self._error("every row asks the same, and has another answer", next(iter(asked))[:60],
-                              "write the question of each row; a placeholder is not filled in")
         if "rollout.metadata_key" in self._config.origin and not self._file.eval and not any(
                 metadata in row for row in rows):
             raise self._error(f"no row has the key {metadata!r}", ", ".join(rows[0]),
@@ -365,12 +330,10 @@ def _template(config: RunConfig) -> None:
     if here and present(config) and not any(any(folder.glob(name)) for name in VOCABULARIES):
         raise DataError("the tokenizer cannot be loaded", got="tokenizer_config.json without a vocabulary",
                         who=f"--hf-checkpoint {folder}", fix="copy tokenizer.json of its model there")
-    if present(config) and not (folder / "tokenizer.json").is_file():
-        _slow(folder)
     if not rollout.apply_chat_template or not here or any((folder / name).exists() for name in files):
         return
     try:
-        said = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+        said = parse_json((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
     except FileNotFoundError:
         said = {}
     except (OSError, ValueError):  # the start says what is wrong with it
@@ -380,16 +343,3 @@ def _template(config: RunConfig) -> None:
                         who=f"{who(config, 'rollout.apply_chat_template')}, --hf-checkpoint {folder}",
                         fix="base models have none: name one that was tuned for chats, or a template with "
                         "--chat-template-path FILE; drop --apply-chat-template where rows hold plain text")
-
-
-def _slow(folder: Path) -> None:
-    files = [one for name in ("tokenizer.model", "vocab.json", "merges.txt") if (one := folder / name).is_file()]
-    for one in files:
-        with one.open("rb") as opened:
-            start = opened.read(64).lstrip()
-        if not start or start.lower().startswith((b"<!doctype", b"<html")):
-            raise DataError("the tokenizer cannot be loaded: its file holds no vocabulary", got=f"{start[:24]!r}"[1:],
-                            who=str(one), fix="fetch the checkpoint again")
-    if [one.name for one in files] in (["vocab.json"], ["merges.txt"]) and not [*folder.glob("*.py")]:
-        raise DataError("the tokenizer cannot be loaded: of vocab.json and merges.txt one is not there",
-                        got=files[0].name, who=f"--hf-checkpoint {folder}", fix="copy its model's tokenizer.json there")

@@ -7,7 +7,6 @@ is derived, or say what to write instead, and among the fields of Megatron-core,
 
 from __future__ import annotations
 
-import difflib
 import functools
 import re
 import tomllib
@@ -16,10 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from miles_core.config.options import Option, Origin
+from miles_core.config.surfaces import Surface, alike
 from miles_core.errors import ConfigError, OwnerError, UnknownKeyError
 
-FORWARDED = ("sglang-", "router-")
-"""What flags begin with that are handed on to SGLang's server and to its router."""
 NAMING = ("--plugin", "--no-plugin", "--preset")
 """Flags that say of what a run is made, and are no option's."""
 
@@ -99,12 +97,13 @@ def split(argv: Sequence[str]) -> list[Given]:
     return [Given(flag, tuple(words)) for flag, words in found]
 
 
-def assign(given: Sequence[Given], spellings: Spellings,
-           plugins: Mapping[str, str]) -> tuple[list[Assignment], list[str]]:
+def assign(given: Sequence[Given], spellings: Spellings, plugins: Mapping[str, str],
+           surfaces: Sequence[Surface]) -> tuple[list[Assignment], list[str]]:
     """The assignments that the flags make, and notes about flags that are not needed.
 
     Args:
         plugins: plugins that are known but not enabled -> how to enable them, for messages.
+        surfaces: of the enabled plugins; asked in order for what nobody declares.
 
     Raises:
         UnknownKeyError: nobody owns the flag, or it has no place here; says what to write.
@@ -121,7 +120,7 @@ def assign(given: Sequence[Given], spellings: Spellings,
             option, off = spellings[one.flag]
             made.append(Assignment(option.key, value_of(one, option, off), Origin("flag", one.flag)))
         else:
-            found = _foreign(one, spellings, plugins, notes)
+            found = _foreign(one, spellings, plugins, surfaces, notes)
             made = [*found, *made] if "set" in miles_flags().get(one.flag, {}) else [*made, *found]
     return made, notes
 
@@ -155,49 +154,29 @@ def _number(word: str) -> object:
         return word
 
 
-def _foreign(one: Given, spellings: Spellings, plugins: Mapping[str, str], notes: list[str]) -> list[Assignment]:
+def _foreign(one: Given, spellings: Spellings, plugins: Mapping[str, str], surfaces: Sequence[Surface],
+             notes: list[str]) -> list[Assignment]:
     """A flag that is no option of the core or an enabled plugin."""
-    from miles_core.backends.megatron import flags as megatron
-
-    origin = Origin("flag", one.flag)
-    miles = miles_flags().get(one.flag)
-    if miles is not None:
-        return _listed(one, miles, plugins, notes)
-    if one.flag.startswith("--eval-sglang-"):
-        raise UnknownKeyError(f"{one.flag} has no place here", fix=miles_list()["families"]["eval-fleet"])
-    if one.flag.removeprefix("--no-").lstrip("-").startswith(FORWARDED):
-        from miles_core.backends.sglang.forwarded import from_flag
-
-        return from_flag(one)
-    found = megatron.lookup(one.flag)
-    if isinstance(found, megatron.Flag):
-        if found.status == "refused":
-            raise UnknownKeyError(f"{one.flag} has no place here", who="Megatron-LM's flag", fix=found.text)
-        if found.status == "derived":
-            return _needless(one, found.switch, found.text, notes)
-        made = [Assignment(_own(key), value, origin) for key, value in (found.set or {}).items()]
-        if found.key is None:
-            _alone(one)
-        else:
-            made.append(Assignment(_own(found.key), _words(one), origin))
-        return made
-    if found is not None:
-        off = one.flag == "--no-" + found.name.replace("_", "-")
-        if off:
-            return [Assignment(f"megatron.{found.name}", False, origin)]
-        return [Assignment(f"megatron.{found.name}", _words(one), origin)]
-    raise _unknown(one.flag, spellings, plugins)
+    listed = miles_flags().get(one.flag)
+    if listed is not None:
+        return _listed(one, listed, plugins, notes)
+    for surface in surfaces:
+        if (made := surface.from_flag(one, notes)) is not None:
+            return made
+    raise _unknown(one.flag, spellings, plugins, surfaces)
 
 
-def _needless(one: Given, switch: bool, why: str, notes: list[str]) -> list[Assignment]:
+def needless(one: Given, switch: bool, why: str, notes: list[str]) -> list[Assignment]:
+    """What a flag assigns that changes nothing here: nothing, with a note that says why."""
     if switch:
-        _alone(one)
+        alone(one)
     notes.append(f"{one.flag} is not needed: {why}")
     return []
 
 
-def _alone(one: Given) -> None:
-    """
+def alone(one: Given) -> None:
+    """See that a flag stands alone.
+
     Raises:
         ConfigError: a word after a flag that says all by itself, other than a yes.
     """
@@ -206,11 +185,8 @@ def _alone(one: Given) -> None:
                           fix="write the flag alone, or leave it out")
 
 
-def _own(key: str) -> str:
-    return key.removeprefix("miles:") if key.startswith("miles:") else f"megatron.{key}"
-
-
-def _words(one: Given) -> object:
+def words_of(one: Given) -> object:
+    """The words after a flag as a run file would hold them: True, a text, or a list."""
     if not one.words:
         return True
     return one.words[0] if len(one.words) == 1 else list(one.words)
@@ -223,9 +199,10 @@ def _listed(one: Given, entry: Mapping[str, object], plugins: Mapping[str, str],
         return families[value[1:]] if value.startswith("@") else value
 
     if "refused" in entry:
-        raise UnknownKeyError(f"{one.flag} has no place here", who="Miles's flag", fix=text(entry["refused"]))
+        raise _not_enabled(one.flag, plugins) or UnknownKeyError(
+            f"{one.flag} has no place here", who="Miles's flag", fix=text(entry["refused"]))
     if "derived" in entry:
-        return _needless(one, bool(entry.get("switch")), text(entry["derived"]), notes)
+        return needless(one, bool(entry.get("switch")), text(entry["derived"]), notes)
     if "plugin" in entry:
         name = entry["plugin"]
         if name not in plugins:  # enabled, which is all that a flag without a key asks for
@@ -234,33 +211,34 @@ def _listed(one: Given, entry: Mapping[str, object], plugins: Mapping[str, str],
                               fix=plugins.get(name, f"pip install miles-{name}, and add --plugin {name}"))
     origin = Origin("flag", one.flag)
     if "set" in entry or "value" in entry:
-        _alone(one)
+        alone(one)
     if "set" in entry:
         return [Assignment(key, value, origin) for key, value in entry["set"].items()]
-    return [Assignment(str(entry["key"]), entry.get("value", _words(one)), origin)]
+    return [Assignment(str(entry["key"]), entry.get("value", words_of(one)), origin)]
 
 
-def _unknown(flag: str, spellings: Spellings, plugins: Mapping[str, str]) -> UnknownKeyError:
-    from miles_core.backends.megatron import flags as megatron
-    from miles_core.backends.megatron.surface import surface
-    from miles_core.backends.sglang.forwarded import surface_of
+def _not_enabled(flag: str, plugins: Mapping[str, str]) -> UnknownKeyError | None:
+    """The error for a flag of a plugin that is known and not enabled: --PLUGIN.OPTION, or a spelling of its option."""
     from miles_core.plugins.select import readable
 
+    claiming = (one.name for one in readable() if one.name in plugins for o in one.options.values()
+                if flag in (f"--{o.name.replace('_', '-')}", *o.flags, *o.off))
     name = flag[2:].partition(".")[0]
-    if name in plugins:
-        return UnknownKeyError(f"{flag} belongs to plugin {name!r}, which is not enabled", fix=plugins[name])
-    for name, options in ((one.name, one.options.values()) for one in readable() if one.name in plugins):
-        if any(flag in (f"--{o.name.replace('_', '-')}", *o.flags, *o.off) for o in options):
-            return UnknownKeyError(f"{flag} belongs to plugin {name!r}, which is not enabled", fix=plugins[name])
-    taken = ["--" + n.replace("_", "-") for n in surface()]
-    taken += [name for name, entry in miles_flags().items() if "refused" not in entry]
-    taken += [name for name, entry in megatron.megatron_lm_flags().items() if entry.status == "accepted"]
-    near = difflib.get_close_matches(flag, [*spellings, *NAMING, *taken], 1, 0.7)
-    near = near or difflib.get_close_matches(flag, [*miles_flags(), *megatron.megatron_lm_flags()], 1, 0.85)
-    near += [f"--sglang-{flag[2:]}"] if flag in surface_of("server").spellings() else []
+    owner = name if name in plugins else next(claiming, None)
+    return None if owner is None else UnknownKeyError(
+        f"{flag} belongs to plugin {owner!r}, which is not enabled", fix=plugins[owner])
+
+
+def _unknown(flag: str, spellings: Spellings, plugins: Mapping[str, str],
+             surfaces: Sequence[Surface]) -> UnknownKeyError:
+    if (other := _not_enabled(flag, plugins)) is not None:
+        return other
+    accepted = [name for name, entry in miles_flags().items() if "refused" not in entry]
+    near = alike(flag, [*spellings, *NAMING, *accepted], 0.7) or alike(flag, [*miles_flags()], 0.85)
+    near += [one for surface in surfaces for one in surface.suggest(flag)]
     theirs = miles_list()["others"].get(flag[2:].rpartition(".")[2])  # verl's are a.b.c
     return UnknownKeyError(f"there is no flag {flag}", fix=f"write {theirs}" if theirs else
-                           f"did you mean {near[-1]}?" if near else "see miles run --help")
+                           f"did you mean {max(near)[1]}?" if near else "see miles run --help")
 
 
 def miles_flags() -> Mapping[str, Mapping[str, object]]:

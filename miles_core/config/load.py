@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import json
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -12,17 +11,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from miles_core.backends.sglang import forwarded
 from miles_core.config import flags
 from miles_core.config.flags import Assignment, Given, Spellings
 from miles_core.config.options import Option, Origin, convert, options_of
+from miles_core.config.surfaces import Surface
 from miles_core.config.tables import TABLES, RunConfig
 from miles_core.errors import ConfigError, OwnerError, UnknownKeyError
 from miles_core.plugins import presets, resolve, select
 from miles_core.plugins.scan import KNOWN, installed, look_again
 from miles_core.plugins.select import Selected
-
-MEGATRON_TABLES = ("model", "perf", "optimizer")
+from miles_core.reading import parse_json
 
 
 @dataclass(slots=True)
@@ -53,18 +51,10 @@ def load(run_file: Path | None, argv: Sequence[str] = ()) -> Loaded:
         PluginError: a plugin that is not there or cannot be read.
     """
     look_again()
-    path = run_file or (Path("miles.toml") if Path("miles.toml").is_file() else None)
-    document, lines = _read(path)
+    path, document, lines = _read(run_file)
     given = flags.split(argv)
-    if bare := next((one.flag for one in given if one.flag in flags.NAMING and not one.words), None):
-        raise ConfigError(f"{bare} takes a name", got="none", fix=f"write {bare} NAME")
     chosen = presets.find(_named("preset", document, lines, path, given))
-    mine = _named("plugin", document, lines, path, given)
-    theirs = {plugin: one.origin for one in chosen for plugin in one.plugins}
-    twice = {select.short(text) for text, _ in mine}
-    named = [(plugin, origin) for plugin, origin in theirs.items() if select.short(plugin) not in twice] + mine
-    dropped = [(word, one.flag) for one in given if one.flag == "--no-plugin" for word in one.words]
-    named, gone = select.without(named, dropped), {select.short(text) for text, _ in dropped}
+    named, gone = _enabled(chosen, _named("plugin", document, lines, path, given), given)
     given = [one for one in given if one.flag not in flags.NAMING]
 
     selected = select.select(named, select.built_in())
@@ -88,6 +78,50 @@ def load(run_file: Path | None, argv: Sequence[str] = ()) -> Loaded:
     return loaded
 
 
+def plugins_named(run_file: Path | None, argv: Sequence[str] = ()) -> list[Selected]:
+    """The plugins that a run file and flags name, themselves or by presets, and no other.
+
+    Raises:
+        PluginError, ConfigError: one is not there or cannot be read, or so the run file.
+    """
+    path, document, lines = _read(run_file)
+    given = flags.split(argv)
+    chosen = presets.find(_named("preset", document, lines, path, given))
+    return select.select(_enabled(chosen, _named("plugin", document, lines, path, given), given)[0], ())
+
+
+def _enabled(chosen: Sequence[presets.Preset], mine: Sequence[tuple[str, str]],
+             given: Sequence[Given]) -> tuple[list[tuple[str, str]], set[str]]:
+    """(plugin, who wrote it) of presets and of the run's own list, less what --no-plugin takes out; what that is.
+
+    Raises:
+        ConfigError: a flag names nothing.
+    """
+    if bare := next((one.flag for one in given if one.flag in flags.NAMING and not one.words), None):
+        raise ConfigError(f"{bare} takes a name", got="none", fix=f"write {bare} NAME")
+    theirs = {plugin: one.origin for one in chosen for plugin in one.plugins}
+    twice = {select.short(text) for text, _ in mine}
+    named = [(plugin, origin) for plugin, origin in theirs.items() if select.short(plugin) not in twice] + list(mine)
+    dropped = [(word, one.flag) for one in given if one.flag == "--no-plugin" for word in one.words]
+    return select.without(named, dropped), {select.short(text) for text, _ in dropped}
+
+
+def surfaces_of(selected: Sequence[Selected]) -> list[Surface]:
+    """The surfaces that these plugins bring."""
+    from miles_core.plugins.bind import bind
+
+    bringing = [one for one in selected if any(offer.hook == "option_surface" for offer in one.manifest.offers)]
+    key = tuple(one.manifest.plugin for one in bringing)
+    if key not in _SURFACES:  # a configuration is built three times
+        option_surface = bind(bringing, RunConfig(), "plan").option_surface
+        _SURFACES[key] = option_surface() if option_surface is not None else []
+    return _SURFACES[key]
+
+
+_SURFACES: dict[tuple[str, ...], list[Surface]] = {}
+"""Plugins -> what they brought."""
+
+
 def _by_flags(given: Sequence[Given], selected: Sequence[Selected]) -> list[tuple[str, str]]:
     """(official plugin, flag) for Miles's flags that are a plugin's here: --use-tis says tis as clearly as --plugin."""
     have, found = {one.manifest.name for one in selected}, {}
@@ -108,22 +142,22 @@ def _build(from_file: Sequence[Assignment], given: Sequence[Given], selected: li
                          fix="rename the plugin")
     tables = {**core, **plugins}
     spellings = Spellings((option for table in tables.values() for option in table.values()), frozenset(core))
-    absent = _absent(plugins)
+    absent, surfaces = _absent(plugins), surfaces_of(selected)
     if lenient:
         given = [one for one in given if one.flag in spellings]
         from_file = [one for one in from_file if one.key.partition(".")[0] in core]
-    made, notes = flags.assign(given, spellings, absent)
+    made, notes = flags.assign(given, spellings, absent, surfaces)
     values: dict[str, object] = {}
     origin: dict[str, Origin] = {}
     said: dict[str, list[tuple[object, Origin]]] = {}
     for one in (*from_file, *made):
-        key, value = _typed(one, tables, absent)
+        key, value = _typed(one, tables, absent, surfaces)
         values[key], origin[key] = value, one.origin
         said.setdefault(key, []).append((value, one.origin))
         if value == [] and one.origin.kind == "flag" and len(said[key]) == 1:
             raise ConfigError(f"{one.origin} takes a value or more", got="none", fix="name them, or leave the flag out")
     for one in _implied(selected, tables, lenient, values):
-        key, value = _typed(one, tables, absent)
+        key, value = _typed(one, tables, absent, surfaces)
         if key not in values:
             values[key], origin[key] = value, one.origin
         elif values[key] != value:
@@ -133,9 +167,11 @@ def _build(from_file: Sequence[Assignment], given: Sequence[Given], selected: li
         **{name: kind(**_of(values, name)) for name, kind in TABLES.items()},
         plugins=tuple(text for text, _ in named),
         options={name: _of(values, name) for name in plugins},
-        megatron=_of(values, "megatron"), server=_of(values, "server"), router=_of(values, "router"),
+        surfaces={table: _of(values, table) for surface in surfaces for table in surface.stored},
         origin=origin,
         name=path.stem if path else "run",
+        stated={f"{hook}:{name}": tuple(words) for one in selected for hook, name, *words in
+                (word.split(":") for word in one.manifest.provides if word.startswith(("engine:", "weight_sync:")))},
     )
     return Loaded(_with_model_name(config), selected, notes, said)
 
@@ -176,7 +212,7 @@ def config_json(config: RunConfig) -> tuple[Path, Mapping[str, object] | None]:
     """
     path = Path(config.checkpoint.hf_checkpoint or "") / "config.json"
     try:
-        said = json.loads(path.read_text(encoding="utf-8"))
+        said = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return path, None
     return path, said if isinstance(said, dict) else None
@@ -184,7 +220,8 @@ def config_json(config: RunConfig) -> tuple[Path, Mapping[str, object] | None]:
 
 def quantised(config: RunConfig) -> str | None:
     """What config.json of --hf-checkpoint says its weights are quantised by; None for plain ones."""
-    said = (config_json(config)[1] or {}).get("quantization_config")
+    constants = config_json(config)[1] or {}
+    said = constants.get("quantization_config") or constants.get("compression_config")
     return str(said.get("quant_method", "quantised")) if isinstance(said, Mapping) else None
 
 
@@ -202,16 +239,14 @@ def _of(values: Mapping[str, object], table: str) -> dict[str, Any]:
 
 
 def _typed(one: Assignment, tables: Mapping[str, Mapping[str, Option]],
-           absent: Mapping[str, str]) -> tuple[str, object]:
+           absent: Mapping[str, str], surfaces: Sequence[Surface]) -> tuple[str, object]:
     table, _, name = one.key.partition(".")
-    if table == "megatron" and table not in tables:
-        raise ConfigError("internal: the trainer's table is missing")
     if name in tables.get(table, {}):
         return one.key, convert(tables[table][name], one.value, one.origin)
-    if table in (*MEGATRON_TABLES, "megatron"):
-        return _megatron(one, name, tables)
-    if table == "sglang" or table in forwarded.PREFIXES and one.origin.kind != "file":
-        return forwarded.typed(one)
+    for surface in surfaces:
+        mine = table in surface.tables or table in surface.stored and one.origin.kind != "file"
+        if mine and (typed := surface.typed(one)) is not None:
+            return typed
     if table not in tables:
         if table in absent:
             raise UnknownKeyError(f"the table [{table}] belongs to a plugin that is not enabled", who=str(one.origin),
@@ -220,31 +255,6 @@ def _typed(one: Assignment, tables: Mapping[str, Mapping[str, Option]],
         fix = f"did you mean [{near[0]}]?" if near else f"tables are {', '.join(TABLES)} and plugins"
         raise UnknownKeyError(f"there is no table [{table}]", who=str(one.origin), fix=fix)
     raise _unknown_key(one, table, name, tables)
-
-
-def _megatron(one: Assignment, name: str, tables: Mapping[str, Mapping[str, Option]]) -> tuple[str, object]:
-    """A field of Megatron-core, or a Megatron-LM name for one, in [model], [perf] or [optimizer]."""
-    from miles_core.backends.megatron import flags as megatron
-    from miles_core.backends.megatron.surface import surface
-
-    fields = surface()
-    found = megatron.lookup("--" + name.replace("_", "-"))
-    if isinstance(found, megatron.Flag) and found.status != "accepted" and one.origin.kind == "file":
-        raise UnknownKeyError(f"the key {name!r} has no place here", who=str(one.origin), fix=found.text)
-    if name not in fields:
-        raise _unknown_key(one, one.key.partition(".")[0], name, tables)
-    field_ = fields[name]
-    kind = {"dtype": "str"}.get(field_.type.split(" | ")[0], field_.type)
-    if "choice[" in kind:
-        kind = "Literal[" + ", ".join(repr(w) for w in kind[kind.index("[") + 1 : kind.index("]")].split("|")) + "]"
-        kind += " | None" if field_.type.endswith("None") else ""
-    value = one.value
-    if kind.startswith("list") and not isinstance(value, list):
-        value = [value]
-    if isinstance(value, str) and kind.startswith("int") and value.startswith(("[", "(")):
-        value, kind = megatron.layer_pattern(value), "list[int]"
-    option = Option("megatron", name, kind, field_.default, field_.help)
-    return f"megatron.{name}", convert(option, value, one.origin)
 
 
 def _unknown_key(one: Assignment, table: str, name: str, tables: Mapping[str, Mapping[str, Option]]) -> UnknownKeyError:
@@ -295,10 +305,11 @@ def _assignments(document: Mapping[str, object], path: Path | None, lines: Mappi
             yield Assignment(f"{table}.{key.replace('-', '_')}", value, spot)
 
 
-def _read(path: Path | None) -> tuple[dict, dict[str, int]]:
-    """The parsed run file and the line of each key."""
+def _read(path: Path | None) -> tuple[Path | None, dict, dict[str, int]]:
+    """The run file, ./miles.toml where none is named, parsed, and the line of each key."""
+    path = path or (Path("miles.toml") if Path("miles.toml").is_file() else None)
     if path is None:
-        return {}, {}
+        return None, {}, {}
     try:
         text = path.read_text(encoding="utf-8-sig")
         document = tomllib.loads(text)
@@ -309,7 +320,7 @@ def _read(path: Path | None) -> tuple[dict, dict[str, int]]:
     except OSError as error:
         raise ConfigError("the run file cannot be read", got=error.strerror, who=str(path),
                           fix="check owner and mode") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError("the run file is not TOML", got=str(error), who=str(path),
                           fix="mend the line it names") from None
     lines: dict[str, int] = {}
@@ -320,7 +331,7 @@ def _read(path: Path | None) -> tuple[dict, dict[str, int]]:
             lines.setdefault(table, number)
         elif key := re.match(r"\s*([A-Za-z0-9_\-]+)\s*=", line):
             lines.setdefault(f"{table}.{key[1]}" if table else key[1], number)
-    return document, lines
+    return path, document, lines
 
 
 def with_values(config: RunConfig, origin: str, **values: object) -> RunConfig:

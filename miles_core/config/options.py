@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import functools
+import inspect
 import json
 import re
 from dataclasses import dataclass
@@ -88,7 +89,8 @@ def options_of(table: str, kind: type) -> dict[str, Option]:
     for field in dataclasses.fields(kind):
         made = field.default_factory
         default = made() if field.default is REQUIRED and made is not dataclasses.MISSING else field.default
-        found[field.name] = Option(table, field.name, str(field.type), default, field.metadata["help"],
+        words = field.type if isinstance(field.type, str) else inspect.formatannotation(field.type)
+        found[field.name] = Option(table, field.name, words, default, field.metadata["help"],
                                    field.metadata["flags"], field.metadata["off"])
     return found
 

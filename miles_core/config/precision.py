@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from miles_core.backends.sglang.arguments import dtype
 from miles_core.config.load import quantised
 from miles_core.config.tables import RunConfig
 from miles_core.errors import ManifestError
@@ -18,7 +17,13 @@ ROWS = ("trainer", "log-probs", "engine", "KV cache", "sync")
 WORDS = ("own", "checkpoint", "computed", "local", "server")
 """What a plugin's text may name beside its own options and `megatron.FIELD`: the row as it stands, what the engine's
 checkpoint is quantised by, and what the engine computes in; the last two are that of one kind of engine, else unset."""
+UNSTATED = "as the engine has it; its plugin does not say"
 _BRACES = re.compile(r"\{([^{}]*)\}")
+
+
+def dtype(config: RunConfig) -> str:
+    """What the engine computes in: its own dtype, else the trainer's."""
+    return config.rollout.engine_dtype or ("bfloat16" if config.perf.bf16 else "float32")
 
 
 def lines(config: RunConfig, selected: Sequence[Selected]) -> list[str]:
@@ -38,18 +43,20 @@ def _own(config: RunConfig) -> dict[str, str]:
     """The core's, as far as the configuration tells."""
     trained = "bfloat16, float32 masters" if config.perf.bf16 else "float32"
     computed, method = _computed(config), quantised(config)
-    cache = config.server.get("kv_cache_dtype", "auto") if config.rollout.engine == "sglang" else "float32"
+    cache = str(config.surface("server").get("kv_cache_dtype", "auto") if "server_args" in config.understood else next(
+        (word.partition("=")[2] for word in config.understood if word.startswith("cache=")), UNSTATED))
     return {
         "trainer": trained, "log-probs": "the trainer's forward, log-softmax in float32",
         "engine": f"{method} weights (config.json), {computed}" if method else computed,
-        "KV cache": computed if cache == "auto" else str(cache),
+        "KV cache": computed if cache == "auto" else cache,
         "sync": f"{computed}, though the engine's checkpoint is {method}: nothing quantises" if method else computed,
     }  # fmt: skip
 
 
 def _computed(config: RunConfig) -> str:
     """What the engine's activations are."""
-    return str(config.server.get("dtype", dtype(config))) if config.rollout.engine == "sglang" else dtype(config)
+    served = config.surface("server") if "server_args" in config.understood else {}
+    return str(served.get("dtype", dtype(config)))
 
 
 def _stated(one: Selected, config: RunConfig, rows: Mapping[str, str]) -> Iterator[tuple[str, str]]:
@@ -57,7 +64,7 @@ def _stated(one: Selected, config: RunConfig, rows: Mapping[str, str]) -> Iterat
     manifest = one.manifest
     options = {option.name: config.options.get(manifest.name, {}).get(option.name, option.default)
                for option in manifest.options.values()}
-    computed, server = _computed(config), config.rollout.engine == "sglang"
+    computed, server = _computed(config), "server_args" in config.understood
     for row, texts in manifest.precision.items():
         own = {"own": rows.get(row), "checkpoint": quantised(config), "computed": computed,
                "local": None if server else computed, "server": computed if server else None}
@@ -71,8 +78,8 @@ def _stated(one: Selected, config: RunConfig, rows: Mapping[str, str]) -> Iterat
                                     got=f"{row}: {text!r}", who=manifest.plugin,
                                     fix=f"rows are {', '.join(ROWS)}; words in braces are its options, megatron.FIELD, "
                                     f"{', '.join(WORDS)}")
-            found = {name: config.megatron.get(name.removeprefix("megatron.")) if name.startswith("megatron.")
-                     else values[name] for name in names}
+            fields = {f"megatron.{name}": value for name, value in config.surface("megatron").items()}
+            found = {name: (fields if name.startswith("megatron.") else values).get(name) for name in names}
             if all(value is not None for value in found.values()):
                 yield row, _BRACES.sub(lambda match, found=found: str(found[match[1]]), text)
                 break

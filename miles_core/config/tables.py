@@ -7,8 +7,8 @@ and [optimizer] take them too (backends/megatron/surface.py).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 from miles_core.config.options import option
 
@@ -35,7 +35,9 @@ class Checkpoint:
         None, "Hugging Face export at each save; may hold {rollout_id} and, like other paths, {run_dir}."
     )
     no_save_optim: bool = option(False, "Leave the optimizer out of checkpoints: smaller, but no exact resume.")
-    drop_plugin_state: list[str] = option([], "Plugins whose state in --load is left out; enabled ones begin anew.")
+    drop_plugin_state: list[str] = option(
+        [], "Plugins, or the prompt source, whose state in --load is left out; what is enabled begins anew."
+    )
     run_dir: str | None = option(None, "Plan, events, samples and logs of the run; default: runs/NAME-OF-RUN-FILE.")
 
 
@@ -209,8 +211,8 @@ class Algorithm:
     reduction_constant: float | None = option(
         None, "Divisor of each rollout with --reduction constant; default: --rollout-max-response-len."
     )
-    eps_clip: float = option(0.2, "Lower width of the clip band.")
-    eps_clip_high: float = option(0.28, "Upper width of the clip band.")
+    eps_clip: float = option(0.2, "Lower width of the clip band; given alone, the upper one too.")
+    eps_clip_high: float = option(0.28, "Upper width of the clip band; default: --eps-clip where that is given.")
     eps_clip_c: float | None = option(None, "Dual-clip constant, above 1.")
     use_kl_loss: bool = option(False, "Load the reference model and report the KL divergence to it.")
     kl_loss_coef: float = option(0.0, "Its weight in the loss; 0 makes it a monitor.")
@@ -290,8 +292,13 @@ class Debug:
     debug_determinism: bool = option(False, "Record hashes of every weight and batch column, for `miles diff`.")
     debug_rollout_print_every: int | None = option(None, "Print a sample of every N-th rollout.")
     debug_exit_after_rollout: int | None = option(None, "Stop after N rollouts of this start.")
+    strict_trackers: bool = option(False, "End the run when a tracker fails; otherwise it is a warning.")
     plan_without_weights: bool = option(False, "Plan from config.json alone; a run needs the weights.")
     use_pytorch_profiler: bool = option(False, "Write traces of the trainer's phases to profile/ in the run directory.")
+    max_first_logprob_diff: float = option(
+        0.5, "Nats per token by which the trainer's log-probs may differ from the engine's in the first batch of a "
+        "start, on average over the tokens of the current weights; 0 allows any difference."
+    )
     profile_step_start: int = option(10, "First rollout that is traced.")
     profile_step_end: int = option(12, "First rollout after it that is not traced any more.")
     profile_target: list[Literal["train_overall", "train_actor", "train_log_probs"]] = option(
@@ -312,10 +319,11 @@ class RunConfig:
     Args:
         plugins: what was named, in order, as written.
         options: plugin name -> its options, typed.
-        megatron: Megatron-core fields that somebody set.
-        server, router: fields of SGLang's ServerArgs and of the router's arguments that somebody set.
+        surfaces: table of the plan -> options of another program that somebody set (config/surfaces.py).
         origin: dotted key -> who set it; what is not in it is a default.
         name: the run file's stem, or "run".
+        stated: "HOOK:NAME" of a part -> what its plugin states of it, the words after that in `provides`: of an engine
+            what it understands, of a weight sync what it needs of the engine.
     """
 
     model: Model = field(default_factory=Model)
@@ -329,8 +337,28 @@ class RunConfig:
     debug: Debug = field(default_factory=Debug)
     plugins: tuple[str, ...] = ()
     options: dict[str, dict[str, object]] = field(default_factory=dict)
-    megatron: dict[str, object] = field(default_factory=dict)
-    server: dict[str, object] = field(default_factory=dict)
-    router: dict[str, object] = field(default_factory=dict)
+    surfaces: dict[str, dict[str, object]] = field(default_factory=dict)
     origin: dict[str, object] = field(default_factory=dict)
     name: str = "run"
+    stated: dict[str, tuple[str, ...]] = field(default_factory=dict)
+
+    @property
+    def understood(self) -> frozenset[str]:
+        """What the engine understands. One without servers of its own takes a stream of tensors: its contract says so.
+
+        servers: it asks --placement for GPUs of its own. server_args: the fields of [sglang] are its own.
+        """
+        words = frozenset(self.stated.get(f"engine:{self.rollout.engine or 'local'}", ()))
+        return words if "servers" in words else words | {"tensors"}
+
+    def reaches(self, weight_sync: str) -> bool:
+        """Whether the engine understands what a weight sync sends; one that states nothing is not judged."""
+        return self.understood.issuperset(self.stated.get(f"weight_sync:{weight_sync}", ()))
+
+    def surface(self, table: str) -> dict[str, Any]:
+        """The options of another program that somebody set, by the plan's name of their table; empty where none is."""
+        return self.surfaces.get(table, {})
+
+    def with_surface(self, table: str, **values: object) -> RunConfig:
+        """A copy in which these options of another program are set, too."""
+        return replace(self, surfaces={**self.surfaces, table: {**self.surface(table), **values}})

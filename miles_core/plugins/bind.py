@@ -10,8 +10,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import threading
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import pluggy
@@ -20,20 +22,45 @@ from miles_core import hookspecs
 from miles_core.config.tables import RunConfig
 from miles_core.errors import HookError, MilesError, OwnerError, PluginError, SharedStateError
 from miles_core.plugins import fit
-from miles_core.plugins.load import compare, imported, marked
+from miles_core.plugins.load import compare, imported, marked, options_class
 from miles_core.plugins.manifest import Manifest
-from miles_core.plugins.select import Selected
+from miles_core.plugins.select import Selected, all_specs
 from miles_core.types import Drop
 
 STATEMENTS = frozenset(field.name for field in dataclasses.fields(Manifest))
 """What a class body says for its manifest, which nobody reads from the class."""
 
 
+EVALUATING: ContextVar[bool] = ContextVar("EVALUATING", default=False)
+"""Whether what runs is part of an evaluation."""
+
+
+class Figures:
+    """Numbers that plugins log, of one role; from any thread."""
+
+    def __init__(self) -> None:
+        self._mutex, self._sums = threading.Lock(), {}
+
+    def log(self, plugin: str, name: str, value: float) -> None:
+        """A number that becomes the metric PLUGIN/NAME of the rollout, or eval/PLUGIN/NAME: the mean of all that are
+        logged meanwhile."""
+        key = f"{'eval/' if EVALUATING.get() else ''}{plugin}/{name}"
+        with self._mutex:
+            count, total = self._sums.get(key, (0, 0.0))
+            self._sums[key] = count + 1, total + float(value)
+
+    def take(self) -> dict[str, float]:
+        """The means since they were last taken."""
+        with self._mutex:
+            sums, self._sums = self._sums, {}
+        return {key: total / count for key, (count, total) in sums.items()}
+
+
 class Hooks(types.SimpleNamespace):
     """The bound hooks of one role; `instances` and `versions` are those of the plugins, by name. Frozen once bound."""
 
     def took(self) -> dict[str, float]:
-        """Metrics: seconds and calls of each plugin's hooks since they were last asked for."""
+        """Metrics since they were last asked for: seconds and calls of each plugin's hooks, and what it has logged."""
         found = {}
         for name, tallies in self.tallies.items():
             if calls := sum(count for count, _ in tallies):
@@ -41,7 +68,7 @@ class Hooks(types.SimpleNamespace):
                 found[f"perf/hook_calls/{name}"] = float(calls)
             for tally in tallies:
                 tally[:] = 0, 0.0
-        return found
+        return found | self.figures.take()
 
     def __setattr__(self, name: str, value: object) -> None:
         raise HookError(f"hooks are frozen once the run has begun; {name!r} cannot be set")
@@ -54,18 +81,27 @@ class Hooks(types.SimpleNamespace):
 def bind(selected: Sequence[Selected], config: RunConfig, role: str) -> Hooks:
     """Build each plugin's instance for this role and bind its hooks.
 
+    The role "plan" imports those plugins alone that have a hook of that role.
+
     Raises:
         HookError, OwnerError: an implementation breaks its specification.
         SharedStateError: a class keeps state that every role would share.
     """
-    manager, table = pluggy.PluginManager("miles"), hookspecs.specs()
-    manager.add_hookspecs(hookspecs)
-    instances, implementations, tallies = {}, {name: [] for name in table}, {}
+    for one in selected:
+        if one.manifest.hookspecs:
+            hookspecs.declare(one.manifest.hookspecs)
+    table = all_specs()
+    if role == "plan":
+        planning = {name for name, spec in table.items() if spec.role == role}
+        selected = [one for one in selected if any(offer.hook in planning for offer in one.manifest.offers)]
+    manager = pluggy.PluginManager("miles")
+    manager.add_hookspecs(types.SimpleNamespace(**table))
+    instances, implementations, tallies, figures = {}, {name: [] for name in table}, {}, Figures()
     for one in selected:
         kind = imported(one.manifest)
         _check_class(one, kind)
         compare(one.manifest, kind)
-        instance = instances[one.manifest.name] = _instance(one, kind, config)
+        instance = instances[one.manifest.name] = _instance(one, kind, config, figures)
         for offer in one.manifest.offers:
             spec = fit.hook_of(one, offer)
             function = fit.check(one, kind, offer.method, offer.hook, spec)
@@ -77,7 +113,7 @@ def bind(selected: Sequence[Selected], config: RunConfig, role: str) -> Hooks:
         _register(manager, one, instance)
     hooks = {name: _combine(name, spec, implementations[name]) for name, spec in table.items()}
     versions = {one.manifest.name: one.version for one in selected}
-    return Hooks(role=role, instances=instances, versions=versions, tallies=tallies, **hooks)
+    return Hooks(role=role, instances=instances, versions=versions, tallies=tallies, figures=figures, **hooks)
 
 
 def check_roles_apart(roles: Sequence[Hooks]) -> None:
@@ -106,20 +142,19 @@ def check_roles_apart(roles: Sequence[Hooks]) -> None:
                     )
 
 
-def _instance(one: Selected, kind: type, config: RunConfig) -> object:
+def _instance(one: Selected, kind: type, config: RunConfig, figures: Figures) -> object:
     wanted = inspect.signature(kind).parameters
     given: dict[str, Any] = {}
     if "options" in wanted:
-        annotation = kind.__init__.__annotations__["options"]
-        if isinstance(annotation, str):  # only this one: others may name types that are imported for checkers alone
-            annotation = kind.__init__.__globals__[annotation]
-        given["options"] = annotation(**config.options.get(one.manifest.name, {}))
+        given["options"] = options_class(kind)(**config.options.get(one.manifest.name, {}))
     if "config" in wanted:
         given["config"] = config
-    unknown = set(wanted) - {"options", "config"}
+    if "log" in wanted:
+        given["log"] = functools.partial(figures.log, one.manifest.name)
+    unknown = set(wanted) - {"options", "config", "log"}
     if unknown:
         raise HookError(f"the constructor of plugin {one.manifest.name!r} takes {', '.join(sorted(unknown))}",
-                        who=one.manifest.plugin, fix="it may take `options` and `config`")
+                        who=one.manifest.plugin, fix="it may take `options`, `config` and `log`")
     try:
         return kind(**given)
     except MilesError:
@@ -204,9 +239,17 @@ def _gather(name: str, found: list[tuple[str, str, Callable]], *, lists: bool) -
 
 
 def _observe(calls: list[Callable]) -> Callable:
+    """All are called, also after one that fails; then the first error is raised."""
+
     def observed(*args: object) -> None:
+        errors = []
         for call in calls:
-            call(*args)
+            try:
+                call(*args)
+            except Exception as error:  # noqa: BLE001 - raised below
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
     return observed
 

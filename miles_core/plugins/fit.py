@@ -21,8 +21,8 @@ from pathlib import Path
 from miles_core import hookspecs
 from miles_core.errors import HookError, MilesError
 from miles_core.plugins.load import marked
-from miles_core.plugins.manifest import Offer
-from miles_core.plugins.select import Selected
+from miles_core.plugins.manifest import Manifest, Offer
+from miles_core.plugins.select import Selected, all_specs
 
 STREAMS = ("Iterable", "Iterator")
 """How the result of a hook begins whose implementation may be a generator."""
@@ -55,22 +55,40 @@ def definition(function: Callable | type) -> str:
 
 def located(one: Selected, method: str) -> str:
     """`definition` of a plugin's method as its source tells, without importing it."""
-    where, _, kind = one.manifest.plugin.rpartition(":")
+    path, methods = _source(one.manifest)
+    if method not in methods:
+        return f"{one.manifest.plugin}.{method}"
+    shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+    return f"{shown}:{methods[method].lineno} {one.manifest.plugin.rpartition(':')[2]}.{method}"
+
+
+def _source(manifest: Manifest) -> tuple[Path, dict[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+    """A plugin's file, and its class's methods there; none where the source cannot be read."""
+    where, _, kind = manifest.plugin.rpartition(":")
     path = Path(where)
     if not where.endswith(".py"):
         package, *rest = where.split(".")
         spec = importlib.machinery.PathFinder.find_spec(package)
         if spec is None or not spec.submodule_search_locations:
-            return f"{one.manifest.plugin}.{method}"
+            return path, {}
         path = Path(spec.submodule_search_locations[0], *rest).with_suffix(".py")
     try:
         body = ast.parse(path.read_text(encoding="utf-8")).body
     except (OSError, SyntaxError):
-        return f"{one.manifest.plugin}.{method}"
-    lines = [node.lineno for owner in body if isinstance(owner, ast.ClassDef) and owner.name == kind
-             for node in owner.body if getattr(node, "name", None) == method]
-    shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
-    return f"{shown}:{lines[0]} {kind}.{method}" if lines else f"{one.manifest.plugin}.{method}"
+        return path, {}
+    return path, {node.name: node for owner in body if isinstance(owner, ast.ClassDef) and owner.name == kind
+                  for node in owner.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+
+
+def check_hook(name: str) -> None:
+    """
+    Raises:
+        HookError: there is no hook of this name.
+    """
+    if name not in (table := all_specs()):
+        near = difflib.get_close_matches(name, table, 1)
+        raise HookError(f"there is no hook {name!r}", fix=f"did you mean {near[0]!r}?" if near else
+                        "`miles hooks` lists them")
 
 
 def hook_of(one: Selected, offer: Offer) -> Callable:
@@ -115,16 +133,46 @@ def check(one: Selected, kind: type, method: str, hook: str, spec: Callable) -> 
         HookError: it does not suit the hook.
     """
     function = inspect.getattr_static(kind, method)
-    problems = (found for look in (_marker, _arguments, _colour, _result, _annotations)
-                for found in look(function, marked(kind)[method][2], hook, spec))
-    if (first := next(problems, None)) is not None:
-        what, fix = first
+    for what, fix in _problems(function, marked(kind)[method][2], hook, spec):
         raise HookError(what, who=who(one, hook, definition(inspect.unwrap(getattr(kind, method)))), fix=fix)
     return function
 
 
+def check_source(one: Selected) -> None:
+    """What `check` finds in a plugin's source, before anything of it is imported or run.
+
+    Raises:
+        HookError: a method does not suit its hook.
+    """
+    methods = _source(one.manifest)[1]
+    for offer in one.manifest.offers:
+        node = methods.get(offer.method)
+        if node is None or len(node.decorator_list) > 1:  # another decorator may have changed the arguments
+            continue
+        markers = [marker for marker in node.decorator_list if isinstance(marker, ast.Call)]
+        refused = tuple(str(k.arg) for marker in markers for k in marker.keywords if k.arg not in ("name", "spec"))
+        for what, fix in _problems(_defined(node), refused, offer.hook, hook_of(one, offer)):
+            raise HookError(what, who=who(one, offer.hook, located(one, offer.method)), fix=fix)
+
+
+def _defined(node: ast.FunctionDef | ast.AsyncFunctionDef) -> Callable:
+    """The function, with nothing of its source run: no decorators, no defaults, annotations as text."""
+    node.decorator_list = []
+    node.args.defaults = [ast.Constant(None) for _ in node.args.defaults]
+    node.args.kw_defaults = [default and ast.Constant(None) for default in node.args.kw_defaults]
+    module = ast.fix_missing_locations(ast.Module([node], []))
+    namespace: dict[str, Callable] = {}
+    exec(compile(module, "<source>", "exec", annotations.compiler_flag), namespace)
+    return namespace[node.name]
+
+
 Problems = Iterator[tuple[str, str]]
 """(what is wrong, what to do)."""
+
+
+def _problems(function: Callable, refused: tuple[str, ...], hook: str, spec: Callable) -> Problems:
+    for look in (_marker, _arguments, _colour, _result, _annotations):
+        yield from look(function, refused, hook, spec)
 
 
 def _marker(function: Callable, refused: tuple[str, ...], hook: str, spec: Callable) -> Problems:
@@ -256,7 +304,7 @@ def caller(call: Callable, one: Selected, hook: str, spec: Callable, function: C
     mine, everything = [p.name for p in parameters(function)], list(inspect.signature(spec).parameters)
     taken = mine if hook == "reward" else everything  # whoever scores looks at which of the two it wants
     wait = ("async ", "await ") if inspect.iscoroutinefunction(function) else ("", "")
-    tally = None if one.source == "built-in" or inspect.isgeneratorfunction(function) else [0, 0.0]
+    tally = None if one.ours or inspect.isgeneratorfunction(function) else [0, 0.0]
     body = run = f"return {wait[1]}__call({', '.join(mine)})\n"
     if tally is not None:  # around: each, as what `proceed` takes is always subtracted
         plain = "" if spec.kind == "around" else f"  if __n > {ALL} and __n % {EACH}:\n   {run}"
@@ -291,7 +339,7 @@ def _blamer(one: Selected, hook: str, function: Callable) -> Callable[[BaseExcep
     note = f"in plugin {one.manifest.name} {one.version}, {definition(function)} ({one.source}), hook {hook}"
 
     def blame(error: BaseException) -> None:
-        if not (one.source == "built-in" and isinstance(error, MilesError)):  # its own sentence says more
+        if not (one.ours and isinstance(error, MilesError)):  # its own sentence says more
             error.add_note(note)
 
     return blame

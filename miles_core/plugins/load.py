@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import sys
 from pathlib import Path
 from types import ModuleType
 
+from miles_core.config.options import Option, options_of
 from miles_core.errors import ManifestError, PluginError
 from miles_core.plugins.manifest import Manifest, Offer
 
@@ -44,13 +47,40 @@ def imported(manifest: Manifest) -> type:
 def compare(manifest: Manifest, kind: type) -> None:
     """
     Raises:
-        ManifestError: the class does not have what the manifest states.
+        ManifestError: the class does not have the hooks and options that the manifest states.
     """
     found = {Offer(hook, given or manifest.name, method) for method, (hook, given, _) in marked(kind).items()}
-    if found != set(manifest.offers):
-        differ = sorted(f"{o.hook}:{o.name}" for o in found ^ set(manifest.offers))
-        raise ManifestError(f"plugin {manifest.name!r} is not what its manifest states", got=", ".join(differ),
+    differ = sorted(f"{o.hook}:{o.name}" for o in found ^ set(manifest.offers))
+    made = options_class(kind)
+    code = {} if made is None else options_of(manifest.name, made)
+    for name in [*manifest.options, *(code.keys() - manifest.options.keys())]:
+        stated, has = (_declaration(options.get(name)) for options in (manifest.options, code))
+        if stated != has:
+            differ.append(f"option {name}: {stated} in the manifest, {has} in the code")
+    if differ:
+        raise ManifestError(f"plugin {manifest.name!r} is not what its manifest states", got="; ".join(differ),
                             who=manifest.plugin, fix="its author runs `miles plugins manifest --write`")
+
+
+def options_class(kind: type) -> type | None:
+    """What the constructor's argument `options` is annotated with; only this annotation is looked up, as others may
+    name types that are imported for checkers alone."""
+    begin = inspect.getattr_static(kind, "__init__")
+    annotation = getattr(begin, "__annotations__", {}).get("options")
+    return begin.__globals__[annotation] if isinstance(annotation, str) else annotation
+
+
+def _declaration(option: Option | None) -> str:
+    """All that a manifest says of an option, but its help."""
+    if option is None:
+        return "nothing"
+    flags = " ".join(["", *option.flags, *option.off])
+    return f"{ast.unparse(ast.parse(option.type))} = {_plain(option.default)!r}{flags}"
+
+
+def _plain(value: object) -> object:
+    """As a manifest's TOML has it."""
+    return [_plain(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 def marked(kind: type | None) -> dict[str, tuple[str, str | None, tuple[str, ...]]]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from miles_core.errors import ConfigError, LockError
 from miles_core.plugins import digest
 from miles_core.plugins.plan import Plan
+from miles_core.reading import parse_json
 
 FORMAT = 1
 PACKAGES = ("miles-core", "torch", "megatron-core", "transformers", "ray", "sglang", "transformer-engine")
@@ -50,10 +51,11 @@ def read(path: Path) -> dict:
     """
     path = path / "plugins.lock" if path.is_dir() else path
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = parse_json(path.read_text(encoding="utf-8"))
         if found["format"] != FORMAT:
             raise ValueError(f"format {found['format']} where this version reads {FORMAT}")
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        differences(found, found)  # whether it has all that is compared
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError("this is no lock", got=str(error), who=str(path),
                           fix="write one with miles plugins lock RUN_FILE --out plugins.lock") from None
     return found

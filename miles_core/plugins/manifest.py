@@ -14,9 +14,10 @@ from pathlib import Path
 
 from miles_core.config.options import Option
 from miles_core.errors import ManifestError
+from miles_core.reading import reading
 
 FILE = "miles-plugin.toml"
-WORDS = ("provides", "requires", "conflicts")
+WORDS = ("provides", "requires", "conflicts", "called_for")
 """Tuples of words in a plugin's class body."""
 STATED = ("implies", "precision", "presets")
 """Tables there."""
@@ -24,11 +25,16 @@ STATED = ("implies", "precision", "presets")
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """One hook implementation: the hook, for named hooks the name offered, and the method that does it."""
+    """One hook implementation: the hook, for named hooks the name offered, and the method that does it.
+
+    Args:
+        help: of commands, the line that `miles --help` shows.
+    """
 
     hook: str
     name: str
     method: str
+    help: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True)
@@ -40,9 +46,12 @@ class Manifest:
         plugin: "module:Class", or "path/to/file.py:Class".
         api: the plugin API it was written for.
         provides, requires, conflicts: capabilities, for checks before anything is imported.
+        called_for: of official plugins, what enables them without a word of the user: "quantization_config.METHOD", or
+            the dotted key of an option that is set.
+        hookspecs: the module in which the package declares hooks of its own; imported for a plan, so it is light.
+        default: of official plugins, whether they take part in every run where they are installed.
         implies: dotted key -> value that the run gets with the plugin, unless somebody says otherwise.
         presets: name -> what `--preset NAME` stands for; see plugins/presets.py.
-        refuses: rules about runs that cannot be meant; see plugins/refusals.py.
         precision: row of the plan's table of precision -> what the plugin makes of it, or several texts, of which the
             first counts whose words in braces are all set (config/precision.py).
     """
@@ -56,10 +65,12 @@ class Manifest:
     provides: tuple[str, ...] = ()
     requires: tuple[str, ...] = ()
     conflicts: tuple[str, ...] = ()
+    called_for: tuple[str, ...] = ()
+    hookspecs: str = ""
+    default: bool = False
     implies: dict[str, object] = field(default_factory=dict)
     precision: dict[str, str | list[str]] = field(default_factory=dict)
     presets: dict[str, dict] = field(default_factory=dict)
-    refuses: tuple[dict, ...] = ()
 
 
 def of_source(path: Path, *, name: str | None = None, module: str | None = None) -> Manifest:
@@ -70,6 +81,11 @@ def of_source(path: Path, *, name: str | None = None, module: str | None = None)
     Raises:
         ManifestError: no such file, a syntax error, no plugin class or several, options that are not literals.
     """
+    with reading(str(path), ManifestError):  # nested so deep that Python gives up, or no text at all
+        return _of_source(path, name, module)
+
+
+def _of_source(path: Path, name: str | None, module: str | None) -> Manifest:
     try:
         tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
     except OSError as error:
@@ -95,19 +111,22 @@ def of_source(path: Path, *, name: str | None = None, module: str | None = None)
         plugin=f"{module or path}:{node.name}",
         summary=(ast.get_docstring(node) or ast.get_docstring(tree) or "").partition("\n")[0],
         api=_literal(constants.get("api"), path) or 1,
+        hookspecs=_literal(constants.get("hookspecs"), path) or "",
+        default=bool(_literal(constants.get("default"), path)),
         offers=tuple(_offer(f, _marker(f), name, path) for f in _functions(node) if _marker(f) is not None),
         options=_options(name, node, classes, path),
-        refuses=tuple(_literal(constants.get("refuses"), path) or ()),
         **words,
         **tables,
     )
 
 
-def of_package(module: str, name: str) -> Manifest:
+def of_package(module: str, name: str, *, editable: bool = False) -> Manifest:
     """Read the miles-plugin.toml of an installed plugin without importing any of it.
 
     Args:
         module: the entry point's "package.module:Class".
+        editable: it is installed from a checkout: a module that was edited since the manifest was written is read
+            itself.
 
     Raises:
         ManifestError: the package or its manifest is missing or malformed.
@@ -117,26 +136,39 @@ def of_package(module: str, name: str) -> Manifest:
     if spec is None or not spec.submodule_search_locations:
         raise ManifestError(f"plugin {name!r} names the package {package!r}, which is not there",
                             fix=f"reinstall it: pip install --force-reinstall miles-{name}")
-    path = Path(next(iter(spec.submodule_search_locations))) / FILE
+    folder = Path(next(iter(spec.submodule_search_locations)))
+    path = folder / FILE
+    where = module.partition(":")[0]
+    source = folder.joinpath(*where.split(".")[1:]).with_suffix(".py")
+    if editable and source.is_file() and path.is_file() and source.stat().st_mtime_ns > path.stat().st_mtime_ns:
+        return of_source(source, name=name, module=where)
     try:
         return of_toml(tomllib.loads(path.read_text(encoding="utf-8")), str(path))
     except OSError:
         raise ManifestError(f"plugin {name!r} has no manifest", who=str(path),
                             fix="its author runs `miles plugins manifest --write`") from None
-    except (tomllib.TOMLDecodeError, KeyError, TypeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ManifestError(f"the manifest of plugin {name!r} cannot be read", got=str(error), who=str(path),
                             fix="its author runs `miles plugins manifest --write`") from None
+
+
+def mentions(module: str, word: str) -> bool:
+    """Whether the manifest of an installed plugin has a word in it; takes a tenth of the time of reading it."""
+    spec = importlib.machinery.PathFinder.find_spec(module.partition(".")[0])
+    folders = (spec.submodule_search_locations if spec is not None else None) or ()
+    paths = (Path(folder) / FILE for folder in folders)
+    return any(path.is_file() and word in path.read_text(encoding="utf-8", errors="replace") for path in paths)
 
 
 def of_toml(data: dict, where: str) -> Manifest:
     """The Manifest that a parsed miles-plugin.toml states."""
     options = {key: Option(data["name"], key, o["type"], o.get("default"), o["help"], tuple(o.get("flags", ())),
                            tuple(o.get("off", ()))) for key, o in data.get("options", {}).items()}
-    offers = tuple(Offer(o["hook"], o["name"], o["method"]) for o in data.get("offers", ()))
+    offers = tuple(Offer(o["hook"], o["name"], o["method"], o.get("help", "")) for o in data.get("offers", ()))
     words = {key: tuple(data.get(key, ())) for key in WORDS}
     tables = {key: dict(data.get(key, {})) for key in STATED}
-    return Manifest(data["name"], data["plugin"], data.get("summary", ""), data["api"], offers, options, **words,
-                    **tables, refuses=tuple(data.get("refuses", ())))
+    return Manifest(data["name"], data["plugin"], data.get("summary", ""), data["api"], offers, options,
+                    hookspecs=data.get("hookspecs", ""), default=data.get("default", False), **words, **tables)
 
 
 def to_toml(manifest: Manifest) -> str:
@@ -153,14 +185,15 @@ def to_toml(manifest: Manifest) -> str:
 
     lines = ["# Generated from the code by `miles plugins manifest --write`; a test compares the two.",
              *(f"{key} = {value(getattr(manifest, key))}" for key in ("name", "plugin", "summary", "api"))]
+    lines += [f"hookspecs = {value(manifest.hookspecs)}"] if manifest.hookspecs else []
+    lines += ["default = true"] if manifest.default else []
     lines += [f"{key} = {value(words)}" for key in WORDS if (words := getattr(manifest, key))]
     for key in STATED:
         if stated := getattr(manifest, key):
             lines += ["", f"[{key}]", *(f"{value(name)} = {inline(item)}" for name, item in stated.items())]
-    for rule in manifest.refuses:
-        lines += ["", "[[refuses]]", *(f"{key} = {inline(item)}" for key, item in rule.items())]
     for offer in manifest.offers:
         lines += ["", "[[offers]]", *(f"{key} = {value(getattr(offer, key))}" for key in ("hook", "name", "method"))]
+        lines += [f"help = {value(offer.help)}"] if offer.help else []
     for option in manifest.options.values():
         lines += ["", f"[options.{option.name}]", f"type = {value(option.type)}"]
         lines += [f"default = {value(option.default)}"] if option.default is not None else []
@@ -189,7 +222,8 @@ def _offer(function: ast.FunctionDef | ast.AsyncFunctionDef, marker: ast.expr, p
         given = {k.arg: _literal(k.value, path) for k in marker.keywords}
         hook = _literal(marker.args[0], path) if marker.args else given.get("spec") or hook
         name = given.get("name")
-    return Offer(hook, name or plugin, function.name)
+    about = (ast.get_docstring(function) or "").partition("\n")[0] if hook == "commands" else ""
+    return Offer(hook, name or plugin, function.name, about)
 
 
 def _options(table: str, node: ast.ClassDef, classes: dict[str, ast.ClassDef], path: Path) -> dict[str, Option]:

@@ -7,23 +7,24 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from miles_core import hookspecs
-from miles_core.backends.megatron.layout import Layout, layout_of
 from miles_core.config import check as checks
-from miles_core.config import memory, precision
+from miles_core.config import precision
 from miles_core.config.check_machine import check_listening
-from miles_core.config.check_paths import check_weights
-from miles_core.config.hardware import engines, trainer_gpus
+from miles_core.config.check_paths import TRACKER, check_weights
 from miles_core.config.load import load
 from miles_core.config.options import options_of
 from miles_core.config.tables import TABLES, RunConfig
-from miles_core.plugins import refusals, resolve
+from miles_core.config.unread import unread
+from miles_core.plugins import resolve
+from miles_core.plugins.bind import bind
 from miles_core.plugins.resolve import Choice
 from miles_core.plugins.select import Selected
+from miles_core.plugins.statements import check_statements
 
 
 @dataclass(frozen=True)
@@ -78,10 +79,10 @@ def prepare(run_file: Path | None, argv: Sequence[str] = ()) -> Plan:
         MilesError: everything that can be known before the start is refused here.
     """
     loaded = load(run_file, argv)
-    config, notes = checks.check(loaded.config)
-    notes = (*loaded.notes, *notes, *resolve.notes(loaded.selected, config))
+    config, notes = checks.check(loaded.config, loaded.selected)
+    notes = (*loaded.notes, *notes, *resolve.notes(loaded.selected, config), *unread(config, loaded.selected))
     chosen = tuple(resolve.resolve(loaded.selected, config))
-    refusals.check_statements(loaded.selected, config)
+    check_statements(loaded.selected, config)
     check_weights(config)
     check_listening(config)
     return Plan(config, tuple(loaded.selected), chosen, notes)
@@ -92,7 +93,7 @@ def _order(selected: Sequence[Selected]) -> dict[str, list[str]]:
     order: dict[str, list[str]] = {}
     for name, spec in hookspecs.specs().items():
         found = [one.manifest.name for one in selected for offer in one.manifest.offers if offer.hook == name]
-        if spec.kind != "named" and found:
+        if spec.kind != "named" and spec.role != "plan" and found:
             order[name] = found
     return order
 
@@ -104,8 +105,8 @@ def _values(plan: Plan) -> list[tuple[str, object, str]]:
         for name, option in options_of(table, kind).items():
             value = getattr(getattr(config, table), name)
             found.append((option.key, value, str(config.origin.get(option.key, "default"))))
-    for table in ("megatron", "server", "router"):
-        for name, value in getattr(config, table).items():
+    for table, values in config.surfaces.items():
+        for name, value in values.items():
             found.append((f"{table}.{name}", value, str(config.origin.get(f"{table}.{name}") or "run file")))
     for one in plan.selected:
         for option in one.manifest.options.values():
@@ -115,26 +116,32 @@ def _values(plan: Plan) -> list[tuple[str, object, str]]:
 
 
 def _text(plan: Plan) -> list[str]:
-    config, rollout, layout = plan.config, plan.config.rollout, layout_of(plan.config)
-    lines = [f"plan {plan.digest}", "", "plugins, in order"]
-    lines += [f"  {s.manifest.name:<14}{s.source} {s.version}  ({s.origin})" for s in plan.selected]
+    config, rollout = plan.config, plan.config.rollout
+    lines = [f"plan {plan.digest}", "", *_summary(plan), "", "plugins, in order"]
+    ours = [s for s in plan.selected if s.ours]
+    lines += [f"  {', '.join(s.manifest.name for s in ours)}: in every run, {', '.join({s.version: 0 for s in ours})}"]
+    lines += [f"  {s.manifest.name:<14}{s.source} {s.version}  ({s.origin})" for s in plan.selected if not s.ours]
     lines += ["", "owners"]
     lines += [f"  {c.hook:<18}{c.name:<16}plugin {c.plugin}  ({c.origin})" for c in plan.choices]
     lines += ["", "call order"]
     lines += [f"  {hook:<18}{' -> '.join(names)}" for hook, names in _order(plan.selected).items()]
     size, samples, over = rollout.rollout_batch_size, rollout.n_samples_per_prompt, rollout.over_sampling_batch_size
     batch, steps = rollout.global_batch_size, rollout.num_steps_per_rollout
+    said = _of_plugins(plan)
     lines += ["", "batch arithmetic",
               f"  rollout_batch_size {size} x n_samples_per_prompt {samples} = {size * samples}"
               f" = global_batch_size {batch} x num_steps_per_rollout {steps}",
               f"  in flight at most {size * (rollout.max_lag + 1) + over - size}"
               f" groups (max_lag {rollout.max_lag}, over_sampling_batch_size {over})",
-              _micro_batches(config, layout)]
-    dtype = "bfloat16" if config.perf.bf16 else "float32"
-    lines += ["", "layout",
-              f"  {_ranks(config, layout)}: {layout.sizes}, {dtype}", *_engines(plan, rollout.engine_dtype or dtype)]
+              *said.pop("batch arithmetic", ())]
+    lines += ["", "layout", *said.pop("layout", ())]
+    if "server_args" not in config.understood:
+        name = plan.owner("engine").name
+        where = "" if "servers" in config.understood else " in the driver's process"
+        lines.append(f"  engine {name}{where}, {precision.dtype(config)}")
     lines += precision.lines(config, plan.selected)
-    lines += memory.lines(config)
+    for title, more in said.items():
+        lines += ["", title, *more]
     given = [(k, v, o) for k, v, o in _values(plan) if o != "default"]
     lines += ["", "options that are not defaults"]
     lines += [f"  {key} = {value!r}  ({origin})" for key, value, origin in given]
@@ -143,45 +150,34 @@ def _text(plan: Plan) -> list[str]:
     return lines
 
 
-def _ranks(config: RunConfig, layout: Layout) -> str:
-    host = "ray" if config.perf.placement == "ray" else config.perf.trainer_host
-    one, several = {"thread": ("a thread", "threads"), "process": ("a process", "processes"),
-                    "ray": ("a Ray actor", "Ray actors")}[host]
-    return f"1 trainer rank in {one}" if layout.world == 1 else f"{layout.world} trainer ranks in {several}"
+def _of_plugins(plan: Plan) -> dict[str, list[str]]:
+    """What plugins say of the plan, by title."""
+    said: dict[str, list[str]] = {}
+    plan_lines = bind(plan.selected, plan.config, "plan").plan_lines
+    for title, line in plan_lines(plan.config) if plan_lines is not None else ():
+        said.setdefault(title, []).append(f"  {line}")
+    return said
 
 
-def _engines(plan: Plan, dtype: str) -> list[str]:
-    """What samples, where, and how it gets the weights."""
-    config, perf, name = plan.config, plan.config.perf, plan.owner("engine").name
-    if name != "sglang":
-        where = " in the driver's process" * (name == "local")
-        return [f"  engine {name}{where}, {dtype}"]
-    each, number = perf.rollout_num_gpus_per_engine, engines(config)
-    running = " that run already" * config.sglang.rollout_external
-    router = "no router" if config.sglang.router == "none" else f"router {config.sglang.router}"
-    dtype = config.server.get("dtype", dtype)
-    lines = [f"  {number} SGLang engine{'s'[:number != 1]} of {each} GPU{'s'[:each != 1]}{running}, {dtype}; {router}"]
-    whose = f"{trainer_gpus(config)} for the trainer" + f", {perf.rollout_num_gpus} for engines" * (not running)
-    if perf.colocate:
-        whose = f"trainer and engines take turns on {trainer_gpus(config)}"
-    lines.append(f"  placement {perf.placement}, GPUs: {whose}")
-    size = perf.update_weight_buffer_size / 1024**2
-    return [*lines, f"  weights travel by {perf.weight_sync}, in buckets of at most {size:g} MiB"]
-
-
-def _micro_batches(config: RunConfig, layout: Layout) -> str:
-    """What each data-parallel rank runs in a step."""
-    perf, data, multiple = config.perf, layout.data, layout.micro_batch_multiple
-    if perf.use_dynamic_batch_size:
-        size = f"at most {perf.max_tokens_per_gpu * layout.context} tokens"
-        size += f" ({perf.max_tokens_per_gpu} x cp {layout.context})" if layout.context > 1 else ""
-        number = f"a multiple of {multiple} per step" if multiple > 1 else "the same number per step" * (data > 1)
+def _summary(plan: Plan) -> Iterator[str]:
+    """What is trained on what, how much, what is written, and whether the run begins or goes on."""
+    rollout, debug, saved = plan.config.rollout, plan.config.debug, plan.config.checkpoint
+    prompts = rollout.prompt_data if rollout.prompt_source == "jsonl" else f"prompts of {rollout.prompt_source}"
+    if debug.load_debug_rollout_data:
+        prompts = f"saved rollouts, {debug.load_debug_rollout_data}"
+    how = f"by {plan.owner('advantage').name} " if not debug.debug_rollout_only else ""
+    scored = f", scored by {', '.join(rollout.rm_type)}" if rollout.rm_type else ""
+    yield f"{'samples' if debug.debug_rollout_only else 'trains'} {saved.hf_checkpoint} {how}on {prompts}{scored}"
+    size, count = rollout.rollout_batch_size, rollout.num_rollout
+    total = f"{rollout.num_epoch} epochs" if count is None else f"{count} rollout{'s'[:count != 1]}"
+    each = f"{size} prompts x {rollout.n_samples_per_prompt} answers"
+    yield f"for {total} of {each}, each in {rollout.num_steps_per_rollout} optimizer step" + "s"[
+        :rollout.num_steps_per_rollout != 1]
+    into = f", checkpoints into {saved.save}" if saved.save else ", no checkpoints"
+    yield f"writes into {saved.run_dir}{into}"
+    tracker = Path(saved.load or "") / TRACKER
+    if saved.load and tracker.is_file():
+        done = tracker.read_text(encoding="utf-8", errors="replace").strip()
+        yield f"resumes after {done} rollout{'s'[:done != '1']}, from {saved.load}"
     else:
-        size = f"{perf.micro_batch_size} samples"
-        number = f"{config.rollout.global_batch_size // (perf.micro_batch_size * data)} per step"
-    text = f"  micro-batches of {size}" + (f": {number}" if number else "")
-    if data == 1:
-        return text
-    load = "operations" if perf.balance_by_flops else "tokens"
-    dealt = f"balanced by {load}" if perf.balance_data else "dealt in turn"
-    return f"{text} on each of {data} data-parallel ranks, {dealt}"
+        yield f"starts fresh, from the weights of {saved.ref_load or saved.hf_checkpoint}"

@@ -13,7 +13,7 @@ from miles_core.errors import ManifestError, OwnerError
 from miles_core.plugins import fit
 from miles_core.plugins.manifest import Offer
 from miles_core.plugins.scan import CALLED_FOR, KNOWN
-from miles_core.plugins.select import Selected
+from miles_core.plugins.select import Selected, offered_by
 
 OF_CHECKPOINT = "config.json of the checkpoint"
 OPTIONS = tuple(f"{key} = " for key in CALLED_FOR if not key.startswith("quantization_config."))
@@ -102,7 +102,7 @@ def called_for(selected: Sequence[Selected], config: RunConfig, quantised: str |
     have, found = {one.manifest.name for one in selected}, {}
     for key, plugin in CALLED_FOR.items():
         table, _, name = key.partition(".")
-        given = quantised == name if table == "quantization_config" else getattr(config, table).get(name)
+        given = quantised == name if table == "quantization_config" else config.surface(table).get(name)
         if given and plugin not in have:
             found.setdefault(plugin, f"{OF_CHECKPOINT}: {name}" if table == "quantization_config" else
                              f"{key} = {given!r}, {config.origin.get(key, 'default')}")
@@ -113,7 +113,7 @@ def resolve(selected: Sequence[Selected], config: RunConfig) -> list[Choice]:
     """The owners of every named part the run needs.
 
     Raises:
-        HookError: a manifest names a hook that does not exist.
+        HookError: a manifest names a hook that does not exist, or a method does not suit its hook.
         ManifestError: written for another plugin API.
         OwnerError: two owners of one name, nobody offers a name, a missing or conflicting capability.
     """
@@ -131,6 +131,8 @@ def resolve(selected: Sequence[Selected], config: RunConfig) -> list[Choice]:
                                      f"{first} and {one.manifest.name}",
                                      who=" and ".join(_definitions(selected, offer)),
                                      fix="enable one of them, or rename one offer")
+        if not one.ours:
+            fit.check_source(one)
     _capabilities(selected)
     _resumes(selected, config)
     return [_own(hook, name, key, owners, config) for hook, name, key in choices(config)]
@@ -146,6 +148,9 @@ def _own(hook: str, name: str, key: str, owners: dict[tuple[str, str], str], con
     origin = str(config.origin.get(key, "default"))
     if (hook, name) in owners:
         return Choice(hook, name, owners[hook, name], origin)
+    if there := offered_by(hook, name):
+        raise OwnerError(f"nobody enabled offers the {hook} {name!r}", got=f"not enabled: {', '.join(there)}",
+                         who=f"{key} ({origin})", fix=f"add --plugin {there[0]}")
     if hook == "model_spec":  # an official plugin that has it would be enabled by now (`missing`)
         built = sorted({*_official(hook), *(n for h, n in owners if h == hook)})
         raise OwnerError(f"no plugin builds the architecture {name!r}", got=f"there are {', '.join(built)}",

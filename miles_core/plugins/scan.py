@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+import json
 import re
 import sys
+import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 GROUP = "miles.plugins"
+_CORE = re.compile(r"miles[-_.]core\s*(?:\[[^]]*\])?\s*\(?([^;()]*)\)?")
 
 BUILT_IN = {
     "core": "miles_core.stages.defaults",
@@ -21,46 +25,24 @@ BUILT_IN = {
 }
 """The core's own parts, through the same door; always there, imported only when a run needs them."""
 
-KNOWN = {
-    "grpo": ("advantage:grpo",),
-    "gspo": ("advantage:gspo", "policy_loss:gspo"),
-    "cispo": ("advantage:cispo", "policy_loss:cispo"),
-    "reinforce": ("advantage:reinforce_plus_plus", "advantage:reinforce_plus_plus_baseline", "advantage:rloo"),
-    "tis": ("token_weights:tis", "train_step:tis"),
-    "ppo": ("advantage:ppo",),
-    "opd": ("advantage:on_policy_distillation", "reward:on_policy_distillation"),
-    "compat": ("prompt_source:custom", "generate:custom", "reward:custom", "advantage:custom",
-               "policy_loss:custom_loss", "reduction:custom"),
-    "math": ("reward:math", "reward:boxed_math", "reward:format"),
-    "remote-rm": ("reward:remote_rm", "reward:remote_group_rm"),
-    "tools": ("generate:tools", "generate:agent", "reward:unit-tests", "reward:agent"),
-    "sft": ("generate:sft", "advantage:sft", "policy_loss:sft"),
-    "dapo-filter": ("filter_group:dapo-filter", "preset:dapo"),
-    "partial-rollout": ("unfinished:partial-rollout",),
-    "r3": ("columns:r3", "microbatch:r3"),
-    "fp8": ("transformer_config:fp8", "export_weights:fp8", "convert:hf-to-fp8"),
-    "int4-qat": ("build_model:int4-qat", "export_weights:int4-qat", "convert:hf-to-int4"),
-    "lora": ("weight_map:lora", "build_model:lora", "weight_sync:adapter", "convert:merge-lora"),
-    "mtp": ("weight_map:mtp", "build_model:mtp", "loss_terms:mtp"),
-    "tensorboard": ("metrics:tensorboard",),
-    "specs-llama": ("model_spec:llama", "model_spec:mistral"),
-    "specs-qwen2": ("model_spec:qwen2",),
-    "specs-glm": ("model_spec:glm4",),
-    "specs-qwen3next": ("model_spec:qwen3_next",),
-    "specs-moe": ("model_spec:deepseek_v3", "model_spec:glm4_moe", "model_spec:glm4_moe_lite", "model_spec:minimax_m2"),
-    "specs-gemma": ("model_spec:gemma2", "model_spec:gemma3_text"),
-}
+OFFICIAL = Path(__file__).with_name("official.toml")
+"""What is known of the official plugins without having them installed; generated from their manifests."""
+
+
+def _official() -> dict:
+    return tomllib.loads(OFFICIAL.read_text(encoding="utf-8"))
+
+
+KNOWN: Mapping[str, tuple[str, ...]] = {name: tuple(offers) for name, offers in _official()["offers"].items()}
 """Official plugins and what they offer, so that an error can name the one to install or to enable."""
 
-CALLED_FOR = {
-    "megatron.fp8": "fp8",
-    "megatron.fp8_recipe": "fp8",
-    "quantization_config.fp8": "fp8",
-    "quantization_config.mxfp8": "fp8",
-    "quantization_config.compressed-tensors": "int4-qat",
-}
+CALLED_FOR: Mapping[str, str] = _official()["called_for"]
 """Official plugins that a run gets for an option that it sets, or for what config.json says that its engine's weights
 are quantised by."""
+
+DEFAULTS: tuple[str, ...] = tuple(_official()["default"])
+"""Official plugins that take part in every run where they are installed, in this order: trainers, engines, checks. They
+are imported only where a run needs one of their parts."""
 
 
 def offering(hook: str) -> list[str]:
@@ -70,12 +52,34 @@ def offering(hook: str) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Installed:
-    """A plugin found in an installed distribution."""
+    """A plugin found in an installed distribution.
+
+    Args:
+        editable: it is installed from a checkout, whose files may change.
+        core: what the distribution requires of miles-core, "~=0.1.0" or nothing.
+    """
 
     name: str
     entry: str
     distribution: str
     version: str
+    editable: bool = False
+    core: str = ""
+
+    @property
+    def official(self) -> bool:
+        """Whether it is one of Miles's own plugins."""
+        return self.name in KNOWN and self.distribution == f"miles-{self.name}"
+
+    def unmet(self) -> str | None:
+        """What it requires of miles-core, where this is another version; pip can be told not to look."""
+        from miles_core import __version__
+
+        if not self.core or self.core[:2] in ("~=", ">=", "==") and self.core[2:] == __version__:
+            return None
+        from packaging.specifiers import SpecifierSet  # 20 ms, which most plans save
+
+        return None if SpecifierSet(self.core).contains(__version__, prereleases=True) else f"miles-core{self.core}"
 
 
 def installed() -> list[Installed]:
@@ -89,9 +93,13 @@ def _installed(_stamp: tuple[tuple[str, int | None], ...]) -> list[Installed]:
     """Read once a plan, which asks some six times."""
     found = {}
     for entry in importlib.metadata.entry_points(group=GROUP):
-        distribution = re.sub(r"[-_.]+", "-", entry.dist.name).lower() if entry.dist else "?"
-        found.setdefault((entry.name, distribution), Installed(entry.name, entry.value, distribution,
-                                                               entry.dist.version if entry.dist else "?"))
+        stated, direct = entry.dist.metadata, entry.dist.read_text("direct_url.json")
+        distribution = re.sub(r"[-_.]+", "-", stated["Name"]).lower()
+        editable = bool(direct and json.loads(direct).get("dir_info", {}).get("editable"))
+        needs = (_CORE.fullmatch(one) for one in stated.get_all("Requires-Dist") or ())
+        found.setdefault((entry.name, distribution), Installed(
+            entry.name, entry.value, distribution, stated["Version"], editable,
+            next((one[1].strip() for one in needs if one), "")))
     return sorted(found.values(), key=lambda item: (item.name, item.distribution))
 
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from miles_core import hookspecs
 from miles_core.errors import ManifestError, OwnerError, UnknownPluginError
 from miles_core.plugins import manifest as manifests
 from miles_core.plugins.manifest import Manifest
-from miles_core.plugins.scan import BUILT_IN, KNOWN, Installed, installed
+from miles_core.plugins.scan import BUILT_IN, DEFAULTS, KNOWN, Installed, installed
 
 PACKAGE = Path(__file__).parents[1]
 
@@ -31,12 +34,36 @@ class Selected:
     version: str
     origin: str
 
+    def __post_init__(self) -> None:
+        if self.manifest.hookspecs:
+            hookspecs.declare(self.manifest.hookspecs)
+
+    @property
+    def ours(self) -> bool:
+        """Whether every run has it: it is not timed, and its errors speak for themselves."""
+        return self.source == "built-in" or self.manifest.default
+
 
 def built_in() -> list[Selected]:
-    """The core's own parts."""
+    """The core's own parts, and the official plugins that every run has where they are installed."""
     from miles_core import __version__
 
-    return [Selected(_built_in(name, module), "built-in", __version__, "default") for name, module in BUILT_IN.items()]
+    have = {one.name: one for one in installed()}
+    found = [Selected(_built_in(name, module), "built-in", __version__, "default") for name, module in BUILT_IN.items()]
+    return found + [Selected(manifest_of(have[name]), have[name].distribution, have[name].version, "default")
+                    for name in DEFAULTS if name in have]
+
+
+def all_specs() -> dict[str, Any]:
+    """Every hook by name that the core and the plugins of every run declare: what documentation and scaffolds list."""
+    _declared()
+    return hookspecs.specs()
+
+
+@functools.cache
+def _declared() -> None:
+    """Let the plugins of every run declare their hooks."""
+    built_in()
 
 
 def select(named: Sequence[tuple[str, str]], chosen: Sequence[Selected]) -> list[Selected]:
@@ -61,15 +88,24 @@ def select(named: Sequence[tuple[str, str]], chosen: Sequence[Selected]) -> list
     return chosen
 
 
+@functools.cache
 def _built_in(name: str, module: str) -> Manifest:
     path = PACKAGE.parent.joinpath(*module.split(".")).with_suffix(".py")
     return manifests.of_source(path, name=name, module=module)
 
 
-def readable() -> list[Manifest]:
-    """Manifests of the installed plugins, by name; none is imported. One that cannot be read is left out here."""
+def readable(hook: str | None = None) -> list[Manifest]:
+    """Manifests of the installed plugins, by name; none is imported. One that cannot be read is left out here.
+
+    Args:
+        hook: only of plugins that implement it.
+    """
     found = []
     for one in installed():
+        known = KNOWN.get(one.name, ()) if one.official else None
+        if hook is not None and not (manifests.mentions(one.entry, f'hook = "{hook}"') if known is None else
+                                     any(offer.startswith(f"{hook}:") for offer in known)):
+            continue
         try:
             found.append(manifest_of(one))
         except ManifestError:
@@ -86,7 +122,7 @@ def without(named: Sequence[tuple[str, str]], dropped: Sequence[tuple[str, str]]
     """
     names = {short(text) for text, _ in named}
     for text, origin in dropped:
-        if short(text) in BUILT_IN:
+        if short(text) in (*BUILT_IN, *DEFAULTS):
             raise OwnerError(f"{text!r} is a part of the core", who=origin, fix="choose another owner of what it does, "
                              "for instance --engine NAME")
         if short(text) not in names:
@@ -119,7 +155,18 @@ def _find(text: str, origin: str, have: Sequence[Installed]) -> Selected:
     if not matches:
         raise _unknown(text, name, origin, have)
     one = matches[0]
+    if needs := one.unmet():
+        from miles_core import __version__
+
+        raise ManifestError(f"plugin {name!r} needs {needs}", got=f"this is {__version__}",
+                            who=f"{one.distribution} {one.version}",
+                            fix=f"pip install --upgrade {one.distribution}, which brings versions that fit each other")
     return Selected(manifest_of(one), one.distribution, one.version, origin)
+
+
+def offered_by(hook: str, name: str) -> list[str]:
+    """Installed plugins that offer a named part, whether a run has enabled them or not."""
+    return [one.name for one in readable() if any((offer.hook, offer.name) == (hook, name) for offer in one.offers)]
 
 
 def manifest_of(one: Installed) -> Manifest:
@@ -128,7 +175,7 @@ def manifest_of(one: Installed) -> Manifest:
     Raises:
         ManifestError: the statement is missing or cannot be read.
     """
-    return manifests.of_package(one.entry, one.name)
+    return manifests.of_package(one.entry, one.name, editable=one.editable)
 
 
 def _unknown(text: str, name: str, origin: str, have: Sequence[Installed]) -> UnknownPluginError:

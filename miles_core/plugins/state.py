@@ -1,18 +1,21 @@
 """State: what plugins keep from one start of a run to the next; versioned, migrated, or dropped on purpose.
 
 A plugin with `state_dict()`, which gives plain data, and `load_state_dict(state)` is saved with every checkpoint, once
-for each role. Its class says which form that has with `state_version`, a number, 1 unless it says so; older forms pass
-its `migrate_state(version, state)` first.
+for each role, and in the trainer once for each rank where ranks differ. Its class says which form that has with
+`state_version`, a number, 1 unless it says so; older forms pass its `migrate_state(version, state)` first.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from miles_core.errors import MilesError, StateError
 from miles_core.plugins import fit
 from miles_core.plugins.bind import Hooks
+from miles_core.types import Rank
+
+ONE = Rank()
 
 
 def collect(roles: Sequence[Hooks]) -> dict[str, dict[str, dict]]:
@@ -31,24 +34,43 @@ def collect(roles: Sequence[Hooks]) -> dict[str, dict[str, dict]]:
     return found
 
 
-def restore(roles: Sequence[Hooks], saved: dict[str, dict[str, dict]], drop: Sequence[str] = ()) -> list[str]:
+def with_ranks(collected: dict[str, dict[str, dict]], ranks: Mapping[str, dict]) -> dict[str, dict[str, dict]]:
+    """What `collect` gave, and what it gave on each rank of the trainer: as role "trainer" where all ranks have the
+    same state, else as "trainer/0", "trainer/1", ...
+
+    Args:
+        ranks: rank, as text -> what `collect` gave there.
+    """
+    merged = {name: dict(states) for name, states in collected.items()}
+    for name in next(iter(ranks.values()), {}):
+        states = {f"trainer/{rank}": plugins[name]["trainer"] for rank, plugins in ranks.items()}
+        first = next(iter(states.values()))
+        alike = all(one == first for one in states.values())
+        merged.setdefault(name, {}).update({"trainer": first} if alike else states)
+    return merged
+
+
+def restore(roles: Sequence[Hooks], saved: dict[str, dict[str, dict]], drop: Sequence[str] = (),
+            rank: Rank = ONE) -> list[str]:
     """Give every plugin its state. All of it is looked at before any is loaded.
 
     Args:
-        saved: what `collect` gave.
+        saved: what `with_ranks` gave, or `collect`.
         drop: plugins whose state is left out; those that are enabled begin anew.
+        rank: of the trainer, in its role.
 
     Returns:
         What to announce.
 
     Raises:
-        StateError: of a plugin that is not enabled, of a newer form, of an older one that cannot be migrated.
+        StateError: of a plugin that is not enabled, of another number of ranks, of a newer form, of an older one that
+            cannot be migrated.
     """
     kept = {name: states for name, states in saved.items() if name not in drop}
     _enabled(roles, kept)
     loads, notes = [], [f"the state of plugin {name} is left out, as --drop-plugin-state says"
                         for name in saved if name in drop]
-    for hooks, name, one in _each(roles, kept):
+    for hooks, name, one in _each(roles, kept, rank):
         state, note = _migrated(hooks, name, one)
         loads.append((hooks, name, state))
         notes += [note] if note else []
@@ -75,9 +97,19 @@ def _enabled(roles: Sequence[Hooks], saved: dict[str, dict[str, dict]]) -> None:
                          fix=f"add --plugin {gone[0]}, or go on without its state: --drop-plugin-state {gone[0]}")
 
 
-def _each(roles: Sequence[Hooks], saved: dict[str, dict[str, dict]]) -> Iterator[tuple[Hooks, str, dict]]:
-    return ((hooks, name, states[hooks.role]) for hooks in roles for name, states in saved.items()
-            if hooks.role in states)
+def _each(roles: Sequence[Hooks], saved: dict[str, dict[str, dict]], rank: Rank) -> Iterator[tuple[Hooks, str, dict]]:
+    for hooks in roles:
+        for name, states in saved.items():
+            if ranks := [role for role in states if role.startswith(f"{hooks.role}/")]:
+                if len(ranks) != rank.size:
+                    raise StateError("its state in the checkpoint differs from rank to rank, and there are other ranks",
+                                     who=_who(hooks, name, "load_state_dict"),
+                                     got=f"state of {len(ranks)} ranks, {rank.size} in this run",
+                                     fix=f"resume with {len(ranks)} ranks, or begin its state anew: "
+                                     f"--drop-plugin-state {name}")
+                yield hooks, name, states[f"{hooks.role}/{rank.index}"]
+            elif hooks.role in states:
+                yield hooks, name, states[hooks.role]
 
 
 def _migrated(hooks: Hooks, name: str, one: dict) -> tuple[dict, str | None]:

@@ -7,7 +7,7 @@ import re
 import textwrap
 from collections.abc import Callable, Iterable
 
-from miles_core import hookspecs
+from miles_core.plugins.select import all_specs
 
 NAMED = {
     "generate": ["from miles_core.stages.rollout import single_turn", "",
@@ -26,14 +26,18 @@ NAMED = {
                        "                                      if p.counts)})", 'norm: float = squares["norm"] ** 0.5',
                        "scale = min(1.0, gradients.clip_grad / (norm + 1e-6)) if gradients.clip_grad else 1.0",
                        "for piece in gradients.pieces:", "    piece.grad.mul_(scale)", "return norm"],
+    "commands": ["import click", "", "@click.command()", "def command() -> None:",
+                 '    click.echo("Nothing yet.")', "", "return command"],
     "convert": ["import shutil", "", "shutil.copytree(source, out)", 'return f"{len(list(out.iterdir()))} files"'],
     "prompt_source": ["from miles_core.stages.prompts import JsonlPrompts, Rows", "",
                       "rollout = config.rollout",
+                      "assert rollout.prompt_data and rollout.rollout_max_context_len",
                       "rows = Rows(rollout.prompt_data, rollout.input_key, rollout.label_key, rollout.metadata_key,",
                       "            context=rollout.rollout_max_context_len,",
                       "            template={} if rollout.apply_chat_template else None)",
                       "return JsonlPrompts(rows, tokenizer)"],
     "engine": ["from pathlib import Path", "", "from miles_core.backends.local.engine import LocalEngine", "",
+               "assert config.checkpoint.hf_checkpoint",
                "return LocalEngine(Path(config.checkpoint.hf_checkpoint), tokenizer=tokenizer, max_batch=8,",
                "                   max_context=config.rollout.rollout_max_context_len,",
                "                   incoming=hooks.import_weights)"],
@@ -47,11 +51,12 @@ NAMED = {
 
 HOMES = {
     "Column": "miles_core.columns", "Packed": "miles_core.columns", "RunConfig": "miles_core.config",
+    "Surface": "miles_core.config.surfaces",
     "Gradients": "miles_core.stages.gradients", "LossInputs": "miles_core.stages.loss",
     "Metrics": "miles_core.stages.loss", "TokenWeights": "miles_core.stages.loss", "Model": "miles_core.stages.models",
     "Generation": "miles_core.stages.rollout", "Request": "miles_core.stages.rollout",
     "Response": "miles_core.stages.rollout", "Engine": "miles_core.stages.rollout",
-    "TrainerAccess": "miles_core.stages.step", "Trainer": "miles_core.stages.step", "Rank": "miles_core.stages.step",
+    "TrainerAccess": "miles_core.stages.step", "Trainer": "miles_core.stages.step", "Rank": "miles_core.types",
     "ModelSpec": "miles_core.backends.megatron.specs", "WeightMap": "miles_core.backends.megatron.specs",
     "Placement": "miles_core.stages.placement", "PromptSource": "miles_core.stages.prompts",
     "WeightSync": "miles_core.stages.sync",
@@ -59,6 +64,9 @@ HOMES = {
     **dict.fromkeys(("Callable", "Iterable", "Iterator", "Sequence"), "collections.abc"), "Any": "typing",
 }  # fmt: skip
 """Where the types of the signatures live."""
+
+PACKAGES = {"click": "import click", "np": "import numpy as np", "torch": "import torch"}
+"""And what is named with its module."""
 
 
 def stub(name: str, spec: Callable) -> dict:
@@ -73,22 +81,23 @@ def stub(name: str, spec: Callable) -> dict:
         lines = [f"{word} {name}(", *(f"    {one}," for one in re.split(r", (?![^\[]*\])", parameters)),
                  f") -> {signature.return_annotation}:"]
     words = set(re.findall(r"\w+", f"{parameters} {signature.return_annotation}"))
-    about = _about(spec)
+    about = "Print something" if name == "commands" else _about(spec)  # `miles --help` shows it
     doc = [f'"""{about}."""'] if len(about) < 104 else [*textwrap.wrap(f'"""{about}.', 112), '"""']
     return {"named": spec.kind == "named", "kind": spec.kind, "role": spec.role, "per": spec.per, "about": about,
-            "lines": lines, "doc": doc, "body": _body(name, spec), "torch": "torch" in words, "numpy": "np" in words,
+            "lines": lines, "doc": doc, "body": _body(name, spec), "help": f"{about}." if name == "commands" else "",
+            "packages": [line for word, line in PACKAGES.items() if word in words],
             "imports": sorted((HOMES[word], word) for word in words & HOMES.keys())}
 
 
 def stubs() -> dict[str, dict]:
-    """Of every hook that a plugin may begin with; parts (engines, trainers) are no matter of one method."""
-    return {name: stub(name, spec) for name, spec in hookspecs.specs().items() if not spec.part}
+    """Of every hook."""
+    return {name: stub(name, spec) for name, spec in all_specs().items()}
 
 
 def example(name: str) -> str:
     """A plugin of one file that implements one hook."""
-    one = stub(name, hookspecs.specs()[name])
-    typed = bool(one["imports"] or one["torch"] or one["numpy"])
+    one = stub(name, all_specs()[name])
+    typed = bool(one["imports"] or one["packages"])
     lines = ["from __future__ import annotations", "", *(["from typing import TYPE_CHECKING", ""] if typed else []),
              "from miles_core import hookimpl", ""]
     if typed:
@@ -109,10 +118,9 @@ def _typing(one: dict) -> Iterable[str]:
     own = {module for module in by_module if module.startswith("miles_core")}
     for module in sorted(by_module.keys() - own):
         yield f"    from {module} import {', '.join(by_module[module])}"
-    if by_module.keys() - own and (own or one["torch"] or one["numpy"]):
+    if by_module.keys() - own and (own or one["packages"]):
         yield ""
-    yield from (f"    import {package}" for package, there in (("numpy as np", one["numpy"]), ("torch", one["torch"]))
-                if there)
+    yield from (f"    {line}" for line in one["packages"])
     for module in sorted(own):
         yield f"    from {module} import {', '.join(by_module[module])}"
 

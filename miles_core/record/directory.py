@@ -6,7 +6,10 @@
     samples/               answers with their tokens, one file per rollout or evaluation (samples.py)
     profile/               traces, with --use-pytorch-profiler
     logs/  debug/          text of worker processes; whatever --debug-... writes
+    run_id                 names the run for trackers, the same in every start
     .lock                  held by the run that writes here; the kernel frees it when that process dies
+
+A new one is open to its owner alone (0700, its files 0600): plan and logs may hold a secret that a plugin was given.
 
 Reading never takes the lock: a report of a running run is fine.
 """
@@ -41,7 +44,7 @@ class RunDirectory:
 
     def __init__(self, path: str | os.PathLike[str]):
         self.path = Path(path)
-        self._lock: int | None = None
+        self._lock = Lock(self.path / ".lock", "--run-dir")
 
     def __fspath__(self) -> str:
         return os.fspath(self.path)
@@ -57,6 +60,18 @@ class RunDirectory:
     def lock(self) -> Path:
         """Versions and digests of all that the run is made of."""
         return self.path / "plugins.lock"
+
+    @property
+    def run_id(self) -> str:
+        """Names the run for trackers: drawn once, then the same in every start here.
+
+        Raises:
+            RunDirectoryError: it cannot be written, or the disk is full.
+        """
+        path = self.path / "run_id"
+        if not path.is_file():
+            publish(path, os.urandom(8).hex() + "\n")
+        return path.read_text(encoding="utf-8").strip()
 
     @property
     def plan_text(self) -> Path:
@@ -108,25 +123,18 @@ class RunDirectory:
         Raises:
             RunDirectoryError: another run holds it, it cannot be written, or the disk is full.
         """
-        if self._lock is not None:
+        if self._lock.held:
             return self
         with explained(self.path):
-            self.path.mkdir(parents=True, exist_ok=True)
-            lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        try:
-            self._wait_for(lock)
-            with explained(self.path):
-                holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%F %T %z")}
-                os.ftruncate(lock, 0)
-                os.pwrite(lock, json.dumps(holder).encode() + b"\n", 0)
+            make_folder(self.path, 0o700)  # plan and logs may hold what a plugin was given as a secret
+            self._lock.take()
+            try:
                 for folder in (self.samples, self.logs, self.debug):
-                    folder.mkdir(exist_ok=True)
+                    make_folder(folder)
                 self._sweep()
-        except BaseException:
-            os.close(lock)
-            raise
-        self._lock = lock
-        _held.add(self)
+            except BaseException:
+                self.release()
+                raise
         return self
 
     def open_log(self, name: str) -> TextIO:
@@ -136,14 +144,11 @@ class RunDirectory:
             RunDirectoryError: it cannot be written, or the disk is full.
         """
         with explained(self.logs / name):
-            return open(self.logs / name, "a", encoding="utf-8", errors="backslashreplace", buffering=1)
+            return open(self.logs / name, "a", encoding="utf-8", errors="backslashreplace", buffering=1, opener=private)
 
     def release(self) -> None:
-        """Let another run have the directory. The lock file stays: removing it would let two runs hold two files."""
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
-            _held.discard(self)
+        """Let another run have the directory."""
+        self._lock.release()
 
     def __enter__(self) -> RunDirectory:
         return self.acquire()
@@ -165,27 +170,6 @@ class RunDirectory:
         finally:
             os.close(lock)
 
-    def _wait_for(self, lock: int) -> None:
-        """Lock exclusively. Tries for a moment, because `holder` takes a shared lock for an instant."""
-        for attempt in range(6):
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return
-            except BlockingIOError:
-                if attempt < 5:
-                    time.sleep(0.03)
-            except OSError as error:
-                raise RunDirectoryError(
-                    "the file system does not support locks (flock)", got=error.strerror, who=str(self.path),
-                    fix="put --run-dir on a local disk, or on one that is mounted with locks",
-                ) from error
-        holder = _named(lock)
-        raise RunDirectoryError(
-            f"another run is writing here: process {holder['pid']} on {holder['host']}, since {holder['since']}",
-            who=str(self.path),
-            fix="wait for it, stop it, or give this run its own --run-dir",
-        )
-
     def _sweep(self) -> None:
         """Remove what a killed run had half published; nobody else writes while the lock is held."""
         for folder in (self.path, self.samples, self.logs, self.profile, self.debug):
@@ -193,13 +177,76 @@ class RunDirectory:
                 left.unlink(missing_ok=True)
 
 
-_held: weakref.WeakSet[RunDirectory] = weakref.WeakSet()
+class Lock:
+    """A file that one process at a time holds; the kernel frees it when that process dies, however it does.
+
+    Args:
+        path: of the file. It stays: removing it would let two processes hold two files.
+        option: the flag that names its folder, for messages.
+    """
+
+    def __init__(self, path: Path, option: str):
+        self.path, self._option, self._file = path, option, -1
+
+    @property
+    def held(self) -> bool:
+        """Whether this process has it."""
+        return self._file >= 0
+
+    def take(self) -> None:
+        """
+        Raises:
+            RunDirectoryError: another process has it, or the file system knows no locks.
+            OSError: the file cannot be written.
+        """
+        file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            self._wait_for(file)
+            holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%F %T %z")}
+            os.ftruncate(file, 0)
+            os.pwrite(file, json.dumps(holder).encode() + b"\n", 0)
+        except BaseException:
+            os.close(file)
+            raise
+        self._file = file
+        _held.add(self)
+
+    def release(self) -> None:
+        """Let another process have it."""
+        if self.held:
+            os.close(self._file)
+            self._file = -1
+            _held.discard(self)
+
+    def _wait_for(self, file: int) -> None:
+        """Lock exclusively. Tries for a moment, because `holder` takes a shared lock for an instant."""
+        who = str(self.path.parent)
+        for attempt in range(6):
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                if attempt < 5:
+                    time.sleep(0.03)
+            except OSError as error:
+                raise RunDirectoryError(
+                    "the file system does not support locks (flock)", got=error.strerror, who=who,
+                    fix=f"name a folder on another file system with {self._option}, such as a local disk, or mount "
+                        "this one with locks (Lustre: -o flock)",
+                ) from error
+        holder = _named(file)
+        raise RunDirectoryError(
+            f"another run is writing here: process {holder['pid']} on {holder['host']}, since {holder['since']}",
+            who=who, fix=f"wait for it, stop it, or give this run its own {self._option}")
+
+
+_held: weakref.WeakSet[Lock] = weakref.WeakSet()
 
 
 def _forget_locks() -> None:
-    """In a forked child: close the inherited descriptors, or an orphan would keep a dead run's directory locked."""
-    for run in list(_held):
-        run.release()
+    """In a forked child: close the inherited descriptors, or an orphan would keep a dead run's folders locked."""
+    for lock in list(_held):
+        lock.release()
 
 
 os.register_at_fork(after_in_child=_forget_locks)
@@ -208,8 +255,8 @@ os.register_at_fork(after_in_child=_forget_locks)
 def _named(lock: int) -> dict[str, object]:
     """What the holder wrote about itself; it may be so young that it has written nothing yet."""
     try:
-        text = json.loads(os.pread(lock, 4096, 0))
-    except (OSError, ValueError):
+        text = dict(json.loads(os.pread(lock, 4096, 0)))
+    except (OSError, ValueError, TypeError, RecursionError):
         text = {}
     return {key: text.get(key, "unknown") for key in ("pid", "host", "since")}
 
@@ -242,9 +289,9 @@ def publishing(path: str | os.PathLike[str]) -> Iterator[Path]:
     with explained(path):
         try:
             yield temporary
-            with open(temporary, "rb") as file:
-                os.fsync(file.fileno())
+            sync(temporary)
             os.replace(temporary, path)
+            sync(path.parent)
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
@@ -258,6 +305,33 @@ def publish(path: str | os.PathLike[str], content: bytes | str) -> Path:
     """
     # errors: a lone surrogate in generated text becomes the escape \\udc80, which JSON reads back as what it was.
     data = content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content
-    with publishing(path) as temporary:
-        temporary.write_bytes(data)
+    with publishing(path) as temporary, open(temporary, "wb", opener=private) as file:
+        file.write(data)
     return Path(path)
+
+
+def private(path: str, flags: int) -> int:
+    """`opener` of files that only their owner may read."""
+    return os.open(path, flags | os.O_CLOEXEC, 0o600)
+
+
+def sync(path: str | os.PathLike[str]) -> None:
+    """Have the content of a file, or the names in a folder, outlast a power cut."""
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(file)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # a file system that cannot do so for folders
+            raise
+    finally:
+        os.close(file)
+
+
+def make_folder(path: str | os.PathLike[str], mode: int = 0o777) -> None:
+    """A folder, and those above it, that outlast a power cut; `mode` is of the last one, if it is made."""
+    path = Path(path)
+    if path.is_dir():
+        return
+    make_folder(path.parent)
+    path.mkdir(mode, exist_ok=True)
+    sync(path.parent)

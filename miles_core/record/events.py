@@ -8,7 +8,9 @@
     eval         metrics {name: number}
     weight_sync  version, seconds, tensors, bytes
     drop         reason, count, ...
-    heartbeat    sampling, finished, dropped, capacity, version, oldest_s, idle_s
+    heartbeat    sampling, finished, dropped, capacity, version, oldest_s, idle_s; blocked_s, plugin, hook, where while
+                 the event loop is blocked
+    loop_blocked seconds, plugin, hook, where (FILE:LINE FUNCTION): what has kept the event loop from its next turn
     checkpoint   path, seconds
     message      level, text
     environment  role, variables {name: value} that change how its processes compute or talk
@@ -37,17 +39,21 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from miles_core.errors import RunDirectoryError
-from miles_core.record.directory import explained
+from miles_core.record.directory import explained, sync
 
 LIFECYCLE = frozenset({"run_start", "run_end", "message", "environment", "engine_recovered", "restart"})
 """Kinds that tell of a start rather than of the weights: never superseded."""
+
+LATEST = 1e12
+"""No time in unix seconds, and no rollout, gets there."""
 
 
 class EventLog:
     """Appends to events.jsonl; safe to call from several threads.
 
-    Each line is one os.write to an O_APPEND descriptor, so a kill leaves at most one torn last line. Opening a file
-    cuts such a line off and counts the starts before this one.
+    Each line is one os.write to an O_APPEND descriptor, so a kill leaves at most one torn last line. A power cut may
+    also leave zeros from some line on that was never synced. Opening a file cuts such an end off and counts the starts
+    before this one.
 
     Raises:
         RunDirectoryError: the file cannot be written, the disk is full, or a line in the middle is damaged.
@@ -57,8 +63,9 @@ class EventLog:
         self.path = Path(path)
         self._clock, self._mutex = clock, threading.Lock()
         with explained(self.path):
-            self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
-            _cut_torn_line(self._file)
+            self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+            _cut_torn_end(self._file)
+            sync(self.path.parent)
         self.starts = sum(event["event"] == "run_start" for event in read(self.path, everything=True))
         """How many starts the file tells of, the current one included once `run_start` was called."""
 
@@ -108,6 +115,11 @@ class EventLog:
 
     def run_end(self, status: str, error: object = None) -> None:
         self.append("run_end", status=status, error=None if error is None else str(error))
+
+    def sync(self) -> None:
+        """Have what was appended outlast a power cut."""
+        with self._mutex, explained(self.path):
+            os.fsync(self._file)
 
     def close(self) -> None:
         """Close the descriptor; nothing is buffered, so nothing can be lost by not calling this."""
@@ -203,7 +215,7 @@ def _lines(path: str | os.PathLike[str], only: tuple[bytes, ...] = (b"",)) -> It
     """Parsed whole lines; those that contain none of `only` are not even parsed."""
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
-            if not line.endswith(b"\n"):  # torn: the last one
+            if not line.endswith(b"\n") or b"\0" in line:  # torn: the last one; or never synced before a power cut
                 return
             if not any(word in line for word in only):
                 continue
@@ -218,8 +230,12 @@ def parsed(line: bytes, number: int, path: str | os.PathLike[str]) -> dict:
     """
     try:
         event = json.loads(line)
-        event["event"], event["time"], event["rollout_id"]
-    except (ValueError, KeyError, TypeError) as error:
+        rollout, metrics = event["rollout_id"], event.get("metrics", {})
+        if not (isinstance(event["event"], str) and abs(event["time"]) < LATEST
+                and all(value is None or abs(value) < math.inf for value in metrics.values())
+                and (rollout is None or isinstance(rollout, int) and abs(rollout) < LATEST)):
+            raise ValueError("values of another kind")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise RunDirectoryError(
             f"line {number} is damaged", got=line[:60].decode("utf-8", "replace").rstrip(), who=str(path),
             fix="remove that line; the others stand on their own",
@@ -227,17 +243,17 @@ def parsed(line: bytes, number: int, path: str | os.PathLike[str]) -> dict:
     return event
 
 
-def _cut_torn_line(file: int) -> None:
-    """Truncate to the end of the last whole line, looking backwards block by block."""
-    size = end = os.fstat(file).st_size
-    while end:
-        begin = max(0, end - 65536)
-        at = os.pread(file, end - begin, begin).rfind(b"\n")
-        if at >= 0:
-            end = begin + at + 1
+def _cut_torn_end(file: int) -> None:
+    """Truncate to the end of the last whole line before any zero, which is no character of JSON."""
+    end = at = 0
+    while block := os.pread(file, 1 << 20, at):
+        zero = block.find(b"\0")
+        newline = block.rfind(b"\n", 0, zero if zero >= 0 else len(block))
+        end = at + newline + 1 if newline >= 0 else end
+        if zero >= 0:
             break
-        end = begin
-    if end < size:
+        at += len(block)
+    if end < os.fstat(file).st_size:
         os.ftruncate(file, end)
 
 

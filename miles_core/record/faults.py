@@ -10,6 +10,13 @@ def _restart(event: Mapping[str, object]) -> str:
     return f"restart {event['count']} of {event['most']} {goes_on}: {event['culprit']}"
 
 
+def _blocked(event: Mapping[str, object]) -> str:
+    whose = f"plugin {event['plugin']}, hook {event['hook']}, " if event["plugin"] else ""
+    return (f"the event loop has been blocked for {event['seconds']:.0f} s by {whose}{event['where']}; meanwhile "
+            "nothing else goes on. Move blocking code into a thread (await asyncio.to_thread(...)). To end the run, "
+            "send SIGTERM or Ctrl-C twice")
+
+
 FAULTS: dict[str, Callable[[Mapping], tuple[str, str]]] = {
     "restart": lambda e: ("warning", _restart(e)),
     "engine_lost": lambda e: ("warning", f"{e.get('engine')} is lost: {e.get('why')}"),
@@ -21,6 +28,7 @@ FAULTS: dict[str, Callable[[Mapping], tuple[str, str]]] = {
     "engine_recovered": lambda e: ("warning", f"a restarted engine has weight version {e.get('version')}"),
     "router_lost": lambda e: ("warning", f"the router is lost: {e.get('why')}"),
     "router_restarted": lambda e: ("warning", "the router serves again"),
+    "loop_blocked": lambda e: ("warning", _blocked(e)),
     "request_failed": lambda e: ("warning", f"request {e.get('request')}, attempt {e.get('attempt')}: {e.get('why')}"),
 }  # fmt: skip
 """Kind of event -> level and sentence."""

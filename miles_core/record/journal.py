@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 
+from miles_core.errors import MilesError
+from miles_core.plugins.bind import Hooks
 from miles_core.record.console import Console
 from miles_core.record.directory import RunDirectory
 from miles_core.record.events import EventLog
@@ -31,16 +33,17 @@ class Journal:
     """Where the run's figures go.
 
     Args:
-        trackers: the bound `metrics` hook, or None.
+        hooks: the driver's, of which trackers are told.
+        strict: whether a tracker that fails ends the run.
         decode_piece: text of one token id, for the sample files.
         print_every: print a sample of every N-th rollout.
     """
 
-    def __init__(self, directory: RunDirectory, console: Console | Views, *, trackers: Callable | None = None,
-                 decode_piece: Callable[[int], str] = str, print_every: int | None = None):
+    def __init__(self, directory: RunDirectory, console: Console | Views, *, hooks: Hooks | None = None,
+                 strict: bool = False, decode_piece: Callable[[int], str] = str, print_every: int | None = None):
         self.directory, self.console, self.events = directory, console, EventLog(directory.events)
         self._hashes: EventLog | None = None
-        self._trackers, self._decode_piece, self._print_every = trackers, decode_piece, print_every
+        self._hooks, self._strict, self._decode_piece, self._print_every = hooks, strict, decode_piece, print_every
 
     def stage(self, name: str) -> None:
         """What is going on now."""
@@ -66,7 +69,7 @@ class Journal:
         rollout_id = batch.rollout_id
         self.events.metrics(rollout_id, metrics)
         write_samples(self.directory, "rollout", rollout_id, batch.samples, self._decode_piece)
-        self._track(rollout_id, metrics)
+        self._track(rollout_id, metrics, None, batch.samples)
         self.console.rollout(rollout_id, metrics)
         if self._print_every and rollout_id % self._print_every == 0 and batch.samples:
             sample = batch.samples[0]
@@ -88,12 +91,34 @@ class Journal:
         """A dataset has been evaluated with the weights that rollout `rollout_id` samples from."""
         self.events.eval(rollout_id, metrics)
         write_samples(self.directory, f"eval_{name}", rollout_id, samples, self._decode_piece)
-        self._track(rollout_id, metrics)
+        self._track(rollout_id, metrics, name, samples)
         self.console.evaluation(name, rollout_id, metrics)
 
-    def _track(self, rollout_id: int, metrics: Mapping[str, float]) -> None:
-        if self._trackers is not None:
-            self._trackers(rollout_id, dict(metrics), self.directory.path)
+    def saving(self) -> None:
+        """A checkpoint is about to be published: what it skips is in a record that outlasts a power cut."""
+        self.stage("save")
+        for log in (self.events, self._hashes):
+            if log is not None:
+                log.sync()
+
+    def _track(self, rollout_id: int, metrics: Mapping[str, float], dataset: str | None,
+               samples: Sequence[Sample]) -> None:
+        if self._hooks is not None:
+            self.tell(self._hooks.metrics, rollout_id, dict(metrics), self.directory.path)
+            self.tell(self._hooks.samples, rollout_id, dataset, samples, self.directory.path)
+
+    def tell(self, hook: Callable | None, *arguments: object) -> None:
+        """Call the trackers. One that fails is a warning, and the run goes on, unless --strict-trackers says otherwise
+        or it raises an error of Miles's, which it does on purpose."""
+        try:
+            if hook is not None:
+                hook(*arguments)
+        except Exception as error:
+            if self._strict or isinstance(error, MilesError):
+                raise
+            whose = "; ".join(note for note in getattr(error, "__notes__", ()) if "\n" not in note)
+            self.message("warning", f"{type(error).__name__}: {error} {whose}. The run goes on; with --strict-trackers "
+                                    "it would not")
 
 
 def _total(hashes: Mapping[str, str]) -> str:

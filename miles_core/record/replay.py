@@ -11,11 +11,10 @@ from dataclasses import astuple
 from pathlib import Path
 
 import numpy as np
-from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from miles_core.errors import CheckpointError, DataError
-from miles_core.record.directory import publish
+from miles_core.record.directory import make_folder, publish
 from miles_core.stages.buffer import Slot, Taken
 from miles_core.types import Batch, Drop, Group, Prompt, Sample, Status
 
@@ -27,7 +26,7 @@ def save_batch(template: str, batch: Batch) -> Path:
     """Write one rollout; `template` holds {rollout_id}."""
     path = Path(template.format(rollout_id=batch.rollout_id))
     meta = {"rollout_id": batch.rollout_id, "version": batch.version, "groups": [len(g.samples) for g in batch.groups]}
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     publish(path, _pack(meta, batch.samples))
     return path
 
@@ -47,7 +46,7 @@ def load_batch(template: str, rollout_id: int) -> Batch:
     except FileNotFoundError:
         raise DataError("there is no saved rollout", who=str(path),
                         fix="check --load-debug-rollout-data and --num-rollout") from None
-    except (SafetensorError, ValueError, KeyError, TypeError, IndexError) as error:
+    except Exception as error:  # noqa: BLE001 - damage may be of any kind
         raise DataError("this is no saved rollout", got=str(error), who=str(path),
                         fix="write it with --save-debug-rollout-data") from None
 
@@ -106,7 +105,7 @@ def load_flow(state: Mapping[str, object]) -> tuple[list[Slot], list[Group]]:
         if samples:
             raise ValueError(f"{len(samples)} samples are nobody's")
         return slots, later
-    except (SafetensorError, ValueError, KeyError, TypeError, IndexError) as error:
+    except Exception as error:
         raise CheckpointError("the groups under way cannot be read", got=f"{type(error).__name__}: {error}",
                               who=FLOW, fix="use an earlier iteration") from error
 
@@ -128,17 +127,28 @@ def _pack(meta: dict, samples: Sequence[Sample]) -> bytes:
     arrays = {f"{i}.{name}": np.asarray(array, order="C") for i, sample in enumerate(samples)
               for name, array in sample.columns.items()}
     records = json.dumps({**meta, "samples": [_record(sample) for sample in samples]}).encode()
-    return save({"records": np.frombuffer(records, np.uint8), **arrays})
+    arrays["records"] = np.frombuffer(records, np.uint8)
+    return save({**arrays, "digest": np.frombuffer(_sum(arrays), np.uint8)})
 
 
 def _unpack(data: bytes) -> tuple[dict, list[Sample]]:
     arrays = load(data)
+    if arrays.pop("digest").tobytes() != _sum(arrays):
+        raise ValueError("its bytes are not those that were written")
     meta = json.loads(arrays.pop("records").tobytes())
     columns: list[dict[str, np.ndarray]] = [{} for _ in meta["samples"]]
     for key, array in arrays.items():
         index, _, name = key.partition(".")
         columns[int(index)][name] = array
     return meta, [_sample(record, held) for record, held in zip(meta["samples"], columns, strict=True)]
+
+
+def _sum(arrays: Mapping[str, np.ndarray]) -> bytes:
+    total = hashlib.sha256()
+    for name in sorted(arrays):
+        total.update(f"{name} {arrays[name].dtype.str} {arrays[name].shape}\n".encode())
+        total.update(arrays[name].tobytes())
+    return total.digest()
 
 
 def _group(samples: list[Sample], size: int) -> Group:

@@ -76,8 +76,8 @@ def read_samples(path: str | os.PathLike[str]) -> Iterator[dict]:
         for number, line in enumerate(file, 1):
             try:
                 sample = json.loads(line)
-                sample["prompt_uid"], sample["response"]
-            except (ValueError, KeyError, TypeError) as error:
+                hash(sample["prompt_uid"]), sample["response"]
+            except (ValueError, KeyError, TypeError, RecursionError) as error:
                 raise RunDirectoryError(f"line {number} is no sample", who=str(path), fix="remove the file") from error
             yield sample
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from miles_core.config.tables import Algorithm
 from miles_core.errors import RewardError, TrainError
-from miles_core.types import Batch, Group, Sample
+from miles_core.types import LARGEST_REWARD, Batch, Group, Sample
 
 DDOF = 1
 STD_EPSILON = 1e-6
@@ -201,7 +201,7 @@ def _trainable_reward(sample: Sample) -> float:
     if not sample.status.finished:
         raise TrainError(f"{sample.name} must not be trained on", got=f"status {sample.status}",
                          fix="drop unfinished samples before the advantage stage")
-    if sample.reward is None or not math.isfinite(sample.reward):
-        raise RewardError(f"{sample.name} has no finite reward", got=repr(sample.reward),
+    if sample.reward is None or not abs(sample.reward) <= LARGEST_REWARD:
+        raise RewardError(f"{sample.name} has no finite reward of float32", got=repr(sample.reward),
                           fix="name a scorer with --rm-type, or let the generator set sample.reward")
     return sample.reward

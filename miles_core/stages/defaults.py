@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class Core:
     """Defaults of the loop: prompts, single-turn generation, weighted sum, clipped surrogate, KL, reductions."""
 
-    provides = ("resumes:single-turn",)
+    provides = ("resumes:single-turn", "weight_sync:in-process:tensors")
 
     def __init__(self, config: RunConfig):
         self.config = config

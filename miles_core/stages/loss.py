@@ -7,7 +7,7 @@ therefore the same under any micro-batching, packing order, padding, data or con
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -88,7 +88,7 @@ def per_sample(samples: Sequence[Sample]) -> np.ndarray:
 
     Samples of one rollout share one denominator, the sum of their masks (GRPO, arXiv:2402.03300, eq. 3).
     """
-    keys = _rollouts(samples)
+    keys = rollouts_of(samples)
     tokens: dict[object, int] = {}
     for key, sample in zip(keys, samples, strict=True):
         tokens[key] = tokens.get(key, 0) + int(sample.columns["loss_mask"].sum())
@@ -106,11 +106,11 @@ def per_constant(samples: Sequence[Sample], constant: float) -> np.ndarray:
 
     Dr. GRPO, arXiv:2503.20783, section 3.2.
     """
-    return np.full(len(samples), 1.0 / (max(len(set(_rollouts(samples))), 1) * constant))
+    return np.full(len(samples), 1.0 / (max(len(set(rollouts_of(samples))), 1) * constant))
 
 
-def _rollouts(samples: Sequence[Sample]) -> list[object]:
-    """A rollout is not a sample: siblings carry one number, every other sample stands for itself."""
+def rollouts_of(samples: Sequence[Sample]) -> list[Hashable]:
+    """Which rollout each sample belongs to: siblings carry one number, every other sample stands for itself."""
     return [
         ("sibling", s.prompt.stream, s.prompt.uid, s.rollout) if s.rollout is not None else ("own", i)
         for i, s in enumerate(samples)

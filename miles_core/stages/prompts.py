@@ -19,6 +19,7 @@ import numpy as np
 
 from miles_core import rng
 from miles_core.errors import DataError
+from miles_core.reading import parse_json
 from miles_core.types import Prompt
 
 
@@ -223,13 +224,16 @@ def read_jsonl(path: str) -> tuple[list[dict[str, Any]], list[int]]:
             if not line.strip():
                 continue
             try:
-                record = json.loads(line.strip().decode("utf-8"))
+                record = parse_json(line.strip().decode("utf-8"))
             except json.JSONDecodeError as error:
                 raise DataError("the line is not JSON", got=f"{error.msg.removesuffix(' at')} at column {error.colno}",
                                 who=f"{name}, line {number}", fix="one JSON object a line") from None
             except UnicodeDecodeError as error:
                 raise DataError("the line is not UTF-8 text", got=f"byte 0x{line.strip()[error.start]:02x}",
                                 who=f"{name}, line {number}", fix="save the file as UTF-8") from None
+            except ValueError as error:
+                raise DataError("the line cannot be read", got=str(error), who=f"{name}, line {number}",
+                                fix="correct the value, or leave the row out") from None
             if not isinstance(record, dict):
                 raise DataError("the line is not a JSON object", got=type(record).__name__,
                                 who=f"{name}, line {number}", fix="one JSON object a line")

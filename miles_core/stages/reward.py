@@ -6,14 +6,16 @@ A scorer that raises, hangs or gives no finite number ends the run with its name
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from miles_core.errors import RewardError
-from miles_core.hosts import in_daemon_thread, within
-from miles_core.types import Group, Sample
+from miles_core.columns import read_only
+from miles_core.errors import ColumnError, RewardError
+from miles_core.hosts import in_daemon_thread
+from miles_core.types import LARGEST_REWARD, Group, Sample
+from miles_core.waits import within
 
 
 class Scoring:
@@ -36,13 +38,15 @@ class Scoring:
 
         Raises:
             RewardError: names the scorer and the sample.
+            ColumnError: a scorer changes what is trained on.
         """
         for name, scorer in self._scorers.items():
             for sample, value in zip(group.samples, await self._ask(name, scorer, group.samples), strict=True):
                 sample.rewards[name] = _number(name, sample, value)
-        for sample in group.samples:
-            if self._scorers:
+        with read_only(group.samples, getattr(self._combine, "who", "combine_rewards")):
+            for sample in group.samples if self._scorers else ():
                 sample.reward = _number("combine_rewards", sample, self._combine(sample, self._weights))
+        for sample in group.samples:
             if sample.reward is None:
                 raise RewardError(f"nobody scored {sample.name}",
                                   fix="name a scorer with --rm-type, or let the generator set sample.reward")
@@ -57,14 +61,15 @@ class Scoring:
                                f"prompt {samples[0].prompt.uid}", fix="mend the scorer, or raise --rm-timeout")
 
         try:
-            async with within(self._timeout, late):
-                if inspect.iscoroutinefunction(scorer):
-                    calls = [scorer(samples)] if whole else [scorer(sample) for sample in samples]
-                    answers = list(await asyncio.gather(*calls))
-                else:
-                    answers = await in_daemon_thread(
-                        lambda: [scorer(samples)] if whole else [scorer(sample) for sample in samples])
-        except RewardError:
+            with read_only(samples, getattr(scorer, "who", f"scorer {name!r}")):
+                async with within(self._timeout, late):
+                    if inspect.iscoroutinefunction(scorer):
+                        calls = [scorer(samples)] if whole else [scorer(sample) for sample in samples]
+                        answers = list(await asyncio.gather(*calls))
+                    else:
+                        answers = await in_daemon_thread(
+                            lambda: [scorer(samples)] if whole else [scorer(sample) for sample in samples])
+        except (RewardError, ColumnError):
             raise
         except Exception as error:
             raise RewardError(f"scorer {name!r} failed on {samples[0].prompt.stream} prompt {samples[0].prompt.uid} "
@@ -83,9 +88,12 @@ def weighted_sum(sample: Sample, weights: Mapping[str, float]) -> float:
 
 
 def _number(name: str, sample: Sample, value: object) -> float:
-    if isinstance(value, bool | int | float) or hasattr(value, "__float__"):
-        value = float(value)
-        if math.isfinite(value):
-            return value
-    raise RewardError(f"scorer {name!r} gave {sample.name} no finite number", got=repr(value),
-                      fix="return a finite float for every sample")
+    with contextlib.suppress(Exception):  # an integer beyond all floats, or what an object of the scorer's does
+        if hasattr(value, "__float__") and abs(number := float(value)) <= LARGEST_REWARD:
+            return number
+    try:
+        got = repr(value)[:200]
+    except Exception:  # noqa: BLE001 - an integer of too many digits
+        got = f"{type(value).__name__} that cannot be printed"
+    raise RewardError(f"scorer {name!r} gave {sample.name} no finite number of float32", got=got,
+                      fix="return a float for every sample; those of a usual size train best")

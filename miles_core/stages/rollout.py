@@ -9,14 +9,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 
 from miles_core.columns import Columns, joined
 from miles_core.errors import EngineError, RolloutError
-from miles_core.hosts import within
 from miles_core.types import Prompt, Recall, Sample, Status
+from miles_core.waits import within
 
 if TYPE_CHECKING:
     import torch
@@ -180,6 +180,7 @@ class Generation:
         samples: how many samples a group has.
         key: (sample index, turn) -> key of its draws, already bound to run seed, stream and prompt.
         decode: token ids -> text.
+        tokenizer: the checkpoint's, of transformers: chat templates, token ids of text.
         timeout: seconds that one engine call may take, and all else between two of them.
         begun: samples of this group that were called back before; a generator that resumes goes on from them.
         recall: what ends the group's requests early; `call_engine` sees to it.
@@ -198,6 +199,7 @@ class Generation:
     recall: Recall = field(default_factory=Recall)
     columns: Columns = field(default_factory=Columns)
     vocabulary: int | None = None
+    tokenizer: Any = None
     on_request: RequestHook = lambda request: request
     on_response: ResponseHook = lambda sample, response: sample
 

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 TRACKER = "latest_checkpointed_iteration.txt"
 """The file in --save that names the last checkpoint; written last, so what it names is complete."""
 
+LOCK = ".lock"
+"""The file in --save that the run which saves there holds."""
+
 
 @dataclass(frozen=True, slots=True)
 class Resume:
@@ -109,11 +112,11 @@ class Trainer(Protocol):
             NonFiniteError: before the optimizer saw it; names the sample or the parameter.
         """
 
-    def end_batch(self) -> Batch:
-        """Give the batch back with the trainer's columns in it."""
+    def end_batch(self) -> Batch | None:
+        """Give the batch back with the trainer's columns in it; None on ranks but the first."""
 
-    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The complete policy as Hugging Face names and tensors, streamed."""
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]] | None:
+        """The complete policy as Hugging Face names and tensors, streamed; None on ranks but the first."""
 
     def connect(self, sender: Sender | None) -> None:
         """Open a sender on every rank in place of the one before, which is closed."""
@@ -132,6 +135,9 @@ class Trainer(Protocol):
 
     def export(self, folder: Path) -> None:
         """Write a Hugging Face directory."""
+
+    def hashes(self, batch: Batch) -> Mapping[str, Any] | None:
+        """For --debug-determinism: of `weights` and `batch`, name -> hash each; None on ranks but the first."""
 
     def close(self) -> None:
         """Leave process groups and connections: the host calls it last, unless it was killed."""

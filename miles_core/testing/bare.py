@@ -100,8 +100,9 @@ def binds(name: str, selected: bytes, config: bytes) -> dict[str, Any]:
     """
     from miles_core import hookspecs
     from miles_core.plugins import bind
+    from miles_core.plugins.select import all_specs
 
-    table = hookspecs.specs()
+    table = all_specs()
     one, settings = pickle.loads(selected), pickle.loads(config)
     offers = []
     for _ in range(2):
@@ -110,7 +111,7 @@ def binds(name: str, selected: bytes, config: bytes) -> dict[str, Any]:
         offers.append({hooks.role: sorted(hook for hook in table if getattr(hooks, hook)) for hooks in roles})
         for hooks in roles:
             if hooks.finish is not None:
-                hooks.finish()
+                hooks.finish("completed")
     return {"offers": offers}
 
 

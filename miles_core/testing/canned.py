@@ -19,7 +19,7 @@ from miles_core.types import Batch, Drop, Group, Prompt, Sample, Status
 
 HOOKS = ("reward", "filter_group", "unfinished", "select_from_buffer", "shape_rewards", "generate_request",
          "generate_response", "advantage", "shape_advantages", "policy_loss", "token_weights", "loss_terms",
-         "reduction", "metrics")  # fmt: skip
+         "reduction", "begin", "metrics", "samples")  # fmt: skip
 """What is called, in loop order."""
 
 DRAWN = ("tokens", "rollout_log_probs", "versions")
@@ -132,6 +132,11 @@ class Inputs:
             return [found]
         if hook == "metrics":
             return [4, {"rollout/raw_reward": 0.5} if found else {}, self.folder]
+        if hook == "begin":
+            plan = {"name": "canned", "digest": "0", "options": {"rollout.num_rollout": 5}}
+            return [plan, "canned", None, self.folder]
+        if hook == "samples":
+            return [4, None, found, self.folder]
         inputs = loss_inputs(found)
         return [_weights(len(inputs.mask)), inputs] if hook == "token_weights" else [inputs]
 
@@ -215,7 +220,7 @@ async def _awaited(result: Any) -> object:
 
 def problem(hook: str, arguments: Sequence[Any], answer: Any) -> str | None:
     """What is wrong with an answer, in words; None for nothing."""
-    if hook == "metrics":
+    if hook in ("begin", "metrics", "samples"):
         return None if answer is None else f"it observes, and returned {type(answer).__name__}"
     if hook == "reward":
         numbers = answer if isinstance(answer, Sequence) else [answer]

@@ -30,6 +30,7 @@ from miles_core import hookspecs
 from miles_core.columns import CORE
 from miles_core.plugins import bind, fit, load, manifest, state
 from miles_core.plugins.bind import Hooks
+from miles_core.plugins.select import all_specs
 from miles_core.testing import bare, canned
 from miles_core.testing.canned import Inputs
 from miles_core.testing.subject import Subject
@@ -53,12 +54,13 @@ class Contract:
         one = self.subject.selected
         kind = load.load(one.manifest)
         where = fit.definition(kind)
-        for word in (*manifest.WORDS, *manifest.STATED, "refuses"):
+        for word in (*manifest.WORDS, *manifest.STATED):
             stated, has = getattr(one.manifest, word), getattr(kind, word, type(getattr(one.manifest, word))())
             self._that(canned.told(_listed(stated)) == canned.told(_listed(has)),
                        f"its manifest states {word} = {stated!r}, and {where} has {has!r}; run "
                        "`miles plugins manifest --write`")
-        options = _options(kind)
+        made = load.options_class(kind)
+        options = {name: getattr(made(), name) for name in one.manifest.options} if made else {}
         stated = {name: option.default for name, option in one.manifest.options.items()}
         self._that(_listed(stated) == _listed(options), f"its manifest states the options {stated}, and the code has "
                    f"{options}; run `miles plugins manifest --write`")
@@ -90,14 +92,14 @@ class Contract:
         sent = [pickle.dumps(item) for item in (self.subject.selected, self.subject.plan.config)]
         first, second = bare.ask(bare.binds, self.subject.selected.manifest.name, *sent)["offers"]
         self._that(first == second, f"bound again it offers {second}, and at first {first}")
-        roles, table = self.subject.roles(), hookspecs.specs()
+        roles, table = self.subject.roles(), all_specs()
         with _ended(roles):
             here = {role: sorted(hook for hook in table if getattr(hooks, hook)) for role, hooks in roles.items()}
         self._that(first == here, f"in another process it offers {first}, and here {here}")
 
     def test_no_input_mutation(self) -> None:
         """A hook changes nothing of what it is given, but the value that a chain hands on; nobody what was drawn."""
-        table = hookspecs.specs()
+        table = all_specs()
         with _ended(self.subject.roles()) as roles:
             declared = {column.name for column in CORE} | {column.name for hooks in roles.values() if hooks.columns
                                                            for column in hooks.columns()}
@@ -140,10 +142,10 @@ class Contract:
             one, other = passes[0]
             self._same(one, other, "called a second time (a plugin that remembers has state_dict and load_state_dict)")
 
-    def _same(self, first: list[Any], second: list[Any], when: str) -> None:
+    def _same(self, first: list[Any], second: list[Any], when: str,
+              fix: str = "draw from a generator of your own, with a fixed seed") -> None:
         for (where, one), (_, other) in zip(first, second, strict=True):
-            self._that(one == other, f"{where} gives another result {when}; draw from a generator of your own, with a "
-                       "fixed seed")
+            self._that(one == other, f"{where} gives another result {when}; {fix}")
 
     def test_state_round_trip(self) -> None:
         """State is plain data of a version, a new instance takes it whole, and older forms are migrated."""
@@ -159,7 +161,8 @@ class Contract:
             state.restore(tuple(others.values()), json.loads(json.dumps(kept)))
             self._that(state.collect(tuple(others.values())) == frozen, f"a new instance that loaded {frozen} has "
                        f"{state.collect(tuple(others.values()))}")
-            self.subject.answers(roles)
+            self._same(self.subject.answers(roles), self.subject.answers(others), "from a state that was loaded",
+                       "keep in state_dict all that an answer depends on")
             self._that(kept == frozen, "a state changes after it was taken; copy what you give")
         for old, saved in self.old_states.items():
             with _ended(self.subject.roles()) as new:
@@ -252,20 +255,7 @@ def _ended(roles: Mapping[str, Hooks]) -> Iterator[Mapping[str, Hooks]]:
     finally:
         for hooks in roles.values():
             if hooks.finish is not None:
-                hooks.finish()
-
-
-def _options(kind: type) -> dict[str, object]:
-    import dataclasses
-
-    begin: Any = inspect.getattr_static(kind, "__init__")
-    annotation = getattr(begin, "__annotations__", {}).get("options")
-    if isinstance(annotation, str):
-        annotation = begin.__globals__[annotation]
-    if annotation is None:
-        return {}
-    made = annotation()
-    return {field.name: getattr(made, field.name) for field in dataclasses.fields(annotation)}
+                hooks.finish("completed")
 
 
 def _listed(value: object) -> object:

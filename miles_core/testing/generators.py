@@ -68,7 +68,8 @@ class KeyedEngine:
 
 
 def generator_contract(generate: Generate, *, prompts: Callable[[], Sequence[Prompt]] | None = None, samples: int = 3,
-                       columns: Sequence[Column] = (), max_new_tokens: int = 12, asks: bool = True) -> None:
+                       columns: Sequence[Column] = (), max_new_tokens: int = 12, asks: bool = True,
+                       tokenizer: Any = None) -> None:
     """Every property that a generator has to have.
 
     Args:
@@ -76,6 +77,7 @@ def generator_contract(generate: Generate, *, prompts: Callable[[], Sequence[Pro
         samples: how many a group has.
         columns: that its plugin declares.
         asks: False for one that takes its answers from elsewhere than the engine.
+        tokenizer: what it finds in `generation.tokenizer`.
 
     Raises:
         AssertionError, MilesError: names what is wrong.
@@ -84,7 +86,8 @@ def generator_contract(generate: Generate, *, prompts: Callable[[], Sequence[Pro
     carried = Columns(columns)
 
     def group(prompt: Prompt, engine: KeyedEngine, recall: Recall | None = None) -> list[Sample]:
-        return asyncio.run(_group(generate, prompt, engine, samples, max_new_tokens, carried, recall))
+        return asyncio.run(_group(generate, prompt, engine, samples, max_new_tokens, carried, recall,
+                                  tokenizer))
 
     for prompt in given():
         before = canned.told(prompt)
@@ -101,13 +104,13 @@ def generator_contract(generate: Generate, *, prompts: Callable[[], Sequence[Pro
 
 
 async def _group(generate: Generate, prompt: Prompt, engine: KeyedEngine, samples: int, most: int, columns: Columns,
-                 recall: Recall | None) -> list[Sample]:
+                 recall: Recall | None, tokenizer: Any) -> list[Sample]:
     recall = recall or Recall()
     generation = Generation(
         engine=cast("Engine", engine), sampling=SamplingParams(max_new_tokens=most), samples=samples,
         key=lambda index, turn: rng.key(0, "contract", prompt.uid, index, turn),
         decode=lambda ids, skip: bytes(token for token in ids if token < 128).decode(), timeout=PATIENCE,
-        columns=columns, recall=recall)
+        columns=columns, recall=recall, tokenizer=tokenizer)
     work = asyncio.ensure_future(attended(generate(prompt, generation), generation, "the generator"))
     if engine.hangs:
         while not engine.waiting and not work.done():

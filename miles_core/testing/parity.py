@@ -10,6 +10,7 @@ from configs.
 
 from __future__ import annotations
 
+import copy
 import sys
 import tomllib
 from collections.abc import Iterable, Sequence
@@ -139,8 +140,9 @@ def model_parity(case: Case, folder: Path, family: Family | None = None) -> Pari
         cpu.initialize()
     theirs = random_model(case)
     saved = _on_disk(theirs, folder)
-    family = family or family_of(case.family, theirs.config)
-    spec, weight_map = family.model_spec(theirs.config), family.weight_map(theirs.config)
+    hf = _config(case)  # as config.json says it: building a model, transformers changes the one that it was given
+    family = family or family_of(case.family, hf)
+    spec, weight_map = family.model_spec(hf), family.weight_map(hf)
     ours = model.build(model.transformer_config(spec), spec)
     weights.load_hf(folder, ours, weight_map)
     streamed = {name: tensor.clone() for name, tensor in weights.hf_stream(ours, weight_map)}
@@ -167,17 +169,22 @@ def model_parity(case: Case, folder: Path, family: Family | None = None) -> Pari
 def random_model(case: Case) -> Any:
     """A transformers model of the case with eager attention, and norms and biases that are not what they start as."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    config = AutoConfig.for_model(case.family, **{**TINY, **case.config})
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    model = AutoModelForCausalLM.from_config(_config(case), attn_implementation="eager").eval()
     with torch.no_grad():
         kept = model.state_dict(keep_vars=True)  # with a router's bias, which is no parameter
         for tensor in (*model.parameters(), *(x for x in kept.values() if not isinstance(x, torch.nn.Parameter))):
             if tensor.dim() == 1:
                 tensor.add_(0.2 * torch.randn_like(tensor))
     return model
+
+
+def _config(case: Case) -> Any:
+    from transformers import AutoConfig
+
+    return AutoConfig.for_model(case.family, **{**TINY, **copy.deepcopy(case.config)})  # it changes them in place
 
 
 def packed_logits(model: LanguageModel, sequences: Sequence[torch.Tensor], softcap: float | None) -> torch.Tensor:

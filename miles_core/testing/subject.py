@@ -14,7 +14,7 @@ from miles_core import hookspecs
 from miles_core.plugins import bind, manifest
 from miles_core.plugins.bind import Hooks
 from miles_core.plugins.plan import Plan, prepare
-from miles_core.plugins.select import Selected, select, short
+from miles_core.plugins.select import Selected, all_specs, select, short
 from miles_core.testing import bare, canned
 from miles_core.testing.canned import Canned, Inputs
 from miles_core.testing.tiny import run_file
@@ -36,7 +36,7 @@ class Subject:
     def run_file(self) -> Path:
         """A run file that enables it and chooses what it offers."""
         stated = self._stated()
-        names = {hook: [o.name for o in stated.offers if o.hook == hook] for hook in hookspecs.specs()}
+        names = {hook: [o.name for o in stated.offers if o.hook == hook] for hook in all_specs()}
         tables: dict[str, dict[str, object]] = {"rollout": {}, "algorithm": {}, stated.name: {}}
         if names["reward"]:
             tables["rollout"]["rm_type"] = names["reward"]
@@ -87,7 +87,7 @@ class Subject:
             all: also what is left out, because it needs what is not there.
         """
         for hook in canned.HOOKS if all else (hook for hook in canned.HOOKS if hook not in self.without):
-            hooks = roles[hookspecs.specs()[hook].role]
+            hooks = roles[all_specs()[hook].role]
             for name, bound in canned.callables(hooks, hook).items():
                 for one in self.inputs.of(hook):
                     yield f"{hook} {name!r} ({one.kind})", functools.partial(canned.call, hook, bound), one

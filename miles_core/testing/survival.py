@@ -216,13 +216,18 @@ def samples(run: Path) -> dict[str, str]:
 
 
 def checkpoint(run: Path) -> dict[str, str]:
-    """Digests of the last checkpoint: tensors (weights, Adam's moments), schedule, the run's own state."""
+    """Digests of the last checkpoint: tensors (weights, Adam's moments), schedule, the run's own state.
+
+    The lock, which tells of options and versions, is no part of it: equal results may come of others.
+    """
     folder = run / "checkpoints"
     last = folder / f"iter_{int((folder / 'latest_checkpointed_iteration.txt').read_text()):07d}"
-    names = (".metadata", "common.pt")  # these files hold their own name
+    names = (".metadata", "common.pt", "miles.json")  # the first two hold their own name
     numbers = {str(path.relative_to(last)): repr(torch.load(path, weights_only=True))
                for path in sorted(last.rglob("common.pt"))}
     files = (path for path in last.rglob("*") if path.is_file() and path.name not in names)
+    state = json.loads((last / "miles.json").read_text())["state"]
+    numbers["miles.json"] = json.dumps({key: kept for key, kept in state.items() if key != "lock"})
     return {"name": last.name} | numbers | _digests(last, files)
 
 

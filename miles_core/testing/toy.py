@@ -107,6 +107,9 @@ class ToyTrainer:
         self.batches.append(self.batch)
         return self.batch
 
+    async def plugin_state(self) -> dict[str, Any]:
+        return {}
+
     async def save(self, folder: Path, rollout_id: int, state: dict[str, Any]) -> None:
         """Nothing to keep."""
 
@@ -128,6 +131,9 @@ class ToyJournal:
         """Of no interest here."""
 
     def stage(self, name: str) -> None:
+        """Of no interest here."""
+
+    def saving(self) -> None:
         """Of no interest here."""
 
 

@@ -3,6 +3,7 @@
 The marks of code blocks are described in docs/index.md. A `miles run` line without --plan is run with it.
 """
 
+import ast
 import os
 import re
 import subprocess
@@ -16,8 +17,14 @@ from source import ROOT
 from miles_core.cli import cli
 from miles_core.cli.convert import command as convert
 from miles_core.plugins.load import import_file
+from miles_core.plugins.select import all_specs
 from miles_core.record.directory import RunDirectory
 from miles_core.record.events import EventLog
+from miles_core.stages.placement import Placement
+from miles_core.stages.prompts import PromptSource
+from miles_core.stages.rollout import Engine
+from miles_core.stages.step import Trainer
+from miles_core.stages.sync import WeightSync
 from tests.pages import blocks, commands, compare_printed, pages
 
 PAGES = pages()
@@ -116,6 +123,34 @@ def test_fences_are_blocks(page):
     assert len(re.findall(r"^ *```", text, re.MULTILINE)) == 2 * len(blocks(page))
 
 
+def test_the_page_of_contracts_is_what_the_code_says():
+    made = import_file(ROOT / "docs" / "contracts.py")
+    assert (ROOT / "docs" / "contracts.md").read_text(encoding="utf-8") == made.text(), "python docs/contracts.py"
+    parts = {name for name, spec in all_specs().items() if spec.part and name != "model_spec"}
+    assert {hook for hook, _ in made.PARTS.values()} == parts
+
+
+USED = {"engine": Engine, "placement": Placement, "prompts": PromptSource, "trainer": Trainer,
+        "weight_sync": WeightSync}
+OF_HOSTS = {"call", "timeout", "plugin_state", "restore_plugins"}
+"""What the core asks of a trainer's handle, and answers itself."""
+
+
+def test_contracts_have_every_member_that_the_core_uses():
+    """Of names that stand for a part in the loop, its stages and what builds them."""
+    made, missing = import_file(ROOT / "docs" / "contracts.py"), []
+    known = {name: {re.match(r"(?:async )?(?:def )?(\w+)", line)[1] for line, _ in made.members(kind)}
+             for name, kind in USED.items()}
+    folder = ROOT / "miles_core"
+    for path in (*folder.glob("*.py"), *folder.glob("stages/*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Attribute):
+                part = getattr(node.value, "attr", getattr(node.value, "id", None))
+                if part in known and node.attr not in known[part] | OF_HOSTS:
+                    missing.append(f"{path.name}:{node.lineno} {part}.{node.attr}")
+    assert not missing and len(known["engine"]) > 8
+
+
 def test_make_commands_of_the_readme_are_there():
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     named = set(re.findall(r"\bmake\s+([a-z-]+)", (ROOT / "README.md").read_text(encoding="utf-8")))
@@ -169,12 +204,12 @@ def test_flags_that_the_docs_name_exist(page):
     known = {flag for option in flags.options() for side in flags.spellings(option) for flag in side}
     known |= {"--plugin", "--plan", "--json", "--live", "--no-live", "--help", "--version", "--messages"}
     known |= {"--bundle", "--with-samples", "--no-plugin", "--preset", "--locked", "--out", "--all"}
-    known |= {"--host", "--port", "--open", "--distribution"}
+    known |= {"--host", "--port", "--open", "--distribution", "--template"}
     known |= {flag for one in convert.commands.values() for option in one.params for flag in option.opts}
     known |= set(miles_flags()) | {f"--{name.replace('_', '-')}" for name in surface()}
     known |= {f"--{begin}-{flag[2:]}" for table, begin in PREFIXES.items() for flag in surface_of(table).spellings()}
     known |= {"--sglang", "--cut-off.most-truncated", "--most-truncated"}  # of plugins that pages make
-    known |= {"--varied.least", "--digits.most"}
+    known |= {"--varied.least", "--digits.most", "--hook"}
     named = set(FLAG.findall(page.read_text(encoding="utf-8")))
     assert not {flag for flag in named if flag.rstrip("-.") not in known and flag != "--no-"}
 

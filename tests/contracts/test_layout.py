@@ -133,7 +133,8 @@ def run(code):
 
 @pytest.mark.parametrize("code", [
     "import miles_core.cli, miles_core.cli.run, miles_core.cli.plugins, miles_core.cli.flags",
-    "import miles_core.cli.hooks, miles_core.cli.completion, miles_core.cli.report, miles_core.cli.check_template",
+    "import miles_core.cli.hooks, miles_core.cli.completion, miles_core.cli.check_template",
+    "import miles_report.commands.report, miles_report.commands.watch, miles_report.commands.doctor",
     "import miles_core.hookspecs, miles_core",
     "from click.testing import CliRunner; from miles_core.cli import cli; "
     "assert CliRunner().invoke(cli, ['run', '--help']).exit_code == 0",

@@ -1,12 +1,16 @@
 """Accepted but unread fails: every option that is declared is read from its own table by code that acts on it."""
 
 import ast
+import re
 
 import pytest
-from source import core_files, plugin_files
+from source import ROOT, core_files, plugin_files
 
+from miles_core.backends.megatron.surface import surface
+from miles_core.config.load import load
 from miles_core.config.options import options_of
 from miles_core.config.tables import TABLES
+from miles_core.errors import ConfigError, UnknownKeyError
 
 DECLARED = {(table, name): option for table, kind in TABLES.items() for name, option in options_of(table, kind).items()}
 
@@ -42,3 +46,23 @@ def test_every_option_is_read(read, table, name):
 def test_the_exceptions_are_still_needed(read):
     names = {name for _, name in DECLARED}
     assert names >= BY_NAME and not BY_NAME & {name for _, name in read}
+
+
+def test_the_page_of_flags_has_the_keys_of_megatron_core_that_a_run_file_takes(tmp_path):
+    """A key that is derived, refused or the core's own is not among them."""
+    page = (ROOT / "docs" / "flags.md").read_text(encoding="utf-8")
+    listed = {row for part in page.split("### Megatron-core's fields")[1:]
+              for row in re.findall(r"^\| `(\w+)` \|", part.partition("\n#")[0], re.MULTILINE)}
+
+    def takes(field) -> bool:
+        file = tmp_path / "run.toml"
+        file.write_text(f'[{field.table}]\n{field.name} = "x"\n')
+        try:
+            load(file, [])
+        except UnknownKeyError:
+            return False
+        except ConfigError:  # of another type
+            pass
+        return (field.table, field.name) not in DECLARED
+
+    assert {name for name, field in surface().items() if takes(field)} == listed

@@ -13,11 +13,11 @@ from miles_core import __version__
 FOLDERS = {"miles-core": ROOT} | {path.name: path for path in sorted(ROOT.glob("plugins/miles-*"))}
 PROJECTS = {name: tomllib.loads((path / "pyproject.toml").read_text())["project"] for name, path in FOLDERS.items()}
 PLUGINS = [name for name in FOLDERS if name != "miles-core"]
-MODULES = {"megatron": "megatron-core"}
+MODULES = {"megatron": "megatron-core", "yaml": "pyyaml"}
 """Packages that are called otherwise than their distribution."""
 
-EXTRAS = {"testing": "test", "sglang": "sglang", "ray": "ray"}
-"""Folder of the core -> extra that declares what is imported there."""
+EXTRAS = {"testing": "test", "sglang": "sglang", "ray": "ray", "scaffold.py": "new"}
+"""Folder or file of the core -> extra that declares what is imported there."""
 
 OF_A_GPU = {"transformer-engine", "triton", "fla"}
 """Imported where a GPU is and they are installed; for a CPU there are no builds."""

@@ -103,7 +103,7 @@ def train(recipe: str, steps: int, tiny: bool) -> dict[str, object]:
     (folder / "run.toml").write_text(RUN.format(folder=folder, tokens=samples * length, samples=samples, steps=steps,
                                                 bf16=str(gpu).lower()))
     flags = [] if recipe == "bf16" else ["--plugin", "fp8", "--fp8-recipe", recipe]
-    plan = prepare(folder / "run.toml", flags)
+    plan = prepare(folder / "run.toml", ["--plan-without-weights", *flags])
     Resident.fill = lambda self, source: None  # there are no files: Megatron's random weights stay, by the seed
     trainer = trainer_part(list(plan.selected), plan.config, Rank())
     trainer.load()

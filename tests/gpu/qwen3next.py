@@ -105,7 +105,7 @@ def served(folder: Path) -> list[tuple[list[int], list[float]]]:
 
 def decoded(folder: Path) -> list[tuple[list[int], list[float]]]:
     """The same from the local engine, in bfloat16."""
-    from miles_core.backends.local import LocalEngine
+    from miles_core.backends.local.engine import LocalEngine
     from miles_core.stages.rollout import Request, SamplingParams
 
     async def run():

@@ -95,7 +95,7 @@ def measure(shape: str, tokens: int, length: int, steps: int, flags: list[str]) 
     (folder / "config.json").write_text(json.dumps(SHAPES[shape]))
     (folder / "run.toml").write_text(RUN.format(folder=folder, tokens=tokens, length=length,
                                                 groups=tokens // length // 2))
-    plan = prepare(folder / "run.toml", flags)
+    plan = prepare(folder / "run.toml", ["--plan-without-weights", *flags])
     Resident.fill = lambda self, source: None  # there are no files: Megatron's random weights stay
     trainer = trainer_part(list(plan.selected), plan.config, Rank())
     trainer.load()

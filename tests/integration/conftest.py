@@ -65,10 +65,17 @@ class Place:
         return outcome
 
     def refuses(self, code: int, words: str, *argv: str, **options) -> Outcome:
-        """`refused`, and then the run as it should have been."""
+        """`refused` without having touched a file; else, once something was written, the run as it should have been."""
+        before = self._files()
         outcome = self.refused(code, words, *argv, **options)
-        self.clean()
+        if self._files() != before:
+            self.clean()
         return outcome
+
+    def _files(self) -> dict[str, tuple[int, int]]:
+        """Size and time of every file of the folder."""
+        return {str(path): (path.stat().st_size, path.stat().st_mtime_ns)
+                for path in self.path.rglob("*") if path.is_file() and "__pycache__" not in path.parts}
 
     decent = staticmethod(lambda *arguments: decent(*arguments))
 

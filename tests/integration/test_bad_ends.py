@@ -8,6 +8,7 @@ import os
 import resource
 import signal
 import subprocess
+import sys
 import time
 
 import pytest
@@ -79,6 +80,80 @@ def test_interrupt_while_a_scorer_hangs(place, quiet):
     quiet(outcome)
     assert outcome.code == 130 and outcome.seconds < 30
     place.clean()
+
+
+@pytest.mark.parametrize("numbers", [(signal.SIGTERM, signal.SIGTERM), (signal.SIGINT, signal.SIGTERM)])
+def test_signals_while_a_plugin_blocks_the_event_loop(place, quiet, numbers):
+    """The one who blocks is named meanwhile, heartbeats go on, and a second signal ends the run cleanly."""
+
+    def twice(process):
+        interrupt(place, process, numbers[0], after="loop_blocked")
+        time.sleep(0.3)
+        assert process.is_alive(), "the first signal waits for the loop"
+        wait_for(place, "heartbeat", process)
+        os.killpg(process.pid, numbers[1])
+
+    flags = place.plugin("import time\nfrom miles_core import hookimpl\n\n\nclass Bad:\n"
+                         "    @hookimpl('reward', name='bad')\n    async def bad(self, sample):\n"
+                         "        time.sleep(1000)\n        return 0.0\n")
+    outcome = place.run(*flags, "--rm-type", "bad", "--heartbeat-interval", "1", before=os.setsid, while_running=twice)
+    quiet(outcome)
+    assert outcome.code == 130 and outcome.err.startswith("Interrupted.") and outcome.seconds < 60
+    blocked = events(place, "loop_blocked")[0]
+    assert (blocked["plugin"], blocked["hook"]) == ("bad", "reward") and "bad.py:8 " in blocked["where"]
+    assert events(place, "heartbeat")[-1]["where"] == blocked["where"]
+    assert "bad.py:8" in outcome.out and "bad.py:8" in (place.path / "runs/a/logs/run.log").read_text()
+    assert [event["status"] for event in events(place, "run_end")] == ["interrupted"]
+    place.clean()
+
+
+LONG_BACKWARD = """
+import time
+import torch
+from miles_core import hookimpl
+
+
+class Long(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x
+
+    @staticmethod
+    def backward(ctx, grad):
+        open('backward', 'w').close()
+        while True:
+            time.sleep(0.005)
+
+
+class Bad:
+    @hookimpl('policy_loss', name='bad')
+    def bad(self, inputs):
+        return Long.apply(-inputs.log_probs), {}
+"""
+
+
+@pytest.mark.parametrize("signals", [1, 2])
+def test_interrupt_during_a_long_backward(place, signals):
+    """An interpreter torn down under a thread in the middle of C++ aborts; only a process of its own shows it."""
+    flags = place.plugin(LONG_BACKWARD)
+    run = subprocess.Popen([sys.executable, "-c", "from miles_core.cli import main; main()", "run", place.file,
+                            "--no-live", "--run-dir", "runs/a", "--save", "ckpt", *flags, "--policy-loss", "bad"],
+                           cwd=place.path, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    try:
+        while not (place.path / "backward").exists():
+            assert run.poll() is None, run.communicate()
+            time.sleep(0.02)
+        for _ in range(signals):
+            os.killpg(run.pid, signal.SIGINT)
+            time.sleep(0.3)
+        begin = time.monotonic()
+        _, err = run.communicate(timeout=60)
+    finally:
+        run.kill()
+    assert run.returncode == 130, err
+    assert b"terminate called" not in err and b"last checkpoint" not in err
+    assert [event["status"] for event in events(place, "run_end")] == ["interrupted"]
+    assert signals == 1 or time.monotonic() - begin < 4, "the second one waits for nothing more"
 
 
 # ------------------------------------------------------------------------------------------------------ full disks
@@ -190,6 +265,21 @@ def test_two_runs_in_one_directory(place, quiet):
     place.clean()
 
 
+def test_two_runs_that_save_into_one_folder(place, quiet):
+    """Each in a run directory of its own: the second is refused, as long as the first lives."""
+    seen = []
+
+    def second(process):
+        wait_for(place, "metrics", process)
+        seen.append(place.run("--save", "ckpt", "--run-dir", "runs/b"))
+        place.decent(seen[0], 2, f"ckpt: another run is writing here: process {process.pid} on ... --save")
+        os.killpg(process.pid, signal.SIGKILL)
+
+    place.run("--num-rollout", "1000", "--save", "ckpt", before=os.setsid, while_running=second)
+    assert seen
+    place.clean("--save", "ckpt", "--load", "ckpt")
+
+
 def test_nothing_left_to_do(place):
     """A checkpoint that is as far as --num-rollout asks: said, and not an error."""
     place.saved()
@@ -223,9 +313,10 @@ class Bad:
      ["--advantage-estimator", "bad", "--policy-loss", "clip"],
      "advantage ... 'bad' ... finite"),
     ("name='bad'", "def combine_rewards", "sample, weights", "None if sample else 0", ["--combine-rewards", "bad"],
-     "no finite number (got None)"),
-    ("", "def finish", "", "1 / 0", ["--num-rollout", "1"], "plugin bad ... hook finish: ZeroDivisionError"),
-    ("", "def metrics", "rollout_id", "1 / 0", [], "plugin bad ... hook metrics: ZeroDivisionError"),
+     "no finite number ... (got None)"),
+    ("", "def finish", "", "1 / 0", ["--num-rollout", "1", "--strict-trackers"],
+     "plugin bad ... hook finish: ZeroDivisionError"),
+    ("", "def metrics", "rollout_id", "1 / 0", ["--strict-trackers"], "plugin bad ... hook metrics: ZeroDivisionError"),
 ], ids=["all-dropped", "no-samples", "none", "too-few", "nan", "combine", "finish", "metrics"])  # fmt: skip
 def test_hook_that_gives_nothing_to_train_on(place, mark, define, arguments, body, flags, words):
     source = HOOK.format(mark=mark, define=define, arguments=arguments, body=body).replace("(self, )", "(self)")

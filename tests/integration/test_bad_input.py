@@ -116,7 +116,7 @@ def test_unpublished_iteration_is_ignored(place):
     outcome = place.run("--save", "ckpt", "--load", "ckpt", "--num-rollout", "2")
     assert (outcome.code, outcome.err) == (0, "")
     assert "rollout 2/2" in outcome.out and "rollout 1/2" not in outcome.out
-    names = sorted(path.name for path in ckpt.iterdir())
+    names = sorted(path.name for path in ckpt.iterdir() if path.name != ".lock")
     assert names == ["iter_0000001", "iter_0000002", "latest_checkpointed_iteration.txt"]
 
 
@@ -153,13 +153,11 @@ ROW = {"prompt": "1+1=", "label": "2"}
      " ... one JSON object a line"),
     ([ROW, "", ["1+1=", "2"]], "data.jsonl, line 3: the line is not a JSON object (got list)"),
     ([], "data.jsonl: no prompt is left ... the file is empty"),
-    ([ROW | {"prompt": "1+" * 200}],
-     "data.jsonl, line 1: the prompt has ... tokens ... context of 128 ... --rollout-max-prompt-len"),
     ([ROW | {"prompt": 5}], "data.jsonl, line 1: 'prompt' should be text or a list of chat messages (got int)"),
     ([ROW | {"prompt": []}], "data.jsonl, line 1: 'prompt' should be text or a list of chat messages (got nothing)"),
     ([ROW | {"prompt": [{"role": "user"}]}], "data.jsonl, line 1: a message of 'prompt' has no text"),
     ([ROW | {"metadata": "hello"}], "data.jsonl, line 1: 'metadata' should be an object (got str)"),
-], ids=["malformed", "no-object", "empty", "too-long", "number", "no-messages", "no-content", "metadata"])  # fmt: skip
+], ids=["malformed", "no-object", "empty", "number", "no-messages", "no-content", "metadata"])  # fmt: skip
 def test_bad_line(place, lines, words):
     place.refuses(2, words, *place.data(*lines))
 
@@ -205,9 +203,10 @@ class Bad:
     ("return 1 / 0", "sample",
      "scorer 'bad' failed on train prompt 0 (row 0) (got ZeroDivisionError: ... mend the scorer"
      " ... in plugin bad ... (file), hook reward ... logs/traceback.txt"),
-    ("return float('nan')", "sample", "scorer 'bad' gave train prompt 0 (row 0), sample 0 no finite number (got nan)"),
+    ("return float('nan')", "sample",
+     "scorer 'bad' gave train prompt 0 (row 0), sample 0 no finite number ... (got nan)"),
     ("return None if sample.index >= 0 else 0.0", "sample",
-     "scorer 'bad' gave train prompt 0 (row 0), sample 0 no finite number (got None)"),
+     "scorer 'bad' gave train prompt 0 (row 0), sample 0 no finite number ... (got None)"),
     ("time.sleep(1000); return 0.0", "sample",
      "scorer 'bad' took longer than 0.5 s for train prompt 0 ... --rm-timeout"),
     ("return [1.0]", "samples", "scorer 'bad' should answer with one number for each of 4 samples (got [1.0])"),

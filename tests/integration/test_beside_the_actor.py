@@ -190,7 +190,7 @@ def test_what_cannot_be_loaded_is_named(place, teachers):
     tokenizer = other / "tokenizer.json"
     tokenizer.write_text(tokenizer.read_text().replace("<|endoftext|>", "<|end|>"))
     place.refused(2, "do not share a vocabulary ... added tokens", *OPD, "--opd-teacher-load", str(other))
-    place.refused(2, "fewer tokens than would be compared ... 265", *OPD, "--opd-teacher-load",
+    place.refused(2, "opd_log_prob_top_k ... got 265 of 264", *OPD, "--opd-teacher-load",
                   str(teachers["same"]), "--opd-log-prob-top-k", "265")
     place.refused(2, "needs a teacher ... --opd-teacher-load", *OPD)
     place.refused(2, "--critic-save ... beside the actor ... --save", *ppo, "--critic-save", "x")

@@ -16,10 +16,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from miles_report.doctor.record import Record, newest
+from miles_report.doctor.rules import RULES, Diagnosis, examine
 
 from miles_core.errors import RunDirectoryError
-from miles_core.record.doctor.record import Record, newest
-from miles_core.record.doctor.rules import RULES, Diagnosis, examine
 from miles_core.testing.forked import miles
 
 ROOT = Path(__file__).parents[2]
@@ -222,7 +222,8 @@ REAL = {
     "an infinite loss": (["--plugin", "./noisy.py", "--policy-loss", "infinite"], 1, "training", ["non-finite"],
                          "is not finite"),
     "a filter that drops all": (["--plugin", "./drops.py"], 1, "rollout", ["starved"], "unliked"),
-    "an error nobody foresaw": (["--plugin", "./broken.py"], 1, "neither", ["failed"], "nobody foresaw this"),
+    "an error nobody foresaw": (["--plugin", "./broken.py", "--strict-trackers"], 1, "neither", ["failed"],
+                                "nobody foresaw this"),
 }
 
 
@@ -549,7 +550,7 @@ def test_it_imports_no_torch_and_answers_at_once(healthy):
     import subprocess
     import sys
 
-    code = ("import sys; from miles_core.cli import main\ntry: main()\nexcept SystemExit: pass\n"
+    code = ("import sys; from miles_core.cli import command_line\ntry: command_line()\nexcept SystemExit: pass\n"
             "assert not {'torch', 'transformers', 'megatron', 'ray'} & set(sys.modules)")
     begin = time.monotonic()
     command = [sys.executable, "-c", code, "doctor", str(healthy)]
@@ -560,7 +561,7 @@ def test_it_imports_no_torch_and_answers_at_once(healthy):
 
 
 def test_a_long_log_is_searched_at_both_ends_with_true_line_numbers(patient, monkeypatch):
-    from miles_core.record.doctor import record
+    from miles_report.doctor import record
 
     monkeypatch.setattr(record, "EACH", 2000)
     filler = ["[2026-11-06 01:16:21] Decode batch, #running-req: 18, token usage: 0.13"] * 500

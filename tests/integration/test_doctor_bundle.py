@@ -10,11 +10,11 @@ from pathlib import Path
 import hypothesis
 import pytest
 from hypothesis import strategies as st
+from miles_report.doctor.bundle import LINES, write_bundle
+from miles_report.doctor.record import Record
+from miles_report.doctor.redact import GONE, Redactor, is_secret
+from miles_report.doctor.rules import examine
 
-from miles_core.record.doctor.bundle import LINES, write_bundle
-from miles_core.record.doctor.record import Record
-from miles_core.record.doctor.redact import GONE, Redactor, is_secret
-from miles_core.record.doctor.rules import examine
 from miles_core.testing.forked import miles
 
 ROOT = Path(__file__).parents[2]
@@ -150,6 +150,24 @@ def test_the_command_writes_it_and_says_what_is_in_it(planted, tmp_path):
 ])  # fmt: skip
 def test_which_names_speak_of_a_secret(name, secret):
     assert is_secret(name) is secret
+
+
+@pytest.mark.parametrize("url", [
+    "https://b.s3.amazonaws.com/x?X-Amz-Credential=PL4NTED%2Fs3&X-Amz-Date=2026&X-Amz-Signature=PL4NTED",
+    "https://a.blob.core.windows.net/c/x?sv=2024&se=2027&sig=PL4NTED%3D", "https://host/x?token=PL4NTED#part",
+    "https://cdn/x?Expires=1&Signature=PL4NTED&Key-Pair-Id=K2", "s3://user:PL4NTED@host/x", "redis://:p@PL4NTED@host",
+])  # fmt: skip
+def test_a_url_loses_its_signature_and_its_password(url):
+    redactor = Redactor({}, home="/", user="")
+    assert "PL4NTED" not in redactor.text(f"fetching '{url}' failed") and "host" in redactor.text("http://host/?a=1")
+
+
+def test_the_value_of_a_secret_option_is_taken_out_wherever_it_appears(planted, tmp_path):
+    """Also where no name is beside it."""
+    with open(planted / "logs" / "run.log", "a") as file:
+        file.write("the tracker refused s3cr3t-value-9 twice, and w4ndb-k3y once\n")
+    files = unpack(planted, tmp_path / "b.tar.gz")
+    assert f"refused {GONE} twice, and {GONE} once" in files["logs/run.log"]
 
 
 FORMS = ("export {}={}", "{}: {}", '{{"{}": "{}", "x": 1}}', "--{} {} --lr 1e-4", "({}='{}')", 'url?a=1&{}={}&b=2',

@@ -7,12 +7,13 @@ import ast
 
 import pytest
 
-from miles_core import hookspecs
+from miles_core.plugins.select import all_specs
 from miles_core.testing import toy_run
 from tests.pages import ROOT, blocks
 
-SPECS = hookspecs.specs()
+SPECS = all_specs()
 NOT_IN_A_RUN = {
+    "commands": "plugins/miles-report/tests/test_report.py",  # of the command line
     "convert": "tests/unit/cli/test_convert_by.py",  # a command of its own
     "engine_args": "tests/integration/test_weight_hooks.py",  # of SGLang's servers
 }

@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from miles_core.build import trainer_part, with_context
 from miles_core.columns import Columns
 from miles_core.config.load import with_values
+from miles_core.errors import ColumnError
 from miles_core.kl import approximate_kl
 from miles_core.plugins import bind
 from miles_core.plugins.plan import prepare
@@ -306,6 +307,42 @@ def test_with_the_packing_of_the_step_the_first_ratio_is_exactly_one(bench):
     assert len(seen) > 2
     assert all(torch.equal(inputs.log_probs, inputs.old_log_probs) for inputs in seen)
     assert metrics["train/ppo_kl"] == 0.0 and metrics["train/pg_clipfrac"] == 0.0
+
+
+def test_several_steps_have_whole_rollouts_each_with_the_weights_of_its_own_samples(bench):
+    """Nine rollouts of ten samples in four steps: each is the step of a batch of these samples alone."""
+    perf = {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 100}
+    batch = make_batch()
+    for sample in batch.samples:
+        del sample.columns["log_probs"]
+    bench.configure({}, perf)
+    trainer = bench.trainer
+    trainer.config = with_values(trainer.config, "test", rollout__num_steps_per_rollout=4)
+    trainer.take_batch(batch)
+    trainer.score()
+    losses = [trainer.step(index)["train/loss"] for index in range(4)]
+    samples = batch.samples
+    for loss, part in zip(losses, ([0, 1], [2, 3], [4, 5, 6], [7, 8, 9]), strict=True):
+        bench.configure({}, perf)
+        alone = bench.step(Batch(0, [Group(samples[i].prompt, [samples[i]]) for i in part], 1))[0]
+        assert loss == pytest.approx(alone["train/loss"], abs=1e-9)
+
+
+def test_the_distance_to_the_engine_is_that_before_the_first_step(bench):
+    """Old log-probs are the engine's here, and the weights are elsewhere."""
+    bench.configure()
+    assert bench.step(make_batch())[0]["train/train_rollout_logprob_abs_diff"] == 0
+
+
+def test_a_reduction_that_changes_columns_is_an_error(bench):
+    def masks(samples):
+        samples[0].columns["loss_mask"][:] = 0
+        return np.ones(len(samples))
+
+    bench.configure()
+    bench.trainer.hooks.reduction["sample"] = masks
+    with pytest.raises(ColumnError, match="reduction"):
+        bench.step(make_batch())
 
 
 def test_the_step_above_left_the_weights_alone(bench, tiny):

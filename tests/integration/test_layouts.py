@@ -110,7 +110,7 @@ def ranks():
         return started[size]
 
     yield start
-    with ThreadPoolExecutor() as pool:  # dozens of trainers leave threads that each group waits 5 s for
+    with ThreadPoolExecutor() as pool:  # after dozens of trainers each takes its 5 s
         list(pool.map(Ranks.__exit__, started.values()))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -39,6 +40,36 @@ def rows(run: Path) -> list[int]:
 
 def differences(ours: Path, theirs: Path) -> list[str]:
     return survival.problems(ours, theirs, rollouts=ROLLOUTS)
+
+
+def test_a_resume_says_what_is_another_than_before(course, tiny, tmp_path):
+    """In one note of the record: values, data, and the source of a plugin; nothing where all is as it was."""
+    data = tmp_path / "train.jsonl"
+    shutil.copy(tiny / "train.jsonl", data)
+    whole = course("--prompt-data", data, rollouts=2)
+    whole.finish("a", "--num-rollout", "1", "--lr-decay-iters", "4")
+    data.write_text(data.read_text().replace("1", "2", 1))
+    whole.finish("a", "--lr-decay-iters", "4", "--lr", "3e-4", "--rollout-seed", "7")
+    assert any(event["event"] == "message" and "--prompt-data" in event["text"] and "resumed" in event["text"]
+               for event in read(tmp_path / "a/run/events.jsonl"))
+
+    def notes(run="a"):
+        return [event["text"] for event in read(tmp_path / run / "run/events.jsonl")
+                if event["event"] == "message" and "another plan" in event["text"]]
+
+    [note] = notes()
+    assert all(name in note for name in ("lr:", "0.0003", "rollout_seed:", "num_rollout: 1 -> 2"))
+    with open(tmp_path / "digits.py", "a") as file:
+        file.write("\n# another source\n")
+    whole.finish("a", "--num-rollout", "3", "--lr-decay-iters", "4", "--lr", "3e-4", "--rollout-seed", "7")
+    assert "plugin digits" in notes()[-1] and len(notes()) == 2 and "lr:" not in notes()[-1]
+    whole.finish("a", "--num-rollout", "3", "--lr-decay-iters", "4", "--lr", "3e-4", "--rollout-seed", "7")
+    assert len(notes()) == 2
+
+    shutil.copytree(tmp_path / "a/run/checkpoints", tmp_path / "b/run/checkpoints")  # of another run, to this one
+    whole.finish("b", "--num-rollout", "4", "--lr-decay-iters", "4", "--lr", "1e-4", "--rollout-seed", "7")
+    [note] = notes("b")
+    assert "lr: 0.0003 -> 0.0001" in note and "num_rollout: 3 -> 4" in note and "rollout_seed" not in note
 
 
 def test_starts_and_folders_do_not_matter_and_seeds_do(course):
@@ -105,6 +136,99 @@ def test_what_a_plugin_remembers_is_of_the_checkpoint_and_not_of_what_runs_meanw
     state = json.loads((whole.path / "reference/run/checkpoints/iter_0000002/miles.json").read_text())["state"]
     assert state["plugins"]["counting"]["rollout"]["state"] == {"seen": 8}
     assert (state["prompts"]["next"], state["prompts"]["again"]) == (8, [])
+
+
+MEAN = '''
+"""An estimator with a memory, which lives in the trainer."""
+import os
+
+from miles_core import hookimpl
+
+
+class Mean:
+    """Rewards less their mean over all rollouts so far; counts its process, so that ranks differ."""
+
+    def __init__(self):
+        self.mean, self.count, self.rank = 0.0, 0, None
+
+    @hookimpl(name="running")
+    def advantage(self, batch):
+        """One number per sample."""
+        from torch import distributed
+
+        assert self.rank in (None, distributed.get_rank())
+        self.rank = distributed.get_rank()
+        for sample in batch.samples:
+            self.count += 1
+            self.mean += (sample.reward - self.mean) / self.count
+        return [sample.reward - self.mean for sample in batch.samples]
+
+    def state_dict(self):
+        return {"mean": self.mean, "count": self.count, "rank": self.rank}
+
+    def load_state_dict(self, state):
+        self.mean, self.count, self.rank = state["mean"], state["count"], state["rank"]
+'''
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_a_plugin_remembers_in_the_trainer_is_of_the_checkpoint_on_every_rank(course, tmp_path, ranks):
+    (tmp_path / "mean.py").write_text(MEAN)
+    flags = ("--plugin", tmp_path / "mean.py", "--advantage-estimator", "running", "--debug-determinism",
+             "--actor-num-gpus-per-node", str(ranks), "--trainer-host", "thread" if ranks == 1 else "process")
+    whole = course(*flags, rollouts=4)
+    reference = whole.finish("reference")
+    whole.finish("stopped", "--debug-exit-after-rollout", "2")
+    assert not survival.problems(whole.finish("stopped"), reference, rollouts=4, ends=2)
+    saved = json.loads((reference / "checkpoints/iter_0000004/miles.json").read_text())["state"]["plugins"]["mean"]
+    own = {role: one["state"]["rank"] for role, one in saved.items() if role.startswith("trainer")}
+    assert own == ({"trainer": 0} if ranks == 1 else {"trainer/0": 0, "trainer/1": 1})
+    if ranks > 1:
+        fewer = whole.start("stopped", "--num-rollout", "5", "--actor-num-gpus-per-node", "1")
+        assert fewer.code != 0 and "--drop-plugin-state mean" in fewer.err
+
+
+SOURCE = '''
+"""Prompts in an order of its own."""
+from miles_core import hookimpl
+
+
+class Own:
+    """Counts what it gave."""
+
+    @hookimpl(name="backwards")
+    def prompt_source(self, config, tokenizer):
+        """The rows from the last to the first."""
+        from miles_core.stages.prompts import JsonlPrompts, Rows
+
+        class Backwards(JsonlPrompts):
+            def state_dict(self):
+                return {"given": self._next}
+
+            def load_state_dict(self, state):
+                self._next = state["given"]
+
+            def __getitem__(self, uid):
+                return super().__getitem__(len(self) - 1 - uid % len(self))
+
+        rollout = config.rollout
+        return Backwards(Rows(rollout.prompt_data, rollout.input_key, rollout.label_key, rollout.metadata_key,
+                              rollout.rollout_max_context_len, template={}), tokenizer)
+'''
+
+
+def test_a_resume_with_another_prompt_source_is_refused_or_begins_it_anew(course, tmp_path):
+    (tmp_path / "own.py").write_text(SOURCE)
+    whole = course("--plugin", tmp_path / "own.py", rollouts=1)
+    whole.finish("a", "--prompt-source", "backwards")
+    refused = whole.start("a", "--num-rollout", "2")
+    assert refused.code == 2 and "'backwards'" in refused.err and "'jsonl'" in refused.err
+    assert "--drop-plugin-state backwards" in refused.err and "KeyError" not in refused.err
+    saved = whole.finish("a", "--num-rollout", "2", "--drop-plugin-state", "backwards") / "checkpoints"
+    first, second = (json.loads((saved / f"iter_000000{i}/miles.json").read_text())["state"] for i in (1, 2))
+    assert (first["prompt_source"], second["prompt_source"]) == ("backwards", "jsonl")
+    assert second["prompts"]["next"] == first["prompts"]["given"], "the other source began with its first prompt"
+    whole.finish("a", "--num-rollout", "3")
 
 
 def test_an_interrupt_is_a_kill_with_a_word(course):

@@ -35,7 +35,7 @@ def step(tmp_path):
 
 
 def plugins(plan):
-    return [one["name"] for one in plan["plugins"] if one["source"] != "built-in"]
+    return [one["name"] for one in plan["plugins"] if one["origin"] != "default"]
 
 
 def test_seven_steps_have_a_command():

@@ -14,19 +14,21 @@ import sys
 import sysconfig
 import tomllib
 import venv
+import zipfile
 from pathlib import Path
 
 import pytest
 
-from miles_core import hookspecs
+from miles_core import __version__
 from miles_core.errors import ConfigError, PluginError
 from miles_core.plugins import scaffold
 from miles_core.plugins.load import import_file
 from miles_core.plugins.manifest import of_source, to_toml
+from miles_core.plugins.select import all_specs
 
 ROOT = Path(__file__).parents[2]
 TEMPLATE = ROOT / "cookiecutter"
-HOOKS = [name for name, spec in hookspecs.specs().items() if not spec.part]
+HOOKS = list(all_specs())
 AWKWARD = {
     "my-reward": {"hooks": "reward"},
     "x2": {"hooks": ",".join(HOOKS), "state": "yes", "gpu_tests": "yes", "licence": "MIT",
@@ -71,6 +73,18 @@ def test_both_tools_render_the_same_files(projects, tmp_path, name):
     assert differing == [scaffold.ANSWERS], "which each writes in its own way"
 
 
+@pytest.mark.parametrize(("name", "distribution"), [
+    ("miles-plugin-sapo", "miles-plugin-sapo"), ("miles-sapo", "miles-sapo")])
+def test_the_name_of_a_distribution_stands_for_that_of_its_plugin(tmp_path, name, distribution):
+    made = [scaffold.new(name, template=None, out=tmp_path / "one", answers={}),
+            by_cookiecutter(tmp_path / "two", name, distribution=distribution)]
+    for project in made:
+        stated = tomllib.loads((project / "pyproject.toml").read_text())["project"]
+        assert stated["name"] == distribution and list(stated["entry-points"]["miles.plugins"]) == ["sapo"]
+        (manifest,) = project.rglob("miles-plugin.toml")
+        assert tomllib.loads(manifest.read_text())["name"] == "sapo"
+
+
 @pytest.mark.parametrize("name", AWKWARD)
 def test_the_rendered_manifest_is_what_the_code_says(projects, name):
     package = projects[name].name.replace("-", "_")
@@ -103,7 +117,8 @@ def test_every_hook_alone_makes_a_plugin_that_binds(tmp_path):
 @pytest.mark.parametrize(("name", "answers", "message"), [
     ("My Reward", {}, "no name for a plugin"), ("x--y", {}, "no name for a plugin"),
     ("rollout", {}, "name rollout is taken"), ("grpo", {}, "name grpo is taken"),
-    ("fine", {"hooks": "rewrd"}, "no hook rewrd"), ("fine", {"distribution": "other"}, "miles-fine or"),
+    ("fine", {"hooks": "rewrd"}, "'rewrd'.*did you mean 'reward'"),
+    ("fine", {"distribution": "other"}, "miles-fine or"),
 ])  # fmt: skip
 def test_answers_that_make_no_plugin_are_refused(tmp_path, name, answers, message):
     with pytest.raises((ConfigError, PluginError), match=message):
@@ -139,6 +154,24 @@ def test_a_project_is_built_installed_listed_tested_and_typed(projects, clean, t
     shell(sys.executable, "-m", "mypy", cwd=project, MYPYPATH=str(ROOT))
 
 
+@pytest.mark.slow
+def test_projects_are_typed_beside_a_core_that_is_installed_from_a_checkout(projects, tmp_path):
+    """By a type checker that runs none of the code that setuptools may put in place of the package; with any hook."""
+    checkout, environment = tmp_path / "checkout", tmp_path / "venv"
+    for name in ("miles_core", "cookiecutter"):
+        shutil.copytree(ROOT / name, checkout / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, checkout)
+    venv.create(environment, with_pip=False)  # an older setuptools comes with it
+    (site,) = environment.glob("lib/python*/site-packages")
+    (site / "below.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")  # whose own path files do not count
+    python = environment / "bin" / "python"
+    shell(python, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "-e", checkout, cwd=tmp_path,
+          PYTHONPATH="")
+    for name in ("my-reward", "x2"):
+        shell(python, "-m", "mypy", "--cache-dir", tmp_path / "cache", cwd=projects[name], PYTHONPATH="")
+
+
 def test_an_older_project_with_edits_of_its_own_is_brought_up(tmp_path):
     """What the template changed comes, what the author changed stays, and uncommitted work is not touched."""
     git = ["git", "-c", "user.name=T", "-c", "user.email=t@example.org"]
@@ -172,6 +205,41 @@ def test_an_older_project_with_edits_of_its_own_is_brought_up(tmp_path):
         said = scaffold.update(project, None)
     assert "README.md" in said and "## Contributing" in readme.read_text()
     assert "return 2.0 * float(" in plugin.read_text() and "<<<<<<<" not in plugin.read_text() + readme.read_text()
+
+
+@pytest.mark.parametrize("make", [by_copier, by_cookiecutter])
+def test_a_project_of_the_template_that_miles_ships_is_brought_up(tmp_path, monkeypatch, make):
+    """At once there is nothing to do; of an older miles-core pip fetches the template, here from a folder."""
+    project = make(tmp_path, "my-reward")
+    answers = project / scaffold.ANSWERS
+    assert f"_commit: {__version__}\n" in answers.read_text() and str(ROOT) not in answers.read_text()
+
+    def commit() -> None:
+        shell("git", "init", "--quiet", cwd=project)
+        shell("git", "add", "-A", cwd=project)
+        shell("git", "-c", "user.name=T", "-c", "user.email=t@example.org", "commit", "-qm", "A step", cwd=project)
+
+    commit()
+    assert scaffold.update(project, None) == "nothing has changed"
+    ignore, readme = project / ".gitignore", project / "README.md"
+    with zipfile.ZipFile(tmp_path / "miles_core-0.0.9-py3-none-any.whl", "w") as wheel:
+        for path in (one for one in TEMPLATE.rglob("*") if one.is_file() and one.suffix != ".pyc"):
+            text = path.read_text(encoding="utf-8").replace(f"version = '{__version__}'", "version = '0.0.9'")
+            text = text.replace("/runs/\n", "").replace("## Work on it", "## Working on it")
+            wheel.writestr(f"miles_core/template/{path.relative_to(TEMPLATE)}", text)
+        for name, text in {"METADATA": "Metadata-Version: 2.1\nName: miles-core\nVersion: 0.0.9\n", "RECORD": "",
+                           "WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"}.items():
+            wheel.writestr(f"miles_core-0.0.9.dist-info/{name}", text)
+    answers.write_text(answers.read_text().replace(f"_commit: {__version__}", "_commit: 0.0.9"))
+    ignore.write_text(ignore.read_text().replace("/runs/\n", "") + "/mine/\n")
+    readme.write_text(readme.read_text().replace("## Work on it", "## Working on it") + "Mine.\n")
+    commit()
+    for name, value in {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path)}.items():
+        monkeypatch.setenv(name, value)
+    assert "README.md" in scaffold.update(project, None)
+    assert "/runs/\n" in ignore.read_text() and "/mine/\n" in ignore.read_text()
+    assert "## Work on it" in readme.read_text() and readme.read_text().endswith("Mine.\n")
+    assert f"_commit: {__version__}\n" in answers.read_text()
 
 
 def test_what_is_generated_in_the_template_is_up_to_date():

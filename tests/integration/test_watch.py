@@ -17,9 +17,9 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
+from miles_report.report import write_report
 
 from miles_core.record.events import EventLog, read
-from miles_core.record.report import write_report
 from miles_core.testing.forked import miles
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")

@@ -58,7 +58,8 @@ def test_export_import_and_save_weights_each_see_the_whole_stream(tmp_path):
 
 
 def sglang(**fields) -> RunConfig:
-    return RunConfig(rollout=Rollout(engine="sglang"), server={"context_length": 64}, **fields)
+    return RunConfig(rollout=Rollout(engine="sglang"), surfaces={"server": {"context_length": 64}},
+                     stated={"engine:sglang": ("servers", "server_args")}, **fields)
 
 
 def hooks(chain) -> Hooks:
@@ -67,7 +68,7 @@ def hooks(chain) -> Hooks:
 
 def test_engine_args_adds_to_the_servers_fields():
     config = _with_engine_args(sglang(), hooks(lambda fields: {**fields, "enable_lora": True}))
-    assert config.server == {"context_length": 64, "enable_lora": True}
+    assert config.surface("server") == {"context_length": 64, "enable_lora": True}
     assert _with_engine_args(RunConfig(), hooks(lambda fields: {"enable_lora": True})).server == {}, "no server"
 
 

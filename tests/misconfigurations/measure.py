@@ -1,8 +1,6 @@
 """How many reported misconfigurations does the plan refuse, and how many good runs with them?
 
-    python tests/misconfigurations/measure.py               cases that are not held out, and the good runs
-    python tests/misconfigurations/measure.py --held-out    the held-out third too
-    python tests/misconfigurations/measure.py --second --third    further collections too
+    python tests/misconfigurations/measure.py
 
 Each case is the smallest correct run with its flags (cases.toml says how), prepared in this process as by
 `miles run --plan`. Refused is an error of Miles's own; anything else that is raised is a crash and does not count as
@@ -11,7 +9,6 @@ refused. Exits with 1 if anything crashed or a good run was refused.
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import sys
@@ -38,7 +35,6 @@ BASE = [
 ]
 """The smallest correct run: each flag with its words."""
 
-LATER = ("second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth")
 REFUSED, ACCEPTED, CRASHED = "refused", "accepted", "crashed"
 
 
@@ -74,25 +70,14 @@ def outcome(case: dict) -> Outcome:
     return Outcome(ACCEPTED)
 
 
-def cases(held_out: bool) -> list[dict]:
-    """The cases that count, of one part.
-
-    Args:
-        held_out: of the third that is measured on its own.
-    """
-    every = tomllib.loads((FOLDER / "cases.toml").read_text())["case"]
-    return [case for case in every if "impossible" not in case and case["held_out"] == held_out]
-
-
-def collection(name: str) -> list[dict]:
-    """The cases of a later collection that count: "second" or "third"."""
-    every = tomllib.loads((FOLDER / f"{name}.toml").read_text())["case"]
-    return [case for case in every if "impossible" not in case]
+def cases() -> list[dict]:
+    """Runs that the plan refuses."""
+    return tomllib.loads((FOLDER / "cases.toml").read_text())["case"]
 
 
 def good() -> list[dict]:
     """Runs that have to be accepted."""
-    return tomllib.loads((FOLDER / "good.toml").read_text())["good"]
+    return tomllib.loads((FOLDER / "cases.toml").read_text())["good"]
 
 
 def part(title: str, some: Sequence[dict]) -> Counter[str]:
@@ -109,19 +94,8 @@ def part(title: str, some: Sequence[dict]) -> Counter[str]:
 
 
 def main() -> int:
-    """Prints every part; 1 if something crashed or a good run was refused."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--held-out", action="store_true", help="also the third of cases that is held out")
-    for name in LATER:
-        parser.add_argument(f"--{name}", action="store_true", help=f"also the {name} collection")
-    asked = parser.parse_args()
-    seen = part("misconfigurations, not held out", cases(held_out=False))
-    if asked.held_out:
-        seen += part("misconfigurations, held out", cases(held_out=True))
-    for name in LATER:
-        if getattr(asked, name):
-            seen += part(f"misconfigurations, {name} collection", collection(name))
-    false = part("good runs", good())
+    """Prints both parts; 1 if something crashed or a good run was refused."""
+    seen, false = part("misconfigurations", cases()), part("good runs", good())
     return int(bool(seen[CRASHED] or false[REFUSED] or false[CRASHED]))
 
 

@@ -6,6 +6,7 @@ MILES_SGLANG_PYTHON names the interpreter, or `make sglang-cpu` made .venv-sglan
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import sys
 import time
@@ -67,8 +68,8 @@ def config(models, tmp_path_factory) -> RunConfig:
         checkpoint=Checkpoint(hf_checkpoint=str(models["old"]), run_dir=str(tmp_path_factory.mktemp("run"))),
         rollout=Rollout(engine="sglang", rollout_max_context_len=2048), perf=Perf(bf16=False),
         sglang=Sglang(server_command=LAUNCHER, router="none", health_check_timeout=5.0),
-        server={"max_total_tokens": 8192, "enable_return_routed_experts": True,
-                "custom_weight_loader": ["miles_weights.load"]},
+        surfaces={"server": {"max_total_tokens": 8192, "enable_return_routed_experts": True,
+                "custom_weight_loader": ["miles_weights.load"]}},
         debug=Debug(debug_rollout_only=True),
     )  # fmt: skip
 
@@ -76,6 +77,13 @@ def config(models, tmp_path_factory) -> RunConfig:
 @pytest.fixture(scope="session")
 def server(config):
     """The server's URL."""
+    with serving(config, "session.log") as url:
+        yield url
+
+
+@contextlib.contextmanager
+def serving(config: RunConfig, name: str):
+    """The URL of a server of its own, with its log in the run's folder."""
     from miles_core.backends.sglang.arguments import command, environment
     from miles_core.backends.sglang.client import Client
     from miles_core.backends.sglang.server import ServerProcess
@@ -84,7 +92,7 @@ def server(config):
 
     process = ServerProcess(Seat())
     port = process.free_ports(1)[0]
-    log = Path(config.checkpoint.run_dir) / "logs" / "session.log"
+    log = Path(config.checkpoint.run_dir) / "logs" / name
     process.start(command(config, Seat(), port, None), environment(config, Seat()), log)
 
     async def healthy() -> bool:

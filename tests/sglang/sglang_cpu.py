@@ -2,14 +2,15 @@
 
     python tests/sglang/sglang_cpu.py --model-path CHECKPOINT --port 32000 …
 
-Takes the flags of `sglang.launch_server`. Everything runs SGLang's own code but for three things that its CPU build
-lacks and that are written here: the copy of token slots, the top-k of a router of experts, and pinned memory. The
-second makes it no witness for routing ties: which of two experts with equal scores wins is this file's answer, not
-that of SGLang's kernel.
+Takes the flags of `sglang.launch_server`. Everything runs SGLang's own code but for what its CPU build lacks and is
+written here: the copies of token slots and of slots of the caches, the top-k of a router of experts, pinned memory, and
+the attention of drafts. The top-k makes it no witness for routing ties: which of two experts with equal scores wins is
+this file's answer, not that of SGLang's kernel.
 
 The top level runs in the spawned scheduler and detokenizer as well: they import the main module again.
 """
 
+import ctypes
 import importlib.machinery
 import os
 import sys
@@ -57,6 +58,14 @@ def assign_req_to_token_pool_cpu(req_pool_indices, req_to_token, start, end, out
         at += last - first
 
 
+def copy_all_layer_kv_cache_cpu(data_ptrs, strides, targets, sources) -> None:
+    """In each cache, `strides` bytes a slot, the slots `sources` go to `targets`."""
+    for begin, size in zip(data_ptrs.tolist(), strides.tolist(), strict=True):
+        rows = [ctypes.string_at(begin + source * size, size) for source in sources.tolist()]
+        for target, row in zip(targets.tolist(), rows, strict=True):
+            ctypes.memmove(begin + target * size, row, size)
+
+
 def topk_softmax_cpu(hidden_states, gating_output, topk, renormalize):
     """([tokens, topk] float32 weights, [tokens, topk] int32 experts) of the router's scores."""
     weights, experts = torch.topk(torch.softmax(gating_output.float(), -1), topk, dim=-1)
@@ -83,6 +92,7 @@ def stand_in_for_kernels() -> list[torch.library.Library]:
     module.__version__, module.__path__ = "0.0.0", []
     module.__spec__ = importlib.machinery.ModuleSpec("sgl_kernel", None)
     module.assign_req_to_token_pool_cpu = assign_req_to_token_pool_cpu
+    module.copy_all_layer_kv_cache_cpu = copy_all_layer_kv_cache_cpu
     module.__getattr__ = absent
     sys.modules["sgl_kernel"] = module
     library = torch.library.Library("sgl_kernel", "DEF")
@@ -92,8 +102,18 @@ def stand_in_for_kernels() -> list[torch.library.Library]:
     return [library]
 
 
+def draft_with_torch() -> None:
+    """SGLang has no backend of torch's attention for what a draft is extended by."""
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+    from sglang.srt.speculative.draft_utils import DraftBackendFactory
+
+    DraftBackendFactory.create_draft_extend_backend = lambda self: TorchNativeAttnBackend(self.draft_model_runner)
+
+
 KEPT = [*declare_torchvision(), *stand_in_for_kernels()]  # a library that is collected takes its operators along
 without_pinning()
+if "--speculative-algorithm" in sys.argv:
+    draft_with_torch()
 
 if __name__ == "__main__":
     from sglang.srt.entrypoints.http_server import launch_server

@@ -22,9 +22,10 @@ from miles_core.backends.sglang.engine import SglangEngine
 from miles_core.backends.sglang.router import Router
 from miles_core.backends.sync.sequence import ServerSync
 from miles_core.config.tables import Debug
-from miles_core.hosts import ThreadHost, within
+from miles_core.hosts import ThreadHost
 from miles_core.stages.placement import Local
 from miles_core.types import Rank
+from miles_core.waits import within
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::ResourceWarning")]
 
@@ -41,7 +42,7 @@ class Fleet:
     def __init__(self, config, tokenizer, models, run_dir):
         self.config = replace(
             config, checkpoint=replace(config.checkpoint, run_dir=str(run_dir)), debug=Debug(),
-            server={"max_total_tokens": 8192},
+            surfaces={"server": {"max_total_tokens": 8192}},
             perf=replace(config.perf, rollout_num_gpus=2, rollout_num_gpus_per_engine=1, weight_sync_timeout=120.0,
                          update_weight_buffer_size=8_000),
             sglang=replace(config.sglang, router="smg"))  # fmt: skip

@@ -22,8 +22,9 @@ from miles_core.backends.sync.sender import Servers, Settings
 from miles_core.backends.sync.sequence import ServerSync
 from miles_core.backends.sync.servers import Target
 from miles_core.errors import SyncError
-from miles_core.hosts import ThreadHost, within
+from miles_core.hosts import ThreadHost
 from miles_core.types import Rank
+from miles_core.waits import within
 
 
 class Trainer:

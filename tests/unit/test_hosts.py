@@ -2,13 +2,16 @@
 
 import asyncio
 import os
+import subprocess
+import sys
+import tempfile
 import threading
 import time
 
 import pytest
 
 from miles_core.errors import TrainError, WaitError
-from miles_core.hosts import ProcessHost, ThreadHost, in_daemon_thread
+from miles_core.hosts import ProcessHost, ThreadHost, in_daemon_thread, meeting_folder
 
 
 class Counter:
@@ -108,6 +111,19 @@ def test_the_object_lives_beside_the_event_loop(host):
     assert (thread == "trainer") == (host is ThreadHost)
 
 
+def test_a_loop_that_was_blocked_hears_the_answer_before_it_calls_it_late():
+    async def work(handle):
+        handle.timeout = 0.2
+        call = asyncio.ensure_future(handle.add(1, 0.05))
+        await asyncio.sleep(0.01)
+        time.sleep(0.6)  # as a hook that computes in the event loop
+        assert await call == 1
+        with pytest.raises(WaitError, match="0.2 s"):
+            await handle.add(1, 0.5)
+
+    run(ThreadHost, work)
+
+
 def test_a_process_that_dies_is_named_with_its_exit_code():
     async def work(handle):
         with pytest.raises(TrainError, match=r"'trainer' died in die\(\).*exit code 7"):
@@ -147,3 +163,18 @@ def test_a_call_that_hangs_is_bounded_and_named(host):
         return time.monotonic() - begin
 
     assert run(host, work) < 0.9
+
+
+def test_the_meeting_folder_of_a_killed_process_is_removed_and_that_of_a_living_one_stays(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    program = ("import os, tempfile; from miles_core.hosts import meeting_folder\n"
+               f"tempfile.tempdir = {str(tmp_path)!r}\n"
+               "kept = meeting_folder(); print(kept.name, flush=True); os.kill(os.getpid(), 9)")
+    left = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout.strip()
+    assert os.path.isdir(left)
+    first, second = meeting_folder(), meeting_folder()
+    assert not os.path.exists(left)
+    assert sorted(os.listdir(tmp_path)) == sorted(os.path.basename(one.name) for one in (first, second))
+    first.cleanup()
+    second.cleanup()
+    assert os.listdir(tmp_path) == []

@@ -302,3 +302,18 @@ def test_the_tests_above_catch_a_buffer_that_returns_room_before_the_sync(monkey
     with pytest.raises(AssertionError):
         for lag in (0, 1, 2, 5):
             test_observed_lag_never_exceeds_max_lag(lag, 0, 0)
+
+
+def test_the_raw_reward_is_the_scorers_whatever_shape_rewards_makes_of_it():
+    def doubled(groups):
+        for sample in (sample for group in groups for sample in group.samples):
+            sample.reward = 2 * sample.reward + 1
+        return groups
+
+    run = toy_run(rollouts=2, batch_size=2, max_lag=0, duration=lambda uid, tries: 0.0)
+    plain = go(rollouts=2, batch_size=2, max_lag=0, duration=lambda uid, tries: 0.0)
+    run.shape = doubled
+    run_virtual(lambda: train(run))
+    for (_, shaped), (_, raw) in zip(run.journal.rollouts, plain.journal.rollouts, strict=True):
+        assert shaped["rollout/raw_reward"] == raw["rollout/raw_reward"] and "rollout/rewards" not in raw
+        assert shaped["rollout/rewards"] == 2 * raw["rollout/raw_reward"] + 1

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from miles_core.errors import BatchError
-from miles_core.packing import first_fit_decreasing, fixed, flops, karmarkar_karp, oversized, schedule
+from miles_core.packing import first_fit_decreasing, fixed, flops, in_steps, karmarkar_karp, oversized, schedule
 
 LENGTHS = st.lists(st.integers(1, 60), max_size=60)
 LOADS = st.lists(st.integers(0, 100), max_size=40)
@@ -69,6 +69,30 @@ def test_by_hand():
     assert first_fit_decreasing([3, 3, 3], 6) == [[0, 1], [2]]
     assert first_fit_decreasing([50, 1], 10) == [[0], [1]]
     assert first_fit_decreasing([], 10) == []
+
+
+@pytest.mark.parametrize(("rollouts", "steps", "expected"), [
+    ("00001" "23", 2, [[0, 1, 2, 3, 4], [5, 6]]),
+    ("0101", 2, [[0, 2], [1, 3]]),
+    ("0123456789", 3, [[0, 1, 2], [3, 4, 5], [6, 7, 8, 9]]),
+    ("0123", 2, [[0, 1], [2, 3]]),
+])  # fmt: skip
+def test_a_step_has_whole_rollouts(rollouts, steps, expected):
+    assert in_steps(rollouts, steps) == expected
+
+
+@given(st.lists(st.integers(0, 12), min_size=1, max_size=40), st.data())
+def test_steps_have_every_sample_once_and_no_rollout_twice(rollouts, data):
+    steps = data.draw(st.integers(1, len(set(rollouts))))
+    parts = in_steps(rollouts, steps)
+    assert sorted(index for part in parts for index in part) == list(range(len(rollouts)))
+    sizes = [len({rollouts[index] for index in part}) for part in parts]
+    assert sum(sizes) == len(set(rollouts)) and max(sizes) - min(sizes) <= 1
+
+
+def test_a_step_without_a_rollout_is_refused():
+    with pytest.raises(BatchError, match=r"rollout.num_steps_per_rollout"):
+        in_steps("0000", 2)
 
 
 @given(st.integers(0, 50), st.integers(1, 12))

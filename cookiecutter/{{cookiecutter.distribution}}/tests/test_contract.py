@@ -2,4 +2,4 @@
 
 from miles_core.testing import plugin_contract
 
-TestContract = plugin_contract("{{ cookiecutter.name }}")
+TestContract = plugin_contract("{{ cookiecutter.__name }}")

@@ -11,14 +11,14 @@ RUN = ["--hf-checkpoint", "model", "--prompt-data", "data/train.jsonl", "--rollo
 
 
 def test_it_takes_part_in_a_plan():
-    plan = prepare(None, [*RUN, "--plugin", "{{ cookiecutter.name }}", "--{{ cookiecutter.name }}.strength", "2"])
-    assert "{{ cookiecutter.name }}" in [one.manifest.name for one in plan.selected]
-    assert "{{ cookiecutter.name }}.strength = 2.0" in plan.to_text()
+    plan = prepare(None, [*RUN, "--plugin", "{{ cookiecutter.__name }}", "--{{ cookiecutter.__name }}.strength", "2"])
+    assert "{{ cookiecutter.__name }}" in [one.manifest.name for one in plan.selected]
+    assert "{{ cookiecutter.__name }}.strength = 2.0" in plan.to_text()
 
 
 def test_an_option_that_does_not_fit_is_refused():
     with pytest.raises(ConfigError, match="strength"):
-        prepare(None, [*RUN, "--plugin", "{{ cookiecutter.name }}", "--{{ cookiecutter.name }}.strength", "much"])
+        prepare(None, [*RUN, "--plugin", "{{ cookiecutter.__name }}", "--{{ cookiecutter.__name }}.strength", "much"])
 
 
 def test_it_is_made_of_its_options():

@@ -7,7 +7,3 @@
     weights.py    the engine's copy of a checkpoint, filled from Hugging Face names
     sampling.py   keyed draws and stop strings
 """
-
-from miles_core.backends.local.engine import LocalEngine
-
-__all__ = ["LocalEngine"]

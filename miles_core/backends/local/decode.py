@@ -5,6 +5,8 @@ by a prefill or by a decode step. Matrix libraries pick another order of summati
 
   * the number of rows is always a multiple of ROWS; where that is not enough (`linear`), every product has the one
     shape [TILE, in] x [in, out];
+  * a router's scores are padded to whole cache lines: rows of few outputs would begin at other offsets of the
+    libraries' vectors, and so be summed in an order that depends on their place;
   * attention is two batched products in float32, with query rows padded to QUERY_ROWS and keys summed in chunks of
     KEY_CHUNK. Keys beyond a row's length get weight zero, and adding zeros changes nothing;
   * an expert's outputs are added in the order of the experts' numbers.
@@ -306,7 +308,8 @@ class Decoder:
     def _experts(self, x: torch.Tensor, layer: Layer, routes: list[torch.Tensor] | None) -> torch.Tensor:
         """x [R, hidden] through its topk experts, each expert's rows padded to a multiple of ROWS."""
         s = self.shape
-        weight, chosen = torch.softmax(linear(x, layer.router), -1, dtype=torch.float32).topk(s.topk, -1)
+        scores = linear(x, layer.router)[:, : s.experts]
+        weight, chosen = torch.softmax(scores, -1, dtype=torch.float32).topk(s.topk, -1)
         if s.renormalise:
             weight = weight / weight.sum(-1, keepdim=True)
         if routes is not None:

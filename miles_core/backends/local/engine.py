@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -26,6 +25,7 @@ from miles_core.backends.local.sampling import StopStrings, check
 from miles_core.backends.local.weights import FAMILIES, ModelShape
 from miles_core.errors import CheckpointError, EngineError
 from miles_core.hosts import in_daemon_thread
+from miles_core.reading import parse_json, reading
 from miles_core.stages.rollout import PauseMode, Request, Response, check_request
 
 if TYPE_CHECKING:
@@ -57,12 +57,13 @@ def decoder_for(folder: Path, dtype: torch.dtype,
     """
     if not (folder / "config.json").is_file():
         raise CheckpointError("there is no config.json", who=str(folder), fix="name a Hugging Face checkpoint")
-    kind = json.loads((folder / "config.json").read_text()).get("model_type")
-    if kind in FAMILIES and (shape := ModelShape.read(folder)) is not None:
-        return Decoder(shape, max_context or shape.context, dtype), f"{kind} fast path"
-    from miles_core.backends.local.modules import ModuleDecoder
+    with reading(f"{folder}/config.json", CheckpointError):
+        kind = parse_json((folder / "config.json").read_text(encoding="utf-8")).get("model_type")
+        if kind in FAMILIES and (shape := ModelShape.read(folder)) is not None:
+            return Decoder(shape, max_context or shape.context, dtype), f"{kind} fast path"
+        from miles_core.backends.local.modules import ModuleDecoder
 
-    return ModuleDecoder(folder, dtype), f"{kind} through transformers"
+        return ModuleDecoder(folder, dtype), f"{kind} through transformers"
 
 
 class LocalEngine:

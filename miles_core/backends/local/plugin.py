@@ -8,6 +8,16 @@ from miles_core.hookspecs import hookimpl
 class Local:
     """Decodes in the driver's process, on a CPU or GPU, with a copy of the weights of its own."""
 
+    hookspecs = "miles_core.backends.local.hookspecs"
+    provides = ("engine:local:tensors:cache=float32",)
+
+    @hookimpl
+    def check(self, config, note):
+        """Logits that trainer and engine would round differently."""
+        from miles_core.backends.local.checks import check_head
+
+        return check_head(config, note)
+
     @hookimpl(name="local")
     def engine(self, config, tokenizer, hooks):
         """The engine "local"."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,9 +9,12 @@ from pathlib import Path
 import torch
 
 from miles_core.errors import CheckpointError, EngineError
+from miles_core.reading import parse_json, reading
 
 FAMILIES = ("qwen3", "qwen3_moe")
 ROPES = ("default", "linear", "yarn", "llama3")
+LINE = 16
+"""float32 numbers of a cache line."""
 
 
 @dataclass(frozen=True)
@@ -111,11 +113,10 @@ def eos_ids(config, folder: Path) -> frozenset[int]:
     """generation_config.json has the last word, as in transformers' generate."""
     found = config.eos_token_id
     path = folder / "generation_config.json"
-    if path.is_file():
-        found = json.loads(path.read_text()).get("eos_token_id", found)
-    if found is None:
-        return frozenset()
-    return frozenset([found] if isinstance(found, int) else found)
+    with reading(str(path), CheckpointError):
+        if path.is_file():
+            found = parse_json(path.read_text(encoding="utf-8")).get("eos_token_id", found)
+        return frozenset(map(int, () if found is None else [found] if isinstance(found, int) else found))
 
 
 def _matrix(*shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -145,7 +146,9 @@ class Layer:
         self.o = _matrix(s.hidden, s.heads * s.head_dim, dtype=dtype)
         self.router = None
         if index in s.sparse:
-            self.router = _matrix(s.experts, s.hidden, dtype=dtype)
+            # Whole cache lines per row of scores: where rows of a narrow product begin anywhere, some libraries sum
+            # a row in another order at another place of the batch.
+            self.router = _matrix(-(-s.experts // LINE) * LINE, s.hidden, dtype=dtype).zero_()
             self.gate_up = _matrix(s.experts, 2 * s.expert_intermediate, s.hidden, dtype=dtype)
             self.down = _matrix(s.experts, s.hidden, s.expert_intermediate, dtype=dtype)
         else:
@@ -167,7 +170,7 @@ class Layer:
         if self.router is None:
             yield from _mlp_slots("mlp", self.gate_up, self.down)
             return
-        yield "mlp.gate.weight", self.router, tuple(self.router.shape)
+        yield "mlp.gate.weight", self.router[: shape.experts], (shape.experts, shape.hidden)
         for expert in range(shape.experts):
             yield from _mlp_slots(f"mlp.experts.{expert}", self.gate_up[expert], self.down[expert])
 

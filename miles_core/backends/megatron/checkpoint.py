@@ -15,7 +15,6 @@ import contextlib
 import gc
 import json
 import logging
-import pickle
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,16 +26,15 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from miles_core.backends.megatron import cpu, index, intact
 from miles_core.backends.megatron.optimizer import load_state, prepare_state
-from miles_core.backends.megatron.publish import TEMPORARY, publish, write_error, write_text
+from miles_core.backends.megatron.publish import TEMPORARY, aside, publish, write_error, write_text
 from miles_core.backends.megatron.shards import few
 from miles_core.backends.megatron.weights import known_by
-from miles_core.errors import CheckpointError
-from miles_core.stages.step import TRACKER
+from miles_core.errors import CheckpointError, MilesError
+from miles_core.stages.step import LOCK, TRACKER
 
 cpu.install()
 
 from megatron.core import dist_checkpointing, parallel_state  # noqa: E402 - after install()
-from megatron.core.dist_checkpointing.core import CheckpointingException  # noqa: E402
 from megatron.core.dist_checkpointing.mapping import ShardedObject  # noqa: E402
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy  # noqa: E402
 from megatron.core.utils import unwrap_model  # noqa: E402
@@ -51,8 +49,9 @@ _ITERATION = re.compile(r"iter_(\d{7,})")
 
 
 def iteration_folder(folder: str | Path, iteration: int) -> Path:
-    """Where one iteration of a checkpoint lies."""
-    return Path(folder) / f"iter_{iteration:07d}"
+    """Where one iteration of a checkpoint lies; after a power cut perhaps where its successor put it aside."""
+    target = Path(folder) / f"iter_{iteration:07d}"
+    return target if target.exists() or not aside(target).exists() else aside(target)
 
 
 def exists(folder: str | Path) -> bool:
@@ -75,8 +74,8 @@ def latest(folder: str | Path) -> int:
         if (first := _unnamed(folder)) is not None:
             return first
         raise _not_a_checkpoint(folder)
-    text = tracker.read_text().strip()
-    if not text.isdecimal():
+    text = tracker.read_text(errors="replace").strip()
+    if not re.fullmatch(r"[0-9]{1,18}", text):
         raise CheckpointError("the tracker file does not name an iteration", got=repr(text[:40]), who=str(tracker),
                               fix=f"write the number of a complete iteration into it, of {_present(folder)}")
     where = iteration_folder(folder, int(text))
@@ -104,7 +103,7 @@ def save(folder: str | Path, iteration: int, parts: Mapping[str, Part],
     Raises:
         CheckpointError: the disk is full or cannot be written.
     """
-    target = iteration_folder(folder, iteration)
+    target = Path(folder) / f"iter_{iteration:07d}"
     first = dist.get_rank() == 0
     with publish(target, writer=first) as temporary, write_errors(target), _frozen_heap():
         for where, (chunks, optimizer, scheduler) in _folders(temporary, parts):
@@ -159,8 +158,9 @@ def load(folder: str | Path, parts: Mapping[str, Part], iteration: int | None = 
             intact.check(where, dist.get_rank(), dist.get_world_size())
             kept = _state(source)
             _load_part(where, held, *part)
-        except (CheckpointingException, CheckpointException, OSError, EOFError, KeyError, ValueError, RuntimeError,
-                pickle.UnpicklingError) as error:  # fmt: skip
+        except MilesError:
+            raise
+        except (Exception, CheckpointException) as error:  # torch's own is a BaseException; a flipped bit raises any
             raise CheckpointError("the checkpoint cannot be read or does not fit this model", got=_first_line(error),
                                   who=str(where), fix="use the checkpoint of a run of the same model and optimizer, or "
                                   "an earlier iteration") from error
@@ -267,7 +267,8 @@ def _frozen_heap() -> Iterator[None]:
 def never_saved(folder: str | Path) -> bool:
     """Whether no save was ever completed here: no such folder, nothing in it, or what a kill left of the first one."""
     folder = Path(folder)
-    return not folder.exists() or (folder.is_dir() and all(p.name.startswith(TEMPORARY) for p in folder.iterdir()))
+    ours = (TEMPORARY, LOCK)
+    return not folder.exists() or (folder.is_dir() and all(p.name.startswith(ours) for p in folder.iterdir()))
 
 
 def _unnamed(folder: Path) -> int | None:

@@ -15,7 +15,6 @@ import contextlib
 import ctypes
 import dataclasses
 import gc
-import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,11 +30,13 @@ from miles_core.config.load import with_values
 from miles_core.config.options import Origin, convert
 from miles_core.config.tables import RunConfig
 from miles_core.errors import CheckpointError, ConfigError, OwnerError, WaitError
-from miles_core.hosts import Handle, within
+from miles_core.hosts import Handle
 from miles_core.plugins import bind, select
 from miles_core.plugins.scan import KNOWN
 from miles_core.plugins.select import Selected
+from miles_core.reading import parse_json, reading
 from miles_core.types import Rank
+from miles_core.waits import within
 
 cpu.install()
 
@@ -172,12 +173,9 @@ def architecture(folder: Path, plugins: Sequence[str],
     from transformers import AutoConfig
 
     path = folder / "config.json"
-    try:
-        name = json.loads(path.read_text(encoding="utf-8"))["model_type"]
+    with reading(str(path), CheckpointError):
+        name = str(parse_json(path.read_text(encoding="utf-8"))["model_type"])
         hf = AutoConfig.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError("config.json cannot be read", got=str(error), who=str(path),
-                              fix="fetch the checkpoint again") from error
     selected = select.select([(one, "--plugin") for one in plugins], select.built_in())
     if not any(_builds(one, name) for one in selected):
         known = [plugin for plugin, offers in KNOWN.items() if f"model_spec:{name}" in offers]
@@ -191,11 +189,12 @@ def architecture(folder: Path, plugins: Sequence[str],
     config = with_values(RunConfig(options=_options(options, selected)), str(path),
                          checkpoint__hf_checkpoint=str(folder))
     hooks = bind.bind(selected, config, "trainer")
-    family = hooks.model_spec[name](hf)
-    weight_map = family.weight_map(hf)
+    with reading(str(path), CheckpointError):
+        family = hooks.model_spec[name](hf)
+        model_spec, weight_map = family.model_spec(hf), family.weight_map(hf)
     if hooks.weight_map is not None:
         weight_map = hooks.weight_map(weight_map, folder, checkpoint.ACTOR)
-    return family.model_spec(hf), weight_map, tuple(selected), config
+    return model_spec, weight_map, tuple(selected), config
 
 
 def _options(given: Sequence[str], selected: Sequence[Selected]) -> dict[str, dict[str, object]]:

@@ -39,6 +39,8 @@ class ToDist(Conversion):
                                   who=str(folder), fix="fetch the checkpoint again")
         self._stored = {name: held[file][name] for name, file in files.items()}
         shapes = {name: shape for one in parameters for name, shape in one.hf.items()}
+        weights.announce_left(folder, files, shapes, weight_map)
+        weights.check_tied(folder, files, weight_map)
         weights.check_fit(folder, files.keys(), shapes.keys(), weight_map, shapes,
                           lambda name: self._stored[name].shape)
         return sorted((self._place(one) for one in parameters), key=lambda one: one.place)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-import pickle
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -107,7 +106,7 @@ class ToHuggingFace(Conversion):
             with open(file, "rb") as opened:
                 view = _create_file_view(opened, where.offset, where.length)
                 return torch.load(view, map_location="cpu", weights_only=True)
-        except (OSError, EOFError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
+        except Exception as error:
             said = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise CheckpointError("a file of the checkpoint cannot be read", got=said, who=str(file),
                                   fix="use another iteration") from error
@@ -116,7 +115,8 @@ class ToHuggingFace(Conversion):
         dist.barrier()  # every file is there
         if self.rank.index == 0:
             largest = max(self.parameters, key=lambda one: one.nbytes)
-            weights.copy_companions(self.job.companions, self.job.target, largest.dtype, weights.PLAIN)
+            weights.copy_companions(self.job.companions, self.job.target, largest.dtype,
+                                    weights.PLAIN | weights.without_left(self.job.weight_map))
             names = [[name for one in file.parameters for name in one.hf] for file in self._files]
             shards.write_index(self.job.target, names, sum(file.nbytes for file in self._files))
         return len(self._files)

@@ -1,6 +1,6 @@
 """Megatron-core where CUDA or Transformer Engine is absent: its source is mended while it is imported.
 
-Nothing of torch is patched and nothing on disk is changed. A finder in front of `sys.meta_path` reads each
+Nothing of torch is patched and nothing on disk is changed. A finder in front of `sys.meta_path` (finder.py) reads each
 `megatron.core` module, applies the rules below and compiles the result, so that line numbers and tracebacks stay those
 of the installed files. Modules that no rule touches keep their bytecode cache.
 
@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import datetime
 import gc
-import importlib.abc
-import importlib.machinery
 import importlib.util
 import os
 import platform
@@ -27,6 +25,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from miles_core.backends.megatron import finder
 from miles_core.errors import ConfigError
 from miles_core.types import Rank
 
@@ -213,38 +212,17 @@ class InProcess:
             pass
 
 
-class _Loader(importlib.machinery.SourceFileLoader):
-    def get_code(self, fullname: str):
-        path = self.get_filename(fullname)
-        source = importlib.util.decode_source(self.get_data(path))
-        mended = mend(fullname, source)
-        # An untouched module may use its cache; a mended one must never be written to it.
-        return super().get_code(fullname) if mended == source else compile(mended, path, "exec", dont_inherit=True)
-
-
-class _Finder(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path, target=None):
-        if not name.startswith("megatron.core"):
-            return None
-        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
-        if spec is not None and type(spec.loader) is importlib.machinery.SourceFileLoader:
-            spec.loader = _Loader(spec.loader.name, spec.loader.path)
-        return spec
-
-
 def install() -> None:
     """Mend megatron.core from now on; call it before the first import of megatron.core. Idempotent.
 
     Raises:
         ConfigError: megatron.core was imported before.
     """
-    if any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        return
-    if "megatron.core" in sys.modules:
+    if not finder.installed() and "megatron.core" in sys.modules:
         raise ConfigError("megatron.core was imported before miles could adapt it",
                           who="miles_core.backends.megatron.cpu.install",
                           fix="import miles_core.backends.megatron (or call install()) before megatron.core")
-    sys.meta_path.insert(0, _Finder())
+    finder.install()
     # Megatron warns of every optional package that a CPU host lacks and torch of names that Megatron still uses.
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)

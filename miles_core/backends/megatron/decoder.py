@@ -57,7 +57,7 @@ class Decoder:
         mixture: the mixtures of experts that some or all layers have for an MLP; see mixture.py.
         mlp: rules of the MLPs where they are neither these nor one dense MLP per layer.
         mixing: rules of the token mixers where they are not one attention per layer; the norms around them excepted.
-        left: see WeightMap.
+        left, left_counts: see WeightMap.
     """
 
     hf: object
@@ -80,6 +80,7 @@ class Decoder:
     mlp: tuple[Rule, ...] | None = None
     mixing: tuple[Rule, ...] | None = None
     left: tuple[str, ...] = ()
+    left_counts: tuple[str, ...] = ()
 
     def spec(self) -> ModelSpec:
         """The architecture."""
@@ -128,6 +129,7 @@ class Decoder:
         return WeightMap(
             rules=tuple(rules), heads=hf.num_attention_heads, groups=hf.num_key_value_heads, head_dim=head_dim(hf),
             ignored=frozenset({"lm_head.weight"} if hf.tie_word_embeddings else ()), left=self.left,
+            left_counts=self.left_counts,
         )  # fmt: skip
 
     def _mlp(self, layers: tuple[int, ...]) -> tuple[Rule, ...]:
@@ -223,7 +225,10 @@ def rotary(
     Raises:
         ConfigError: a scaling other than linear, llama3 and yarn, or a part where the family has none.
     """
-    given = dict(parameters if parameters is not None else getattr(hf, "rope_parameters", None) or {})
+    if parameters is None:
+        hf.standardize_rope_params()  # as transformers does when it builds the model, which may move keys in
+        parameters = hf.rope_parameters
+    given = dict(parameters or {})
     scaling = given.get("rope_type", "default")
     if scaling not in _SCALINGS:
         raise _unsupported(hf, f"rope_type other than {', '.join(_SCALINGS)}", scaling)

@@ -123,7 +123,7 @@ def trainer(config: RunConfig, model: Model) -> dict[str, float]:
 
 
 def _stage(config: RunConfig, model: Model, stage: int) -> dict[str, float]:
-    size, layout, given = model.size, model.layout, config.megatron
+    size, layout, given = model.size, model.layout, config.surface("megatron")
     layers, last = size.layers / layout.pipeline, stage == layout.pipeline - 1
     dense, sparse = parameters(model, layers, stage == 0, last)
     each = _optimizer_bytes(config, model.value)
@@ -145,7 +145,7 @@ def _optimizer_bytes(config: RunConfig, value: int) -> float:
 
     Where moments have fewer bits, the kernel keeps of the master what the bfloat16 weight leaves out of it.
     """
-    given = config.megatron
+    given = config.surface("megatron")
     names = ("exp_avg_dtype", "exp_avg_sq_dtype", *(("main_params_dtype",) if value < FP32 else ()))
     whole = sum(_BYTES.get(str(given.get(name, "fp32")), FP32) for name in names)
     remainders = given.get("use_precision_aware_optimizer") and given.get("store_param_remainders", True)
@@ -167,7 +167,7 @@ def tokens_of(config: RunConfig, layout: Layout) -> int:
 
 def _activations(config: RunConfig, model: Model, layers: float, stage: int) -> tuple[float, float]:
     """(kept until the backward pass, gradients and scratch of the layer that is being passed)."""
-    size, layout, value, given = model.size, model.layout, model.value, config.megatron
+    size, layout, value, given = model.size, model.layout, model.value, config.surface("megatron")
     tokens = tokens_of(config, layout)
     share = size.sparse / size.layers
     one = {sparse: sum(kept(model, sparse).values()) for sparse in (False, True) if share != (0.0 if sparse else 1.0)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -76,11 +76,10 @@ def lookup(flag: str) -> Flag | SurfaceField | None:
     return positive if positive is not None and "bool" in positive.type.split(" | ") else None
 
 
-def nearest(flag: str, known: Iterable[str]) -> str | None:
-    """The known flag that a misspelt one most resembles, or None when none is close."""
-    import difflib
-
-    return next(iter(difflib.get_close_matches(flag, list(known), n=1, cutoff=0.7)), None)
+def taken() -> list[SurfaceField]:
+    """The fields of megatron-core that a run may set: those of the surface that are neither derived nor refused."""
+    found = [(field, lookup("--" + name.replace("_", "-"))) for name, field in surface().items()]
+    return [field for field, entry in found if not isinstance(entry, Flag) or entry.status == "accepted"]
 
 
 def layer_pattern(text: str) -> int | list[int]:

@@ -1,14 +1,17 @@
 """What a checkpoint's index says it holds, read without trust, and whether that is what a model wants.
 
 `.metadata` is a pickle that torch reads with the full unpickler, so it is read here first with one that knows the few
-classes it may hold. Entries other than tensors, which torch would unpickle too, are refused.
+classes it may hold, by name, and makes stand-ins of them that cannot be called otherwise or changed. Entries other than
+tensors, which torch would unpickle too, are refused.
 """
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,22 +29,63 @@ Held = Mapping[str, tuple[int, ...]]
 
 OPTIMIZER = "optimizer."
 
-_SAFE_MODULES = ("torch.distributed.checkpoint.", "megatron.core.dist_checkpointing.", "torch.distributed._shard.")
-_SAFE_NAMES = {
-    ("torch", "Size"), ("torch", "dtype"), ("torch.serialization", "_get_layout"), ("torch._utils", "_rebuild_tensor"),
-    ("collections", "OrderedDict"), ("collections", "defaultdict"), ("builtins", "set"), ("builtins", "list"),
-    ("builtins", "dict"), ("builtins", "slice"), ("builtins", "int"), ("pathlib", "PosixPath"), ("pathlib", "Path"),
+_METADATA, _LEGACY = "torch.distributed.checkpoint.metadata", "torch.distributed._shard.sharded_tensor.metadata"
+_PLANNER, _MEGATRON = "torch.distributed.checkpoint.planner", "megatron.core.dist_checkpointing.strategies.torch"
+_TENSOR = (_METADATA, "TensorStorageMetadata")
+_RECORDS = {
+    _TENSOR, *((_METADATA, name) for name in ("Metadata", "TensorProperties", "ChunkStorageMetadata",
+                                              "BytesStorageMetadata", "MetadataIndex", "StorageMeta")),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"), (_LEGACY, "TensorProperties"),
+    *((_PLANNER, name) for name in ("SavePlan", "WriteItem", "TensorWriteData")),
+    *((_MEGATRON, name) for name in ("MCoreMetadata", "MCoreSavePlan")),
 }  # fmt: skip
+_VALUES = {
+    ("torch", "Size"), ("torch.serialization", "_get_layout"), ("pathlib", "PosixPath"), ("pathlib", "Path"),
+    (_METADATA, "_MEM_FORMAT_ENCODING"), (_LEGACY, "MEM_FORMAT_ENCODING"), (_PLANNER, "WriteItemType"),
+    *(("torch", name) for name, value in vars(torch).items() if isinstance(value, torch.dtype)),
+}  # fmt: skip
+_BUILTIN = {("collections", "OrderedDict"), ("builtins", "set"), ("builtins", "list"), ("builtins", "dict"),
+            ("builtins", "slice")}
+"""Written in C, so that no pickle can change them."""
+
+
+class _Sealed(type):
+    def __setattr__(cls, name: str, value: object) -> None:
+        raise pickle.UnpicklingError(f"it wants to change the class {cls.__name__}")
+
+
+class _Record(metaclass=_Sealed):
+    """Stands for a dataclass: takes any state, runs nothing."""
+
+    def __new__(cls, *_arguments: object) -> _Record:
+        return object.__new__(cls)
+
+    def __setstate__(self, state: object) -> None:
+        self.__dict__.update(state if isinstance(state, dict) else {})
+
+
+class _Value(tuple, metaclass=_Sealed):
+    """Stands for what is made by a call and shared afterwards, so that it has no state to set."""
+
+    __slots__ = ()
+
+    def __new__(cls, *arguments: object) -> _Value:
+        return super().__new__(cls, arguments[0] if len(arguments) == 1 and isinstance(arguments[0], tuple)
+                               else arguments)
 
 
 class _MetadataReader(pickle.Unpickler):
+    """Makes stand-ins of the named classes. What it accepts, torch's unpickler reads without calling anything else."""
+
+    kinds: dict[tuple[str, str], type] = {pair: _Sealed(pair[1], (_Record,), {}) for pair in _RECORDS} | {
+        pair: _Sealed(pair[1], (_Value,), {"__slots__": ()}) for pair in _VALUES}
+
     def find_class(self, module: str, name: str):
-        dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if dtype or (module, name) in _SAFE_NAMES or (module.startswith(_SAFE_MODULES) and "." not in name):
-            found = super().find_class(module, name)
-            if dtype or not module.startswith(_SAFE_MODULES) or isinstance(found, type):
-                return found
-        raise pickle.UnpicklingError(f"it wants to call {module}.{name}")
+        if (module, name) in _BUILTIN:
+            return super().find_class(module, name)
+        if (module, name) not in self.kinds:
+            raise pickle.UnpicklingError(f"it wants to call {module}.{name}")
+        return self.kinds[module, name]
 
 
 def read(path: Path) -> Held:
@@ -50,12 +94,14 @@ def read(path: Path) -> Held:
     Raises:
         CheckpointError: not the index of tensors that it should be.
     """
-    entries = _read(path).state_dict_metadata
-    for name, entry in entries.items():
-        if not hasattr(entry, "chunks"):
+    with _reading(path) as index:
+        entries = {str(name): (type(entry), tuple(getattr(entry, "size", ())))
+                   for name, entry in index.state_dict_metadata.items()}
+    for name, (kind, shape) in entries.items():
+        if kind is not _MetadataReader.kinds[_TENSOR] or not all(isinstance(size, int) for size in shape):
             raise CheckpointError("the checkpoint holds something else than tensors", got=name, who=str(path),
                                   fix="use a checkpoint that miles wrote")
-    return {name: tuple(entry.size) for name, entry in entries.items()}
+    return {name: shape for name, (_, shape) in entries.items()}
 
 
 def places(path: Path) -> list[tuple[Path, int, int]]:
@@ -64,17 +110,20 @@ def places(path: Path) -> list[tuple[Path, int, int]]:
     Raises:
         CheckpointError: it cannot be read, or leads out of its folder.
     """
-    stored = [(one.relative_path, one.offset, one.length) for one in (_read(path).storage_data or {}).values()]
+    with _reading(path) as index:
+        stored = sorted((str(one.relative_path), max(0, one.offset), max(0, one.length))
+                        for one in (index.storage_data or {}).values())
     if wrong := [name for name, _, _ in stored if Path(name).name != name]:
         raise CheckpointError("the checkpoint's index leads out of its folder", got=wrong[0], who=str(path),
                               fix="do not load checkpoints from strangers")
-    return [(path.parent / name, begin, size) for name, begin, size in sorted(stored)]
+    return [(path.parent / name, begin, size) for name, begin, size in stored]
 
 
-def _read(path: Path):
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[Any]:
     try:
         with open(path, "rb") as file:
-            return _MetadataReader(file).load()
+            yield _MetadataReader(file).load()
     except Exception as error:
         raise CheckpointError("the checkpoint's index cannot be trusted or read", who=str(path),
                               got=(str(error).strip() or type(error).__name__).splitlines()[0][:300],

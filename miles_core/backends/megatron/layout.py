@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from miles_core.config.architecture import NAMES, Architecture, architecture_of
@@ -82,7 +82,7 @@ def layout_of(config: RunConfig) -> Layout:
         BatchError: a size below 1, or ranks that do not divide by the sizes.
     """
     world = config.perf.actor_num_nodes * config.perf.actor_num_gpus_per_node
-    given = {name: config.megatron.get(key) for name, key in KEYS.items()}
+    given = {name: config.surface("megatron").get(key) for name, key in KEYS.items()}
     for name, size in given.items():
         if size is not None and size < 1:
             raise BatchError(f"{KEYS[name]} should be at least 1", got=size, who=_sizes(config, name),
@@ -98,14 +98,14 @@ def layout_of(config: RunConfig) -> Layout:
             raise _indivisible_world(config, world, {name: sizes[name] for name in names})
         shares[copies] = world // product
     return Layout(world, virtual_pipeline=None if virtual == 1 else virtual, **sizes, **shares,
-                  sequence_parallel=bool(config.megatron.get("sequence_parallel")))
+                  sequence_parallel=bool(config.surface("megatron").get("sequence_parallel")))
 
 
 def _indivisible_world(config: RunConfig, world: int, sizes: dict[str, int]) -> BatchError:
     wide = [name for name, size in sizes.items() if size > 1]
     product = math.prod(sizes.values())
     text = " x ".join(f"{KEYS[name]} {sizes[name]}" for name in wide) + f" = {product}" * (len(wide) > 1)
-    defaulted = "expert_tensor" in wide and config.megatron.get(KEYS["expert_tensor"]) is None
+    defaulted = "expert_tensor" in wide and config.surface("megatron").get(KEYS["expert_tensor"]) is None
     less = f"{KEYS['expert_tensor']} = 1 (left out it is the tensor-parallel size)" if defaulted else "smaller sizes"
     ranks = f"{world} ranks do" if world > 1 else "1 rank does"
     return BatchError(f"the trainer's {ranks} not divide by {text}",
@@ -174,7 +174,7 @@ def _combinations(layout: Layout, config: RunConfig) -> None:
                          got="tensor_model_parallel_size = 1",
                          who=who(config, "megatron.sequence_parallel", f"megatron.{KEYS['tensor']}"),
                          fix="raise tensor_model_parallel_size, or leave sequence_parallel out")
-    group = config.megatron.get("microbatch_group_size_per_vp_stage")
+    group = config.surface("megatron").get("microbatch_group_size_per_vp_stage")
     if layout.virtual_pipeline and group not in (None, layout.pipeline):
         # Smaller is refused by megatron-core's schedule; larger would want another multiple of micro-batches.
         raise BatchError("microbatch_group_size_per_vp_stage should be the pipeline-parallel size", got=group,
@@ -184,7 +184,7 @@ def _combinations(layout: Layout, config: RunConfig) -> None:
 
 def _heads(layout: Layout, architecture: Architecture, config: RunConfig) -> None:
     """Context parallelism by all-to-all gives each rank some heads of whole sequences."""
-    given = config.megatron.get("cp_comm_type")
+    given = config.surface("megatron").get("cp_comm_type")
     if layout.context == 1 or "a2a" not in (given if isinstance(given, list) else [given]):
         return
     ranks = layout.tensor * layout.context
@@ -203,7 +203,7 @@ def _experts(layout: Layout, architecture: Architecture, config: RunConfig) -> N
                          got=f"tensor_model_parallel_size = {layout.tensor}, "
                          f"{architecture.experts} experts ({architecture.source['experts']})",
                          who=_sizes(config, "tensor"), fix="--sequence-parallel, or tensor_model_parallel_size = 1")
-    pattern = config.megatron.get("moe_layer_freq")
+    pattern = config.surface("megatron").get("moe_layer_freq")
     if isinstance(pattern, list) and architecture.layers not in (None, len(pattern)):
         raise ConfigError(f"moe_layer_freq is a pattern of {len(pattern)} layers, and the model has "
                           f"{architecture.layers}", who=f"{who(config, 'megatron.moe_layer_freq')}, "
@@ -232,7 +232,7 @@ def _divisions(layout: Layout, architecture: Architecture, config: RunConfig) ->
         yield "shared_ffn", ("tensor",)
         yield "expert_ffn", ("expert_tensor",)
         yield "experts", ("expert",)
-    if not any(config.megatron.get(key) for key in UNEVEN):
+    if not any(config.surface("megatron").get(key) for key in UNEVEN):
         yield "layers", ("pipeline",)
         yield "layers", ("pipeline", "virtual_pipeline")
 
@@ -254,13 +254,14 @@ def _divides(layout: Layout, architecture: Architecture, config: RunConfig, cons
 
 def _stages(layout: Layout, architecture: Architecture, config: RunConfig) -> None:
     """What a first and a last stage of their own leave to the others; and stages that the embedding or loss is in."""
-    counted = [key for key in UNEVEN[3:] if config.megatron.get(key)]
+    counted = [key for key in UNEVEN[3:] if config.surface("megatron").get(key)]
     each = layout.pipeline * (layout.virtual_pipeline or 1)
     if counted and architecture.layers is not None and (total := architecture.layers + len(counted)) % each:
         raise BatchError(f"{architecture.layers} layers and {len(counted)} that counts as one do not divide by {each} "
                          "stages", got=f"{total} / {each}", who=who(config, *(f"megatron.{key}" for key in counted)),
                          fix="leave it out, or name the layers of the first and the last stage")
-    own = {key: config.megatron[key] for key in UNEVEN[1:3] if config.megatron.get(key) is not None}
+    fields = config.surface("megatron")
+    own = {key: fields[key] for key in UNEVEN[1:3] if fields.get(key) is not None}
     if not own or architecture.layers is None:
         return
     rest = layout.pipeline - len(own)
@@ -278,7 +279,7 @@ def _stages(layout: Layout, architecture: Architecture, config: RunConfig) -> No
 
 def _written(layout: Layout, architecture: Architecture, config: RunConfig) -> None:
     """The stages of --pipeline-model-parallel-layout, such as "Ett|(tt|)*2tL": embedding, layers, loss, all there."""
-    given = config.megatron.get(UNEVEN[0])
+    given = config.surface("megatron").get(UNEVEN[0])
     if not isinstance(given, str):
         return
     text = given.replace(",", "")
@@ -288,7 +289,7 @@ def _written(layout: Layout, architecture: Architecture, config: RunConfig) -> N
     what = None
     if not re.fullmatch(r"E[tm|]*L\|*", text):
         what = "the pipeline's layout is E, a t for each layer and L, with | between stages"
-    elif stages != each if config.megatron.get(KEYS["virtual_pipeline"]) or each == 1 else stages % each:
+    elif stages != each if config.surface("megatron").get(KEYS["virtual_pipeline"]) or each == 1 else stages % each:
         what = f"the pipeline's layout has {stages} stages, and the pipeline {each}"
     elif architecture.layers is not None and text.count("t") != architecture.layers:
         what = f"the pipeline's layout has {text.count('t')} layers, and the model {architecture.layers}"
@@ -345,3 +346,14 @@ def _notes(layout: Layout, config: RunConfig) -> Iterator[str]:
     if layout.tensor > 1 and not layout.sequence_parallel:
         yield (f"tensor_model_parallel_size {layout.tensor} without sequence_parallel: each of these ranks holds the "
                "activations of all norms and residuals; --sequence-parallel splits them")
+
+
+def check_layouts(config: RunConfig, note: Callable[[str], None]) -> RunConfig:
+    """The configuration as it is.
+
+    Raises:
+        BatchError, ConfigError: a layout that cannot be trained.
+    """
+    for text in check_layout(layout_of(config), architecture_of(config), config):
+        note(text)
+    return config

@@ -108,9 +108,9 @@ def transformer_config(
     }  # fmt: skip
     if virtual_pipeline is not None:
         layout |= _INTERLEAVED
-        for name in overrides.keys() & _INTERLEAVED.keys():
-            if overrides[name] != _INTERLEAVED[name]:
-                logger.warning("%s is %s: a virtual pipeline is wrong without", name, _INTERLEAVED[name])
+        for name, value in _INTERLEAVED.items():
+            if overrides.get(name, value) != value:
+                logger.warning("%s is %s: a virtual pipeline is wrong without", name, value)
     ours = {**_DEFAULTS, **_OF_LAYERS[chosen], "activation_func": _ACTIVATIONS[spec.activation]}
     values = {**defaults_for(TransformerConfig), **ours, **spec.defaults, **spec.constants, **overrides, **layout,
               "transformer_impl": chosen}  # fmt: skip

@@ -163,4 +163,5 @@ class Models:
 
     def export(self, folder: Path, stream: Iterator[tuple[str, torch.Tensor]]) -> None:
         """The actor's stream as a Hugging Face directory; one rank writes it."""
-        weights.export_hf(folder, self.actor.folder, stream, config=weights.PLAIN)
+        weights.export_hf(folder, self.actor.folder, stream,
+                          config=weights.PLAIN | weights.without_left(self.actor.weight_map))

@@ -53,7 +53,9 @@ class Objective:
             raise TrainError("the loss has no gradient", who=f"policy loss {self._name!r}",
                              fix="compute it from inputs.log_probs, without detach()")
         if self.actor:
-            share["train_rollout_logprob_abs_diff"] = (inputs.log_probs - inputs.rollout_log_probs).abs()
+            # The trainer before its first step, where it was asked: later steps would measure what was learnt as well.
+            trainer = inputs.rows.get("log_probs", inputs.log_probs)
+            share["train_rollout_logprob_abs_diff"] = (trainer - inputs.rollout_log_probs).abs()
         return value, {key: loss.reduce(term.detach().to(torch.float64), token_weights, inputs.mask)
                        for key, term in share.items()}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import os
 import shutil
@@ -10,9 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from miles_core.errors import CheckpointError
+from miles_core.record.directory import make_folder, sync
 
 TEMPORARY = ".tmp-"
 """Prefix of folders that were never published; nobody reads them and the next `publish` beside them clears them."""
+
+_HERE, _EXCHANGE = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
 
 
 @contextlib.contextmanager
@@ -32,14 +36,14 @@ def publish(target: Path, *, writer: bool = True, beside: bool = True) -> Iterat
     temporary = target.parent / f"{TEMPORARY}{target.name}"
     try:
         if writer:
-            target.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(target.parent)
             if beside:
                 clear(target.parent)
             discard(temporary)
             temporary.mkdir()
         yield temporary
         if writer:
-            sync(temporary)
+            sync_all(temporary)
             replace_folder(temporary, target)
     except OSError as error:
         discard(temporary, writer)
@@ -56,9 +60,13 @@ def discard(folder: Path, writer: bool = True) -> None:
 
 
 def clear(parent: Path) -> None:
-    """Remove what an interrupted `publish` left beside."""
+    """Remove what an interrupted `publish` left beside; a folder whose successor never came gets its name back."""
     for stale in parent.glob(f"{TEMPORARY}*"):
-        if stale.is_dir():
+        target = parent / stale.name.removeprefix(f"{TEMPORARY}replaced-")
+        if aside(target) == stale and not target.exists():
+            os.rename(stale, target)
+            sync(parent)
+        elif stale.is_dir():
             discard(stale)
         else:
             stale.unlink(missing_ok=True)
@@ -73,31 +81,54 @@ def write_text(target: Path, text: str) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.rename(temporary, target)
-        _sync_path(target.parent)
+        sync(target.parent)
     except OSError as error:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise write_error(target, error) from error
 
 
-def sync(folder: Path) -> None:
+def sync_all(folder: Path) -> None:
     """Flush every file of a folder, and the folder itself, to disk."""
     for where, _, files in os.walk(folder):
         for name in files:
-            _sync_path(Path(where, name))
-        _sync_path(Path(where))
+            sync(Path(where, name))
+        sync(where)
 
 
 def replace_folder(source: Path, target: Path) -> None:
-    """Rename source to target. A folder cannot be renamed over a filled one, so that one steps aside first."""
-    aside = None
-    if target.exists():
-        aside = target.parent / f"{TEMPORARY}replaced-{target.name}"
-        os.rename(target, aside)
-    os.rename(source, target)
-    _sync_path(target.parent)
-    if aside is not None:
-        discard(aside)
+    """Rename source to target. A folder cannot be renamed over a filled one, so the two swap their names.
+
+    Where the file system cannot do that (NFS), the old one steps aside first, and `aside` is where it may be found.
+    """
+    old = source
+    if not target.exists():
+        os.rename(source, target)
+    elif not exchange(source, target):
+        old = aside(target)
+        discard(old)
+        os.rename(target, old)
+        os.rename(source, target)
+    sync(target.parent)
+    discard(old)
+
+
+def aside(target: Path) -> Path:
+    """Where a folder lies between the two renames that replace it, on file systems that cannot exchange names."""
+    return target.parent / f"{TEMPORARY}replaced-{target.name}"
+
+
+def exchange(one: Path, other: Path) -> bool:
+    """Let two folders swap their names in one step; False where this system cannot."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(libc, "renameat2"):
+        return False
+    if libc.renameat2(_HERE, os.fsencode(one), _HERE, os.fsencode(other), _EXCHANGE) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+        return False
+    raise OSError(number, os.strerror(number), str(one), None, str(other))
 
 
 def write_error(target: Path, error: OSError) -> CheckpointError:
@@ -110,11 +141,3 @@ def write_error(target: Path, error: OSError) -> CheckpointError:
         fix=("free some space" if full else "see that the folder can be written to")
         + "; checkpoints that were complete before still are",
     )
-
-
-def _sync_path(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

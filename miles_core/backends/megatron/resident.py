@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
 import torch
 
-from miles_core.backends.megatron import cpu, gradients, optimizer, value, weights
+from miles_core.backends.megatron import cpu, gradients, optimizer, unread, value, weights
 from miles_core.backends.megatron.given import check_architecture, given_for
 from miles_core.backends.megatron.layout import Layout
-from miles_core.backends.megatron.model import build, transformer_config
+from miles_core.backends.megatron.model import ALWAYS_OFF, LOCAL_ONLY_OFF, build, transformer_config
 from miles_core.backends.megatron.offload import Offload, host_copy, synchronise
 from miles_core.config.tables import RunConfig
-from miles_core.errors import ConfigError, NonFiniteError
+from miles_core.errors import CheckpointError, ConfigError, NonFiniteError
 from miles_core.plugins.bind import Hooks
 from miles_core.plugins.resolve import chosen
+from miles_core.reading import reading
 from miles_core.stages.models import Model
 
 cpu.install()
@@ -39,15 +40,12 @@ class Resident:
         self.name, self.declared, self.config = name, declared, config
         self.folder = _architecture(declared, config)
         self.spec, self.weight_map = architecture(self.folder, config, hooks)
-        check_architecture(config.megatron, self.spec)
-        fields = given_for(TransformerConfig, config.megatron)
+        check_architecture(config.surface("megatron"), self.spec)
+        fields = given_for(TransformerConfig, config.surface("megatron"))
         if hooks.transformer_config is not None:
             fields = hooks.transformer_config(fields, self.folder, name)
-        self.settings = transformer_config(
-            self.spec, fields, bf16=config.perf.bf16, tensor=layout.tensor,
-            pipeline=layout.pipeline, virtual_pipeline=layout.virtual_pipeline, context=layout.context,
-            expert=layout.expert, expert_tensor=layout.expert_tensor, sequence_parallel=layout.sequence_parallel,
-        )  # fmt: skip
+        self.fields, self.layout = fields, layout
+        self.settings = self._settings(fields)
         self.settings.finalize_model_grads_func = finalize_model_grads
         make = value.build if declared.head == "value" else build
         stages = range(layout.virtual_pipeline) if layout.virtual_pipeline else (None,)
@@ -70,6 +68,21 @@ class Resident:
         else:
             low = self.settings.bf16
             self.wrapped = [optimizer.rounded(self.settings, chunk) if low else chunk for chunk in self.chunks]
+
+    def _settings(self, fields: Mapping[str, object]) -> TransformerConfig:
+        layout = self.layout
+        return transformer_config(
+            self.spec, fields, bf16=self.config.perf.bf16, tensor=layout.tensor,
+            pipeline=layout.pipeline, virtual_pipeline=layout.virtual_pipeline, context=layout.context,
+            expert=layout.expert, expert_tensor=layout.expert_tensor, sequence_parallel=layout.sequence_parallel,
+        )  # fmt: skip
+
+    def without_effect(self, read: frozenset[str]) -> list[str]:
+        """Options of Megatron-core that somebody set and that change nothing, going by what was read of them."""
+        stated = {*self.spec.constants, *ALWAYS_OFF, *LOCAL_ONLY_OFF}  # compared with the checkpoint, or warned of
+        names = [name for name in unread.unread(self.config.surface("megatron"), read) if name not in stated]
+        return [name for name in names if name not in self.fields or not unread.shapes(
+            self._settings(self.fields), self._settings({k: v for k, v in self.fields.items() if k != name}), name)]
 
     @property
     def head(self) -> torch.Tensor:
@@ -193,7 +206,8 @@ def architecture(folder: Path, config: RunConfig, hooks: Hooks):
     """
     from transformers import AutoConfig
 
-    hf = AutoConfig.from_pretrained(folder, local_files_only=True)
+    with reading(f"{folder}/config.json", CheckpointError):
+        hf = AutoConfig.from_pretrained(folder, local_files_only=True)
     ours = Path(config.checkpoint.hf_checkpoint) == folder
     name = (ours and config.model.model_name) or hf.model_type
     if name not in hooks.model_spec:
@@ -225,5 +239,5 @@ def _options(config: RunConfig, declared: Model) -> optimizer.OptimizerOptions:
         lr_decay_iters=given.lr_decay_iters, train_iters=max(1, rollouts * config.rollout.num_steps_per_rollout),
         optimizer=given.optimizer, weight_decay=given.weight_decay,
         adam_beta1=given.adam_beta1, adam_beta2=given.adam_beta2,
-        adam_eps=given.adam_eps, clip_grad=given.clip_grad, megatron=config.megatron,
+        adam_eps=given.adam_eps, clip_grad=given.clip_grad, megatron=config.surface("megatron"),
     )  # fmt: skip

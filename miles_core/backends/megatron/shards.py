@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from pathlib import Path
 import torch
 
 from miles_core.errors import CheckpointError
+from miles_core.reading import parse_json
 
 DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
@@ -48,10 +50,11 @@ def stored_tensors(file: Path) -> dict[str, Stored]:
     try:
         with open(file, "rb") as opened:
             size = int.from_bytes(opened.read(8), "little")
-            header = json.loads(opened.read(size) if size <= _MOST else "")
+            header = parse_json(opened.read(size) if size <= _MOST else "")
         header.pop("__metadata__", None)
         first, end = 8 + size, file.stat().st_size
-        found = {name: (one["dtype"], one["shape"], *one["data_offsets"]) for name, one in header.items()}
+        found = {name: (str(one["dtype"]), [operator.index(edge) for edge in one["shape"]],
+                        *map(operator.index, one["data_offsets"])) for name, one in header.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise _unreadable(file, str(error)) from error
     for name, (dtype, shape, start, stop) in found.items():
@@ -133,7 +136,7 @@ def tensor_files(folder: Path) -> dict[str, Path]:
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         try:
-            where = {name: folder / file for name, file in json.loads(index.read_text())["weight_map"].items()}
+            where = {name: folder / file for name, file in parse_json(index.read_text())["weight_map"].items()}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError("the index of the tensor files cannot be read", got=str(error), who=str(index),
                                   fix="fetch the checkpoint again") from error

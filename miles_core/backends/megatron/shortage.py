@@ -1,15 +1,18 @@
-"""Out of memory, in words: which phase on which rank wanted how much, and what to try."""
+"""What fails in a phase of training, in words: which rank had too little memory, and what of the options Megatron-core
+cannot do."""
 
 from __future__ import annotations
 
 import re
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
+from miles_core.config.load import who
 from miles_core.config.tables import RunConfig
-from miles_core.errors import OutOfMemoryError
+from miles_core.errors import ConfigError, OutOfMemoryError
 
 _ASKED = re.compile(r"[Tt]ried to allocate ([\d.]+ ?\w+)")
 """What torch's CUDA and CPU allocators both say."""
@@ -19,17 +22,28 @@ STATE = ("load", "onload")
 
 
 @contextmanager
-def explained(phase: str, rank: int, config: RunConfig) -> Iterator[None]:
-    """Name the phase and the rank of a shortage of memory inside.
+def explained(phase: str, rank: int, config: RunConfig, *, starting: bool = False) -> Iterator[None]:
+    """Name the phase and the rank of a shortage of memory inside; and the options that Megatron-core stumbles over.
+
+    Args:
+        starting: no step has been made yet, so that an error in Megatron-core is taken for one of its options.
 
     Raises:
         OutOfMemoryError: in the place of torch's.
+        ConfigError: in the place of Megatron-core's own, if options of it are set.
     """
     try:
         yield
-    except RuntimeError as error:
+    except (AssertionError, AttributeError, ImportError, KeyError, NotImplementedError, TypeError, ValueError,
+            RuntimeError) as error:
         asked = _ASKED.search(str(error))
         if not isinstance(error, torch.OutOfMemoryError) and (asked is None or "allocator" not in str(error).lower()):
+            if starting and config.surface("megatron") and _raised_in_megatron(error):
+                raise ConfigError(
+                    f"Megatron-core fails in {phase} with these options", got=f"{type(error).__name__}: {error}"[:500],
+                    who=who(config, *(f"megatron.{name}" for name in config.surface("megatron"))),
+                    fix="leave out, or change, the one that its text is about",
+                ) from error
             raise
         raise OutOfMemoryError(
             f"out of memory in {phase}", got=f"an allocation of {asked[1]}" if asked else None,
@@ -37,9 +51,15 @@ def explained(phase: str, rank: int, config: RunConfig) -> Iterator[None]:
         ) from error
 
 
+def _raised_in_megatron(error: BaseException) -> bool:
+    modules = [str(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_tb(error.__traceback__)]
+    ours = [module for module in modules if not module.startswith("torch")]
+    return bool(ours) and ours[-1].startswith("megatron.core")
+
+
 def remedies(phase: str, config: RunConfig) -> list[str]:
     """Flags with values that take less memory than the run's, what costs least first."""
-    perf, given = config.perf, config.megatron
+    perf, given = config.perf, config.surface("megatron")
     tensor = given.get("tensor_model_parallel_size") or 1
     state = ["--optimizer-cpu-offload"] * (not given.get("optimizer_cpu_offload"))
     state += [f"--tensor-model-parallel-size {2 * tensor}, or more ranks"]

@@ -138,6 +138,7 @@ class WeightMap:
         ignored: names of a checkpoint that stand for nothing, such as a tied lm_head written out again.
         left: beginnings of names of tensors that the model leaves in the checkpoint, which is announced: layers for
             drafting. A plugin that adds rules for them takes them in.
+        left_counts: keys of config.json that count those layers; 0 in a checkpoint that is written without them.
     """
 
     rules: tuple[Rule, ...]
@@ -146,6 +147,7 @@ class WeightMap:
     head_dim: int
     ignored: frozenset[str] = frozenset()
     left: tuple[str, ...] = ()
+    left_counts: tuple[str, ...] = ()
 
 
 class Family(Protocol):

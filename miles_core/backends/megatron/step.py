@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from miles_core import packing
-from miles_core.backends.megatron import cpu, hashes, memory
+from miles_core.backends.megatron import cpu, hashes, memory, unread
 from miles_core.backends.megatron.gradients import gathered
 from miles_core.backends.megatron.layout import layout_of
 from miles_core.backends.megatron.models import Models
@@ -22,14 +22,15 @@ from miles_core.backends.megatron.profiler import Profiler
 from miles_core.backends.megatron.resident import Resident
 from miles_core.backends.megatron.scored import Scored, Temperature
 from miles_core.backends.megatron.shortage import explained
-from miles_core.columns import Columns
+from miles_core.columns import Columns, read_only
 from miles_core.config.architecture import architecture_of
+from miles_core.config.load import who
 from miles_core.config.tables import RunConfig
 from miles_core.plugins.bind import Hooks
 from miles_core.plugins.resolve import chosen
 from miles_core.stages import advantage
-from miles_core.stages.loss import PolicyLoss
-from miles_core.stages.on_policy import check_equal
+from miles_core.stages.loss import PolicyLoss, rollouts_of
+from miles_core.stages.on_policy import FRESH, check_equal
 from miles_core.stages.step import Resume, ScoredRows
 from miles_core.stages.sync import Sender
 from miles_core.types import Batch, Rank, Sample
@@ -61,10 +62,13 @@ class MegatronTrainer:
         self.batch: Batch | None = None
         self.profiler = Profiler(config, rank.index)
         self.sender: Sender | None = None
+        self._starting = False
 
     def load(self) -> Resume:
         if self.config.perf.threads:
             torch.set_num_threads(self.config.perf.threads)
+        self._starting = True
+        unread.begin()
         with self._explained("load"):
             self.models = Models(self.config, self.hooks, self.rank)
             resume = self.models.load()
@@ -104,7 +108,17 @@ class MegatronTrainer:
 
         with self._phase(f"step {index}"):
             metrics = proceed() if around is None else around(proceed, access)
-        return metrics | {"perf/actor_train_time": time.perf_counter() - begin} | self.hooks.took()
+        if self._starting:
+            self._started()
+        return metrics | {"perf/actor_train_time": time.perf_counter() - begin}
+
+    def _started(self) -> None:
+        """A step has been made: what nobody has looked at so far has no effect."""
+        self._starting = False
+        names = self.models.actor.without_effect(unread.end())
+        if names and self.rank.index == 0:
+            logger.warning("%s: no effect here, nothing that runs reads it", ", ".join(
+                f"{who(self.config, f'megatron.{name}')} = {self.config.surface('megatron')[name]}" for name in names))
 
     def end_batch(self) -> Batch | None:
         batch, self.batch = self.batch, None
@@ -165,7 +179,7 @@ class MegatronTrainer:
         cpu.leave()
 
     def _explained(self, phase: str) -> AbstractContextManager[None]:
-        return explained(phase, self.rank.index, self.config)
+        return explained(phase, self.rank.index, self.config, starting=self._starting)
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
@@ -175,8 +189,9 @@ class MegatronTrainer:
 
     def part(self, index: int) -> list[Sample]:
         """What an optimizer step trains on."""
-        size = len(self.batch.samples) // self.config.rollout.num_steps_per_rollout
-        return self.batch.samples[index * size : (index + 1) * size]
+        samples = self.batch.samples
+        steps = packing.in_steps(rollouts_of(samples), self.config.rollout.num_steps_per_rollout)
+        return [samples[i] for i in steps[index]]
 
     def micro_batches(self, samples: Sequence[Sample], *, gradient: bool = True) -> list[list[Sample]]:
         """This data-parallel rank's share of a step's samples, in micro-batches."""
@@ -219,7 +234,8 @@ class MegatronTrainer:
     def train(self, model: Resident, samples: Sequence[Sample], objective: Objective) -> dict[str, float]:
         """One optimizer step of a model."""
         reduce = self.hooks.reduction[chosen(self.config, "reduction")]
-        reduced = reduce(samples)
+        with read_only(samples, getattr(reduce, "who", "reduction")):
+            reduced = reduce(samples)
         token_weight = dict(zip(map(id, samples), reduced, strict=True))
         shares: dict[str, float] = {}
 
@@ -291,10 +307,13 @@ class MegatronTrainer:
 
     def _mismatch(self) -> dict[str, float]:
         """How far the trainer's log-probs are from the engine's, before any step."""
-        gap = np.abs(self._trained("log_probs") - self._trained("rollout_log_probs"))
+        engine = self._trained("rollout_log_probs")
+        gap = np.abs(self._trained("log_probs") - engine)
         if not gap.size:
             return {}
+        fresh = gap[(self._trained("versions") == self.batch.version) & (engine != 0)]  # 0: none, a given answer's
         return {"train/train_rollout_logprob_abs_diff_max": float(gap.max()),
+                **({FRESH: float(fresh.mean())} if fresh.size else {}),
                 "rollout/log_probs": self._mean("log_probs"),
                 "rollout/rollout_log_probs": self._mean("rollout_log_probs")}
 

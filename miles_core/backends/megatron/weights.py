@@ -20,6 +20,7 @@ from miles_core.backends.megatron.shards import few, shard_name, tensor_files, w
 from miles_core.backends.megatron.specs import Rule, WeightMap
 from miles_core.errors import CheckpointError, ConfigError
 from miles_core.plugins.scan import offering
+from miles_core.reading import parse_json, reading
 
 cpu.install()
 
@@ -73,6 +74,7 @@ def load_hf(folder: str | Path, model: Model, weight_map: WeightMap, *, but: fro
         raise ConfigError("no rule of the weight map fills these parameters", got=few(unmapped),
                           fix="add rules to the family's weight_map")
     announce_left(folder, files, expected, weight_map)
+    check_tied(folder, files, weight_map)
     wanted = {ours: rules[ours] for ours in rules if ours in parameters}
     with Readers(files) as read:
         shapes = {name: shape for ours, (rule, names) in wanted.items()
@@ -91,11 +93,12 @@ def refuse_quantised(folder: Path) -> None:
         CheckpointError: config.json says that the weights there are quantised.
     """
     path = folder / "config.json"
-    said = json.loads(path.read_text(encoding="utf-8")).get("quantization_config") if path.is_file() else None
-    if said:
-        raise CheckpointError("training cannot start from quantised weights", got=said.get("quant_method", said),
-                              who=str(path), fix="name the plain checkpoint with --ref-load; --hf-checkpoint may stay, "
-                              "for the engine")
+    with reading(str(path), CheckpointError):
+        said = parse_json(path.read_text(encoding="utf-8")).get("quantization_config") if path.is_file() else None
+        if said:
+            raise CheckpointError("training cannot start from quantised weights", got=said.get("quant_method", said),
+                                  who=str(path), fix="name the plain checkpoint with --ref-load; --hf-checkpoint may "
+                                  "stay, for the engine")
 
 
 def lacking(weight_map: WeightMap, present: Collection[str]) -> frozenset[str]:
@@ -141,6 +144,28 @@ def announce_left(folder: str | Path, present: Collection[str], expected: Collec
     if names and dist.get_rank() == 0:
         logger.warning("%s: the model has no use for %d tensors, such as %s; %s", folder, len(names), names[0],
                        known_by())
+
+
+def check_tied(folder: str | Path, files: dict[str, Path], weight_map: WeightMap) -> None:
+    """
+    Raises:
+        CheckpointError: config.json ties the output layer to the embedding, and the files hold two that differ.
+    """
+    head, embedding = "lm_head.weight", "model.embed_tokens.weight"
+    if not (head in weight_map.ignored and {head, embedding} <= files.keys()):
+        return
+    with Readers(files) as read:
+        if not torch.equal(read.tensor(head), read.tensor(embedding)):
+            raise CheckpointError("config.json ties the output layer to the embedding, and the files hold two that "
+                                  "differ", got=head, who=str(folder), fix="set tie_word_embeddings to false in "
+                                  "config.json to train both, or remove lm_head.weight from the files")
+
+
+def without_left(weight_map: WeightMap) -> dict[str, object]:
+    """Keys of config.json for a checkpoint that is written without the tensors that the model leaves."""
+    if any(name.startswith(weight_map.left) for _, _, names in instances(weight_map) for name in names):
+        return {}
+    return dict.fromkeys(weight_map.left_counts, 0)
 
 
 def known_by() -> str:
@@ -208,7 +233,8 @@ def copy_companions(source: Path, target: Path, dtype: torch.dtype, more: Mappin
     for file in sorted(source.iterdir()):
         if file.is_file() and not file.name.endswith(_WEIGHT_FILES) and not file.name.startswith("."):
             shutil.copyfile(file, target / file.name)
-    config = json.loads((target / "config.json").read_text())
+    with reading(str(source / "config.json"), CheckpointError):
+        config = dict(parse_json((target / "config.json").read_text(encoding="utf-8")))
     config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype).removeprefix("torch.")
     config |= more or {}
     config = {key: value for key, value in config.items() if value is not None or key not in (more or {})}

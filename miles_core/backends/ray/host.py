@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 
 from miles_core.backends.ray import cluster, versions
 from miles_core.errors import ConfigError, DiedError
-from miles_core.hosts import Handle, RankGroup, answer, in_daemon_thread, let_go, unpacked, write_to
+from miles_core.hosts import Handle, RankGroup, answer, in_daemon_thread, let_go, meeting_folder, unpacked, write_to
 from miles_core.types import Rank
 
 START_TIMEOUT = 120.0
@@ -145,7 +144,7 @@ def ray_group(name: str, ranks: int, factory: Callable, *args: object) -> Handle
 
     remote = ray.remote(num_cpus=1, max_restarts=0)(Actor)
     actors = [remote.options(name=f"{name} rank {i} of {os.getpid()}").remote() for i in range(ranks)]
-    folder = tempfile.TemporaryDirectory(prefix="miles-")
+    folder = meeting_folder()
     at = f"file://{folder.name}/ranks" if joined.alone else None  # on one machine nothing has to listen
     try:
         at = at or ray.get(actors[0].meeting_point.remote(), timeout=START_TIMEOUT)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from miles_core.backends.sglang.forwarded import words
 from miles_core.config.load import quantised
+from miles_core.config.precision import dtype
 from miles_core.config.tables import RunConfig
 from miles_core.types import Seat
 
@@ -24,7 +25,7 @@ def command(config: RunConfig, seat: Seat, port: int, meeting: str | None) -> li
         meeting: HOST:PORT where the nodes of an engine find each other; None for one node.
     """
     start = config.sglang.server_command or [sys.executable, "-m", "sglang.launch_server"]
-    fields = {**_placed(config, seat, port, meeting), **_usual(config), **config.server}
+    fields = {**_placed(config, seat, port, meeting), **_usual(config), **config.surface("server")}
     return [*start, *words("server", fields)]
 
 
@@ -40,19 +41,14 @@ def environment(config: RunConfig, seat: Seat) -> dict[str, str]:
     if config.perf.colocate:
         # The trainer's ranks need not hold the same amount on every GPU while servers start.
         found["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] = "false"
-    if "context_length" in config.server:
+    if "context_length" in config.surface("server"):
         found["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
     return found
 
 
-def dtype(config: RunConfig) -> str:
-    """What the engine computes in: its own dtype, else the trainer's."""
-    return config.rollout.engine_dtype or ("bfloat16" if config.perf.bf16 else "float32")
-
-
 def tensor_parallel(config: RunConfig) -> int:
     """GPUs that share each layer of an engine."""
-    return config.perf.rollout_num_gpus_per_engine // int(config.server.get("pp_size", 1))
+    return config.perf.rollout_num_gpus_per_engine // int(config.surface("server").get("pp_size", 1))
 
 
 def _placed(config: RunConfig, seat: Seat, port: int, meeting: str | None) -> dict[str, object]:
@@ -81,12 +77,13 @@ def _usual(config: RunConfig) -> dict[str, object]:
         fields["enable_memory_saver"] = True
         if method:
             fields["enable_weights_cpu_backup"] = True  # released weights come back empty, these numbers among them
-    if config.perf.colocate and not {"cuda_graph_config", "disable_cuda_graph"} & set(config.server):
+    if config.perf.colocate and not {"cuda_graph_config", "disable_cuda_graph"} & set(config.surface("server")):
         fields["cuda_graph_backend_prefill"] = "disabled"  # its capture needs memory that the trainer has
     if config.algorithm.fp32_lm_head:
         fields["enable_fp32_lm_head"] = True
-    if "speculative_algorithm" in config.server:
+    if "speculative_algorithm" in config.surface("server"):
         fields["enable_draft_weights_cpu_backup"] = True  # released weights come back empty, and no sync brings a draft
-        if fields.get("load_format") == "dummy" and config.server["speculative_algorithm"].upper() != "NGRAM":
+        algorithm = str(config.surface("server")["speculative_algorithm"])
+        if fields.get("load_format") == "dummy" and algorithm.upper() != "NGRAM":
             fields["speculative_draft_load_format"] = "auto"  # else a draft would be as random as the servers start
     return fields

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
 
@@ -18,6 +17,7 @@ from miles_core.errors import EngineDiedError, EngineError, MilesError, SyncErro
 from miles_core.hosts import Handle
 from miles_core.stages.placement import Placement, logs
 from miles_core.types import Seat
+from miles_core.waits import awake
 
 LOOK = 0.5
 """Seconds between looks at exit codes."""
@@ -59,7 +59,7 @@ class Fleet:
 
     @serving.setter
     def serving(self, value: bool) -> None:
-        self._serving, self._changed = value, time.monotonic()
+        self._serving, self._changed = value, awake()
 
     async def open(self) -> None:
         """Start every server, all at the same time, or reach those that run; then the router.
@@ -181,7 +181,7 @@ class Fleet:
         due = 0.0
         while True:
             await asyncio.sleep(LOOK)
-            now = time.monotonic()
+            now = awake()
             why = await self.router.ill(self._config.sglang.health_check_timeout if now >= due else None)
             if now >= due:
                 due = now + self._config.sglang.health_check_interval
@@ -217,7 +217,7 @@ class Fleet:
             return server.fault
         if (why := await exited(server)) is not None:
             return why
-        sglang, begin = self._config.sglang, time.monotonic()
+        sglang, begin = self._config.sglang, awake()  # its silence counts only while we could hear it
         if begin < server.next_look:
             return None
         server.next_look = begin + sglang.health_check_interval
@@ -227,11 +227,11 @@ class Fleet:
             await ask(sglang.health_check_timeout)
         except MilesError as error:
             server.next_look = 0.0
-            silent = time.monotonic() - server.seen
+            silent = awake() - server.seen
             if self._changed <= begin and silent > sglang.health_check_timeout and not await self._compile(server):
                 return await exited(server) or f"no sign of life for {sglang.health_check_timeout:g} s: {error.what}"
         else:
-            server.seen, server.waited = time.monotonic(), False
+            server.seen, server.waited = awake(), False
         return None
 
     async def _compile(self, silent: Server) -> bool:
@@ -240,7 +240,7 @@ class Fleet:
         limit = self._config.sglang.server_start_timeout
         with suppress(MilesError):  # a host that died; who looks after its server says so
             built = sorted({name for server in self.servers for name in await compilers(server)})
-            before, silent.waited = silent.waited, bool(built) and time.monotonic() - silent.seen < limit
+            before, silent.waited = silent.waited, bool(built) and awake() - silent.seen < limit
             if silent.waited and not before:
                 self.event("engine_compiles", engine=silent.name, what=", ".join(built), limit=limit)
             return silent.waited

@@ -8,7 +8,6 @@ concatenation of what the calls drew.
 from __future__ import annotations
 
 import asyncio
-import json
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,6 +18,7 @@ import numpy as np
 
 from miles_core.backends.sglang.client import RETRACTIONS, SPECULATION, Answer, Failed
 from miles_core.errors import CheckpointError, EngineError
+from miles_core.reading import parse_json
 from miles_core.stages.rollout import Request, Response, check_request
 
 
@@ -51,18 +51,18 @@ class ModelFacts:
             CheckpointError: no readable config.json, or one without these constants.
         """
         try:
-            config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+            config = parse_json((folder / "config.json").read_text(encoding="utf-8"))
             text = {**config, **config.get("text_config", {})}
             stops = {eos, *_ids(text.get("eos_token_id"))}
             generation = folder / "generation_config.json"
             if generation.is_file():
-                stops |= set(_ids(json.loads(generation.read_text(encoding="utf-8")).get("eos_token_id")))
+                stops |= set(_ids(parse_json(generation.read_text(encoding="utf-8")).get("eos_token_id")))
             context = context or int(text["max_position_embeddings"])
             return ModelFacts(
                 vocab=int(text["vocab_size"]), stops=frozenset(stops - {None}), layers=int(text["num_hidden_layers"]),
                 topk=int(text.get("num_experts_per_tok") or 0), context=context, longest=context - 1,
             )  # fmt: skip
-        except (OSError, ValueError, KeyError) as error:
+        except Exception as error:
             raise CheckpointError("its constants cannot be read", got=f"{type(error).__name__}: {error}",
                                   who=f"{folder}/config.json", fix="name a Hugging Face checkpoint") from error
 

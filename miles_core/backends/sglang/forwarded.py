@@ -10,11 +10,11 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from miles_core.backends.sglang import surface
 from miles_core.backends.sglang.surface import Field, Surface
-from miles_core.config.flags import Assignment, Given, value_of
+from miles_core.config.flags import Assignment, Given, miles_list, value_of
 from miles_core.config.options import Option, Origin, convert, options_of
 from miles_core.config.tables import Sglang
 from miles_core.errors import ConfigError, UnknownKeyError
@@ -160,3 +160,62 @@ def _read(value: object, field: Field, option: Option, origin: Origin) -> object
         return next((choice for choice in option.choices if str(choice) == value), value)
     short = re.fullmatch(r"(\d+(?:\.\d+)?)(Ki|Mi|Gi|k|M|G)", value) if isinstance(value, str) else None
     return int(float(short[1]) * SUFFIXES[short[2]]) if short and field.type.startswith("int") else value
+
+
+SERVED = """\
+Arguments of {title} {version} that this table takes as well; the flag is `--{prefix}-` and the name{key}.
+They are checked against the installed version, or against this list where none is installed; what Miles sets itself is
+not in it.
+"""
+
+
+class ServerArguments:
+    """The arguments of SGLang's server and of its router as a surface (miles_core/config/surfaces.py)."""
+
+    tables = ("sglang",)
+    stored = ("server", "router")
+
+    def from_flag(self, flag: Given, notes: list[str]) -> list[Assignment] | None:
+        """See Surface."""
+        if flag.flag.startswith("--eval-sglang-"):
+            raise UnknownKeyError(f"{flag.flag} has no place here", fix=miles_list()["families"]["eval-fleet"])
+        prefixes = tuple(f"{prefix}-" for prefix in PREFIXES.values())
+        return from_flag(flag) if flag.flag.removeprefix("--no-").lstrip("-").startswith(prefixes) else None
+
+    def typed(self, assignment: Assignment) -> tuple[str, object] | None:
+        """See Surface."""
+        return typed(assignment)
+
+    def suggest(self, flag: str) -> Iterable[tuple[float, str]]:
+        """See Surface: the server's own spelling of one of its flags."""
+        return [(1.0, f"--sglang-{flag[2:]}")] if flag in surface_of("server").spellings() else []
+
+    def complete(self, prefix: str) -> Iterable[tuple[str, str]]:
+        """See Surface."""
+        for table, begin in PREFIXES.items():
+            known = surface_of(table).fields.values() if prefix.startswith(f"--{begin}-") else ()
+            for field in known:
+                flag = f"--{begin}-{field.flag[2:]}"
+                if flag.startswith(prefix):
+                    yield flag, field.help or f"An argument of {surface_of(table)}."
+
+    def page(self, table: str) -> list[str]:
+        """See Surface."""
+        return [*_served("server", "sglang"), *_served("router", "smg")]
+
+    def appendix(self) -> list[str]:
+        """See Surface."""
+        return []
+
+
+def _served(table: str, package: str) -> list[str]:
+    """Arguments of SGLang or its router, of the bundled list: the page does not depend on what is installed."""
+    from miles_core.config.markdown import kind, rows, value
+
+    known, title = surface.bundled(package), surface.TITLES[package]
+    key = ", the key `router_` and the name" if table == "router" else ""
+    lines = [f"### {title}'s arguments in [sglang]", "",
+             SERVED.format(title=title, version=known.version, prefix=PREFIXES[table], key=key)]
+    arguments = [f"| `{field.name}` | {kind(field.type, field.option(table).choices)} | {value(field.default)} |"
+                 for field in known.fields.values() if field.name not in OWNED[table]]
+    return [*lines, *rows("name", "type", "default"), *arguments, ""]

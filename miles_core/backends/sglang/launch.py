@@ -17,6 +17,7 @@ from miles_core.errors import DiedError, EngineError, MilesError
 from miles_core.hosts import Handle
 from miles_core.stages.placement import logs
 from miles_core.types import Seat
+from miles_core.waits import awake
 
 PORT_TRIES = 2
 """A free port may be taken before the server has it."""
@@ -36,7 +37,7 @@ class Server:
         fault: why it counts as dead, until it is revived.
         load: its requests in the air.
         info: what it said about itself when it came up.
-        seen, next_look: when it last answered a health check, and when the next is due.
+        seen, next_look: when it last answered a health check, and when the next is due, by `awake`.
         waited: it does not answer and is waited for, because kernels are compiled.
     """
 
@@ -62,7 +63,7 @@ class Server:
 
     def answers(self) -> None:
         """It has come up, with weights that nobody knows."""
-        self.alive, self.fault, self.version, self.seen = True, None, 0, time.monotonic()
+        self.alive, self.fault, self.version, self.seen = True, None, 0, awake()
 
 
 async def launch(server: Server, config: RunConfig) -> None:

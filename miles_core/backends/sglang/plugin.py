@@ -9,8 +9,41 @@ from miles_core.hookspecs import hookimpl
 class Sglang:
     """Drives SGLang servers over HTTP: starts, watches and restarts them, or uses servers that run already."""
 
+    hookspecs = "miles_core.backends.sglang.hookspecs"
+
+    provides = ("engine:sglang:servers:server_args:cuda-ipc:nccl:checkpoints:checkpoint-deltas",)
+
     def __init__(self) -> None:
         self._acceptance = Acceptance()
+
+    @hookimpl
+    def option_surface(self):
+        """--sglang-* and --router-*."""
+        from miles_core.backends.sglang.forwarded import ServerArguments
+
+        return [ServerArguments()]
+
+    @hookimpl
+    def derive(self, config, note):
+        """The engine where SGLang is here, its GPUs, placement, and fields of its servers."""
+        from miles_core.backends.sglang.hardware import hardware
+        from miles_core.backends.sglang.serving import serving
+
+        return serving(hardware(config, note), note)
+
+    @hookimpl
+    def check(self, config, note):
+        """Servers that would answer as another model than the one that is trained."""
+        from miles_core.backends.sglang.checks import check_servers
+
+        return check_servers(config, note)
+
+    @hookimpl
+    def plan_lines(self, config):
+        """The servers, their GPUs, and how weights travel to them."""
+        from miles_core.backends.sglang.hardware import lines
+
+        return lines(config) if "server_args" in config.understood else []
 
     @hookimpl
     def metrics(self, rollout_id, values):

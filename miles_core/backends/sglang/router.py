@@ -21,6 +21,7 @@ from miles_core.backends.sglang.server import ServerProcess, ended
 from miles_core.config.tables import RunConfig
 from miles_core.errors import EngineError, MilesError
 from miles_core.types import Seat
+from miles_core.waits import BEAT, awake
 
 START_TIMEOUT = 60.0
 """Seconds that a router may take until it answers, or until a worker is in its list."""
@@ -112,9 +113,12 @@ class Router:
             return f"its process ended with code {code}"
         if timeout is None:
             return None
+        begin, heard = time.monotonic(), awake()
         try:
             await self._list(timeout)
         except MilesError as error:
+            if time.monotonic() - begin > awake() - heard + BEAT:  # we were blocked, and may have missed its answer
+                return None
             return f"no sign of life for {timeout:g} s: {error.got or error.what}"
         return None
 
@@ -158,7 +162,7 @@ class Router:
         fields = {
             "request_timeout_secs": int(self._config.rollout.rollout_timeout) + 60,
             "prometheus_port": self._process.free_ports(1)[0],
-            **DEFAULTS[self._kind], **self._config.router, "host": "127.0.0.1", "port": port,
+            **DEFAULTS[self._kind], **self._config.surface("router"), "host": "127.0.0.1", "port": port,
         }  # fmt: skip
         command = [*launcher(self._kind), *words("router", fields)]
         self._process.start(command, {}, self._log)

@@ -7,11 +7,11 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from miles_core.backends.megatron.hf_files import other_tokens
-from miles_core.backends.megatron.hf_template import read
 from miles_core.backends.sglang import surface
 from miles_core.backends.sglang.forwarded import surface_of
 from miles_core.config.hardware import engines
+from miles_core.config.hf_files import other_tokens
+from miles_core.config.hf_template import read
 from miles_core.config.load import config_json, who, with_values
 from miles_core.config.tables import RunConfig
 from miles_core.errors import ConfigError, UnknownKeyError
@@ -32,11 +32,11 @@ def serving(config: RunConfig, note: Note) -> RunConfig:
             note(f"the engine is {config.rollout.engine or 'local'}: what is for SGLang is not used "
                  f"({', '.join(dict.fromkeys(given))})")
         return config
-    if config.sglang.rollout_external and config.server:
+    if config.sglang.rollout_external and config.surface("server"):
         note("the servers run already: what would start them is not used "
-             f"({who(config, *(f'server.{name}' for name in config.server))})")
+             f"({who(config, *(f'server.{name}' for name in config.surface('server')))})")
     for table in ("server", "router"):
-        if getattr(config, table) and not surface_of(table).installed:
+        if config.surface(table) and not surface_of(table).installed:
             note(f"[sglang] {table}: checked against {surface_of(table)}")
     for step in (_parallel, _dtype, _context, _speculative, _tokenizer, _router):
         config = step(config, note)
@@ -44,7 +44,7 @@ def serving(config: RunConfig, note: Note) -> RunConfig:
 
 
 def _parallel(config: RunConfig, note: Note) -> RunConfig:
-    server, each = config.server, config.perf.rollout_num_gpus_per_engine
+    server, each = config.surface("server"), config.perf.rollout_num_gpus_per_engine
     size = "perf.rollout_num_gpus_per_engine"
     stages = server.get("pp_size", 1)
     if each % stages:
@@ -75,7 +75,7 @@ def _parallel(config: RunConfig, note: Note) -> RunConfig:
 
 
 def _dtype(config: RunConfig, note: Note) -> RunConfig:
-    given, own = config.server.get("dtype"), config.rollout.engine_dtype
+    given, own = config.surface("server").get("dtype"), config.rollout.engine_dtype
     if given is None or own == given:
         return config
     if own is not None:
@@ -88,7 +88,7 @@ def _dtype(config: RunConfig, note: Note) -> RunConfig:
 
 def _context(config: RunConfig, note: Note) -> RunConfig:
     """--sglang-context-length overrides what the model was made for, and bounds prompt and answer together."""
-    most, own = config.server.get("context_length"), config.rollout.rollout_max_context_len
+    most, own = config.surface("server").get("context_length"), config.rollout.rollout_max_context_len
     if most is None:
         return config
     if own is not None and own > most:
@@ -102,25 +102,25 @@ def _context(config: RunConfig, note: Note) -> RunConfig:
 
 
 def _speculative(config: RunConfig, note: Note) -> RunConfig:
-    given = [f"server.{name}" for name, value in config.server.items()
+    given = [f"server.{name}" for name, value in config.surface("server").items()
              if name.startswith("speculative_") and value is not None]
-    if given and config.server.get("speculative_algorithm") is None:
+    if given and config.surface("server").get("speculative_algorithm") is None:
         raise ConfigError("nothing is decoded speculatively without an algorithm", who=who(config, *given),
                           fix="add --sglang-speculative-algorithm, for instance EAGLE")
-    draft = config.server.get("speculative_draft_model_path")
+    draft = config.surface("server").get("speculative_draft_model_path")
     if draft and draft.startswith((".", "/", "~")) and not Path(draft).expanduser().exists():
         raise ConfigError("there is no such draft model", got=draft,
                           who=who(config, "server.speculative_draft_model_path"), fix="name a Hugging Face folder")
     for name, fix in (("speculative_draft_model_path", "name a draft with the policy's tokenizer"),
                       ("tokenizer_path", "leave --sglang-tokenizer-path out: it is --hf-checkpoint's")):
-        path = config.server.get(name)
+        path = config.surface("server").get(name)
         if path and (other := other_tokens(Path(str(config.checkpoint.hf_checkpoint)), Path(path))):
             whose = "the draft's" if name.startswith("spec") else "the servers'"
             raise ConfigError(f"{whose} tokens are not the policy's", got=other, who=who(config, f"server.{name}"),
                               fix=fix)
     made = "max_position_embeddings"
     its = read(Path(draft, "config.json")).get(made) if draft else None
-    most = its and (config.server.get("context_length") or (config_json(config)[1] or {}).get(made))
+    most = its and (config.surface("server").get("context_length") or (config_json(config)[1] or {}).get(made))
     if isinstance(its, int) and isinstance(most, int) and its < most and (
             "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN" not in os.environ):
         raise ConfigError("the draft was made for a shorter context than the servers have",
@@ -135,7 +135,7 @@ def _tokenizer(config: RunConfig, note: Note) -> RunConfig:
              "rollout.rollout_min_new_tokens": rollout.rollout_min_new_tokens,
              "eval.eval_min_new_tokens": config.eval.eval_min_new_tokens}
     asked = [key for key, value in needs.items() if value]
-    if config.server.get("skip_tokenizer_init") and asked:
+    if config.surface("server").get("skip_tokenizer_init") and asked:
         raise ConfigError("servers without a tokenizer know no stop strings and no least number of tokens",
                           who=who(config, "server.skip_tokenizer_init", *asked),
                           fix="drop --sglang-skip-tokenizer-init")
@@ -149,9 +149,9 @@ def _router(config: RunConfig, note: Note) -> RunConfig:
         reason = "a router runs already" if running else "several engines" if several else "one engine"
         config = with_values(config, reason, sglang__router="smg" if several or running else "none")
     if config.sglang.router == "none":
-        if config.router:
+        if config.surface("router"):
             note("no router is in front of the engine: what is for one is not used "
-                 f"({who(config, *(f'router.{name}' for name in config.router))})")
+                 f"({who(config, *(f'router.{name}' for name in config.surface('router')))})")
         return config
     if config.sglang.router == "sglang-router":
         _older_router(config)
@@ -160,12 +160,12 @@ def _router(config: RunConfig, note: Note) -> RunConfig:
 
 def _older_router(config: RunConfig) -> None:
     """What sglang-router cannot do and smg can."""
-    if config.server.get("enable_return_routed_experts"):
+    if config.surface("server").get("enable_return_routed_experts"):
         raise ConfigError("sglang-router drops routed experts from answers",
                           who=who(config, "sglang.router", "server.enable_return_routed_experts"),
                           fix="leave --router out: smg hands them on")
     known = surface.router("sglang_router")
-    for name in config.router:
+    for name in config.surface("router"):
         if known.package == "sglang_router" and name not in known.fields:
             raise UnknownKeyError(f"{known} has no argument {name}", who=who(config, f"router.{name}"),
                                   fix="leave it out, or --router out: smg has it")

@@ -55,6 +55,8 @@ class BroadcastSender:
                             fix="start the trainer with NCCL_CUMEM_ENABLE=0")
         self._device = torch.cuda.current_device() if self._backend == "nccl" else None
         self._servers = Servers(self.targets, self.settings)
+        for target in filter(self._servers.drafts, self.targets):
+            self._servers.load(target, plain({}))  # goes to the draft too, which then takes buckets with its model
         self._name = f"miles-{os.getpid()}-{next(_numbers)}"
         self._group = self._meet()
 

@@ -8,6 +8,9 @@ from miles_core.hookspecs import hookimpl
 class Sync:
     """Weights from the trainer to engines in other processes, in place, verified."""
 
+    provides = ("weight_sync:shared-memory:tensors", "weight_sync:ipc:cuda-ipc", "weight_sync:broadcast:nccl",
+                "weight_sync:disk:checkpoints", "weight_sync:disk-delta:checkpoint-deltas")
+
     @hookimpl("weight_sync", name="shared-memory")
     def shared_memory(self, config):
         """The local engine copies from memory that it shares with trainer ranks in processes of their own."""

@@ -90,15 +90,18 @@ class Servers:
         self._info = {target.name: info for target, (info, _) in zip(self.targets, found, strict=True)}
         self.names = frozenset.union(*(names for _, names in found))
 
-    def load(self, target: Target, packed: str | Sequence[str], sent: Callable[[], object]) -> None:
+    def load(self, target: Target, packed: str | Sequence[str], sent: Callable[[], object] = lambda: None) -> None:
         """A bucket for one of them; see `servers.load`."""
         load(target, packed, timeout=self.settings.timeout, draft=self.drafts(target), sent=sent)
 
     def drafts(self, target: Target) -> bool:
-        """Whether the server's draft model comes from the checkpoint that is trained, so that it is sent, too."""
+        """Whether the server's draft model comes from the checkpoint that is trained, so that it is sent, too.
+
+        A draft of several layers, one after the other, SGLang brings up to date from files alone.
+        """
         info = self._info[target.name]
-        return info.get("speculative_algorithm") is not None and info.get("speculative_draft_model_path") in (
-            None, info.get("model_path"))
+        drafts = info.get("speculative_algorithm") is not None and not info.get("enable_multi_layer_eagle")
+        return drafts and info.get("speculative_draft_model_path") in (None, info.get("model_path"))
 
     def verify(self, ledger: verify.Ledger, asked: Sequence[dict] | None = None,
                under_way: Future | None = None) -> dict[str, float]:

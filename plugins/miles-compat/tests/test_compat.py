@@ -4,7 +4,9 @@ Hooks of this plugin: megatron_init, log_prob, microbatch, train_step, reward, s
 advantage, policy_loss, token_weights, reduction.
 """
 
+import asyncio
 import copy
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from miles_compat.args import Args
 from miles_compat.importance import weighted
 from miles_compat.plugin import Compat, CompatOptions
 from miles_compat.reducer import token_weights
+from miles_compat.rewards import scores
 from miles_compat.rollout import advantages, post_processed, rollout_data
 from miles_compat.selection import selected
 
@@ -22,6 +25,7 @@ from miles_core.columns import Columns
 from miles_core.config.tables import Algorithm, Checkpoint, Perf, Rollout, RunConfig
 from miles_core.errors import ConfigError, HookError
 from miles_core.stages.loss import LossInputs, TokenWeights, per_constant, per_sample, per_token
+from miles_core.stages.reward import Scoring, weighted_sum
 from miles_core.testing.ranks import batches
 
 
@@ -178,6 +182,25 @@ def test_a_correction_that_is_no_factor_and_mask_is_refused(batch, answer, words
         weighted(function, Clip(), untouched(inputs), inputs)
 
 
+def test_a_scorer_that_removes_a_sample_empties_its_mask_with_the_filter(batch):
+    """The core lets no scorer change columns."""
+    group = batch.groups[0]
+    masks = [sample.columns["loss_mask"].copy() for sample in group.samples]
+
+    def function(args, sample):
+        sample.remove_sample = sample.index % 2 == 0
+        return 1.0
+
+    async def custom(samples):
+        return await scores(function, None, samples)
+
+    asyncio.run(Scoring({"custom": custom}, {"custom": 1.0}, weighted_sum, 60.0)(group))
+    assert all(map(np.array_equal, masks, [sample.columns["loss_mask"] for sample in group.samples]))
+    assert Compat.filter_group(SimpleNamespace(_function=lambda key: None), group) is group
+    for sample, mask in zip(group.samples, masks, strict=True):
+        np.testing.assert_array_equal(sample.columns["loss_mask"], mask * (sample.index % 2))
+
+
 def test_rewards_are_replaced_and_the_raw_ones_kept(batch):
     before = [sample.reward for sample in batch.samples]
     post_processed(lambda args, samples: ([s.reward for s in samples], torch.arange(len(samples))), None, batch.groups)
@@ -249,7 +272,8 @@ def test_args_are_the_runs_options_under_miles_names(tmp_path):
     (tmp_path / "config.json").write_text('{"num_hidden_layers": 7}')
     config = RunConfig(checkpoint=Checkpoint(hf_checkpoint=str(tmp_path)), rollout=Rollout(rollout_batch_size=32),
                        perf=Perf(actor_num_gpus_per_node=2),
-                       algorithm=Algorithm(std_normalization=False), megatron={"tensor_model_parallel_size": 2},
+                       algorithm=Algorithm(std_normalization=False),
+                       surfaces={"megatron": {"tensor_model_parallel_size": 2}},
                        options={"tis": {"tis_clip": 5.0}})  # fmt: skip
     args = Args(config)
     assert args.rollout_batch_size == 32 and args.actor_num_gpus_per_node == 2
@@ -267,6 +291,6 @@ def test_args_are_the_runs_options_under_miles_names(tmp_path):
 
 
 def test_whole_samples_and_context_parallelism_exclude_each_other():
-    config = RunConfig(perf=Perf(actor_num_gpus_per_node=2), megatron={"context_parallel_size": 2})
+    config = RunConfig(perf=Perf(actor_num_gpus_per_node=2), surfaces={"megatron": {"context_parallel_size": 2}})
     with pytest.raises(ConfigError, match="context parallelism cuts them"):
         Compat(CompatOptions(custom_tis_function_path="a.b"), config)

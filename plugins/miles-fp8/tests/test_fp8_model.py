@@ -137,20 +137,20 @@ ENDS = ("--first-last-layers-bf16", "--num-layers-at-start-in-bf16")
 
 @pytest.fixture(scope="module")
 def gradients(tmp_path_factory):
-    """(kind, *flags) -> the whole gradient of one step by HF name, on as many ranks as the flags say."""
+    """(kind, *flags, draw) -> the whole gradient of one step on a batch by HF name, on as many ranks as flags say."""
     folders, made = {}, {}
     for kind, case in CASES.items():
         folders[kind] = tmp_path_factory.mktemp(kind)
         random_model(case).save_pretrained(folders[kind])
-    [batch] = batches(1, groups=2, samples=2, vocab=96)
+    drawn = batches(DRAWS, groups=2, samples=2, vocab=96)
     with Ranks(1) as one, Ranks(2) as two:
 
-        def ask(kind, *flags):
-            if (kind, flags) not in made:
+        def ask(kind, *flags, draw=0):
+            if (kind, flags, draw) not in made:
                 plan = prepare(None, ["--hf-checkpoint", str(folders[kind]), *RUN, *flags])
                 ranks = two if "--actor-num-gpus-per-node" in flags else one
-                made[kind, flags] = ranks.gradients(plan, batch)[1]
-            return made[kind, flags]
+                made[kind, flags, draw] = ranks.gradients(plan, drawn[draw])[1]
+            return made[kind, flags, draw]
 
         yield ask
 
@@ -162,6 +162,7 @@ def distance(one, other):
 
 
 TWO = ("--actor-num-gpus-per-node", "2")
+DRAWS = 8
 
 
 @pytest.mark.parametrize(("kind", "layout"), [
@@ -171,11 +172,22 @@ TWO = ("--actor-num-gpus-per-node", "2")
     ("dense", ("--recompute-granularity", "full")),
 ], ids=["TP2", "EP2", "PP2", "recompute"])
 def test_a_layout_rounds_as_one_rank(kind, layout, gradients):
-    fp8, plain = gradients(kind, "--plugin", "fp8"), gradients(kind)
-    moved = distance(fp8, plain)
-    again = gradients(kind, "--plugin", "fp8", *layout, *(TWO if "recompute" not in layout[0] else ()))
-    assert moved > 0.01, "8 bits show"
-    assert distance(again, fp8) < 0.1 * moved
+    """To float32's accuracy, on a batch where no value is so near a boundary of rounding that a sum's order decides.
+
+    A layout adds in another order, and so may another machine. One value on the other side of a boundary is off by a
+    sixteenth; behind it more and more are, until the gradients differ by a large share of what rounding moves, as they
+    do on one rank when norms change in their last bits. About half of the batches have such a value; a layout that
+    rounds otherwise is off on every one.
+    """
+    flags = [*layout, *(TWO if "recompute" not in layout[0] else ())]
+    shares = []
+    while not shares or min(shares) > 1e-3 and len(shares) < DRAWS:
+        draw = len(shares)
+        fp8, plain = gradients(kind, "--plugin", "fp8", draw=draw), gradients(kind, draw=draw)
+        moved = distance(fp8, plain)
+        assert moved > 0.01, "8 bits show"
+        shares.append(distance(gradients(kind, "--plugin", "fp8", *flags, draw=draw), fp8) / moved)
+    assert min(shares) < 1e-3, shares
 
 
 def test_first_and_last_layers_stay(gradients):

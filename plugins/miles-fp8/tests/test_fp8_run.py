@@ -108,6 +108,6 @@ def test_a_checkpoint_alone_brings_the_plugin_and_not_its_training(checkpoints):
     plan = prepare(ROOT / "examples" / "moe.toml", ["--hf-checkpoint", str(checkpoints[1]), "--ref-load",
                                                          str(checkpoints[0])])
     assert [one.origin for one in plan.selected if one.manifest.name == "fp8"] == ["config.json of the checkpoint: fp8"]
-    assert "fp8" not in plan.config.megatron
+    assert "fp8" not in plan.config.surface("megatron")
     said = json.loads((checkpoints[1] / "config.json").read_text())["quantization_config"]
     assert said["weight_block_size"] == [128, 128]

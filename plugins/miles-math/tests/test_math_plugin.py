@@ -32,14 +32,13 @@ def test_math_and_boxed_math(scorers):
     plugin = scorers()
     assert plugin.math(sample(r"\boxed{46}")) == plugin.boxed_math(sample(r"\boxed{46}")) == 1.0
     assert plugin.math(sample(r"\boxed{45}")) == plugin.boxed_math(sample(r"\boxed{45}")) == 0.0
-    assert plugin.math(sample("46")) == 1.0
+    assert plugin.math(sample("46")) == plugin.boxed_math(sample("46")) == 0.0
+
+
+def test_without_a_box_the_last_expression_counts_where_one_says_so(scorers):
+    plugin = scorers(boxed_only=False)
+    assert plugin.math(sample("46")) == plugin.math(sample(r"\boxed{46}")) == 1.0
     assert plugin.boxed_math(sample("46")) == 0.0
-
-
-def test_boxed_only(scorers):
-    plugin = scorers(boxed_only=True)
-    assert plugin.math(sample("46")) == 0.0
-    assert plugin.math(sample(r"\boxed{46}")) == 1.0
 
 
 def test_format(scorers):

@@ -103,6 +103,6 @@ def test_what_the_checkpoint_contradicts_is_refused(folder):
     ({"enable_training": True}, {"context_parallel_size": 2}, "whole sequences"),
 ])  # fmt: skip
 def test_options_that_cannot_be_meant_are_refused(options, perf, said):
-    config = replace(with_values(RunConfig(), "test", perf__actor_num_gpus_per_node=2), megatron=perf)
+    config = replace(with_values(RunConfig(), "test", perf__actor_num_gpus_per_node=2), surfaces={"megatron": perf})
     with pytest.raises(ConfigError, match=said):
         Mtp(MtpOptions(**options), config)

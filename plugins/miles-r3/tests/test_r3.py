@@ -126,7 +126,8 @@ def test_a_dense_model_is_refused(tmp_path):
 def test_the_flags_of_miles_enable_it(folder, flags, records):
     plan = prepare(None, ["--hf-checkpoint", str(folder), *BASE, *flags])
     assert "r3" in [one.manifest.name for one in plan.selected]
-    assert plan.config.server["enable_return_routed_experts"] and plan.config.megatron["moe_enable_routing_replay"]
+    assert plan.config.surface("server")["enable_return_routed_experts"]
+    assert plan.config.surface("megatron")["moe_enable_routing_replay"]
     plugin = made(folder, *flags)
     assert plugin.records == records
     request = plugin.generate_request(Request("a", (1,), SamplingParams(), 1), Prompt(0, 0, "", (1,)))

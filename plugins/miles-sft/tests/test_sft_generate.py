@@ -117,6 +117,48 @@ def test_any_answer_survives(checkpoint, content):
     assert trained(sft, sample) == content + CLOSE
 
 
+OPENED = (  # as DeepSeek-R1-Distill: opens reasoning, and shows none of it afterwards
+    "{% for m in messages %}{% if m.role == 'assistant' %}{{ '<|im_start|>assistant\n' "
+    "+ m.content.split('</think>')[-1] + '<|im_end|>' }}{% else %}" + TURN + "{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}"
+)
+EMPTY = OPENED.replace("+ m.content.split('</think>')[-1]", "+ '<think></think>' + m.content")  # Nemotron 3's way
+
+
+@pytest.mark.parametrize("template", [OPENED, EMPTY])
+@pytest.mark.parametrize(("message", "written"), [
+    ({"content": "2"}, "\n</think>\n\n2"), ({"content": "<think>\nwell\n</think>\n\n2"}, "well\n</think>\n\n2"),
+    ({"content": "2", "reasoning_content": "well"}, "well\n</think>\n\n2"),
+])
+@pytest.mark.parametrize("before", [(), ("0+1=", "<think>one</think>1")])
+def test_an_answer_is_written_behind_the_tag_that_opens_it(checkpoint, template, message, written, before):
+    sft = plugin(checkpoint, template, SftOptions(sft_last_turn_only=True))
+    [sample] = generate(sft, messages=(*chat(*before), *chat("1+1="), {"role": "assistant", **message}))
+    assert trained(sft, sample) == sample.text == written + CLOSE
+    opened = f"user\n1+1={CLOSE}\n{OPEN}assistant\n<think>\n"
+    assert sft._tokenizer.decode(sample.tokens).endswith(opened + written + CLOSE)
+
+
+def test_one_answer_behind_a_tag_needs_no_option(checkpoint):
+    sft = plugin(checkpoint, OPENED)
+    [sample] = generate(sft, messages=chat("1+1=", "2"))
+    assert trained(sft, sample) == f"\n</think>\n\n2{CLOSE}"
+
+
+@pytest.mark.parametrize("template", [FORGETFUL, OPENED])
+def test_each_answer_by_itself_keeps_its_reasoning(checkpoint, template):
+    """Miles's mask of that name; all but what the template forgets stands as in the whole conversation."""
+    sft = plugin(checkpoint, template, SftOptions(sft_loss_mask_type="qwen3"))
+    first, second = "<think>a</think>A", "<think>b</think>B"
+    [sample] = generate(sft, messages=({"role": "system", "content": "s"}, *chat("x", first, "y", second)))
+    opening = f"{OPEN}assistant\n" + ("<think>\n" if template is OPENED else "")
+    each = [text.removeprefix("<think>") if template is OPENED else text for text in (first, second)]
+    assert trained(sft, sample) == f"{each[0]}{CLOSE}{each[1]}{CLOSE}"
+    text, gap = sft._tokenizer.decode(sample.tokens), "" if template is OPENED else "\n"
+    assert text == (f"{OPEN}system\ns{CLOSE}\n{OPEN}user\nx{CLOSE}\n{opening}{each[0]}{CLOSE}{gap}"
+                    f"{OPEN}user\ny{CLOSE}\n{opening}{each[1]}{CLOSE}")
+
+
 def test_generation_blocks_say_where_answers_are(checkpoint):
     sft = plugin(checkpoint, MARKED)
     [sample] = generate(sft, messages=chat("a", "B", "c", "D"))

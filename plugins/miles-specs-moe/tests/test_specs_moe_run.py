@@ -205,3 +205,20 @@ def test_layers_for_drafting_train_beside_the_policy(drafted, one):
     assert 0 < found["steps"][0]["train/mtp_loss"] < 20
     name = "model.layers.2.eh_proj.weight"
     assert not np.array_equal(found["weights"][name], load_file(drafted / "drafts.safetensors")[name])
+
+
+def test_a_conversion_announces_layers_for_drafting_and_counts_none_that_it_lacks(drafted, tmp_path, caplog):
+    """The files and their config.json agree, and with the plugin mtp nothing is lost."""
+    from miles_core.cli import cli
+
+    found = {}
+    for name, plugin in (("alone", ()), ("kept", ("--plugin", "mtp"))):
+        out, back = tmp_path / name, tmp_path / f"{name}-hf"
+        caplog.clear()
+        cli(["convert", "hf-to-dist", str(drafted), str(out), *plugin], standalone_mode=False)
+        said = "model.layers.2." in caplog.text
+        cli(["convert", "dist-to-hf", str(out), str(back), "--hf-checkpoint", str(drafted), *plugin],
+            standalone_mode=False)
+        counted = json.loads((back / "config.json").read_text())["num_nextn_predict_layers"]
+        found[name] = said, counted, any(".layers.2." in tensor for tensor in tensors(back))
+    assert found == {"alone": (True, 0, False), "kept": (False, 1, True)}

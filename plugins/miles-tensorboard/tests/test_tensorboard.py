@@ -8,6 +8,8 @@ from miles_tensorboard.event_files import folder_of
 from miles_tensorboard.plugin import Tensorboard, TensorboardOptions
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from miles_core.testing.canned import canned_samples
+
 
 def points(folder):
     """Metric -> [(step, value)] of a folder of event files."""
@@ -27,14 +29,14 @@ def start():
 
     yield make
     for plugin in opened:
-        plugin.finish()
+        plugin.finish("completed")
 
 
 def test_points_are_read_back(start, tmp_path):
     plugin = start()
     plugin.metrics(0, {"train/loss": 0.5, "rollout/raw_reward": 0.25}, tmp_path)
     plugin.metrics(1, {"train/loss": -1.0}, tmp_path)
-    plugin.finish()
+    plugin.finish("completed")
     assert points(tmp_path / "tensorboard") == {
         "train/loss": [(0, 0.5), (1, -1.0)], "rollout/raw_reward": [(0, 0.25)],
     }
@@ -50,7 +52,7 @@ def test_evals_share_the_rollouts_step(start, tmp_path):
     plugin = start()
     plugin.metrics(3, {"train/loss": 0.5}, tmp_path)
     plugin.metrics(3, {"eval/heldout": 0.75}, tmp_path)
-    plugin.finish()
+    plugin.finish("completed")
     assert points(tmp_path / "tensorboard") == {"train/loss": [(3, 0.5)], "eval/heldout": [(3, 0.75)]}
 
 
@@ -61,10 +63,29 @@ def test_a_resumed_run_repeats_no_step(start, tmp_path):
     resumed = start()  # from a checkpoint after rollout 2
     for step in range(3, 7):
         resumed.metrics(step, {"train/loss": 10.0 + step}, tmp_path)
-    resumed.finish()
+    resumed.finish("completed")
     assert points(tmp_path / "tensorboard")["train/loss"] == [
         (0, 0.0), (1, 1.0), (2, 2.0), (3, 13.0), (4, 14.0), (5, 15.0), (6, 16.0),
     ]
+
+
+def test_the_plan_and_samples_are_read_back_and_a_start_voids_what_is_to_come(start, tmp_path):
+    samples = canned_samples()
+    for resumed_from in (None, 1):
+        plugin = start()
+        plugin.begin({"options": {"rollout.num_rollout": 2}}, resumed_from, tmp_path)
+        for step in range(resumed_from or 0, 2):
+            plugin.metrics(step, {"train/loss": 0.5}, tmp_path)
+            plugin.samples(step, None, samples, tmp_path)
+        plugin.samples(2, "heldout", samples, tmp_path)
+        plugin.finish("interrupted")
+    reader = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"histograms": 0})
+    reader.Reload()
+    lengths = reader.Histograms("rollout/response_lengths")
+    assert [event.step for event in lengths] == [0, 1] and lengths[0].histogram_value.num == len(samples)
+    assert reader.Histograms("eval/heldout/rewards")[-1].step == 2
+    [plan, again] = [event.tensor_proto.string_val[0].decode() for event in reader.Tensors("plan/text_summary")]
+    assert "rollout.num_rollout | 2" in plan and again == plan
 
 
 def test_folders(tmp_path):
@@ -78,22 +99,24 @@ def test_folders(tmp_path):
 def test_the_project_folder_is_an_option(start, tmp_path):
     plugin = start(tb_project_name=str(tmp_path / "logs"), tb_experiment_name="first")
     plugin.metrics(0, {"train/loss": 0.5}, tmp_path / "run")
-    plugin.finish()
+    plugin.finish("completed")
     assert points(tmp_path / "logs" / "first") == {"train/loss": [(0, 0.5)]}
     assert not (tmp_path / "run").exists()
 
 
 def test_switched_off(start, tmp_path):
     plugin = start(use_tensorboard=False)
+    plugin.begin({"options": {}}, None, tmp_path)
     plugin.metrics(0, {"train/loss": 0.5}, tmp_path)
-    plugin.finish()
+    plugin.samples(0, None, canned_samples(), tmp_path)
+    plugin.finish("completed")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_finish_without_metrics_and_twice(start):
     plugin = start()
-    plugin.finish()
-    plugin.finish()
+    plugin.finish("completed")
+    plugin.finish("completed")
 
 
 def test_the_plugin_module_imports_nothing_heavy():

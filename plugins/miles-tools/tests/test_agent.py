@@ -171,6 +171,15 @@ REWRITE = ("def agent(base_url, api_key, messages):\n    messages.append(ask(bas
      "agent_bad_result", "nan"),
     ("def agent(base_url, api_key, messages):\n    ask(base_url, api_key, messages)\n    return {'reward': 'high'}",
      "agent_bad_result", "high"),
+    ("def agent(base_url, api_key, messages):\n    ask(base_url, api_key, messages)\n    return 10**400",
+     "agent_bad_result", "000"),
+    ("class Odd(Exception):\n    def __str__(self):\n        sys.exit(1)\ndef agent():\n    raise Odd", "agent_raised",
+     "Odd"),
+    ("def agent():\n    raise ValueError('\\ud800 no')", "agent_raised", "? no"),
+    ("def agent(base_url, api_key, messages):\n    messages[0]['content'] += '\\ud800'\n"
+     "    ask(base_url, api_key, messages)", "agent_raised", "400"),
+    ("def agent(base_url, api_key, messages):\n    for _ in range(900):\n        messages[0]['x'] = {'x': "
+     "messages[0].get('x')}\n    ask(base_url, api_key, messages)", "agent_raised", "400"),
 ])
 def test_an_agent_that_fails_is_a_drop_with_a_reason(function, source, reason, words):
     failed(samples_of(function(source)), reason, words)
@@ -365,9 +374,27 @@ def test_the_result_of_a_program_is_its_last_line(output, result):
     assert result_of(output) == result
 
 
+class Wild:
+    """A number that is none, and cannot be shown."""
+
+    def __float__(self):
+        raise KeyError
+
+    def __repr__(self):
+        raise KeyError
+
+
+def deep(inner, levels):
+    for _ in range(levels):
+        inner = {"x": inner}
+    return inner
+
+
 @pytest.mark.parametrize("result, numbers", [
     (None, {}), (1, {"reward": 1.0}), (True, {"reward": 1.0}), ({"reward": 0.5, "x": 2}, {"reward": 0.5, "x": 2.0}),
-    ({}, {}), ("1", None), ([1.0], None), ({"x": None}, None), (float("inf"), None),
+    ({}, {}), ("1", None), ([1.0], None), ({"x": None}, None), (float("inf"), None), (10**400, None),
+    pytest.param(10**5000, None, id="digits"),
+    ({"reward": 1, "x": -10**400}, None), ({"\ud800": 1}, None), (Wild(), None), (deep({}, 900), None),
 ])
 def test_what_an_agent_tells_is_numbers(result, numbers):
     if numbers is None:

@@ -2,14 +2,16 @@
 
 import asyncio
 import os
+import re
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
-from miles_tools import kernel
-from miles_tools.sandbox import Isolation, Limits, Sandbox, SandboxError, candidates, explain
+from miles_tools import linux
+from miles_tools.sandbox import Isolation, Limits, Sandbox, SandboxError, candidates, explain, weakness
+from miles_tools.sandbox_supervisor import empty, held
 
 from miles_core.errors import ConfigError
 
@@ -60,14 +62,14 @@ def f():
 
 DRIVER = """
 import os, threading, time
-from miles_tools import kernel
+from miles_tools import linux
 from miles_tools.sandbox import Limits, Sandbox
 sandbox = Sandbox(Limits(wall=60), 1)
 sleep = ("import time\\ndef f():\\n    time.sleep(60)", "tool.py", "f", {})
 threading.Thread(target=sandbox.run, args=sleep, daemon=True).start()
-while len(kernel.descendants(os.getpid())) < 2 or not sandbox._idle.empty():
+while len(linux.descendants(os.getpid())) < 2 or not sandbox._idle.empty():
     time.sleep(0.01)
-print(*kernel.descendants(os.getpid()), flush=True)
+print(*linux.descendants(os.getpid()), flush=True)
 os.kill(os.getpid(), 9)
 """
 
@@ -78,21 +80,21 @@ def sandbox(request):
     assert made.isolation.namespaces or request.param == "plain" or not can_unshare()
     yield made
     made.close()
-    assert kernel.descendants(os.getpid()) == [] or no_keeper()
+    assert linux.descendants(os.getpid()) == [] or no_supervisor()
 
 
 def can_unshare():
     return subprocess.run(["unshare", "-Urmpfn", "true"], capture_output=True).returncode == 0
 
 
-def no_keeper():
-    return not any(b"miles_tools.keeper" in command for command in commands())
+def no_supervisor():
+    return not any(b"miles_tools.sandbox_supervisor" in command for command in commands())
 
 
 def commands():
     """The command lines of this process's descendants."""
     found = []
-    for pid in kernel.descendants(os.getpid()):
+    for pid in linux.descendants(os.getpid()):
         try:
             found.append(Path(f"/proc/{pid}/cmdline").read_bytes())
         except OSError:
@@ -100,10 +102,10 @@ def commands():
     return found
 
 
-def keepers(sandbox):
-    """The keeper's process, and what it has below it."""
-    idle = [keeper for keeper in sandbox._idle.queue if keeper is not None]
-    return [(keeper._popen.pid, kernel.descendants(keeper._popen.pid)) for keeper in idle]
+def supervisors(sandbox):
+    """The supervisor's process, and what it has below it."""
+    idle = [supervisor for supervisor in sandbox._idle.queue if supervisor is not None]
+    return [(supervisor._popen.pid, linux.descendants(supervisor._popen.pid)) for supervisor in idle]
 
 
 def run(sandbox, source, **arguments):
@@ -120,7 +122,7 @@ def test_a_hostile_tool_is_contained_and_named(sandbox, name):
     sentence = explain(outcome, LIMITS)
     assert sentence.startswith("error: ") and words in sentence, sentence
     assert len(outcome.output) <= LIMITS.output
-    (_, below), = keepers(sandbox)
+    (_, below), = supervisors(sandbox)
     assert below == []
     assert run(sandbox, "def f(x):\n    return x + 1", x=1).value == 2, "the next call is served"
     assert run(sandbox, "import os\ndef f():\n    return os.listdir('.')").value == [], "its directory is empty"
@@ -142,9 +144,9 @@ def test_a_daemon_does_not_outlive_its_call(sandbox):
     before = set(os.listdir("/proc"))
     outcome = run(sandbox, DAEMON)
     assert outcome.value == MARK
-    (keeper, below), = keepers(sandbox)
+    (supervisor, below), = supervisors(sandbox)
     assert below == []
-    forked = [pid for pid in set(os.listdir("/proc")) - before if pid.isdigit() and group_of(pid) == keeper]
+    forked = [pid for pid in set(os.listdir("/proc")) - before if pid.isdigit() and group_of(pid) == supervisor]
     assert forked == []
 
 
@@ -214,11 +216,11 @@ def test_calls_run_side_by_side_and_know_nothing_of_each_other():
         sandbox.close()
 
 
-def test_a_keeper_that_dies_is_an_error_of_the_sandbox_and_is_replaced():
+def test_a_supervisor_that_dies_is_an_error_of_the_sandbox_and_is_replaced():
     sandbox = Sandbox(LIMITS, workers=1)
     try:
         assert run(sandbox, "def f():\n    return 1").value == 1
-        (pid, _), = keepers(sandbox)
+        (pid, _), = supervisors(sandbox)
         os.kill(pid, 9)
         with pytest.raises(SandboxError, match="a sandbox process ended"):
             run(sandbox, "def f():\n    return 1")
@@ -227,7 +229,7 @@ def test_a_keeper_that_dies_is_an_error_of_the_sandbox_and_is_replaced():
         sandbox.close()
 
 
-def test_keepers_end_with_the_process_that_started_them():
+def test_supervisors_end_with_the_process_that_started_them():
     said = subprocess.run([sys.executable, "-c", DRIVER], capture_output=True, text=True, timeout=60)
     pids = [int(word) for word in said.stdout.split()]
     assert len(pids) >= 2, said.stderr
@@ -259,9 +261,56 @@ def test_an_isolation_that_the_kernel_refuses_is_an_error_with_the_reason():
         sandbox.close()
 
 
+@pytest.mark.skipif(os.getuid() != 0, reason="root alone can give tools another user")
+@pytest.mark.parametrize("isolation", ["auto", "plain"])
+def test_tools_of_a_driver_that_is_root_are_another_users(isolation, tmp_path):
+    secret = tmp_path / "key"
+    secret.touch(0o600)
+    for folder in (tmp_path, *tmp_path.parents[:-2]):
+        folder.chmod(folder.stat().st_mode | 0o011)  # it is the file itself that keeps them out
+    sandbox = Sandbox(LIMITS, workers=1, isolation=isolation)
+    try:
+        for path in (secret, "/etc/shadow"):
+            outcome = run(sandbox, "def f(path):\n    return open(path).read()", path=str(path))
+            assert outcome.kind == "raised" and "Error" in outcome.detail, (path, outcome)
+        for target in (os.getpid(), 1) if sandbox.isolation.unprivileged else ():
+            signalled = run(sandbox, "import os\ndef f(pid):\n    os.kill(pid, 0)", pid=target)
+            assert signalled.kind == "raised" or sandbox.isolation.namespaces and target == 1, (target, signalled)
+        assert run(sandbox, "import os\ndef f():\n    return os.getuid()").value >= 61184
+    finally:
+        sandbox.close()
+
+
+@pytest.mark.parametrize(("isolation", "words"), [
+    (Isolation(True, True), None), (Isolation(True, False), "as root.*every file"),
+    (Isolation(False, True), "without namespaces.*other users"), (Isolation(False, False), "as root and without"),
+])
+def test_weaker_isolation_of_roots_tools_is_named(monkeypatch, isolation, words):
+    monkeypatch.setattr(os, "getuid", lambda: 0)
+    said = weakness(isolation)
+    assert said is None if words is None else re.search(words, said)
+
+
+def test_a_folder_so_deep_that_no_path_reaches_into_it_is_counted_and_removed(tmp_path):
+    work = tmp_path / "work"
+    work.mkdir()
+    here = os.getcwd()
+    try:
+        os.chdir(work)
+        for _ in range(1200):
+            os.mkdir("folder")
+            os.chdir("folder")
+        Path("file").write_text("x")
+    finally:
+        os.chdir(here)
+    assert held(str(work), 1 << 20) > 1 << 20
+    empty(str(work))
+    assert os.listdir(work) == []
+
+
 def test_root_tries_another_user_first(monkeypatch):
     monkeypatch.setattr(os, "getuid", lambda: 0)
-    assert candidates("auto") == [Isolation(True, True), Isolation(True, False), Isolation(False, True),
-                                  Isolation(False, False)]
+    assert candidates("auto") == [Isolation(True, True), Isolation(True, False), Isolation(False, True)]
+    assert candidates("plain") == [Isolation(False, True), Isolation(False, False)], "as root only when asked by name"
     monkeypatch.setattr(os, "getuid", lambda: 1000)
     assert candidates("plain") == [Isolation(False, False)]

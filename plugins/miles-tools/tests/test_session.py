@@ -467,6 +467,24 @@ def test_what_is_no_http_bothers_nobody(capfd):
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.parametrize("before", [b"", b"GET /health HTTP/1.1\r\nHost: localhost:%d\r\n\r\n"])
+@pytest.mark.parametrize("half", [b"", b"POST /v1/chat/completions HTTP/1.1\r\nHost: loc"])
+def test_a_client_that_sends_no_whole_head_is_closed(monkeypatch, before, half):
+    monkeypatch.setattr(session_server, "PATIENCE", 0.2)
+    monkeypatch.setattr(session_server, "IDLE", 0.2)
+
+    async def talk(client, _session, _engine):
+        reader, writer = await asyncio.open_connection("127.0.0.1", client.server.port)
+        if before:
+            writer.write(before % client.server.port)
+            assert b" 200 " in await reader.readuntil(b"}")
+        writer.write(half)
+        assert await asyncio.wait_for(reader.read(), 10) == b""
+        writer.close()
+
+    conversing(talk, Scripted())
+
+
 def test_openais_own_client():
     import openai
 
@@ -504,6 +522,10 @@ def test_openais_own_client():
     ({"messages": [USER], "tool_choice": "required"}, "auto or none"),
     ({"messages": [USER], "tools": [{}]}, "tools should"),
     ({"messages": [USER], "functions": [{}]}, "write tools"), ({"messages": [USER], "max_tokens": 0}, "above 0"),
+    ({"messages": [{"role": "user", "content": "\ud800"}]}, "surrogate"),
+    ({"messages": [{"role": "user", "content": "", "\udfff": 1}]}, "surrogate"),
+    (b'{"messages": [{"role": "user", "content": "", "x": ' + b"[" * 900 + b"]" * 900 + b"}]}", "deeper than 64"),
+    (b'{"messages": [{"role": "user", "content": "", "x": ' + b"9" * 5000 + b"}]}", "digits"),
     ({"messages": [USER], "max_tokens": "9"}, "above 0"), ({"messages": [USER], "stop": [""]}, "stop should"),
 ])
 def test_what_cannot_be_answered_rightly_is_refused(body, words):

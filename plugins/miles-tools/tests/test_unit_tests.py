@@ -92,8 +92,8 @@ def test_the_plugins_scorer_runs_and_its_sandbox_ends_with_the_run():
     plugin = Tools(ToolsOptions(unit_tests_share=True), RunConfig())
     try:
         assert asyncio.run(plugin.unit_tests(sample(ADD, tests=ASSERTS))) == 2 / 3
-        keeper, = [one for one in plugin._sandbox._idle.queue if one is not None]
-        assert keeper._popen.poll() is None
+        supervisor, = [one for one in plugin._sandbox._idle.queue if one is not None]
+        assert supervisor._popen.poll() is None
     finally:
         plugin.finish()
-    assert keeper._popen.poll() is not None
+    assert supervisor._popen.poll() is not None

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from miles_core.cli import cli, main
+from miles_core.cli import cli, command_line
 
 ROOT = Path(__file__).parents[3]
 
@@ -28,14 +28,14 @@ def invoke(tmp_path, monkeypatch):
 
 @pytest.fixture
 def call(tmp_path, monkeypatch, capfd):
-    """(argv) -> (exit code, stdout, stderr) of the console script's own entry point."""
+    """(argv) -> (exit code, stdout, stderr) of what the console script runs, in this process."""
     monkeypatch.chdir(tmp_path)
 
     def run(*argv: object) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["miles", *map(str, argv)])
         code = 0
         try:
-            main()
+            command_line()
         except SystemExit as leave:
             code = leave.code or 0
         return code, *capfd.readouterr()

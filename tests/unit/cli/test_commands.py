@@ -73,6 +73,24 @@ def test_a_plan(call):
     assert "plugin math" in out and "rollout.rollout_batch_size = 4  (--rollout-batch-size)" in out
 
 
+@pytest.mark.parametrize(("saved", "begins"), [
+    (None, "starts fresh, from the weights of "), ("2", "resumes after 2 rollouts, from runs/run/saved"),
+])
+def test_a_plan_begins_with_what_is_trained_how_much_where_it_writes_and_where_it_begins(call, tmp_path, saved, begins):
+    if saved is not None:
+        (tmp_path / "runs/run/saved/iter_0000002").mkdir(parents=True)
+        (tmp_path / "runs/run/saved/latest_checkpointed_iteration.txt").write_text(saved)
+    (tmp_path / "mine.py").write_text(
+        "from miles_core import hookimpl\nclass Mine:\n    @hookimpl\n    def trainer(self):\n        return self\n")
+    code, out, _ = call("run", *GOOD, "--save", "{run_dir}/saved", "--load", "{run_dir}/saved", "--num-rollout", "9",
+                        "--trainer", "mine", "--plugin", "./mine.py", "--plan")  # another trainer saves as it likes
+    _, head, plugins = out.split("\n\n")[:3]
+    trains, size, writes, begin = head.splitlines()
+    assert code == 0 and trains.startswith("trains ") and "x/train.jsonl" in trains and "math" in trains
+    assert "9 rollouts of 4 prompts x " in size and "runs/run" in writes and begin.startswith(begins)
+    assert plugins.count("megatron") == plugins.count("in every run") == 1
+
+
 def test_a_plan_as_json(call):
     code, out, _ = call("run", *GOOD, "--plan", "--json")
     assert code == 0

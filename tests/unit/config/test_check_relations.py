@@ -5,6 +5,7 @@ import socket
 
 import pytest
 
+from miles_core.backends.sglang import hardware as served
 from miles_core.config import hardware
 from miles_core.errors import MilesError
 
@@ -42,29 +43,18 @@ PAIRS = {
                          ["--rollout-max-context-len", 1024]),
     "least-above-most": (None, ["--rollout-min-new-tokens", 9, "--rollout-max-response-len", 8], "(got 9 and 8)",
                          ["--rollout-min-new-tokens", 8, "--rollout-max-response-len", 8]),
-    "greedy": (None, ["--rollout-temperature", 0], "every answer is the likeliest one", ["--eval-temperature", 0]),
-    "cold": (None, ["--rollout-temperature", 0.001], "(got 0.001)",
+    "greedy": (None, ["--rollout-temperature", 0], "rollout_temperature 0.0", ["--eval-temperature", 0]),
+    "cold": (None, ["--rollout-temperature", 0.001], "rollout_temperature 0.001",
              ["--rollout-temperature", 0.3]),
     "top-k-1": (None, ["--rollout-top-k", 1], "rollout_top_k 1", ["--rollout-top-k", 20]),
-    "greedy-alone": (None, ["--rollout-temperature", 0], "have to differ",
+    "greedy-alone": (None, ["--rollout-temperature", 0], "rollout_temperature 0.0",
                      ["--rollout-temperature", 0, "--debug-rollout-only"]),
-    "eval-top-p": (None, ["--eval-top-p", 0], "top_p 0.0", ["--eval-top-p", 0.7]),
     "layers": (QWEN, ["--num-layers", 3], "num_layers disagrees with the checkpoint, whose num_hidden_layers is 4",
                ["--num-layers", 4]),
     "tied": (QWEN, ["--untie-embeddings-and-output-weights"], "whose tie_word_embeddings is True", []),
     "theta": (QWEN, ["--rotary-base", 1000000], "rope_theta is 10000.0", ["--rotary-base", 10000]),
     "epsilon": (QWEN, ["--norm-epsilon", 1e-5], "layernorm_epsilon disagrees", ["--norm-epsilon", 1e-6]),
     "experts": (MOE, ["--num-experts", 8], "whose num_experts is 6", ["--num-experts", 6]),
-    "heads": (QWEN, [*SGLANG, "--actor-num-gpus-per-node", 8, "--rollout-num-gpus-per-engine", 8],
-              "num_attention_heads 28 does not divide by the engine's 8 GPUs", FOUR),
-    "key-value-heads": (QWEN | {"num_attention_heads": 24, "num_key_value_heads": 3},
-                        [*SGLANG, "--actor-num-gpus-per-node", 2, "--rollout-num-gpus-per-engine", 2],
-                        "num_key_value_heads 3", [*SGLANG, "--actor-num-gpus-per-node", 3, "--num-gpus-per-node", 3,
-                                                  "--rollout-num-gpus-per-engine", 3, "--rollout-batch-size", 6]),
-    "expert-width": (MOE | {"moe_intermediate_size": 90}, FOUR, "moe_intermediate_size 90",
-                     (*FOUR, "--sglang-ep-size", 2)),
-    "number-of-experts": (MOE, (*FOUR, "--sglang-ep-size", 4), "the number of experts 6",
-                          (*FOUR, "--sglang-ep-size", 2)),
     "quantises-itself": (QWEN, [*SGLANG, "--sglang-quantization", "fp8"], "quantise plain weights by itself",
                          [*SGLANG, "--sglang-quantization", "fp8", "--debug-rollout-only"]),
     "broadcast-to-itself": (None, [*SGLANG, "--weight-sync", "broadcast"], "both sides have the same ones",
@@ -72,10 +62,16 @@ PAIRS = {
 }  # fmt: skip
 
 
+def machine(monkeypatch, gpus):
+    """A machine with so many GPUs, for whoever counts them."""
+    for module in (hardware, served):
+        monkeypatch.setattr(module, "gpus", lambda: gpus)
+
+
 @pytest.fixture
 def on(plan, tmp_path, monkeypatch):
     """(constants, *flags) -> the plan on a checkpoint with these, on a machine without GPUs."""
-    monkeypatch.setattr(hardware, "gpus", lambda: 0)
+    machine(monkeypatch, 0)
 
     def make(constants, *flags):
         given = []
@@ -98,14 +94,6 @@ def test_a_contradiction_is_refused_and_its_neighbour_is_not(on, name):
     on(constants, *good)
 
 
-def test_blocks_that_share_a_scale_fit_the_experts(on):
-    said = MOE | {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
-    flags = [*SGLANG, "--ref-load", "plain", "--engine-dtype", "bfloat16"]
-    with pytest.raises(MilesError, match="moe_intermediate_size is no multiple .* 96 / 1, blocks of 128"):
-        on(said, *flags)
-    on(said | {"moe_intermediate_size": 256}, *flags)
-
-
 GPUS = [  # there, address of a cluster, flags, refused
     (4, None, ("--actor-num-gpus-per-node", 4, "--rollout-num-gpus", 2), "takes 6 GPUs and this machine has 4"),
     (4, None, ("--actor-num-gpus-per-node", 8, "--colocate"), "(got trainer 8, engines 8, taking turns)"),
@@ -121,7 +109,7 @@ GPUS = [  # there, address of a cluster, flags, refused
 
 @pytest.mark.parametrize(("there", "address", "flags", "message"), GPUS)
 def test_a_run_takes_the_gpus_that_there_are(plan, monkeypatch, there, address, flags, message):
-    monkeypatch.setattr(hardware, "gpus", lambda: there)
+    machine(monkeypatch, there)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     for given in ([], ["--ray-address", address])[bool(address):]:
         if message is None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from miles_core.config import hardware
+from miles_core.backends.sglang import hardware
 from miles_core.errors import ConfigError
 
 BATCH = ("--rollout-batch-size", 8, "--n-samples-per-prompt", 4)
@@ -122,7 +122,6 @@ REFUSED = {
     "a GPU that both sides share": ["--weight-sync", "ipc"],
     "needs a folder that trainer and engines share": ["--weight-sync", "disk-delta"],
     "server_concurrency should be at least 1": ["--sglang-server-concurrency", 0],
-    "server_start_timeout should be above 0": ["--server-start-timeout", 0],
     "the tensor-parallel size is": ["--sglang-tp-size", 2],
     "do not divide by its pipeline of 2": ["--sglang-pp-size", 2],
     "dp_size is for data-parallel attention": ["--sglang-dp-size", 2],
@@ -151,6 +150,52 @@ def test_what_excludes_itself_does_not_start(plan, message):
 def test_what_is_for_sglang_alone_does_not_start_with_the_local_engine(plan, flags):
     with pytest.raises(ConfigError):
         plan(*flags)
+
+
+HF = '''
+from miles_core import hookimpl
+
+
+class Hf:
+    """An engine of somebody else's, and a weight sync of its own."""
+
+    name = "hf"
+    provides = ({})
+
+    @hookimpl
+    def engine(self, config, tokenizer):
+        return self
+
+    @hookimpl(name="hf-sync")
+    def weight_sync(self, config):
+        return self
+'''
+
+
+@pytest.mark.parametrize(("provides", "flags", "sync"), [
+    ("", (), "in-process"), ("", ("--actor-num-gpus-per-node", 2), "shared-memory"),
+    ("", ("--weight-sync", "hf-sync"), "hf-sync"),
+    ("'engine:hf:servers:checkpoints',", ("--update-weight-disk-dir", "x"), "disk"),
+    ("'engine:hf:servers:nccl',", (), "broadcast"),
+    ("'engine:hf:servers:mine', 'weight_sync:hf-sync:mine',", (), "hf-sync"),
+])
+def test_an_engine_of_others_gets_the_weight_sync_that_it_understands(plan, tmp_path, provides, flags, sync):
+    (tmp_path / "hf.py").write_text(HF.format(provides))
+    made = plan("--plugin", tmp_path / "hf.py", "--engine", "hf", *flags, *BATCH)
+    assert made.config.perf.weight_sync == sync
+    (cache,) = (line for line in made.to_text().splitlines() if line.startswith("  KV cache"))
+    assert "float32" not in cache and "bfloat16" not in cache, "its plugin says nothing of it"
+
+
+@pytest.mark.parametrize(("provides", "flags", "named"), [
+    ("", ("--weight-sync", "disk"), ("'disk'", "'hf'", "checkpoints", "in-process", "shared-memory")),
+    ("'engine:hf:servers:mine', 'weight_sync:hf-sync:mine',", ("--weight-sync", "in-process"), ("tensors", "hf-sync")),
+])
+def test_a_weight_sync_that_an_engine_of_others_does_not_understand_is_refused(plan, tmp_path, provides, flags, named):
+    (tmp_path / "hf.py").write_text(HF.format(provides))
+    with pytest.raises(ConfigError) as caught:
+        plan("--plugin", tmp_path / "hf.py", "--engine", "hf", *flags, *BATCH)
+    assert all(word in str(caught.value) for word in named)
 
 
 @pytest.mark.parametrize(("flags", "note"), [

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from miles_core.backends.megatron import estimate
+from miles_core.backends.megatron import memory_plan as memory
 from miles_core.backends.megatron.layout import Layout
-from miles_core.config import memory
 from miles_core.config.architecture import Architecture
 from miles_core.config.tables import Perf, RunConfig
 from miles_core.errors import ConfigError
@@ -113,9 +113,9 @@ def test_ranks_share_what_the_layout_splits():
     alone = estimate.trainer(config, described(False, 4))
     shared = estimate.trainer(config, described(False, 4, data=4))
     assert shared["optimizer"] == alone["optimizer"] / 4 and shared["weights"] == alone["weights"]
-    again = estimate.trainer(replace(config, megatron={"recompute_granularity": "full"}), described(False, 4))
+    again = estimate.trainer(config.with_surface("megatron", recompute_granularity="full"), described(False, 4))
     assert again["activations"] < alone["activations"] / 5
-    away = replace(config, megatron={"optimizer_cpu_offload": True})
+    away = replace(config, surfaces={"megatron": {"optimizer_cpu_offload": True}})
     assert estimate.trainer(away, described(False, 4))["optimizer"] == 0
 
 
@@ -123,7 +123,7 @@ def test_small_moments_leave_less_of_the_optimizer():
     """A fused Adam with moments in bfloat16 keeps 16 bits of the fp32 master beside a bfloat16 weight."""
     small = {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
     model = replace(described(False, 4), value=2)
-    usual, less, whole = (estimate.trainer(RunConfig(megatron=given), model)["optimizer"] for given in (
+    usual, less, whole = (estimate.trainer(RunConfig(surfaces={"megatron": given}), model)["optimizer"] for given in (
         {}, small, small | {"store_param_remainders": False}))
     assert less == usual * 6 / 12 and whole == usual * 8 / 12
 
@@ -135,7 +135,8 @@ def large(tmp_path) -> RunConfig:
             "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 9728, "vocab_size": 151936,
             "tie_word_embeddings": True}  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(said))
-    config = RunConfig(perf=Perf(use_dynamic_batch_size=True, max_tokens_per_gpu=16384))
+    config = RunConfig(perf=Perf(use_dynamic_batch_size=True, max_tokens_per_gpu=16384),
+                       stated={"engine:sglang": ("servers", "server_args")})
     return replace(config, checkpoint=replace(config.checkpoint, hf_checkpoint=str(tmp_path)))
 
 
@@ -160,11 +161,11 @@ def test_a_run_that_cannot_fit_is_refused_with_what_would(large):
 def test_both_sides_in_memory_at_once_have_to_fit_together(large):
     """Only where they share the GPU and neither makes room."""
     needed = memory.peak(large, estimate.model_of(large)) / memory.GIB
-    shared = replace(on(large, 1.5 * needed), server={"mem_fraction_static": 0.8})
+    shared = replace(on(large, 1.5 * needed), surfaces={"server": {"mem_fraction_static": 0.8}})
     shared = replace(shared, perf=replace(shared.perf, colocate=True, offload_train=False, offload_rollout=False))
     with pytest.raises(ConfigError, match=r"both stay in its memory.*--offload-rollout"):
         memory.check_memory(shared, print)
-    memory.check_memory(replace(shared, server={"mem_fraction_static": 0.2}), print)
+    memory.check_memory(replace(shared, surfaces={"server": {"mem_fraction_static": 0.2}}), print)
     memory.check_memory(replace(shared, perf=replace(shared.perf, offload_rollout=True)), print)
 
 
@@ -173,6 +174,6 @@ def test_the_plan_says_it_for_gpus_only(large, monkeypatch):
     _, title, trainer = memory.lines(on(large, 140))
     assert title == "memory of a GPU, estimated" and trainer.startswith("  trainer  ") and " of 140.0 GiB" in trainer
     rollout = replace(large.rollout, engine="sglang")
-    served = replace(on(large, 140), rollout=rollout, server={"mem_fraction_static": 0.5})
+    served = replace(on(large, 140), rollout=rollout, surfaces={"server": {"mem_fraction_static": 0.5}})
     served = replace(served, perf=replace(served.perf, rollout_num_gpus=2, rollout_num_gpus_per_engine=2))
     assert memory.lines(served)[-1] == "  engine   70.0 of 140.0 GiB: weights 3.7, KV cache 66.3"

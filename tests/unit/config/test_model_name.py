@@ -69,7 +69,7 @@ class Mine:
 
     @hookimpl("model_spec", name="llama")
     def llama(self, hf_config):
-        return None
+        return self
 ''')
     assert owner(plan(*checkpoint("llama"), "--plugin", tmp_path / "mine.py")) == [("llama", "mine")]
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from miles_core.config.on_policy import DEEPEST, LONGEST
+from miles_core.backends.megatron.on_policy import DEEPEST, LONGEST
 from miles_core.errors import ConfigError
 
 DENSE = {"model_type": "qwen3", "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4,

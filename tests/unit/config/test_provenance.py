@@ -38,6 +38,18 @@ def test_a_derived_value_does_not_take_the_place_of_a_given_one(plan):
     assert origin(made, "rollout.num_steps_per_rollout") == "batch arithmetic"
 
 
+@pytest.mark.parametrize(("flags", "band", "who"), [
+    ((), (0.2, 0.28), "default"),
+    (("--eps-clip", 4e-4), (4e-4, 4e-4), "as eps_clip"),
+    (("--eps-clip", 4e-4, "--eps-clip-high", 0.3), (4e-4, 0.3), "--eps-clip-high"),
+    (("--eps-clip-high", 0.3), (0.2, 0.3), "--eps-clip-high"),
+])  # fmt: skip
+def test_a_width_of_the_clip_band_that_is_given_alone_is_that_of_both_sides(plan, flags, band, who):
+    made = plan(*flags)
+    assert (made.config.algorithm.eps_clip, made.config.algorithm.eps_clip_high) == band
+    assert origin(made, "algorithm.eps_clip_high") == who
+
+
 def test_the_plan_prints_what_is_not_a_default_with_its_origin(plan):
     text = plan("--eps-clip", "0.1").to_text()
     assert "algorithm.eps_clip = 0.1  (--eps-clip)" in text
@@ -83,6 +95,6 @@ def test_defaults_that_a_plan_derives(plan):
 
 def test_the_buffer_is_first_in_first_out(plan):
     """The only buffer there is takes batches in the order in which groups were started (tests/unit/test_loop.py)."""
-    from miles_core import hookspecs
+    from miles_core.plugins.select import all_specs
 
-    assert "buffer" not in hookspecs.specs()
+    assert "buffer" not in all_specs()

@@ -32,13 +32,16 @@ class Part:
 
 
 def install(site: Path, name: str, *, stated: dict | None = None, distribution: str | None = None,
-            version: str = "1.0", body: str = BODY, manifest: bool = True, code: str = "") -> Path:
+            version: str = "1.0", body: str = BODY, manifest: bool = True, code: str = "",
+            editable: bool = False, core: str = "") -> Path:
     """Put a plugin into a site folder; its package's folder.
 
     Args:
         stated: class attributes such as implies or presets.
         manifest: whether it has its miles-plugin.toml.
+        core: what its metadata require of miles-core.
         code: further lines at the top of the module, which run when it is imported, not when the manifest is written.
+        editable: as `pip install -e` records it.
     """
     distribution = distribution or f"miles-{name}"
     package = distribution.replace("-", "_")
@@ -53,6 +56,10 @@ def install(site: Path, name: str, *, stated: dict | None = None, distribution: 
     (folder / "plugin.py").write_text(code + text)
     info = site / f"{package}-{version}.dist-info"
     info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n")
+    about = {"Metadata-Version": "2.1", "Name": distribution, "Version": version, "Author": "A. U. Thor"}
+    about |= {"Requires-Dist": f"miles-core{core}"} if core else {}
+    (info / "METADATA").write_text("".join(f"{key}: {value}\n" for key, value in about.items()))
     (info / "entry_points.txt").write_text(f"[miles.plugins]\n{name} = {package}.plugin:Part\n")
+    if editable:
+        (info / "direct_url.json").write_text('{"url": "file:///somewhere", "dir_info": {"editable": true}}')
     return folder

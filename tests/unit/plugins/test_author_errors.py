@@ -95,6 +95,19 @@ def test_a_mistake_is_refused_with_plugin_version_hook_definition_and_remedy(cas
     _complete(caught.value, selected[0], hook, line, remedy)
 
 
+OF_OBJECTS = {"forgotten marker", "no method of an instance"}
+"""What only the imported class tells."""
+
+
+@pytest.mark.parametrize("case", [case for case in MISTAKES if case not in OF_OBJECTS])
+def test_a_plan_finds_it_in_the_source_which_is_not_run(case, plugin):
+    body, hook, line, words, remedy = MISTAKES[case]
+    selected = plugin(body, head=HEAD.replace("\nclass", "raise SystemExit\nclass"))
+    with pytest.raises(HookError, match=words) as caught:
+        resolve.resolve(selected, RunConfig())
+    _complete(caught.value, selected[0], hook, line, remedy)
+
+
 @pytest.mark.parametrize("project", ["pytest", "miles"])
 def test_a_marker_that_is_not_ours_is_refused(project, plugin):
     """The name in the source is the same, so that only the object tells."""

@@ -10,6 +10,7 @@ from miles_core.build import proven_trainer_part
 from miles_core.errors import ConfigError
 from miles_core.plugins import digest
 from miles_core.plugins.plan import prepare
+from miles_core.plugins.scan import DEFAULTS
 from miles_core.types import Rank
 from tests.unit.plugins.installed import install
 
@@ -30,7 +31,7 @@ def test_the_same_files_prove_themselves(site):
     selected = prepare(None, BASE).selected
     proof = digest.proof(selected)
     digest.check(proof, pickle.loads(pickle.dumps(selected)), "rank 0")
-    assert set(proof) == {"miles-core", "plugin one", "plugin grpo"}
+    assert set(proof) == {"miles-core", "plugin one", "plugin grpo", *(f"plugin {name}" for name in DEFAULTS)}
 
 
 @pytest.mark.parametrize("change", ["code", "version", "gone"])

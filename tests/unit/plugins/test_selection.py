@@ -10,7 +10,7 @@ from miles_core.config import load
 from miles_core.errors import ConfigError, ManifestError, MilesError, OwnerError, UnknownPluginError
 from miles_core.plugins import presets, select
 from miles_core.plugins.plan import prepare
-from tests.unit.plugins.installed import install
+from tests.unit.plugins.installed import BODY, install
 
 BASE = ["--hf-checkpoint", "x", "--prompt-data", "y", "--rollout-batch-size", "2", "--num-rollout", "1"]
 DAPO = {"wide": {"plugins": ["two", "one"], "values": {"one.width": 9, "rollout.rollout_seed": 5}}}
@@ -27,15 +27,17 @@ def site(tmp_path, monkeypatch):
 
 @pytest.fixture
 def two(site):
-    """The plugins one, which offers a preset, and two."""
+    """The plugins one, which offers a preset, two, one that claims a flag of Miles, and one of a later Miles."""
     install(site, "one", stated={"presets": DAPO})
     install(site, "two", distribution="miles-plugin-two")
+    install(site, "tracker", body=BODY.replace('"How wide.")', '"How wide.", flags=("--use-wandb",))'))
+    install(site, "ahead", core=">=9.9")
 
 
 def enabled(*flags: str, run_file=None) -> list[str]:
     """What takes part, less grpo, which the default estimator brings."""
     plan = prepare(run_file, [*BASE, "--rm-type", "one-reward", *flags])
-    return [one.manifest.name for one in plan.selected if one.source != "built-in" and one.manifest.name != "grpo"]
+    return [one.manifest.name for one in plan.selected if not one.ours and one.manifest.name != "grpo"]
 
 
 @pytest.mark.parametrize("words", ["one", "miles-one", "miles-plugin-one", "miles-one:one"])
@@ -45,7 +47,7 @@ def test_a_plugin_is_named_in_any_spelling(two, words):
 
 def test_a_preset_enables_its_plugins_in_its_order_and_the_plan_says_whose_values_they_are(two):
     plan = prepare(None, [*BASE, "--rm-type", "one-reward", "--preset", "wide"])
-    assert [one.manifest.name for one in plan.selected if one.source != "built-in"][:2] == ["two", "one"]
+    assert [one.manifest.name for one in plan.selected if not one.ours][:2] == ["two", "one"]
     text = plan.to_text()
     assert "one.width = 9  (preset wide of plugin one)" in text and "(preset wide of plugin one)" in text
     assert plan.config.rollout.rollout_seed == 5
@@ -102,6 +104,9 @@ def test_a_plugin_of_a_preset_that_is_named_too_stands_where_it_is_named(two):
     (["--plugin", "wrong:tis"], UnknownPluginError, "no plugin 'wrong:tis'.*did you mean 'tis'"),
     (["--plugin", "one", "--plugin"], ConfigError, "--plugin takes a name.*write --plugin NAME"),
     (["--plugins", "one"], ConfigError, "no flag --plugins.*did you mean --plugin"),
+    (["--rm-type", "two-reward"], OwnerError, "rm_type.*add --plugin two"),
+    (["--plugin", "one", "--use-wandb"], ConfigError, "--use-wandb belongs to plugin 'tracker'.*add --plugin tracker"),
+    (["--plugin", "ahead"], ManifestError, "miles-ahead 1.0: .*miles-core>=9.9.*0.1.0"),
 ])  # fmt: skip
 def test_each_mistake_is_answered(two, flags, kind, message):
     with pytest.raises(kind, match=message):

@@ -9,10 +9,11 @@ import pytest
 
 from miles_core.config.tables import Checkpoint, RunConfig
 from miles_core.errors import StateError
-from miles_core.execute import Attempt
+from miles_core.execute import Attempt, _published
 from miles_core.plugins import bind, select, state
 from miles_core.plugins.plan import Plan
 from miles_core.stages.step import TRACKER
+from miles_core.types import Rank
 
 BODY = '''
 from miles_core import hookimpl
@@ -44,16 +45,16 @@ MIGRATES = """state_version = 3
 
 @pytest.fixture
 def roles(tmp_path):
-    """(name, source of the class) -> hooks of driver and rollout."""
+    """(name, source of the class, roles) -> hooks of driver and rollout, or of the roles."""
     number = iter(range(9))
 
-    def make(name="keeps", more="pass", gives='{"seen": self.seen}'):
+    def make(name="keeps", more="pass", gives='{"seen": self.seen}', roles=("driver", "rollout")):
         folder = tmp_path / str(next(number))
         folder.mkdir()
         path = folder / f"{name}.py"
         path.write_text(BODY.format(more=more, gives=gives))
         selected = select.select([(str(path), "--plugin")], [])
-        return [bind.bind(selected, RunConfig(options={name: {}}), role) for role in ("driver", "rollout")]
+        return [bind.bind(selected, RunConfig(options={name: {}}), role) for role in roles]
 
     return make
 
@@ -73,6 +74,23 @@ def test_each_role_has_its_own_state_and_gets_it_back(roles):
     assert state.restore(second, kept) == []
     assert state.collect(second) == {"keeps": {
         role: {**one, "version": second[0].versions["keeps"]} for role, one in kept["keeps"].items()}}
+
+
+@pytest.mark.parametrize(("seen", "keys"), [((5, 5), ["trainer"]), ((5, 6), ["trainer/0", "trainer/1"])])
+def test_the_trainers_ranks_have_one_state_or_each_its_own(roles, seen, keys):
+    ranks = [roles(roles=["trainer"]) for _ in seen]
+    for hooks, count in zip(ranks, seen, strict=True):
+        hooks[0].instances["keeps"].seen = count
+    both = {str(rank): state.collect(hooks) for rank, hooks in enumerate(ranks)}
+    kept = state.with_ranks(state.collect(roles()), both)
+    assert list(kept["keeps"]) == ["driver", "rollout", *keys]
+    for rank, count in enumerate(seen):
+        new = roles(roles=["trainer"])
+        state.restore(new, kept, rank=Rank(rank, 2))
+        assert new[0].instances["keeps"].seen == count
+    if len(keys) > 1:
+        with pytest.raises(StateError, match="plugin keeps .*of 2 ranks, 3 in this.*--drop-plugin-state keeps"):
+            state.restore(roles(roles=["trainer"]), kept, rank=Rank(0, 3))
 
 
 def test_older_state_passes_the_migration_and_is_announced(roles):
@@ -121,7 +139,7 @@ def test_a_restart_leaves_out_what_the_start_left_out_until_it_has_a_checkpoint_
     (tmp_path / TRACKER).write_text("1")
     folder = str(tmp_path)
     config = RunConfig(checkpoint=Checkpoint(load=folder, save=folder, drop_plugin_state=["keeps"]))
-    attempt = Attempt.first(Plan(config, (), (), ()))
+    attempt = Attempt(Plan(config, (), (), ()), "digest", _published(folder), {})
     assert attempt.next().plan.config.checkpoint.drop_plugin_state == ["keeps"]
     (tmp_path / TRACKER).write_text("2 and more")
     os.utime(tmp_path / TRACKER, (1, 1))

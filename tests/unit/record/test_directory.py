@@ -3,6 +3,7 @@
 import errno
 import os
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -13,6 +14,7 @@ import pytest
 from miles_core.errors import RunDirectoryError
 from miles_core.record import directory
 from miles_core.record.directory import RunDirectory, publish
+from miles_core.record.events import EventLog
 
 HOLD = """
 import os, sys, time
@@ -51,6 +53,17 @@ def test_a_second_run_is_told_who_holds_it_and_what_to_do(tmp_path):
     assert "--run-dir" in text and caught.value.exit_code == 2
 
 
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK])  # Lustre, others, NFS
+def test_a_file_system_without_locks_is_named_with_the_flag(tmp_path, monkeypatch, number):
+    def flock(file, how):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(directory.fcntl, "flock", flock)
+    with pytest.raises(RunDirectoryError, match=f"locks.*{os.strerror(number)}.*--save") as caught:
+        directory.Lock(tmp_path / ".lock", "--save").take()
+    assert caught.value.who == str(tmp_path)
+
+
 def test_a_killed_run_never_blocks(tmp_path):
     with hold(tmp_path) as process:
         with pytest.raises(RunDirectoryError, match=str(process.pid)):
@@ -69,6 +82,15 @@ def test_an_orphaned_fork_does_not_keep_the_lock(tmp_path):
             RunDirectory(tmp_path).acquire().release()
         finally:
             os.kill(child, signal.SIGKILL)
+
+
+def test_what_a_run_writes_is_for_its_owner_alone(tmp_path):
+    with RunDirectory(tmp_path / "a" / "run") as run, run.open_log("run.log"):
+        publish(run.plan_json, "{}")
+        EventLog(run.events).close()
+        assert stat.S_IMODE(run.path.stat().st_mode) == 0o700
+        for file in (run.plan_json, run.events, run.logs / "run.log"):
+            assert stat.S_IMODE(file.stat().st_mode) == 0o600, file
 
 
 def test_a_file_in_the_way_is_explained(tmp_path):

@@ -164,13 +164,17 @@ def test_texts_beyond_what_a_safetensors_header_holds():
 
 
 @settings(deadline=None, max_examples=30)
-@given(held=st.lists(groups(), min_size=1, max_size=3), version=COUNTS)
-def test_a_rollout_comes_back_to_the_bit(tmp_path_factory, held, version):
+@given(held=st.lists(groups(), min_size=1, max_size=3), version=COUNTS, place=st.data())
+def test_a_rollout_comes_back_to_the_bit(tmp_path_factory, held, version, place):
     template = str(tmp_path_factory.mktemp("debug") / "{rollout_id}.safetensors")
     path = save_batch(template, Batch(5, held, version))
     found = load_batch(template, 5)
     assert (found.rollout_id, found.version) == (5, version)
     assert [[plain(s) for s in g.samples] for g in found.groups] == [[plain(s) for s in g.samples] for g in held]
-    path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(DataError, match="no saved rollout"):
-        load_batch(template, 5)
+    whole = path.read_bytes()
+    flipped = bytearray(whole)
+    flipped[place.draw(st.integers(0, len(whole) - 1))] ^= 1 << place.draw(st.integers(0, 7))
+    for damaged in (whole[:-1], flipped):
+        path.write_bytes(damaged)
+        with pytest.raises(DataError, match="no saved rollout"):
+            load_batch(template, 5)

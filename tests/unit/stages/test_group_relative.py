@@ -78,7 +78,7 @@ def test_truncated_samples_are_welcome():
     assert relative(group([1.0, 0.0], status=Status.TRUNCATED)) == normalized([1.0, 0.0])
 
 
-@pytest.mark.parametrize("reward", [None, math.nan, math.inf])
+@pytest.mark.parametrize("reward", [None, math.nan, math.inf, 1e39])
 def test_rewards_must_be_there_and_finite(reward):
     with pytest.raises(RewardError, match="sample 1.*no finite reward"):
         relative(group([1.0, reward]))

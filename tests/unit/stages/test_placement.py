@@ -128,12 +128,16 @@ def test_turns_end_with_an_error_inside():
 
 
 def test_variables_are_set_where_needed_and_yield_to_the_user_s():
-    parallel = dataclasses.replace(config(weight_sync="broadcast"), megatron={
-        "tensor_model_parallel_size": 2, "fp8_recipe": "blockwise"})
+    stated = {"weight_sync:broadcast": ("nccl",)}
+    parallel = dataclasses.replace(config(weight_sync="broadcast"), stated=stated, surfaces={"megatron": {
+        "tensor_model_parallel_size": 2, "fp8_recipe": "blockwise"}})
     wanted = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "NCCL_CUMEM_ENABLE": "0", "NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "1"}
     assert environment(parallel, gpus=True, given={}) == wanted
     assert environment(parallel, gpus=False, given={}) == {}
     assert environment(config(), gpus=True, given={}) == {}
+    for stated, colocate in (({}, False), ({"weight_sync:broadcast": ("checkpoints",)}, False), ({}, True)):
+        other = dataclasses.replace(config(weight_sync="broadcast", colocate=colocate), stated=stated)
+        assert bool(environment(other, gpus=True, given={})) == (not stated and not colocate)
     del wanted["NCCL_CUMEM_ENABLE"]
     assert environment(parallel, gpus=True, given={"NCCL_CUMEM_ENABLE": "1"}) == wanted
     assert relevant({"NCCL_DEBUG": "INFO", "HOME": "/root", "CUDA_DEVICE_MAX_CONNECTIONS": "8"}) == {

@@ -7,7 +7,7 @@ import time
 import numpy as np
 import pytest
 
-from miles_core.errors import RewardError
+from miles_core.errors import ColumnError, RewardError
 from miles_core.stages.reward import Scoring, weighted_sum
 from miles_core.testing.toy import toy_group
 from miles_core.types import Prompt
@@ -79,8 +79,9 @@ def raises(sample):
 
 BAD = {
     "took longer": hangs, "ZeroDivisionError: by zero": raises, "one number for each of 3": lambda samples: [1.0],
+    "no finite number of": lambda sample: 10**400, "cannot be printed": lambda sample: 10**5000,
     "no finite number": lambda sample: math.nan, "gave train prompt 3": lambda sample: None,
-    "got 'right'": lambda sample: "right",
+    "got 'right'": lambda sample: "right", "1e+300": lambda sample: 1e300, "-1e+39": lambda sample: -1e39,
 }  # fmt: skip
 
 
@@ -90,6 +91,45 @@ def test_a_failure_names_the_scorer_and_is_never_a_reward(message):
         score({"fragile": BAD[message]}, timeout=0.1)
     assert "'fragile'" in str(caught.value)
     assert message.replace("got 'right'", "right") in str(caught.value)
+
+
+def writes(sample):
+    sample.columns["tokens"][-1] = 7
+    return 1.0
+
+
+def replaces(samples):
+    samples[0].columns["loss_mask"] = samples[0].columns["loss_mask"] * 0
+    return [1.0] * len(samples)
+
+
+def takes_away(sample):
+    del sample.columns["rollout_log_probs"]
+    return 1.0
+
+
+async def writes_later(sample):
+    sample.columns["versions"] += 1
+    return 1.0
+
+
+@pytest.mark.parametrize("scorer", [writes, replaces, takes_away, writes_later])
+def test_a_scorer_that_changes_what_is_trained_on_is_named(scorer):
+    with pytest.raises(ColumnError, match="'vandal'"):
+        score({"vandal": scorer})
+    with pytest.raises(ColumnError, match="combine_rewards"):
+        score({"a": lambda sample: 1.0}, combine=lambda sample, weights: writes(sample))
+
+
+def test_a_scorer_may_add_columns_and_what_was_there_can_be_written_afterwards():
+    def adds(sample):
+        assert sample.tokens.sum() > 0
+        sample.columns["teacher"] = np.full(sample.response_length, 0.5)
+        return 1.0
+
+    for sample in score({"adds": adds, "again": adds}).samples:
+        assert {"tokens", "teacher"} <= sample.columns.keys()
+        assert all(array.flags.writeable for array in sample.columns.values())
 
 
 def test_a_plain_scorer_that_hangs_is_given_up():

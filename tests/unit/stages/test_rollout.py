@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from miles_core.errors import EngineError, RolloutError
-from miles_core.hosts import within
 from miles_core.stages.rollout import Generation, Request, Response, SamplingParams, attended, call_engine
+from miles_core.waits import within
 
 REQUEST = Request("train-3-0", (1, 2), SamplingParams(), key=1)
 GOOD = Response(np.array([5, 0, 9]), np.array([-1.0, -0.5, 0.0]), np.array([2, 2, 3]), "stop")

@@ -153,6 +153,9 @@ BROKEN = {
         REWARD.format("self.seen += 1; return float(self.seen)")), {}, "called a second time", ""),
     "a state that is not taken back": ("test_state_round_trip", plugin(
         STATE.format(gives="{'seen': list(self.seen)}", takes="[]")), {}, "a new instance that loaded", ""),
+    "a state that lacks what answers depend on": ("test_state_round_trip", plugin(
+        STATE.format(gives="{}", takes="[]").replace("return 1.0", "return float(len(self.seen))")), {},
+        "another result from a state that was loaded", ""),
     "a state that goes on changing": ("test_state_round_trip", plugin(
         STATE.format(gives="{'seen': self.seen}", takes="list(state['seen'])")), {}, "changes after it was taken", ""),
     "a state that is no plain data": ("test_state_round_trip", plugin(

@@ -46,7 +46,7 @@ def test_the_keeper_of_partial_rollout(mask):
 
 
 @pytest.mark.parametrize(("name", "right"), [
-    ("boxed_math", {"\\boxed{4}": 1.0, "4": 0.0}), ("math", {"\\boxed{4}": 1.0, "it is 4": 1.0, "5": 0.0}),
+    ("boxed_math", {"\\boxed{4}": 1.0, "4": 0.0}), ("math", {"\\boxed{4}": 1.0, "it is 4": 0.0, "5": 0.0}),
     ("format", {"so \\boxed{4}": 1.0, "4": 0.0}),
 ])  # fmt: skip
 def test_the_scorers_of_math(name, right):
@@ -54,7 +54,7 @@ def test_the_scorers_of_math(name, right):
     try:
         reward_contract(found.reward[name], right=right, label="4")
     finally:
-        found.finish()
+        found.finish("completed")
 
 
 def test_the_generator_of_sft():

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-{% set named = namespace(imports=[], torch=false, numpy=false) -%}
+{% set named = namespace(imports=[], packages=[]) -%}
 {% for hook in chosen -%}
 {% set named.imports = named.imports + STUBS[hook].imports -%}
-{% set named.torch = named.torch or STUBS[hook].torch -%}
-{% set named.numpy = named.numpy or STUBS[hook].numpy -%}
+{% set named.packages = named.packages + STUBS[hook].packages -%}
 {% endfor -%}
 from dataclasses import dataclass
-{%- if named.imports or named.torch or named.numpy %}
+{%- if named.imports or named.packages %}
 from typing import TYPE_CHECKING
 {%- endif %}
 {%- if cookiecutter.state == 'yes' %}
@@ -17,21 +16,18 @@ from typing import Any as Json
 {%- endif %}
 
 from miles_core import hookimpl, option
-{%- if named.imports or named.torch or named.numpy %}
+{%- if named.imports or named.packages %}
 
 if TYPE_CHECKING:
 {%- for module, group in named.imports | groupby(0) if module in ('collections.abc', 'pathlib', 'typing') %}
     from {{ module }} import {{ group | map(attribute=1) | unique | sort | join(', ') }}
 {%- endfor %}
 {%- set theirs = named.imports | rejectattr(0, 'in', ('collections.abc', 'pathlib', 'typing')) | list %}
-{%- if (named.numpy or named.torch or theirs) and named.imports | length > theirs | length %}
+{%- if (named.packages or theirs) and named.imports | length > theirs | length %}
 {% endif %}
-{%- if named.numpy %}
-    import numpy as np
-{%- endif %}
-{%- if named.torch %}
-    import torch
-{%- endif %}
+{%- for line in named.packages | unique | sort %}
+    {{ line }}
+{%- endfor %}
 {%- for module, group in theirs | groupby(0) %}
     from {{ module }} import {{ group | map(attribute=1) | unique | sort | join(', ') }}
 {%- endfor %}
@@ -40,7 +36,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Options of the plugin: [{{ cookiecutter.name }}] in a run file, --{{ cookiecutter.name }}.NAME as a flag."""
+    """Options of the plugin: [{{ cookiecutter.__name }}] in a run file, --{{ cookiecutter.__name }}.NAME as a flag."""
 
     strength: float = option(1.0, "What this plugin does is done so strongly.")
 

@@ -29,6 +29,8 @@ else:  # in a server, where miles_core need not be installed
 
 STORE_SECONDS = 60
 
+_models: dict[int, torch.nn.Module] = {}
+"""Models of this rank, by id: the one that is served, and a draft's once a request has gone to it."""
 _errors: list[str] = []
 """What went wrong since the last report, a draft model's loading included."""
 _first: dict[int, dict[str, list[int]]] = {}
@@ -57,6 +59,7 @@ def load(model, named_tensors) -> None:
     """
     ((text, flat),) = named_tensors
     plan = json.loads(text)
+    _models[id(model)] = model
     try:
         if "patch" in plan:
             patch(**plan["patch"])
@@ -101,8 +104,11 @@ def process_group(backend: str, method: str, rank: int, size: int, name: str, se
 def receive(model, device: torch.device, name: str, store: Sequence, key: str, seconds: float) -> None:
     """Load one bucket while the next one is on its way; what each holds comes by the store, `key`/number.
 
-    An error in loading is kept for the report, and the rest is taken all the same: the others in the group wait.
+    The request goes to the served model alone, since buckets come once; a draft of this rank that an earlier request
+    has gone to loads them too. An error in loading is kept for the report, and the rest is taken all the same: the
+    others in the group wait.
     """
+    drafts = [one for one in _models.values() if one is not model]
     client = dist.TCPStore(store[0], store[1], is_master=False, timeout=timedelta(seconds=seconds))
     buffers: list[torch.Tensor | None] = [None, None]
     number, before = 0, None
@@ -119,8 +125,9 @@ def receive(model, device: torch.device, name: str, store: Sequence, key: str, s
             work, flat, taken = before
             work.wait()
             try:
-                if not _errors:
-                    model.load_weights(split(flat, taken))
+                for one in (model, *drafts):
+                    if not _errors:
+                        one.load_weights(split(flat, taken))
             except Exception as error:  # noqa: BLE001 - as in `load`
                 _errors.append(f"{type(error).__name__}: {error}"[:2000])
         number, before = number + 1, coming

@@ -74,8 +74,8 @@ def _of_megatron(config: RunConfig, name: str) -> tuple[object] | None:
     from miles_core.backends.megatron.flags import megatron_lm_defaults
     from miles_core.backends.megatron.surface import surface
 
-    if name in config.megatron:
-        return (config.megatron[name],)
+    if name in config.surface("megatron"):
+        return (config.surface("megatron")[name],)
     if name not in surface() or surface()[name].table == "model":
         return None
     return (megatron_lm_defaults().get(name, surface()[name].default),)

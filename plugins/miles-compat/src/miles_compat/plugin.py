@@ -98,73 +98,6 @@ class CompatOptions:
 class Compat:
     """Functions named by path, as in launch scripts of Miles and slime, called by hooks."""
 
-    provides = (
-        "modules:miles", "modules:slime",
-        "calls:custom_megatron_init_path:init(args)",
-        "calls:custom_megatron_before_log_prob_hook_path:hook(args, model, store_prefix)",
-        "calls:custom_megatron_before_train_step_hook_path:hook(args, rollout_id, step_id, model, optimizer, "
-        "opt_param_scheduler)",
-        "calls:data_source_path:class Source(args).get_samples(num_samples)",
-        "calls:custom_generate_function_path:async generate(args, sample, sampling_params) -> sample, "
-        "or generate(input) -> output",
-        "calls:custom_rm_path:async? reward(args, sample) -> float",
-        "calls:dynamic_sampling_filter_path:keep(args, samples) -> bool",
-        "calls:buffer_filter_path:select(args, rollout_id, buffer, num_samples) -> groups",
-        "calls:rollout_sample_filter_path:mark(args, data)",
-        "calls:rollout_all_samples_process_path:process(args, all_samples, data_source)",
-        "calls:custom_reward_post_process_path:post_process(args, samples) -> (raw_rewards, rewards)",
-        "calls:custom_advantage_function_path:advantage(args, rollout_data)",
-        "calls:rollout_data_postprocess_path:postprocess(args, rollout_id, rollout_data), or postprocess(args)",
-        "calls:custom_loss_function_path:loss(args, inputs) -> (loss of each token, metrics)",
-        "calls:custom_tis_function_path:tis(args, *, pg_loss, train_log_probs, rollout_log_probs, loss_masks, "
-        "total_lengths, response_lengths, parallel_state, max_seq_lens) -> (pg_loss, loss_masks, metrics)",
-        "calls:custom_pg_loss_reducer_function_path:reducer(total_lengths, response_lengths, loss_masks, "
-        "calculate_per_token_loss) -> (tensor -> number)",
-        "calls:custom_megatron_post_save_hook_path:post_save(args, rollout_id, checkpoint_dir, hf_checkpoint_dir)",
-        "calls:custom_rollout_log_function_path:log(rollout_id, args, samples, rollout_extra_metrics, rollout_time)",
-        "calls:custom_eval_rollout_log_function_path:log(rollout_id, args, data, extra_metrics)",
-    )
-    refuses = (
-        {"when": {"compat.data_source_path": {"set": True}, "prompt_source": {"not": "custom"}},
-         "what": "nothing calls the class of data_source_path",
-         "fix": "add --prompt-source custom"},
-        {"when": {"prompt_source": "custom", "compat.data_source_path": {"set": False}},
-         "what": "--prompt-source custom needs a class",
-         "fix": "--data-source-path ./file.py:Source, with Source(args).get_samples(num_samples)"},
-        {"when": {"compat.custom_generate_function_path": {"set": True}, "generate": {"not": "custom"}},
-         "what": "nothing calls the function of custom_generate_function_path",
-         "fix": "add --generate custom"},
-        {"when": {"generate": "custom", "compat.custom_generate_function_path": {"set": False}},
-         "what": "--generate custom needs a function",
-         "fix": "--custom-generate-function-path ./file.py:function, of generate(args, sample, sampling_params)"},
-        {"when": {"compat.custom_rm_path": {"set": True}, "reward": {"not": "custom"}},
-         "what": "nothing calls the function of custom_rm_path",
-         "fix": "add --rm-type custom"},
-        {"when": {"reward": "custom", "compat.custom_rm_path": {"set": False}},
-         "what": "--rm-type custom needs a function",
-         "fix": "--custom-rm-path ./file.py:function, of reward(args, sample) -> float"},
-        {"when": {"compat.custom_advantage_function_path": {"set": True}, "advantage": {"not": "custom"},
-                  "debug.debug_rollout_only": False},
-         "what": "nothing calls the function of custom_advantage_function_path",
-         "fix": "add --advantage-estimator custom"},
-        {"when": {"advantage": "custom", "compat.custom_advantage_function_path": {"set": False}},
-         "what": "--advantage-estimator custom needs a function",
-         "fix": "--custom-advantage-function-path ./file.py:function, of advantage(args, rollout_data)"},
-        {"when": {"compat.custom_loss_function_path": {"set": True}, "policy_loss": {"not": "custom_loss"},
-                  "debug.debug_rollout_only": False},
-         "what": "nothing calls the function of custom_loss_function_path",
-         "fix": "add --loss-type custom_loss"},
-        {"when": {"policy_loss": "custom_loss", "compat.custom_loss_function_path": {"set": False}},
-         "what": "--loss-type custom_loss needs a function",
-         "fix": "--custom-loss-function-path ./file.py:function, of loss(args, inputs)"},
-        {"when": {"compat.custom_pg_loss_reducer_function_path": {"set": True}, "reduction": {"not": "custom"},
-                  "debug.debug_rollout_only": False},
-         "what": "nothing calls the function of custom_pg_loss_reducer_function_path",
-         "fix": "add --reduction custom"},
-        {"when": {"reduction": "custom", "compat.custom_pg_loss_reducer_function_path": {"set": False}},
-         "what": "--reduction custom needs a function",
-         "fix": "--custom-pg-loss-reducer-function-path ./file.py:function, of reducer(total_lengths, ...)"},
-    )
 
     def __init__(self, options: CompatOptions, config: RunConfig):
         _check(options, config)
@@ -239,7 +172,12 @@ class Compat:
 
     @hookimpl
     def filter_group(self, group: Group) -> Group | Drop:
-        """dynamic_sampling_filter_path, and what rollout_all_samples_process_path sees."""
+        """dynamic_sampling_filter_path, what rollout_all_samples_process_path sees, samples that a scorer removes."""
+        if any("remove_sample" in sample.metadata for sample in group.samples):
+            from miles_compat.sample import lent
+
+            with lent(group.samples):
+                pass
         if self._function("rollout_all_samples_process_path"):
             self._finished.append(group)
         if function := self._function("dynamic_sampling_filter_path"):

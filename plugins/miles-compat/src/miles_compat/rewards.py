@@ -24,7 +24,7 @@ async def scores(function: Callable[..., Any], args: Args, samples: Sequence[Sam
     whole = [one.name for one in arguments(function)][1:2] == ["samples"]
     if inspect.isclass(function):
         function = cast("Callable[..., Any]", function())
-    with lent(samples) as found:
+    with lent(samples, scored=True) as found:
         answers = await asyncio.gather(*(_asked(function, args, one) for one in ([found] if whole else found)))
     return list(answers[0]) if whole else list(answers)
 

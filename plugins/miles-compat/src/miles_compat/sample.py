@@ -82,7 +82,7 @@ def seen(sample: types.Sample, siblings: int) -> Sample:
         weight_versions=[str(version) for version in dict.fromkeys(versions)],
         rollout_log_probs=_list(columns, "rollout_log_probs"), rollout_routed_experts=columns.get("routed_experts"),
         status=_Status(sample.status.value), metadata={**prompt.metadata, **sample.metadata},
-        rollout_id=sample.rollout,
+        rollout_id=sample.rollout, remove_sample=sample.metadata.get("remove_sample", False),
     )  # fmt: skip
 
 
@@ -93,15 +93,22 @@ def asked(prompt: types.Prompt, index: int, siblings: int) -> Sample:
 
 
 @contextmanager
-def lent(samples: Sequence[types.Sample], siblings: int | None = None) -> Iterator[list[Sample]]:
-    """Samples for the time of a call. What it wrote to their metadata stays; `remove_sample` empties the loss mask."""
+def lent(samples: Sequence[types.Sample], siblings: int | None = None, *, scored: bool = False,
+         ) -> Iterator[list[Sample]]:
+    """Samples for the time of a call. What it wrote to their metadata stays; `remove_sample` empties the loss mask.
+
+    Args:
+        scored: the call is a scorer's, which may not change columns: `remove_sample` waits in the metadata.
+    """
     found = [seen(sample, siblings or len(samples)) for sample in samples]
     yield found
     for sample, one in zip(samples, found, strict=True):
         known = {**sample.prompt.metadata, **sample.metadata}
         sample.metadata |= {key: value for key, value in one.metadata.items()
                             if key not in known or known[key] is not value}
-        if one.remove_sample:
+        if one.remove_sample and scored:
+            sample.metadata["remove_sample"] = True
+        elif one.remove_sample:
             sample.columns["loss_mask"] = sample.columns["loss_mask"] * 0
 
 

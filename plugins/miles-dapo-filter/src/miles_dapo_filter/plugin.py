@@ -33,27 +33,6 @@ class DapoFilter:
                  "values": {"algorithm.eps_clip": 0.2, "algorithm.eps_clip_high": 0.28,
                             "algorithm.calculate_per_token_loss": True, "rollout.n_samples_per_prompt": 16}},
     }
-    refuses = (
-        {"when": {"rollout.n_samples_per_prompt": 1},
-         "what": "dapo-filter would drop every group: a group of one has no spread",
-         "fix": "sample at least 2 answers per prompt"},
-        {"when": {"dapo-filter.filter_penalised": True, "dapo-filter.overlong_buffer_len": {"set": False}},
-         "what": "filter_penalised has no effect without overlong_buffer_len",
-         "fix": "write overlong_buffer_len, or drop it"},
-        {"when": {"dapo-filter.overlong_buffer_len": {"above": "rollout.rollout_max_response_len"}},
-         "what": "overlong_buffer_len is a part of the answer, and longer than it",
-         "fix": "DAPO has a fifth of --rollout-max-response-len"},
-        {"when": {"dapo-filter.overlong_buffer_len": {"outside": "[1, inf)"}},
-         "what": "overlong_buffer_len is a number of tokens", "fix": "leave it out for no penalty"},
-        {"when": {"dapo-filter.overlong_penalty_factor": {"outside": "(0, inf)"}},
-         "what": "overlong_penalty_factor should be above 0", "fix": "DAPO has 1"},
-        {"when": {"dapo-filter.overlong_penalty_factor": {"said": True},
-                  "dapo-filter.overlong_buffer_len": {"set": False}},
-         "what": "overlong_penalty_factor has no effect without overlong_buffer_len",
-         "fix": "write overlong_buffer_len, or drop it"},
-        {"when": {"dapo-filter.min_reward_std": {"outside": "[0, inf)"}},
-         "what": "min_reward_std should not be negative", "fix": "leave it out for its default"},
-    )
 
     def __init__(self, options: DapoFilterOptions, config: RunConfig):
         from miles_dapo_filter.overlong import Overlong

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from miles_core.backends.local.weights import read_tensors
 from miles_core.backends.megatron.shards import stored_tensors, tensor_files
 from miles_core.backends.megatron.weights import export_hf
 from miles_core.errors import CheckpointError
+from miles_core.reading import parse_json, reading
 from miles_fp8.recipe import Held, plain_modules
 from miles_fp8.stream import quantised
 
@@ -23,10 +23,11 @@ def convert(source: Path, out: Path, held: Held) -> str:
         CheckpointError: a source that is quantised already, that has no linear layers by the names of Hugging Face's
             decoders, or that cannot be read.
     """
-    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    if "quantization_config" in config:
-        raise CheckpointError("the checkpoint is quantised already", who=str(source / "config.json"),
-                              got=config["quantization_config"].get("quant_method"), fix="convert a plain one")
+    with reading(str(source / "config.json"), CheckpointError):
+        config = parse_json((source / "config.json").read_text(encoding="utf-8"))
+        if "quantization_config" in config:
+            raise CheckpointError("the checkpoint is quantised already", who=str(source / "config.json"),
+                                  got=config["quantization_config"].get("quant_method"), fix="convert a plain one")
     files = sorted(set(tensor_files(source).values()))
     shapes = {name: one.shape for file in files for name, one in stored_tensors(file).items()}
     matrices = [name for name, shape in shapes.items() if len(shape) == 2]

@@ -47,59 +47,8 @@ class Fp8Options:
 class Fp8:
     """FP8: training with Transformer Engine's recipes, or in emulation, and engines with FP8 weights."""
 
+    called_for = ("megatron.fp8", "megatron.fp8_recipe", "quantization_config.fp8", "quantization_config.mxfp8")
     implies = {"megatron.fp8": "e4m3", "megatron.fp8_recipe": "blockwise"}
-    refuses = (
-        {"when": {"fp8.first_layers": {"outside": "[0, inf)"}},
-         "what": "first_layers is a number of layers", "fix": "leave --fp8.first-layers out"},
-        {"when": {"fp8.last_layers": {"outside": "[0, inf)"}},
-         "what": "last_layers is a number of layers", "fix": "leave --fp8.last-layers out"},
-        {"when": {"fp8.first_layers": {"from": "architecture.layers"}},
-         "what": "no layer would be left to be in FP8", "fix": "lower --fp8.first-layers"},
-        {"when": {"fp8.last_layers": {"from": "architecture.layers"}},
-         "what": "no layer would be left to be in FP8", "fix": "lower --fp8.last-layers"},
-        {"when": {"fp8.keep": {"unlisted": r"[\w.-]+"}},
-         "what": "this is no name of a module",
-         "fix": "write names with spaces between them and nothing around them: lm_head model.layers.0"},
-        {"when": {"checkpoint.hf_checkpoint/config.json/quantization_config/quant_method": {"like": "(mx)?fp8"},
-                  "checkpoint.hf_checkpoint/config.json/quantization_config/activation_scheme": {
-                      "set": True, "not": "dynamic"}, "debug.debug_rollout_only": False},
-         "what": "the engine's checkpoint is FP8 of a kind that is not written here: its activations have fixed scales",
-         "fix": "make one with miles convert hf-to-fp8"},
-        {"when": {"checkpoint.hf_checkpoint/config.json/quantization_config/quant_method": {"like": "(mx)?fp8"},
-                  "checkpoint.hf_checkpoint/config.json/quantization_config/fmt": {"set": True, "not": "e4m3"},
-                  "debug.debug_rollout_only": False},
-         "what": "the engine's checkpoint is FP8 of a kind that is not written here: its format is not e4m3",
-         "fix": "make one with miles convert hf-to-fp8"},
-        {"when": {"checkpoint.hf_checkpoint/config.json/quantization_config/quant_method": "fp8", "engine": "sglang",
-                  "checkpoint.hf_checkpoint/config.json/quantization_config/weight_block_size": {"set": False},
-                  "debug.debug_rollout_only": False},
-         "what": "SGLang rearranges FP8 weights with one scale each when it loads them, and cannot be given new ones",
-         "fix": "use a checkpoint with scales by block, weight_block_size: miles convert hf-to-fp8"},
-        {"when": {"checkpoint.hf_checkpoint/config.json/quantization_config/weight_block_size": {"set": True},
-                  "checkpoint.hf_checkpoint/config.json/quantization_config/weight_block_size/1": {"set": False}},
-         "what": "weight_block_size is the rows and the columns of a block", "fix": "[128, 128] in config.json"},
-        {"when": {"checkpoint.hf_checkpoint/config.json/quantization_config/weight_block_size/2": {"set": True}},
-         "what": "weight_block_size is the rows and the columns of a block", "fix": "[128, 128] in config.json"},
-        {"when": {"checkpoint.hf_checkpoint/config.json/quantization_config/weight_block_size": {"text": True}},
-         "what": "weight_block_size is two numbers", "fix": "take their quotes away in config.json"},
-        {"when": {"checkpoint.hf_checkpoint/config.json/quantization_config/weight_block_size": {
-            "outside": "[1, inf)"}},
-         "what": "a block has at least one row and one column", "fix": "[128, 128] in config.json"},
-        {"when": {"checkpoint.hf_checkpoint/config.json/quantization_config/quant_method": {
-            "like": "(?i)(mx)?fp8", "unlike": "(mx)?fp8"}},
-         "what": "names of quantisations are written small", "fix": "\"quant_method\": \"fp8\" in config.json"},
-        {"when": {"megatron.fp8_param": True, "debug.debug_rollout_only": False},
-         "what": "parameters that are kept in FP8 cannot be streamed to engines",
-         "fix": "leave --fp8-param-gather out: parameters stay in bfloat16, products are in FP8"},
-        {"when": {"megatron.fp8_recipe": {"like": "delayed|custom"}, "megatron.fp8": {"set": True},
-                  "megatron.transformer_impl": "local"},
-         "what": "this recipe runs in Transformer Engine's kernels alone",
-         "fix": "write --fp8-recipe blockwise, tensorwise or mxfp8, or leave --transformer-impl out"},
-        {"when": {"megatron.fp8": {"set": True}, "perf.bf16": False, "engine": "sglang",
-                  "debug.debug_rollout_only": False, "megatron.transformer_impl": {"not": "local"}},
-         "what": "FP8 kernels train in bfloat16, and the trainer's dtype is float32",
-         "fix": "write --bf16, or leave FP8 out: --fp8-format none"},
-    )
     precision = {
         "trainer": ["{own}; linear layers multiply in fp8 {megatron.fp8} ({megatron.fp8_recipe})"],
         "log-probs": ["{own}; linear layers as in training, in fp8 {megatron.fp8}"],
@@ -179,7 +128,7 @@ class Fp8:
         held = of_checkpoint(said, path.parent) if said else None
         if held is not None or said or not local:
             return held
-        given = self.config.megatron
+        given = self.config.surface("megatron")
         if not given.get("fp8"):
             return None
         recipe = self.options.recipe or str(given.get("fp8_recipe"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from miles_core.backends.megatron.readers import Readers
 from miles_core.backends.megatron.shards import tensor_files
 from miles_core.backends.megatron.weights import export_hf
 from miles_core.errors import CheckpointError, ConfigError
+from miles_core.reading import parse_json, reading
 from miles_int4_qat.names import check_width, chosen, quantization_config
 from miles_int4_qat.stream import packed
 
@@ -23,10 +23,11 @@ def convert(source: Path, out: Path, group_size: int, targets: str) -> str:
         CheckpointError: the source's weights are quantised already.
         ConfigError: nothing to pack, or groups do not divide an input axis.
     """
-    said = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    if said.get("quantization_config"):
-        raise CheckpointError("the weights are quantised already", who=str(source),
-                              got=said["quantization_config"].get("quant_method"), fix="convert the plain weights")
+    with reading(str(source / "config.json"), CheckpointError):
+        said = parse_json((source / "config.json").read_text(encoding="utf-8")).get("quantization_config")
+        if said:
+            raise CheckpointError("the weights are quantised already", who=str(source), got=said.get("quant_method"),
+                                  fix="convert the plain weights")
     files = tensor_files(source)
     names = chosen(files, targets)
     if not names:

@@ -6,7 +6,6 @@ X.weight_shape.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from pathlib import Path
 
 from miles_core.backends.megatron.shards import few, stored_tensors, tensor_files
 from miles_core.errors import CheckpointError, ConfigError
+from miles_core.reading import parse_json, reading
 
 PARTS = ("packed", "scale", "shape")
 GROUPS = (32, 64, 128)
@@ -64,26 +64,23 @@ def stated(folder: Path) -> Stated | None:
         ConfigError: they are quantised in another way.
     """
     path = folder / "config.json"
-    try:
-        said = json.loads(path.read_text(encoding="utf-8")).get("quantization_config")
-    except (OSError, ValueError, AttributeError) as error:
-        raise CheckpointError("config.json cannot be read", got=str(error), who=str(path),
-                              fix="name a Hugging Face directory") from error
-    if not said:
-        return None
-    groups = list((said.get("config_groups") or {}).values())
-    weights = [group.get("weights") or {} for group in groups]
-    kinds = {(one.get("num_bits"), one.get("type", "int"), one.get("symmetric", True), one.get("strategy"),
-              one.get("group_size"), bool(one.get("actorder"))) for one in weights}
-    plain = len(kinds) == 1 and not any(group.get("input_activations") for group in groups)
-    bits, kind, symmetric, strategy, size, reordered = next(iter(kinds)) if plain else (None,) * 6
-    ours = (said.get("quant_method") == "compressed-tensors" and said.get("format") == "pack-quantized" and plain
-            and (bits, kind, symmetric, strategy, reordered) == (4, "int", True, "group", False))
-    if not ours or not isinstance(size, int):
-        raise ConfigError("the checkpoint's weights are quantised in a way that plugin int4-qat does not train",
-                          got=f"{said.get('quant_method')}, format {said.get('format')}, weights {weights}",
-                          who=str(path), fix="use a directory that `miles convert hf-to-int4` wrote")
-    return Stated(size, tuple(said.get("ignore") or ()))
+    with reading(str(path), CheckpointError):
+        said = parse_json(path.read_text(encoding="utf-8")).get("quantization_config")
+        if not said:
+            return None
+        groups = list((said.get("config_groups") or {}).values())
+        weights = [group.get("weights") or {} for group in groups]
+        kinds = {(one.get("num_bits"), one.get("type", "int"), one.get("symmetric", True), one.get("strategy"),
+                  one.get("group_size"), bool(one.get("actorder"))) for one in weights}
+        plain = len(kinds) == 1 and not any(group.get("input_activations") for group in groups)
+        bits, kind, symmetric, strategy, size, reordered = next(iter(kinds)) if plain else (None,) * 6
+        ours = (said.get("quant_method") == "compressed-tensors" and said.get("format") == "pack-quantized" and plain
+                and (bits, kind, symmetric, strategy, reordered) == (4, "int", True, "group", False))
+        if not ours or not isinstance(size, int):
+            raise ConfigError("the checkpoint's weights are quantised in a way that plugin int4-qat does not train",
+                              got=f"{said.get('quant_method')}, format {said.get('format')}, weights {weights}",
+                              who=str(path), fix="use a directory that `miles convert hf-to-int4` wrote")
+        return Stated(size, tuple(said.get("ignore") or ()))
 
 
 def packed_names(folder: Path, said: Stated, names: Collection[str]) -> frozenset[str]:

@@ -43,75 +43,13 @@ class Int4QatOptions:
 class Int4Qat:
     """Quantisation-aware training to INT4: the trainer computes with the weights that an INT4 engine has."""
 
+    called_for = ("quantization_config.compressed-tensors",)
     precision = {
         "trainer": "weights (targets: {targets}) rounded to int4 in the forward: {forward}; straight-through gradient",
         "log-probs": "as the trainer's forward; the reference with rounded weights: {reference}",
         "sync": "int4 as compressed-tensors pack-quantized if the engine's checkpoint is, else the rounded values",
     }
 
-    refuses = (
-        {"when": {"megatron.fp8": {"set": True}},
-         "what": "weights that are rounded to int4 in the forward cannot be rounded to fp8 as well",
-         "fix": "leave --fp8-format and plugin fp8 out, or run without plugin int4-qat"},
-        {"when": {"int4-qat.group_size": {"unlisted": "32|64|128"}},
-         "what": "group_size should be one of 32, 64, 128", "fix": "write 32 for precision, or 128 for size"},
-        {"when": {"int4-qat.targets": "experts", "architecture.checkpoint": True,
-                  "architecture.experts": {"set": False}},
-         "what": "the model has no experts to round to int4", "fix": "leave --int4-qat.targets out"},
-        {"when": {"int4-qat.group_size": {"above": 0}, "architecture.hidden": {"rest": "int4-qat.group_size"}},
-         "what": "the layers' width is no multiple of the group that shares a scale",
-         "fix": "a smaller --int4-qat.group-size"},
-        {"when": {"int4-qat.group_size": {"above": 0}, "share.ffn": {"rest": "int4-qat.group_size"},
-                  "architecture.checkpoint": True, "architecture.experts": {"set": False},
-                  "debug.debug_rollout_only": False},
-         "what": "one rank's share of intermediate_size is no multiple of the group that shares a scale",
-         "fix": "a smaller --int4-qat.group-size, or less tensor parallelism"},
-        {"when": {"int4-qat.group_size": {"above": 0}, "share.values": {"rest": "int4-qat.group_size"},
-                  "architecture.checkpoint": True, "architecture.experts": {"set": False},
-                  "debug.debug_rollout_only": False},
-         "what": "one rank's share of the heads is no multiple of the group that shares a scale",
-         "fix": "a smaller --int4-qat.group-size, or less tensor parallelism"},
-        {"when": {"int4-qat.group_size": {"above": 0}, "share.expert_ffn": {"rest": "int4-qat.group_size"},
-                  "architecture.checkpoint": True, "architecture.experts": {"set": True},
-                  "debug.debug_rollout_only": False},
-         "what": "one rank's share of moe_intermediate_size is no multiple of the group that shares a scale",
-         "fix": "a smaller --int4-qat.group-size, or less expert tensor parallelism"},
-        {"when": {"environment.OPEN_TRAINING_INT4_GROUP_SIZE": {"like": ".+"}, "int4-qat.group_size": {"set": False}},
-         "what": "OPEN_TRAINING_INT4_GROUP_SIZE asks for a group size that the run does not name",
-         "fix": "write --int4-qat.group-size, or unset the variable"},
-        {"when": {"checkpoint.hf_checkpoint/config.json/quantization_config/quant_method": {
-            "set": True, "not": "compressed-tensors"}, "debug.debug_rollout_only": False},
-         "what": "the checkpoint's weights are quantised in a way that plugin int4-qat does not train",
-         "fix": "use a directory that `miles convert hf-to-int4` wrote"},
-        {"when": {"checkpoint.hf_checkpoint/config.json/quantization_config/format": {
-            "set": True, "not": "pack-quantized"}, "debug.debug_rollout_only": False},
-         "what": "the checkpoint's weights are quantised in a way that plugin int4-qat does not train",
-         "fix": "use a directory that `miles convert hf-to-int4` wrote"},
-        {"when": {"checkpoint.hf_checkpoint/config.json/quantization_config/config_groups/*/weights/num_bits": {
-            "set": True, "unlisted": "4"}, "debug.debug_rollout_only": False},
-         "what": "the checkpoint's weights are not of 4 bits",
-         "fix": "convert the plain one: miles convert hf-to-int4"},
-        {"when": {"checkpoint.hf_checkpoint/config.json/quantization_config/config_groups/*/weights/symmetric": False,
-                  "debug.debug_rollout_only": False},
-         "what": "the checkpoint's int4 weights have zero points, which are not trained here",
-         "fix": "convert the plain one: miles convert hf-to-int4"},
-        {"when": {"checkpoint.hf_checkpoint/config.json/quantization_config/config_groups/*/weights/strategy": {
-            "set": True, "unlisted": "group"}, "debug.debug_rollout_only": False},
-         "what": "the checkpoint's weights do not share scales by groups",
-         "fix": "convert the plain one: miles convert hf-to-int4"},
-        {"when": {"checkpoint.hf_checkpoint/config.json/quantization_config/config_groups/*/input_activations": {
-            "set": True}, "debug.debug_rollout_only": False},
-         "what": "the checkpoint has activations quantised too, which are not trained here",
-         "fix": "convert the plain one: miles convert hf-to-int4"},
-        {"when": {"checkpoint.hf_checkpoint/config.json/quantization_config/config_groups/*/weights/group_size": {
-            "apart": "int4-qat.group_size"}},
-         "what": "the engine's checkpoint has groups of another size than --int4-qat.group-size",
-         "fix": "leave the option out, or convert the checkpoint anew"},
-        {"when": {"checkpoint.hf_checkpoint/config.json/quantization_config/format": "pack-quantized",
-                  "engine": "sglang", "debug.debug_rollout_only": False},
-         "what": "SGLang cannot take new weights into layers that it has repacked for its int4 kernels",
-         "fix": "train with --hf-checkpoint of the plain weights: the engine is sent the values that int4 stands for"},
-    )
 
     def __init__(self, options: Int4QatOptions, config: RunConfig):
         self.options, self.config = options, config
@@ -221,9 +159,10 @@ def _check(options: Int4QatOptions, config: RunConfig) -> None:
     if (said := os.environ.get(THEIRS)) not in (None, "", str(size)):
         raise ConfigError("the environment asks for a group size that the run does not name", got=f"{THEIRS}={said}",
                           who="plugin int4-qat", fix=f"write --int4-qat.group-size {said}, or unset the variable")
-    if config.megatron.get("fp8"):
+    if config.surface("megatron").get("fp8"):
         raise ConfigError("weights that are rounded to int4 in the forward cannot be rounded to fp8 as well",
-                          got=f"fp8 {config.megatron['fp8']}", who="plugin int4-qat", fix="leave --fp8-format out")
+                          got=f"fp8 {config.surface('megatron')['fp8']}", who="plugin int4-qat",
+                              fix="leave --fp8-format out")
     folder = Path(config.checkpoint.hf_checkpoint or "")
     if not (folder / "config.json").is_file() or (there := stated(folder)) is None:
         return

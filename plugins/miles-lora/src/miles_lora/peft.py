@@ -14,15 +14,19 @@ from miles_core.backends.megatron.publish import publish
 from miles_core.backends.megatron.readers import Readers
 from miles_core.backends.megatron.shards import tensor_files
 from miles_core.errors import CheckpointError, ConfigError
+from miles_core.reading import parse_json
 from miles_lora.targets import adapter_of
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
-_OTHER: dict[str, tuple[object, object]] = {
+_OTHER: dict[str, tuple[object, ...]] = {
     "use_dora": (False, None), "use_rslora": (False, None), "fan_in_fan_out": (False, None),
     "bias": ("none", None), "modules_to_save": (None, []), "rank_pattern": ({}, None), "alpha_pattern": ({}, None),
+    "layers_to_transform": (None, []), "layer_replication": (None, []), "target_parameters": (None, []),
+    "trainable_token_indices": (None, []), "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),
 }  # fmt: skip
-"""Keys of adapter_config.json with the values that they have for adapters of the kind that is trained here."""
+"""Keys of adapter_config.json with their values for adapters of the kind that is trained here: others are on
+other layers, count otherwise, or begin with a base that is not the checkpoint's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +79,12 @@ def read(folder: Path) -> Shape:
     """
     path = folder / CONFIG
     try:
-        said = json.loads(path.read_text(encoding="utf-8"))
+        said = parse_json(path.read_text(encoding="utf-8"))
         shape = Shape(int(said["r"]), float(said["lora_alpha"]))
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        other = {key: said[key] for key, usual in _OTHER.items() if key in said and said[key] not in usual}
+    except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
         raise CheckpointError("this is no PEFT directory", got=str(error), who=str(path),
                               fix=f"give the folder of {CONFIG} and {WEIGHTS}") from error
-    other = {key: said[key] for key, usual in _OTHER.items() if key in said and said[key] not in usual}
     if said.get("peft_type", "LORA") != "LORA" or other:
         raise CheckpointError("adapters of this kind are not trained here", who=str(path),
                               got=str(other or said["peft_type"]),

@@ -24,25 +24,37 @@ def boxes(text: str) -> list[Box]:
 
     Escaped braces do not count. A box that is never closed is none: the response ended before its answer did.
     """
+    return _scan(text)[0]
+
+
+def opens_box(text: str) -> bool:
+    """Whether a box begins, closed or not."""
+    return _scan(text)[1] >= 0
+
+
+def _scan(text: str) -> tuple[list[Box], int]:
+    """The well-formed boxes, and where the last one begins that is opened at all; -1 without any."""
     found: list[Box] = []
+    opened = -1
     open_braces: list[tuple[int, int] | None] = []
     for match in _TOKEN.finditer(text):
         token = match.group()
         if token.startswith("\\boxed"):
             open_braces.append(match.span())
+            opened = match.start()
         elif token == "{":
             open_braces.append(None)
         elif token == "}" and open_braces:
             opening = open_braces.pop()
             if opening is not None:
                 found.append(Box(*opening, match.end()))
-    return found
+    return found, opened
 
 
 def boxed_answer(text: str) -> str | None:
-    """What the last box holds, or None without one. \\boxed{\\boxed{5}} holds 5."""
-    found = boxes(text)
-    if not found:
+    """What the last box holds; None without one, or where it is never closed. \\boxed{\\boxed{5}} holds 5."""
+    found, opened = _scan(text)
+    if not any(box.start == opened for box in found):
         return None
     start, stop = _stripped(text, found[-1])
     for box in reversed(found[:-1]):

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO, cast
 
 from miles_core.errors import RewardError
-from miles_math.answer import boxed_answer, without_end_tokens
+from miles_math.answer import boxed_answer, opens_box, without_end_tokens
 
 PLAIN_TAIL = 2000
 """Characters at the end of an unboxed response in which its answer is looked for."""
@@ -59,6 +59,9 @@ class Grader:
     def grade(self, response: str, label: str, *, boxed_only: bool = False) -> bool:
         """Whether the answer of a response equals the label.
 
+        Args:
+            boxed_only: a response without a box is wrong, whatever it ends with.
+
         Raises:
             Ungradable: the comparison took too long or too much memory.
             RewardError: the label is nothing that could be compared with.
@@ -66,7 +69,9 @@ class Grader:
         answer = boxed_answer(response)
         if answer is not None:
             return bool(answer) and self._compare(answer, label, boxed=True)
-        return not boxed_only and self._compare(without_end_tokens(response)[-PLAIN_TAIL:], label, boxed=False)
+        if boxed_only or opens_box(response):
+            return False
+        return self._compare(without_end_tokens(response)[-PLAIN_TAIL:], label, boxed=False)
 
     def close(self) -> None:
         """End the processes that are idle; those at work end by themselves when their time is up."""

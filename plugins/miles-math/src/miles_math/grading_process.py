@@ -11,9 +11,11 @@ import contextlib
 import json
 import logging
 import os
+import re
 import resource
 import signal
 import sys
+from decimal import Decimal
 
 MEMORY = 4 << 30
 START_SECONDS = 120.0
@@ -21,6 +23,21 @@ WALL = 10
 """Wall seconds per CPU second, for a question that waits instead of working (SIGALRM)."""
 WARM_UP = (("1", "2", True), ("1", "2", False), ("x+1", "1+x", True), ("\\frac{1}{2}", "0.5", True))
 """Questions that import and compile what the first real one should not pay for."""
+
+
+_CAPITALS = re.compile(r"[A-Z]{2,}")
+"""Letters that name things, points or choices, rather than being multiplied: AB is not BA."""
+_NUMERIC = re.compile(r"(?:[\d\s.+\-*/^(){}!]|\\(?:d?frac|sqrt|cdot|times|div|left|right))+")
+"""The left side of an equation without unknowns, which is right or wrong by itself: 5=6 is no answer 6."""
+
+
+def usual(text: str) -> str:
+    """What math-verify does not read, as it reads it: `42.`, `1e3`, `90\\degree`, `-2 i`."""
+    text = re.sub(r"(?<=[^.\s\\])\.$", "", text.strip())
+    text = re.sub(r"\^?\\degree(?![a-zA-Z])", r"^\\circ", text)
+    text = re.sub(r"(?<=\d)\s+(?=i\b)", "", text)
+    scientific = re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)[eE][+-]?\d{1,3}", text)
+    return f"{Decimal(text):f}" if scientific else text
 
 
 def equal(answer: str, label: str, *, boxed: bool) -> bool | None:
@@ -32,7 +49,13 @@ def equal(answer: str, label: str, *, boxed: bool) -> bool | None:
     """
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
-    label = label.strip().strip("$")
+    label = usual(label.strip().strip("$"))
+    answer = usual(answer) if boxed else answer
+    if _CAPITALS.fullmatch(answer) and _CAPITALS.fullmatch(label):
+        return answer == label
+    statement = answer.rpartition("=") if boxed and "=" not in label else ("", "", "")
+    if _NUMERIC.fullmatch(statement[0]) and not equal(statement[0], statement[2], boxed=True):
+        return False
     gold = parse(label if "\\boxed" in label else f"\\boxed{{{label}}}", parsing_timeout=None)
     if not gold:
         return None

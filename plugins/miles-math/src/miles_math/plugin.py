@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 class MathOptions:
     """How answers are found and compared."""
 
-    boxed_only: bool = option(False, "Scorer math takes an answer in \\boxed{...} only, as boxed_math always does.")
+    boxed_only: bool = option(
+        True, "Scorer math takes answers in \\boxed{...} only; off: without a box the last number or expression counts."
+    )
     format_pattern: str | None = option(
         None, "Regular expression that scorer format wants the whole response to match; default: ends in its only box."
     )
@@ -29,22 +31,6 @@ class Math:
     """Scorers of mathematical answers, graded by math-verify: math, boxed_math and format."""
 
     provides = ("labels:math", "labels:boxed_math")
-    refuses = (
-        {"when": {"math.grading_timeout": {"above": "rollout.rm_timeout"}},
-         "what": "one comparison may take longer than scoring a whole group may",
-         "fix": "raise --rm-timeout, or lower --math.grading_timeout"},
-        {"when": {"math.format_pattern": {"malformed": True}},
-         "what": "format_pattern is not a regular expression", "fix": "Python's re has to compile it"},
-        {"when": {"math.format_pattern": {"set": True}, "reward": {"not": "format"}},
-         "what": "format_pattern has no effect without the scorer format", "fix": "add format to --rm-type"},
-        {"when": {"math.format_pattern": {"set": True, "begins": "template.opens"}},
-         "what": "format_pattern wants a tag that the chat template writes itself, so that no answer holds it",
-         "fix": "leave the opening tag out of it"},
-        {"when": {"math.grading_timeout": {"outside": "(0, inf)"}},
-         "what": "grading_timeout should be above 0", "fix": "leave it out"},
-        {"when": {"math.grading_processes": {"outside": "[1, inf)"}},
-         "what": "grading_processes should be at least 1", "fix": "leave it out"},
-    )
 
     def __init__(self, options: MathOptions):
         import re
@@ -64,7 +50,7 @@ class Math:
 
     @hookimpl("reward", name="math")
     def math(self, sample: Sample) -> float:
-        """1.0 when the answer, boxed or else the last number or expression, equals the label."""
+        """1.0 when the answer in the last \\boxed{...} equals the label; see the option boxed_only."""
         return self._score(sample, boxed_only=self.options.boxed_only)
 
     @hookimpl("reward", name="boxed_math")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,6 +9,7 @@ from types import MappingProxyType
 
 from miles_core.backends.megatron.specs import Rule, WeightMap
 from miles_core.errors import ConfigError
+from miles_core.reading import parse_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,8 +149,8 @@ def _present(folder: Path) -> Collection[str]:
 def _own_layers(folder: Path) -> int:
     path = folder / "config.json"
     try:
-        return int(json.loads(path.read_text(encoding="utf-8"))["num_hidden_layers"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        return int(parse_json(path.read_text(encoding="utf-8"))["num_hidden_layers"])
+    except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
         raise ConfigError("config.json does not say how many layers the model has", got=str(error), who=str(path),
                           fix="fetch the checkpoint again") from error
 

@@ -46,30 +46,6 @@ class MtpOptions:
 class Mtp:
     """Multi-token prediction: layers that draft for speculative decoding, kept and trained beside the policy."""
 
-    refuses = (
-        {"when": {"mtp.num_layers": {"outside": "[1, inf)"}},
-         "what": "there should be at least one layer",
-         "fix": "leave --mtp-num-layers out to keep those of the checkpoint, or run without plugin mtp"},
-        {"when": {"mtp.loss_scaling_factor": {"outside": "[0, inf)"}},
-         "what": "the weight of a loss should not be negative", "fix": "0.2 is usual"},
-        {"when": {"mtp.loss_scaling_factor": {"said": True}, "mtp.enable_training": False},
-         "what": "the layers' loss has a weight, and they do not train",
-         "fix": "add --enable-mtp-training, or leave --mtp-loss-scaling-factor out"},
-        {"when": {"megatron.pipeline_model_parallel_size": {"above": 1}},
-         "what": "multi-token-prediction layers need the embedding and the output layer on one stage",
-         "fix": "train with one pipeline stage, or without plugin mtp"},
-        {"when": {"megatron.context_parallel_size": {"above": 1}, "mtp.enable_training": True},
-         "what": "a multi-token-prediction layer needs whole sequences to train",
-         "fix": "train without context parallelism, or leave --enable-mtp-training out"},
-        {"when": {"checkpoint.hf_checkpoint/config.json/num_nextn_predict_layers": {
-            "above": 0, "apart": "mtp.num_layers"}},
-         "what": "the checkpoint has another number of multi-token-prediction layers",
-         "fix": "leave --mtp-num-layers out"},
-        {"when": {"checkpoint.hf_checkpoint/config.json/mtp_num_hidden_layers": {
-            "above": 0, "apart": "mtp.num_layers"}},
-         "what": "the checkpoint has another number of multi-token-prediction layers",
-         "fix": "leave --mtp-num-layers out"},
-    )
 
     def __init__(self, options: MtpOptions, config: RunConfig):
         _check(options, config)
@@ -157,6 +133,11 @@ def _check(options: MtpOptions, config: RunConfig) -> None:
     if options.loss_scaling_factor < 0:
         raise ConfigError("the weight of a loss should not be negative", got=options.loss_scaling_factor,
                           who="--mtp-loss-scaling-factor", fix="0.2 is usual")
+    sync = str(config.perf.weight_sync)
+    layered = config.surface("server").get("enable_multi_layer_eagle")
+    if options.enable_training and layered and not sync.startswith("disk"):
+        raise ConfigError("SGLang brings a draft of several layers up to date from files alone", got=sync,
+                          who="plugin mtp, --weight-sync", fix="--weight-sync disk")
     layout = layout_of(config)
     if layout.pipeline > 1:
         raise ConfigError("multi-token-prediction layers need the embedding and the output layer on one stage",

@@ -53,6 +53,12 @@ def _use(options: OpdOptions, config: RunConfig) -> None:
     if not alone and not options.use_opd:
         raise ConfigError("plugin opd has nothing to do", who="plugins, opd.use_opd", fix="add --use-opd, or "
                           f"--advantage-estimator {ESTIMATOR}, or leave the plugin out")
+    if alone and options.opd_kl_coef == 0:
+        raise ConfigError("the advantages are the reverse KL, and its weight is 0", got=0, who="opd.opd_kl_coef",
+                          fix="1.0 is usual")
+    if options.use_opd and algorithm.loss_type == "sft_loss":
+        raise ConfigError("the loss of demonstrations does not look at advantages, off which the reverse KL is taken",
+                          who="opd.use_opd, algorithm.loss_type", fix="drop one of them")
     if algorithm.skip_actor_forward_only:
         raise ConfigError("distillation needs the old log-probs, which skip_actor_forward_only leaves out",
                           who="algorithm.skip_actor_forward_only", fix="drop it")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from miles_core.errors import ConfigError
+from miles_core.reading import parse_json, reading
 
 
 def check_vocabulary(student: str, teacher: str | None, top_k: int = 0) -> None:
@@ -46,8 +46,9 @@ def _compare(student: Path, teacher: Path, sizes: list[int], top_k: int) -> None
 
 
 def _size(folder: Path) -> int:
-    constants = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    return int((constants.get("text_config") or constants)["vocab_size"])
+    with reading(str(folder / "config.json"), ConfigError):
+        constants = parse_json((folder / "config.json").read_text(encoding="utf-8"))
+        return int((constants.get("text_config") or constants)["vocab_size"])
 
 
 def _tokenizer(folder: Path) -> dict[str, object] | None:
@@ -55,8 +56,9 @@ def _tokenizer(folder: Path) -> dict[str, object] | None:
     path = folder / "tokenizer.json"
     if not path.is_file():
         return None
-    data = json.loads(path.read_text(encoding="utf-8"))
-    model = data["model"]
-    merges = [pair.split(" ") if isinstance(pair, str) else pair for pair in model.get("merges") or ()]
-    return {"vocabulary": model.get("vocab"), "merges": merges,
-            "added tokens": {token["content"]: token["id"] for token in data.get("added_tokens") or ()}}
+    with reading(str(path), ConfigError):
+        data = parse_json(path.read_text(encoding="utf-8"))
+        model = data["model"]
+        merges = [pair.split(" ") if isinstance(pair, str) else pair for pair in model.get("merges") or ()]
+        return {"vocabulary": model.get("vocab"), "merges": merges,
+                "added tokens": {token["content"]: token["id"] for token in data.get("added_tokens") or ()}}

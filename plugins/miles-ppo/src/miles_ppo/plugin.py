@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 from miles_core.columns import Align, Column
 from miles_core.config import RunConfig, option
+from miles_core.errors import ConfigError
 from miles_core.hookspecs import hookimpl
 from miles_core.stages.models import Model
 
@@ -45,52 +46,35 @@ class PpoOptions:
     )
 
 
+def _check(options: PpoOptions, config: RunConfig) -> None:
+    """
+    Raises:
+        ConfigError: a critic that nobody asks, or that would not learn.
+    """
+    algorithm, last = config.algorithm, config.rollout.num_rollout
+    if algorithm.advantage_estimator != "ppo" or algorithm.loss_type == "sft_loss":
+        raise ConfigError("plugin ppo would train a critic that nobody asks", got=algorithm.advantage_estimator,
+                          who="algorithm.advantage_estimator, algorithm.loss_type",
+                          fix="write --advantage-estimator ppo, or leave the plugin and its options out")
+    if not options.value_clip > 0:
+        raise ConfigError("value_clip should be above 0: the critic's loss would not move it", got=options.value_clip,
+                          who="ppo.value_clip", fix="0.2 is usual")
+    if options.critic_lr is not None and options.critic_lr != 0 and not 1e-12 <= options.critic_lr <= 0.1:
+        raise ConfigError("critic_lr should be 0, or from 1e-12 to 0.1", got=options.critic_lr, who="ppo.critic_lr",
+                          fix="1e-5 is usual")
+    if last and options.num_critic_only_steps >= last and config.checkpoint.save is None:
+        raise ConfigError("the critic would train alone until the run ends, and nothing would be kept of it",
+                          got=f"{options.num_critic_only_steps} of {last} rollouts", who="ppo.num_critic_only_steps",
+                          fix="lower --num-critic-only-steps, or add --save")
+
+
 class Ppo:
     """Proximal policy optimization: advantages from a critic that trains beside the actor (PPO, arXiv:1707.06347)."""
 
     provides = ("weights:critic_load:score.weight",)
-    refuses = (
-        {"when": {"ppo.critic_load/config.json/quantization_config/quant_method": {"set": True}},
-         "what": "the critic trains, and its weights are quantised", "fix": "name the plain checkpoint"},
-        {"when": {"ppo.critic_load/config.json/vocab_size": {"below": "architecture.vocab"}},
-         "what": "the critic knows fewer tokens than the policy", "fix": "name a critic of the policy's family"},
-        {"when": {"ppo.critic_load/config.json/architectures": {"like": ".*ForCausalLM"},
-                  "ppo.critic_load/config.json/hidden_size": {"apart": "architecture.hidden"},
-                  "ppo.critic_load": {"lacks": "model.safetensors"},
-                  "ppo.critic_load/model.safetensors.index.json": {"set": False}},
-         "what": "the critic is a policy of another size, without the value head of one",
-         "fix": "name a critic that was trained, or leave --critic-load out: a fresh head on --hf-checkpoint"},
-        {"when": {"ppo.critic_load": {"missing": True}},
-         "what": "there is no such checkpoint of a critic", "fix": "name a folder, or leave --critic-load out"},
-        {"when": {"algorithm.advantage_estimator": {"not": "ppo"}},
-         "what": "plugin ppo would train a critic that nobody asks",
-         "fix": "write --advantage-estimator ppo, or leave the plugin and its options out"},
-        {"when": {"algorithm.loss_type": "sft_loss"},
-         "what": "plugin ppo would train a critic that nobody asks",
-         "fix": "leave the plugin and its options out, or drop --loss-type sft_loss"},
-        {"when": {"ppo.value_clip": {"outside": "(0, inf)"}},
-         "what": "value_clip should be above 0", "fix": "0.2 is usual"},
-        {"when": {"ppo.critic_lr": {"outside": "[0, 0.1)"}},
-         "what": "critic_lr should lie in [0, 0.1)", "fix": "1e-5 is usual"},
-        {"when": {"ppo.critic_lr": {"above": 0, "below": 1e-12}},
-         "what": "steps of this size are lost where float32 is rounded, and the critic would not change",
-         "fix": "1e-5 is usual"},
-        {"when": {"checkpoint.save_hf": {"is": "ppo.critic_load"}},
-         "what": "the export would overwrite the critic", "fix": "name another folder with --save-hf"},
-        {"when": {"ppo.num_critic_only_steps": {"outside": "[0, inf)"}},
-         "what": "num_critic_only_steps should be at least 0", "fix": "leave it out for none"},
-        {"when": {"ppo.num_critic_only_steps": {"from": "rollout.num_rollout"}, "rollout.num_rollout": {"above": 0},
-                  "checkpoint.save": {"set": False}},
-         "what": "the critic would train alone until the run ends, and nothing would be kept of it",
-         "fix": "lower --num-critic-only-steps, or add --save"},
-        {"when": {"ppo.critic_lr_warmup_iters": {"from": "rollout.num_rollout"}, "rollout.num_rollout": {"above": 0},
-                  "rollout.num_steps_per_rollout": 1},
-         "what": "the run is over when the critic's warm-up is", "fix": "lower --critic-lr-warmup-iters"},
-        {"when": {"ppo.critic_lr_warmup_iters": {"outside": "[0, inf)"}},
-         "what": "critic_lr_warmup_iters should be at least 0", "fix": "leave it out for none"},
-    )
 
     def __init__(self, options: PpoOptions, config: RunConfig):
+        _check(options, config)
         self.options, self.config = options, config
 
     @hookimpl

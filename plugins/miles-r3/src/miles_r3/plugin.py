@@ -55,38 +55,6 @@ class R3:
     """Routing replay: the trainer's mixture of experts uses the experts that the engine used (R3)."""
 
     implies = {"server.enable_return_routed_experts": True, "megatron.moe_enable_routing_replay": True}
-    refuses = (
-        {"when": {"server.enable_return_routed_experts": False, "engine": "sglang",
-                  "r3.use_rollout_routing_replay": True},
-         "what": "the engine's routing is to be replayed, and the engine would not tell it",
-         "fix": "leave enable_return_routed_experts out, or write --use-routing-replay alone"},
-        {"when": {"server.enable_return_routed_experts": False, "engine": "sglang", "r3.use_routing_replay": False},
-         "what": "the engine's routing is to be replayed, and the engine would not tell it",
-         "fix": "leave enable_return_routed_experts out, or write --use-routing-replay alone"},
-        {"when": {"megatron.moe_enable_routing_replay": False},
-         "what": "the plugin needs Megatron's RouterReplay", "fix": "leave moe_enable_routing_replay out"},
-        {"when": {"megatron.moe_router_load_balancing_type": "sinkhorn"},
-         "what": "Sinkhorn routing replays nothing", "fix": "leave moe_router_load_balancing_type out"},
-        {"when": {"r3.compare_every": {"outside": "[0, inf)"}},
-         "what": "compare_every counts rollouts", "fix": "0 for never, 10 for every tenth"},
-        {"when": {"r3.use_routing_replay": True, "r3.use_rollout_routing_replay": False,
-                  "algorithm.use_rollout_logprobs": True},
-         "what": "the routing that is replayed is that of the log-prob pass, and there is none",
-         "fix": "write --use-rollout-routing-replay, or leave use_rollout_logprobs out"},
-        {"when": {"r3.use_routing_replay": True, "r3.use_rollout_routing_replay": False,
-                  "algorithm.skip_actor_forward_only": True},
-         "what": "the routing that is replayed is that of the log-prob pass, and there is none",
-         "fix": "write --use-rollout-routing-replay, or leave skip_actor_forward_only out"},
-        {"when": {"r3.use_routing_replay": True, "r3.use_rollout_routing_replay": False,
-                  "r3.compare_every": {"above": 0}},
-         "what": "compare_every is about the engine's routing",
-         "fix": "write --use-rollout-routing-replay, or leave compare_every out"},
-        {"when": {"megatron.moe_router_fusion": True},
-         "what": "the fused router of Transformer Engine replays nothing", "fix": "leave moe_router_fusion out"},
-        {"when": {"model.model_name": {"set": True}, "architecture.checkpoint": True,
-                  "architecture.experts": {"set": False}},
-         "what": "routing replay is for mixtures of experts, and this model has none", "fix": "leave the plugin out"},
-    )
 
     def __init__(self, options: R3Options, config: RunConfig):
         self.options, self.config = options, config
@@ -202,9 +170,14 @@ def _check(options: R3Options, config: RunConfig, records: bool) -> Sizes:
     for key, bad, why in (("moe_router_fusion", True, "the fused router of Transformer Engine replays nothing"),
                           ("moe_router_load_balancing_type", "sinkhorn", "Sinkhorn routing replays nothing"),
                           ("moe_enable_routing_replay", False, "the plugin needs Megatron's RouterReplay")):
-        if config.megatron.get(key) == bad:
+        if config.surface("megatron").get(key) == bad:
             raise ConfigError(why, got=f"{key} = {bad}", who=f"plugin r3, {who(config, f'megatron.{key}')}",
                               fix=f"leave {key} out, or run without the plugin")
+    if not records and config.rollout.engine == "sglang" and (
+            config.surface("server").get("enable_return_routed_experts") is False):
+        raise ConfigError("the engine's routing is to be replayed, and the engine would not tell it", got=False,
+                          who=f"plugin r3, {who(config, 'server.enable_return_routed_experts')}",
+                          fix="leave it out, or write --use-routing-replay alone")
     if options.compare_every < 0:
         raise ConfigError("compare_every counts rollouts", got=options.compare_every, who="[r3]",
                           fix="0 for never, 10 for every tenth")

@@ -207,8 +207,7 @@ class Routers:
         if self._recorded is not None:
             return Forward(None, own, gradient, recorded=self._recorded)
         if routes is None:  # of samples none of which has any
-            routes = np.full((1, self.config.num_layers, self.config.moe_router_topk), -1, np.int16)
-            routes = np.broadcast_to(routes, (len(place), *routes.shape[1:]))
+            routes = np.full((len(place), self.config.num_layers, self.config.moe_router_topk), -1, np.int16)
         elif routes.shape[1:] != (self.config.num_layers, self.config.moe_router_topk):
             raise TrainError("the routes of the rollout are of another model", who="plugin r3",
                              got=f"{routes.shape[1]} layers of {routes.shape[2]} experts",

@@ -37,34 +37,6 @@ class RemoteRmOptions:
 class RemoteRm:
     """Rewards from an HTTP service, one request for a sample or for a group."""
 
-    refuses = (
-        {"when": {"remote-rm.rm_url": {"set": True, "unlike": r"https?://([^\s/?#@]*@)?(\[[0-9a-fA-F:.]+\]|[\w.-]+)"
-                                                              r"(:0*([1-5]?\d{1,4}|6[0-4]\d{3}|65[0-4]\d\d|655[0-2]\d"
-                                                              r"|6553[0-5]))?([/?]\S*)?"}},
-         "what": "this is no address of a reward service", "fix": "write http://HOST:PORT/PATH, or https://..."},
-        {"when": {"reward": {"like": "remote_rm|remote_group_rm"}, "remote-rm.rm_url": {"set": False}},
-         "what": "nobody says where the reward service is", "fix": "--rm-url http://HOST:PORT/PATH"},
-        {"when": {"remote-rm.rm_url": {"set": True}, "rollout.rm_type": {"unlike": "remote_rm|remote_group_rm"}},
-         "what": "nobody would ask the reward service", "fix": "add remote_rm to --rm-type, or drop --rm-url"},
-        {"when": {"remote-rm.rm_url": {"like": r"https?://(0\.0\.0\.0|\[::\])([:/].*)?"}},
-         "what": "this is where a service listens, not where it is reached",
-         "fix": "write the address of its host; on this machine 127.0.0.1"},
-        {"when": {"remote-rm.rm_url": {"like": ".*[,;]https?://.*"}},
-         "what": "there is one reward service, and these are several addresses",
-         "fix": "write one, which may be that of a balancer"},
-        {"when": {"remote-rm.rm_concurrency": {"outside": "[1, inf)"}},
-         "what": "rm_concurrency should be at least 1", "fix": "leave it out for its default"},
-        {"when": {"remote-rm.rm_retries": {"outside": "[0, inf)"}},
-         "what": "rm_retries should be at least 0", "fix": "leave it out for its default"},
-        {"when": {"remote-rm.rm_connect_timeout": {"outside": "(0, inf)"}},
-         "what": "rm_connect_timeout should be above 0", "fix": "leave it out for its default"},
-        {"when": {"remote-rm.rm_request_timeout": {"outside": "(0, inf)"}},
-         "what": "rm_request_timeout should be above 0", "fix": "leave it out for its default"},
-        {"when": {"remote-rm.rm_request_timeout": {"above": "rollout.rm_timeout"}},
-         "what": "one request may take longer than a whole group may", "fix": "raise --rm-timeout, or lower it"},
-        {"when": {"remote-rm.rm_url": {"set": True}, "remote-rm.rm_connect_timeout": {"above": "rollout.rm_timeout"}},
-         "what": "one connection may take longer than a whole group may", "fix": "raise --rm-timeout, or lower it"},
-    )
 
     def __init__(self, options: RemoteRmOptions, config: RunConfig):
         from miles_remote_rm.service import Service

@@ -17,7 +17,7 @@ import aiohttp
 from yarl import URL
 
 from miles_core.errors import RewardError
-from miles_core.hosts import within
+from miles_core.waits import within
 
 AGAIN = (502, 503, 504)
 """Statuses with which a proxy says that it reached nobody."""

@@ -3,7 +3,11 @@
 With `{% generation %}` blocks the chat template says itself which tokens those are. Without them, answer i lies between
 two renderings: of messages[:i] with the opening of an answer, and of messages[:i+1]. Both must be beginnings of the
 whole conversation's text, which is verified; a template that rewrites earlier turns, such as one that strips their
-reasoning, is refused with a sentence instead of training on tokens that nobody would generate.
+reasoning, is refused with a sentence instead of training on tokens that nobody would generate. Two ways around:
+
+- A template whose opening of an answer ends with a tag, such as <think>, and that shows a finished answer without it:
+  the last answer is written behind the opening, as a model would have to, its reasoning and the end of the tag first.
+- `alone` renders every answer behind a user's message of its own, so that each keeps its reasoning.
 
 The text is cut at these borders before it is tokenised, just as in sampling, where the prompt is tokenised alone.
 """
@@ -17,6 +21,7 @@ from typing import Any
 
 from miles_core.errors import DataError
 
+_TAG = re.compile(r"<(\w+)>\s*$")
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -29,13 +34,14 @@ class Turns:
 
 
 def encode(tokenizer: Any, messages: Sequence[Mapping[str, object]], arguments: Mapping[str, object], where: str,
-           *, last_only: bool = False) -> Turns:
+           *, last_only: bool = False, alone: bool = False) -> Turns:
     """Tokens and mask of a conversation that ends with an answer; end tokens are trained on, what follows them is not.
 
     Args:
         arguments: further arguments of the chat template.
         where: the row, for messages.
         last_only: train on the last answer only; earlier ones are context.
+        alone: render each answer as if it were the only one.
 
     Raises:
         DataError: no chat template, a refusal by the template, or one that rewrites earlier turns.
@@ -48,6 +54,8 @@ def encode(tokenizer: Any, messages: Sequence[Mapping[str, object]], arguments: 
         turns = _by_generation_blocks(tokenizer, messages, arguments, where)
         return _last_answer(turns) if last_only else turns
     answers = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
+    if alone:
+        return _each_alone(tokenizer, messages, answers[-1:] if last_only else answers, arguments, where)
     return _by_prefixes(tokenizer, messages, answers[-1:] if last_only else answers, arguments, where)
 
 
@@ -58,16 +66,67 @@ def _by_prefixes(tokenizer: Any, messages: Sequence[Mapping[str, object]], answe
     for i in answers:
         before = _render(tokenizer, messages[:i], arguments, where, opening=True)
         after = _render(tokenizer, messages[: i + 1], arguments, where, opening=False)
+        written = _behind_tag(messages[i], before, whole) if i == len(messages) - 1 else ""
+        if written and before[:at] == whole[:at]:
+            _append(turns, tokenizer, before[at:], trained=False)
+            _append(turns, tokenizer, written, trained=True)
+            return turns
         if not (whole.startswith(before) and whole.startswith(after) and at <= len(before) < len(after)):
             raise DataError(
                 f"the chat template renders message {i} differently when others follow: where is the answer?",
                 who=where,
-                fix="--sft-last-turn-only, or --chat-template-path with a template that has {% generation %} blocks",
+                fix="--loss-mask-type qwen3 renders each answer alone, --sft-last-turn-only trains on the last; or "
+                "--chat-template-path with a template that has {% generation %} blocks",
             )
         _append(turns, tokenizer, whole[at : len(before)], trained=False)
         _append(turns, tokenizer, whole[len(before) : len(after)], trained=True)
         at = len(after)
     return turns
+
+
+def _each_alone(tokenizer: Any, messages: Sequence[Mapping[str, object]], trained: Sequence[int],
+                arguments: Mapping[str, object], where: str) -> Turns:
+    """Runs of messages between answers, and each answer, as they are rendered behind a user's message."""
+    user = {"role": "user", "content": "."}
+
+    def behind(some: Sequence[Mapping[str, object]], *, opening: bool) -> str:
+        return _render(tokenizer, [user, *some], arguments, where, opening=opening)
+
+    first, turns, begun = behind([], opening=False), Turns([], []), 0
+    for i, message in enumerate(messages):
+        if message.get("role") != "assistant":
+            continue
+        run = messages[begun:i]
+        context = behind(run, opening=True)[len(first):] if begun else _render(tokenizer, run, arguments, where,
+                                                                               opening=True)
+        opened, shown = behind([], opening=True), behind([message], opening=False)
+        answer = shown[len(opened):] if shown.startswith(opened) else _behind_tag(message, opened, shown)
+        if not answer:
+            raise DataError(f"the chat template does not open answers as it renders message {i}", who=where,
+                            fix="--chat-template-path with a template that has {% generation %} blocks")
+        _append(turns, tokenizer, context, trained=False)
+        _append(turns, tokenizer, answer, trained=i in trained)
+        begun = i + 1
+    return turns
+
+
+def _behind_tag(message: Mapping[str, object], opened: str, whole: str) -> str:
+    """What a model would write behind an opening that ends with a tag, if `whole` does not show it there; else "".
+
+    An answer without reasoning closes the tag first. What ends the answer is what `whole` has behind it.
+    """
+    tag = _TAG.search(opened)
+    content = str(message.get("content") or "").strip()
+    if tag is None or whole.startswith(opened) or message.get("tool_calls") or not content:
+        return ""
+    close = f"</{tag[1]}>"
+    said = content.rpartition(close)[2].strip()
+    if close in content:
+        written = content.removeprefix(f"<{tag[1]}>").lstrip("\n")
+    else:
+        reasoning = str(message.get("reasoning_content") or "").strip()
+        written = f"{reasoning}\n{close}\n\n{content}"
+    return written + whole[whole.rfind(said) + len(said):] if said and said in whole else ""
 
 
 def _append(turns: Turns, tokenizer: Any, text: str, *, trained: bool) -> None:

@@ -58,7 +58,8 @@ def to_sample(prompt: Prompt, tokenizer: Any, options: SftOptions, config: RunCo
     where = f"{prompt.stream} row {prompt.row}"
     if prompt.messages and prompt.messages[-1].get("role") == "assistant":
         turns = encode(tokenizer, prompt.messages, config.rollout.apply_chat_template_kwargs or {}, where,
-                       last_only=options.sft_last_turn_only)
+                       last_only=options.sft_last_turn_only or options.sft_loss_mask_type == "distill_qwen",
+                       alone=options.sft_loss_mask_type == "qwen3")
     else:
         response = _response(prompt, options.sft_response_key, where)
         ids = list(tokenizer(response, add_special_tokens=False)["input_ids"])

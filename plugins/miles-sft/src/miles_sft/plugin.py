@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from miles_core.config import RunConfig, option
 from miles_core.errors import ConfigError
@@ -25,22 +25,26 @@ class SftOptions:
     sft_response_key: str = option("response", "Key of the answer in the row, where the prompt is no conversation.")
     sft_append_eos: bool = option(True, "End an answer that no special token ends with the end-of-sequence token.")
     sft_last_turn_only: bool = option(False, "Train on a conversation's last answer only.")
+    sft_loss_mask_type: Literal["qwen", "qwen3", "distill_qwen"] = option(
+        "qwen", "How conversations become text: qwen, as the template renders the whole; qwen3, each answer by itself, "
+        "so that each keeps its reasoning; distill_qwen, as the whole, and the last answer alone is trained on.",
+        flags=("--loss-mask-type",))
 
 
 class Sft:
     """Supervised fine-tuning: a row's own answer is the one sample of its group; the loss is -log p."""
 
-    provides = ("answers:sft:sft_response_key:sft_last_turn_only:sft_append_eos",)
-    refuses = (
-        {"when": {"rollout.n_samples_per_prompt": {"not": 1}, "generate": "sft"},
-         "what": "the generator sft makes one sample of a row", "fix": "--n-samples-per-prompt 1"},
-        {"when": {"algorithm.loss_type": "sft_loss", "generate": "single-turn",
-                  "filter_group": {"set": False}, "debug.debug_train_only": False},
-         "what": "the loss is that of demonstrations, and every answer of the model would be taken for one",
-         "fix": "add --generate sft, whose samples are the rows' own answers"},
-    )
+    provides = ("answers:sft:sft_response_key",)
 
     def __init__(self, options: SftOptions, config: RunConfig):
+        rollout, replays = config.rollout, config.debug.debug_train_only
+        if config.algorithm.loss_type == "sft_loss" and rollout.generate == "single-turn" and not replays:
+            raise ConfigError("every answer of the model would be taken for a demonstration, and made likelier",
+                              got=rollout.generate, who="algorithm.loss_type, rollout.generate",
+                              fix="add --generate sft, whose samples are the rows' own answers")
+        if rollout.generate == "sft" and rollout.n_samples_per_prompt != 1:
+            raise ConfigError("the generator sft makes one sample of a row", got=rollout.n_samples_per_prompt,
+                              who="rollout.n_samples_per_prompt", fix="--n-samples-per-prompt 1")
         self.options, self._config = options, config
         self._tokenizer = None
 

@@ -52,7 +52,7 @@ def glm4_moe(hf: Any) -> Decoder:
     return Decoder(
         hf=hf, attention=every_layer(hf, Attention(rotary(hf, partial=True))), qk_norm=bool(hf.use_qk_norm),
         qkv_bias=bool(hf.attention_bias), mixture=_mixture(hf, after(hf.num_hidden_layers, hf.first_k_dense_replace)),
-        left=_drafting(hf, "num_nextn_predict_layers"),
+        **_drafting(hf, "num_nextn_predict_layers"),
     )  # fmt: skip
 
 
@@ -69,7 +69,7 @@ def minimax_m2(hf: Any) -> Decoder:
         chosen=hf.num_experts_per_tok, width=hf.intermediate_size, score="sigmoid", bias=True, names=_MIXTRAL,
     )  # fmt: skip
     return Decoder(hf=hf, attention=every_layer(hf, Attention(rotary(hf, partial=True))), wide_qk_norm=True,
-                   mixture=mixture, left=_drafting(hf, "num_mtp_modules"))
+                   mixture=mixture, **_drafting(hf, "num_mtp_modules"))
 
 
 def _latent(hf: Any, sparse: tuple[int, ...]) -> Decoder:
@@ -87,7 +87,7 @@ def _latent(hf: Any, sparse: tuple[int, ...]) -> Decoder:
     return Decoder(
         hf=hf, attention=every_layer(hf, Attention(rope, mixer=latent)), mixing=latent.rules(layers),
         mixture=_mixture(hf, sparse), softmax_scale=scale, constants={"kv_channels": latent.head_dim},
-        also=latent.also | also, left=_drafting(hf, "num_nextn_predict_layers"),
+        also=latent.also | also, **_drafting(hf, "num_nextn_predict_layers"),
     )  # fmt: skip
 
 
@@ -101,7 +101,9 @@ def _mixture(hf: Any, sparse: tuple[int, ...]) -> Mixture:
     )  # fmt: skip
 
 
-def _drafting(hf: Any, key: str) -> tuple[str, ...]:
+def _drafting(hf: Any, key: str) -> dict[str, Any]:
     """Layers for multi-token prediction, counted on from the model's own."""
     first = hf.num_hidden_layers
-    return tuple(f"model.layers.{layer}." for layer in range(first, first + (getattr(hf, key, None) or 0)))
+    count = getattr(hf, key, None) or 0
+    left = tuple(f"model.layers.{layer}." for layer in range(first, first + count))
+    return {"left": left, "left_counts": (key,) if count else ()}

@@ -7,9 +7,10 @@ files from that step on (`purge_step`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
 from torch.utils.tensorboard import SummaryWriter
 
 
@@ -34,6 +35,16 @@ class EventFiles:
         """One point per value, on disk when this returns: a killed run loses none."""
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def text(self, name: str, step: int, text: str) -> None:
+        """Markdown."""
+        self._writer.add_text(name, text, step)
+        self._writer.flush()
+
+    def histogram(self, name: str, step: int, values: Sequence[float]) -> None:
+        """How some numbers are distributed."""
+        self._writer.add_histogram(name, np.asarray(values), step)
         self._writer.flush()
 
     def close(self) -> None:

@@ -1,15 +1,17 @@
-"""The plugin: options and hooks. Files are written by event_files.py, imported with the first metrics."""
+"""The plugin: options and hooks. Files are written by event_files.py, imported when the run begins."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from miles_core.config import option
 from miles_core.hookspecs import hookimpl
 
 if TYPE_CHECKING:
+    from miles_core.types import Sample
     from miles_tensorboard.event_files import EventFiles
 
 
@@ -32,20 +34,39 @@ class Tensorboard:
         self._files: EventFiles | None = None
 
     @hookimpl
-    def metrics(self, rollout_id: int, values: dict[str, float], run_dir: Path) -> None:
-        """One point per metric; the first call opens the file."""
-        if not self.options.use_tensorboard:
-            return
-        if self._files is None:
-            from miles_tensorboard.event_files import EventFiles, folder_of
-
-            folder = folder_of(Path(run_dir), self.options.tb_project_name, self.options.tb_experiment_name)
-            self._files = EventFiles(folder, first_step=rollout_id)
-        self._files.write(rollout_id, values)
+    def begin(self, plan: dict[str, Any], resumed_from: int | None, run_dir: Path) -> None:
+        """Opens the file, whose first entry is the plan."""
+        if (files := self._open(run_dir, resumed_from or 0)) is not None:
+            rows = [f"| {key} | {value} |" for key, value in plan["options"].items()]
+            files.text("plan", resumed_from or 0, "\n".join(["| option | value |", "|---|---|", *rows]))
 
     @hookimpl
-    def finish(self) -> None:
+    def metrics(self, rollout_id: int, values: dict[str, float], run_dir: Path) -> None:
+        """One point per metric."""
+        if (files := self._open(run_dir, rollout_id)) is not None:
+            files.write(rollout_id, values)
+
+    @hookimpl
+    def samples(self, rollout_id: int, dataset: str | None, samples: Sequence[Sample], run_dir: Path) -> None:
+        """Histograms of rewards and lengths, and the first answer."""
+        if not samples or (files := self._open(run_dir, rollout_id)) is None:
+            return
+        where, first = "rollout" if dataset is None else f"eval/{dataset}", samples[0]
+        files.histogram(f"{where}/rewards", rollout_id, [float(one.reward or 0.0) for one in samples])
+        files.histogram(f"{where}/response_lengths", rollout_id, [float(one.response_length) for one in samples])
+        files.text(f"{where}/sample", rollout_id, f"{first.prompt.text}\n\n{first.text}\n\nreward {first.reward}")
+
+    @hookimpl
+    def finish(self, status: str) -> None:
         """Flush and close."""
         if self._files is not None:
             self._files.close()
             self._files = None
+
+    def _open(self, run_dir: Path, first_step: int) -> EventFiles | None:
+        if self._files is None and self.options.use_tensorboard:
+            from miles_tensorboard.event_files import EventFiles, folder_of
+
+            folder = folder_of(Path(run_dir), self.options.tb_project_name, self.options.tb_experiment_name)
+            self._files = EventFiles(folder, first_step)
+        return self._files

@@ -55,65 +55,6 @@ class TisOptions:
 class Tis:
     """Importance weights, rejection and metrics for the gap between engine and trainer: TIS, IcePop, MIS, OPSM."""
 
-    refuses = (
-        {"when": {"tis.opsm_delta": {"said": True}, "tis.use_opsm": False},
-         "what": "opsm_delta has no effect without --use-opsm", "fix": "add it, or leave opsm_delta out"},
-        {"when": {"tis.tis_clip_low": {"above": 0}, "tis.use_tis": True, "tis.tis_mode": "truncate"},
-         "what": "truncating bounds weights from above alone, and tis_clip_low is a lower bound",
-         "fix": "leave --tis-clip-low out, or --tis-mode clip"},
-        {"when": {"tis.use_tis": True, "algorithm.use_rollout_logprobs": True},
-         "what": "use_tis and use_rollout_logprobs correct the same gap twice",
-         "fix": "drop one: with use_rollout_logprobs the ratio of the loss is to the engine already"},
-        {"when": {"tis.tis_batch_normalize": True, "tis.use_tis": False},
-         "what": "tis_batch_normalize divides the weights of use_tis, and there are none",
-         "fix": "add --use-tis, or leave it out"},
-        {"when": {"tis.tis_batch_normalize": True, "tis.tis_level": "geometric"},
-         "what": "tis_batch_normalize is for use_tis with tis_level token or sequence", "fix": "leave it out"},
-        {"when": {"tis.tis_batch_normalize": True, "algorithm.skip_actor_forward_only": True},
-         "what": "tis_batch_normalize needs the old log-probs of the whole step before its first micro-batch",
-         "fix": "drop one of them"},
-        {"when": {"tis.tis_clip_low": {"outside": "[0, inf)"}},
-         "what": "tis_clip_low is a bound of a ratio", "fix": "0.5 is usual"},
-        {"when": {"tis.tis_clip_low": {"from": "tis.tis_clip"}},
-         "what": "tis_clip_low should be below tis_clip", "fix": "0.5 and 2.0 are usual"},
-        {"when": {"tis.tis_clip": {"below": 1}, "tis.use_tis": True},
-         "what": "tis_clip is the upper bound of a ratio that is 1 where engine and trainer agree",
-         "fix": "2.0 is usual"},
-        {"when": {"tis.tis_clip_low": {"above": 1}, "tis.use_tis": True},
-         "what": "tis_clip_low is the lower bound of a ratio that is 1 where engine and trainer agree",
-         "fix": "0.5 is usual"},
-        {"when": {"tis.rs_upper_bound": {"below": 1}},
-         "what": "rs_upper_bound is that of a ratio, which is 1 where engine and trainer agree", "fix": "2.0 is usual"},
-        {"when": {"tis.rs_lower_bound": {"above": 1}},
-         "what": "rs_lower_bound is that of a ratio, which is 1 where engine and trainer agree", "fix": "0.5 is usual"},
-        {"when": {"tis.rs_lower_bound": {"outside": "[0, inf)"}},
-         "what": "rs_lower_bound is a bound of a ratio", "fix": "0.5 is usual"},
-        {"when": {"tis.rs_lower_bound": {"from": "tis.rs_upper_bound"}},
-         "what": "rs_lower_bound should be below rs_upper_bound", "fix": "0.5 and 2.0 are usual"},
-        {"when": {"tis.opsm_delta": {"outside": "[0, inf)"}},
-         "what": "opsm_delta is a distance of log-probs", "fix": "1e-4 is usual"},
-        {"when": {"tis.rs_veto_threshold": {"outside": "[0, 1)"}},
-         "what": "rs_veto_threshold is that of a ratio, which is 1 where engine and trainer agree",
-         "fix": "1e-4 is usual"},
-        {"when": {"tis.use_tis": True, "algorithm.loss_type": "sft_loss"},
-         "what": "demonstrations were not sampled, and no probability of an engine is there to weight them by",
-         "fix": "leave --use-tis out"},
-        {"when": {"tis.use_rs": True, "algorithm.loss_type": "sft_loss"},
-         "what": "demonstrations were not sampled, and no probability of an engine is there to reject them by",
-         "fix": "leave --use-rs out"},
-        {"when": {"tis.rs_level": {"said": True}, "tis.use_rs": {"said": False, "like": "False"}},
-         "what": "rs_level has no effect without --use-rs", "fix": "add it, or leave rs_level out"},
-        {"when": {"tis.rs_upper_bound": {"set": True}, "tis.use_rs": {"said": False, "like": "False"}},
-         "what": "rs_upper_bound has no effect without --use-rs", "fix": "add it, or leave rs_upper_bound out"},
-        {"when": {"tis.rs_lower_bound": {"set": True}, "tis.use_rs": {"said": False, "like": "False"}},
-         "what": "rs_lower_bound has no effect without --use-rs", "fix": "add it, or leave rs_lower_bound out"},
-        {"when": {"tis.tis_mode": {"said": True}, "tis.use_tis": {"said": False, "like": "False"}},
-         "what": "tis_mode has no effect without --use-tis", "fix": "add it, or leave tis_mode out"},
-        {"when": {"tis.tis_level": {"said": True}, "tis.use_tis": {"said": False, "like": "False"}},
-         "what": "tis_level has no effect without --use-tis", "fix": "add it, or leave tis_level out"},
-        {"when": {"tis.tis_clip": {"said": True}, "tis.use_tis": False, "tis.use_rs": False},
-         "what": "tis_clip has no effect without --use-tis", "fix": "add it, or leave tis_clip out"},
-    )
 
     def __init__(self, options: TisOptions, config: RunConfig):
         _check(options, config)
@@ -145,6 +86,16 @@ def _check(options: TisOptions, config: RunConfig) -> None:
         if not 0 <= lower < upper:
             raise ConfigError(f"{names} should be bounds of a ratio, the lower one first", got=f"{lower} and {upper}",
                               who="[tis]", fix="0.5 and 2.0 are usual")
+    if options.use_tis and not options.tis_clip_low <= 1 <= options.tis_clip or options.use_rs and not low <= 1 <= high:
+        raise ConfigError("the ratio is 1 where engine and trainer agree, and it should lie within its bounds",
+                          got=f"{options.tis_clip_low} to {options.tis_clip}, {low} to {high}", who="[tis]",
+                          fix="0.5 and 2.0 are usual")
+    if options.use_tis and options.tis_clip_low > 0 and options.tis_mode == "truncate":
+        raise ConfigError("truncating bounds weights from above alone", got=f"tis_clip_low {options.tis_clip_low}",
+                          who="tis.tis_clip_low, tis.tis_mode", fix="leave --tis-clip-low out, or --tis-mode clip")
+    if (options.use_tis or options.use_rs) and algorithm.loss_type == "sft_loss":
+        raise ConfigError("demonstrations were not sampled, and there is no probability of an engine to weight them by",
+                          who="[tis], algorithm.loss_type", fix="leave --use-tis and --use-rs out")
     if options.use_tis and algorithm.use_rollout_logprobs:
         raise ConfigError("use_tis and use_rollout_logprobs correct the same gap twice", who="[tis], [algorithm]",
                           fix="drop one: with use_rollout_logprobs the ratio of the loss is to the engine already")

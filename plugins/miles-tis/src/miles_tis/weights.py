@@ -43,7 +43,7 @@ def corrected(given: TokenWeights, inputs: LossInputs, options: TisOptions, mean
             weight, keep = _importance(inputs, distance, options, metrics)
             if options.tis_batch_normalize:
                 weight = weight / mean
-                metrics["mis_batch_norm_factor"] = torch.full_like(weight, 1 / mean)
+                metrics["mis_batch_norm_factor"] = torch.full_like(weight, mean)
         if options.use_rs:
             keep = keep & _accepted(inputs, distance, options, metrics)
         if options.rs_veto_threshold is not None:

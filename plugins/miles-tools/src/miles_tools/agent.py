@@ -13,6 +13,7 @@ from miles_core.errors import ConfigError, RewardError
 from miles_core.stages.rollout import Generation
 from miles_core.types import Prompt, Recall, Sample, Status
 from miles_tools.agent_call import AgentFailed, Task, call_function, call_program, find_function, load_function
+from miles_tools.foreign import describe, is_unicode
 from miles_tools.session import CALLED_BACK, Failure, Session
 from miles_tools.session_server import SessionServer
 from miles_tools.template import Template, load
@@ -181,9 +182,12 @@ def told(result: object) -> dict[str, float]:
         AgentFailed: anything else, or a number that is not finite.
     """
     found = {} if result is None else result if isinstance(result, Mapping) else {"reward": result}
-    numbers = {str(name): float(value) for name, value in found.items()
-               if isinstance(value, bool | int | float) or hasattr(value, "__float__")}
-    if len(numbers) != len(found) or not all(map(math.isfinite, numbers.values())):
-        raise AgentFailed("agent_bad_result", f"the agent returned {result!r}; a reward and figures are finite "
-                                              "numbers"[:500])
+    try:
+        numbers = {str(name): float(value) for name, value in found.items() if hasattr(value, "__float__")}
+        fine = len(numbers) == len(found) and all(map(math.isfinite, numbers.values())) and is_unicode("".join(numbers))
+    except Exception:  # noqa: BLE001 - a number beyond all floats, or whatever an object of the agent's does
+        fine = False
+    if not fine:
+        raise AgentFailed("agent_bad_result", f"the agent returned {describe(result)}; a reward and figures are finite "
+                                              "numbers")
     return numbers

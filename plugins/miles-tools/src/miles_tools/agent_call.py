@@ -24,6 +24,7 @@ from typing import Any, cast
 from miles_core.errors import ConfigError
 from miles_core.hosts import in_daemon_thread
 from miles_core.plugins.load import import_file
+from miles_tools.foreign import describe, loads, readable
 
 GRACE = 2.0
 """Seconds between asking a program or a coroutine to end and not waiting for it any longer."""
@@ -54,7 +55,7 @@ class AgentFailed(Exception):
 
     def __init__(self, reason: str, detail: str):
         super().__init__(detail)
-        self.reason, self.detail = reason, detail
+        self.reason, self.detail = reason, readable(detail)
 
 
 def load_function(path: str) -> Callable[..., Any]:
@@ -126,7 +127,7 @@ async def call_function(function: Callable[..., Any], task: Task) -> object:
         try:
             return asyncio.run(coroutine()) if inspect.iscoroutinefunction(function) else function(**given)
         except BaseException as error:  # whatever it is, it is the agent's
-            raise AgentFailed("agent_raised", f"the agent raised {type(error).__name__}: {error}"[:1000]) from error
+            raise AgentFailed("agent_raised", f"the agent raised {describe(error)}") from error
         finally:
             ended.set()
 
@@ -176,8 +177,8 @@ def result_of(output: str) -> object:
     """What a program tells of itself: the JSON object in the last line of its output, None where there is none."""
     lines = output.strip().splitlines()
     try:
-        found = json.loads(lines[-1]) if lines else None
-    except (ValueError, RecursionError):
+        found = loads(lines[-1]) if lines else None
+    except ValueError:
         return None
     return found if isinstance(found, Mapping) else None
 

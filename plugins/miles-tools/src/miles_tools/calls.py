@@ -14,6 +14,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from miles_tools.foreign import loads
+
 THINKING_ENDS = "</think>"
 _HERMES = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
 
@@ -61,10 +63,10 @@ def _hermes(found: re.Match[str]) -> Call:
     if not closed:
         return Call("", {}, "the call is not closed: write </tool_call> after it")
     try:
-        call = json.loads(body)
+        call = loads(body)
         if isinstance(call, dict) and isinstance(call.get("arguments"), str):
-            call["arguments"] = json.loads(call["arguments"])
-    except (ValueError, RecursionError) as error:
+            call["arguments"] = loads(call["arguments"])
+    except ValueError as error:
         reason = f"{error.msg} at character {error.pos}" if isinstance(error, json.JSONDecodeError) else str(error)
         return Call("", {}, f"the call is not JSON: {reason}")
     if not (isinstance(call, dict) and isinstance(call.get("name"), str)

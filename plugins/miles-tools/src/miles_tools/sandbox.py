@@ -1,7 +1,7 @@
 """A sandbox of processes: Python functions by source, run with limits, each in a process of its own.
 
-What happens in there is keeper.py; this is the driver's side. A keeper serves one call at a time and is replaced when
-it does not answer. Which isolation the kernel allows is found out once, by trying.
+What happens in there is sandbox_supervisor.py; this is the driver's side. A supervisor serves one call at a time and is
+replaced when it does not answer. Which isolation the kernel allows is found out once, by trying.
 """
 
 from __future__ import annotations
@@ -24,14 +24,22 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import IO, Any, cast
 
 from miles_core.errors import ConfigError, RolloutError
 
 START = 30.0
-"""Seconds that a keeper may take to start."""
-GRACE = 4.0
-"""Seconds beyond a call's wall time after which its keeper is given up."""
+"""Seconds that a supervisor may take to start."""
+GRACE = 15.0
+"""Seconds beyond a call's wall time after which its supervisor is given up."""
+PROGRAM = """\
+import sys
+sys.path.insert(0, sys.argv.pop(1))
+from miles_tools.sandbox_supervisor import main
+del sys.path[0]
+main()"""
+"""The driver's own copy of the supervisor: -I reads no PYTHONPATH, and both sides have to be of one version."""
 USERS = range(61184, 65520)
 """Numbers that systemd reserves for users of a moment (systemd.io/UIDS-GIDS)."""
 
@@ -64,7 +72,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Isolation:
-    """How a keeper confines.
+    """How a supervisor confines.
 
     Args:
         namespaces: process, mount, network and IPC namespaces of its own; needs user namespaces.
@@ -112,21 +120,35 @@ def explain(outcome: Outcome, limits: Limits) -> str:
 
 
 def candidates(wanted: str) -> list[Isolation]:
-    """What to try, the strictest first.
+    """What to try, the strictest first. Tools are root's without namespaces only if "plain" is asked for by name.
 
     Args:
         wanted: "auto", "namespaces" or "plain".
     """
+    root = os.getuid() == 0
     kinds = {"auto": (True, False), "namespaces": (True,), "plain": (False,)}[wanted]
-    users = (True, False) if os.getuid() == 0 else (False,)
-    return [Isolation(namespaces, unprivileged) for namespaces in kinds for unprivileged in users]
+    found = [Isolation(namespaces, unprivileged) for namespaces in kinds for unprivileged in (True, False)]
+    return [one for one in found if one.unprivileged <= root
+            and not (root and wanted == "auto" and one == Isolation(namespaces=False, unprivileged=False))]
+
+
+def weakness(isolation: Isolation) -> str | None:
+    """What a tool can do that it should not, in words; None where it cannot."""
+    root = os.getuid() == 0 and not isolation.unprivileged
+    if isolation.namespaces:
+        return "as root, so that they can read every file, secrets among them" if root else None
+    if root:
+        return "as root and without namespaces: they can read and write every file and end every process"
+    reach = "the network and all that other users may read or write" if isolation.unprivileged else (
+        "the network, all that their user may read or write, and all of its processes")
+    return f"without namespaces, so that they reach {reach}"
 
 
 class Sandbox:
     """Runs functions; safe to call from several threads at once.
 
     Args:
-        workers: how many calls may run side by side; a keeper is started when it is first needed.
+        workers: how many calls may run side by side; a supervisor is started when it is first needed.
         isolation: "auto" takes the strictest that the kernel allows, "namespaces" insists, "plain" goes without.
     """
 
@@ -134,7 +156,7 @@ class Sandbox:
         self.limits, self._wanted = limits, isolation
         self._chosen: Isolation | None = None
         self._choosing = threading.Lock()
-        self._idle: queue.LifoQueue[_Keeper | None] = queue.LifoQueue()
+        self._idle: queue.LifoQueue[_Supervisor | None] = queue.LifoQueue()
         for _ in range(workers):
             self._idle.put(None)
         self._threads = ThreadPoolExecutor(workers, "sandbox")
@@ -166,53 +188,58 @@ class Sandbox:
         Raises:
             SandboxError: the sandbox failed, not the code.
         """
-        isolation, keeper = self.isolation, self._idle.get()
+        isolation, supervisor = self.isolation, self._idle.get()
         try:
-            keeper = keeper or _Keeper(self.limits, isolation)
-            return keeper.ask({"source": source, "file": file, "function": function, "arguments": arguments})
-        except BaseException:
-            if keeper is not None:
-                keeper.close()
-            keeper = None
+            supervisor = supervisor or _Supervisor(self.limits, isolation)
+            return supervisor.ask({"source": source, "file": file, "function": function, "arguments": arguments})
+        except BaseException as error:
+            if supervisor is not None:
+                supervisor.close()
+            supervisor = None
+            if isinstance(error, _UnderWay) and not (isolation.namespaces or isolation.unprivileged):
+                return Outcome("ended", detail=str(error))  # a tool of the same user can end or stop it
             raise
         finally:
-            self._idle.put(keeper)
+            self._idle.put(supervisor)
 
     def close(self) -> None:
-        """End the keepers that are idle; those at work end when their call does, or with this process."""
+        """End the supervisors that are idle; those at work end when their call does, or with this process."""
         self._threads.shutdown(wait=False, cancel_futures=True)
-        for keeper in [self._idle.get() for _ in range(self._idle.qsize())]:
-            if keeper is not None:
-                keeper.close()
+        for supervisor in [self._idle.get() for _ in range(self._idle.qsize())]:
+            if supervisor is not None:
+                supervisor.close()
             self._idle.put(None)
 
     def _probe(self) -> Isolation:
         reasons: list[str] = []
         for isolation in candidates(self._wanted):
-            keeper = None
+            supervisor = None
             try:
-                keeper = _Keeper(dataclasses.replace(self.limits, wall=10.0), isolation)
+                supervisor = _Supervisor(dataclasses.replace(self.limits, wall=10.0), isolation)
                 call = {"source": "def two():\n    import decimal, fractions\n    return 2", "file": "probe",
                         "function": "two", "arguments": {}}
-                if (outcome := keeper.ask(call)).value == 2:
-                    if self._wanted == "auto" and not isolation.namespaces:
-                        logging.getLogger("miles_tools").warning(
-                            "tools run without namespaces, so that they reach the network and all that their user may "
-                            "write (%s)",
-                            "; ".join(reasons))
+                if (outcome := supervisor.ask(call)).value == 2:
+                    weak = weakness(isolation)
+                    if weak and (self._wanted != "plain" or "as root" in weak):
+                        logging.getLogger("miles_tools").warning("tools run %s (%s)", weak, "; ".join(reasons))
                     return isolation
                 reasons.append(f"{isolation}: {outcome.kind} {outcome.detail}")
             except SandboxError as error:
                 reasons.append(f"{isolation}: {error.got}")
             finally:
-                if keeper is not None:
-                    keeper.close()
+                if supervisor is not None:
+                    supervisor.close()
         raise ConfigError("the sandbox cannot be set up here", got="; ".join(reasons), who="tools.sandbox_isolation",
-                          fix="allow unprivileged user namespaces, or raise tools.sandbox_memory")
+                          fix="allow unprivileged user namespaces, raise tools.sandbox_memory, or run as another user "
+                          "than root; --tools.sandbox-isolation plain goes without namespaces")
 
 
-class _Keeper:
-    """One keeper process: a line of JSON in, a line of JSON out."""
+class _UnderWay(SandboxError):
+    """The supervisor ended or hung during a call."""
+
+
+class _Supervisor:
+    """One supervisor process: a line of JSON in, a line of JSON out."""
 
     def __init__(self, limits: Limits, isolation: Isolation):
         self._wall, self._rest = limits.wall, b""
@@ -220,8 +247,9 @@ class _Keeper:
         user = USERS[secrets.randbelow(len(USERS))] if isolation.unprivileged else None
         settings = {**dataclasses.asdict(limits), "namespaces": isolation.namespaces, "user": user,
                     "work": self._work or _private()}
+        root = str(Path(__file__).parents[1])
         self._popen = subprocess.Popen(
-            [sys.executable, "-I", "-m", "miles_tools.keeper", json.dumps(settings)], stdin=subprocess.PIPE,
+            [sys.executable, "-I", "-c", PROGRAM, root, json.dumps(settings)], stdin=subprocess.PIPE,
             stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd="/", start_new_session=True,
             env={"PATH": os.defpath, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
         )  # fmt: skip
@@ -269,11 +297,11 @@ class _Keeper:
         while b"\n" not in self._rest:
             left = deadline - time.monotonic()
             if left <= 0 or not ready.poll(1000 * left):
-                raise SandboxError(f"a sandbox process did not answer within {seconds:g} s")
+                raise _UnderWay(f"a sandbox process did not answer within {seconds:g} s")
             data = os.read(pipe, 1 << 16)
             if not data:
-                raise SandboxError("a sandbox process ended", got=f"exit status {self._popen.wait()}",
-                                   fix=f"run {sys.executable} -I -c 'import miles_tools.keeper' to see why")
+                raise _UnderWay("a sandbox process ended", got=f"exit status {self._popen.wait()}",
+                                   fix=f"run {sys.executable} -I -c 'import miles_tools.sandbox_supervisor' to see why")
             self._rest += data
         line, _, self._rest = self._rest.partition(b"\n")
         try:

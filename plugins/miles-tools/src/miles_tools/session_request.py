@@ -7,12 +7,12 @@ refused.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from miles_core.stages.rollout import SamplingParams
+from miles_tools.foreign import loads
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 NEUTRAL = {"presence_penalty": (0,), "frequency_penalty": (0,), "repetition_penalty": (1,), "min_p": (0,),
@@ -68,9 +68,9 @@ def parse(body: bytes, sampling: SamplingParams) -> Asked:
         Refused: 400, not JSON, malformed, or asking for what a session does not give.
     """
     try:
-        data = json.loads(body)
-    except (ValueError, RecursionError):
-        raise Refused(400, "the body is not JSON") from None
+        data = loads(body)
+    except ValueError as error:
+        raise Refused(400, f"the body is not JSON that a session can hold: {error}"[:300]) from None
     if not isinstance(data, dict):
         raise Refused(400, "the body is not a JSON object")
     _refuse_others(data)
@@ -190,7 +190,7 @@ def for_template(messages: Sequence[Message]) -> list[Message]:
 
 def _object(text: str) -> object:
     try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
+        value = loads(text)
+    except ValueError:
         return text
     return value if isinstance(value, dict) else text

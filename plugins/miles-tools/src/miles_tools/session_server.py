@@ -17,6 +17,7 @@ import logging
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
 from typing import Any
 
 from aiohttp import web
@@ -28,7 +29,9 @@ MODEL = "miles"
 LARGEST = 2**24
 """Bytes of a request."""
 PATIENCE = 30.0
-"""Seconds that a client may take to send a request's body, and to take its answer."""
+"""Seconds that a client may take to send its first request's head, a request's body, and to take its answer."""
+IDLE = 75.0
+"""Seconds that a connection may stay open between two requests, half a head included."""
 LOG = logging.getLogger(__name__)
 LOG.addHandler(logging.NullHandler())  # what an agent sends that is no HTTP is not the run's to print
 
@@ -42,6 +45,7 @@ class SessionServer:
         self._server: web.Server | None = None
         self._listener: asyncio.Server | None = None
         self._starting = asyncio.Lock()
+        self._waiting: dict[web.RequestHandler, asyncio.TimerHandle] = {}
         self.port = 0
 
     @property
@@ -55,8 +59,9 @@ class SessionServer:
             if self._listener is None:
                 loop = asyncio.get_running_loop()
                 # A call whose client has gone is cancelled; what it asked for was not delivered, and it may ask again.
-                self._server = web.Server(self._handle, handler_cancellation=True, access_log=None, logger=LOG)
-                self._listener = await loop.create_server(self._server, "127.0.0.1", 0)
+                self._server = web.Server(self._handle, handler_cancellation=True, access_log=None, logger=LOG,
+                                          keepalive_timeout=IDLE)
+                self._listener = await loop.create_server(partial(self._connect, self._server), "127.0.0.1", 0)
                 self.port = self._listener.sockets[0].getsockname()[1]
 
     def open(self, session: Session) -> str:
@@ -81,10 +86,25 @@ class SessionServer:
             self._listener.close()
             for connection in list(self._server.connections):
                 connection.force_close()
+            for timer in self._waiting.values():
+                timer.cancel()
+            self._waiting.clear()
             self._listener = self._server = None
             self._sessions.clear()
 
+    def _connect(self, server: web.Server) -> web.RequestHandler:
+        """A connection that is closed unless the head of a request comes in time; aiohttp waits for ever."""
+        connection = server()
+        self._waiting[connection] = asyncio.get_running_loop().call_later(PATIENCE, self._give_up, connection)
+        return connection
+
+    def _give_up(self, connection: web.RequestHandler) -> None:
+        del self._waiting[connection]
+        connection.force_close()
+
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        if request.protocol in self._waiting:
+            self._waiting.pop(request.protocol).cancel()
         try:
             return await self._route(request)
         except Refused as refused:

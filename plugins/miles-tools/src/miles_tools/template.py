@@ -14,9 +14,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from miles_core.config.history import DRAWN, after_a_turn, check_history
 from miles_core.errors import ConfigError
 from miles_core.stages.prompts import render
+from miles_tools.history import DRAWN, after_a_turn, check_history
 
 if TYPE_CHECKING:
     from miles_core.config import RunConfig

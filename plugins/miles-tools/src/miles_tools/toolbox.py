@@ -77,9 +77,9 @@ def _tools(item: str) -> list[Tool]:
         return [_tool(item, scope[item], f"{item} (built-in)", source)]
     try:
         source = Path(file).read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError("the file of tools cannot be read", got=error.strerror, who=f"tools.tools {file}",
-                          fix="check the path") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError("the file of tools cannot be read", got=getattr(error, "strerror", None) or error,
+                          who=f"tools.tools {file}", fix="check the path; files of Python are UTF-8") from None
     scope = {"__name__": "miles_tools_file", "__file__": file}
     try:
         exec(compile(source, file, "exec"), scope)

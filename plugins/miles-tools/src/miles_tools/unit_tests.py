@@ -10,7 +10,6 @@ A prompt's tests are under a key of its metadata, else in its label, as JSON or 
 from __future__ import annotations
 
 import inspect
-import json
 import re
 import secrets
 import time
@@ -20,6 +19,7 @@ from miles_core.errors import RewardError
 from miles_core.types import Sample
 from miles_tools import harness
 from miles_tools.calls import THINKING_ENDS
+from miles_tools.foreign import loads
 from miles_tools.sandbox import Outcome, Sandbox, SandboxError, explain
 
 SOURCE = inspect.getsource(harness)
@@ -49,7 +49,7 @@ def tests_of(sample: Sample, key: str) -> list[Test]:
     who = f"unit-tests, {sample.prompt.stream} row {sample.prompt.row}"
     if isinstance(given, str) and given.lstrip()[:1] in ("[", "{"):
         try:
-            given = json.loads(given)
+            given = loads(given)
         except ValueError as error:
             raise RewardError("the tests are not JSON", got=str(error), who=who, fix="mend the row") from None
     if isinstance(given, str) and given.strip():
@@ -107,7 +107,8 @@ class UnitTests:
     async def _problem(self, code: str, test: Test, sample: Sample) -> str | None:
         if test.printed is not None:
             outcome = await self._run(sample, "program", code=code, given=test.text)
-            right = outcome.kind == "ok" and outcome.value.split() == test.printed.split()
+            printed = outcome.value if isinstance(outcome.value, str) else ""  # code may write another answer itself
+            right = outcome.kind == "ok" and printed.split() == test.printed.split()
         else:
             word = secrets.token_hex(16)
             outcome = await self._run(sample, "statement", code=code, test=test.text, passed=word)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -51,25 +54,35 @@ def decode(decoder, weights, ids, prefilled, company=0, room=0, trace=False):
     return torch.stack(logits), torch.stack(routing) if trace else None
 
 
+@torch.no_grad()
+def check_rounding(got, reference, ids):
+    """Logits [n, V] after the last n of `ids` are as near to those of float64 as transformers' own, times two."""
+    wide = copy.deepcopy(reference).double()
+    if hasattr(wide.config, "num_experts"):
+        wide.set_experts_implementation("eager")  # the grouped product has no float64
+    exact, theirs = (torch.log_softmax(model(torch.tensor([ids])).logits[0, -len(got):], -1)
+                     for model in (wide, reference))
+    assert exact.dtype == torch.float64
+    allowed = 2 * (theirs - exact).abs().max()
+    assert allowed < 1e-4
+    assert (torch.log_softmax(got, -1) - exact).abs().max() <= allowed
+
+
 @pytest.mark.parametrize("kind", KINDS)
-def test_log_probs_equal_transformers_to_1e5(models, kind):
+def test_log_probs_equal_transformers_to_rounding(models, kind):
     """Prefill and steps against one full eager forward, float32, all four kinds of checkpoint."""
     decoder, weights, reference = make(models, kind)
     ids = random_ids(60, seed=1)
-    with torch.no_grad():
-        expected = torch.log_softmax(reference(torch.tensor([ids])).logits[0].float(), -1)
     got, _ = decode(decoder, weights, ids, prefilled=20, company=3)
-    assert (torch.log_softmax(got, -1) - expected[19:]).abs().max() <= 1e-5
+    check_rounding(got, reference, ids)
 
 
 def test_long_contexts_equal_transformers(models):
     """Beyond one chunk of keys and one chunk of queries."""
     decoder, weights, reference = make(models, "dense")
     ids = random_ids(LONG, seed=2)
-    with torch.no_grad():
-        expected = torch.log_softmax(reference(torch.tensor([ids])).logits[0].float(), -1)
     got, _ = decode(decoder, weights, ids, prefilled=LONG - 3)
-    assert (torch.log_softmax(got, -1) - expected[LONG - 4 :]).abs().max() <= 2e-5
+    check_rounding(got, reference, ids)
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -121,6 +134,15 @@ def test_a_row_of_a_product_has_the_same_bits_among_any_number_of_rows(outputs, 
     for rows in (ROWS, 32, 48, 64, 112, 128, 208, 272):
         assert torch.equal(linear(x[:rows].clone(), weight), every[:rows])
         assert torch.equal(linear(x[-rows:].clone(), weight), every[-rows:])
+
+
+@pytest.mark.parametrize("experts", [2, 6, 10, 11, 60])
+def test_a_row_of_a_routers_scores_has_the_same_bits_at_any_place(models, experts):
+    """Scores of few experts: rows then begin off the libraries' vectors, each at another offset."""
+    shape = replace(ModelShape.read(models["moe"][0]), experts=experts)
+    router = Weights.random(shape, torch.float32).layers[0].router
+    scores = linear(torch.randn(shape.hidden, generator=torch.Generator().manual_seed(0)).repeat(48, 1), router)
+    assert (scores == scores[0]).all()
 
 
 @pytest.mark.parametrize("threads", [1, 2])

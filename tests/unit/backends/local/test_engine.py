@@ -12,8 +12,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from miles_core.backends.local import LocalEngine
 from miles_core.backends.local.decode import Decoder
+from miles_core.backends.local.engine import LocalEngine
 from miles_core.errors import CheckpointError, EngineError
 from miles_core.stages.rollout import Request, SamplingParams
 

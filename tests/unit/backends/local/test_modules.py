@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from miles_core.backends.local import LocalEngine
+from miles_core.backends.local.engine import LocalEngine
 from miles_core.errors import CheckpointError, EngineError
 from miles_core.stages.rollout import Request, SamplingParams
 

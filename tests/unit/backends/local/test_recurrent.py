@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from miles_core.backends.local import LocalEngine
 from miles_core.backends.local.decode import Cache, Prefill
+from miles_core.backends.local.engine import LocalEngine
 from miles_core.backends.local.recurrent import States, by_length
 from miles_core.stages.rollout import Request, SamplingParams
 

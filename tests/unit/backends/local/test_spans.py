@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from miles_core import rng
-from miles_core.backends.local import LocalEngine
+from miles_core.backends.local.engine import LocalEngine
 from miles_core.columns import Columns
 from miles_core.stages.rollout import Generation, Request, SamplingParams, single_turn
 from miles_core.types import Prompt, Status

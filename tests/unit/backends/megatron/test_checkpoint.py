@@ -1,6 +1,8 @@
 import builtins
+import contextlib
 import os
 import pickle
+import random
 import shutil
 from pathlib import Path
 
@@ -225,6 +227,29 @@ def test_a_half_written_iteration(checkpoint, saved, session, part):
         load(checkpoint, saved, session)
     with pytest.raises(CheckpointError, match=f"incomplete.*{part}"):
         load(checkpoint, saved, session, iteration=7)
+
+
+@pytest.mark.parametrize("part", ["metadata.json", "miles.json", ".metadata", "common.pt"])
+def test_a_flipped_bit_is_harmless_or_an_error_of_ours(checkpoint, saved, session, part):
+    path = saved / "iter_0000007" / part
+    whole, draw = path.read_bytes(), random.Random(part)
+    for _ in range(10):
+        changed = bytearray(whole)
+        changed[draw.randrange(len(whole))] ^= 1 << draw.randrange(8)
+        path.write_bytes(changed)
+        with contextlib.suppress(CheckpointError):
+            load(checkpoint, saved, session)
+    for text in (b"[]", b"{}", b"null", b"[" * 5000, b'{"sharded_backend": 7}', b""):
+        path.write_bytes(text)
+        with pytest.raises(CheckpointError):
+            load(checkpoint, saved, session)
+
+
+@pytest.mark.parametrize("text", [b"\xff\xfe", b"9" * 5000, "\u0667".encode(), b"", b"7 8"])
+def test_a_tracker_that_names_no_number(checkpoint, saved, text):
+    (saved / "latest_checkpointed_iteration.txt").write_bytes(text)
+    with pytest.raises(CheckpointError, match="tracker"):
+        checkpoint.latest(saved)
 
 
 @pytest.mark.parametrize("part", [".metadata", "common.pt", "__0_0.distcp", "miles.json"])

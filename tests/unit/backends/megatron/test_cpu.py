@@ -71,6 +71,36 @@ def test_install_after_megatron_is_refused():
     assert "megatron.core was imported before" in out and "Fix:" in out
 
 
+EARLY = """
+from megatron.core import parallel_state
+from miles_core import hookimpl
+
+class Early:
+    name = "early"
+
+    @hookimpl
+    def megatron_init(self, config):
+        parallel_state.get_data_parallel_rank()
+"""
+
+
+def test_a_plugin_file_may_import_megatron_at_its_top(tmp_path):
+    """In the trainer plugins are imported before the trainer's own modules are."""
+    (tmp_path / "early.py").write_text(EARLY)
+    code = (
+        "import warnings; warnings.simplefilter('error', UserWarning)\n"
+        "from miles_core.config.tables import RunConfig\n"
+        "from miles_core.plugins import bind, select\n"
+        f"chosen = select.select([({str(tmp_path / 'early.py')!r}, 'flag')], select.built_in())\n"
+        "hooks = bind.bind(chosen, RunConfig(), 'trainer')\n"
+        "from miles_core.backends.megatron import cpu, step\n"
+        "cpu.initialize(); hooks.megatron_init(None); print('initialised')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ.copy(),
+                          cwd=Path(cpu.__file__).parents[3])  # fmt: skip
+    assert done.returncode == 0 and "initialised" in done.stdout, done.stderr
+
+
 HEAVY = ("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "torch.distributed.fsdp", "sympy",
          "torch.distributed.checkpoint", "torch.utils.tensorboard", "torch.utils.cpp_extension")
 

@@ -1,8 +1,7 @@
 """The shared decoder description: what it reads of a config, what it refuses, and its tensors' rules."""
 
-from types import SimpleNamespace
-
 import pytest
+from transformers import PretrainedConfig
 
 from miles_core.backends.megatron.decoder import (
     Decoder,
@@ -21,7 +20,7 @@ def config(**changes):
     values = dict(model_type="toy", num_hidden_layers=3, hidden_size=64, num_attention_heads=4, num_key_value_heads=2,
                   intermediate_size=96, rms_norm_eps=1e-6, vocab_size=96, tie_word_embeddings=False,
                   max_position_embeddings=128, rope_parameters={"rope_type": "default", "rope_theta": 1e4})
-    return SimpleNamespace(**{**values, **changes})
+    return PretrainedConfig(**{**values, **changes})
 
 
 def names(made):
@@ -66,11 +65,11 @@ def test_a_fused_gate_and_up_is_one_tensor_of_two_halves():
 
 
 def test_layers_by_type():
-    hf = config(layer_types=["near", "far", "near"])
+    hf = config(layer_types=["sliding_attention", "full_attention", "sliding_attention"])
     near, far = Attention(rotary(hf), window=4), Attention(rotary(hf))
-    assert by_layer_type(hf, {"near": near, "far": far}) == (near, far, near)
-    with pytest.raises(ConfigError, match="toy with layers of type 'near' is not supported"):
-        by_layer_type(hf, {"far": far})
+    assert by_layer_type(hf, {"sliding_attention": near, "full_attention": far}) == (near, far, near)
+    with pytest.raises(ConfigError, match="toy with layers of type 'sliding_attention' is not supported"):
+        by_layer_type(hf, {"full_attention": far})
 
 
 def test_the_rope_is_read_with_its_scaling():

@@ -12,10 +12,11 @@ import pytest
 
 from miles_core import hookspecs
 from miles_core.backends.megatron import flags
-from miles_core.backends.megatron.flags import layer_pattern, lookup, megatron_lm_flags, nearest
+from miles_core.backends.megatron.flags import layer_pattern, lookup, megatron_lm_flags
 from miles_core.backends.megatron.surface import SurfaceField, surface
 from miles_core.backends.sglang.forwarded import surface_of
 from miles_core.config.tables import TABLES
+from miles_core.plugins.select import all_specs
 
 MILES_LIST = Path(hookspecs.__file__).parent / "config" / "miles_flags.toml"
 SPELLED = {flag for kind in TABLES.values() for field in dataclasses.fields(kind) for flag in field.metadata["flags"]}
@@ -96,7 +97,7 @@ def test_every_flag_that_a_text_recommends_is_accepted(flag_list, miles):
 
 
 def test_every_hook_that_a_text_recommends_exists(flag_list):
-    known = set(hookspecs.specs())
+    known = set(all_specs())
     for name, text in said(flag_list):
         for pair in re.findall(r"with the hooks? (\w+)(?: (?:and|or) (?!pass)(\w+))?", text):
             assert set(filter(None, pair)) <= known, (name, pair)
@@ -199,11 +200,6 @@ def test_a_refused_field_is_not_accepted_by_its_other_name():
     assert lookup("--use-kitchen").status == "refused"
     assert lookup("--params-dtype").status == "derived"
     assert lookup("--mtp-num-layers").status == "refused"
-
-
-def test_nearest_finds_a_slip_and_nothing_far_off():
-    assert nearest("--num-expert", megatron_lm_flags()) == "--num-experts"
-    assert nearest("--zzzzzz", megatron_lm_flags()) is None
 
 
 @pytest.mark.parametrize(("text", "value"), [

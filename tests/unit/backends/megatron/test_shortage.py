@@ -39,8 +39,8 @@ def test_every_remedy_takes_less_than_the_run_does():
     assert remedies("step 0", PACKED) == [
         "--log-probs-chunk-size 512", "--recompute-granularity full", "--max-tokens-per-gpu 4096",
         "--optimizer-cpu-offload", "--tensor-model-parallel-size 2, or more ranks"]
-    spare = replace(PACKED, megatron={"recompute_granularity": "full", "optimizer_cpu_offload": True,
-                                      "tensor_model_parallel_size": 4},
+    spare = replace(PACKED, surfaces={"megatron": {"recompute_granularity": "full", "optimizer_cpu_offload": True,
+                                      "tensor_model_parallel_size": 4}},
                     perf=Perf(micro_batch_size=4, log_probs_chunk_size=128))
     assert remedies("step 0", spare) == ["--micro-batch-size 2", "--tensor-model-parallel-size 8, or more ranks"]
     assert remedies("load", PACKED) == ["--optimizer-cpu-offload", "--tensor-model-parallel-size 2, or more ranks"]

@@ -152,6 +152,15 @@ def test_optional_tensors_are_there_together_or_start_as_drawn(hf_model, port, w
         weights.load_hf(tmp_path, ours, weight_map)
 
 
+def test_a_tied_head_that_differs_is_refused(hf_model, port, weights, tmp_path):
+    hf = hf_model(tied=True)
+    ours, weight_map = port(hf)
+    broken(hf, tmp_path, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"] + 1}))
+    with pytest.raises(CheckpointError, match="lm_head.weight") as caught:
+        weights.load_hf(tmp_path, ours, weight_map)
+    assert str(tmp_path) in str(caught.value)
+
+
 def test_a_tied_head_written_out_is_ignored(hf_model, port, weights, tmp_path):
     hf = hf_model(tied=True)
     ours, weight_map = port(hf)

@@ -4,6 +4,8 @@ tests/sglang holds the same engine against the real server.
 """
 
 import asyncio
+import threading
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -382,6 +384,43 @@ def test_a_silent_server_is_waited_for_while_kernels_are_compiled(engine_over, a
         check(await call, 40)
 
     over(engine_over, work, 2, **({"server_start_timeout": 2.5} if bounded else {}))
+
+
+def test_a_server_is_not_dead_because_the_driver_was_busy(engine_over, ask):
+    """The server has a loop of its own, and its answers lie unread."""
+    wires, began, ended = [], threading.Event(), threading.Event()
+
+    async def serve():
+        async with Wire() as wire:
+            wires.append(wire)
+            began.set()
+            await asyncio.to_thread(ended.wait)
+
+    async def drive(wire):
+        engine = engine_over(wire, health_check_timeout=1.0)
+        await engine.start()
+        await asyncio.sleep(0.4)  # a look is due soon
+        for _ in range(4):
+            time.sleep(1.1)  # as a hook that parses
+            await asyncio.sleep(0)
+        await asyncio.sleep(0.2)
+        check(await engine.generate(ask("a", 5)), 5)
+        assert "engine_lost" not in engine.events
+        wire.alive = False
+        async with asyncio.timeout(10):
+            while "engine_lost" not in engine.events:
+                await asyncio.sleep(0.05)
+        wire.alive = True
+        await engine.stop()
+
+    server = threading.Thread(target=asyncio.run, args=(serve(),))
+    server.start()
+    try:
+        began.wait(10)
+        asyncio.run(drive(wires[0]))
+    finally:
+        ended.set()
+        server.join()
 
 
 def test_a_server_with_other_weights_than_it_should_have_is_taken_out_of_use(engine_over, ask):

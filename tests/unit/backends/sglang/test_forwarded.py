@@ -78,8 +78,9 @@ def test_flags_and_keys_reach_the_configuration_with_who_set_them(tmp_path):
                     'cuda_graph_config = { decode = { backend = "full" } }\n')
     config = load(path, ["--sglang-mem-fraction-static", "0.7", "--router-queue-size", "3"]).config
     assert config.sglang.server_concurrency == 9
-    assert config.server == {"mem_fraction_static": 0.7, "cuda_graph_config": {"decode": {"backend": "full"}}}
-    assert config.router == {"policy": "random", "queue_size": 3}
+    graphs = {"decode": {"backend": "full"}}
+    assert config.surface("server") == {"mem_fraction_static": 0.7, "cuda_graph_config": graphs}
+    assert config.surface("router") == {"policy": "random", "queue_size": 3}
     assert config.origin["server.mem_fraction_static"].where == "--sglang-mem-fraction-static"
     assert config.origin["router.policy"].where == "run.toml:4"
 
@@ -96,12 +97,12 @@ def test_flags_and_keys_reach_the_configuration_with_who_set_them(tmp_path):
     (["--sglang-kv-cache-dtype=fp8_e4m3"], {"kv_cache_dtype": "fp8_e4m3"}),
 ])
 def test_spellings(argv, server):
-    assert load(None, argv).config.server == server
+    assert load(None, argv).config.surface("server") == server
 
 
 def test_an_own_option_wins_over_an_argument_of_the_same_spelling():
     config = load(None, ["--sglang-router-port", "7", "--router-ip", "h"]).config
-    assert (config.sglang.router_port, config.sglang.router_ip, config.router) == (7, "h", {})
+    assert (config.sglang.router_port, config.sglang.router_ip, config.surface("router")) == (7, "h", {})
 
 
 @pytest.mark.parametrize(("argv", "message"), [

@@ -1,0 +1,23 @@
+"""What the local engine would compute otherwise than the trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from miles_core.config.load import who
+from miles_core.config.tables import RunConfig
+from miles_core.errors import ConfigError
+
+
+def check_head(config: RunConfig, note: Callable[[str], None]) -> RunConfig:
+    """The configuration as it is.
+
+    Raises:
+        ConfigError: the engine rounds logits that the trainer would keep.
+    """
+    low = config.rollout.engine_dtype or ("bfloat16" if config.perf.bf16 else "float32")
+    local = config.rollout.engine in (None, "local")
+    if config.algorithm.fp32_lm_head and local and low == "bfloat16":
+        raise ConfigError("the local engine rounds bf16 logits, and the trainer would not",
+                          who=who(config, "algorithm.fp32_lm_head"), fix="drop it, or use --engine-dtype float32")
+    return config

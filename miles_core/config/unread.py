@@ -1,0 +1,73 @@
+"""Options that somebody set and that no enabled part of the run reads: one note names them, and nothing is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+
+from miles_core import hookspecs
+from miles_core.config.tables import RunConfig
+from miles_core.plugins.resolve import choices
+from miles_core.plugins.select import Selected
+
+READERS = {
+    "kl_loss_coef use_unbiased_kl": "algorithm.use_kl_loss",
+    "reduction_constant": "algorithm.reduction=constant",
+    "max_tokens_per_gpu log_probs_max_tokens_per_gpu": "perf.use_dynamic_batch_size",
+    "balance_by_flops": "perf.balance_data",
+    "ray_address placement_*": "perf.placement=ray",
+    "update_weight_disk_dir": "perf.weight_sync=disk*",
+    "offload_train offload_rollout": "perf.colocate",
+    "apply_chat_template_kwargs chat_template_path": "rollout.apply_chat_template",
+    "max_weight_staleness batch_order async_*": "rollout.max_lag",
+    "eval_* n_samples_per_eval_prompt skip_eval_before_train": "eval.eval_interval",
+    "min_lr lr_decay_iters": "optimizer.lr_decay_style=[!c]*",
+    "drop_plugin_state": "checkpoint.load",
+    "save_interval save_hf no_save_optim max_restarts": "checkpoint.save",
+    "profile_*": "debug.use_pytorch_profiler",
+    "recompute_method recompute_num_layers distribute_saved_activations": "megatron.recompute_granularity=full",
+    "recompute_modules": "megatron.recompute_granularity=selective",
+    "optimizer_offload_fraction overlap_cpu_optimizer_d2h_h2d use_torch_optimizer_for_cpu_offload":
+        "megatron.optimizer_cpu_offload",
+    "offload_modules": "megatron.fine_grained_activation_offloading",
+    "num_layers_at_*_in_bf16": "megatron.first_last_layers_bf16",
+    "speculative_*": "server.speculative_algorithm",
+    "hicache_*": "server.enable_hierarchical_cache",
+    "max_lora_rank lora_target_modules": "server.enable_lora|lora_paths",
+    "torch_compile_max_bs": "server.enable_torch_compile",
+}
+"""Names of a table's options -> what of the run reads them: an option that is set, to a value like that after =."""
+APART = ("speculative_algorithm",)
+
+
+def unread(config: RunConfig, selected: Sequence[Selected]) -> list[str]:
+    """The note, where there is anything to say."""
+    said = [key for key, origin in config.origin.items() if origin.kind in ("file", "preset", "flag")]
+    idle = {one.manifest.name for one in selected if one.manifest.options and not _called(one, config)}
+    found = [key for key in said if key.partition(".")[0] in idle or _idle(config, key)]
+    return [f"nothing that is enabled reads {', '.join(found)}"] if found else []
+
+
+def _idle(config: RunConfig, key: str) -> bool:
+    table, _, name = key.partition(".")
+    if name in APART:
+        return False
+    for names, reader in READERS.items():
+        place, _, rest = reader.partition(".")
+        options, _, wanted = rest.partition("=")
+        same = place == table or (place, table) in (("checkpoint", "perf"), ("perf", "sglang"))
+        if same and any(fnmatchcase(name, one) for one in names.split()):
+            values = [_of(config, place, option) for option in options.split("|")]
+            return not any(fnmatchcase(str(value), wanted) if wanted else value for value in values)
+    return False
+
+
+def _of(config: RunConfig, table: str, name: str) -> object:
+    return getattr(getattr(config, table), name) if hasattr(config, table) else config.surface(table).get(name)
+
+
+def _called(one: Selected, config: RunConfig) -> bool:
+    """Whether the run calls any hook of a plugin but `finish`: one that is not named, or a part that was chosen."""
+    picked = {(hook, name) for hook, name, _ in choices(config)}
+    return any((offer.hook, offer.name) in picked or hookspecs.specs()[offer.hook].kind != "named"
+               for offer in one.manifest.offers if offer.hook in hookspecs.specs() and offer.hook != "finish")

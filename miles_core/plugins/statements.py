@@ -1,0 +1,97 @@
+"""What the words of a manifest's `provides` ask of a run, checked by a plan without importing any plugin.
+
+    files:NAME      the folder that the plugin's option NAME names has whole files, and nothing writes over it
+    weights:NAME    and they are weights of a model that reads the policy's tokens; weights:NAME:HEAD with a tensor HEAD
+    compares:NAME   the estimator NAME compares the answers to one prompt
+    labels:NAME     the scorer NAME needs the row's label
+    rows:NAME:KEY   the scorer NAME needs of a row, or of its metadata, what the option KEY names, else the label
+    answers:NAME:KEY  so does the generator NAME, or a conversation that ends with the answer
+
+Whatever else a plugin has to say of a run, its constructor does, in the process that reads the configuration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from miles_core.config.check_paths import check_source
+from miles_core.config.check_rows import check_needs, present
+from miles_core.config.check_silent import check_apart, trains
+from miles_core.config.hf_files import check_other, check_whole
+from miles_core.config.load import who
+from miles_core.config.tables import RunConfig
+from miles_core.errors import ConfigError
+from miles_core.plugins.resolve import choices
+from miles_core.plugins.scan import BUILT_IN, KNOWN
+from miles_core.plugins.select import Selected
+
+
+def check_statements(selected: Sequence[Selected], config: RunConfig) -> None:
+    """
+    Raises:
+        ConfigError, CheckpointError, DataError: by what its plugins state the run cannot be meant.
+    """
+    if not config.debug.debug_train_only:
+        _scored(selected, config)
+    if trains(config):
+        _compared(selected, config)
+    _folders(selected, config)
+
+
+def _words(selected: Sequence[Selected], *kinds: str) -> list[tuple[Selected, str, str, list[str]]]:
+    """(plugin, kind, name, what follows) of the words of these kinds."""
+    split = [(one, *word.split(":")) for one in selected for word in one.manifest.provides if ":" in word]
+    return [(one, kind, name, rest) for one, kind, name, *rest in split if kind in kinds]
+
+
+def _option(one: Selected, name: str, config: RunConfig) -> object:
+    return config.options.get(one.manifest.name, {}).get(name, one.manifest.options[name].default)
+
+
+def _scored(selected: Sequence[Selected], config: RunConfig) -> None:
+    """Somebody scores what the core's generator makes, and has what it compares with."""
+    rollout, official = config.rollout, {*BUILT_IN, *KNOWN}
+    others = any(one.manifest.name not in official and offer.hook == "generate_response"
+                 for one in selected for offer in one.manifest.offers)
+    if not rollout.rm_type and rollout.generate == "single-turn" and (
+            rollout.num_rollout != 0 and present(config) and not others):
+        raise ConfigError("nobody scores the answers", who=who(config, "rollout.rm_type"),
+                          fix="name a scorer with --rm-type: math compares with the row's --label-key")
+    chosen = {"labels": rollout.rm_type, "rows": rollout.rm_type, "answers": [rollout.generate]}
+    for one, kind, name, rest in _words(selected, *chosen):
+        if name not in chosen[kind]:
+            continue
+        if kind == "labels" and rollout.label_key is None and rollout.prompt_source == "jsonl" and present(config):
+            raise ConfigError(f"the scorer {name!r} compares with labels, and none are read",
+                              who=who(config, "rollout.rm_type", "rollout.label_key"),
+                              fix="name the rows' key of the ground truth with --label-key")
+        key = _option(one, rest[0], config) if rest else None
+        check_needs(config, name, key, generates=kind == "answers")
+
+
+def _compared(selected: Sequence[Selected], config: RunConfig) -> None:
+    """Estimators that compare answers have several. Raw rewards, and advantages that others shape, do without."""
+    algorithm, rollout = config.algorithm, config.rollout
+    chosen = next((name for hook, name, _ in choices(config) if hook == "advantage"), None)
+    compares = any(name == chosen for _, _, name, _ in _words(selected, "compares"))
+    known = present(config) or "rollout.n_samples_per_prompt" in config.origin
+    shaped = any(offer.hook == "shape_advantages" for one in selected for offer in one.manifest.offers)
+    if compares and known and rollout.n_samples_per_prompt == 1 and algorithm.rewards_normalization and not shaped:
+        raise ConfigError(f"{chosen} compares the answers to one prompt, and of one answer all advantages are 0",
+                          got="n_samples_per_prompt = 1",
+                          who=who(config, "rollout.n_samples_per_prompt", "algorithm.advantage_estimator"),
+                          fix="--n-samples-per-prompt 8 is usual; or an estimator that looks at one answer alone")
+
+
+def _folders(selected: Sequence[Selected], config: RunConfig) -> None:
+    for one, kind, name, head in _words(selected, "files", "weights"):
+        key, folder = f"{one.manifest.name}.{name}", config.options.get(one.manifest.name, {}).get(name)
+        if folder is None:
+            continue
+        check_apart(config, {key: folder})
+        if kind == "files":
+            check_whole(Path(folder))
+        elif not config.debug.debug_rollout_only:
+            check_source(folder, f"{who(config, key)}, {folder}")
+            check_other(config, Path(folder), *head)

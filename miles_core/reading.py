@@ -1,0 +1,60 @@
+"""Files of others: what is damaged, absurd or hostile in them is one error that names the file."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from miles_core.errors import DataError, MilesError
+
+DEPTH = 64
+"""Levels of lists and objects in JSON. Python's own limit depends on how deep its caller is, so it would fail later."""
+
+
+def parse_json(text: str | bytes) -> Any:
+    """JSON of at most DEPTH levels whose texts are valid Unicode, so that it can be walked and written again.
+
+    Raises:
+        ValueError: anything else, numbers of thousands of digits included; a JSONDecodeError where it is no JSON.
+    """
+    text = text.decode() if isinstance(text, bytes) else text
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise ValueError(f"it is nested deeper than {DEPTH} levels") from None
+    if "\\u" not in text and text.count("[") + text.count("{") <= DEPTH:  # most rows of a data set
+        return value
+    level = [value]
+    for _ in range(DEPTH + 1):
+        if any(_surrogate(item) for item in level if isinstance(item, str)):
+            raise ValueError("it holds a lone surrogate (\\ud800 to \\udfff), which is not text")
+        containers = [item for item in level if isinstance(item, dict | list)]
+        if not containers:
+            return value
+        level = [inner for item in containers
+                 for inner in ([*item, *item.values()] if isinstance(item, dict) else item)]
+    raise ValueError(f"it is nested deeper than {DEPTH} levels")
+
+
+def _surrogate(text: str) -> bool:
+    return not text.isascii() and any("\ud800" <= char <= "\udfff" for char in text)
+
+
+@contextlib.contextmanager
+def reading(who: str, kind: type[MilesError] = DataError) -> Iterator[None]:
+    """Whatever a file of somebody else raises in this block becomes one error.
+
+    Args:
+        who: the file, and the setting that names it.
+        kind: of the error; those of ours pass as they are.
+    """
+    try:
+        yield
+    except MilesError:
+        raise
+    except Exception as error:
+        said = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0][:200]
+        raise kind("it holds something that cannot be read", got=said.encode(errors="replace").decode(), who=who,
+                   fix="fetch or write the file again, and correct the value that is named") from error

@@ -1,0 +1,31 @@
+"""What a rollout brought, as metrics."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from miles_core.types import Batch
+
+
+def rollout_metrics(batch: Batch) -> dict[str, float]:
+    """Miles's names for what a rollout brought."""
+    samples = batch.samples
+    rewards = np.array([s.reward for s in samples])
+    lengths = np.array([s.response_length for s in samples])
+    behind = np.concatenate([(batch.version - s.columns["versions"])[s.columns["loss_mask"] > 0] for s in samples])
+    found = {
+        "rollout/raw_reward": np.mean([s.metadata.get("raw_reward", s.reward) for s in samples]),
+        **({"rollout/rewards": rewards.mean()} if any("raw_reward" in s.metadata for s in samples) else {}),
+        "rollout/response_len/mean": lengths.mean(), "rollout/response_len/median": np.median(lengths),
+        "rollout/response_len/max": lengths.max(), "rollout/response_len/min": lengths.min(),
+        "rollout/truncated_ratio": np.mean([s.status == "truncated" for s in samples]),
+        "rollout/zero_std/percentage": np.mean([np.ptp([s.reward for s in one.samples]) == 0 for one in batch.groups]),
+        "rollout/weight_version/lag": max(batch.version - group.oldest_version for group in batch.groups),
+        "rollout/staleness/mean": behind.mean() if len(behind) else 0, "rollout/staleness/max": max(behind, default=0),
+        "rollout/off_policy_tokens": np.mean(behind > 0) if len(behind) else 0,
+    }  # fmt: skip
+    for name in sorted({name for s in samples for name in s.metadata.get("figures", ())}):
+        found[f"rollout/{name}"] = np.mean([s.metadata["figures"][name] for s in samples
+                                            if name in s.metadata.get("figures", ())])
+    found |= {f"rollout/reward/{name}": np.mean([s.rewards[name] for s in samples]) for name in samples[0].rewards}
+    return {key: float(value) for key, value in found.items()}

@@ -1,0 +1,1 @@
+"""What a run did, for people: a page, a live view, a doctor, and the first difference between two runs."""

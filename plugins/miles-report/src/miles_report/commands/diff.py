@@ -1,0 +1,117 @@
+"""miles diff A B: where two runs part."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from miles_core.errors import RunDirectoryError
+from miles_core.reading import reading
+
+if TYPE_CHECKING:
+    from miles_report.diff import Comparison, Difference, Record
+
+RUN = click.Path(file_okay=False, path_type=Path)
+SHOWN = 40
+
+
+@click.command()
+@click.argument("a", type=RUN)
+@click.argument("b", type=RUN)
+@click.option("--json", "as_json", is_flag=True, help="Print what was found as JSON.")
+def diff(a: Path, b: Path, as_json: bool) -> None:
+    """Name the first difference between two runs, A and B: the folders that --run-dir named.
+
+    \b
+      miles run a.toml --run-dir runs/a --debug-determinism
+      miles run a.toml --run-dir runs/b --debug-determinism
+      miles diff runs/a runs/b
+
+    With --debug-determinism a run records a hash of every weight and of every column of its batch at each rollout. The
+    first one that differs says which side parted: sampling, rewards, log-probs, advantages, or the optimizer step.
+    Without it metrics are compared, times aside; they can show that runs differ, but not that they are the same.
+
+    Exit codes: 0 the same; 1 different, or one has rollouts that the other lacks; 2 cannot be compared. Plan and
+    versions are shown and do not count: a run may be the same under another layout.
+    """
+    from miles_report.diff import compare, load
+
+    with reading(f"{a}/ or {b}/", RunDirectoryError):
+        records = load(a), load(b)
+        found = compare(*records)
+    if as_json:
+        click.echo(json.dumps({**dataclasses.asdict(found), "compared": found.common, "exit_code": found.exit_code}))
+    else:
+        click.echo("\n".join(_text(found, records)))
+    raise SystemExit(found.exit_code)
+
+
+def _text(found: Comparison, records: tuple[Record, Record]) -> Iterator[str]:
+    from miles_report.diff import span
+
+    for letter, record, rollouts in zip("AB", records, found.rollouts, strict=True):
+        yield f"{letter}  {record.directory}  rollouts {span(rollouts)}  {record.status or 'running, or killed'}"
+    yield ""
+    yield "plan and versions: " + ("the same" if not found.facts else f"{len(found.facts)} differ")
+    for label, left, right in found.facts[:SHOWN]:
+        yield f"  {label}: {_short(left)} | {_short(right)}"
+    if len(found.facts) > SHOWN:
+        yield f"  and {len(found.facts) - SHOWN} more; --json has all"
+    yield ""
+    if found.by == "metrics":
+        lacking = " and ".join(str(record.directory) for record in records if not record.totals)
+        yield f"no hashes on record in {lacking}: comparing metrics. Run both with --debug-determinism to compare all."
+    yield from _first(found) if found.first else _equal(found)
+    last_a, last_b = (rollouts[-1] for rollouts in found.rollouts)
+    if last_a != last_b:
+        yield f"{'A' if last_a > last_b else 'B'} is longer: it goes on to rollout {max(last_a, last_b)}"
+    elif found.rollouts[0] != found.rollouts[1]:
+        yield "one lacks rollouts that the other has"
+
+
+def _equal(found: Comparison) -> Iterator[str]:
+    from miles_report.diff import span
+
+    yield f"rollouts {span(found.common)}: {found.by} are the same"
+    if found.by == "metrics":
+        yield "equal metrics do not prove equal runs"
+
+
+def _first(found: Comparison) -> Iterator[str]:
+    first = found.first
+    what = " ".join([first.part, *(first.names[:1] if first.part != "grad_norm" else ())])
+    what += "" if first.names else " (the names are not on record)"
+    more = f" (and {len(first.names) - 1} more of {first.of})" if len(first.names) > 1 else ""
+    values = f": {first.values[0]} | {first.values[1]}" if first.part in ("metrics", "grad_norm") else ""
+    yield f"rollout {first.rollout_id}: first difference: {what}{more}{values}"
+    if sentence := _sentence(first):
+        known = first.rollout_id - 1 in found.common or first.side not in ("rollout", "score")
+        yield f"  {sentence}" + ("" if known else "; the weights before it are not on record")
+    before = [rollout_id for rollout_id in found.common if rollout_id < first.rollout_id]
+    if before:
+        yield f"  the same before: rollouts {before[0]} to {before[-1]}"
+
+
+def _sentence(first: Difference) -> str | None:
+    """Which side of the loop parted; what comes earlier in the loop is equal."""
+    return {
+        "rollout": "the rollout side: what was sampled is another batch",
+        "reward": "the rewards: equal tokens were scored differently",
+        "plugin": "a plugin's column: tokens and rewards are equal",
+        "score": "the trainer's log-probs: tokens and rewards are equal",
+        "advantage": "the advantages: tokens, rewards and log-probs are equal",
+        "step": f"the optimizer step: the batch is identical up to rollout {first.rollout_id}",
+    }.get(first.side)
+
+
+def _short(value: object) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+command = diff

@@ -1,0 +1,31 @@
+"""miles report RUN: the run as one HTML page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+
+@click.command()
+@click.argument("run", type=click.Path(path_type=Path))
+@click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
+              help="Where to write it; default: RUN/report.html.")
+@click.option("--open/--no-open", "show", default=False, show_default=True, help="Open it in the web browser.")
+def report(run: Path, output: Path | None, show: bool) -> None:
+    """Write a report of RUN, the folder that --run-dir named: curves, time, samples, log and plan.
+
+    The page is one file without any reference to the network, so it can be sent around. A run that is still going may
+    be reported too.
+    """
+    from miles_report.report import write_report
+
+    page = write_report(run, output)
+    click.echo(f"Wrote {page} ({page.stat().st_size / 1e6:.1f} MB)")
+    if show:
+        import webbrowser
+
+        webbrowser.open(page.resolve().as_uri())
+
+
+command = report

@@ -1,0 +1,45 @@
+"""miles watch RUN: the page of a run, live."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+
+@click.command()
+@click.argument("run", type=click.Path(path_type=Path))
+@click.option("--port", type=click.IntRange(0, 65535), default=0, metavar="N",
+              help="Where to listen; default: a port that is free.")
+@click.option("--host", default="127.0.0.1", show_default=True,
+              help="Address to listen at. Others can be reached from elsewhere, and show prompts and answers.")
+@click.option("--open/--no-open", "show", default=False, show_default=True, help="Open it in the web browser.")
+def watch(run: Path, port: int, host: str, show: bool) -> None:
+    """Look at RUN, the folder that --run-dir named, while it goes on: the page of `miles report`, kept up to date.
+
+    The run may be over, or not have begun: then the page waits for it. Ctrl-C ends the page and leaves the run alone.
+    """
+    from miles_report.watch import Server, Watched
+
+    watched = Watched(run)
+    server = Server(watched, host, port)
+    status = watched.document()["run"]["status"]
+    if not server.loopback:
+        click.secho(f"Warning: everybody who reaches {host} can read the prompts and answers of this run.",
+                    fg="yellow", err=True)
+    if status == "waiting":
+        click.echo(f"There is no run in {run} yet: the page shows it as soon as it begins.")
+    click.echo(f"Watching {run} ({status}) at {server.url}  Ctrl-C ends this, and not the run.")
+    if show:
+        import webbrowser
+
+        webbrowser.open(server.url)
+    try:
+        server.serve_forever(poll_interval=0.2)
+    except KeyboardInterrupt:
+        click.echo()
+    finally:
+        server.server_close()
+
+
+command = watch

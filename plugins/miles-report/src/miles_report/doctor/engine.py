@@ -1,0 +1,129 @@
+"""Rules of the rollout side: the engines and their servers, and the worker that keeps them busy."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from statistics import fmean
+
+from miles_core.backends.sglang.acceptance import FALL, RATE, REMEDY
+from miles_core.backends.sglang.acceptance import WINDOW as DRAFTED
+from miles_report.doctor.finding import Finding
+from miles_report.doctor.record import Record
+
+SILENT = 3
+"""Heartbeats that may be missing before the worker counts as dead."""
+
+RETRACTED = 20
+"""Lines about retracted requests in one engine's log that are more than a peak."""
+
+MEMORY = ("CUDA out of memory", "torch.OutOfMemoryError", "HIP out of memory",
+          "Not enough memory. Please try to increase --mem-fraction-static", "Prefill out of memory",
+          "Decode out of memory", "alloc_req_slots runs out of memory")
+
+
+def disguised_oom(run: Record) -> Iterator[Finding]:
+    """An engine that ran out of memory and says something else."""
+    for line in run.find("illegal memory access", within="engine-"):
+        yield Finding("error", f"an engine met an illegal memory access: {line.text}",
+                      "in an engine that shares its GPU this is most often a lack of memory in disguise",
+                      f"lower --sglang-mem-fraction-static to {_less(run)}; if it stays, CUDA_LAUNCH_BLOCKING=1 shows "
+                      "which kernel it is", line.where)
+
+
+def engine_oom(run: Record) -> Iterator[Finding]:
+    """An engine that says that it ran out of memory."""
+    for line in run.find(*MEMORY, within="engine-"):
+        raise_it = "increase --mem-fraction-static" in line.text
+        yield Finding("error", f"an engine ran out of memory: {line.text}",
+                      "its weights leave no room for tokens" if raise_it
+                      else "what it holds for good leaves too little for a batch",
+                      "raise --sglang-mem-fraction-static, or give the engine more GPUs (--rollout-num-gpus-per-engine)"
+                      if raise_it else f"lower --sglang-mem-fraction-static to {_less(run)}, or "
+                      "--sglang-server-concurrency", line.where)
+
+
+def retractions(run: Record) -> Iterator[Finding]:
+    """An engine that throws sampled tokens away, as it has no room for them."""
+    for line in run.find("KV cache pool is full. Retract requests.", within="engine-"):
+        if line.count >= RETRACTED:
+            yield Finding("note", f"an engine called requests back {line.count} times, as its cache was full",
+                          "what such a request had cached is computed once more",
+                          "lower --sglang-server-concurrency, or raise --sglang-mem-fraction-static", line.where)
+
+
+def draft_drift(run: Record) -> Iterator[Finding]:
+    """Speculative decoding whose draft is no longer the policy's."""
+    rates = run.series(RATE)
+    means = [fmean(value for _, value in rates[i - DRAFTED:i]) for i in range(DRAFTED, len(rates) + 1)]
+    if means and means[-1] < (1 - FALL) * max(means):
+        rollout_id = rates[-1][0]
+        yield Finding("warning", f"the servers accept {means[-1]:.2f} of the draft's tokens, after {max(means):.2f} at "
+                      "best", "the policy moved away from its draft, and each step of the servers gives fewer tokens",
+                      REMEDY, run.where(run.metrics[rollout_id]), rollout_id)
+
+
+def engine_restarts(run: Record) -> Iterator[Finding]:
+    """Servers that die, again and again."""
+    lost = defaultdict(list)
+    for event in run.of("engine_lost", "router_lost"):
+        lost[str(event.get("engine") or "the router")].append(event)
+    last_word = run.ending == "died" and "restarts" in run.error
+    for name, events in lost.items():
+        yield Finding(
+            "error" if last_word and name in run.error else "warning" if len(events) > 1 else "note",
+            f"{name} was lost {len(events)} time{'s' if len(events) > 1 else ''}; last: {events[-1].get('why')}",
+            "each time its requests are sampled anew and its weights sent again"
+            + ("; the run ended when it may not restart once more" if last_word and name in run.error else ""),
+            f"read the end of {_log(name)}; the limit is --max-engine-restarts", run.where(events[-1]))
+
+
+def requests_fail(run: Record) -> Iterator[Finding]:
+    """Requests that have to be sent again."""
+    failed = run.of("request_failed")
+    if len(failed) > max(10, 2 * len(run.metrics)):
+        yield Finding("warning", f"{len(failed)} requests failed and were sent again; last: {failed[-1].get('why')}",
+                      "the time that they took is lost, and an engine or the router is ill",
+                      "read logs/engine-*.log and logs/router.log; a limit that is too short is --rollout-timeout",
+                      run.where(failed[-1]))
+
+
+def silent_worker(run: Record) -> Iterator[Finding]:
+    """An asynchronous run whose worker gives no sign of life, or samples without finishing anything."""
+    beats = run.of("heartbeat")
+    begins = [event for event in run.of("message") if "rollout worker started" in str(event.get("text"))]
+    every = float(run.option("heartbeat_interval", 30.0))
+    if not every or not (beats or begins):
+        return
+    last = (beats or begins)[-1]
+    age = run.now - last["time"]
+    if run.holder is not None and run.end is None and age > SILENT * every:
+        yield Finding("error", f"the run goes on, and its worker's last sign of life is {age:.0f} s old",
+                      f"it tells every {every:g} s that it lives: it hangs, or its process is stopped",
+                      "look at the end of logs/run.log and of logs/engine-*.log; py-spy dump --pid "
+                      f"{run.holder.get('pid')} shows where it is", run.where(last))
+    starts = {event["line"] for event in run.of("run_start", "run_end")}
+    for one, next_ in zip(beats, beats[1:], strict=False):
+        gap, same = next_["time"] - one["time"], not any(one["line"] < line < next_["line"] for line in starts)
+        if same and gap > SILENT * every:
+            yield Finding("warning", f"no sign of life of the worker for {gap:.0f} s",
+                          "nothing is sampled while it stands still: a call blocks it, or the machine is overloaded",
+                          "see logs/run.log around that time; a scorer that blocks belongs in a thread",
+                          run.where(next_))
+            break
+    idle, bound = beats[-1].get("idle_s") if beats else None, float(run.option("rollout_timeout") or 600.0)
+    if idle is not None and idle > bound and beats[-1].get("sampling") and run.end is None:
+        yield Finding("warning", f"no group has finished for {idle:.0f} s, with {beats[-1]['sampling']} being sampled",
+                      "unless an evaluation takes so long, the engine answers nothing",
+                      "read logs/engine-*.log; see --rollout-timeout and --rollout-max-response-len",
+                      run.where(beats[-1]))
+
+
+def _less(run: Record) -> float:
+    """A memory fraction below the run's own: 0.7, then 0.6."""
+    given = run.option("mem_fraction_static")
+    return 0.6 if isinstance(given, (int, float)) and given <= 0.7 else 0.7
+
+
+def _log(engine: str) -> str:
+    return f"logs/{engine.replace(' ', '-')}.log" if engine.startswith("engine ") else "logs/router.log"

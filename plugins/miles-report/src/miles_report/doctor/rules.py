@@ -1,0 +1,127 @@
+"""The rules as one table, and the diagnosis that they add up to."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+
+from miles_report.doctor import engine, rollout, system, training
+from miles_report.doctor.finding import SEVERITIES, Finding, Rule
+from miles_report.doctor.record import Record
+
+RULES = (
+    Rule("gibberish", "rollout", "the first answers are noise, or one token over and over", rollout.gibberish,
+         causes=("same-reward", "truncated", "collapse", "disagreement")),
+    Rule("chat-template", "rollout", "an instruct model is unsure of its own answers (about 0.8 nats per token)",
+         rollout.template),
+    Rule("same-reward", "rollout", "all answers of a group score the same", rollout.same_reward),
+    Rule("silent-scorer", "rollout", "a scorer never gives anything but 0", rollout.silent_scorer),
+    Rule("scorer-failed", "rollout", "a scorer raised, hung, or gave no number", rollout.scorer_failed),
+    Rule("starved", "rollout", "filters leave too few groups", rollout.starved),
+    Rule("truncated", "rollout", "answers hit the length limit", rollout.truncated),
+    Rule("shrinking", "rollout", "answers become very short", rollout.shrinking),
+    Rule("stale", "rollout", "tokens are older than --max-lag, or grow older", rollout.stale),
+    Rule("disguised-oom", "rollout", "`illegal memory access` in an engine's log", engine.disguised_oom),
+    Rule("engine-oom", "rollout", "an engine says that it has too little memory", engine.engine_oom),
+    Rule("retractions", "rollout", "`KV cache pool is full`, again and again", engine.retractions),
+    Rule("draft-drift", "rollout", "the servers accept fewer and fewer drafted tokens", engine.draft_drift),
+    Rule("engine-restarts", "rollout", "servers or the router die", engine.engine_restarts),
+    Rule("failing-requests", "rollout", "requests have to be sent again", engine.requests_fail),
+    Rule("silent-worker", "rollout", "no heartbeat, or nothing is finished any more", engine.silent_worker),
+    Rule("not-loaded", "training", "no log says `Loaded checkpoint from`", training.not_loaded),
+    Rule("first-kl", "training", "KL is not 0 at the first optimizer step", training.first_kl),
+    Rule("disagreement", "both", "engine and trainer give the same tokens other log-probs", training.disagreement),
+    Rule("first-gradient", "training", "the first gradient is large", training.first_gradient),
+    Rule("explosion", "training", "gradient or loss grow a hundredfold", training.explosion),
+    Rule("non-finite", "training", "NaN or infinity", training.non_finite),
+    Rule("uncorrected", "training", "most tokens are of older weights, and nothing corrects for it",
+         training.uncorrected),
+    Rule("experts-collapse", "training",
+         "reward of a mixture of experts falls and log-probs part, without routing replay", training.experts_collapse),
+    Rule("reward-falls", "training", "the reward goes down for good", training.reward_falls),
+    Rule("collapse", "training", "answers turn into noise or a loop, or the entropy is gone", training.collapse),
+    Rule("trainer-oom", "training", "out of memory in a step; with colocate often in the second", training.trainer_oom),
+    Rule("hang", "both", "a weight sync, a collective or a call does not end", system.hang),
+    Rule("dead-process", "both", "ranks or workers died", system.dead_process),
+    Rule("inductor-cache", "both", "`JSONDecodeError` from inductor", system.inductor_cache),
+    Rule("imbalance", "both", "one stage takes most of the time", system.imbalance),
+    Rule("killed", "neither", "the run neither goes on nor ended", system.killed),
+    Rule("interrupted", "neither", "somebody stopped the run", system.interrupted),
+    Rule("disk", "neither", "the disk is full", system.disk),
+    Rule("damaged", "neither", "`events.jsonl` has a line that is none", system.damaged),
+    Rule("told", "neither", "the run itself warned of something", system.told),
+    Rule("failed", "neither", "an error that no other rule speaks of", system.failed),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """What the rules found, the worst first; in the order of the table within a severity."""
+
+    run: str
+    state: str
+    findings: list[Finding]
+
+    @property
+    def healthy(self) -> bool:
+        """Nothing but notes."""
+        return all(finding.severity == "note" for finding in self.findings)
+
+    @property
+    def side(self) -> str:
+        """The side of the worst findings: "rollout", "training", "both" or "neither"."""
+        if self.healthy:
+            return "neither"
+        worst = self.findings[0].severity
+        sides = {finding.side for finding in self.findings if finding.severity == worst} - {"neither"}
+        return "neither" if not sides else sides.pop() if len(sides) == 1 else "both"
+
+    @property
+    def exit_code(self) -> int:
+        """1 where there is an error, else 0."""
+        return int(any(finding.severity == "error" for finding in self.findings))
+
+    def text(self) -> Iterator[str]:
+        """The answer in lines, the side first."""
+        if self.side == "neither":
+            symptoms = {rule.name: rule.symptom.replace("`", "") for rule in RULES}
+            yield "neither: healthy" if self.healthy else f"neither side: {symptoms[self.findings[0].rule]}"
+        else:
+            yield "both sides" if self.side == "both" else f"{self.side} side"
+        yield f"{self.run}: {self.state}"
+        for finding in self.findings:
+            about = "" if finding.rollout_id is None else f", rollout {finding.rollout_id}"
+            yield ""
+            yield f"{finding.severity}  {finding.rule} ({finding.side}{about})"
+            yield f"  seen   {finding.seen}"
+            yield f"  where  {finding.where}"
+            yield f"  why    {finding.why}"
+            yield f"  do     {finding.fix}"
+
+    def to_json(self) -> dict[str, object]:
+        """The same as plain values."""
+        return {"side": self.side, "healthy": self.healthy, "exit_code": self.exit_code, "run": self.run,
+                "state": self.state, "findings": [asdict(finding) for finding in self.findings]}
+
+
+def examine(run: Record) -> Diagnosis:
+    """Ask every rule about a run."""
+    found = [replace(finding, rule=rule.name, side=finding.side or rule.side)
+             for rule in RULES for finding in rule.check(run)]
+    wrong = {finding.rule for finding in found if finding.severity == "error"}
+    follows = {name for rule in RULES if rule.name in wrong for name in rule.causes}
+    found = [replace(one, severity="warning") if one.rule in follows and one.severity == "error" else one
+             for one in found]
+    found.sort(key=lambda finding: SEVERITIES.index(finding.severity))
+    return Diagnosis(os.fspath(run.directory), _state(run), found)
+
+
+def _state(run: Record) -> str:
+    starts = run.of("run_start")
+    if run.end is not None:
+        status = str(run.end.get("status"))
+    else:
+        status = "running" if run.holder is not None else "killed" if starts else "not started"
+    of = starts[-1].get("rollouts") if starts else None
+    return f"{status}, {len(run.metrics)}{f' of {of}' if of else ''} rollouts done"

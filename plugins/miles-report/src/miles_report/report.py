@@ -1,0 +1,63 @@
+"""miles report: a run as one HTML page that needs no network and no server."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from miles_core.errors import RunDirectoryError
+from miles_core.reading import reading
+from miles_core.record.directory import RunDirectory, publish
+from miles_core.record.samples import list_samples
+from miles_report.page import render
+from miles_report.page.document import Limits, document, status_of
+from miles_report.page.follow import Follower
+from miles_report.page.history import History
+from miles_report.page.samples import chosen, excerpt, surviving
+
+
+def write_report(run_dir: str | os.PathLike[str], out: str | os.PathLike[str] | None = None,
+                 limits: Limits | None = None) -> Path:
+    """Write the report of a run, finished or not, and return where it is: `out`, or report.html in the run.
+
+    Raises:
+        RunDirectoryError: this is no run, a file of it is damaged, or `out` cannot be written.
+    """
+    run = RunDirectory.existing(run_dir)
+    with reading(f"{run.path}/", RunDirectoryError):
+        data = collect(run, limits or Limits())
+        page, _ = render(f"{data['run']['name']} · Miles", data)
+    return publish(run.path / "report.html" if out is None else out, page)
+
+
+def collect(run: RunDirectory, limits: Limits) -> dict[str, object]:
+    """The document with its samples.
+
+    Raises:
+        RunDirectoryError: a file of the run is damaged.
+    """
+    held = run.holder() is not None
+    history = Follower(run.events).advance()
+    data = document(run, history, limits, status_of(run, history, held))
+    data["samples"], notes = _samples(run, history, limits)
+    data["notes"] = notes + data["notes"]
+    return data
+
+
+def _samples(run: RunDirectory, history: History, limits: Limits) -> tuple[list[dict], list[str]]:
+    """The files that go into the page, each with as many whole groups as its share of the limits allows; and notes."""
+    files, notes = surviving(list_samples(run), history), []
+    shown = chosen(files, limits)
+    embedded = [excerpt(item, limits, len(shown)) for item in shown]
+    if len(shown) < len(files):
+        notes.append(f"{len(shown)} of {len(files)} recorded rollouts and evaluations are in this page.")
+    kept = sum(len(file["samples"]) for file in embedded)
+    total = kept + sum(file["samples_left"] for file in embedded)
+    if kept < total:
+        notes.append(f"{kept:,} of the {total:,} samples in the files shown fit, in whole groups where possible.")
+    if any(file["recorded"] < file["groups"] for file in embedded):
+        notes.append("The run recorded the first groups of each rollout only.")
+    cut = sum("cut" in sample for file in embedded for sample in file["samples"])
+    if cut:
+        notes.append(f"{cut:,} responses are cut after {limits.tokens:,} tokens.")
+    return embedded, notes

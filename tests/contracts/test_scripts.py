@@ -1,0 +1,99 @@
+"""Every script of bench/ and tests/gpu/ still starts, and what pytest runs there is collected: the code and the checks
+that it meets change more often than it is run.
+
+A script that makes plans runs until it has them, and one that makes none does its smallest piece of work. Where that
+takes a GPU, only its command line is read; that the names of Miles which it uses are there is tested for all.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+STARTS = Path(__file__).parent / "starts"
+FOUND = sorted(path.relative_to(ROOT).as_posix() for folder in ("bench", "tests/gpu") for path in
+               ROOT.joinpath(folder).rglob("*.py") if "__main__" in path.read_text(encoding="utf-8"))
+TESTS = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("tests/gpu/test_*.py"))
+
+CASES = [  # script, its words, how many plans it makes
+    ("bench/against_trl.py", "--trl-python {python} --workloads small --rounds 1 --verdict --beta 0.1", 1),
+    ("bench/async_throughput.py", "--rollouts 2", 1),
+    ("bench/calculator.py", "--data {folder} --seeds 1", 1),
+    ("bench/convert_memory.py", "--size 4 --shard 1 --processes 1", 0),
+    ("bench/demo_seeds.py", "--seeds 1", 1),
+    ("bench/engine.py", "--workloads small --rounds 1", 0),
+    ("bench/hooks.py", "", 1),
+    ("bench/on_policy.py", "--rounds 1", 1),
+    ("bench/peers/make_model.py", "--workload large --out {folder}", 0),
+    ("bench/peers/run_miles.py", "--workload large --model {folder}/warm", 1),
+    ("bench/peers/trl_grpo.py", "--help", 0),  # TRL has an environment of its own
+    ("tests/gpu/drafts.py", "other kept --folder {folder}", 2),
+    ("tests/gpu/fp8.py", "--tiny --parts train --recipes bf16", 1),
+    ("tests/gpu/int4.py", "--help", 0),
+    ("tests/gpu/lora.py", "dense", 3),
+    ("tests/gpu/lora.py", "moe", 2),
+    ("tests/gpu/moe.py", "replay --tiny --folder {folder}", 2),
+    ("tests/gpu/moe.py", "recipe --folder {folder}", 2),
+    ("tests/gpu/probe.py", "", 0),
+    ("tests/gpu/qwen3next.py", "--help", 0),
+    ("tests/gpu/sync_speed.py", "", 0),
+    ("tests/gpu/trainer_speed.py", "qwen3-0.6b moe-4b", 4),
+]  # fmt: skip
+UNREAD = ("tests/gpu/probe.py", "tests/gpu/sync_speed.py")
+"""These look for a GPU at once, and are imported."""
+
+
+def test_every_script_has_a_case():
+    assert sorted({script for script, _, _ in CASES}) == FOUND
+
+
+def material(folder: Path) -> None:
+    """What scripts want to find: a model with prompts, a calculator's data."""
+    shutil.copytree(ROOT / "examples/arithmetic/tiny-qwen3", folder / "warm")
+    (folder / "warm/prompts.jsonl").write_text('{"prompt": "1+1="}\n')
+    for name in ("train.jsonl", "eval.jsonl"):
+        shutil.copy(ROOT / "examples/arithmetic" / name, folder)
+
+
+@pytest.mark.parametrize("script, words, plans", CASES, ids=[f"{script} {words}".strip() for script, words, _ in CASES])
+def test_it_starts(tmp_path, script, words, plans):
+    material(tmp_path)
+    starts = tmp_path / "starts.jsonl"
+    folders = [*([str(STARTS)] if plans else []), str((ROOT / script).parent), os.environ.get("PYTHONPATH", "")]
+    command = [script, *words.format(folder=tmp_path, python=sys.executable).split()]
+    done = subprocess.run(
+        [sys.executable, *(["-c", f"import {Path(script).stem}"] if script in UNREAD else command)], cwd=ROOT,
+        capture_output=True, text=True, timeout=300, stdin=subprocess.DEVNULL,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(folders), "MILES_TEST_STARTS": str(starts)})  # fmt: skip
+    outcomes = [json.loads(line) for line in starts.read_text().splitlines()] if starts.exists() else []
+    printed = f"{outcomes}\n{done.stdout[-3000:]}{done.stderr[-5000:]}"
+    assert [outcome for _, outcome in outcomes] == ["planned"] * plans, printed
+    # Figures of so little work may miss a bar, which is status 1.
+    assert plans or (done.returncode in (0, 1) and "Traceback" not in done.stderr), printed
+
+
+def test_tests_that_take_a_gpu_are_collected_without_one():
+    done = subprocess.run([sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", *TESTS],
+                          cwd=ROOT, capture_output=True, text=True, timeout=300,
+                          env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
+    assert {line.partition("::")[0] for line in done.stdout.splitlines() if "::" in line} == set(TESTS)
+
+
+@pytest.mark.parametrize("script", FOUND + TESTS)
+def test_the_names_of_miles_that_it_imports_are_there(script):
+    """Those too that it imports when it comes to need them."""
+    for node in ast.walk(ast.parse(ROOT.joinpath(script).read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("miles_"):
+            module = importlib.import_module(node.module)
+            for alias in node.names:
+                assert hasattr(module, alias.name) or importlib.import_module(f"{node.module}.{alias.name}"), script

@@ -1,0 +1,46 @@
+"""What a plan says of data and settings without refusing them, and that it is silent otherwise."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+TINY = Path(__file__).parents[3] / "examples/arithmetic/tiny-qwen3"
+"""Its tokenizer ends a sequence with token 258."""
+
+
+@pytest.fixture
+def notes(plan, tmp_path):
+    """(training prompts, evaluation prompts, flags, end tokens of generation_config.json) -> the plan's notes."""
+    def make(train, evaluation=("other",), flags=(), ends=(256, 258)):
+        folder = tmp_path / "model"
+        shutil.copytree(TINY, folder, dirs_exist_ok=True)
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": list(ends)}))
+        for name, prompts in (("train", train), ("eval", evaluation)):
+            rows = [json.dumps({"input": prompt, "label": "2"}) + "\n" for prompt in prompts]
+            (tmp_path / f"{name}.jsonl").write_text("".join(rows))
+        return plan("--hf-checkpoint", folder, "--prompt-data", tmp_path / "train.jsonl", "--input-key", "input",
+                    "--eval-prompt-data", "sums", tmp_path / "eval.jsonl", "--eval-interval", 1, "--label-key", "label",
+                    *flags, num_layers="# num_layers").notes
+
+    return make
+
+
+BOTH = (256, 258)
+EIGHT = [f"{i}+1=" for i in range(8)]
+CASES = {
+    "equal prompts": (EIGHT + EIGHT[:2], ("x",), (), BOTH, "2 of the first 10 prompts repeat"),
+    "fewer rows than a batch": (EIGHT[:3], ("x",), (), BOTH, "3 rows for a rollout_batch_size of 8"),
+    "evaluation on training data": (EIGHT, EIGHT[1:3], (), BOTH, "2 of the first 2 evaluation prompts"),
+    "no learning rate": (EIGHT, ("x",), ("--lr", 0), BOTH, "lr 0"),
+    "another end token": (EIGHT, ("x",), (), (256,), "<|im_end|> (258)"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_plan_remarks(notes, case):
+    *given, text = CASES[case]
+    assert [text in note for note in notes(*given)].count(True) == 1
+    other = notes(EIGHT)
+    assert not any(one in note for *_, one in CASES.values() for note in other)

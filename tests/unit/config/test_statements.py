@@ -1,0 +1,54 @@
+"""What the words of manifests' `provides` ask of a run: estimators that compare, scorers, labels, folders."""
+
+import json
+
+import pytest
+
+from miles_core.config.tables import RunConfig
+from miles_core.errors import ConfigError
+from miles_core.plugins import bind
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "gspo", "cispo", "rloo", "reinforce_plus_plus_baseline"])
+def test_one_answer_has_nothing_to_be_compared_with(plan, estimator):
+    with pytest.raises(ConfigError, match=f"{estimator} compares the answers to one prompt"):
+        plan("--advantage-estimator", estimator, "--n-samples-per-prompt", 1)
+    plan("--advantage-estimator", estimator, "--n-samples-per-prompt", 2)
+
+
+@pytest.mark.parametrize("flags", [
+    ("--advantage-estimator", "reinforce_plus_plus"), ("--disable-rewards-normalization",),
+    ("--num-rollout", 0, "--save", "x"),
+    ("--debug-rollout-only",), ("--use-opd", "--opd-teacher-load", "x"),
+])
+def test_where_nothing_is_compared_one_answer_is_enough(plan, flags):
+    changes = {'"grpo"': ""} if flags[0] == "--advantage-estimator" else {}
+    plan(*flags, "--n-samples-per-prompt", 1, **changes)
+
+
+def test_answers_are_scored_and_labels_are_read(plan, tmp_path):
+    path = tmp_path / "data.jsonl"
+    path.write_text(json.dumps({"input": "1+1=", "label": "2"}) + "\n")
+    data, nobody = ("--prompt-data", path), {'rm_type = ["math"]': ""}
+    with pytest.raises(ConfigError, match="nobody scores the answers"):
+        plan(*data, **nobody)
+    with pytest.raises(ConfigError, match="'math' compares with labels, and none are read"):
+        plan(*data)
+    plan(*data, "--label-key", "label")
+    plan(*data, "--rm-type", "format")
+    plan(**nobody)  # the prompts are elsewhere: a plan, not yet a run
+
+
+@pytest.mark.parametrize("flags", [
+    ("--rm-url", "reward.py"), ("--rm-url", "http://a/b"), ("--rm-type", "remote_rm"), ("--rm-type", "custom"),
+    ("--custom-rm-path", "a.b"), ("--loss-type", "custom_loss"), ("--plugin", "ppo"), ("--lora-dropout", "0.1"),
+    ("--plugin", "dapo-filter", "--n-samples-per-prompt", 1, "--disable-rewards-normalization"),
+    ("--plugin", "sft", "--loss-type", "sft_loss"), ("--use-tis", "--tis-clip", "0.9"),
+    ("--use-rollout-routing-replay", "--engine", "sglang", "--no-sglang-enable-return-routed-experts"),
+])
+def test_plugins_refuse_when_they_are_made(plan, flags):
+    made = plan(*flags)
+    assert isinstance(made.config, RunConfig)
+    with pytest.raises(ConfigError) as caught:
+        bind.bind(made.selected, made.config, "driver")
+    assert caught.value.who and caught.value.fix

@@ -1,0 +1,63 @@
+"""A plugin that blocks the event loop is named while it does, with the line; one that waits as it should is not."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from miles_core.config.tables import RunConfig
+from miles_core.plugins import bind, select
+from miles_core.record.console import Console
+from miles_core.record.directory import RunDirectory
+from miles_core.record.events import read
+from miles_core.record.journal import Journal
+from miles_core.record.stall import watched
+
+SLOW = '''import asyncio, time
+from miles_core import hookimpl
+
+
+def waits():
+    time.sleep(0.6)
+
+
+class Slow:
+    name = "slow"
+
+    @hookimpl("reward", name="blocks")
+    async def blocks(self, sample):
+        await asyncio.sleep(0)
+        waits()
+        return 1.0
+
+    @hookimpl("reward", name="yields")
+    async def yields(self, sample):
+        await asyncio.sleep(0.6)
+        return 1.0
+'''
+
+
+@pytest.mark.parametrize(("name", "told"), [("blocks", True), ("yields", False)])
+def test_who_blocks_the_loop_is_told_meanwhile(tmp_path, name, told):
+    (tmp_path / "slow.py").write_text(SLOW)
+    hooks = bind.bind(select.select([(str(tmp_path / "slow.py"), "--plugin")], []), RunConfig(), "rollout")
+    console = tmp_path / "console"
+
+    async def run(journal):
+        with watched(journal, lambda **more: journal.event("heartbeat", **more), every=0.05, limit=0.2):
+            await hooks.reward[name](None)
+
+    with RunDirectory(tmp_path / "run").acquire() as directory, open(console, "w") as stream:
+        journal = Journal(directory, Console(False, stream))
+        asyncio.run(run(journal))
+    events = list(read(directory.events))
+    blocked = [event for event in events if event["event"] == "loop_blocked"]
+    beats = [event for event in events if event["event"] == "heartbeat"]
+    assert bool(blocked) == told and bool(beats) == told
+    for event in [*blocked, *beats]:
+        assert (event["plugin"], event["hook"]) == ("slow", "reward")
+        assert event["where"] == f"{tmp_path / 'slow.py'}:6 waits"
+    if told:
+        assert blocked[0]["seconds"] >= 0.2 and beats[0]["blocked_s"] >= 0.2
+        assert all(word in console.read_text() for word in ("plugin slow", "hook reward", "slow.py:6"))
