@@ -80,7 +80,9 @@ def select(named: Sequence[tuple[str, str]], chosen: Sequence[Selected]) -> list
     for text, origin in named:
         new = _find(text, origin, have)
         clash = next((old for old in chosen if old.manifest.name == new.manifest.name), None)
-        if clash is not None:
+        if clash is not None and clash.origin == "default" and clash.source == new.source:
+            chosen.remove(clash)  # a plugin of every run that is named takes the place where it is named
+        elif clash is not None:
             raise OwnerError(f"two plugins are called {new.manifest.name!r}: {clash.source} ({clash.origin}) and "
                              f"{new.source} ({origin})",
                              fix="name it once, or rename the file's class attribute `name`")

@@ -63,12 +63,13 @@ def imports(name: str, run_file: Path, argv: list[str]) -> dict[str, Any]:
 
     Returns:
         `listed`, `planned`, `loaded`: heavy packages that are there by then; `early`: modules of the plugin that were
-        imported before it was loaded; `seconds`: of the CPU, for the load; `threads`: that it began; `same`: a second
-        load gives the same class; `again`: the error of a load after its modules were forgotten.
+        imported before it was loaded, though it offers no hook of the time when a run is planned; `seconds`: of the
+        CPU, for the load; `threads`: that it began; `same`: a second load gives the same class; `again`: the error of
+        a load after its modules were forgotten.
     """
     from miles_core.plugins import load, scan
     from miles_core.plugins.plan import prepare
-    from miles_core.plugins.select import manifest_of
+    from miles_core.plugins.select import all_specs, manifest_of
 
     for one in scan.installed():
         if one.name == name:
@@ -77,7 +78,8 @@ def imports(name: str, run_file: Path, argv: list[str]) -> dict[str, Any]:
     plan = prepare(run_file, argv)
     manifest = next(one.manifest for one in plan.selected if one.manifest.name == name)
     own = re.compile(re.escape(manifest.plugin.partition(":")[0].partition(".")[0]) + r"(\.|$)|miles_plugin_file_")
-    planned, early = _heavy(), sorted(m for m in set(sys.modules) - before if own.match(m))
+    asked = any(all_specs()[offer.hook].role == "plan" for offer in manifest.offers)
+    planned, early = _heavy(), [] if asked else sorted(m for m in set(sys.modules) - before if own.match(m))
     begin, threads = time.process_time(), threading.active_count()
     kind = load.load(manifest)
     seconds = time.process_time() - begin

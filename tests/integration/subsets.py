@@ -1,7 +1,7 @@
 """Random sets of the official plugins: what is drawn, what their manifests say of it, and what a run of it is given.
 
 A draw is a set of plugins in some order, a model that one of them builds, the named parts that they offer and some of
-their switches. Nothing else is set but what a rule of a manifest (`refuses`) asks for; `settle` reads it off the rule.
+their switches. Nothing else is set but what a plugin's refusal names; `settle` reads the option off the message.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 from miles_core.errors import MilesError
+from miles_core.plugins.bind import bind
 from miles_core.plugins.manifest import Manifest
 from miles_core.plugins.plan import Plan, prepare
 from miles_core.plugins.scan import KNOWN
@@ -152,7 +153,7 @@ def served() -> Iterator[str]:
 
 
 def needs(folder: Path, url: str, model: Path) -> dict[str, object]:
-    """What an option is given where a rule says that it has to be set."""
+    """What an option is given where a refusal names it."""
     path = folder / "functions.py"
     path.write_text(FUNCTIONS, encoding="utf-8")
     return {
@@ -165,25 +166,24 @@ def needs(folder: Path, url: str, model: Path) -> dict[str, object]:
     }
 
 
-def declared(said: str, plugins: Sequence[str]) -> tuple[str, Mapping | None]:
-    """(what manifests declare that an error states, "" for nothing; the rule, where it is one of `refuses`).
+def declared(said: str, plugins: Sequence[str], who: str | None = None) -> str:
+    """What the plugins of a run declare that an error states, or which of them states it; "" for nothing.
 
     Args:
         said: an error's text.
+        who: whom the error names.
         plugins: the official ones of the run.
     """
     stated = manifests(plugins)
     for one in stated:
-        for rule in one.refuses:
-            if rule["what"] in said:
-                return f"{one.name}: {rule['what']}", rule
         for word in one.conflicts:
             if f"{one.name!r} conflicts with {word!r}" in said:
-                return f"{one.name} conflicts with {word}", None
+                return f"{one.name} conflicts with {word}"
         for word in one.requires:
             if f"{one.name!r} requires {word!r}" in said:
-                return f"{one.name} requires {word}", None
-    return next(filter(None, (look(said, stated) for look in (_kept, _compared, _owned, _implied))), ""), None
+                return f"{one.name} requires {word}"
+    stating = next(filter(None, (look(said, stated) for look in (_kept, _compared, _owned, _implied))), "")
+    return stating or _refused(who or "", said, stated)
 
 
 def _kept(said: str, stated: Sequence[Manifest]) -> str:
@@ -212,19 +212,29 @@ def _implied(said: str, stated: Sequence[Manifest]) -> str:
     return f"{' and '.join(who)} imply {found[1]}" if len(who) > 1 else ""
 
 
-def mended(one: Draw, rule: Mapping, given: Mapping[str, object], chance: random.Random) -> Draw | None:
-    """The draw with one of the settings of a broken rule otherwise; None where no setting would help."""
+def _refused(who: str, said: str, stated: Sequence[Manifest]) -> str:
+    for one in stated:
+        parts = "|".join(re.escape(name) for name in sorted({one.name, *(offer.name for offer in one.offers)}))
+        named = re.search(rf"(?<![\w-]){re.escape(one.name)}(?![\w-])", who)
+        if named or re.search(rf"\b(plugin|generator|scorer|estimator) '?({parts})'? (?!and |conflicts |want )", said):
+            return f"{one.name} refuses"
+    return ""
+
+
+def mended(one: Draw, said: str, given: Mapping[str, object], chance: random.Random) -> Draw | None:
+    """The draw with one of the options that a refusal names given or left out; None where it names none of them."""
     ways = []
-    for key, test in rule["when"].items():
-        key = CHOSEN_BY.get(key, key)
-        if test == {"set": False} and key in given:
-            ways.append({**one.settings, key: given[key]})
-        elif test == {"set": True} or test is True:
+    for key in CHOSEN_BY.values():
+        if told := re.search(rf"Fix: (?:write )?--{key.partition('.')[2].replace('_', '-')} ([\w-]+)", said):
+            ways.append({**one.settings, key: told[1]})
+    for key in sorted({*given, *one.settings}):
+        table, _, option = key.partition(".")
+        if not re.search(rf"(?<!\w){re.escape(option).replace('_', '[_-]')}(?![\w-])", said):
+            continue
+        if key in one.settings:
             ways.append({name: value for name, value in one.settings.items() if name != key})
-        elif test is False and key.partition(".")[0] in one.plugins:
-            ways.append({**one.settings, key: True})
-        elif isinstance(test, Mapping) and "not" in test:
-            ways.append({**one.settings, key: [test["not"], "toy"] if key == CHOSEN_BY["reward"] else test["not"]})
+        elif table in one.plugins:
+            ways.append({**one.settings, key: given[key]})
     return replace(one, settings=chance.choice(ways)) if ways else None
 
 
@@ -246,7 +256,7 @@ class Settled:
 
 
 def settle(one: Draw, path: Path, model: Path, given: Mapping[str, object], patience: int = 20) -> Settled:
-    """Write the run file, and mend what a rule refuses as that rule has it, until there is a plan or nothing to mend.
+    """Write the run file, and mend what a plugin refuses by the options that it names, until there is a plan.
 
     Args:
         given: what `needs` gives.
@@ -257,11 +267,13 @@ def settle(one: Draw, path: Path, model: Path, given: Mapping[str, object], pati
     for _ in range(patience):
         run_file(path, one.plugins, base, one.settings, checkpoint=model)
         try:
-            return Settled(one, path, prepare(path))
+            plan = prepare(path)
+            for role in ("driver", "rollout", "trainer"):
+                bind(plan.selected, plan.config, role)
+            return Settled(one, path, plan)
         except MilesError as error:
-            said = str(error)
-        why, rule = declared(said, one.plugins)
-        if not why or rule is None or (better := mended(one, rule, given, chance)) is None:
+            said, why = str(error), declared(str(error), one.plugins, error.who)
+        if not why or (better := mended(one, said, given, chance)) is None:
             break
         one = better
     return Settled(one, path, None, said, why)

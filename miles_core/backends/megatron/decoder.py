@@ -128,8 +128,8 @@ class Decoder:
             rules.append(Rule("output_layer.weight", ("lm_head.weight",)))
         return WeightMap(
             rules=tuple(rules), heads=hf.num_attention_heads, groups=hf.num_key_value_heads, head_dim=head_dim(hf),
-            ignored=frozenset({"lm_head.weight"} if hf.tie_word_embeddings else ()), left=self.left,
-            left_counts=self.left_counts,
+            ignored=frozenset({"lm_head.weight"} if hf.tie_word_embeddings else ()), tied=bool(hf.tie_word_embeddings),
+            left=self.left, left_counts=self.left_counts,
         )  # fmt: skip
 
     def _mlp(self, layers: tuple[int, ...]) -> tuple[Rule, ...]:

@@ -136,6 +136,7 @@ class WeightMap:
         rules: one or more Rule.
         heads, groups, head_dim: for the joins "qkv" and "qkv_gate".
         ignored: names of a checkpoint that stand for nothing, such as a tied lm_head written out again.
+        tied: whether the output layer is the embedding.
         left: beginnings of names of tensors that the model leaves in the checkpoint, which is announced: layers for
             drafting. A plugin that adds rules for them takes them in.
         left_counts: keys of config.json that count those layers; 0 in a checkpoint that is written without them.
@@ -146,6 +147,7 @@ class WeightMap:
     groups: int
     head_dim: int
     ignored: frozenset[str] = frozenset()
+    tied: bool = False
     left: tuple[str, ...] = ()
     left_counts: tuple[str, ...] = ()
 

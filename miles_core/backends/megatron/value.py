@@ -46,7 +46,7 @@ def weight_map(policy: WeightMap) -> WeightMap:
     """The map of the same architecture with a value head."""
     rules = tuple(rule for rule in policy.rules if rule.megatron != "output_layer.weight")
     return dataclasses.replace(policy, rules=(*rules, Rule("value_head.weight", (HEAD,))),
-                               ignored=policy.ignored | {"lm_head.weight"})
+                               ignored=policy.ignored | {"lm_head.weight"}, tied=False)
 
 
 def load(folder: Path, chunks: Sequence[torch.nn.Module], found: WeightMap, *, seed: int, fresh: bool) -> None:

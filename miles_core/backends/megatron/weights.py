@@ -152,7 +152,7 @@ def check_tied(folder: str | Path, files: dict[str, Path], weight_map: WeightMap
         CheckpointError: config.json ties the output layer to the embedding, and the files hold two that differ.
     """
     head, embedding = "lm_head.weight", "model.embed_tokens.weight"
-    if not (head in weight_map.ignored and {head, embedding} <= files.keys()):
+    if not (weight_map.tied and {head, embedding} <= files.keys()):
         return
     with Readers(files) as read:
         if not torch.equal(read.tensor(head), read.tensor(embedding)):

@@ -116,7 +116,7 @@ def test_what_cannot_be_replayed_is_refused(folder, flags, message):
 def test_a_dense_model_is_refused(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", "num_hidden_layers": 2}))
     with pytest.raises(ConfigError, match="mixtures of experts, and this model has none.*qwen3"):
-        made(tmp_path, "--plugin", "r3")
+        made(tmp_path, "--plugin", "r3", "--plan-without-weights")
 
 
 @pytest.mark.parametrize(("flags", "records"), [

@@ -1,15 +1,15 @@
-"""Hooks of the time when a run is planned: derive, check and plan_lines."""
+"""Hooks of the time when a run is planned: option_surface, derive, check and plan_lines."""
 
 import pytest
 
-from miles_core.errors import ConfigError
+from miles_core.errors import ConfigError, UnknownKeyError
 from miles_core.plugins.plan import prepare
 
 PLUGIN = '''
 """Plans."""
 from dataclasses import dataclass, replace
 from miles_core import hookimpl, option
-from miles_core.errors import ConfigError
+from miles_core.errors import ConfigError, UnknownKeyError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,3 +75,58 @@ def test_a_chain_that_forgets_to_return_is_named(planner, tmp_path):
     path.write_text(PLUGIN.replace("        return config\n", "        return None if config else config\n"))
     with pytest.raises(Exception, match="check should return what it is given"):
         prepare(None, [*planner, "--rollout-batch-size", "4"])
+
+
+ROCKET = '''
+"""Brings the options of a program."""
+from miles_core import hookimpl
+from miles_core.config.flags import Assignment
+from miles_core.config.options import Origin
+
+
+class RocketOptions:
+    """--rocket-NAME, for tables and the plan alike."""
+
+    tables = stored = ("rocket",)
+
+    def from_flag(self, flag, notes):
+        name = flag.flag.removeprefix("--rocket-")
+        return None if name == flag.flag else [Assignment(f"rocket.{name}", flag.words[0], Origin("flag", flag.flag))]
+
+    def typed(self, assignment):
+        return (assignment.key, int(assignment.value)) if assignment.key == "rocket.thrust" else None
+
+    def suggest(self, flag):
+        return [(0.9, "--rocket-thrust")]
+
+    def complete(self, prefix):
+        return []
+
+    def page(self, table):
+        return []
+
+    def appendix(self):
+        return []
+
+
+class Rocket:
+    """Flies."""
+
+    name = "rocket"
+
+    @hookimpl
+    def option_surface(self):
+        """Its options."""
+        return [RocketOptions()]
+'''
+
+
+def test_a_plugin_brings_the_options_of_a_program(tmp_path):
+    path = tmp_path / "rocket.py"
+    path.write_text(ROCKET)
+    flags = [*BASE, "--rollout-batch-size", "4", "--plugin", str(path)]
+    assert prepare(None, [*flags, "--rocket-thrust", "3"]).config.surface("rocket") == {"thrust": 3}
+    with pytest.raises(UnknownKeyError, match="rocket.*trust"):
+        prepare(None, [*flags, "--rocket-trust", "3"])
+    with pytest.raises(UnknownKeyError):
+        prepare(None, [*BASE, "--rocket-thrust", "3"])

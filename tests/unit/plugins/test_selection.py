@@ -45,6 +45,12 @@ def test_a_plugin_is_named_in_any_spelling(two, words):
     assert enabled("--plugin", words)[0] == "one"
 
 
+def test_a_plugin_of_every_run_may_be_named_and_then_stands_where_it_is_named(two):
+    plan = prepare(None, [*BASE, "--rm-type", "one-reward", "--plugin", "one", "--plugin", "report"])
+    names = [one.manifest.name for one in plan.selected]
+    assert names.count("report") == 1 and names.index("report") > names.index("one")
+
+
 def test_a_preset_enables_its_plugins_in_its_order_and_the_plan_says_whose_values_they_are(two):
     plan = prepare(None, [*BASE, "--rm-type", "one-reward", "--preset", "wide"])
     assert [one.manifest.name for one in plan.selected if not one.ours][:2] == ["two", "one"]

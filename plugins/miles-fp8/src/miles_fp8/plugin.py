@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from miles_core.config import RunConfig, option
 from miles_core.config.load import config_json
+from miles_core.errors import ConfigError
 from miles_core.hookspecs import hookimpl
 from miles_core.plugins.resolve import chosen
 from miles_fp8.recipe import RECIPES, WEIGHTS, Held, of_checkpoint
@@ -62,6 +63,18 @@ class Fp8:
     def __init__(self, options: Fp8Options, config: RunConfig):
         self.options, self.config = options, config
         self._emulation: dict[str, object] | None = None
+
+    @hookimpl
+    def check(self, config: RunConfig, note: Callable[[str], None]) -> RunConfig:
+        """SGLang would compute with the weights that it loaded, whatever a sync sends."""
+        path, whole = config_json(config)
+        stated: Any = (whole or {}).get("quantization_config") or {}
+        served = chosen(config, "engine") == "sglang" and not config.debug.debug_rollout_only
+        if served and stated.get("quant_method") == "fp8" and not stated.get("weight_block_size"):
+            raise ConfigError("SGLang rearranges FP8 weights with one scale each when it loads them, and cannot be "
+                              "given new ones", got=f"no weight_block_size in {path}", who="plugin fp8",
+                              fix="serve scales per block: miles convert hf-to-fp8 --recipe blockwise")
+        return config
 
     @hookimpl
     def transformer_config(self, fields: dict[str, object]) -> dict[str, object]:

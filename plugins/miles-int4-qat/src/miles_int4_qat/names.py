@@ -11,7 +11,6 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from miles_core.backends.megatron.shards import few, stored_tensors, tensor_files
 from miles_core.errors import CheckpointError, ConfigError
 from miles_core.reading import parse_json, reading
 
@@ -92,6 +91,8 @@ def packed_names(folder: Path, said: Stated, names: Collection[str]) -> frozense
     Raises:
         CheckpointError: the files hold scales for groups of another size than config.json says.
     """
+    from miles_core.backends.megatron.shards import stored_tensors, tensor_files
+
     if not any(folder.glob("*.safetensors")):
         return frozenset(name for name in chosen(names, "linears") if not _ignored(name, said.ignore))
     files = tensor_files(folder)
@@ -182,6 +183,8 @@ def differing(option: str, wanted: Collection[str], there: Collection[str], who:
     Raises:
         ConfigError: the run names other layers than the engine's checkpoint has in int4.
     """
+    from miles_core.backends.megatron.shards import few
+
     if wanted := set(wanted) ^ set(there):
         raise ConfigError("the engine's checkpoint has other layers in int4 than the run trains for",
                           got=few(sorted(wanted), 3), who=f"{option}, {who}", fix=f"leave {option} out")

@@ -50,12 +50,21 @@ class Int4Qat:
         "sync": "int4 as compressed-tensors pack-quantized if the engine's checkpoint is, else the rounded values",
     }
 
-
     def __init__(self, options: Int4QatOptions, config: RunConfig):
+        from miles_int4_qat.names import GROUPS
+
+        if options.group_size not in (None, *GROUPS):
+            raise ConfigError(f"group_size should be one of {', '.join(map(str, GROUPS))}", got=options.group_size,
+                              who="--int4-qat.group-size", fix="write 32 for precision, or 128 for size")
         self.options, self.config = options, config
-        _check(options, config)
         self._map: WeightMap | None = None
         self._rounds = True
+
+    @hookimpl
+    def check(self, config: RunConfig, note: Callable[[str], None]) -> RunConfig:
+        """Group sizes that nobody can serve, and two precisions for one weight."""
+        _check(self.options, config)
+        return config
 
     @hookimpl
     def weight_map(self, weight_map: WeightMap, model: str) -> WeightMap:
@@ -150,12 +159,9 @@ class Int4Qat:
 
 
 def _check(options: Int4QatOptions, config: RunConfig) -> None:
-    from miles_int4_qat.names import GROUPS, stated
+    from miles_int4_qat.names import stated
 
     size = options.group_size
-    if size is not None and size not in GROUPS:
-        raise ConfigError(f"group_size should be one of {', '.join(map(str, GROUPS))}", got=size,
-                          who="--int4-qat.group-size", fix="write 32 for precision, or 128 for size")
     if (said := os.environ.get(THEIRS)) not in (None, "", str(size)):
         raise ConfigError("the environment asks for a group size that the run does not name", got=f"{THEIRS}={said}",
                           who="plugin int4-qat", fix=f"write --int4-qat.group-size {said}, or unset the variable")

@@ -161,6 +161,17 @@ def test_a_tied_head_that_differs_is_refused(hf_model, port, weights, tmp_path):
     assert str(tmp_path) in str(caught.value)
 
 
+def test_a_critic_leaves_a_head_of_its_own_alone(hf_model, port, weights, tmp_path):
+    from miles_core.backends.megatron import shards, value
+
+    hf = hf_model()
+    _, weight_map = port(hf)
+    broken(hf, tmp_path, lambda tensors: None)
+    files = shards.tensor_files(tmp_path)
+    assert {"lm_head.weight", "model.embed_tokens.weight"} <= files.keys()
+    weights.check_tied(tmp_path, files, value.weight_map(weight_map))
+
+
 def test_a_tied_head_written_out_is_ignored(hf_model, port, weights, tmp_path):
     hf = hf_model(tied=True)
     ours, weight_map = port(hf)
