@@ -30,9 +30,8 @@ MB = 10**6
 def make(folder: Path, size: int, shard: int) -> None:
     """A checkpoint of about `size` bytes in files of at most `shard`, written a tensor at a time."""
     import torch
+    from miles_megatron import shards
     from transformers import AutoModelForCausalLM, Qwen3Config
-
-    from miles_core.backends.megatron import shards
 
     hidden = max(64, int((0.77 * shard / 46) ** 0.5) // 64 * 64)
     config = Qwen3Config(
@@ -114,8 +113,7 @@ def measure(folder: Path, processes: int, shard: int) -> list[list[int]]:
 def same(one: Path, other: Path) -> bool:
     """Whether two directories hold the same tensors."""
     import torch
-
-    from miles_core.backends.megatron import shards
+    from miles_megatron import shards
 
     def tensors(folder: Path) -> dict:
         files = shards.tensor_files(folder)

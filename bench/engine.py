@@ -29,12 +29,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from miles_local import batch, decode, engine
+from miles_local.batch import Flight
+from miles_local.engine import LocalEngine
+from miles_local.weights import ModelShape
 from transformers import AutoTokenizer, Qwen3Config
 
-from miles_core.backends.local import batch, decode, engine
-from miles_core.backends.local.batch import Flight
-from miles_core.backends.local.engine import LocalEngine
-from miles_core.backends.local.weights import ModelShape
 from miles_core.stages.rollout import Request, SamplingParams
 
 ROOT = Path(__file__).parent.parent

@@ -21,8 +21,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 sys.path.insert(0, str(Path(__file__).parent / "peers"))
 
 from metering import cpu_seconds  # beside peers' other files
+from miles_megatron import attention, step
 
-from miles_core.backends.megatron import attention, step
 from miles_core.build import build, parts
 from miles_core.loop import train
 from miles_core.plugins.plan import Plan, prepare

@@ -7,15 +7,12 @@ import contextlib
 import functools
 import os
 import platform
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from miles_core import rng
-from miles_core.backends.sglang.forwarded import surface_of
 from miles_core.columns import Columns
 from miles_core.config.architecture import architecture_of
 from miles_core.config.load import with_values
@@ -65,22 +62,8 @@ def parts(plan: Plan) -> Parts:
         CheckpointError, DataError: --hf-checkpoint is not one.
     """
     config = with_context(plan.config)
-    _check_sglang(config)
     hooks = {role: bind.bind(plan.selected, config, role) for role in ("driver", "rollout")}
     return Parts(config, hooks["driver"], hooks["rollout"], load_tokenizer(config))
-
-
-def _check_sglang(config: RunConfig) -> None:
-    """
-    Raises:
-        ConfigError: servers are to be started, and SGLang is not installed. A plan can be made without it.
-    """
-    sglang = config.sglang
-    ours = config.rollout.engine == "sglang" and not (sglang.server_command or sglang.rollout_external)
-    if ours and find_spec("sglang") is None:
-        raise ConfigError("SGLang is not installed in this Python", got=sys.executable, who="engine sglang",
-                          fix="pip install 'miles-core[sglang]', name another Python's with --server-command PYTHON -m "
-                          "sglang.launch_server, or write --engine local")
 
 
 async def build(plan: Plan, parts: Parts, journal: Journal) -> Run:
@@ -104,6 +87,8 @@ async def build(plan: Plan, parts: Parts, journal: Journal) -> Run:
 async def _assembled(parts: Parts, journal: Journal, placement: Placement, trainer: Handle) -> Run:
     config, tokenizer = parts.config, parts.tokenizer
     only_rollout, only_train = config.debug.debug_rollout_only, config.debug.debug_train_only
+    engine: Engine | None = None if only_train else parts.rollout.engine[chosen(config, "engine")](
+        config, tokenizer, placement, parts.rollout)  # before the trainer loads, so that what it lacks is said at once
     resume = await trainer.load()
     journal.console.loaded(resume.source)
     prompts = None if only_train else parts.rollout.prompt_source[config.rollout.prompt_source](config, tokenizer)
@@ -114,8 +99,6 @@ async def _assembled(parts: Parts, journal: Journal, placement: Placement, train
             slots, begun = [], []  # their prompts are of the other source
     if slots or begun:
         check_same_data(config, prompts, resume.state["prompts"])
-    engine: Engine | None = None if only_train else parts.rollout.engine[chosen(config, "engine")](
-        _with_engine_args(config, parts.rollout), tokenizer, placement, parts.rollout)
     if (path := getattr(engine, "path", None)) is not None:
         journal.message("info", f"engine {chosen(config, 'engine')}: {path}")
     rollout = config.rollout
@@ -150,20 +133,6 @@ async def _assembled(parts: Parts, journal: Journal, placement: Placement, train
         if hasattr(engine, name):
             setattr(engine, name, told)
     return run
-
-
-def _with_engine_args(config: RunConfig, hooks: Hooks) -> RunConfig:
-    """
-    Raises:
-        HookError: a field that no flag of the server has.
-    """
-    if getattr(hooks, "engine_args", None) is None or "server_args" not in config.understood:
-        return config
-    fields = hooks.engine_args(dict(config.surface("server")))
-    if unknown := sorted(fields.keys() - surface_of("server").fields.keys()):
-        raise HookError("engine_args sets a field that the server does not have", got=", ".join(unknown),
-                        who=str(surface_of("server")), fix="see the fields of SGLang's ServerArgs")
-    return replace(config, surfaces={**config.surfaces, "server": fields})
 
 
 def _buffer(config: RunConfig, batches: int, keeps: bool) -> Buffer:

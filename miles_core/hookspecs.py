@@ -109,6 +109,12 @@ def plan_lines(config: RunConfig) -> Iterable[tuple[str, str]]:
     """(title, line) of what --plan says beside the core: layout, memory."""
 
 
+@hookspec("gather", role="plan", per="run")
+def diagnose() -> Iterable[object]:
+    """Rules of `miles doctor`, by whoever knows the program that they are about; asked of an instance with default
+    options."""
+
+
 @hookspec("observe", role="every", per="run")
 def finish(status: str) -> None:
     """The run ends: flush and close what the plugin holds. `status` is "completed", "failed", "interrupted" or

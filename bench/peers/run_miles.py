@@ -58,7 +58,7 @@ def flags(workload: Workload, model: Path, folder: Path, arguments: argparse.Nam
 
 def prefill_alone() -> None:
     """Have the engine compute every request's prompt anew, as if nothing were shared."""
-    from miles_core.backends.local import batch
+    from miles_local import batch
 
     def each(flights):
         for flight in flights:

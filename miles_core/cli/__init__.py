@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 COMMANDS = {
     "run": "Train, or show with --plan what would be done.",
-    "convert": "Convert a checkpoint: Hugging Face to torch_dist, or back.",
     "check-template": "Check a chat template by the token ids that it gives.",
     "plugins": "What is installed; what a run is composed of.",
     "flags": "Every flag, as Markdown.",

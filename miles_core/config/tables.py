@@ -2,7 +2,7 @@
 
 Every key is a flag (`--rollout-batch-size`, `rollout_batch_size = 32`). Defaults are those of today's Miles where both
 have the option; the clip band is asymmetric, as in DAPO. Megatron-core's own fields need no entry here: [model], [perf]
-and [optimizer] take them too (backends/megatron/surface.py).
+and [optimizer] take them too (miles_megatron/surface.py).
 """
 
 from __future__ import annotations

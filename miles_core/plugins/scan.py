@@ -17,11 +17,6 @@ _CORE = re.compile(r"miles[-_.]core\s*(?:\[[^]]*\])?\s*\(?([^;()]*)\)?")
 
 BUILT_IN = {
     "core": "miles_core.stages.defaults",
-    "local": "miles_core.backends.local.plugin",
-    "megatron": "miles_core.backends.megatron.plugin",
-    "ray": "miles_core.backends.ray.plugin",
-    "sglang": "miles_core.backends.sglang.plugin",
-    "sync": "miles_core.backends.sync.plugin",
 }
 """The core's own parts, through the same door; always there, imported only when a run needs them."""
 

@@ -29,7 +29,8 @@ def two() -> Iterator[Ranks]:
 @pytest.fixture
 def convert(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     """(*words) -> what `miles convert` prints."""
-    from miles_core.backends.megatron import cpu
+    from miles_megatron import cpu
+
     from miles_core.cli import cli
 
     def run(*words: object) -> str:

@@ -20,8 +20,8 @@ from typing import Any
 PRELOAD = [
     "torch", "transformers", "transformers.models.auto.tokenization_auto",
     "transformers.models.qwen3.configuration_qwen3",
-    "miles_core.cli.run", "miles_core.build", "miles_core.execute", "miles_core.backends.megatron.step",
-    "miles_core.backends.local.engine", "miles_core.backends.megatron.checkpoint", "miles_core.loop",
+    "miles_core.cli.run", "miles_core.build", "miles_core.execute", "miles_megatron.step",
+    "miles_local.engine", "miles_megatron.checkpoint", "miles_core.loop",
     "pydantic.main", "pydantic.type_adapter",
 ]  # fmt: skip
 

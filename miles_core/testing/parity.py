@@ -22,9 +22,9 @@ from miles_core.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
+    from miles_megatron.model import LanguageModel
+    from miles_megatron.specs import Family
 
-    from miles_core.backends.megatron.model import LanguageModel
-    from miles_core.backends.megatron.specs import Family
     from miles_core.plugins.select import Selected
     from miles_core.testing.resharding import Cut
 
@@ -133,8 +133,7 @@ def model_parity(case: Case, folder: Path, family: Family | None = None) -> Pari
         CheckpointError: the family's weight map does not fit the checkpoint.
     """
     import torch
-
-    from miles_core.backends.megatron import cpu, model, weights
+    from miles_megatron import cpu, model, weights
 
     if not _initialized():
         cpu.initialize()
@@ -190,8 +189,7 @@ def _config(case: Case) -> Any:
 def packed_logits(model: LanguageModel, sequences: Sequence[torch.Tensor], softcap: float | None) -> torch.Tensor:
     """[total, V] of the sequences, packed into one micro-batch of a Megatron model."""
     import torch
-
-    from miles_core.backends.megatron.plan import packed_rows
+    from miles_megatron.plan import packed_rows
 
     bounds = torch.tensor([0, *map(len, sequences)]).cumsum(0)
     hidden = model(torch.cat(list(sequences))[None], None, None, packed_seq_params=packed_rows(bounds))
@@ -315,7 +313,7 @@ def measure(paths: Iterable[Path]) -> tuple[list[tuple[Parity, list[Cut]]], list
 
 def main(root: Path, paths: Sequence[str]) -> int:
     """The table of some files' cases, printed; without any that of the repository's, written. 1 if a check failed."""
-    known = [root / "tests/unit/backends/megatron/parity.toml", *sorted(root.glob("plugins/*/tests/parity.toml"))]
+    known = [root / "plugins/miles-megatron/tests/parity.toml", *sorted(root.glob("plugins/*/tests/parity.toml"))]
     results, failed = measure([Path(path) for path in paths] or known)
     print(*failed, sep="\n", end="\n" * bool(failed), file=sys.stderr)
     if paths:

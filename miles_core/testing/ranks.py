@@ -97,7 +97,8 @@ class Trial:
     @contextmanager
     def _trainer(self, selected: Sequence[Selected], config: RunConfig) -> Iterator[Any]:
         """The rank's trainer, loaded; its process groups, of which every layout has dozens, end with the block."""
-        from miles_core.backends.megatron import cpu
+        from miles_megatron import cpu
+
         from miles_core.build import trainer_part
 
         self._made += 1
@@ -130,7 +131,7 @@ class Trial:
 
     def gradients(self, selected: Sequence[Selected], config: RunConfig, batch: Batch) -> dict[str, Any]:
         """See `Ranks.gradients`."""
-        from miles_core.backends.megatron.hashes import tensor_hashes
+        from miles_megatron.hashes import tensor_hashes
 
         with self._trainer(selected, config) as trainer:
             loaded = tensor_hashes(trainer.models.stream())

@@ -64,9 +64,8 @@ class Cut:
 def reshard_parity(case: Case, folder: Path, one: Ranks, two: Ranks) -> Iterator[Cut]:
     """The case on two ranks, under each of CUTS that it can have, beside itself on one."""
     import numpy as np
+    from miles_megatron.hashes import tensor_hashes
     from safetensors.torch import load_file
-
-    from miles_core.backends.megatron.hashes import tensor_hashes
 
     random_model(case).save_pretrained(folder)
     saved = tensor_hashes(load_file(folder / "model.safetensors").items())

@@ -10,6 +10,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 CORE = ROOT / "miles_core"
+PACKAGES = {path.name: path.parents[1] for path in sorted(ROOT.glob("plugins/miles-*/src/*")) if path.suffix == ""}
+"""Import name of every package of this repository beside the core -> its folder."""
+
 BUDGETS = tomllib.loads((ROOT / ".ci" / "budgets.toml").read_text())
 
 
@@ -69,7 +72,8 @@ def imports(path: Path, *, lazy: bool = True, checkers: bool = False) -> Iterato
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif node.module:
             for alias in node.names:
-                inner = ROOT.joinpath(*node.module.split("."), alias.name)
+                package = PACKAGES.get(node.module.partition(".")[0])
+                inner = (package / "src" if package else ROOT).joinpath(*node.module.split("."), alias.name)
                 is_module = inner.is_dir() or inner.with_suffix(".py").is_file()
                 yield node.lineno, f"{node.module}.{alias.name}" if is_module else node.module
 

@@ -12,10 +12,10 @@ import tomllib
 
 import pytest
 from click.testing import CliRunner
+from miles_megatron.commands.convert import command as convert
 from source import ROOT
 
 from miles_core.cli import cli
-from miles_core.cli.convert import command as convert
 from miles_core.plugins.load import import_file
 from miles_core.plugins.select import all_specs
 from miles_core.record.directory import RunDirectory
@@ -196,8 +196,9 @@ FLAG = re.compile(r"`(--[a-z][a-z0-9.-]*)")
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.name not in GENERATED], ids=lambda page: page.name)
 def test_flags_that_the_docs_name_exist(page):
-    from miles_core.backends.megatron.surface import surface
-    from miles_core.backends.sglang.forwarded import PREFIXES, surface_of
+    from miles_megatron.surface import surface
+    from miles_sglang.forwarded import PREFIXES, surface_of
+
     from miles_core.cli import flags
     from miles_core.config.flags import miles_flags
 

@@ -10,7 +10,7 @@ from miles_core.plugins.scan import KNOWN
 from miles_core.testing.parity import BEGIN, END, cases
 
 ROW = re.compile(r"^\| (?P<name>[^|]+) \| `(?P<family>\w+)` \| (?P<plugin>[^|]+) \|.*\| exact \|", re.MULTILINE)
-CASES = [ROOT / "tests/unit/backends/megatron/parity.toml", *ROOT.glob("plugins/*/tests/parity.toml")]
+CASES = [ROOT / "plugins/miles-megatron/tests/parity.toml", *ROOT.glob("plugins/*/tests/parity.toml")]
 
 
 def rows():

@@ -4,11 +4,13 @@ import ast
 import re
 import subprocess
 import sys
+import tomllib
 
 import pytest
 from source import (
     BUDGETS,
     CORE,
+    PACKAGES,
     ROOT,
     core_files,
     imports,
@@ -70,20 +72,35 @@ def test_every_module_has_a_layer_of_its_own_choice():
     assert not stray, f"give them a layer in .ci/budgets.toml: {stray}"
 
 
-def test_the_core_knows_no_plugin():
-    packages = {path.parent.name for path in ROOT.glob("plugins/miles-*/src/*/__init__.py")}
-    assert packages, "there are plugins to know nothing of"
-    imported = [f"{where(path, line)} imports {name}" for path in core_files()
-                for line, name in imports(path, checkers=True) if name.split(".")[0] in packages]
+def test_the_core_knows_no_package():
+    """The kit for authors (testing/) has parts that start the trainer: it imports that when they are used."""
+    assert PACKAGES, "there are packages to know nothing of"
+    files = [path for path in core_files() if CORE / "testing" not in path.parents]
+    imported = [f"{where(path, line)} imports {name}" for path in files
+                for line, name in imports(path, checkers=True) if name.split(".")[0] in PACKAGES]
     assert not imported, imported
-    words = re.compile(r"\b(" + "|".join(packages) + r")\b")
-    named = [
-        where(path, number)
-        for path in core_files()
-        for number, line in enumerate(path.read_text().splitlines(), 1)
-        if words.search(line) and path.name != "scan.py"
-    ]
+    words = re.compile(r"\b(" + "|".join(PACKAGES) + r")\b")
+    named = [where(path, number) for path in files
+             for number, line in enumerate(path.read_text().splitlines(), 1) if words.search(line)]
     assert not named, named
+
+
+def test_a_package_imports_of_others_what_they_declare_public():
+    """Under [tool.miles] in their pyproject.toml; and nothing is declared that nobody imports."""
+    declared = {name: set(tomllib.loads((folder / "pyproject.toml").read_text()).get("tool", {}).get("miles", {}).get(
+        "public", ())) for name, folder in PACKAGES.items()}
+    found, used = [], set()
+    for path in plugin_files():
+        own = path.relative_to(ROOT / "plugins").parts[2]
+        for line, name in imports(path, checkers=True):
+            top = name.partition(".")[0]
+            if top not in PACKAGES or top == own:
+                continue
+            used.add(name)
+            if name not in declared[top]:
+                found.append(f"{where(path, line)} imports {name}, which {top} does not declare public")
+    assert not found, found
+    assert not {name for names in declared.values() for name in names} - used
 
 
 ALGORITHMS = ("grpo", "sft", "gspo", "ppo", "reinforce", "rloo", "dapo")

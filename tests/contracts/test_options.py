@@ -4,9 +4,9 @@ import ast
 import re
 
 import pytest
+from miles_megatron.surface import surface
 from source import ROOT, core_files, plugin_files
 
-from miles_core.backends.megatron.surface import surface
 from miles_core.config.load import load
 from miles_core.config.options import options_of
 from miles_core.config.tables import TABLES

@@ -31,7 +31,7 @@ SHAPE = {
 }  # fmt: skip
 TINY = SHAPE | {"vocab_size": 512, "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2,
                 "num_key_value_heads": 1, "intermediate_size": 256}
-SERVED = Path(__file__).parents[2] / "miles_core" / "backends" / "sglang" / "served"
+SERVED = Path(__file__).parents[2] / "plugins/miles-sglang/src/miles_sglang/server_extension"
 SERVER = ["--attention-backend", "triton", "--sampling-backend", "pytorch", "--grammar-backend", "none",
           "--skip-server-warmup", "--skip-tokenizer-init", "--cuda-graph-backend-prefill", "disabled",
           "--cuda-graph-max-bs", "64", "--custom-weight-loader", "miles_weights.load", "--disable-radix-cache",
@@ -92,8 +92,8 @@ def text(samples: int, length: int, vocabulary: int):
 def train(recipe: str, steps: int, tiny: bool) -> dict[str, object]:
     """Losses and tokens/s of steps on one batch, in this process."""
     import torch
+    from miles_megatron.resident import Resident
 
-    from miles_core.backends.megatron.resident import Resident
     from miles_core.build import trainer_part
     from miles_core.plugins.plan import prepare
     from miles_core.types import Rank
@@ -225,10 +225,10 @@ def log_probs(server: Server, prompts: list[list[int]]) -> list[float]:
 def sync(server: Server, folder: Path, named: list, held) -> dict[str, float]:
     """The best of four syncs by CUDA IPC, as a run makes and verifies them."""
     from miles_fp8.stream import quantised
+    from miles_sglang.sync.ipc import IpcSender
+    from miles_sglang.sync.sender import Settings
+    from miles_sglang.sync.servers import Target
 
-    from miles_core.backends.sync.ipc import IpcSender
-    from miles_core.backends.sync.sender import Settings
-    from miles_core.backends.sync.servers import Target
     from miles_core.types import Rank
 
     settings = Settings(limit=2**29, timeout=120, source="bfloat16", target="bfloat16", tied=False,
@@ -253,8 +253,7 @@ def engines(backend: str) -> dict[str, dict]:
     import torch
     from miles_fp8.recipe import WEIGHTS, Held
     from miles_fp8.stream import quantised
-
-    from miles_core.backends.megatron.weights import export_hf
+    from miles_megatron.weights import export_hf
 
     held = Held(WEIGHTS["blockwise"])
     folders = {"bf16": folder_of(SHAPE), "fp8": folder_of(SHAPE, held.config)}
@@ -289,8 +288,7 @@ def engines(backend: str) -> dict[str, dict]:
 def adding_up() -> bool:
     """Whether the kernel that adds up bits finds, for bytes too, what the CPU finds."""
     import torch
-
-    from miles_core.backends.sglang.served.miles_sums import sums
+    from miles_sglang.server_extension.miles_sums import sums
 
     draw = torch.Generator().manual_seed(0)
     tensors = [torch.randn(shape, generator=draw).to(dtype) for shape in ((3000, 129), (7,), (128, 4096))
@@ -305,7 +303,7 @@ def stream_bytes(shape: dict) -> dict[str, dict]:
     from miles_fp8.recipe import WEIGHTS, Held
     from miles_fp8.stream import quantised
 
-    from miles_core.backends.sync.buckets import Cutter
+    from miles_core.buckets import Cutter
 
     named = weights(shape, "cpu")
     streams = {"bf16": iter(named), "fp8": quantised(iter(named), Held(WEIGHTS["blockwise"]))}

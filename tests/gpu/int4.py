@@ -76,10 +76,9 @@ def trainer(folder: Path, rounds: bool):
     """A Megatron model of Transformer Engine layers, filled from a checkpoint."""
     from miles_int4_qat.layers import round_weights
     from miles_int4_qat.names import chosen
+    from miles_megatron import cpu, model, weights
+    from miles_megatron.families import FAMILIES
     from transformers import AutoConfig
-
-    from miles_core.backends.megatron import cpu, model, weights
-    from miles_core.backends.megatron.families import FAMILIES
 
     cpu.initialize()
     hf = AutoConfig.from_pretrained(folder)
@@ -97,8 +96,8 @@ def trainer(folder: Path, rounds: bool):
 
 def hidden_states(made, sequences: list[list[int]]) -> torch.Tensor:
     """[tokens, H] of packed sequences."""
-    from miles_core.backends.megatron import cpu
-    from miles_core.backends.megatron.plan import packed_rows
+    from miles_megatron import cpu
+    from miles_megatron.plan import packed_rows
 
     count = sum(map(len, sequences))
     tokens = torch.zeros(1, -(-count // 16) * 16, dtype=torch.int64)
@@ -109,7 +108,7 @@ def hidden_states(made, sequences: list[list[int]]) -> torch.Tensor:
 
 def log_probs(made, sequences: list[list[int]], prompt: int) -> torch.Tensor:
     """Of all tokens after the prompts, one after another."""
-    from miles_core.backends.megatron.logprob import token_log_probs
+    from miles_megatron.logprob import token_log_probs
 
     with torch.no_grad():
         rows = hidden_states(made, sequences).split([len(one) for one in sequences])

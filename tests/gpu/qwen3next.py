@@ -105,7 +105,8 @@ def served(folder: Path) -> list[tuple[list[int], list[float]]]:
 
 def decoded(folder: Path) -> list[tuple[list[int], list[float]]]:
     """The same from the local engine, in bfloat16."""
-    from miles_core.backends.local.engine import LocalEngine
+    from miles_local.engine import LocalEngine
+
     from miles_core.stages.rollout import Request, SamplingParams
 
     async def run():
@@ -123,9 +124,9 @@ def decoded(folder: Path) -> list[tuple[list[int], list[float]]]:
 
 def built(folder: Path, bf16: bool):
     """The trainer's model; Transformer Engine's layers in bfloat16 on a GPU."""
+    from miles_megatron import cpu, model, weights
     from transformers import AutoConfig
 
-    from miles_core.backends.megatron import cpu, model, weights
     from miles_core.testing.parity import family_of
 
     cpu.initialize()
@@ -140,8 +141,8 @@ def built(folder: Path, bf16: bool):
 @torch.no_grad()
 def trained(folder: Path, answers, bf16: bool) -> torch.Tensor:
     """Log-probs of all drawn tokens by one packed forward of the trainer's model."""
-    from miles_core.backends.megatron.logprob import token_log_probs
-    from miles_core.backends.megatron.plan import packed_rows
+    from miles_megatron.logprob import token_log_probs
+    from miles_megatron.plan import packed_rows
 
     made = built(folder, bf16)
     device = next(made.parameters()).device
@@ -180,7 +181,7 @@ def agree(local: bool) -> int:
 
 def speed(tokens: int) -> int:
     """Seconds and peak memory of forward and backward through four layers, three of them gated delta nets."""
-    from miles_core.backends.megatron.plan import packed_rows
+    from miles_megatron.plan import packed_rows
 
     with tempfile.TemporaryDirectory() as name:
         checkpoint(Path(name), SHAPE | LARGE)

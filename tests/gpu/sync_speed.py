@@ -29,14 +29,14 @@ from pathlib import Path
 from unittest.mock import patch
 
 import torch
+from miles_sglang.engine import SglangEngine
+from miles_sglang.sync.broadcast import BroadcastSender
+from miles_sglang.sync.ipc import IpcSender
+from miles_sglang.sync.sender import Servers, Settings
+from miles_sglang.sync.sequence import ServerSync
+from miles_sglang.sync.servers import Target
+from miles_sglang.sync.verify import Ledger
 
-from miles_core.backends.sglang.engine import SglangEngine
-from miles_core.backends.sync.broadcast import BroadcastSender
-from miles_core.backends.sync.ipc import IpcSender
-from miles_core.backends.sync.sender import Servers, Settings
-from miles_core.backends.sync.sequence import ServerSync
-from miles_core.backends.sync.servers import Target
-from miles_core.backends.sync.verify import Ledger
 from miles_core.config.tables import Checkpoint, Debug, Rollout, RunConfig, Sglang
 from miles_core.types import Rank
 
@@ -46,7 +46,7 @@ SHAPES = {
     "8B": dict(hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32,
                num_key_value_heads=8, tie_word_embeddings=False),
 }
-SERVED = Path(__file__).parents[2] / "miles_core" / "backends" / "sglang" / "served"
+SERVED = Path(__file__).parents[2] / "plugins/miles-sglang/src/miles_sglang/server_extension"
 FLAGS = ["--attention-backend", "triton", "--sampling-backend", "pytorch", "--grammar-backend", "none",
          "--skip-server-warmup", "--skip-tokenizer-init", "--disable-cuda-graph", "--mem-fraction-static", "0.3",
          "--load-format", "dummy", "--custom-weight-loader", "miles_weights.load", "--host", "127.0.0.1"]

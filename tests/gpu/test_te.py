@@ -45,10 +45,9 @@ def checkpoint(request, tmp_path_factory) -> Path:
 
 def built(folder: Path, implementation: str, dtype: str, **overrides):
     """(model, weight map), filled from the checkpoint."""
+    from miles_megatron import cpu, model, weights
+    from miles_megatron.families import FAMILIES
     from transformers import AutoConfig
-
-    from miles_core.backends.megatron import cpu, model, weights
-    from miles_core.backends.megatron.families import FAMILIES
 
     cpu.initialize()
     hf = AutoConfig.from_pretrained(folder)
@@ -63,7 +62,7 @@ def built(folder: Path, implementation: str, dtype: str, **overrides):
 
 def passed(model, weights_by_name) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Hidden states of packed random sequences, and the gradient of a random direction in them."""
-    from miles_core.backends.megatron.plan import packed_rows
+    from miles_megatron.plan import packed_rows
 
     draw = torch.Generator().manual_seed(1)
     rows = -(-sum(LENGTHS) // 16) * 16
@@ -85,7 +84,7 @@ def apart(one: torch.Tensor, other: torch.Tensor) -> float:
 @pytest.mark.parametrize("grouped", [True, False], ids=["grouped", "sequential"])
 def test_hidden_states_and_gradients_are_those_of_the_local_layers(checkpoint, dtype, grouped):
     """Under the same names; sequences of one token and rows behind the last one included."""
-    from miles_core.backends.megatron.weights import global_parameters
+    from miles_megatron.weights import global_parameters
 
     expected, wanted = passed(built(checkpoint, "local", dtype)[0], global_parameters)
     made, _ = built(checkpoint, "transformer_engine", dtype, moe_grouped_gemm=grouped)
@@ -101,10 +100,10 @@ def test_hidden_states_and_gradients_are_those_of_the_local_layers(checkpoint, d
 @pytest.mark.parametrize("window", [None, 8])
 def test_fused_attention_is_ours(window):
     """Rope in part of a head and interleaved, with and without a window: out and gradients to bf16."""
-    from miles_core.backends.megatron import cpu, parts, te
-    from miles_core.backends.megatron.plan import packed_rows
-    from miles_core.backends.megatron.rope import Rope
-    from miles_core.backends.megatron.specs import Attention, Rotary
+    from miles_megatron import cpu, parts, te
+    from miles_megatron.plan import packed_rows
+    from miles_megatron.rope import Rope
+    from miles_megatron.specs import Attention, Rotary
 
     cpu.initialize()
     from megatron.core.transformer import TransformerConfig
@@ -133,8 +132,8 @@ def test_fused_attention_is_ours(window):
 
 def test_what_was_loaded_is_streamed_again(checkpoint):
     """Every tensor of the checkpoint, bit for bit in bf16."""
-    from miles_core.backends.megatron import weights
-    from miles_core.backends.megatron.shards import read_into, stored_tensors
+    from miles_megatron import weights
+    from miles_megatron.shards import read_into, stored_tensors
 
     made, weight_map = built(checkpoint, "transformer_engine", "bf16")
     streamed = {name: tensor.cpu() for name, tensor in weights.hf_stream(made, weight_map)}
@@ -248,9 +247,8 @@ def test_the_gpus_memory_goes_and_comes_back(run_file):
 
 def test_a_fused_step_over_small_moments_takes_little_more_than_they_do():
     """Transformer Engine widens a group's moments at once; in slices a step's peak is a slice's, and no bit changes."""
+    from miles_megatron.adam import step_in_slices
     from transformer_engine.pytorch.optimizers import FusedAdam
-
-    from miles_core.backends.megatron.adam import step_in_slices
 
     def trained(slices: bool) -> tuple[list[torch.Tensor], int]:
         torch.manual_seed(0)

@@ -82,10 +82,10 @@ def rollout(tokens: int, length: int):
 def measure(shape: str, tokens: int, length: int, steps: int, flags: list[str]) -> dict[str, object]:
     """One case, in this process."""
     import torch
+    from miles_megatron import estimate
+    from miles_megatron.resident import Resident
 
     from miles_core import packing
-    from miles_core.backends.megatron import estimate
-    from miles_core.backends.megatron.resident import Resident
     from miles_core.build import trainer_part
     from miles_core.config.architecture import architecture_of
     from miles_core.plugins.plan import prepare

@@ -82,7 +82,7 @@ class Engine:
 
     async def generate(self, request):
         """What the real one draws, noted down."""
-        from miles_core.backends.local.engine import Command
+        from miles_local.engine import Command
 
         if self._fault in THREAD and self._due(self._real.version):
             self._real._post(Command(THREAD[self._fault]))
@@ -178,7 +178,7 @@ class Faulty:
     @hookimpl("engine", name="faulty")
     def engine(self, config, tokenizer, hooks):
         """The local engine."""
-        from miles_core.backends.local.plugin import Local
+        from miles_local.plugin import Local
 
         return Engine(Local().engine(config, tokenizer, hooks), self.options.fault, self.due)
 
@@ -211,7 +211,8 @@ class Faulty:
     @hookimpl("weight_sync", name="faulty")
     def weight_sync(self, config):
         """In process, or through shared memory in which a bit flips."""
-        from miles_core.backends.sync.shared import SharedMemory
+        from miles_local.shared_memory import SharedMemory
+
         from miles_core.stages.sync import InProcess
 
         faulty = self

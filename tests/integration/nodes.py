@@ -124,7 +124,8 @@ class Told:
 
 async def placed(address: str, labels: list[str]) -> dict[str, dict]:
     """A trainer of two ranks and an engine over two nodes share the bundles of nodes with these labels."""
-    from miles_core.backends.ray.placement import RayPlacement
+    from miles_ray.placement import RayPlacement
+
     from miles_core.config.tables import Checkpoint, Perf, Rollout, RunConfig
 
     perf = Perf(placement="ray", ray_address=address, placement_timeout=20.0, placement_labels=labels, colocate=True,

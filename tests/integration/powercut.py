@@ -14,7 +14,7 @@ import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from miles_core.backends.megatron import publish
+from miles_core.record import publish
 from miles_core.testing.faults import Faults, _Tracer
 
 BLOCK = 512

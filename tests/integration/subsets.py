@@ -85,7 +85,7 @@ def draw(seed: int) -> Draw:
 
 def models(family: str) -> list[Case]:
     """Tiny models of a family: the cases that its plugin is tested with."""
-    paths = [ROOT / "tests/unit/backends/megatron/parity.toml", *sorted(ROOT.glob("plugins/*/tests/parity.toml"))]
+    paths = [ROOT / "plugins/miles-megatron/tests/parity.toml", *sorted(ROOT.glob("plugins/*/tests/parity.toml"))]
     return [case for path in paths for case in cases(path) if case.family == family]
 
 

@@ -49,7 +49,7 @@ class Watched:
         import torch
         from safetensors.torch import save_file
 
-        from miles_core.backends.local.engine import LocalEngine
+        from miles_local.engine import LocalEngine
 
         class Engine(LocalEngine):
             def dump(self):

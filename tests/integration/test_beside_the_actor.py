@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from miles_megatron.value import STD
 
-from miles_core.backends.megatron.value import STD
 from miles_core.plugins.plan import prepare
 from miles_core.record.events import read
 from miles_core.testing import survival

@@ -52,9 +52,9 @@ def test_rollout_only_imports_no_trainer_and_samples_from_the_checkpoint(run_fil
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     modules = (tmp_path / "imported.txt").read_text().split("\n")
-    assert "torch" in modules and "miles_core.backends.local.engine" in modules
+    assert "torch" in modules and "miles_local.engine" in modules
     assert not [name for name in modules if name.partition(".")[0] == "megatron"]
-    assert "miles_core.backends.megatron.step" not in modules
+    assert "miles_megatron.step" not in modules
     trained = go([run_file(), "--num-rollout", "1"], tmp_path, "both")
     alone = metrics(list(read(tmp_path / "runs/alone/events.jsonl")))
     assert alone[0]["rollout/raw_reward"] == metrics(trained)[0]["rollout/raw_reward"], "the same tokens were sampled"

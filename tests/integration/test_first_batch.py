@@ -24,7 +24,7 @@ class Other:
 
         import torch
 
-        from miles_core.backends.local.engine import LocalEngine
+        from miles_local.engine import LocalEngine
 
         class Engine(LocalEngine):
             async def update_weights(self, weights, version):

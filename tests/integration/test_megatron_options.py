@@ -13,9 +13,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from miles_megatron.flags import taken
+from miles_megatron.surface import surface
 
-from miles_core.backends.megatron.flags import taken
-from miles_core.backends.megatron.surface import surface
 from miles_core.build import trainer_part
 from miles_core.errors import MilesError
 from miles_core.plugins.plan import Plan, prepare

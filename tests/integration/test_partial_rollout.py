@@ -41,7 +41,7 @@ from miles_core.types import Drop
 
 class Watch:
     def __init__(self):
-        from miles_core.backends.local.batch import Batch
+        from miles_local.batch import Batch
 
         self.calls = Counter()
         if not hasattr(Batch, "quick_step"):

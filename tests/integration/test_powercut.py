@@ -7,8 +7,8 @@ import shutil
 from pathlib import Path
 
 import pytest
+from miles_megatron.checkpoint import latest, never_saved
 
-from miles_core.backends.megatron.checkpoint import latest, never_saved
 from miles_core.record.directory import RunDirectory
 from miles_core.record.events import EventLog, read
 from miles_core.record.replay import load_batch

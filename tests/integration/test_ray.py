@@ -14,9 +14,10 @@ import pytest
 
 ray = pytest.importorskip("ray")
 
-from miles_core.backends.ray import cluster, versions  # noqa: E402 - Ray is an extra
-from miles_core.backends.ray.host import ray_group  # noqa: E402
-from miles_core.backends.ray.placement import RayPlacement  # noqa: E402
+from miles_ray import cluster, versions  # noqa: E402 - Ray is an extra
+from miles_ray.host import ray_group  # noqa: E402
+from miles_ray.placement import RayPlacement  # noqa: E402
+
 from miles_core.config.tables import Checkpoint, Perf, Rollout, RunConfig  # noqa: E402
 from miles_core.errors import ConfigError, DiedError  # noqa: E402
 
@@ -27,7 +28,7 @@ class Arithmetic:
     """A rank that adds its number to what it is asked, over all ranks."""
 
     def __init__(self, rank):
-        from miles_core.backends.megatron import cpu
+        from miles_megatron import cpu
 
         cpu.process_group(rank, 60)
         self.rank = rank
@@ -158,7 +159,7 @@ def test_whoever_lacks_a_token_is_told_how_to_give_one(monkeypatch, tmp_path):
     """In a process of its own: Ray reads these variables once."""
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "none"))
-    run = subprocess.run([sys.executable, "-c", "from miles_core.backends.ray import cluster\n"
+    run = subprocess.run([sys.executable, "-c", "from miles_ray import cluster\n"
                           "cluster._reach = lambda address: None\n"
                           "cluster.join('127.0.0.1:1', places=1, who='--placement ray')"],
                          capture_output=True, text=True, timeout=60)

@@ -10,7 +10,7 @@ from miles_core.testing.resharding import reshard_parity
 from tests.integration.samples import sampled
 
 ROOT = Path(__file__).parents[2]
-FILES = [ROOT / "tests/unit/backends/megatron/parity.toml", *sorted(ROOT.glob("plugins/*/tests/parity.toml"))]
+FILES = [ROOT / "plugins/miles-megatron/tests/parity.toml", *sorted(ROOT.glob("plugins/*/tests/parity.toml"))]
 
 SAMPLE = ("Qwen3", "Qwen3-MoE", "Gemma 3, text", "GLM-4-0414", "Llama 3", "Llama with biases", "DeepSeek-V3", "GLM-4.5",
           "MiniMax-M2", "Qwen2 with windows", "Qwen3-Next")

@@ -84,9 +84,10 @@ def server(config):
 @contextlib.contextmanager
 def serving(config: RunConfig, name: str):
     """The URL of a server of its own, with its log in the run's folder."""
-    from miles_core.backends.sglang.arguments import command, environment
-    from miles_core.backends.sglang.client import Client
-    from miles_core.backends.sglang.server import ServerProcess
+    from miles_sglang.arguments import command, environment
+    from miles_sglang.client import Client
+    from miles_sglang.server import ServerProcess
+
     from miles_core.errors import MilesError
     from miles_core.types import Seat
 
@@ -118,7 +119,7 @@ def serving(config: RunConfig, name: str):
 @pytest.fixture
 def beside(config, tokenizer, server):
     """(address, mode=, **[sglang] options) -> an engine that uses a server that runs, by default the real one."""
-    from miles_core.backends.sglang.engine import SglangEngine
+    from miles_sglang.engine import SglangEngine
 
     def make(address: str | None = None, *, mode: str = "retract", **options):
         sglang = replace(config.sglang, rollout_external=True, server_command=[], **{

@@ -283,7 +283,7 @@ def test_a_fault_that_passes_loses_and_doubles_nothing(beside, server, models, k
 
 @pytest.mark.parametrize(("kind", "words"), [("500", "the proxy says so"), ("wrong version", "version '77'")])
 def test_a_fault_that_stays_is_an_error_in_bounded_time(beside, server, models, kind, words, monkeypatch):
-    monkeypatch.setattr("miles_core.backends.sglang.engine.RETRIES", 3)
+    monkeypatch.setattr("miles_sglang.engine.RETRIES", 3)
     begin = time.monotonic()
     with pytest.raises(EngineError, match=f"failed 4 times.*{words}"):
         asyncio.run(faulted(beside, server, models, "/generate", kind, 10**6))
@@ -361,7 +361,8 @@ def test_deaths_of_server_and_router_in_mid_rollout(config, tokenizer, models, m
     from dataclasses import replace
     from pathlib import Path
 
-    from miles_core.backends.sglang.engine import SglangEngine
+    from miles_sglang.engine import SglangEngine
+
     from miles_core.stages.placement import Local
 
     beside_python = Path(config.sglang.server_command[0]).parent  # smg may be there alone

@@ -11,14 +11,14 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import serving
+from miles_sglang.server_extension.miles_sums import sums
+from miles_sglang.sync.broadcast import BroadcastSender
+from miles_sglang.sync.disk import DeltaSender, DiskSender
+from miles_sglang.sync.ipc import IpcSender
+from miles_sglang.sync.sender import Settings
+from miles_sglang.sync.servers import Reports, Target, load, plain
 from safetensors.torch import load_file, save_file
 
-from miles_core.backends.sglang.served.miles_sums import sums
-from miles_core.backends.sync.broadcast import BroadcastSender
-from miles_core.backends.sync.disk import DeltaSender, DiskSender
-from miles_core.backends.sync.ipc import IpcSender
-from miles_core.backends.sync.sender import Settings
-from miles_core.backends.sync.servers import Reports, Target, load, plain
 from miles_core.types import Rank
 
 KINDS = {"ipc": IpcSender, "broadcast": BroadcastSender, "disk": DiskSender, "disk-delta": DeltaSender}

@@ -13,14 +13,14 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from miles_sglang.client import Failed
+from miles_sglang.engine import SglangEngine
+from miles_sglang.router import Router
+from miles_sglang.sync.sequence import ServerSync
 from scenes import PROMPT, ask
 from test_conformance import check, processes
 from test_sync import KINDS, Settings, Trainer
 
-from miles_core.backends.sglang.client import Failed
-from miles_core.backends.sglang.engine import SglangEngine
-from miles_core.backends.sglang.router import Router
-from miles_core.backends.sync.sequence import ServerSync
 from miles_core.config.tables import Debug
 from miles_core.hosts import ThreadHost
 from miles_core.stages.placement import Local

@@ -11,16 +11,16 @@ from functools import partial
 
 import pytest
 import torch
+from miles_local.weights import read_tensors
+from miles_sglang.sync.broadcast import BroadcastSender
+from miles_sglang.sync.disk import DeltaSender, DiskSender
+from miles_sglang.sync.ipc import IpcSender
+from miles_sglang.sync.sender import Servers, Settings
+from miles_sglang.sync.sequence import ServerSync
+from miles_sglang.sync.servers import Target
 from safetensors.torch import save_file
 from scenes import PROMPT, ask
 
-from miles_core.backends.local.weights import read_tensors
-from miles_core.backends.sync.broadcast import BroadcastSender
-from miles_core.backends.sync.disk import DeltaSender, DiskSender
-from miles_core.backends.sync.ipc import IpcSender
-from miles_core.backends.sync.sender import Servers, Settings
-from miles_core.backends.sync.sequence import ServerSync
-from miles_core.backends.sync.servers import Target
 from miles_core.errors import SyncError
 from miles_core.hosts import ThreadHost
 from miles_core.types import Rank

@@ -94,7 +94,8 @@ def share(got, wanted, plain):
 @pytest.mark.parametrize("kind", CASES)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_model_rounds_as_transformers_with_rounded_layers(recipe, kind, tmp_path, monkeypatch, prompts):
-    from miles_core.backends.megatron import cpu, model, weights
+    from miles_megatron import cpu, model, weights
+
     from miles_core.testing.parity import _initialized
 
     if not _initialized():

@@ -15,10 +15,10 @@ from miles_fp8.hardware import Device, emulated
 from miles_fp8.plugin import Fp8, Fp8Options
 from miles_fp8.recipe import RECIPES, SCALES, WEIGHTS, Held, linear, of_checkpoint
 from miles_fp8.stream import plain, quantised
+from miles_megatron.commands.convert import command
 from safetensors.torch import load_file, save_file
 
-from miles_core.backends.sync.buckets import Cutter
-from miles_core.cli.convert import command
+from miles_core.buckets import Cutter
 from miles_core.errors import CheckpointError, ConfigError, EngineError
 from miles_core.plugins.plan import prepare
 

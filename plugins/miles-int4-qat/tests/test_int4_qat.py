@@ -13,9 +13,9 @@ import torch
 from miles_int4_qat.names import check_width
 from miles_int4_qat.quantise import rounded
 from miles_int4_qat.stream import unpacked
+from miles_megatron import cpu
 from safetensors.torch import load_file
 
-from miles_core.backends.megatron import cpu
 from miles_core.errors import CheckpointError, ConfigError
 from miles_core.plugins.plan import prepare
 from miles_core.record.events import read
@@ -301,9 +301,8 @@ def test_the_reference_computes_as_the_actor_does_or_plainly(models, plan, one):
 def test_what_engines_are_sent(models, plan, name):
     """By their checkpoint: the tensors of an int4 one, names, dtypes and bits; rounded weights under plain names."""
     from miles_int4_qat.plugin import Int4Qat, Int4QatOptions
+    from miles_megatron.families import FAMILIES
     from transformers import AutoConfig
-
-    from miles_core.backends.megatron.families import FAMILIES
 
     source, hf = tensors(models / name), AutoConfig.from_pretrained(models / name)
     for engine in (f"{name}-int4", name):

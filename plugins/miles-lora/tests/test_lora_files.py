@@ -13,10 +13,10 @@ from miles_lora.merging import Base, merged
 from miles_lora.plugin import Lora, LoraOptions
 from miles_lora.served import modules
 from miles_lora.targets import added, alone, names_of, targets
+from miles_megatron import cpu
+from miles_megatron.specs import Rule, WeightMap
 from safetensors.torch import load_file
 
-from miles_core.backends.megatron import cpu
-from miles_core.backends.megatron.specs import Rule, WeightMap
 from miles_core.build import trainer_part
 from miles_core.config.tables import Perf, Rollout, RunConfig
 from miles_core.errors import CheckpointError, ConfigError, SyncError
@@ -188,7 +188,8 @@ def test_a_run_is_the_same_whether_weights_travel_merged_or_adapters_alone(tmp_p
 
 def test_an_engine_alone_serves_the_adapters_that_it_is_given(checkpoint, adapter, merged):
     """--debug-rollout-only: nobody trains, and the local engine reads the base and the PEFT directory."""
-    from miles_core.backends.local.weights import read_tensors
+    from miles_local.weights import read_tensors
+
     from miles_core.config.tables import Debug
 
     plugin = Lora(LoraOptions(lora_alpha=12.0, lora_adapter_path=str(adapter())),

@@ -278,9 +278,8 @@ def test_a_critic_reads_the_same_checkpoint_and_leaves_the_layers_to_the_actor(c
 
 def test_what_the_engine_is_sent(checkpoint, plan):
     """An engine that speculates gets the layers; the local one, which does not know them, gets the policy."""
+    from miles_megatron.families import FAMILIES
     from transformers import Qwen3Config
-
-    from miles_core.backends.megatron.families import FAMILIES
 
     folder = checkpoint("mtp")
     weight_map = FAMILIES["qwen3"].weight_map(Qwen3Config.from_pretrained(folder))

@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from miles_megatron.specs import Rule, WeightMap
 from miles_mtp.names import SCHEMES, Layers, layers_of
 from miles_mtp.plugin import Mtp, MtpOptions
 from safetensors.torch import save_file
 
-from miles_core.backends.megatron.specs import Rule, WeightMap
 from miles_core.config.load import with_values
 from miles_core.config.tables import RunConfig
 from miles_core.errors import ConfigError

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from miles_local.engine import LocalEngine
 from miles_r3.plugin import R3, R3Options
 
-from miles_core.backends.local.engine import LocalEngine
 from miles_core.config.tables import RunConfig
 from miles_core.stages.rollout import Request, SamplingParams, to_sample
 from miles_core.types import Batch, Group, Prompt

@@ -9,10 +9,10 @@ import mixture
 import numpy as np
 import pytest
 import torch
+from miles_megatron import cpu
 from miles_r3.answers import routes_of
 from miles_r3.plugin import Sizes
 
-from miles_core.backends.megatron import cpu
 from miles_core.errors import ConfigError, EngineError, TrainError, UnknownKeyError
 from miles_core.plugins.bind import bind
 from miles_core.plugins.plan import prepare

@@ -4,9 +4,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from miles_megatron.decoder import DecoderFamily, LayerNorms
 from miles_specs_gemma.families import gemma2, gemma3_text
 
-from miles_core.backends.megatron.decoder import DecoderFamily, LayerNorms
 from miles_core.errors import ConfigError
 from miles_core.testing.parity import TINY, cases, model_parity
 

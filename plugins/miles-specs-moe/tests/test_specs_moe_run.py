@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from miles_megatron import estimate
 from safetensors.torch import load_file, save_file
 
-from miles_core.backends.megatron import estimate
 from miles_core.plugins.plan import prepare
 from miles_core.record.events import read
 from miles_core.testing.forked import miles

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from miles_megatron import cpu, model
+from miles_megatron.plan import packed_rows
 from miles_specs_qwen3next import delta, mixer
 
-from miles_core.backends.megatron import cpu, model
-from miles_core.backends.megatron.plan import packed_rows
 from miles_core.testing.parity import LENGTHS, cases, family_of, model_parity, random_model
 
 CASES = cases(Path(__file__).with_name("parity.toml"))

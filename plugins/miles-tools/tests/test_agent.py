@@ -9,13 +9,13 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from miles_local.engine import LocalEngine
 from miles_tools import agent_call
 from miles_tools.agent import Agents, check, reward_of, told
 from miles_tools.agent_call import AgentFailed, load_function, result_of
 from miles_tools.plugin import ToolsOptions
 
 from miles_core import rng
-from miles_core.backends.local.engine import LocalEngine
 from miles_core.columns import Columns
 from miles_core.config.tables import Checkpoint, Rollout, RunConfig
 from miles_core.errors import ConfigError, EngineError, RewardError

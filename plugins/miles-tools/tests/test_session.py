@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from miles_local.engine import LocalEngine
 from miles_tools import session_server
 from miles_tools.session import Failure, Session
 from miles_tools.session_server import SessionServer
 from miles_tools.template import Template
 
 from miles_core import rng
-from miles_core.backends.local.engine import LocalEngine
 from miles_core.columns import Columns
 from miles_core.errors import EngineError
 from miles_core.stages.rollout import Generation, Response, SamplingParams

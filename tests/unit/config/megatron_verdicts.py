@@ -21,19 +21,17 @@ import traceback
 
 import torch
 import torch.distributed as dist
+from miles_megatron import cpu
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig
-
-from miles_core.backends.megatron import cpu
 
 cpu.install()
 
 from megatron.core import num_microbatches_calculator, parallel_state, tensor_parallel  # noqa: E402 - after install()
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func  # noqa: E402
 from megatron.core.transformer.moe.moe_layer import MoELayer  # noqa: E402
-
-from miles_core.backends.megatron import joins, model  # noqa: E402
-from miles_core.backends.megatron.plugin import Megatron  # noqa: E402
+from miles_megatron import joins, model  # noqa: E402
+from miles_megatron.plugin import Megatron  # noqa: E402
 
 STAGES = ("groups", "batch", "config", "build", "export", "forward", "schedule")
 

@@ -3,8 +3,8 @@
 import json
 
 import pytest
+from miles_megatron import estimate
 
-from miles_core.backends.megatron import estimate
 from miles_core.config.architecture import architecture_of
 from miles_core.config.load import with_values
 from miles_core.config.tables import RunConfig

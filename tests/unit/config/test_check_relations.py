@@ -4,8 +4,8 @@ import json
 import socket
 
 import pytest
+from miles_sglang import hardware as served
 
-from miles_core.backends.sglang import hardware as served
 from miles_core.config import hardware
 from miles_core.errors import MilesError
 

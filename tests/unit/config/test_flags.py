@@ -1,10 +1,10 @@
 """Every spelling that is accepted changes the key that it names; every other gets a sentence with what to write."""
 
 import pytest
+from miles_megatron.flags import megatron_lm_flags
+from miles_megatron.surface import surface
+from miles_sglang.forwarded import surface_of
 
-from miles_core.backends.megatron.flags import megatron_lm_flags
-from miles_core.backends.megatron.surface import surface
-from miles_core.backends.sglang.forwarded import surface_of
 from miles_core.config.flags import miles_flags
 from miles_core.config.load import load
 from miles_core.config.options import options_of

@@ -14,17 +14,17 @@ from miles_fp8.directory import convert as to_fp8
 from miles_fp8.recipe import Held
 from miles_int4_qat.conversion import convert as to_int4
 from miles_int4_qat.names import stated
+from miles_local.weights import eos_ids
 from miles_lora import peft
+from miles_megatron.convert import architecture
+from miles_megatron.shards import stored_tensors, tensor_files
+from miles_megatron.weights import refuse_quantised
 from miles_mtp.names import _own_layers
 from miles_opd.vocabulary import check_vocabulary
 from miles_report.commands.diff import diff
 from miles_report.commands.doctor import doctor
 from miles_report.report import write_report
 
-from miles_core.backends.local.weights import eos_ids
-from miles_core.backends.megatron.convert import architecture
-from miles_core.backends.megatron.shards import stored_tensors, tensor_files
-from miles_core.backends.megatron.weights import refuse_quantised
 from miles_core.build import load_tokenizer, with_context
 from miles_core.config.check import check
 from miles_core.errors import ConfigError, DataError, ManifestError, MilesError

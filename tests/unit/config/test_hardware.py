@@ -1,8 +1,8 @@
 """What follows from the hardware that a run asks for, and yields to what somebody says; what excludes itself."""
 
 import pytest
+from miles_sglang import hardware
 
-from miles_core.backends.sglang import hardware
 from miles_core.errors import ConfigError
 
 BATCH = ("--rollout-batch-size", 8, "--n-samples-per-prompt", 4)

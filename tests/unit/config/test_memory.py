@@ -4,10 +4,10 @@ import json
 from dataclasses import replace
 
 import pytest
+from miles_megatron import estimate
+from miles_megatron import memory_plan as memory
+from miles_megatron.layout import Layout
 
-from miles_core.backends.megatron import estimate
-from miles_core.backends.megatron import memory_plan as memory
-from miles_core.backends.megatron.layout import Layout
 from miles_core.config.architecture import Architecture
 from miles_core.config.tables import Perf, RunConfig
 from miles_core.errors import ConfigError
@@ -28,10 +28,9 @@ def described(sparse: bool, layers: int, tied: bool = False, **layout) -> estima
 @pytest.fixture(scope="module")
 def built():
     """(sparse, layers) -> a Megatron model in bf16."""
+    from miles_megatron import cpu, model
+    from miles_megatron.families import FAMILIES
     from transformers import Qwen3Config, Qwen3MoeConfig
-
-    from miles_core.backends.megatron import cpu, model
-    from miles_core.backends.megatron.families import FAMILIES
 
     cpu.initialize()
 
@@ -54,8 +53,7 @@ def test_parameters_are_counted_exactly(built, sparse):
 def test_what_a_layer_keeps_is_what_autograd_saves(built, sparse):
     """The local layers keep q, k and v as one tensor beside the copy that the norm of q reads: as much again as q."""
     import torch
-
-    from miles_core.backends.megatron.plan import packed_rows
+    from miles_megatron.plan import packed_rows
 
     def saved(layers: int) -> int:
         model, found = built(sparse, layers), {}
@@ -81,8 +79,7 @@ def test_what_a_layer_keeps_is_what_autograd_saves(built, sparse):
 def test_the_peak_of_the_log_probs_is_what_torch_allocates():
     """Forward and backward in bf16, by torch's own record of the CPU's allocations."""
     import torch
-
-    from miles_core.backends.megatron.logprob import token_log_probs
+    from miles_megatron.logprob import token_log_probs
 
     tokens, vocab, hidden, chunk = 4096, 8192, 256, 512
     states = torch.randn(tokens, hidden).bfloat16().requires_grad_()

@@ -3,8 +3,8 @@
 import json
 
 import pytest
+from miles_megatron.on_policy import DEEPEST, LONGEST
 
-from miles_core.backends.megatron.on_policy import DEEPEST, LONGEST
 from miles_core.errors import ConfigError
 
 DENSE = {"model_type": "qwen3", "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4,
@@ -68,7 +68,7 @@ def test_a_bound_that_is_given_or_the_models_own_stays(on_policy):
 
 
 def test_the_limits_are_those_of_the_code():
-    from miles_core.backends.local.decode import PLAIN_DEPTH
-    from miles_core.backends.megatron.attention import EXACT_KEYS
+    from miles_local.decode import PLAIN_DEPTH
+    from miles_megatron.attention import EXACT_KEYS
 
     assert (LONGEST, DEEPEST) == (EXACT_KEYS, PLAIN_DEPTH)

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from miles_local.sampling import Draws, StopStrings, draw
 
-from miles_core.backends.local.sampling import Draws, StopStrings, draw
 from miles_core.config.tables import Algorithm
 from miles_core.errors import ConfigError
 from miles_core.kl import approximate_kl

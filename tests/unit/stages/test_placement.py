@@ -4,9 +4,9 @@ import asyncio
 import dataclasses
 
 import pytest
+from miles_ray.cluster import Bundle, capacity
+from miles_ray.placement import seats as ray_seats
 
-from miles_core.backends.ray.cluster import Bundle, capacity
-from miles_core.backends.ray.placement import seats as ray_seats
 from miles_core.config.environment import environment, relevant
 from miles_core.config.tables import Checkpoint, Perf, Rollout, RunConfig
 from miles_core.errors import ConfigError

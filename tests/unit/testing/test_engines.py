@@ -326,9 +326,8 @@ def one_thread():
 
 
 def test_the_local_engine_passes(one_thread):
+    from miles_local.engine import LocalEngine
     from safetensors.torch import load_file
-
-    from miles_core.backends.local.engine import LocalEngine
 
     folder = tiny_checkpoint()
     tensors = load_file(folder / "model.safetensors")

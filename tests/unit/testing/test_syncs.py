@@ -14,7 +14,7 @@ from miles_core.testing.canned import Planted
 
 
 def test_syncs_pass():
-    from miles_core.backends.sync.shared import SharedMemory
+    from miles_local.shared_memory import SharedMemory
 
     config = RunConfig(checkpoint=Checkpoint(hf_checkpoint=str(tiny_checkpoint())),
                        perf=Perf(bf16=False, update_weight_buffer_size=2000, weight_sync_timeout=20.0))

@@ -71,8 +71,8 @@ def _of_checkpoint(config: RunConfig, name: str) -> tuple[object] | None:
 
 def _of_megatron(config: RunConfig, name: str) -> tuple[object] | None:
     """What was set, else Megatron-LM's default; no default of what only the checkpoint knows."""
-    from miles_core.backends.megatron.flags import megatron_lm_defaults
-    from miles_core.backends.megatron.surface import surface
+    from miles_megatron.flags import megatron_lm_defaults
+    from miles_megatron.surface import surface
 
     if name in config.surface("megatron"):
         return (config.surface("megatron")[name],)

@@ -6,9 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from miles_megatron.layout import layout_of
+
 from miles_compat.args import Args
 from miles_compat.paths import SHAPES, function_at
-from miles_core.backends.megatron.layout import layout_of
 from miles_core.config import RunConfig, option
 from miles_core.errors import ConfigError
 from miles_core.hookspecs import hookimpl

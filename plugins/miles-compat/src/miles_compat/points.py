@@ -129,7 +129,8 @@ def advice(flag: str) -> str:
     Raises:
         KeyError: there is no such flag in the lists, or it is taken.
     """
-    from miles_core.backends.megatron.flags import megatron_lm_flags
+    from miles_megatron.flags import megatron_lm_flags
+
     from miles_core.config.flags import miles_flags, miles_list
 
     if flag in miles_flags():

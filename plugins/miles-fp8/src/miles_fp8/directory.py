@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from miles_local.weights import read_tensors
+from miles_megatron.shards import stored_tensors, tensor_files
+from miles_megatron.weights import export_hf
 
-from miles_core.backends.local.weights import read_tensors
-from miles_core.backends.megatron.shards import stored_tensors, tensor_files
-from miles_core.backends.megatron.weights import export_hf
 from miles_core.errors import CheckpointError
 from miles_core.reading import parse_json, reading
 from miles_fp8.recipe import Held, plain_modules

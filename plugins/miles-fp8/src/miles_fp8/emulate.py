@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+from miles_megatron import cpu
+from miles_megatron.substitute import substitute
 
-from miles_core.backends.megatron import cpu
-from miles_core.backends.megatron.substitute import substitute
 from miles_fp8.recipe import ROWS, WEIGHTS, Tiles
 from miles_fp8.rounding import rounded
 

@@ -28,8 +28,7 @@ class Device:
     def here(cls) -> Device:
         """This process's."""
         import torch
-
-        from miles_core.backends.megatron import cpu
+        from miles_megatron import cpu
 
         if cpu.no_cuda():
             return cls()

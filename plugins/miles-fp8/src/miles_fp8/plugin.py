@@ -17,8 +17,7 @@ from miles_fp8.recipe import RECIPES, WEIGHTS, Held, of_checkpoint
 
 if TYPE_CHECKING:
     import torch
-
-    from miles_core.backends.megatron.specs import ModelSpec
+    from miles_megatron.specs import ModelSpec
 
 logger = logging.getLogger(__name__)
 

@@ -144,7 +144,7 @@ def _scaled(folder: Path) -> frozenset[str] | None:
     """Names of scales in a folder's files; None where it holds a configuration alone."""
     if not any(folder.glob("*.safetensors")):
         return None
-    from miles_core.backends.megatron.shards import tensor_files
+    from miles_megatron.shards import tensor_files
 
     found = frozenset(name for name in tensor_files(folder) if name.endswith(SCALES))
     if not found:

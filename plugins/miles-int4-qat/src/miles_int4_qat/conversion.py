@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from miles_megatron.readers import Readers
+from miles_megatron.shards import tensor_files
+from miles_megatron.weights import export_hf
 
-from miles_core.backends.megatron.readers import Readers
-from miles_core.backends.megatron.shards import tensor_files
-from miles_core.backends.megatron.weights import export_hf
 from miles_core.errors import CheckpointError, ConfigError
 from miles_core.reading import parse_json, reading
 from miles_int4_qat.names import check_width, chosen, quantization_config

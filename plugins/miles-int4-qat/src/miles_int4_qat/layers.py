@@ -7,11 +7,11 @@ from functools import partial
 from typing import Any
 
 import torch
+from miles_megatron import cpu
+from miles_megatron.specs import WeightMap
+from miles_megatron.substitute import substitute_all
+from miles_megatron.weights import global_parameters, instances
 
-from miles_core.backends.megatron import cpu
-from miles_core.backends.megatron.specs import WeightMap
-from miles_core.backends.megatron.substitute import substitute_all
-from miles_core.backends.megatron.weights import global_parameters, instances
 from miles_core.errors import ConfigError
 from miles_int4_qat.names import check_width
 from miles_int4_qat.quantise import fake_quantised

@@ -91,7 +91,7 @@ def packed_names(folder: Path, said: Stated, names: Collection[str]) -> frozense
     Raises:
         CheckpointError: the files hold scales for groups of another size than config.json says.
     """
-    from miles_core.backends.megatron.shards import stored_tensors, tensor_files
+    from miles_megatron.shards import stored_tensors, tensor_files
 
     if not any(folder.glob("*.safetensors")):
         return frozenset(name for name in chosen(names, "linears") if not _ignored(name, said.ignore))
@@ -183,7 +183,7 @@ def differing(option: str, wanted: Collection[str], there: Collection[str], who:
     Raises:
         ConfigError: the run names other layers than the engine's checkpoint has in int4.
     """
-    from miles_core.backends.megatron.shards import few
+    from miles_megatron.shards import few
 
     if wanted := set(wanted) ^ set(there):
         raise ConfigError("the engine's checkpoint has other layers in int4 than the run trains for",

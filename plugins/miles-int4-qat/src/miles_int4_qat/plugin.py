@@ -16,8 +16,8 @@ from miles_core.plugins.resolve import chosen as part
 
 if TYPE_CHECKING:
     import torch
+    from miles_megatron.specs import ModelSpec, WeightMap
 
-    from miles_core.backends.megatron.specs import ModelSpec, WeightMap
     from miles_core.columns import Packed
     from miles_int4_qat.names import Stated
 
@@ -141,7 +141,8 @@ class Int4Qat:
     @functools.cached_property
     def _names(self) -> frozenset[str]:
         """Of the weights that are int4."""
-        from miles_core.backends.megatron.weights import instances
+        from miles_megatron.weights import instances
+
         from miles_int4_qat.names import chosen, differing, packed_names
 
         inside = [name for ours, _, names in instances(cast("WeightMap", self._map))

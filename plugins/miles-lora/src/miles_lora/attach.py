@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from miles_megatron import cpu, joins
+from miles_megatron.specs import WeightMap
+from miles_megatron.weights import global_parameters, instances
 
-from miles_core.backends.megatron import cpu, joins
-from miles_core.backends.megatron.specs import WeightMap
-from miles_core.backends.megatron.weights import global_parameters, instances
 from miles_core.errors import ConfigError
 from miles_lora.layers import COLUMN, ROW, Adapters, Place
 from miles_lora.targets import Target

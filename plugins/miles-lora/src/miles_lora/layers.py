@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from miles_megatron import cpu, joins
+from miles_megatron.specs import WeightMap
 
-from miles_core.backends.megatron import cpu, joins
-from miles_core.backends.megatron.specs import WeightMap
 from miles_lora.targets import Target
 
 cpu.install()

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from miles_megatron.readers import Readers
+from miles_megatron.shards import tensor_files
+from miles_megatron.weights import export_hf
 
-from miles_core.backends.megatron.readers import Readers
-from miles_core.backends.megatron.shards import tensor_files
-from miles_core.backends.megatron.weights import export_hf
 from miles_core.errors import CheckpointError
 from miles_lora import peft
 from miles_lora.merging import merge

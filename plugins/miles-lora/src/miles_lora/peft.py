@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from miles_megatron.readers import Readers
+from miles_megatron.shards import tensor_files
 from safetensors.torch import save_file
 
-from miles_core.backends.megatron.publish import publish
-from miles_core.backends.megatron.readers import Readers
-from miles_core.backends.megatron.shards import tensor_files
 from miles_core.errors import CheckpointError, ConfigError
 from miles_core.reading import parse_json
+from miles_core.record.publish import publish
 from miles_lora.targets import adapter_of
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

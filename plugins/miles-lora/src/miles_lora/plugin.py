@@ -15,8 +15,8 @@ from miles_core.plugins.resolve import chosen
 
 if TYPE_CHECKING:
     import torch
+    from miles_megatron.specs import ModelSpec, WeightMap
 
-    from miles_core.backends.megatron.specs import ModelSpec, WeightMap
     from miles_core.columns import Packed
     from miles_core.stages.rollout import Request
     from miles_core.stages.sync import WeightSync
@@ -153,7 +153,8 @@ class Lora:
         if not self.alone:
             yield from merged(stream, self._shape().scale)
             return
-        from miles_core.backends.megatron.weights import hf_stream
+        from miles_megatron.weights import hf_stream
+
         from miles_lora.targets import adapter_of, alone
 
         yield from hf_stream(self._chunks, alone(cast("WeightMap", self._map)))

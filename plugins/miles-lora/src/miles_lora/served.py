@@ -18,7 +18,7 @@ def modules(checkpoint: Path, wanted: Sequence[str], excluded: Sequence[str]) ->
     Raises:
         ConfigError: a part of what SGLang keeps as one layer, or experts.
     """
-    from miles_core.backends.megatron.shards import tensor_files
+    from miles_megatron.shards import tensor_files
 
     names = [name for name in tensor_files(checkpoint) if ".layers." in name and name.endswith(".weight")]
     known = {last(name) for name in names if LINEAR.search(last(name))}

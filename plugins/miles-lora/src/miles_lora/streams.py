@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from miles_megatron.specs import WeightMap
+from miles_megatron.weights import global_parameters, load_hf
 
-from miles_core.backends.megatron.specs import WeightMap
-from miles_core.backends.megatron.weights import global_parameters, load_hf
 from miles_lora import peft
 from miles_lora.merging import Stream, merged
 from miles_lora.targets import adapter_of, alone

@@ -1,10 +1,10 @@
 """The weight sync "adapter": the base travels once, as it would without adapters; after that adapters alone.
 
 To SGLang they go as one request for each server, bytes included. The order around it is that of every sync with
-servers (backends/sync/sequence.py): the engine is paused, and serves again when the version is confirmed. That a server
-has the adapter it says itself. It cannot be asked for sums of its bits, as of the base: the adapter gets its place on
-the device with the first request, and the check of SHA-256 that the request offers ends a server of SGLang 0.5.16 also
-where all are right (its AttributeError: tp_rank).
+servers (miles_sglang/sync/sequence.py): the engine is paused, and serves again when the version is confirmed. That a
+server has the adapter it says itself. It cannot be asked for sums of its bits, as of the base: the adapter gets its
+place on the device with the first request, and the check of SHA-256 that the request offers ends a server of SGLang
+0.5.16 also where all are right (its AttributeError: tp_rank).
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
+from miles_sglang.sync.sender import Settings
+from miles_sglang.sync.sequence import ServerSync
+from miles_sglang.sync.servers import Target, for_all, get, post
 
-from miles_core.backends.sync.sender import Settings
-from miles_core.backends.sync.sequence import ServerSync
-from miles_core.backends.sync.servers import Target, for_all, get, post
 from miles_core.errors import SyncError
 from miles_core.plugins.resolve import chosen
 from miles_core.types import Rank
@@ -44,7 +44,7 @@ def weight_sync(config: RunConfig, shape: Shape, name: str, backed_up: bool) -> 
     if chosen(config, "engine") == "sglang":
         return AdapterSync(config, shape, name, backed_up)
     if config.perf.placement == "local" and config.perf.trainer_host == "process":
-        from miles_core.backends.sync.shared import SharedMemory
+        from miles_local.shared_memory import SharedMemory
 
         return SharedMemory(config)
     from miles_core.stages.sync import InProcess
@@ -62,8 +62,8 @@ class AdapterSync(ServerSync):
         self._forgetful = bool(config.perf.colocate and config.perf.offload_rollout and not backed_up)
 
     def _made(self, targets: tuple[Target, ...]) -> Sender:
-        from miles_core.backends.sync.broadcast import BroadcastSender
-        from miles_core.backends.sync.ipc import IpcSender
+        from miles_sglang.sync.broadcast import BroadcastSender
+        from miles_sglang.sync.ipc import IpcSender
 
         base = (IpcSender if self._colocated else BroadcastSender)(self._settings, targets)
         return AdapterSender(self._settings, targets, base, self._shape, self._name, first=self._new,

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from miles_core.backends.megatron.specs import Rule, WeightMap
+from miles_megatron.specs import Rule, WeightMap
+
 from miles_core.errors import ConfigError
 
 ALL = "all-linear"

@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from miles_megatron import cpu
+from miles_megatron.logprob import token_log_probs
+from miles_megatron.model import LanguageModel, layer_spec
+from miles_megatron.parts import parts_of
+from miles_megatron.plan import packed_rows
+from miles_megatron.specs import ModelSpec
 
-from miles_core.backends.megatron import cpu
-from miles_core.backends.megatron.logprob import token_log_probs
-from miles_core.backends.megatron.model import LanguageModel, layer_spec
-from miles_core.backends.megatron.parts import parts_of
-from miles_core.backends.megatron.plan import packed_rows
-from miles_core.backends.megatron.specs import ModelSpec
 from miles_core.columns import Packed
 from miles_core.errors import ConfigError
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
-from miles_core.backends.megatron.specs import Rule, WeightMap
+from miles_megatron.specs import Rule, WeightMap
+
 from miles_core.errors import ConfigError
 from miles_core.reading import parse_json
 
@@ -141,7 +142,7 @@ def _depth(weight_map: WeightMap) -> int:
 
 def _present(folder: Path) -> Collection[str]:
     """Names of a folder's tensors; none where it holds a configuration alone."""
-    from miles_core.backends.megatron.shards import tensor_files
+    from miles_megatron.shards import tensor_files
 
     return tensor_files(folder) if any(folder.glob("*.safetensors")) else ()
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, cast
 
-from miles_core.backends.megatron.layout import layout_of
+from miles_megatron.layout import layout_of
+
 from miles_core.config import RunConfig, option
 from miles_core.errors import ConfigError
 from miles_core.hookspecs import hookimpl
@@ -15,9 +16,9 @@ from miles_core.plugins.resolve import chosen
 
 if TYPE_CHECKING:
     import torch
+    from miles_megatron.model import LanguageModel
+    from miles_megatron.specs import ModelSpec, WeightMap
 
-    from miles_core.backends.megatron.model import LanguageModel
-    from miles_core.backends.megatron.specs import ModelSpec, WeightMap
     from miles_core.columns import Packed
     from miles_core.stages.loss import LossInputs
     from miles_mtp.layers import Predictors
@@ -57,7 +58,7 @@ class Mtp:
     @hookimpl
     def weight_map(self, weight_map: WeightMap, folder: Path, model: str) -> WeightMap:
         """The layers' tensors belong to the actor; other models leave them in the checkpoint."""
-        from miles_core.backends.megatron.weights import instances
+        from miles_megatron.weights import instances
 
         layers = self._layers(folder)
         added = layers.added(weight_map)

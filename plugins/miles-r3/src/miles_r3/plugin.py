@@ -17,8 +17,8 @@ from miles_core.hookspecs import hookimpl
 
 if TYPE_CHECKING:
     import torch
+    from miles_megatron.specs import ModelSpec
 
-    from miles_core.backends.megatron.specs import ModelSpec
     from miles_core.columns import Packed
     from miles_core.stages.rollout import Request, Response
     from miles_core.stages.step import TrainerAccess

@@ -18,8 +18,8 @@ from typing import Any, cast
 import numpy as np
 import torch
 import torch.distributed as dist
+from miles_megatron import cpu
 
-from miles_core.backends.megatron import cpu
 from miles_core.columns import Align, grid
 from miles_core.errors import TrainError
 from miles_core.types import Sample

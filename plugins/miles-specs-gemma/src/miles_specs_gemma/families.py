@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from miles_core.backends.megatron.decoder import Decoder, LayerNorms, by_layer_type, refuse, rotary
-from miles_core.backends.megatron.specs import Attention, Rotary
+from miles_megatron.decoder import Decoder, LayerNorms, by_layer_type, refuse, rotary
+from miles_megatron.specs import Attention, Rotary
 
 _NORMS = LayerNorms(before_mlp="pre_feedforward_layernorm", after_attention="post_attention_layernorm",
                     after_mlp="post_feedforward_layernorm")  # fmt: skip

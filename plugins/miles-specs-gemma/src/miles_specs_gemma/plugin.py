@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from miles_core.hookspecs import hookimpl
 
 if TYPE_CHECKING:
-    from miles_core.backends.megatron.specs import Family
+    from miles_megatron.specs import Family
 
 
 class SpecsGemma:
@@ -16,7 +16,8 @@ class SpecsGemma:
     @hookimpl("model_spec", name="gemma2")
     def gemma2(self, hf_config: Any) -> Family:
         """Gemma 2."""
-        from miles_core.backends.megatron.decoder import DecoderFamily
+        from miles_megatron.decoder import DecoderFamily
+
         from miles_specs_gemma.families import gemma2
 
         return DecoderFamily(gemma2)
@@ -24,7 +25,8 @@ class SpecsGemma:
     @hookimpl("model_spec", name="gemma3_text")
     def gemma3_text(self, hf_config: Any) -> Family:
         """The text models of Gemma 3."""
-        from miles_core.backends.megatron.decoder import DecoderFamily
+        from miles_megatron.decoder import DecoderFamily
+
         from miles_specs_gemma.families import gemma3_text
 
         return DecoderFamily(gemma3_text)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from miles_core.backends.megatron.decoder import Decoder, LayerNorms, every_layer, refuse, rotary
-from miles_core.backends.megatron.specs import Attention
+from miles_megatron.decoder import Decoder, LayerNorms, every_layer, refuse, rotary
+from miles_megatron.specs import Attention
 
 _NORMS = LayerNorms(after_attention="post_self_attn_layernorm", after_mlp="post_mlp_layernorm")
 

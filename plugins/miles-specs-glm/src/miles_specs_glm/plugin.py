@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from miles_core.hookspecs import hookimpl
 
 if TYPE_CHECKING:
-    from miles_core.backends.megatron.specs import Family
+    from miles_megatron.specs import Family
 
 
 class SpecsGlm:
@@ -16,7 +16,8 @@ class SpecsGlm:
     @hookimpl("model_spec", name="glm4")
     def glm4(self, hf_config: Any) -> Family:
         """Dense GLM-4-0414 and GLM-Z1."""
-        from miles_core.backends.megatron.decoder import DecoderFamily
+        from miles_megatron.decoder import DecoderFamily
+
         from miles_specs_glm.families import glm4
 
         return DecoderFamily(glm4)

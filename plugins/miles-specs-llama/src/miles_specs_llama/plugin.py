@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from miles_core.hookspecs import hookimpl
 
 if TYPE_CHECKING:
-    from miles_core.backends.megatron.specs import Family
+    from miles_megatron.specs import Family
 
 
 class SpecsLlama:
@@ -16,7 +16,8 @@ class SpecsLlama:
     @hookimpl("model_spec", name="llama")
     def llama(self, hf_config: Any) -> Family:
         """Llama 2, 3, 3.1 and later."""
-        from miles_core.backends.megatron.decoder import DecoderFamily
+        from miles_megatron.decoder import DecoderFamily
+
         from miles_specs_llama.families import llama
 
         return DecoderFamily(llama)
@@ -24,7 +25,8 @@ class SpecsLlama:
     @hookimpl("model_spec", name="mistral")
     def mistral(self, hf_config: Any) -> Family:
         """Mistral, with or without a sliding window."""
-        from miles_core.backends.megatron.decoder import DecoderFamily
+        from miles_megatron.decoder import DecoderFamily
+
         from miles_specs_llama.families import mistral
 
         return DecoderFamily(mistral)

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from miles_core.backends.megatron.decoder import Decoder, every_layer, refuse, rotary, yarn_magnitude
-from miles_core.backends.megatron.latent import Latent
-from miles_core.backends.megatron.mixture import Mixture, Names, after
-from miles_core.backends.megatron.specs import Attention
+from miles_megatron.decoder import Decoder, every_layer, refuse, rotary, yarn_magnitude
+from miles_megatron.latent import Latent
+from miles_megatron.mixture import Mixture, Names, after
+from miles_megatron.specs import Attention
 
 _MIXTRAL = Names(
     router="block_sparse_moe.gate.weight", bias="block_sparse_moe.e_score_correction_bias",

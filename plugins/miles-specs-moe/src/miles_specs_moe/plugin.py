@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from miles_core.hookspecs import hookimpl
 
 if TYPE_CHECKING:
-    from miles_core.backends.megatron.specs import Family
+    from miles_megatron.specs import Family
 
 
 class SpecsMoe:
@@ -16,7 +16,8 @@ class SpecsMoe:
     @hookimpl("model_spec", name="deepseek_v3")
     def deepseek_v3(self, hf_config: Any) -> Family:
         """DeepSeek-V3, -R1 and -V3.1."""
-        from miles_core.backends.megatron.decoder import DecoderFamily
+        from miles_megatron.decoder import DecoderFamily
+
         from miles_specs_moe.families import deepseek_v3
 
         return DecoderFamily(deepseek_v3)
@@ -24,7 +25,8 @@ class SpecsMoe:
     @hookimpl("model_spec", name="glm4_moe")
     def glm4_moe(self, hf_config: Any) -> Family:
         """GLM-4.5, -4.6 and -4.7."""
-        from miles_core.backends.megatron.decoder import DecoderFamily
+        from miles_megatron.decoder import DecoderFamily
+
         from miles_specs_moe.families import glm4_moe
 
         return DecoderFamily(glm4_moe)
@@ -32,7 +34,8 @@ class SpecsMoe:
     @hookimpl("model_spec", name="glm4_moe_lite")
     def glm4_moe_lite(self, hf_config: Any) -> Family:
         """GLM-4.7-Flash."""
-        from miles_core.backends.megatron.decoder import DecoderFamily
+        from miles_megatron.decoder import DecoderFamily
+
         from miles_specs_moe.families import glm4_moe_lite
 
         return DecoderFamily(glm4_moe_lite)
@@ -40,7 +43,8 @@ class SpecsMoe:
     @hookimpl("model_spec", name="minimax_m2")
     def minimax_m2(self, hf_config: Any) -> Family:
         """MiniMax-M2."""
-        from miles_core.backends.megatron.decoder import DecoderFamily
+        from miles_megatron.decoder import DecoderFamily
+
         from miles_specs_moe.families import minimax_m2
 
         return DecoderFamily(minimax_m2)

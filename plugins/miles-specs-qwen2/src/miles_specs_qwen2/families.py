@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from miles_core.backends.megatron.decoder import Decoder, by_layer_type, refuse, rotary
-from miles_core.backends.megatron.specs import Attention
+from miles_megatron.decoder import Decoder, by_layer_type, refuse, rotary
+from miles_megatron.specs import Attention
 
 
 def qwen2(hf: Any) -> Decoder:

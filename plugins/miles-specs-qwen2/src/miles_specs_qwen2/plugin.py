@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from miles_core.hookspecs import hookimpl
 
 if TYPE_CHECKING:
-    from miles_core.backends.megatron.specs import Family
+    from miles_megatron.specs import Family
 
 
 class SpecsQwen2:
@@ -16,7 +16,8 @@ class SpecsQwen2:
     @hookimpl("model_spec", name="qwen2")
     def qwen2(self, hf_config: Any) -> Family:
         """Dense Qwen2 and Qwen2.5."""
-        from miles_core.backends.megatron.decoder import DecoderFamily
+        from miles_megatron.decoder import DecoderFamily
+
         from miles_specs_qwen2.families import qwen2
 
         return DecoderFamily(qwen2)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from miles_core.backends.megatron.decoder import Decoder, by_layer_type, refuse, rotary
-from miles_core.backends.megatron.mixture import Mixture, Names
-from miles_core.backends.megatron.specs import Attention, Rule
+from miles_megatron.decoder import Decoder, by_layer_type, refuse, rotary
+from miles_megatron.mixture import Mixture, Names
+from miles_megatron.specs import Attention, Rule
 
 _OURS, _THEIRS = "decoder.layers.{layer}.", "model.layers.{layer}."
 

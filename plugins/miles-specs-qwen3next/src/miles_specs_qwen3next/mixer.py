@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from miles_megatron import cpu
+from miles_megatron.plan import Pick, Plan, Unpick, plan_of
 
-from miles_core.backends.megatron import cpu
-from miles_core.backends.megatron.plan import Pick, Plan, Unpick, plan_of
 from miles_core.errors import ConfigError
 from miles_specs_qwen3next.delta import Again, causal_convolution, gated_delta_rule, gated_norm
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from miles_core.hookspecs import hookimpl
 
 if TYPE_CHECKING:
-    from miles_core.backends.megatron.specs import Family
+    from miles_megatron.specs import Family
 
 
 class SpecsQwen3Next:
@@ -16,7 +16,8 @@ class SpecsQwen3Next:
     @hookimpl("model_spec", name="qwen3_next")
     def qwen3_next(self, hf_config: Any) -> Family:
         """Gated delta nets and gated attention in turn, a mixture of experts with a shared one."""
-        from miles_core.backends.megatron.decoder import DecoderFamily
+        from miles_megatron.decoder import DecoderFamily
+
         from miles_specs_qwen3next.families import qwen3_next
 
         return DecoderFamily(qwen3_next)

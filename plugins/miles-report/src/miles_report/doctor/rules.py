@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
@@ -22,10 +23,6 @@ RULES = (
     Rule("truncated", "rollout", "answers hit the length limit", rollout.truncated),
     Rule("shrinking", "rollout", "answers become very short", rollout.shrinking),
     Rule("stale", "rollout", "tokens are older than --max-lag, or grow older", rollout.stale),
-    Rule("disguised-oom", "rollout", "`illegal memory access` in an engine's log", engine.disguised_oom),
-    Rule("engine-oom", "rollout", "an engine says that it has too little memory", engine.engine_oom),
-    Rule("retractions", "rollout", "`KV cache pool is full`, again and again", engine.retractions),
-    Rule("draft-drift", "rollout", "the servers accept fewer and fewer drafted tokens", engine.draft_drift),
     Rule("engine-restarts", "rollout", "servers or the router die", engine.engine_restarts),
     Rule("failing-requests", "rollout", "requests have to be sent again", engine.requests_fail),
     Rule("silent-worker", "rollout", "no heartbeat, or nothing is finished any more", engine.silent_worker),
@@ -53,6 +50,18 @@ RULES = (
     Rule("told", "neither", "the run itself warned of something", system.told),
     Rule("failed", "neither", "an error that no other rule speaks of", system.failed),
 )
+
+
+@functools.cache
+def rules() -> tuple[Rule, ...]:
+    """All rules: those here, then those of installed plugins (hook `diagnose`)."""
+    from miles_core.config import RunConfig
+    from miles_core.plugins.bind import bind
+    from miles_core.plugins.select import readable, select
+
+    offering = [(manifest.name, "miles doctor") for manifest in readable("diagnose")]
+    diagnose = bind(select(offering, ()), RunConfig(), "plan").diagnose if offering else None
+    return (*RULES, *(diagnose() if diagnose is not None else ()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +94,7 @@ class Diagnosis:
     def text(self) -> Iterator[str]:
         """The answer in lines, the side first."""
         if self.side == "neither":
-            symptoms = {rule.name: rule.symptom.replace("`", "") for rule in RULES}
+            symptoms = {rule.name: rule.symptom.replace("`", "") for rule in rules()}
             yield "neither: healthy" if self.healthy else f"neither side: {symptoms[self.findings[0].rule]}"
         else:
             yield "both sides" if self.side == "both" else f"{self.side} side"
@@ -108,9 +117,9 @@ class Diagnosis:
 def examine(run: Record) -> Diagnosis:
     """Ask every rule about a run."""
     found = [replace(finding, rule=rule.name, side=finding.side or rule.side)
-             for rule in RULES for finding in rule.check(run)]
+             for rule in rules() for finding in rule.check(run)]
     wrong = {finding.rule for finding in found if finding.severity == "error"}
-    follows = {name for rule in RULES if rule.name in wrong for name in rule.causes}
+    follows = {name for rule in rules() if rule.name in wrong for name in rule.causes}
     found = [replace(one, severity="warning") if one.rule in follows and one.severity == "error" else one
              for one in found]
     found.sort(key=lambda finding: SEVERITIES.index(finding.severity))

@@ -1,0 +1,341 @@
+"""The forward pass of Qwen3 and Qwen3-MoE over a key-value cache, with the same bits in any batch.
+
+A row's result must not depend on the rows beside it, on the width of the cache, or on whether a position was computed
+by a prefill or by a decode step. Matrix libraries pick another order of summation for another shape, so:
+
+  * the number of rows is always a multiple of ROWS; where that is not enough (`linear`), every product has the one
+    shape [TILE, in] x [in, out];
+  * a router's scores are padded to whole cache lines: rows of few outputs would begin at other offsets of the
+    libraries' vectors, and so be summed in an order that depends on their place;
+  * attention is two batched products in float32, with query rows padded to QUERY_ROWS and keys summed in chunks of
+    KEY_CHUNK. Keys beyond a row's length get weight zero, and adding zeros changes nothing;
+  * an expert's outputs are added in the order of the experts' numbers.
+
+plugins/miles-local/tests/ holds this to exact equality.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from miles_local.weights import Layer, ModelShape, Weights, read_tensors
+
+ROWS = 16
+"""Row counts are multiples of this: products of fewer rows take other kernels (seen up to 15 rows)."""
+QUERY_ROWS, QUERY_DEPTH = 8, 128
+"""Row counts of attention's products are multiples of QUERY_ROWS where heads are at most QUERY_DEPTH wide: those
+products are shallow, and a decode step has few query rows per key head (seen up to 5 rows)."""
+TILE = 32
+"""Rows per product where the row count still changes bits."""
+PLAIN_DEPTH = 768
+"""Deepest float32 product (input features) whose bits were found independent of the count of rows, a multiple of
+ROWS. Deeper ones, and all of lower precision, are split into tiles."""
+KEY_CHUNK = 256
+"""Keys that one product sums over; above 384 the library splits the sum by the width."""
+QUERY_CHUNK = 256
+"""Positions of a prefill that attend at once, which bounds the memory for attention scores."""
+
+Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def round_up(count: int, multiple: int = ROWS) -> int:
+    """The next multiple, at least one."""
+    return max(1, -(-count // multiple)) * multiple
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x [R, in] (R a multiple of ROWS) times weight [out, in], each row's bits independent of R."""
+    if weight.dtype == torch.float32 and weight.shape[1] <= PLAIN_DEPTH:
+        return F.linear(x, weight)
+    rows = x.shape[0]
+    if rows % TILE:
+        x = F.pad(x, (0, 0, 0, TILE - rows % TILE))
+    if x.shape[0] == TILE:
+        return F.linear(x, weight)[:rows]
+    return torch.cat([F.linear(tile, weight) for tile in x.split(TILE)])[:rows]
+
+
+class Attention:
+    """softmax(q k^T x scale + mask) v in float32, for one shape; its buffers serve one layer after another.
+
+    Args:
+        count, queries, width: N, M and T below; T a multiple of ROWS.
+        mask: added to the scores viewed as [lead, N x M / lead, T].
+        lead: leading size of that view.
+        head_dim: of queries, keys and values.
+    """
+
+    def __init__(self, count: int, queries: int, width: int, mask: torch.Tensor, lead: int, head_dim: int):
+        self._mask, self._lead, self._scale = mask, lead, head_dim**-0.5
+        padded = round_up(queries, QUERY_ROWS if head_dim <= QUERY_DEPTH else ROWS)
+        # Rows beyond M hold zeros, then leftovers: no product mixes rows.
+        self._q = torch.zeros(count, padded, head_dim)
+        self._weights = torch.zeros(count, padded, width)
+        self._queries = queries
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """q [N, M, head_dim], k and v [N, T, head_dim] -> [N, M, head_dim]."""
+        live, width = slice(0, self._queries), k.shape[1]
+        self._q[:, live] = q
+        torch.bmm(self._q, k.transpose(1, 2), out=self._weights)
+        scores = (self._weights[:, live] * self._scale).view(self._lead, -1, width).add_(self._mask)
+        self._weights[:, live] = torch.softmax(scores, -1).view(-1, self._queries, width)
+        out = torch.bmm(self._weights[:, :, :KEY_CHUNK], v[:, :KEY_CHUNK])
+        for start in range(KEY_CHUNK, width, KEY_CHUNK):
+            keys = slice(start, start + KEY_CHUNK)
+            out += torch.bmm(self._weights[:, :, keys], v[:, keys])
+        return out[:, live]
+
+
+class Cache:
+    """Keys and values of the rows that decode together: per layer two tensors [rows, kv_heads, width, head_dim].
+
+    Shapes and dtype are those of the first prefill that is put in. Zero where nothing was written, left-aligned:
+    position p of a row lies in column p. It grows as needed, to at most `max_rows`. Layers whose past is a state have
+    that in `states` [rows, ...] (recurrent.py).
+
+    Its memory is mapped, not taken from the allocator: pages that nobody writes cost nothing, and what is let go is the
+    system's again at once, rather than lost to the trainer in another thread's heap.
+    """
+
+    def __init__(self, max_rows: int):
+        self._max_rows = round_up(max_rows)
+        self.clear()
+
+    def clear(self) -> None:
+        """Let the memory go."""
+        self.rows = self.width = 0
+        self.k: list[torch.Tensor] = []
+        self.v: list[torch.Tensor] = []
+        self.states: dict[Hashable, torch.Tensor] = {}
+
+    def reserve(self, rows: int, width: int) -> None:
+        """Hold at least `rows` rows of `width` positions."""
+        if rows <= self.rows and width <= self.width:
+            return
+        old_rows, old_width = self.rows, self.width
+        if rows > old_rows:
+            self.rows = round_up(max(rows, min(2 * old_rows, self._max_rows)))
+        self.width = max(old_width, round_up(width, 64))
+        for tensors in (self.k, self.v):
+            for index, old in enumerate(tensors):
+                tensors[index] = self._zeros(old)
+                tensors[index][:old_rows, :, :old_width] = old
+        for key, old in self.states.items():
+            self.states[key] = _mapped((self.rows, *old.shape[1:]), old.dtype)
+            self.states[key][:old_rows] = old
+
+    def copy(self, source: torch.Tensor, target: torch.Tensor, width: int | None = None) -> None:
+        """Copy rows `source` over rows `target` (both [n] int64), their first `width` positions."""
+        for tensor in (*self.k, *self.v):
+            tensor[target, :, :width] = tensor[source, :, :width]
+        for tensor in self.states.values():
+            tensor[target] = tensor[source]
+
+    def put(self, rows: torch.Tensor, picks: torch.Tensor, filled: Prefill) -> None:
+        """Fill rows [n] with the sequences `picks` [n] of a prefill."""
+        if not self.k and not self.states:
+            self.k, self.v = ([self._zeros(like) for like in side] for side in (filled.k, filled.v))
+            self.states = {key: _mapped((self.rows, *like.shape[1:]), like.dtype)
+                           for key, like in filled.states.items()}
+        for mine, theirs in ((self.k, filled.k), (self.v, filled.v)):
+            for tensor, new in zip(mine, theirs, strict=True):
+                width = min(new.shape[2], self.width)
+                tensor[rows, :, :width] = new[picks][:, :, :width]
+        for key, tensor in self.states.items():
+            tensor[rows] = filled.states[key][picks]
+
+    def _zeros(self, like: torch.Tensor) -> torch.Tensor:
+        """[rows, kv_heads, width, head_dim]."""
+        return _mapped((self.rows, like.shape[1], self.width, like.shape[3]), like.dtype)
+
+
+def _mapped(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Zeros in pages of their own."""
+    count = math.prod(shape)
+    return torch.frombuffer(mmap.mmap(-1, dtype.itemsize * count), dtype=dtype, count=count).view(shape)
+
+
+@dataclass(slots=True)
+class Prefill:
+    """What a prefill of U sequences, padded to W positions, computed.
+
+    Args:
+        logits: [U, V] float32 after each sequence's last token.
+        k, v: per layer [U, kv_heads, W, head_dim]; columns beyond a sequence's length hold nothing of use.
+        states: [U, ...] after each sequence's last token, of layers whose past is a state.
+        routing: [U, W, layers, topk] int16 where asked for.
+    """
+
+    logits: torch.Tensor
+    k: list[torch.Tensor] = field(default_factory=list)
+    v: list[torch.Tensor] = field(default_factory=list)
+    states: dict[Hashable, torch.Tensor] = field(default_factory=dict)
+    routing: torch.Tensor | None = None
+
+
+class Decoder:
+    """The forward pass for one shape; the weights are an argument, so that replacing them is one assignment.
+
+    Args:
+        shape: the model's constants.
+        max_context: longest sequence, in tokens.
+        dtype: of weights and activations; attention, its cache and softmax are always float32.
+    """
+
+    def __init__(self, shape: ModelShape, max_context: int, dtype: torch.dtype):
+        self.shape, self._dtype = shape, dtype
+        angles = torch.outer(torch.arange(max_context).float(), torch.tensor(shape.inverse_frequencies))
+        sin, cos = angles.sin() * shape.rope_scale, angles.cos() * shape.rope_scale
+        self._cos = torch.cat((cos, cos), -1).to(dtype)[:, None]
+        # (-b, a) x (sin, sin) is (b, a) x (-sin, sin): the sign is taken once, here.
+        self._sin = torch.cat((-sin, sin), -1).to(dtype)[:, None]
+
+    def stage(self, stream: Iterable[tuple[str, torch.Tensor]]) -> Weights:
+        """See Weights.from_stream."""
+        return Weights.from_stream(self.shape, self._dtype, stream)
+
+    def tensors(self, folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+        """A checkpoint's, for `stage`; see read_tensors."""
+        return read_tensors(folder, {"lm_head.weight"} if self.shape.tied else set())
+
+    def random(self) -> Weights:
+        """See Weights.random."""
+        return Weights.random(self.shape, self._dtype)
+
+    def prefill(self, weights: Weights, sequences: list[tuple[int, ...]], trace: bool = False) -> Prefill:
+        """Compute whole sequences, U of them, from nothing. With `trace`, the routed experts too."""
+        s = self.shape
+        count, width = len(sequences), round_up(max(map(len, sequences)))
+        padded = torch.zeros(count, width, dtype=torch.int64)
+        for row, ids in enumerate(sequences):
+            padded[row, : len(ids)] = torch.tensor(ids)
+        positions = torch.arange(width).clamp_(max=len(self._cos) - 1).repeat(count)
+        result = Prefill(logits=torch.empty(0))
+
+        def attend(index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            k, v = (x.float().view(count, width, s.kv_heads, -1).transpose(1, 2).contiguous() for x in (k, v))
+            result.k.append(k)
+            result.v.append(v)
+            k, v = k.flatten(0, 1), v.flatten(0, 1)
+            q = q.float().view(count, width, s.heads, -1).transpose(1, 2)
+            parts = []
+            for start in range(0, width, QUERY_CHUNK):
+                end = min(width, start + QUERY_CHUNK)
+                queries = q[:, :, start:end].reshape(count * s.kv_heads, -1, s.head_dim)
+                causal = torch.full((end - start, end), -torch.inf).triu_(start + 1)
+                attention = Attention(*queries.shape[:2], end, causal, count * s.heads, s.head_dim)
+                part = attention(queries, k[:, :end], v[:, :end])
+                parts.append(part.reshape(count, s.heads, end - start, -1).transpose(1, 2))
+            return torch.cat(parts, 1).reshape(count * width, -1)
+
+        routes: list[torch.Tensor] | None = [] if trace else None
+        hidden = self._forward(weights, padded.view(-1), positions, attend, routes)
+        last = torch.zeros(round_up(count), dtype=torch.int64)
+        last[:count] = torch.arange(count) * width + torch.tensor([len(ids) - 1 for ids in sequences])
+        result.logits = self._logits(weights, hidden[last])[:count]
+        if routes is not None:
+            result.routing = torch.stack(routes, 1).view(count, width, s.layers, s.topk)
+        return result
+
+    def step(self, weights: Weights, cache: Cache, tokens: torch.Tensor, positions: torch.Tensor,
+             trace: bool = False) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Feed one token per cache row 0..R-1 and write its keys and values.
+
+        Args:
+            tokens, positions: [R] int64, R a multiple of ROWS; rows that stand for nothing have token and position 0.
+
+        Returns:
+            logits [R, V] float32, and routed experts [R, layers, topk] int16 with `trace`.
+        """
+        s, rows = self.shape, len(tokens)
+        width = round_up(int(positions.max()) + 1)
+        heads = torch.arange(rows * s.kv_heads).view(rows, s.kv_heads)
+        places = (heads * cache.width + positions[:, None]).view(-1)
+        mask = torch.zeros(rows, width).masked_fill_(torch.arange(width) > positions[:, None], -torch.inf)[:, None]
+        attention = Attention(rows * s.kv_heads, s.heads // s.kv_heads, width, mask, rows, s.head_dim)
+
+        def attend(index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            for tensor, new in ((cache.k[index], k), (cache.v[index], v)):
+                tensor.view(-1, s.head_dim).index_copy_(0, places, new.float().reshape(-1, s.head_dim))
+            queries = q.float().reshape(rows * s.kv_heads, -1, s.head_dim)
+            keys, values = (x[:rows, :, :width].flatten(0, 1) for x in (cache.k[index], cache.v[index]))
+            return attention(queries, keys, values).reshape(rows, -1)
+
+        routes: list[torch.Tensor] | None = [] if trace else None
+        hidden = self._forward(weights, tokens, positions, attend, routes)
+        return self._logits(weights, hidden), None if routes is None else torch.stack(routes, 1)
+
+    def _forward(self, weights: Weights, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend,
+                 routes: list[torch.Tensor] | None) -> torch.Tensor:
+        """[R] tokens -> [R, hidden] before the last norm. `attend` owns keys and values, `routes` collects experts."""
+        s = self.shape
+        cos, sin = self._cos[positions], self._sin[positions]
+        turned = s.heads + s.kv_heads
+        x = F.embedding(tokens, weights.embed)
+        for index, layer in enumerate(weights.layers):
+            qkv = linear(self._norm(x, layer.input_norm), layer.qkv).view(len(x), turned + s.kv_heads, s.head_dim)
+            qk = self._norm(qkv[:, :turned], None).mul_(layer.head_norm)
+            qk = qk.roll(s.head_dim // 2, -1).mul_(sin).add_(qk.mul_(cos))
+            mixed = attend(index, qk[:, : s.heads], qk[:, s.heads :], qkv[:, turned:])
+            x += linear(mixed.to(x.dtype), layer.o)
+            h = self._norm(x, layer.post_norm)
+            x += _mlp(h, layer.gate_up, layer.down) if layer.router is None else self._experts(h, layer, routes)
+            if layer.router is None and routes is not None:
+                routes.append(torch.full((len(x), s.topk), -1, dtype=torch.int16))
+        return x
+
+    def _norm(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+        """RMS norm over the last axis; rounded to the model's dtype before the weight, as transformers does.
+
+        The steps of F.rms_norm and its bits, in four fifths of the time.
+        """
+        wide = x.float()
+        scale = (wide * wide).mean(-1, keepdim=True).add_(self.shape.eps).rsqrt_()
+        normed = (wide * scale).to(x.dtype)
+        return normed if weight is None else normed.mul_(weight)
+
+    def _logits(self, weights: Weights, hidden: torch.Tensor) -> torch.Tensor:
+        return linear(self._norm(hidden, weights.norm), weights.head).float()
+
+    def _experts(self, x: torch.Tensor, layer: Layer, routes: list[torch.Tensor] | None) -> torch.Tensor:
+        """x [R, hidden] through its topk experts, each expert's rows padded to a multiple of ROWS."""
+        s = self.shape
+        scores = linear(x, layer.router)[:, : s.experts]
+        weight, chosen = torch.softmax(scores, -1, dtype=torch.float32).topk(s.topk, -1)
+        if s.renormalise:
+            weight = weight / weight.sum(-1, keepdim=True)
+        if routes is not None:
+            routes.append(chosen.to(torch.int16))
+        chosen, order = chosen.sort(-1)  # contributions are added in this order
+        weight = weight.gather(1, order).to(x.dtype)
+
+        flat = chosen.view(-1)
+        by_expert = flat.argsort(stable=True)  # (row, slot) pairs, expert after expert
+        sizes = torch.bincount(flat, minlength=s.experts)
+        padded = (sizes + ROWS - 1) // ROWS * ROWS
+        shift = (padded.cumsum(0) - padded) - (sizes.cumsum(0) - sizes)
+        places = torch.empty_like(flat)
+        places[by_expert] = torch.arange(len(flat)) + shift[flat[by_expert]]
+        gathered = x.new_zeros(int(padded.sum()), s.hidden)
+        gathered[places] = x.repeat_interleave(s.topk, 0)
+        used = [(expert, size) for expert, size in enumerate(padded.tolist()) if size]
+        parts = gathered.split([size for _, size in used])
+        done = [_mlp(part, layer.gate_up[e], layer.down[e]) for part, (e, _) in zip(parts, used, strict=True)]
+        each = torch.cat(done)[places].view(len(x), s.topk, -1) * weight[:, :, None]
+        out = each[:, 0].clone()
+        for slot in range(1, s.topk):
+            out += each[:, slot]
+        return out
+
+
+def _mlp(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+    gate, up = linear(x, gate_up).chunk(2, -1)
+    return linear(F.silu(gate).mul_(up), down)

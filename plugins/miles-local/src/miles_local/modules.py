@@ -1,0 +1,369 @@
+"""Any architecture through its transformers module: the decoder for families without a fast path.
+
+The rows are those of the fast path: left-aligned, position p in column p, each with a length of its own. The module
+gets position ids, a cache that writes each row at its own position, and masks made by the architecture's own rule
+(causal, sliding, chunked) from the rows' positions; its attention is its own eager one. What a module does otherwise
+stays its own: softcaps, biases, experts. Not bit-identical in any batch, unlike the fast path: log-probs agree with a
+full forward to rounding.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import logging
+import re
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import Cache as TransformersCache
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils import logging as transformers_logging
+
+from miles_core.errors import CheckpointError, EngineError
+from miles_local.decode import Cache, Prefill, round_up
+from miles_local.recurrent import Recurrent, States, by_length
+from miles_local.weights import eos_ids, read_tensors
+
+ROWS_ATTENTION = "miles-rows"
+"""Name under which transformers finds the attention and the masks of this file."""
+LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "linear_attention"}
+"""Kinds of layers whose past is keys and values by position, or a state."""
+BATCHED_ROPES = {"dynamic", "longrope"}
+"""Rotary embeddings whose frequencies change with the longest sequence of the batch."""
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.2}
+"""Of the check of a module: largest difference of logits, in standard deviations of the logits."""
+
+_building = threading.Lock()  # transformers sets torch's default dtype, the whole process's, while it builds a module
+
+
+def _attend(module, *args, **kwargs):
+    """The architecture's own eager attention: every modeling file of transformers has one under this name."""
+    return sys.modules[type(module).__module__].eager_attention_forward(module, *args, **kwargs)
+
+
+def _mask(batch_size: int, kv_length: int, q_offset: torch.Tensor, mask_function: Callable, dtype: torch.dtype, **_):
+    """[B, 1, Q, T], 0 where a query sees a key; `q_offset` [B, Q] is what `_Rows` says: every query's position."""
+    rows = torch.arange(batch_size)[:, None, None, None]
+    seen = mask_function(rows, 0, q_offset[:, None, :, None], torch.arange(kv_length))
+    return torch.where(seen, 0.0, torch.finfo(dtype).min).to(dtype)
+
+
+ALL_ATTENTION_FUNCTIONS.register(ROWS_ATTENTION, _attend)
+ALL_MASK_ATTENTION_FUNCTIONS.register(ROWS_ATTENTION, _mask)
+
+
+class _Rows(Recurrent, TransformersCache):
+    """What a module takes for its cache during one forward of B rows.
+
+    Args:
+        positions: [B, Q] of the tokens that are fed.
+        width: positions that `store` returns.
+        store: (layer, new keys and values [B, kv_heads, Q, head_dim]) -> all keys and values [B, kv_heads, width, ...].
+        states: of layers that have them.
+    """
+
+    def __init__(self, positions: torch.Tensor, width: int, store: Callable, states: States):
+        super().__init__(layers=[])
+        self._positions, self._width, self._store, self.states = positions, width, store, states
+
+    def update(self, key_states, value_states, layer_idx, *args, **kwargs):
+        return self._store(layer_idx, key_states, value_states)
+
+    def get_query_offset(self, layer_idx=0):
+        return self._positions
+
+    def get_mask_sizes(self, query_length, layer_idx):
+        return self._width, 0
+
+    def get_seq_length(self, layer_idx=0):
+        return 0
+
+
+@dataclass(frozen=True)
+class ModuleShape:
+    """What the engine has to know of a model; see ModelShape for the names. `sparse` are layers whose experts can be
+    told; without any, topk is 0."""
+
+    vocab: int
+    layers: int
+    context: int
+    eos: frozenset[int]
+    layer_weights: int
+    topk: int = 0
+    sparse: frozenset[int] = frozenset()
+
+
+class ModuleDecoder:
+    """The forward pass of any causal language model of transformers; weights are whole modules.
+
+    Args:
+        folder: with config.json.
+        dtype: of weights, activations and cache; logits are float32.
+
+    Raises:
+        CheckpointError: an architecture that transformers does not know, or whose past is not keys and values.
+    """
+
+    def __init__(self, folder: Path, dtype: torch.dtype):
+        self._dtype, self._checked = dtype, False
+        self._config = _config(folder)
+        self._class = AutoModelForCausalLM._model_mapping[type(self._config)]
+        text = self._config.get_text_config()
+        with _building, torch.device("meta"):
+            skeleton = AutoModelForCausalLM.from_config(copy.deepcopy(self._config))
+        embedded = skeleton.get_input_embeddings().weight.numel()
+        sparse = frozenset(_experts(skeleton))
+        self.shape = ModuleShape(
+            vocab=text.vocab_size, layers=text.num_hidden_layers, context=text.max_position_embeddings,
+            eos=eos_ids(self._config, folder),
+            layer_weights=(skeleton.num_parameters() - embedded) // text.num_hidden_layers,
+            topk=text.num_experts_per_tok if sparse else 0, sparse=sparse,
+        )  # fmt: skip
+        self._recurrent = "linear_attention" in (getattr(text, "layer_types", None) or ())
+        self._slots: dict[int, int] = {}  # layer -> place in the cache; layers that borrow another's keys have none
+
+    def stage(self, stream: Iterable[tuple[str, torch.Tensor]]) -> PreTrainedModel:
+        """A new module from a complete stream of (name on disk, tensor), copied and converted.
+
+        Raises:
+            EngineError: an unknown, repeated, missing or misshapen tensor, or a value that is not finite.
+        """
+        state: dict[str, torch.Tensor] = {}
+        for name, tensor in stream:
+            if name in state:
+                raise EngineError("a repeated tensor in the weights", got=name, fix="send each name once")
+            state[name] = tensor.detach().to(self._dtype, copy=True)
+            if not torch.isfinite(state[name]).all():
+                raise EngineError(f"tensor {name} holds values that are not finite",
+                                  fix="look at the last training step")
+        return self._ready(self._load(state))
+
+    def tensors(self, folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+        """A checkpoint's, for `stage`; see read_tensors."""
+        return read_tensors(folder)
+
+    def random(self) -> PreTrainedModel:
+        """The architecture's own random weights; the same ones every time."""
+        with _building, torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            module = AutoModelForCausalLM.from_config(copy.deepcopy(self._config), dtype=self._dtype)
+        return self._ready(module)
+
+    @torch.inference_mode()
+    def prefill(self, weights: PreTrainedModel, sequences: list[tuple[int, ...]], trace: bool = False) -> Prefill:
+        """Compute whole sequences, padded to the right; then their last tokens once more, for the logits alone.
+
+        Where layers have states, which would take both in, sequences of one length are computed at once instead.
+        """
+        if self._recurrent:
+            return by_length(sequences, lambda equal: self._unpadded(weights, equal, trace))
+        count, width = len(sequences), round_up(max(map(len, sequences)))
+        tokens = torch.zeros(count, width, dtype=torch.int64)
+        for row, ids in enumerate(sequences):
+            tokens[row, : len(ids)] = torch.tensor(ids)
+        result = Prefill(logits=torch.empty(0))
+        store = self._filling(result)
+        positions = torch.arange(width).clamp_(max=self.shape.context - 1).expand(count, -1)
+        with self._routing(weights, trace) as routes:
+            self._forward(weights, tokens, positions, width, store)
+        last = torch.tensor([len(ids) - 1 for ids in sequences])
+        ids = torch.tensor([ids[-1] for ids in sequences])
+        with self._routing(weights, trace) as again:
+            result.logits = self._next(weights, result, ids, last, width)
+        if trace:
+            result.routing = self._stacked(routes, count * width).view(count, width, self.shape.layers, -1)
+            result.routing[torch.arange(count), last] = self._stacked(again, count)
+        return result
+
+    def _unpadded(self, weights: PreTrainedModel, sequences: list[tuple[int, ...]], trace: bool) -> Prefill:
+        """Sequences of one length, every token of theirs once."""
+        tokens, result = torch.tensor(sequences), Prefill(logits=torch.empty(0))
+        count, width = tokens.shape
+        states = States(None, count)
+        with self._routing(weights, trace) as routes:
+            positions = torch.arange(width).expand(count, -1)
+            logits = self._forward(weights, tokens, positions, width, self._filling(result), states)
+        result.logits, result.states = logits[:, -1].float(), states.kept
+        if trace:
+            result.routing = self._stacked(routes, count * width).view(count, width, self.shape.layers, -1)
+        return result
+
+    def _filling(self, result: Prefill) -> Callable:
+        """What keeps a prefill's keys and values, for `_Rows`."""
+        def store(layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            self._slots.setdefault(layer, len(self._slots))
+            result.k.append(k)
+            result.v.append(v)
+            return k, v
+
+        return store
+
+    @torch.inference_mode()
+    def step(self, weights: PreTrainedModel, cache: Cache, tokens: torch.Tensor, positions: torch.Tensor,
+             trace: bool = False) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """As Decoder.step."""
+        width = round_up(int(positions.max()) + 1)
+        with self._routing(weights, trace) as routes:
+            logits = self._next(weights, cache, tokens, positions, width)
+        return logits, self._stacked(routes, len(tokens)) if trace else None
+
+    @contextmanager
+    def _routing(self, weights: PreTrainedModel, trace: bool) -> Iterator[dict[int, torch.Tensor]]:
+        """Layer -> [rows, topk] experts of a forward inside, with `trace`."""
+        found: dict[int, torch.Tensor] = {}
+
+        def note(layer: int) -> Callable:
+            def hook(module, args, kwargs) -> None:
+                found[layer] = kwargs["top_k_index"] if "top_k_index" in kwargs else args[1]
+            return hook
+
+        handles = [module.register_forward_pre_hook(note(layer), with_kwargs=True)
+                   for layer, module in _experts(weights).items()] if trace else []
+        try:
+            yield found
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _stacked(self, routes: dict[int, torch.Tensor], rows: int) -> torch.Tensor:
+        """[rows, layers, topk] int16, -1 in layers without experts."""
+        result = torch.full((rows, self.shape.layers, self.shape.topk), -1, dtype=torch.int16)
+        for layer, chosen in routes.items():
+            result[:, layer] = chosen.view(rows, -1).to(torch.int16)
+        return result
+
+    def _next(self, weights: PreTrainedModel, kept: Cache | Prefill, tokens: torch.Tensor, positions: torch.Tensor,
+              width: int) -> torch.Tensor:
+        """Feed one token per row (tokens, positions [R]), write keys, values, states; logits [R, V] float32."""
+        rows = torch.arange(len(tokens))
+
+        def store(layer: int, *new: torch.Tensor) -> list[torch.Tensor]:
+            slot = self._slots[layer]
+            for side, values in zip((kept.k, kept.v), new, strict=True):
+                side[slot][rows, :, positions] = values[:, :, 0]
+            return [side[slot][: len(rows), :, :width] for side in (kept.k, kept.v)]
+
+        states = States(kept.states, len(tokens))
+        return self._forward(weights, tokens[:, None], positions[:, None], width, store, states)[:, -1].float()
+
+    def _forward(self, weights, tokens, positions, width, store, states=None) -> torch.Tensor:
+        cache = _Rows(positions, width, store, states or States(None, len(tokens)))
+        with _building:
+            return weights(input_ids=tokens, position_ids=positions, past_key_values=cache, use_cache=True,
+                           logits_to_keep=1).logits
+
+    def _load(self, state: dict[str, torch.Tensor]) -> PreTrainedModel:
+        """transformers' own loading, which knows each architecture's names on disk, ties and stacked experts."""
+        try:
+            with _building, _hushed():
+                module, found = self._class.from_pretrained(
+                    None, config=copy.deepcopy(self._config), state_dict=state, dtype=self._dtype,
+                    output_loading_info=True, ignore_mismatched_sizes=True,
+                )  # fmt: skip
+        except RuntimeError as error:
+            raise EngineError("the weights do not fit the architecture", got=str(error).splitlines()[0],
+                              fix="send the complete stream of the checkpoint's tensors") from error
+        for kind, what in (("unexpected_keys", "an unknown tensor"), ("mismatched_keys", "a tensor of the wrong shape"),
+                           ("missing_keys", "the weights are incomplete: a tensor is missing")):
+            if names := sorted(map(str, found[kind])):
+                raise EngineError(f"{what} in the weights", got=f"{len(names)}, such as {names[0]}",
+                                  fix="send each tensor of the checkpoint once, as it is on disk")
+        return module
+
+    def _ready(self, module: PreTrainedModel) -> PreTrainedModel:
+        """The module with this file's attention; the first one is checked."""
+        module.eval().requires_grad_(False)
+        if not self._checked:
+            module.set_attn_implementation("eager")
+            try:
+                with _hushed():  # transformers says which kernels it does without, in a line each
+                    expected = [_full(module, ids) for ids in _PROBES]
+                    module.set_attn_implementation(ROWS_ATTENTION)
+                    gap = self._gap(module, expected)
+            except Exception as error:
+                raise CheckpointError("the local engine cannot decode this architecture", got=str(error),
+                                      who=self._config.model_type, fix="use --engine sglang") from error
+            if not gap <= TOLERANCE.get(self._dtype, 0.2):
+                raise CheckpointError("this architecture decodes otherwise than its full forward computes",
+                                      got=f"logits differ by {gap:.1e} standard deviations",
+                                      who=self._config.model_type, fix="use --engine sglang")
+            self._checked = True
+        module.set_attn_implementation(ROWS_ATTENTION)
+        return module
+
+    def _gap(self, module: PreTrainedModel, expected: list[torch.Tensor]) -> float:
+        """Prefill and two steps of two sequences of unequal lengths against full forwards: largest relative difference.
+
+        An architecture may make positions or masks in ways of its own, which would be wrong here and silent.
+        """
+        cache = Cache(len(_PROBES))
+        cache.reserve(len(_PROBES), max(map(len, _PROBES)))
+        each = torch.arange(len(_PROBES))
+        cache.put(each, each, self.prefill(module, [ids[:-2] for ids in _PROBES]))
+        for back in (2, 1):
+            fed = torch.tensor([ids[-back] for ids in _PROBES])
+            got, _ = self.step(module, cache, fed, torch.tensor([len(ids) - back for ids in _PROBES]))
+        return max(float((a - b).abs().max() / b.std()) for a, b in zip(got, expected, strict=True))
+
+
+def _experts(module: PreTrainedModel) -> dict[int, torch.nn.Module]:
+    """The decoder's layers' experts, by layer: modules that are told who computes, under transformers' own name."""
+    found = ((re.search(r"\.layers\.(\d+)\.", name), each) for name, each in module.named_modules())
+    return {int(place[1]): each for place, each in found
+            if place and "top_k_index" in inspect.signature(each.forward).parameters}
+
+
+_PROBES = ((1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13), (3, 1, 4, 1, 5))
+
+
+@torch.inference_mode()
+def _full(module: PreTrainedModel, ids: tuple[int, ...]) -> torch.Tensor:
+    """[V] logits after the last token of one sequence, with nothing cached."""
+    return module(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].float()
+
+
+def _config(folder: Path) -> PreTrainedConfig:
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError("transformers does not know this architecture", got=str(error).splitlines()[0],
+                              who=str(folder), fix="use --engine sglang, or another checkpoint") from error
+    if getattr(config, "quantization_config", None) is not None:
+        del config.quantization_config  # `import_weights` makes streams plain; transformers would not expect that
+    text = config.get_text_config()
+    rope = getattr(text, "rope_parameters", None) or {}
+    kinds = {one.get("rope_type") for one in (rope, *rope.values()) if isinstance(one, dict)}
+    problems = {
+        "model_type": config.model_type if type(config) not in AutoModelForCausalLM._model_mapping else None,
+        "layer_types": sorted(set(getattr(text, "layer_types", None) or ()) - LAYERS),
+        "rope_type": sorted(kinds & BATCHED_ROPES),
+        "max_position_embeddings": None if getattr(text, "max_position_embeddings", None) else "none",
+    }
+    for key, got in problems.items():
+        if got:
+            raise CheckpointError(f"the local engine does not decode this {key}", got=got, who=str(folder),
+                                  fix="use --engine sglang, or another checkpoint")
+    return config
+
+
+@contextmanager
+def _hushed() -> Iterator[None]:
+    """No progress bar and no table of keys: what is wrong becomes an error here."""
+    logger, bars = logging.getLogger("transformers"), transformers_logging.is_progress_bar_enabled()
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        if bars:
+            transformers_logging.enable_progress_bar()

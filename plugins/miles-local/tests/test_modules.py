@@ -1,0 +1,212 @@
+"""Any architecture through its transformers module: transformers' own answers, through the engine's contract."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+import torch
+from miles_local.engine import LocalEngine
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from miles_core.errors import CheckpointError, EngineError
+from miles_core.stages.rollout import Request, SamplingParams
+
+VOCAB = 96
+TINY = {
+    "vocab_size": VOCAB, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 80, "max_position_embeddings": 640, "initializer_range": 0.3,
+    "eos_token_id": None, "bos_token_id": None, "pad_token_id": None,
+}  # fmt: skip
+# A norm of what is all but zero would make more of rounding than the comparisons allow: hence the epsilon.
+LINEAR = {"layer_types": ["linear_attention", "full_attention"], "rms_norm_eps": 1e-2, "linear_num_key_heads": 2,
+          "initializer_range": 0.1, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 8}
+KINDS = {
+    "llama": {},
+    "qwen2": {},  # biases on q, k and v
+    "gemma2": {"head_dim": 16, "sliding_window": 8, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0,
+               "query_pre_attn_scalar": 16},  # windows in every second layer, soft caps, tied embeddings
+    "glm4": {"head_dim": 16},  # norms after attention and MLP, partial rotary embedding
+    "mistral": {"sliding_window": 8},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},  # other names on disk, experts stacked in memory
+    "qwen3_next": {**LINEAR, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+                   "shared_expert_intermediate_size": 24},  # states in one layer, keys and values in the other
+    "olmo_hybrid": LINEAR,  # the same, with three convolutions in a layer
+}  # fmt: skip
+UNKNOWN = {"bloom": "cannot decode", "lfm2": "layer_types"}
+
+
+def build(kind, folder, seed=0):
+    """Write a random checkpoint; returns its transformers model."""
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(kind, **{**TINY, **KINDS.get(kind, {})})
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name or name.endswith("bias"):  # ones and zeros would hide what is left out
+                parameter.uniform_(0.5, 1.5)
+    model.save_pretrained(folder)
+    return model
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """kind -> (folder, transformers model)."""
+    made = {kind: tmp_path_factory.mktemp(kind) for kind in KINDS}
+    return {kind: (folder, build(kind, folder)) for kind, folder in made.items()}
+
+
+def request(index, length, **sampling):
+    ids = np.random.default_rng(index).integers(0, VOCAB, length).tolist()
+    return Request(f"r{index}", tuple(ids), SamplingParams(**{"max_new_tokens": 14, **sampling}), key=1000 + index)
+
+
+def ask(folder, requests, before=None, **options):
+    """The engine's answers to all requests at once, after `before(engine)`."""
+
+    async def run():
+        engine = LocalEngine(folder, **options)
+        async with asyncio.timeout(30):
+            await engine.start()
+            try:
+                if before is not None:
+                    await before(engine)
+                return await asyncio.gather(*(engine.generate(one) for one in requests))
+            finally:
+                await engine.stop()
+
+    return asyncio.run(run())
+
+
+def logits_of(model, asked, answer):
+    """[N, V] of the positions that drew, by one full forward."""
+    ids = [*asked.input_ids, *answer.output_ids.tolist()]
+    with torch.no_grad():
+        return model(torch.tensor([ids]), use_cache=False).logits[0, len(asked.input_ids) - 1 : -1].float()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_log_probs_equal_a_full_forward_to_1e5(models, kind):
+    """Unequal lengths in one batch, at any temperature and cut; contexts beyond the window; latecomers that copy."""
+    folder, model = models[kind]
+    asked = [request(i, 1 + 5 * i, temperature=0.6 + 0.3 * i, top_k=i or -1, top_p=1 - 0.1 * i) for i in range(5)]
+    asked += [Request(f"twin{i}", asked[3].input_ids, SamplingParams(max_new_tokens=30), key=i) for i in range(3)]
+    for one, answer in zip(asked, ask(folder, asked, max_batch=4), strict=True):
+        expected = torch.log_softmax(logits_of(model, one, answer) / one.sampling.temperature, -1)
+        drawn = expected.gather(1, torch.from_numpy(answer.output_ids).long()[:, None])[:, 0].numpy()
+        assert np.abs(answer.log_probs - drawn).max() <= 1e-5
+        assert answer.finish_reason == "length"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_greedy_answers_are_those_of_generate(models, kind):
+    folder, model = models[kind]
+    asked = [request(i, length, temperature=0.0) for i, length in enumerate((3, 17, 8))]
+    for one, answer in zip(asked, ask(folder, asked), strict=True):
+        whole = model.generate(torch.tensor([one.input_ids]), max_new_tokens=14, do_sample=False)
+        assert answer.output_ids.tolist() == whole[0, len(one.input_ids) :].tolist()
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "mixtral"])
+def test_an_update_by_the_names_on_disk_changes_the_answers(models, kind, tmp_path):
+    """To those of the new checkpoint, from random weights; a request in flight carries both versions."""
+    folder, _ = models[kind]
+    build(kind, tmp_path, seed=1)
+    stream = load_file(tmp_path / "model.safetensors")
+    asked = [request(i, 4 + i) for i in range(3)]
+    answers = ask(folder, asked, lambda engine: engine.update_weights(stream.items(), 2), random_init=True)
+    for answer, expected in zip(answers, ask(tmp_path, asked), strict=True):
+        assert answer.output_ids.tolist() == expected.output_ids.tolist()
+        assert set(answer.versions) == {2}
+    old = ask(folder, asked)
+    assert [one.output_ids.tolist() for one in old] != [one.output_ids.tolist() for one in answers]
+
+
+def test_the_weights_are_copies(models):
+    """What the trainer does to its tensors after a sync is not seen."""
+    folder, _ = models["llama"]
+    mine = {name: tensor.clone() for name, tensor in load_file(folder / "model.safetensors").items()}
+
+    async def update_then_spoil(engine):
+        await engine.update_weights(mine.items(), 1)
+        for tensor in mine.values():
+            tensor.zero_()
+
+    asked = [request(1, 6)]
+    assert ask(folder, asked, update_then_spoil)[0].output_ids.tolist() == ask(folder, asked)[0].output_ids.tolist()
+
+
+@pytest.mark.parametrize(("kind", "edit", "message"), [
+    ("llama", lambda t: t.pop("model.norm.weight"), "incomplete.*model.norm.weight"),
+    ("llama", lambda t: t.update({"model.extra.weight": torch.zeros(2)}), "unknown tensor.*model.extra.weight"),
+    ("llama", lambda t: t.update({"model.norm.weight": torch.zeros(3)}), "wrong shape.*model.norm.weight"),
+    ("llama", lambda t: t.update({"model.norm.weight": torch.full((48,), torch.nan)}), "not finite"),
+    ("mixtral", lambda t: t.pop("model.layers.1.block_sparse_moe.experts.2.w1.weight"), "do not fit"),
+    ("mixtral", lambda t: [t.pop(f"model.layers.1.block_sparse_moe.experts.3.w{i}.weight") for i in (1, 2, 3)],
+     "wrong shape"),
+])  # fmt: skip
+def test_a_bad_update_changes_nothing(models, capfd, kind, edit, message):
+    folder, _ = models[kind]
+    tensors = load_file(folder / "model.safetensors")
+    edit(tensors)
+
+    async def body(engine):
+        with pytest.raises(EngineError, match=message):
+            await engine.update_weights(tensors.items(), 1)
+        assert engine.version == 0
+
+    asked = [request(2, 6)]
+    capfd.readouterr()
+    assert ask(folder, asked, body)[0].output_ids.tolist() == ask(folder, asked)[0].output_ids.tolist()
+    assert capfd.readouterr() == ("", "")  # transformers' own report stays unseen
+
+
+def test_in_bfloat16_log_probs_are_near(models):
+    folder, model = models["llama"]
+    asked = [request(i, 5 + 4 * i) for i in range(3)]
+    for one, answer in zip(asked, ask(folder, asked, dtype=torch.bfloat16), strict=True):
+        expected = torch.log_softmax(logits_of(model, one, answer), -1)
+        drawn = expected.gather(1, torch.from_numpy(answer.output_ids).long()[:, None])[:, 0].numpy()
+        assert np.abs(answer.log_probs - drawn).mean() <= 0.2
+
+
+@pytest.mark.parametrize(("kind", "message"), UNKNOWN.items())
+def test_what_it_cannot_decode_is_refused(kind, message, tmp_path):
+    """Positions made from what a mask looks like, or a past that is not keys and values."""
+    config = AutoConfig.for_model(kind, **TINY, **{"lfm2": {"layer_types": ["conv", "full_attention"]}}.get(kind, {}))
+    config.save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match=message):
+        ask(tmp_path, [], random_init=True)
+
+
+def test_an_unknown_architecture_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "cuneiform"}')
+    with pytest.raises(CheckpointError, match="does not know this architecture.*cuneiform"):
+        LocalEngine(tmp_path)
+
+
+def routed(asked):
+    return Request(asked.id, asked.input_ids, asked.sampling, asked.key, frozenset(["routed_experts"]))
+
+
+def test_routed_experts_are_those_of_a_full_forward(models):
+    """Of prompt and answer but the last token, in a batch of unequal lengths; `output_router_logits` is the witness."""
+    folder, model = models["mixtral"]
+    asked = [routed(request(i, 4 + 5 * i)) for i in range(3)] + [request(7, 9)]
+    *answers, plain = ask(folder, asked)
+    assert plain.extra == {}
+    for one, answer in zip(asked, answers, strict=False):
+        found = answer.extra["routed_experts"]
+        ids = [*one.input_ids, *answer.output_ids.tolist()][:-1]
+        assert (found.dtype, found.shape) == (np.int32, (len(ids), 2, 2))
+        with torch.no_grad():
+            logits = model(torch.tensor([ids]), output_router_logits=True).router_logits
+        expected = torch.stack([each.topk(2).indices.sort(-1).values for each in logits], 1)
+        assert np.array_equal(np.sort(found, -1), expected.numpy())
+
+
+def test_routed_experts_of_a_model_without_any_are_refused(models):
+    with pytest.raises(EngineError, match="routed_experts of a model without experts"):
+        ask(models["llama"][0], [routed(request(1, 5))])

@@ -1,0 +1,1 @@
+"""The trainer on Megatron-core: layouts, steps, checkpoints, weights from and to Hugging Face names."""

@@ -1,0 +1,109 @@
+"""Packed attention that needs neither Transformer Engine nor CUDA, with its rope, windows and softcapping."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from miles_megatron import cpu
+from miles_megatron.plan import Pick, Unpick, plan_of, seen
+from miles_megatron.rope import Rope, Rotate
+
+cpu.install()
+
+from megatron.core import parallel_state  # noqa: E402 - after install()
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region  # noqa: E402
+
+EXACT_KEYS = 256
+"""Longest sequence whose float32 attention on a CPU has the bits of the local engine's; longer ones use SDPA."""
+
+
+class PackedAttention(torch.nn.Module):
+    """Causal self-attention over packed (thd) or batched (sbhd) rows: the rope, then SDPA bucket by bucket.
+
+    Under context parallelism keys and values are gathered over the group (backward: reduce-scatter).
+
+    Args:
+        rope: applied here rather than by Megatron, which would rebuild the tables for q and k of every layer.
+        window: keys that a query sees, its own included; None for all.
+        softcap: of the scores. They are then written out in full, as no fused kernel of torch's has it.
+        k_channels, v_channels: of a head, for those who have to know; here the tensors say it.
+    """
+
+    def __init__(self, config, layer_number, attn_mask_type, attention_type, attention_dropout=None,
+                 softmax_scale=None, k_channels=None, v_channels=None, cp_comm_type=None, pg_collection=None, *,
+                 rope: Rope | None = None, window: int | None = None, softcap: float | None = None):  # fmt: skip
+        super().__init__()
+        self.rope, self.window, self.softcap = rope, window, softcap
+        self.scale = softmax_scale if softmax_scale is not None else config.kv_channels**-0.5
+        self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        self.group = getattr(pg_collection, "cp", None) or parallel_state.get_context_parallel_group()
+
+    def forward(self, query, key, value, attention_mask=None, attn_mask_type=None, attention_bias=None,
+                packed_seq_params=None):  # fmt: skip
+        """q [T, n, d], k [T, g, d], v [T, g, e] -> [T, n*e]; without packed_seq_params q [s, b, n, d] -> [s, b, n*e].
+
+        Raises:
+            ValueError: a mask, or context parallelism without packing: only causal packed rows are meant.
+        """
+        if packed_seq_params is None:
+            return self._batched(query, key, value, attention_mask)
+        plan = plan_of(packed_seq_params, query, self.group)
+        if self.rope is not None:
+            tables = plan.tables(self.rope, query.dtype)
+            query, key = (Rotate.apply(x, *tables, self.rope.interleaved) for x in (query, key))
+        if self.group.size() > 1:
+            key, value = (gather_from_sequence_parallel_region(x.contiguous(), True, self.group) for x in (key, value))
+        if plan.query_rows is not None:
+            query = Pick.apply(query, plan.query_rows, plan.query_back)
+        if plan.key_rows is not None:
+            key, value = (Pick.apply(x, plan.key_rows, plan.key_back) for x in (key, value))
+        out, q, k = [], 0, 0
+        for bucket in plan.buckets:
+            end_q, end_k = q + bucket.sequences * bucket.queries, k + bucket.sequences * bucket.keys
+            parts = (
+                x[begin:end].unflatten(0, (bucket.sequences, -1)).transpose(1, 2)
+                for x, begin, end in ((query, q, end_q), (key, k, end_k), (value, k, end_k))
+            )
+            out.append(self._attend(*parts, bucket.mask(self.window)).transpose(1, 2).reshape(end_q - q, -1))
+            q, k = end_q, end_k
+        joined = out[0] if len(out) == 1 else torch.cat(out)
+        return joined if plan.query_rows is None else Unpick.apply(joined, plan.query_back)
+
+    def _attend(self, query, key, value, mask=None):
+        """[B, n, q, d], [B, g, k, d], [B, g, k, e] -> [B, n, q, e]; causal where no mask is given."""
+        dropout = self.dropout if self.training else 0.0
+        exact = query.dtype == torch.float32 and not query.is_cuda and key.shape[2] <= EXACT_KEYS and not dropout
+        if self.softcap is not None or (exact and mask is None):
+            return self._written_out(query, key, value, mask, dropout)
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=mask is None, scale=self.scale, dropout_p=dropout,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )  # fmt: skip
+
+    def _written_out(self, query, key, value, mask, dropout):
+        """The same in the engine's order of operations (miles_local/decode.py), and so with the same bits."""
+        count, heads, queries = query.shape[:3]
+        groups, keys = key.shape[1:3]
+        hidden = torch.full((queries, keys), -torch.inf, dtype=query.dtype, device=query.device)
+        hidden = hidden.triu_(1) if mask is None else hidden.masked_fill_(mask, 0)
+        query, key, value = (x.reshape(count * groups, -1, x.shape[-1]) for x in (query, key, value))
+        scores = torch.bmm(query, key.transpose(1, 2)).mul_(self.scale)
+        if self.softcap is not None:
+            scores = torch.tanh(scores / self.softcap) * self.softcap
+        scores = scores.view(count * heads, queries, keys).add_(hidden)
+        shares = torch.softmax(scores, -1, dtype=torch.promote_types(query.dtype, torch.float32)).to(query.dtype)
+        shares = F.dropout(shares, dropout) if dropout else shares
+        return torch.bmm(shares.view(count * groups, -1, keys), value).view(count, heads, queries, -1)
+
+    def _batched(self, query, key, value, attention_mask):
+        if attention_mask is not None or self.group.size() > 1:
+            raise ValueError("PackedAttention takes packed rows; without packing only a causal batch on one rank")
+        positions = torch.arange(query.shape[0], device=query.device)
+        if self.rope is not None:
+            cos, sin = (table[:, None, None] for table in self.rope.tables(positions, query.dtype))
+            query, key = (Rotate.apply(x, cos, sin, self.rope.interleaved) for x in (query, key))
+        plain = self.window is None or self.window >= len(positions)
+        mask = None if plain else seen(positions, len(positions), self.window)
+        out = self._attend(*(x.permute(1, 2, 0, 3) for x in (query, key, value)), mask)
+        return out.permute(2, 0, 1, 3).flatten(2)

@@ -1,0 +1,309 @@
+"""Megatron's torch_dist checkpoints: sharded, independent of the layout, and on disk completely or not at all.
+
+    <save>/iter_0000007/                     published by rename when complete
+        *.distcp .metadata metadata.json     tensors: model, optimizer
+        common.pt                            numbers: schedule, optimizer groups
+        miles.json                           the run's own state
+    <save>/latest_checkpointed_iteration.txt "7", written last, also by rename
+
+On trust: common.pt is read with torch's weights_only unpickler, `.metadata` as index.py says. The JSON is data.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import logging
+import re
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+
+from miles_core.errors import CheckpointError, MilesError
+from miles_core.record.publish import TEMPORARY, aside, publish, write_error, write_text
+from miles_core.stages.step import LOCK, TRACKER
+from miles_megatron import cpu, index, intact
+from miles_megatron.optimizer import load_state, prepare_state
+from miles_megatron.shards import few
+from miles_megatron.weights import known_by
+
+cpu.install()
+
+from megatron.core import dist_checkpointing, parallel_state  # noqa: E402 - after install()
+from megatron.core.dist_checkpointing.mapping import ShardedObject  # noqa: E402
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy  # noqa: E402
+from megatron.core.utils import unwrap_model  # noqa: E402
+
+# It logs what it raises as well, and without a handler of the user's that would go to the terminal.
+logging.getLogger("megatron.core.dist_checkpointing").addHandler(logging.NullHandler())
+
+ACTOR = "actor"
+STATE = "miles.json"
+_PARTS = ("metadata.json", ".metadata", "common.pt", STATE)
+_ITERATION = re.compile(r"iter_(\d{7,})")
+
+
+def iteration_folder(folder: str | Path, iteration: int) -> Path:
+    """Where one iteration of a checkpoint lies; after a power cut perhaps where its successor put it aside."""
+    target = Path(folder) / f"iter_{iteration:07d}"
+    return target if target.exists() or not aside(target).exists() else aside(target)
+
+
+def exists(folder: str | Path) -> bool:
+    """Whether a run ever completed a checkpoint here; then `latest` answers or says what is wrong."""
+    return (Path(folder) / TRACKER).is_file()
+
+
+def latest(folder: str | Path) -> int:
+    """The iteration to resume from: the one that the tracker names.
+
+    A kill between the first iteration and the tracker leaves an iteration, complete, that nothing names; it counts.
+
+    Raises:
+        CheckpointError: no such folder, a folder that is no checkpoint (a Hugging Face directory, or one iteration
+            of a checkpoint), or a tracker that names an iteration which is missing or incomplete.
+    """
+    folder = Path(folder)
+    tracker = folder / TRACKER
+    if not tracker.is_file():
+        if (first := _unnamed(folder)) is not None:
+            return first
+        raise _not_a_checkpoint(folder)
+    text = tracker.read_text(errors="replace").strip()
+    if not re.fullmatch(r"[0-9]{1,18}", text):
+        raise CheckpointError("the tracker file does not name an iteration", got=repr(text[:40]), who=str(tracker),
+                              fix=f"write the number of a complete iteration into it, of {_present(folder)}")
+    where = iteration_folder(folder, int(text))
+    if not where.is_dir():
+        raise CheckpointError(f"the tracker names iteration {text}, which is not there", got=_present(folder),
+                              who=str(tracker), fix="write the number of an iteration that is there into the tracker")
+    if absent := [part for part in _PARTS if not (where / part).is_file()]:
+        raise CheckpointError(f"iteration {text} is incomplete", got="no " + ", ".join(absent), who=str(where),
+                              fix=f"write the number of a complete iteration into {TRACKER}, of {_present(folder)}")
+    return int(text)
+
+
+Part = tuple[Sequence[torch.nn.Module], object | None, object | None]
+"""A trained model: its chunks, wrapped or not, and both or none of optimizer and schedule."""
+
+
+def save(folder: str | Path, iteration: int, parts: Mapping[str, Part],
+         state: Mapping[str, object] | None = None) -> Path:
+    """Write a checkpoint; every rank calls it. What was complete before stays valid until this one is.
+
+    Args:
+        parts: the trained models by name, the actor at the top and each other in a folder of its name.
+        state: anything that JSON can hold, and under "files" names and bytes of files to put beside it.
+
+    Raises:
+        CheckpointError: the disk is full or cannot be written.
+    """
+    target = Path(folder) / f"iter_{iteration:07d}"
+    first = dist.get_rank() == 0
+    with publish(target, writer=first) as temporary, write_errors(target), _frozen_heap():
+        for where, (chunks, optimizer, scheduler) in _folders(temporary, parts):
+            if first:
+                where.mkdir(exist_ok=True)
+            _barrier()
+            if optimizer is not None:
+                prepare_state(optimizer)
+            sharded = sharded_entries(chunks, optimizer, loading=False)
+            if scheduler is not None:
+                sharded["scheduler"] = scheduler.state_dict()
+            # One file and one writer: more would be threads in this very process (see cpu.InProcess).
+            strategy = TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1)
+            dist_checkpointing.save(sharded, str(where), strategy)
+        if first:
+            files = (state or {}).get("files", {})
+            for name, data in files.items():
+                (temporary / name).write_bytes(data)
+            kept = {**(state or {}), **({"files": sorted(files)} if files else {})}
+            (temporary / STATE).write_text(json.dumps({"iteration": iteration, "state": kept,
+                                                       "digest": intact.digest(kept)}))
+        _barrier()
+    if first:
+        write_text(Path(folder) / TRACKER, f"{iteration}\n")
+    _barrier()
+    return target
+
+
+def load(folder: str | Path, parts: Mapping[str, Part], iteration: int | None = None) -> tuple[int, dict]:
+    """Fill the models and, where given, optimizers and schedules; every rank calls it, under any layout.
+
+    Args:
+        iteration: another than the latest.
+
+    Returns:
+        The iteration, and the state that `save` was given.
+
+    Raises:
+        CheckpointError: as `latest`, or a checkpoint that cannot be read or does not fit the model.
+    """
+    iteration = latest(folder) if iteration is None else iteration
+    source = iteration_folder(folder, iteration)
+    if absent := [part for part in _PARTS if not (source / part).is_file()]:
+        raise CheckpointError(f"iteration {iteration} is missing or incomplete", got="no " + ", ".join(absent),
+                              who=str(source), fix=f"choose one of {_present(Path(folder))}")
+    for (where, part), name in zip(_folders(source, parts), parts, strict=True):
+        if not where.is_dir():
+            raise CheckpointError(f"the checkpoint holds no {name}", got=f"no folder {name}", who=str(source),
+                                  fix="resume with the plugins that the run had, or start anew with --ref-load")
+        held = index.read(where / ".metadata")
+        try:
+            intact.check(where, dist.get_rank(), dist.get_world_size())
+            kept = _state(source)
+            _load_part(where, held, *part)
+        except MilesError:
+            raise
+        except (Exception, CheckpointException) as error:  # torch's own is a BaseException; a flipped bit raises any
+            raise CheckpointError("the checkpoint cannot be read or does not fit this model", got=_first_line(error),
+                                  who=str(where), fix="use the checkpoint of a run of the same model and optimizer, or "
+                                  "an earlier iteration") from error
+    return iteration, kept
+
+
+def _state(source: Path) -> dict:
+    read = json.loads((source / STATE).read_text())
+    intact.check_state(read, source / STATE)
+    kept = read["state"]
+    if "files" in kept:
+        kept["files"] = {name: (source / Path(name).name).read_bytes() for name in kept["files"]}
+    return kept
+
+
+def _load_part(source: Path, held: index.Held, chunks: Sequence[torch.nn.Module], optimizer, scheduler) -> None:
+    if optimizer is not None:
+        prepare_state(optimizer)
+    with _frozen_heap():
+        sharded = sharded_entries(chunks, optimizer, loading=True)
+    index.check(held, sharded, source)
+    if more := index.unknown(held, sharded):
+        raise CheckpointError("the checkpoint holds weights that the model does not have", got=few(more),
+                              who=str(source), fix=known_by())
+    with warnings.catch_warnings():
+        # torch deprecates the ShardedTensor that Megatron still reads with: nothing that the reader could mend.
+        warnings.simplefilter("ignore", FutureWarning)
+        loaded = dist_checkpointing.load(sharded, str(source))
+    for key, chunk in _named(chunks):
+        _fill(chunk, loaded[key])
+    if optimizer is not None:
+        load_state(optimizer, scheduler, loaded["optimizer"], loaded["scheduler"])
+
+
+def _folders(folder: Path, parts: Mapping[str, Part]) -> Iterator[tuple[Path, Part]]:
+    for name, part in parts.items():
+        yield folder if name == ACTOR else folder / name, part
+
+
+def _fill(chunk: torch.nn.Module, tensors: dict) -> None:
+    """load_state_dict that excuses the extra state, which is not saved, and nothing else."""
+    missing, unexpected = chunk.load_state_dict(tensors, strict=False)
+    if wrong := [name for name in missing if not name.endswith("_extra_state")] + unexpected:
+        raise KeyError(f"tensors missing or unexpected: {wrong}")
+
+
+def sharded_entries(chunks: Sequence[torch.nn.Module], optimizer, *, loading: bool) -> dict:
+    """What Megatron saves and loads. The metadata makes the optimizer's state independent of the layout."""
+    metadata = {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "chained_optim_avoid_prefix": True,
+        "singleton_local_shards": False,
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+    }
+    sharded = {
+        key: {
+            name: entry
+            for name, entry in chunk.sharded_state_dict(metadata=metadata).items()
+            # Extra state is empty for local layers, and as objects it would be unpickled by torch on load.
+            if not isinstance(entry, ShardedObject)
+        }
+        for key, chunk in _named(chunks)
+    }
+    if optimizer is not None:
+        sharded["optimizer"] = optimizer.sharded_state_dict(sharded, is_loading=loading, metadata=metadata)
+    return sharded
+
+
+def _named(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Chunks of an interleaved pipeline are told apart; a sole one is called "model", as Megatron-LM does."""
+    for i, chunk in enumerate(chunks):
+        yield "model" if len(chunks) == 1 else f"model{i}", unwrap_model(chunk)
+
+
+@contextlib.contextmanager
+def write_errors(target: Path) -> Iterator[None]:
+    """Turn what a failed write becomes on its way through torch and Megatron back into what it was.
+
+    An OSError arrives as the text of a RuntimeError in a collective error; torch's zip writer reports any failed
+    write as an "unexpected pos".
+    """
+    try:
+        yield
+    except (CheckpointException, RuntimeError) as error:
+        text = str(error)
+        if found := re.search(r"\[Errno (\d+)\][^\n]*", text):
+            raise write_error(target, OSError(int(found[1]), found[0])) from error
+        if "unexpected pos" in text or "PytorchStreamWriter" in text:
+            raise CheckpointError("the disk is full or failing", who=str(target),
+                                  fix="free some space; checkpoints that were complete before still are") from error
+        raise
+
+
+@contextlib.contextmanager
+def _frozen_heap() -> Iterator[None]:
+    """DistributedOptimizer calls gc.collect() to make its state dict; without the heap of before it takes no time."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+def never_saved(folder: str | Path) -> bool:
+    """Whether no save was ever completed here: no such folder, nothing in it, or what a kill left of the first one."""
+    folder = Path(folder)
+    ours = (TEMPORARY, LOCK)
+    return not folder.exists() or (folder.is_dir() and all(p.name.startswith(ours) for p in folder.iterdir()))
+
+
+def _unnamed(folder: Path) -> int | None:
+    """The sole iteration of a folder without a tracker, if it is complete."""
+    found = [path for path in folder.glob("iter_*") if _ITERATION.fullmatch(path.name)]
+    whole = len(found) == 1 and all((found[0] / part).is_file() for part in _PARTS)
+    return int(_ITERATION.fullmatch(found[0].name)[1]) if whole else None
+
+
+def _not_a_checkpoint(folder: Path) -> CheckpointError:
+    if not folder.is_dir():
+        return CheckpointError("there is no such checkpoint folder", who=str(folder),
+                               fix="correct --load, or leave it out to start from --hf-checkpoint")
+    if _ITERATION.fullmatch(folder.name) or (folder / "metadata.json").is_file():
+        return CheckpointError("this is one iteration of a checkpoint", who=str(folder),
+                               fix=f"give the folder above it, {folder.parent}")
+    if (folder / "config.json").is_file():
+        return CheckpointError("this is a Hugging Face directory, not a torch_dist checkpoint", who=str(folder),
+                               fix="give it as --hf-checkpoint, or convert it with miles convert hf-to-dist")
+    return CheckpointError("this is not a checkpoint", got=f"no {TRACKER}; {_present(folder)}", who=str(folder),
+                           fix="give a folder that a run saved into with --save")
+
+
+def _present(folder: Path) -> str:
+    names = sorted(path.name for path in folder.glob("iter_*") if not path.name.startswith(TEMPORARY))
+    return "iterations present: " + ", ".join(names) if names else "no iterations present"
+
+
+def _first_line(error: BaseException) -> str:
+    if isinstance(error, CheckpointException) and error.failures:  # torch's wrapper, which says nothing
+        return _first_line(next(iter(error.failures.values()))[0])
+    text = str(error).strip() or type(error).__name__
+    return next(line for line in text.splitlines() if line.strip())[:300]
+
+
+def _barrier() -> None:
+    if dist.get_world_size() > 1:
+        dist.barrier()

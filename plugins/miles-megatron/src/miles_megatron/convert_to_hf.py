@@ -1,0 +1,146 @@
+"""A torch_dist checkpoint becomes a Hugging Face directory; see convert.py."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.utils import _create_file_view
+
+from miles_core.errors import CheckpointError
+from miles_megatron import cpu, index, joins, shards, weights
+from miles_megatron.convert import Conversion, Parameter, full_shape
+
+cpu.install()
+
+from megatron.core.dist_checkpointing.mapping import ShardedTensor  # noqa: E402 - after install()
+
+
+class ToHuggingFace(Conversion):
+    """torch_dist to Hugging Face. What a file of weights holds does not depend on the number of processes."""
+
+    def _placed(self, parameters: list[Parameter]) -> list[Parameter]:
+        folder = self.job.source
+        held = index.read(folder / ".metadata")  # before torch reads it
+        index.check(held, {number: one.entry for number, one in enumerate(parameters)}, folder)
+        pieces = [piece for one in parameters for piece in one.pieces(one.entry.data)]
+        if more := sorted(held.keys() - {piece.key for piece in pieces}
+                          - {name for name in held if name.startswith(index.OPTIMIZER)}):
+            raise CheckpointError("the checkpoint holds weights that the model does not have", got=shards.few(more),
+                                  who=str(folder), fix=f"{weights.known_by()}; or give the --hf-checkpoint that the "
+                                  "run started from")
+        self._index = FileSystemReader(folder).read_metadata()
+        axes = {piece.key: piece.prepend_axis_num for piece in pieces}
+        self._chunks = collections.defaultdict(list)  # those of one layer, or expert, so that nothing looks at all
+        for key, count in axes.items():
+            for chunk in self._index.state_dict_metadata[key].chunks:
+                self._chunks[key, tuple(chunk.offsets[:count])].append(chunk)
+        placed = sorted((self._place(one) for one in parameters), key=lambda one: one.place)
+        self._files = _filled(placed, self.job.shard_bytes)
+        return placed
+
+    def _place(self, one: Parameter) -> Parameter:
+        piece = one.pieces(one.entry.data)[0]
+        found = self._index.storage_data[self._reads(piece)[0].storage_index]
+        dtype = self.job.dtype or self._index.state_dict_metadata[piece.key].properties.dtype
+        return dataclasses.replace(one, dtype=dtype, place=(found.relative_path, found.offset))
+
+    def _units(self) -> list[_File]:
+        return self._files
+
+    def _work(self) -> Iterator[int]:
+        for file in self.mine:
+            name = shards.shard_name(file.number, len(self._files))
+            layout = {name: (one.dtype, shape) for one in file.parameters for name, shape in one.hf.items()}
+            with shards.writing(self.job.target / name, layout) as append:
+                for one in file.parameters:
+                    self._copy(one, append)
+                    yield one.nbytes
+
+    def _copy(self, one: Parameter, append: Callable) -> None:
+        if isinstance(one.entry, ShardedTensor):
+            tensor = self._read(one.entry).to(one.dtype)
+        else:
+            tensor = torch.empty(one.entry.data.shape, dtype=one.dtype)
+            for piece in one.pieces(tensor):
+                piece.data.copy_(self._read(piece))
+        views = joins.hf_views(one.rule, tensor, self.job.weight_map)
+        for view, shape in zip(views, one.hf.values(), strict=True):
+            append(view.reshape(shape))
+
+    def _reads(self, piece: ShardedTensor) -> list[ReadItem]:
+        """Which chunks of the files hold parts of a piece; the layout that wrote them may have cut it anyhow."""
+        near = self._chunks[piece.key, tuple(piece.global_offset[: piece.prepend_axis_num])]
+        wanted = ChunkStorageMetadata(torch.Size(piece.global_offset), torch.Size(full_shape(piece)))
+        found = dataclasses.replace(self._index.state_dict_metadata[piece.key], chunks=near)
+        items = create_read_items_for_chunk_list(piece.key, found, [wanted])
+        if sum(math.prod(item.lengths) for item in items) != math.prod(piece.local_shape):
+            raise CheckpointError("the checkpoint lacks a part of a tensor", got=piece.key, who=str(self.job.source),
+                                  fix="use another iteration")
+        return items
+
+    def _read(self, piece: ShardedTensor) -> torch.Tensor:
+        shape, tensor = full_shape(piece), None
+        for item in self._reads(piece):
+            chunk = self._load(self._index.storage_data[item.storage_index])
+            part = _box(chunk, item.storage_offsets, item.lengths)
+            if part.shape == shape:
+                return part.reshape(piece.local_shape)  # as it lies, without a second copy
+            tensor = torch.empty(shape, dtype=chunk.dtype) if tensor is None else tensor
+            _box(tensor, item.dest_offsets, item.lengths).copy_(part)
+        return tensor.reshape(piece.local_shape)
+
+    def _load(self, where: _StorageInfo) -> torch.Tensor:
+        file = self.job.source / where.relative_path
+        try:
+            with open(file, "rb") as opened:
+                view = _create_file_view(opened, where.offset, where.length)
+                return torch.load(view, map_location="cpu", weights_only=True)
+        except Exception as error:
+            said = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise CheckpointError("a file of the checkpoint cannot be read", got=said, who=str(file),
+                                  fix="use another iteration") from error
+
+    def _conclude(self) -> int:
+        dist.barrier()  # every file is there
+        if self.rank.index == 0:
+            largest = max(self.parameters, key=lambda one: one.nbytes)
+            weights.copy_companions(self.job.companions, self.job.target, largest.dtype,
+                                    weights.PLAIN | weights.without_left(self.job.weight_map))
+            names = [[name for one in file.parameters for name in one.hf] for file in self._files]
+            shards.write_index(self.job.target, names, sum(file.nbytes for file in self._files))
+        return len(self._files)
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    """What goes into one file of weights; files are numbered from 0."""
+
+    number: int
+    parameters: list[Parameter]
+    nbytes: int
+
+
+def _filled(parameters: Sequence[Parameter], limit: int) -> list[_File]:
+    files = [_File(0, [], 0)]
+    for one in parameters:
+        last = files[-1]
+        if last.parameters and last.nbytes + one.nbytes > limit:
+            files.append(_File(len(files), [one], one.nbytes))
+        else:
+            files[-1] = _File(last.number, [*last.parameters, one], last.nbytes + one.nbytes)
+    return files
+
+
+def _box(tensor: torch.Tensor, offsets: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
+    return tensor[tuple(slice(offset, offset + length) for offset, length in zip(offsets, lengths, strict=True))]

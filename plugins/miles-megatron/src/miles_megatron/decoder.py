@@ -1,0 +1,295 @@
+"""A shared description of decoders: pre-norm attention and a gated MLP, which a family fills in part by part.
+
+A family is a function from a checkpoint's config.json to a `Decoder`; everything it leaves out is Llama's. The names of
+tensors are those that transformers' decoders share. No torch here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from miles_core.errors import ConfigError
+from miles_megatron.specs import Attention, ModelSpec, Rotary, Rule, WeightMap
+
+if TYPE_CHECKING:
+    from miles_megatron.mixture import Mixture
+
+_SCALINGS = ("default", "linear", "llama3", "yarn")
+_NEVER = {
+    "softmax_type": "vanilla", "apply_query_key_layer_scaling": False, "window_size": None,
+    "window_attn_skip_freq": None, "no_rope_freq": None, "glu_linear_offset": 0.0, "activation_func_clamp_value": None,
+}  # fmt: skip
+"""Fields of TransformerConfig that would make another model; no layer here reads them, so none may be set."""
+
+_OURS, _THEIRS = "decoder.layers.{layer}.", "model.layers.{layer}."
+
+
+@dataclass(frozen=True, slots=True)
+class LayerNorms:
+    """Names of a layer's norms in the checkpoint; the two after attention and MLP are there or not, together."""
+
+    before_attention: str = "input_layernorm"
+    before_mlp: str = "post_attention_layernorm"
+    after_attention: str | None = None
+    after_mlp: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Decoder:
+    """What the decoder of one checkpoint is made of.
+
+    Args:
+        hf: its transformers config, for the sizes.
+        attention: one entry per layer; see `every_layer`.
+        norms: their names.
+        zero_centred_norms: a norm multiplies with 1 + weight.
+        qk_norm: a norm on each head of q and k.
+        wide_qk_norm: one norm over all heads of q together, and one over those of k.
+        qkv_bias: q, k and v have biases.
+        linear_bias: every projection has one.
+        fused_gate_up: the checkpoint keeps gate and up as one tensor.
+        activation, embedding_scale, logit_softcap: see ModelSpec.
+        softmax_scale: factor on attention scores; None for head_dim^-0.5.
+        constants, defaults, also: further fields of TransformerConfig and options that may be repeated: see ModelSpec.
+        mixture: the mixtures of experts that some or all layers have for an MLP; see mixture.py.
+        mlp: rules of the MLPs where they are neither these nor one dense MLP per layer.
+        mixing: rules of the token mixers where they are not one attention per layer; the norms around them excepted.
+        left, left_counts: see WeightMap.
+    """
+
+    hf: object
+    attention: tuple[Attention, ...]
+    norms: LayerNorms = LayerNorms()
+    zero_centred_norms: bool = False
+    qk_norm: bool = False
+    wide_qk_norm: bool = False
+    qkv_bias: bool = False
+    linear_bias: bool = False
+    fused_gate_up: bool = False
+    activation: str = "silu"
+    softmax_scale: float | None = None
+    embedding_scale: float = 1.0
+    logit_softcap: float | None = None
+    constants: Mapping[str, object] = field(default_factory=dict)
+    defaults: Mapping[str, object] = field(default_factory=dict)
+    also: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
+    mixture: Mixture | None = None
+    mlp: tuple[Rule, ...] | None = None
+    mixing: tuple[Rule, ...] | None = None
+    left: tuple[str, ...] = ()
+    left_counts: tuple[str, ...] = ()
+
+    def spec(self) -> ModelSpec:
+        """The architecture."""
+        hf = self.hf
+        constants = {
+            "num_layers": hf.num_hidden_layers,
+            "hidden_size": hf.hidden_size,
+            "num_attention_heads": hf.num_attention_heads,
+            "num_query_groups": hf.num_key_value_heads,
+            "kv_channels": head_dim(hf),
+            "ffn_hidden_size": hf.intermediate_size,
+            "layernorm_epsilon": hf.rms_norm_eps,
+            "normalization": "RMSNorm",
+            "layernorm_zero_centered_gamma": self.zero_centred_norms,
+            "qk_layernorm": self.qk_norm or self.wide_qk_norm,
+            "add_bias_linear": self.linear_bias,
+            "add_qkv_bias": self.qkv_bias or self.linear_bias,
+            "gated_linear_unit": True,
+            "softmax_scale": self.softmax_scale,
+            "rotary_interleaved": self.attention[0].rotary.interleaved,
+            **_NEVER,
+            **({} if self.mixture is None else self.mixture.constants),
+            **self.constants,
+        }
+        defaults = {**({} if self.mixture is None else self.mixture.defaults), **self.defaults}
+        return ModelSpec(
+            constants=constants, defaults=defaults, vocab_size=hf.vocab_size, attention=self.attention,
+            tied=bool(hf.tie_word_embeddings), max_positions=hf.max_position_embeddings, source=source(hf),
+            activation=self.activation, post_norms=self.norms.after_mlp is not None, wide_qk_norm=self.wide_qk_norm,
+            embedding_scale=self.embedding_scale, logit_softcap=self.logit_softcap,
+            also={**({} if self.mixture is None else self.mixture.also), **self.also},
+        )  # fmt: skip
+
+    def weight_map(self) -> WeightMap:
+        """Where its tensors go."""
+        hf = self.hf
+        layers = tuple(range(hf.num_hidden_layers))
+        rules = [
+            Rule("embedding.word_embeddings.weight", ("model.embed_tokens.weight",)),
+            *self._attention(layers),
+            *self._mlp(layers),
+            Rule("decoder.final_layernorm.weight", ("model.norm.weight",)),
+        ]
+        if not hf.tie_word_embeddings:
+            rules.append(Rule("output_layer.weight", ("lm_head.weight",)))
+        return WeightMap(
+            rules=tuple(rules), heads=hf.num_attention_heads, groups=hf.num_key_value_heads, head_dim=head_dim(hf),
+            ignored=frozenset({"lm_head.weight"} if hf.tie_word_embeddings else ()), tied=bool(hf.tie_word_embeddings),
+            left=self.left, left_counts=self.left_counts,
+        )  # fmt: skip
+
+    def _mlp(self, layers: tuple[int, ...]) -> tuple[Rule, ...]:
+        if self.mlp is not None:
+            return self.mlp
+        return dense_mlp(layers, self.fused_gate_up, self.linear_bias) if self.mixture is None else self.mixture.rules()
+
+    def _attention(self, layers: tuple[int, ...]) -> list[Rule]:
+        def same(ours: str, theirs: str) -> Rule:
+            return Rule(_OURS + ours, (_THEIRS + theirs,), layers=layers)
+
+        def qkv(kind: str) -> Rule:
+            parts = tuple(f"{_THEIRS}self_attn.{part}_proj.{kind}" for part in "qkv")
+            return Rule(f"{_OURS}self_attention.linear_qkv.{kind}", parts, "qkv", layers)
+
+        mixing = [qkv("weight")]
+        if self.qkv_bias or self.linear_bias:
+            mixing.append(qkv("bias"))
+        if self.qk_norm or self.wide_qk_norm:
+            mixing += [same(f"self_attention.{x}_layernorm.weight", f"self_attn.{x}_norm.weight") for x in "qk"]
+        mixing.append(same("self_attention.linear_proj.weight", "self_attn.o_proj.weight"))
+        if self.linear_bias:
+            mixing.append(same("self_attention.linear_proj.bias", "self_attn.o_proj.bias"))
+        rules = [same("input_layernorm.weight", f"{self.norms.before_attention}.weight"),
+                 *(mixing if self.mixing is None else self.mixing)]
+        rules.append(same("pre_mlp_layernorm.weight", f"{self.norms.before_mlp}.weight"))
+        if self.norms.after_mlp is not None:
+            rules += [same("self_attn_bda.norm.weight", f"{self.norms.after_attention}.weight"),
+                      same("mlp_bda.norm.weight", f"{self.norms.after_mlp}.weight")]
+        return rules
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderFamily:
+    """A Family made of a function that describes the decoder of a checkpoint."""
+
+    describe: Callable[[object], Decoder]
+
+    def model_spec(self, hf) -> ModelSpec:
+        """
+        Raises:
+            ConfigError: a variant that is not modelled.
+        """
+        return self.describe(hf).spec()
+
+    def weight_map(self, hf) -> WeightMap:
+        """The same decoder's tensors."""
+        return self.describe(hf).weight_map()
+
+
+def dense_mlp(layers: tuple[int, ...], fused: bool = False, bias: bool = False) -> tuple[Rule, ...]:
+    """Rules of one gated MLP per layer."""
+    ours, theirs = _OURS + "mlp.", _THEIRS + "mlp."
+    first, join = (("gate_up_proj",), "halves") if fused else (("gate_proj", "up_proj"), "rows")
+    kinds = ("weight", "bias") if bias else ("weight",)
+    return tuple(
+        rule
+        for kind in kinds
+        for rule in (
+            Rule(f"{ours}linear_fc1.{kind}", tuple(f"{theirs}{name}.{kind}" for name in first), join, layers),
+            Rule(f"{ours}linear_fc2.{kind}", (f"{theirs}down_proj.{kind}",), layers=layers),
+        )
+    )
+
+
+def every_layer(hf, attention: Attention) -> tuple[Attention, ...]:
+    """The same attention in all layers."""
+    return (attention,) * hf.num_hidden_layers
+
+
+def by_layer_type(hf, kinds: Mapping[str, Attention]) -> tuple[Attention, ...]:
+    """The attention of each layer by its entry in config.json's `layer_types`.
+
+    Raises:
+        ConfigError: a type that `kinds` does not have.
+    """
+    if unknown := sorted(set(hf.layer_types) - kinds.keys()):
+        raise _unsupported(hf, f"layers of type {unknown[0]!r}", hf.layer_types)
+    return tuple(kinds[name] for name in hf.layer_types)
+
+
+def rotary(
+    hf, parameters: Mapping[str, object] | None = None, *, partial: bool = False, interleaved: bool = False,
+    fraction: float | None = None,
+) -> Rotary:
+    """The rotary embedding that config.json describes.
+
+    Args:
+        parameters: transformers' rope_parameters; by default the config's own.
+        partial: whether the family may turn a part of each head only.
+        fraction: what part that is, where other keys of the config say it.
+
+    Raises:
+        ConfigError: a scaling other than linear, llama3 and yarn, or a part where the family has none.
+    """
+    if parameters is None:
+        hf.standardize_rope_params()  # as transformers does when it builds the model, which may move keys in
+        parameters = hf.rope_parameters
+    given = dict(parameters or {})
+    scaling = given.get("rope_type", "default")
+    if scaling not in _SCALINGS:
+        raise _unsupported(hf, f"rope_type other than {', '.join(_SCALINGS)}", scaling)
+    said = float(given.get("partial_rotary_factor", 1.0))
+    if said != 1 and not partial:
+        raise _unsupported(hf, "partial_rotary_factor other than 1", said)
+    read = {} if scaling == "default" else _YARN if scaling == "yarn" else _SCALED
+    found = {ours: given[name] for name, ours in read.items() if given.get(name) is not None}
+    if scaling == "yarn":
+        found = {"low": 1.0, "high": 32.0, "original": hf.max_position_embeddings, **found}
+        found.setdefault("factor", hf.max_position_embeddings / found["original"])
+        found["magnitude"] = _magnitude(given, found["factor"])
+    return Rotary(
+        theta=float(given.get("rope_theta") or hf.rope_theta), fraction=fraction or said, interleaved=interleaved,
+        scaling=scaling, **found,
+    )  # fmt: skip
+
+
+_SCALED = {"factor": "factor", "low_freq_factor": "low", "high_freq_factor": "high",
+           "original_max_position_embeddings": "original"}
+_YARN = {"factor": "factor", "beta_slow": "low", "beta_fast": "high", "original_max_position_embeddings": "original",
+         "truncate": "whole"}
+"""Keys of rope_parameters -> fields of Rotary."""
+
+
+def yarn_magnitude(factor: float, slope: float = 1.0) -> float:
+    """By how much what is turned grows where positions are stretched by a factor (YaRN, section 3.4)."""
+    return 0.1 * slope * math.log(factor) + 1 if factor > 1 else 1.0
+
+
+def _magnitude(given: Mapping[str, object], factor: float) -> float:
+    if given.get("attention_factor") is not None:
+        return float(given["attention_factor"])
+    slopes = given.get("mscale"), given.get("mscale_all_dim")
+    if all(slopes):
+        return yarn_magnitude(factor, slopes[0]) / yarn_magnitude(factor, slopes[1])
+    return yarn_magnitude(factor)
+
+
+def refuse(hf, **wanted: object) -> None:
+    """Refuse a checkpoint whose config.json has another value than the one that the family models.
+
+    Raises:
+        ConfigError: names the key and its value.
+    """
+    for name, value in wanted.items():
+        got = getattr(hf, name, value)
+        if (bool(got) if isinstance(value, bool) else got) != value:
+            raise _unsupported(hf, f"{name} other than {value!r}", got)
+
+
+def head_dim(hf) -> int:
+    """Channels of a head."""
+    return getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
+
+
+def source(hf) -> str:
+    """Where a config was read, for messages."""
+    return getattr(hf, "_name_or_path", "") or "config.json"
+
+
+def _unsupported(hf, what: str, got: object) -> ConfigError:
+    return ConfigError(f"{hf.model_type} with {what} is not supported", got=got, who=source(hf),
+                       fix="use a checkpoint without it, or write a model_spec plugin (docs/model-families.md)")

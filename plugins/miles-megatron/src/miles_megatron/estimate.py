@@ -1,0 +1,216 @@
+"""What a rank of the trainer holds at its peak, from config.json and the layout: its half of the memory plan.
+
+Layers are Transformer Engine's, micro-batches are packed. What a layer keeps for its backward pass is written out in
+`kept`, name by name; tests/gpu/trainer_speed.py compares the sums with what torch counts. No torch here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from miles_core.config.architecture import Architecture, architecture_of
+from miles_core.config.load import config_json
+from miles_core.config.tables import RunConfig
+from miles_megatron.layout import Layout, layout_of
+
+FP32 = 4
+WORKSPACES = 128 * 2**20
+"""Scratch memory of cuBLAS, Transformer Engine and cuDNN."""
+
+_QK_NORM = ("qwen3", "gemma3", "olmo")
+"""Beginnings of model types whose queries and keys pass a norm; config.json does not say so."""
+
+_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """What the plan needs to know of a checkpoint, and how it is laid out.
+
+    Args:
+        size: its constants; nothing may be `uncounted`.
+        value: bytes of a weight and of an activation.
+        tied: the output layer is the embedding.
+        qk_norm: queries and keys pass a norm.
+    """
+
+    size: Architecture
+    layout: Layout
+    value: int
+    tied: bool
+    qk_norm: bool
+
+    @property
+    def split(self) -> int:
+        """Ranks among which sequence parallelism splits norms and residuals."""
+        return self.layout.tensor if self.layout.sequence_parallel else 1
+
+
+def model_of(config: RunConfig) -> Model | None:
+    """None where config.json leaves out what the plan needs."""
+    size = architecture_of(config)
+    said = config_json(config)[1] or {}
+    if size.uncounted or not size.checkpoint:
+        return None
+    return Model(size=size, layout=layout_of(config), value=2 if config.perf.bf16 else FP32,
+                 tied=bool(said.get("tie_word_embeddings")),
+                 qk_norm=bool(said.get("use_qk_norm") or str(said.get("model_type", "")).startswith(_QK_NORM)))
+
+
+def kept(model: Model, sparse: bool) -> dict[str, float]:
+    """Bytes per token that one layer keeps until its backward pass, by what they are.
+
+    A norm keeps its input and 1 / rms in fp32; a linear layer its input; attention q, k and v after the rope,
+    its output (which is the input of the layer behind it) and the log of the softmax's normaliser.
+    """
+    size, value = model.size, model.value
+    tensor = model.layout.tensor
+    hidden, statistic = value * size.hidden / model.split, FP32 / model.split
+    query = value * size.heads * size.head_dim / tensor
+    key = value * size.groups * size.head_dim / tensor
+    values, output = (value * count * size.value_dim / tensor for count in (size.groups, size.heads))
+    latents = value * ((size.query_rank or 0) + (size.rank or 0)) / model.split
+    # Of the average layer; linear attention is computed again from its inputs.
+    linear, (keys, inner) = size.linear / size.layers, size.linear_widths
+    full = 1 - linear
+    found = {
+        "attention norm: input": hidden + statistic,
+        "qkv: input": hidden,
+        "norms of q and k: inputs": full * (query + key + FP32 * (size.heads + size.groups) / tensor) * model.qk_norm,
+        "latents: inputs of norms and projections": 2 * latents,
+        "attention: q, k, v": full * (query + key + values),
+        "attention: output": full * (output + FP32 * size.heads / tensor),
+        "linear attention: q, k, v, output, gate, gated output": linear * value * (2 * keys + 4 * inner) / tensor,
+        "mlp norm: input": hidden + statistic,
+    }
+    if not sparse:
+        inner = value * (size.ffn or 0) / tensor
+        return found | {"fc1: input": hidden, "activation: input": 2 * inner, "fc2: input": inner}
+    # Copies of a token are those of its experts; expert-tensor-parallel ranks each see all of their tokens.
+    copies = size.experts_per_token * model.layout.expert_tensor / model.split
+    inner = value * size.expert_ffn / model.layout.expert_tensor
+    return found | {
+        "router: input": hidden,
+        "router: logits, probabilities, choices": (3 * FP32 + 1) * size.experts / model.split,
+        "experts' fc1: input": copies * value * size.hidden,
+        "experts' activation: input": copies * 2 * inner,
+        "experts' probabilities: input": copies * inner,
+        "experts' fc2: input": copies * inner,
+        "shared experts": 4 * value * (size.shared_ffn or 0) / tensor,
+    }
+
+
+def parameters(model: Model, layers: float, first: bool, last: bool) -> tuple[float, float]:
+    """(dense, experts') parameters of one rank that holds so many layers, and the ends of the model or not."""
+    size, tensor = model.size, model.layout.tensor
+    sparse = layers * size.sparse / size.layers
+    cut, whole = size.mixing
+    attention = cut / tensor + whole
+    norms = 2 * size.hidden + 2 * size.head_dim * model.qk_norm + (size.query_rank or 0) + (size.rank or 0)
+    table = size.vocab * size.hidden / tensor
+    dense = layers * (attention + norms) + (layers - sparse) * 3 * size.hidden * (size.ffn or 0) / tensor
+    dense += sparse * size.hidden * ((size.experts or 0) + 3 * (size.shared_ffn or 0) / tensor)
+    dense += table * (first + (last and not (first and model.tied))) + size.hidden * last
+    each = 3 * size.hidden * (size.expert_ffn or 0) / model.layout.expert_tensor
+    return dense, sparse * each * (size.experts or 0) / model.layout.expert
+
+
+def trainer(config: RunConfig, model: Model) -> dict[str, float]:
+    """Bytes of a rank at its peak, which is in a micro-batch's backward pass; of the pipeline's fullest stage."""
+    stages = model.layout.pipeline
+    candidates = [_stage(config, model, stage) for stage in {0, stages - 1}]
+    return max(candidates, key=lambda parts: sum(parts.values()))
+
+
+def _stage(config: RunConfig, model: Model, stage: int) -> dict[str, float]:
+    size, layout, given = model.size, model.layout, config.surface("megatron")
+    layers, last = size.layers / layout.pipeline, stage == layout.pipeline - 1
+    dense, sparse = parameters(model, layers, stage == 0, last)
+    each = _optimizer_bytes(config, model.value)
+    sharded = given.get("use_distributed_optimizer", True)
+    dense_ranks, sparse_ranks = (layout.data * layout.context, layout.expert_data) if sharded else (1, 1)
+    activations, passing = _activations(config, model, layers, stage)
+    logits = _logits(config, model) if last else 0.0
+    return {
+        "weights": model.value * (dense + sparse),
+        "gradients": (FP32 if given.get("grad_reduce_in_fp32", True) else model.value) * (dense + sparse),
+        "optimizer": each * (dense / dense_ranks + sparse / sparse_ranks),
+        "activations": activations,
+        ("logits" if logits > passing else "a layer's gradients"): max(logits, passing) + WORKSPACES,
+    }
+
+
+def _optimizer_bytes(config: RunConfig, value: int) -> float:
+    """Of one parameter: the fp32 master, which an fp32 weight is itself, and Adam's two moments.
+
+    Where moments have fewer bits, the kernel keeps of the master what the bfloat16 weight leaves out of it.
+    """
+    given = config.surface("megatron")
+    names = ("exp_avg_dtype", "exp_avg_sq_dtype", *(("main_params_dtype",) if value < FP32 else ()))
+    whole = sum(_BYTES.get(str(given.get(name, "fp32")), FP32) for name in names)
+    remainders = given.get("use_precision_aware_optimizer") and given.get("store_param_remainders", True)
+    if remainders and value < FP32 and given.get("main_params_dtype", "fp32") == "fp32":
+        whole -= value
+    away = given.get("optimizer_offload_fraction", 1.0) if given.get("optimizer_cpu_offload") else 0.0
+    return whole * (1 - away)
+
+
+def tokens_of(config: RunConfig, layout: Layout) -> int:
+    """Rows of a full micro-batch on one rank."""
+    perf, rollout = config.perf, config.rollout
+    if perf.use_dynamic_batch_size and perf.max_tokens_per_gpu:
+        return perf.max_tokens_per_gpu
+    answer, prompt = rollout.rollout_max_response_len, rollout.rollout_max_prompt_len or 0
+    longest = rollout.rollout_max_context_len or answer + prompt
+    return -(-perf.micro_batch_size * longest // layout.context)
+
+
+def _activations(config: RunConfig, model: Model, layers: float, stage: int) -> tuple[float, float]:
+    """(kept until the backward pass, gradients and scratch of the layer that is being passed)."""
+    size, layout, value, given = model.size, model.layout, model.value, config.surface("megatron")
+    tokens = tokens_of(config, layout)
+    share = size.sparse / size.layers
+    one = {sparse: sum(kept(model, sparse).values()) for sparse in (False, True) if share != (0.0 if sparse else 1.0)}
+    layer = tokens * sum(weight * one.get(sparse, 0.0) for sparse, weight in ((False, 1 - share), (True, share)))
+    hidden = tokens * value * size.hidden / model.split
+    stored = layers * layer
+    passing = _passing(model, tokens)
+    if given.get("recompute_granularity") == "full":
+        unit, method = given.get("recompute_num_layers") or 1, given.get("recompute_method") or "uniform"
+        again = min(layers, unit) if method == "block" else layers
+        stored = (layers - again) * layer + again * hidden / (unit if method == "uniform" else 1)
+        passing += layer * (unit if method == "uniform" else 1)
+    # 1F1B: a stage holds as many micro-batches as there are stages from it on; interleaved, a part of a round more.
+    flying = layout.pipeline - stage
+    if layout.virtual_pipeline:
+        stored += layout.virtual_pipeline * hidden  # what its stages sent on stays (model._INTERLEAVED)
+        flying = layout.pipeline * (1 + (layout.pipeline - 1) / (layout.pipeline * layout.virtual_pipeline))
+    end = hidden * (stage == layout.pipeline - 1) * 2  # the final norm's input, and its output as the head wants it
+    return stored * flying + end, passing
+
+
+def _passing(model: Model, tokens: int) -> float:
+    """Gradients of the MLP's or the attention's tensors, whichever are more; cuDNN sums up that of q in fp32."""
+    size, value, tensor = model.size, model.value, model.layout.tensor
+    dense = (size.ffn or 0) * (size.sparse != size.layers)
+    widest = max(dense, (size.expert_ffn or 0) * (size.experts_per_token or 0))
+    query, key = (count * size.head_dim / tensor for count in (size.heads, size.groups))
+    mlp = value * (tokens * (3 * widest / tensor + 2 * size.hidden / model.split) + 2 * widest * size.hidden / tensor)
+    return max(mlp, tokens * (value * (3 * query + 2 * key) + FP32 * query))
+
+
+def _logits(config: RunConfig, model: Model) -> float:
+    """Log-probs, forward or backward, whichever is more (miles_megatron/logprob.py).
+
+    A chunk's logits exist twice in fp32, under tensor parallelism three times; the gradient of the output layer is
+    summed up in fp32 and, chunk by chunk, made in the weight's dtype. Hidden states are handed out in fp32.
+    """
+    size, layout, value = model.size, model.layout, model.value
+    tokens, vocab = tokens_of(config, layout), size.vocab / layout.tensor
+    chunk = min(config.perf.log_probs_chunk_size, tokens)
+    alone = layout.tensor == 1
+    forward = chunk * vocab * FP32 * (2 if alone else 3) + tokens * size.hidden * 2 * FP32
+    table = vocab * size.hidden
+    logits = chunk * vocab * max((2 * FP32 if alone else FP32 + value), FP32 + value + value * size.hidden / chunk)
+    backward = logits + table * FP32 + tokens * size.hidden * value
+    return max(forward, backward)

@@ -1,0 +1,50 @@
+"""The hooks of the Megatron-core trainer, beside those of the core."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from miles_core.hookspecs import hookspec
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import torch
+
+    from miles_core.config import RunConfig
+    from miles_megatron.specs import ModelSpec, WeightMap
+
+
+@hookspec("observe", role="trainer", per="run")
+def megatron_init(config: RunConfig) -> None:
+    """Megatron's process groups exist, no model yet. (--custom-megatron-init-path)"""
+
+
+@hookspec("named", role="trainer", per="run", part=True)
+def model_spec(hf_config: Any) -> Any:
+    """8: an architecture, named by its Hugging Face model_type: how Megatron-core builds it, how its weights map."""
+
+
+@hookspec("chain", role="trainer", per="run")
+def weight_map(weight_map: WeightMap, folder: Path, model: str) -> WeightMap:
+    """8: which tensors of a Hugging Face directory are which parameters, after the family has said so: rules for what
+    `build_model` adds. `model` is the trainer's name ("actor", "critic"); `miles convert` asks of the actor."""
+
+
+@hookspec("chain", role="trainer", per="run")
+def transformer_config(fields: dict[str, Any], folder: Path, model: str) -> dict[str, Any]:
+    """8: fields of Megatron's TransformerConfig that the run sets, before one is made of them: recipes. `folder` holds
+    the model's config.json."""
+
+
+@hookspec("chain", role="trainer", per="run")
+def build_model(chunk: torch.nn.Module, spec: ModelSpec, folder: Path, model: str,
+                weight_map: WeightMap) -> torch.nn.Module:
+    """8: this rank's part of a model (of each virtual stage), neither wrapped nor filled yet: add modules, freeze.
+    Parameters with an attribute `clip_group`, a name, are clipped by themselves and stay out of the norm."""
+
+
+@hookspec("named", role="driver", per="command")
+def convert(source: Path, out: Path) -> str:
+    """`miles convert NAME SRC OUT`: a Hugging Face directory becomes another, with the plugin's options as flags; OUT
+    appears when it is complete. Returns what was written, in words."""

@@ -1,0 +1,179 @@
+"""What a checkpoint's index says it holds, read without trust, and whether that is what a model wants.
+
+`.metadata` is a pickle that torch reads with the full unpickler, so it is read here first with one that knows the few
+classes it may hold, by name, and makes stand-ins of them that cannot be called otherwise or changed. Entries other than
+tensors, which torch would unpickle too, are refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from miles_core.errors import CheckpointError
+from miles_megatron import cpu
+
+cpu.install()
+
+from megatron.core.dist_checkpointing.dict_utils import nested_values  # noqa: E402 - after install()
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory  # noqa: E402
+
+Held = Mapping[str, tuple[int, ...]]
+"""Tensor name -> its whole shape."""
+
+OPTIMIZER = "optimizer."
+
+_METADATA, _LEGACY = "torch.distributed.checkpoint.metadata", "torch.distributed._shard.sharded_tensor.metadata"
+_PLANNER, _MEGATRON = "torch.distributed.checkpoint.planner", "megatron.core.dist_checkpointing.strategies.torch"
+_TENSOR = (_METADATA, "TensorStorageMetadata")
+_RECORDS = {
+    _TENSOR, *((_METADATA, name) for name in ("Metadata", "TensorProperties", "ChunkStorageMetadata",
+                                              "BytesStorageMetadata", "MetadataIndex", "StorageMeta")),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"), (_LEGACY, "TensorProperties"),
+    *((_PLANNER, name) for name in ("SavePlan", "WriteItem", "TensorWriteData")),
+    *((_MEGATRON, name) for name in ("MCoreMetadata", "MCoreSavePlan")),
+}  # fmt: skip
+_VALUES = {
+    ("torch", "Size"), ("torch.serialization", "_get_layout"), ("pathlib", "PosixPath"), ("pathlib", "Path"),
+    (_METADATA, "_MEM_FORMAT_ENCODING"), (_LEGACY, "MEM_FORMAT_ENCODING"), (_PLANNER, "WriteItemType"),
+    *(("torch", name) for name, value in vars(torch).items() if isinstance(value, torch.dtype)),
+}  # fmt: skip
+_BUILTIN = {("collections", "OrderedDict"), ("builtins", "set"), ("builtins", "list"), ("builtins", "dict"),
+            ("builtins", "slice")}
+"""Written in C, so that no pickle can change them."""
+
+
+class _Sealed(type):
+    def __setattr__(cls, name: str, value: object) -> None:
+        raise pickle.UnpicklingError(f"it wants to change the class {cls.__name__}")
+
+
+class _Record(metaclass=_Sealed):
+    """Stands for a dataclass: takes any state, runs nothing."""
+
+    def __new__(cls, *_arguments: object) -> _Record:
+        return object.__new__(cls)
+
+    def __setstate__(self, state: object) -> None:
+        self.__dict__.update(state if isinstance(state, dict) else {})
+
+
+class _Value(tuple, metaclass=_Sealed):
+    """Stands for what is made by a call and shared afterwards, so that it has no state to set."""
+
+    __slots__ = ()
+
+    def __new__(cls, *arguments: object) -> _Value:
+        return super().__new__(cls, arguments[0] if len(arguments) == 1 and isinstance(arguments[0], tuple)
+                               else arguments)
+
+
+class _MetadataReader(pickle.Unpickler):
+    """Makes stand-ins of the named classes. What it accepts, torch's unpickler reads without calling anything else."""
+
+    kinds: dict[tuple[str, str], type] = {pair: _Sealed(pair[1], (_Record,), {}) for pair in _RECORDS} | {
+        pair: _Sealed(pair[1], (_Value,), {"__slots__": ()}) for pair in _VALUES}
+
+    def find_class(self, module: str, name: str):
+        if (module, name) in _BUILTIN:
+            return super().find_class(module, name)
+        if (module, name) not in self.kinds:
+            raise pickle.UnpicklingError(f"it wants to call {module}.{name}")
+        return self.kinds[module, name]
+
+
+def read(path: Path) -> Held:
+    """The tensors of a `.metadata` file.
+
+    Raises:
+        CheckpointError: not the index of tensors that it should be.
+    """
+    with _reading(path) as index:
+        entries = {str(name): (type(entry), tuple(getattr(entry, "size", ())))
+                   for name, entry in index.state_dict_metadata.items()}
+    for name, (kind, shape) in entries.items():
+        if kind is not _MetadataReader.kinds[_TENSOR] or not all(isinstance(size, int) for size in shape):
+            raise CheckpointError("the checkpoint holds something else than tensors", got=name, who=str(path),
+                                  fix="use a checkpoint that miles wrote")
+    return {name: shape for name, (_, shape) in entries.items()}
+
+
+def places(path: Path) -> list[tuple[Path, int, int]]:
+    """File, first byte and size of everything that a `.metadata` file tells of, in the order of the files.
+
+    Raises:
+        CheckpointError: it cannot be read, or leads out of its folder.
+    """
+    with _reading(path) as index:
+        stored = sorted((str(one.relative_path), max(0, one.offset), max(0, one.length))
+                        for one in (index.storage_data or {}).values())
+    if wrong := [name for name, _, _ in stored if Path(name).name != name]:
+        raise CheckpointError("the checkpoint's index leads out of its folder", got=wrong[0], who=str(path),
+                              fix="do not load checkpoints from strangers")
+    return [(path.parent / name, begin, size) for name, begin, size in stored]
+
+
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[Any]:
+    try:
+        with open(path, "rb") as file:
+            yield _MetadataReader(file).load()
+    except Exception as error:
+        raise CheckpointError("the checkpoint's index cannot be trusted or read", who=str(path),
+                              got=(str(error).strip() or type(error).__name__).splitlines()[0][:300],
+                              fix="use another iteration; do not load checkpoints from strangers") from error
+
+
+def check(held: Held, sharded: dict, folder: Path) -> None:
+    """Compare with what a model and its optimizer ask for, before anything is loaded.
+
+    Args:
+        sharded: the sharded state dict of this rank.
+
+    Raises:
+        CheckpointError: weights of another architecture, no optimizer state, or that of another model.
+    """
+    wrong = {}
+    for name, shape in _wanted(sharded):
+        if name not in held:
+            wrong[name] = f"no {name}"
+        elif held[name] != shape:
+            wrong[name] = f"{name} {list(held[name])} where the model has {list(shape)}"
+    weights = [text for name, text in wrong.items() if not name.startswith(OPTIMIZER)]
+    state = [text for name, text in wrong.items() if name.startswith(OPTIMIZER)]
+    if weights:
+        raise CheckpointError("the checkpoint is of another architecture", got=_few(weights), who=str(folder),
+                              fix="use the checkpoint of a run of this --hf-checkpoint")
+    if state and not any(name.startswith(OPTIMIZER) for name in held):
+        raise CheckpointError("the checkpoint holds weights without optimizer state, so nothing can be resumed exactly",
+                              who=str(folder), fix="start from its weights with --ref-load in place of --load; save "
+                              "without --no-save-optim next time")
+    if state:
+        raise CheckpointError("the optimizer state is of another model or optimizer", got=_few(state), who=str(folder),
+                              fix="resume with the model and the [optimizer] it was saved with, or start from its "
+                              "weights with --ref-load")
+
+
+def unknown(held: Held, sharded: dict) -> list[str]:
+    """Weights of the checkpoint that no rank's model has; every rank calls it."""
+    ranks: list[set[str]] = [{name for name, _ in _wanted(sharded)}] * dist.get_world_size()
+    if len(ranks) > 1:
+        dist.all_gather_object(ranks, ranks[0])
+    return sorted(held.keys() - set().union(*ranks) - {name for name in held if name.startswith(OPTIMIZER)})
+
+
+def _wanted(sharded: dict) -> Iterator[tuple[str, tuple[int, ...]]]:
+    for entry in nested_values(sharded):
+        for one in nested_values([entry.build()]) if isinstance(entry, ShardedTensorFactory) else [entry]:
+            if isinstance(one, ShardedTensor):
+                yield one.key, tuple(one.global_shape)
+
+
+def _few(texts: list[str], most: int = 4) -> str:
+    return "; ".join(texts[:most]) + (f"; and {len(texts) - most} more" if len(texts) > most else "")

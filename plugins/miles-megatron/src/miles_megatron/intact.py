@@ -1,0 +1,62 @@
+"""Does a checkpoint still hold what was written into it? A bit that flipped on a disk is no reason to train on it.
+
+torch writes every tensor as a zip archive with a CRC-32 of each member, and does not look at them when it reads. They
+are looked at here, before anything is loaded; the run's own state has a digest of ours.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import zipfile
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+
+from miles_core.errors import CheckpointError
+from miles_megatron import index
+
+ZIP = b"PK\x03\x04"
+_BROKEN = (zipfile.BadZipFile, zlib.error, OSError, RuntimeError, NotImplementedError, ValueError, EOFError)
+"""What zipfile raises of archives in which anything but the data is wrong."""
+
+
+def check(folder: Path, rank: int = 0, ranks: int = 1) -> None:
+    """Read this rank's share of the tensors in a folder of `.distcp` files, and its common.pt.
+
+    Raises:
+        CheckpointError: one of them is not what was written; names the file and where in it.
+    """
+    pieces = index.places(folder / ".metadata")
+    pieces.append((folder / "common.pt", 0, None))
+    for path, begin, size in pieces[rank::ranks]:
+        with open(path, "rb") as file:
+            file.seek(begin)
+            data = file.read(size)
+        if size is not None and len(data) != size or data.startswith(ZIP) and _damaged(data):
+            raise CheckpointError("the checkpoint cannot be read: bytes of it are not those that were written",
+                                  got=f"{len(data)} bytes from {begin} on", who=str(path),
+                                  fix="look at the disk, and use an earlier iteration")
+
+
+def _damaged(data: bytes) -> bool:
+    try:
+        return zipfile.ZipFile(io.BytesIO(data)).testzip() is not None
+    except _BROKEN:
+        return True
+
+
+def digest(state: Mapping[str, object]) -> str:
+    """Of the run's own state, as it is in JSON."""
+    return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
+
+
+def check_state(kept: Mapping[str, object], path: Path) -> None:
+    """
+    Raises:
+        CheckpointError: the state is not what was written. A file without a digest, as others write, is taken as it is.
+    """
+    if "digest" in kept and kept["digest"] != digest(kept["state"]):
+        raise CheckpointError("the run's own state cannot be read: it is not what was written", who=str(path),
+                              fix="look at the disk, and use an earlier iteration")

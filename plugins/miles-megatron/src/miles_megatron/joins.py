@@ -1,0 +1,78 @@
+"""How the tensors of a rule lie in its parameter: joined, taken apart again, and as views of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from miles_megatron.specs import Rule, WeightMap
+
+_STACKED = ("halves", "sections")
+"""One tensor of the checkpoint that is several, stacked along axis 0; each is cut among tensor-parallel ranks."""
+
+
+def hf_shapes(rule: Rule, full: Sequence[int], weight_map: WeightMap) -> list[list[int]]:
+    """Of the HF tensors that a whole parameter of shape `full` is made of."""
+    full = list(full)
+    if rule.join in ("same", *_STACKED):
+        return [full]
+    if rule.join == "rows":
+        return [[full[0] // len(rule.hf), *full[1:]] for _ in rule.hf]
+    queries = weight_map.heads * (2 if rule.join == "qkv_gate" else 1)
+    return [[count * weight_map.head_dim, *full[1:]] for count in (queries, weight_map.groups, weight_map.groups)]
+
+
+def pieces(rule: Rule, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """What of one tensor of the checkpoint, or of a rank's part of it, is cut among tensor-parallel ranks by itself.
+
+    Raises:
+        ValueError: rows that the rule's sections do not share out evenly.
+    """
+    if rule.join not in _STACKED:
+        return (tensor,)
+    shares = rule.sections or (1, 1)
+    sizes, rest = zip(*(divmod(share * len(tensor), sum(shares)) for share in shares), strict=True)
+    if any(rest):
+        raise ValueError(f"{len(tensor)} rows of {rule.megatron} do not divide into the sections {shares}")
+    return tensor.split(sizes)
+
+
+def whole(rule: Rule, parts: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The HF tensors, from the pieces of which `split` took them apart and which ranks have gathered."""
+    return [torch.cat(parts)] if rule.join in _STACKED else parts
+
+
+def join(rule: Rule, parts: list[torch.Tensor], weight_map: WeightMap) -> torch.Tensor:
+    """Pieces of HF tensors -> Megatron parameter; see Rule for the orders."""
+    if rule.join == "same":
+        return parts[0]
+    if rule.join in ("rows", *_STACKED):
+        return torch.cat(parts)
+    query, *others = parts
+    groups = others[0].shape[0] // weight_map.head_dim
+    if rule.join == "qkv_gate":  # head by head a query and its gate; Megatron wants a group's queries first
+        query = query.unflatten(0, (groups, -1, 2, weight_map.head_dim)).transpose(1, 2).flatten(0, 3)
+    return torch.cat([part.unflatten(0, (groups, -1)) for part in (query, *others)], 1).flatten(0, 1)
+
+
+def split(rule: Rule, tensor: torch.Tensor, weight_map: WeightMap, ranks: int) -> tuple[torch.Tensor, ...]:
+    """The inverse of `join`; `ranks` is among how many the parameter is cut."""
+    if rule.join in _STACKED:
+        return pieces(rule, tensor)
+    return tuple(view.reshape(-1, *tensor.shape[1:]) if rule.join.startswith("qkv") else view
+                 for view in hf_views(rule, tensor, weight_map, ranks))
+
+
+def hf_views(rule: Rule, tensor: torch.Tensor, weight_map: WeightMap, ranks: int = 1) -> tuple[torch.Tensor, ...]:
+    """Where the HF tensors lie in a parameter, or in its part of `ranks`: views with their elements in their order."""
+    if rule.join in ("same", *_STACKED):
+        return (tensor,)
+    if rule.join == "rows":
+        return tensor.chunk(len(rule.hf))
+    size, groups = weight_map.head_dim, weight_map.groups // ranks
+    queries = weight_map.heads // weight_map.groups * size * (2 if rule.join == "qkv_gate" else 1)
+    query, *others = tensor.unflatten(0, (groups, -1)).split((queries, size, size), 1)
+    if rule.join == "qkv_gate":
+        query = query.unflatten(1, (2, -1, size)).transpose(1, 2)
+    return (query, *others)

@@ -1,0 +1,70 @@
+"""Latent attention: keys and values of all heads are made of one narrow vector per token. The description; no torch.
+
+DeepSeek-V2 (arXiv:2405.04434, section 2.1): a key is a part of its head's own, made of the latent, and a part that
+carries the position and is the same in all heads. The module is in latent_attention.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from miles_megatron.specs import Rule
+
+_OURS, _THEIRS = "decoder.layers.{layer}.self_attention.", "model.layers.{layer}.self_attn."
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Latent:
+    """Sizes of latent attention; as `Attention.mixer` it makes the layers' module.
+
+    A head's queries and keys have `turned + plain` channels: that is the model's kv_channels, of which the rope's
+    `fraction` is turned.
+
+    Args:
+        query_rank: width of the latent of queries; None where they are made of the hidden state itself.
+        rank: width of the latent of keys and values.
+        plain, turned: channels of a query's and a key's head without and with its position.
+        value: channels of a value's head.
+        epsilon: of the norms of both latents.
+        bias: the projections to the latents and of the output have biases.
+    """
+
+    query_rank: int | None
+    rank: int
+    plain: int
+    turned: int
+    value: int
+    epsilon: float = 1e-6
+    bias: bool = False
+
+    @property
+    def head_dim(self) -> int:
+        """Channels of a query's head."""
+        return self.plain + self.turned
+
+    @property
+    def also(self) -> dict[str, tuple[object, ...]]:
+        """Options of Megatron's own latent attention that say the same; see ModelSpec."""
+        return {
+            "multi_latent_attention": (True,), "q_lora_rank": (self.query_rank,), "kv_lora_rank": (self.rank,),
+            "qk_head_dim": (self.plain,), "qk_pos_emb_head_dim": (self.turned,), "v_head_dim": (self.value,),
+            "kv_channels": (self.turned, self.plain, self.value), "qk_layernorm": (True,), "rotary_percent": (1.0,),
+        }  # fmt: skip
+
+    def __call__(self, config, attention, rope, parts):
+        """See specs.Attention.mixer."""
+        from miles_megatron.latent_attention import spec
+
+        return spec(self, config, attention, rope, parts)
+
+    def rules(self, layers: tuple[int, ...]) -> tuple[Rule, ...]:
+        """Of the layers' attention, under the names that checkpoints share since DeepSeek-V2."""
+        pairs = [("q_up", "q_proj")] if self.query_rank is None else [
+            ("q_down", "q_a_proj"), ("q_norm", "q_a_layernorm"), ("q_up", "q_b_proj")]
+        pairs += [("kv_down", "kv_a_proj_with_mqa"), ("kv_norm", "kv_a_layernorm"), ("kv_up", "kv_b_proj"),
+                  ("linear_proj", "o_proj")]
+        biased = {"q_down", "kv_down", "linear_proj"} if self.bias else set()
+        return tuple(
+            Rule(f"{_OURS}{ours}.{kind}", (f"{_THEIRS}{theirs}.{kind}",), layers=layers)
+            for ours, theirs in pairs for kind in ("weight", *(["bias"] if ours in biased else []))
+        )

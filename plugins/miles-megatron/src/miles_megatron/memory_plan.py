@@ -1,0 +1,171 @@
+"""The memory plan: what trainer and engine take of one GPU, what it has, and whether that fits. No torch here.
+
+The trainer's share is miles_megatron/estimate.py's. Memory outside torch's allocator (the CUDA context, NCCL's
+buffers) is OUTSIDE.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+
+from miles_core.config.hardware import gpus
+from miles_core.config.load import quantised, who
+from miles_core.config.tables import RunConfig
+from miles_core.errors import ConfigError
+from miles_megatron.estimate import Model, model_of, parameters, tokens_of, trainer
+from miles_megatron.layout import layout_of
+
+GIB = 2**30
+OUTSIDE = 1.5 * GIB
+TOLERANCE = 0.1
+"""How far the estimate may be off; only a run that is beyond it is refused."""
+
+
+def engine(config: RunConfig, model: Model) -> tuple[float, float | None]:
+    """Bytes of an engine's weights on one GPU, and the share of it that they and the KV cache fill, if that is set."""
+    whole = replace(model.layout, tensor=1, pipeline=1, expert=1, expert_tensor=1)
+    count = sum(parameters(replace(model, layout=whole), model.size.layers, True, True))
+    value = {"float32": 4}.get(str(config.surface("server").get("dtype") or config.rollout.engine_dtype), 2)
+    return count * value / config.perf.rollout_num_gpus_per_engine, config.surface("server").get("mem_fraction_static")
+
+
+def check_memory(config: RunConfig, note: Callable[[str], None]) -> RunConfig:
+    """The configuration as it is.
+
+    Raises:
+        ConfigError: trainer or engine cannot fit the GPUs, however generously the estimate is read.
+    """
+    model, capacity = model_of(config), capacity_of(config)
+    if model is None or capacity is None:
+        return config
+    _weights(config, model, capacity)
+    if config.debug.debug_rollout_only:
+        return config
+    needed = peak(config, model)
+    if needed * (1 - TOLERANCE) > capacity - OUTSIDE:
+        fixes = list(_remedies(config, capacity))
+        raise ConfigError(
+            "the trainer does not fit the GPU's memory",
+            got=f"about {needed / GIB:.0f} of {(capacity - OUTSIDE) / GIB:.0f} GiB ({_sum(trainer(config, model))})",
+            who=who(config, "perf.max_tokens_per_gpu", "perf.actor_num_gpus_per_node"),
+            fix=", or ".join(fixes) or "more GPUs, with a larger --tensor-model-parallel-size",
+        )
+    _share(config, model, needed, capacity)
+    if needed > (capacity - OUTSIDE) * (1 - TOLERANCE):
+        note(f"the trainer's memory is tight: about {needed / GIB:.0f} of {(capacity - OUTSIDE) / GIB:.0f} GiB")
+    return config
+
+
+def _weights(config: RunConfig, model: Model, capacity: float) -> None:
+    """
+    Raises:
+        ConfigError: an engine's weights leave no room for its KV cache.
+    """
+    ours = "server_args" in config.understood and not (config.sglang.rollout_external or config.debug.debug_train_only)
+    if not ours or quantised(config) or config.surface("server").get("quantization"):
+        return
+    weights, fraction = engine(config, model)
+    room = (fraction or 1) * capacity
+    if weights * (1 - TOLERANCE) > room:
+        raise ConfigError("an engine's weights alone fill the memory that it may have",
+                          got=f"about {weights / GIB:.1f} of {room / GIB:.1f} GiB",
+                          who=who(config, "server.mem_fraction_static", "perf.rollout_num_gpus_per_engine"),
+                          fix="raise --sglang-mem-fraction-static, or --rollout-num-gpus-per-engine")
+
+
+def _share(config: RunConfig, model: Model, needed: float, capacity: float) -> None:
+    """
+    Raises:
+        ConfigError: trainer and engine share the GPU, neither makes room, and together they are too large.
+    """
+    perf, fraction = config.perf, config.surface("server").get("mem_fraction_static")
+    if not perf.colocate or perf.offload_train or perf.offload_rollout or fraction is None:
+        return
+    engine_, room = fraction * capacity, capacity - OUTSIDE
+    if needed * (1 - TOLERANCE) + engine_ > room:
+        raise ConfigError(
+            "trainer and engine share the GPU, both stay in its memory, and it does not hold both",
+            got=f"about {needed / GIB:.0f} + {engine_ / GIB:.0f} of {room / GIB:.0f} GiB",
+            who=who(config, "server.mem_fraction_static", "perf.offload_train", "perf.offload_rollout"),
+            fix="let them take turns (--offload-rollout, --offload-train), or lower --sglang-mem-fraction-static")
+
+
+def peak(config: RunConfig, model: Model) -> float:
+    """Bytes of the trainer that torch's allocator counts."""
+    return sum(trainer(config, model).values())
+
+
+def _remedies(config: RunConfig, capacity: float) -> Iterator[str]:
+    """Single changes after which the run fits, and what it then takes."""
+    perf, tensor = config.perf, layout_of(config).tensor
+    tries: dict[str, RunConfig] = {"--recompute-granularity full": config.with_surface(
+        "megatron", recompute_granularity="full")}
+    limit = perf.max_tokens_per_gpu if perf.use_dynamic_batch_size else None
+    while limit and limit > 2048:
+        limit //= 2
+        tries[f"--max-tokens-per-gpu {limit}"] = replace(config, perf=replace(perf, max_tokens_per_gpu=limit))
+    tries["--optimizer-cpu-offload"] = config.with_surface("megatron", optimizer_cpu_offload=True)
+    twice = replace(config, perf=replace(perf, actor_num_gpus_per_node=2 * perf.actor_num_gpus_per_node))
+    tries[f"--tensor-model-parallel-size {2 * tensor} on twice the GPUs"] = twice.with_surface(
+        "megatron", tensor_model_parallel_size=2 * tensor, sequence_parallel=True)
+    named = set()
+    for text, other in tries.items():
+        needed, flag = peak(other, model_of(other)), text.partition(" ")[0]
+        if needed < capacity - OUTSIDE and flag not in named:  # of the token limits the largest that fits
+            named.add(flag)
+            yield f"{text} ({needed / GIB:.0f} GiB)"
+
+
+def lines(config: RunConfig) -> list[str]:
+    """What the plan says about the memory of a GPU; nothing for a run without GPUs."""
+    model, capacity = model_of(config), capacity_of(config)
+    served = "server_args" in config.understood and not config.sglang.rollout_external
+    if model is None or (capacity is None and not served):
+        return []
+    of = f" of {capacity / GIB:.1f}" if capacity else ""
+    found = []
+    if not config.debug.debug_rollout_only:
+        parts = trainer(config, model)
+        found.append(f"  trainer  {sum(parts.values()) / GIB:.1f}{of} GiB at {tokens_of(config, model.layout)} tokens: "
+                     f"{_sum(parts)}")
+    if served and not config.debug.debug_train_only:
+        weights, fraction = engine(config, model)
+        whole = f"{fraction * capacity / GIB:.1f}{of} GiB" if fraction and capacity else "SGLang's mem_fraction_static"
+        cache = f" {max(0.0, fraction * capacity - weights) / GIB:.1f}" if fraction and capacity else " the rest"
+        found.append(f"  engine   {whole}: weights {weights / GIB:.1f}, KV cache{cache}")
+    return ["", "memory of a GPU, estimated", *found] if found else []
+
+
+def _sum(parts: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts.items())
+
+
+def capacity_of(config: RunConfig) -> float | None:
+    """Bytes of a GPU: --gpu-memory-gib, else those of this machine's smallest; None without either."""
+    given = config.perf.gpu_memory_gib
+    return given * GIB if given is not None else _smallest() if gpus() else None
+
+
+@functools.cache
+def _smallest() -> float | None:
+    """Asked of NVML, the library behind nvidia-smi, which makes no CUDA context."""
+    class Memory(ctypes.Structure):
+        _fields_ = [(name, ctypes.c_ulonglong) for name in ("total", "free", "used")]
+
+    try:
+        nvml, count = ctypes.CDLL("libnvidia-ml.so.1"), ctypes.c_uint()
+        if nvml.nvmlInit_v2() or nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)):
+            return None
+    except (OSError, AttributeError):
+        return None
+    sizes = []
+    for index in range(count.value):
+        device, memory = ctypes.c_void_p(), Memory()
+        if not nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(device)) and not nvml.nvmlDeviceGetMemoryInfo(
+                device, ctypes.byref(memory)):
+            sizes.append(float(memory.total))
+    nvml.nvmlShutdown()
+    return min(sizes, default=None)

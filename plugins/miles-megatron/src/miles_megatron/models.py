@@ -1,0 +1,167 @@
+"""The models of a rank: the actor, others that are built beside it, and others that are swapped into its place.
+
+A model of the actor's architecture that does not train (the reference) is kept as host copies of its parameters,
+pinned where there is a GPU; where it comes from the same place, what is frozen in the actor needs no copy.
+`at(name)` copies them into the actor's place and puts the actor back afterwards, so memory holds one model's
+activations and buffers. A model that trains (a critic) or has another architecture (a larger teacher) is its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from miles_core.config.algorithm import needs_reference
+from miles_core.config.tables import RunConfig
+from miles_core.errors import ConfigError, HookError
+from miles_core.plugins.bind import Hooks
+from miles_core.stages.models import Model
+from miles_core.stages.step import Resume
+from miles_core.types import Rank
+from miles_megatron import cpu, weights
+from miles_megatron.layout import layout_of
+from miles_megatron.resident import Resident, architecture, checkpoints
+
+
+class Models:
+    """Builds what is resident; `load` fills it.
+
+    Raises:
+        ConfigError: the layout does not fit the number of ranks.
+    """
+
+    def __init__(self, config: RunConfig, hooks: Hooks, rank: Rank):
+        self.config, self._outgoing = config, hooks.export_weights
+        layout = layout_of(config)
+        cpu.process_group(rank, config.perf.trainer_timeout)
+        cpu.initialize(
+            tensor=layout.tensor, pipeline=layout.pipeline, virtual_pipeline=layout.virtual_pipeline,
+            context=layout.context, expert=layout.expert, expert_tensor=layout.expert_tensor,
+            seed=config.optimizer.seed,
+        )  # fmt: skip
+        if hooks.megatron_init:
+            hooks.megatron_init(config)
+        given = config.checkpoint
+        self.has_reference = needs_reference(config)
+        declared = {"ref": Model(given.ref_load or given.hf_checkpoint)} if self.has_reference else {}
+        for name, model in (hooks.models() if hooks.models else {}).items():
+            if name in ("actor", "ref"):
+                raise HookError(f"a plugin declares the model {name!r}, which is the core's", fix="rename it")
+            declared[name] = model
+        start = given.ref_load or given.hf_checkpoint
+        self.actor = Resident("actor", Model(start, trainable=True), config, hooks, layout)
+        self.residents = {"actor": self.actor}
+        self._swapped: dict[str, str] = {}
+        for name, model in declared.items():
+            folder = Path(model.source)
+            other = (folder / "config.json").is_file() and self.actor.spec != architecture(folder, config, hooks)[0]
+            if model.trainable or model.head == "value" or other:
+                self.residents[name] = Resident(name, model, config, hooks, layout)
+            else:
+                self._swapped[name] = model.source
+        self._copies: dict[str, list[torch.Tensor]] = {}
+
+    @property
+    def trained(self) -> dict[str, Resident]:
+        """The models that have an optimizer."""
+        return {name: one for name, one in self.residents.items() if one.declared.trainable}
+
+    def load(self) -> Resume:
+        """--load, else --ref-load, else --hf-checkpoint; and the others from where they are declared to come.
+
+        Raises:
+            CheckpointError: names the folder and what is wrong with it.
+        """
+        given = self.config.checkpoint
+        resume = given.load and not checkpoints().never_saved(given.load)
+        held = None  # the source whose weights the actor's place holds
+        for name, source in self._swapped.items():
+            self.actor.fill(source)
+            self._copies[name], held = self.actor.copy(moving=self._shares(name)), source
+        for one in self.residents.values():
+            there = one is self.actor and held == one.declared.source
+            if not there and not (resume and one.declared.trainable):
+                one.fill(one.declared.source)
+            if one.declared.trainable:
+                # Before a checkpoint is loaded, for the state to have a place; else after the weights, which it copies.
+                one.make_optimizer()
+        if not resume:
+            return Resume(0, None, self.actor.declared.source)
+        parts = {name: (one.wrapped, one.optimizer, one.scheduler) for name, one in self.trained.items()}
+        iteration, state = checkpoints().load(given.load, parts)
+        return Resume(iteration, state, f"{given.load} (rollout {iteration})")
+
+    def place(self, name: str) -> Resident:
+        """The resident that is a model, or the actor, into whose place it is swapped for its passes.
+
+        Raises:
+            ConfigError: there is no such model.
+        """
+        if name not in self.residents and name not in self._swapped:
+            raise ConfigError(f"there is no model {name!r}", got=", ".join([*self.residents, *self._swapped]),
+                              fix="declare it in the hook `models`, or add --use-kl-loss for the reference")
+        return self.residents.get(name, self.actor)
+
+    @contextmanager
+    def at(self, name: str) -> Iterator[Resident]:
+        """The resident that holds the weights of `name` inside.
+
+        Raises:
+            ConfigError: there is no such model.
+        """
+        place = self.place(name)
+        if name in self.residents:
+            yield place
+            return
+        moving = self._shares(name)
+        kept = "the actor's moving weights" if moving else "the actor"
+        actor = self.actor.copy(self._copies.get(kept), moving)
+        if not cpu.no_cuda():  # pinning takes longer than the copy itself; without a GPU it is only memory
+            self._copies[kept] = actor
+        self.actor.put(self._copies[name], moving)
+        try:
+            yield self.actor
+        finally:
+            self.actor.put(actor, moving)
+
+    def _shares(self, name: str) -> bool:
+        """Whether a model that is swapped in has the actor's frozen weights."""
+        return self._swapped[name] == self.actor.declared.source
+
+    def offload(self, tags: Sequence[str]) -> None:
+        """See stages/step.py. Models that are swapped in are in host memory anyhow."""
+        for one in self.residents.values():
+            one.memory.offload(tags)
+        if not cpu.no_cuda():
+            torch.cuda.empty_cache()  # for other processes on this GPU
+
+    def onload(self, tags: Sequence[str]) -> None:
+        """See stages/step.py."""
+        for one in self.residents.values():
+            one.memory.onload(tags)
+
+    def save(self, folder: Path, rollout_id: int, state: dict) -> None:
+        """A checkpoint after which rollout `rollout_id` is the next."""
+        whole = not self.config.checkpoint.no_save_optim
+        parts = {}
+        for name, one in self.trained.items():
+            one.settle()
+            parts[name] = (one.wrapped, one.optimizer, one.scheduler) if whole else (one.wrapped, None, None)
+        checkpoints().save(folder, rollout_id, parts, state=state)
+
+    def stream(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The actor under its Hugging Face names; every rank goes through it."""
+        self.actor.settle()
+        return weights.hf_stream(self.actor.chunks, self.actor.weight_map)
+
+    def for_engine(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """`stream` as the hook export_weights leaves it."""
+        return self.stream() if self._outgoing is None else self._outgoing(self.stream())
+
+    def export(self, folder: Path, stream: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """The actor's stream as a Hugging Face directory; one rank writes it."""
+        weights.export_hf(folder, self.actor.folder, stream,
+                          config=weights.PLAIN | weights.without_left(self.actor.weight_map))

@@ -1,0 +1,281 @@
+"""Gradients to new weights: Megatron's DDP wrapper, optimizer and learning-rate schedule from plain values."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from miles_core.errors import ConfigError
+from miles_megatron import cpu
+from miles_megatron.adam import step_in_slices
+from miles_megatron.given import defaults_for, given_for
+
+cpu.install()
+
+from megatron.core.distributed import (  # noqa: E402 - after install()
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+)
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer  # noqa: E402
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # noqa: E402
+from megatron.core.transformer import TransformerConfig  # noqa: E402
+from megatron.core.transformer.module import Float16Module  # noqa: E402
+
+logger = logging.getLogger(__name__)
+
+STYLES = ("constant", "linear", "cosine", "inverse-square-root")
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerOptions:
+    """AdamW with decoupled weight decay (arXiv:1711.05101) and its schedule; iterations are optimizer steps.
+
+    Args:
+        lr: highest learning rate; min_lr: where decay ends; lr_warmup_init: where warmup begins.
+        lr_decay_style: one of STYLES.
+        lr_warmup_iters: steps of linear warmup.
+        lr_decay_iters: step at which min_lr is reached, counted with the warmup; train_iters when None.
+        train_iters: steps of the whole run.
+        weight_decay: of matrices; Megatron exempts norms and biases.
+        clip_grad: largest norm of all gradients; 0 for no clipping.
+        use_distributed_optimizer: shard the optimizer's state over data-parallel ranks.
+        grad_reduce_in_fp32: keep and sum gradients in fp32 also for bf16 models.
+        overlap_grad_reduce, overlap_param_gather: hide communication; the latter needs the distributed optimizer.
+        megatron: fields of OptimizerConfig and DistributedDataParallelConfig by name, which win over those above.
+    """
+
+    lr: float = 1e-6
+    min_lr: float = 0.0
+    lr_warmup_init: float = 0.0
+    lr_decay_style: str = "constant"
+    lr_warmup_iters: int = 0
+    lr_decay_iters: int | None = None
+    train_iters: int = 1
+    weight_decay: float = 0.01
+    optimizer: str = "adam"
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.999
+    adam_eps: float = 1e-8
+    clip_grad: float = 1.0
+    use_distributed_optimizer: bool = True
+    grad_reduce_in_fp32: bool = True
+    overlap_grad_reduce: bool = False
+    overlap_param_gather: bool = False
+    megatron: Mapping[str, object] = field(default_factory=dict)
+
+    def __post_init__(self):
+        """
+        Raises:
+            ConfigError: a style or number that cannot be meant.
+        """
+        if self.lr_decay_style not in STYLES:
+            raise ConfigError("unknown learning-rate schedule", got=self.lr_decay_style, who="--lr-decay-style",
+                              fix="choose one of " + ", ".join(STYLES))
+        for name in ("lr", "min_lr", "lr_warmup_init", "lr_warmup_iters", "weight_decay", "clip_grad"):
+            if not getattr(self, name) >= 0:
+                raise ConfigError(f"{name} cannot be negative", got=getattr(self, name),
+                                  who="--" + name.replace("_", "-"), fix="write 0 or more")
+        for name in ("min_lr", "lr_warmup_init"):
+            if getattr(self, name) > self.lr:
+                raise ConfigError(f"{name} is above lr = {self.lr}", got=getattr(self, name),
+                                  who="--" + name.replace("_", "-"), fix="write at most lr")
+        if self.lr_decay_style != "constant" and self.lr_warmup_iters >= self.decay_iters:
+            raise ConfigError("the warmup leaves no step to decay in", who="--lr-warmup-iters",
+                              got=f"{self.lr_warmup_iters} of {self.decay_iters}", fix="shorten the warmup")
+
+    @property
+    def decay_iters(self) -> int:
+        return self.train_iters if self.lr_decay_iters is None else self.lr_decay_iters
+
+
+def rounded(config: TransformerConfig, chunk: torch.nn.Module) -> Float16Module:
+    """The chunk with parameters in 16 bits. Buffers stay in float32: a router's bias, and the counts it is made of.
+
+    Megatron rounds them too, and widens what is left of the bias again when the router is next called.
+    """
+    kept = [(module, name, buffer) for module in chunk.modules() for name, buffer in module.named_buffers(recurse=False)
+            if buffer.is_floating_point()]
+    whole = Float16Module(config, chunk)
+    for module, name, buffer in kept:
+        module._buffers[name] = buffer
+    return whole
+
+
+def wrap(
+    chunks: Sequence[torch.nn.Module], config: TransformerConfig, options: OptimizerOptions
+) -> list[DistributedDataParallel]:
+    """Model chunks with fp32 gradient buffers that `finalize_model_grads` sums over data-parallel ranks.
+
+    The sum is not divided by the number of ranks, because miles divides in the loss (stages/loss.py); that is what
+    `calculate_per_token_loss` means to DDP.
+    """
+    config.calculate_per_token_loss = True
+    low = config.bf16 or config.fp16
+    with _refusals("[perf] and [optimizer]"):
+        ddp = DistributedDataParallelConfig(**_fields(
+            DistributedDataParallelConfig, options.megatron,
+            use_distributed_optimizer=options.use_distributed_optimizer,
+            grad_reduce_in_fp32=options.grad_reduce_in_fp32,
+            overlap_grad_reduce=options.overlap_grad_reduce, overlap_param_gather=options.overlap_param_gather,
+        ))  # fmt: skip
+        wrapped = [
+            DistributedDataParallel(config, ddp, rounded(config, part) if low else part, disable_bucketing=i > 0)
+            for i, part in enumerate(chunks)
+        ]
+    if ddp.overlap_grad_reduce:
+        # Only a step's last micro-batch may start the reduction.
+        config.no_sync_func = wrapped[0].no_sync if len(wrapped) == 1 else [chunk.no_sync for chunk in wrapped]
+    return wrapped
+
+
+def _fields(kind: type, given: Mapping[str, object], **ours: object) -> dict[str, object]:
+    """Megatron-LM's defaults, ours, then what somebody set."""
+    return {**defaults_for(kind), **ours, **given_for(kind, given)}
+
+
+@contextmanager
+def _refusals(who: str) -> Iterator[None]:
+    """What Megatron refuses becomes an error of the configuration."""
+    try:
+        yield
+    except (AssertionError, ValueError, ImportError, TypeError, NotImplementedError) as error:
+        raise ConfigError("Megatron refuses these options", got=str(error).strip() or type(error).__name__, who=who,
+                          fix="change the keys that it names") from error
+
+
+def make_optimizer(
+    chunks: Sequence[DistributedDataParallel], options: OptimizerOptions
+) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
+    """The optimizer of wrapped chunks and its schedule, which already set the first step's learning rate."""
+    config, given = chunks[0].config, dict(options.megatron)
+    if cpu.no_cuda() and given.pop("optimizer_cpu_offload", False):
+        logger.warning("optimizer_cpu_offload has nothing to do: without a GPU the optimizer is on the CPU already")
+    with _refusals("[optimizer]"):
+        settings = OptimizerConfig(**_fields(
+            OptimizerConfig, given,
+            optimizer=options.optimizer, lr=options.lr, min_lr=options.min_lr, weight_decay=options.weight_decay,
+            adam_beta1=options.adam_beta1, adam_beta2=options.adam_beta2, adam_eps=options.adam_eps,
+            clip_grad=options.clip_grad, bf16=config.bf16, params_dtype=config.params_dtype,
+            use_distributed_optimizer=options.use_distributed_optimizer,
+            overlap_param_gather=options.overlap_param_gather,
+        ))  # fmt: skip
+        optimizer = get_megatron_optimizer(settings, list(chunks))
+    if settings.use_precision_aware_optimizer and not settings.optimizer_cpu_offload:
+        for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+            step_in_slices(part.optimizer)
+    scheduler = OptimizerParamScheduler(
+        optimizer, init_lr=options.lr_warmup_init, max_lr=options.lr, min_lr=options.min_lr,
+        lr_warmup_steps=options.lr_warmup_iters,
+        # Megatron wants room for decay even where the style has none.
+        lr_decay_steps=max(options.decay_iters, options.lr_warmup_iters + 1), lr_decay_style=options.lr_decay_style,
+        start_wd=options.weight_decay, end_wd=options.weight_decay, wd_incr_steps=1, wd_incr_style="constant",
+        # On a resume the run's own options hold; the checkpoint only says how many steps were done.
+        use_checkpoint_opt_param_scheduler=False, override_opt_param_scheduler=True,
+    )  # fmt: skip
+    return optimizer, scheduler
+
+
+def zero_gradients(chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer) -> None:
+    """Before the first micro-batch of every optimizer step."""
+    for chunk in chunks:
+        chunk.zero_grad_buffer()
+    optimizer.zero_grad()
+
+
+def non_finite_gradients(chunks: Sequence[DistributedDataParallel]) -> list[str]:
+    """Names of parameters whose gradient holds NaN or infinity on any rank; every rank gets the same list.
+
+    Call it after `finalize_model_grads` and before the optimizer step. It costs one sum over the gradient buffers:
+    a sum is finite only if all it adds is, so names are looked for only when one is not.
+    """
+    buffers = [b for chunk in chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    suspect = not all(bool(torch.isfinite(buffer.grad_data.sum())) for buffer in buffers)
+    if dist.get_world_size() > 1:
+        flag = torch.tensor([float(suspect)], device=buffers[0].grad_data.device if buffers else None)
+        dist.all_reduce(flag, dist.ReduceOp.MAX)
+        suspect = bool(flag)
+    if not suspect:
+        return []
+    names = [
+        name.removeprefix("module.").removeprefix("module.")
+        for chunk in chunks
+        for name, parameter in chunk.named_parameters()
+        if parameter.requires_grad and not torch.isfinite(parameter.main_grad).all()
+    ]
+    if dist.get_world_size() > 1:
+        gathered: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(gathered, names)
+        names = list(dict.fromkeys(name for part in gathered for name in part))
+    return names
+
+
+def prepare_state(optimizer: MegatronOptimizer) -> None:
+    """Give torch's AdamW the state that it has after its first step, which saving and loading take for granted.
+
+    The fused optimizers of Transformer Engine and Apex make theirs when asked to.
+    """
+    if not cpu.no_fused_adam():
+        return
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        inner = part.optimizer
+        for group in inner.param_groups:
+            for parameter in group["params"]:
+                state = inner.state[parameter]
+                state.setdefault("step", torch.tensor(0.0))
+                for name in ("exp_avg", "exp_avg_sq"):
+                    if name not in state:
+                        state[name] = torch.zeros_like(parameter)
+
+
+_FROM_OPTIONS = ("max_lr", "min_lr", "start_wd", "end_wd", "wd_mult", "betas", "eps")
+
+
+def load_state(
+    optimizer: MegatronOptimizer, scheduler: OptimizerParamScheduler, optimizer_state: dict, scheduler_state: dict
+) -> None:
+    """Go on exactly where the state was saved, under the options that the optimizer was made with."""
+    before = [{k: g[k] for k in _FROM_OPTIONS if k in g} for g in optimizer.param_groups]
+    optimizer_state = _regrouped(optimizer, optimizer_state)
+    _restore_zero_step(optimizer_state)
+    optimizer.load_state_dict(optimizer_state)
+    for group, options in zip(optimizer.param_groups, before, strict=True):
+        # Megatron keeps the highest and lowest rate in the saved groups, where they would outlive a changed --lr.
+        group.update(options)
+    # Its load_state_dict adds the saved steps to those done already.
+    scheduler.num_steps = 0
+    scheduler.load_state_dict(scheduler_state)
+
+
+def _restore_zero_step(state: dict) -> None:
+    """Megatron leaves the common step of an optimizer that did none out of what it saves, and then asks for it."""
+    for part in state.values() if all(isinstance(key, int) for key in state) else (state,):
+        for where in (part, part.get("optimizer", {})):
+            if where.get("state"):
+                where["state"].setdefault("common_step", torch.tensor(0.0))
+
+
+def _regrouped(optimizer: MegatronOptimizer, state: dict) -> dict:
+    """With expert parallelism Megatron has two optimizers, dense and expert, else one: let either load the other's.
+
+    What is sharded was asked for, and so lies as this optimizer wants it, by number where there are two; what is
+    common (groups, step) lies as it was saved.
+    """
+    numbered = {key: value for key, value in state.items() if isinstance(key, int)}
+    common = {key: value for key, value in state.items() if not isinstance(key, int)}
+    parts = getattr(optimizer, "chained_optimizers", None) or [optimizer]
+    if len(parts) == 1:
+        return {**numbered.get(0, {}), **common} if numbered else state
+    if "optimizer" not in common:
+        return state
+    found = {}
+    for number, part in enumerate(parts):
+        expert = any(group.get("is_expert_parallel") for group in part.optimizer.param_groups)
+        one = {**common, **numbered.get(number, {})}
+        groups = [{**group, "is_expert_parallel": expert} for group in one["optimizer"]["param_groups"]]
+        found[number] = {**one, "optimizer": {**one["optimizer"], "param_groups": groups}}
+    return found

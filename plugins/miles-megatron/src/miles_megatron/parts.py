@@ -1,0 +1,144 @@
+"""What layers are made of: Megatron-core's own modules and ours, or Transformer Engine's.
+
+Both sets give a layer the same submodules, so parameters have the same names and one weight map, one checkpoint and one
+optimizer serve both. Which set a model has is its config's `transformer_impl`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from miles_core.errors import ConfigError
+from miles_megatron import cpu, layers
+from miles_megatron.attention import PackedAttention
+from miles_megatron.rope import Rope
+from miles_megatron.specs import Attention, ModelSpec
+from miles_megatron.wide_norm import WideNorm
+
+cpu.install()
+
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402 - after install()
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear  # noqa: E402
+from megatron.core.transformer import ModuleSpec, TransformerConfig  # noqa: E402
+from megatron.core.transformer.enums import AttnBackend  # noqa: E402
+from megatron.core.transformer.mlp import MLPSubmodules  # noqa: E402
+
+logger = logging.getLogger(__name__)
+
+LOCAL, TRANSFORMER_ENGINE = "local", "transformer_engine"
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The modules of a layer.
+
+    Args:
+        column, row: linear layers cut along their outputs and along their inputs.
+        norm: called with (config, hidden_size, eps).
+        activations: ModelSpec.activation -> the module of a gated MLP, called with (config).
+        attention: the core attention of layers of one kind: takes the config, what the checkpoint says, and the rope.
+        grouped: the module that holds a rank's experts together and its linear layers; None for one MLP per expert.
+    """
+
+    column: type
+    row: type
+    norm: Callable
+    activations: Mapping[str, type]
+    attention: Callable[[TransformerConfig, Attention, Rope], ModuleSpec]
+    grouped: tuple[type, type, type] | None = None
+
+
+def packed_attention(_config: TransformerConfig, attention: Attention, rope: Rope) -> ModuleSpec:
+    """Ours, which needs nothing but torch."""
+    return ModuleSpec(module=PackedAttention,
+                      params={"rope": rope, "window": attention.window, "softcap": attention.softcap})
+
+
+OURS = Parts(ColumnParallelLinear, RowParallelLinear, layers.Norm,
+             {"silu": layers.SwiGLU, "gelu_pytorch_tanh": layers.GeGLU}, packed_attention)
+
+
+def implementation(wanted: str | None, bf16: bool) -> str:
+    """Whose layers a model gets: in bfloat16 Transformer Engine's where it and a GPU are, else Megatron's local ones.
+
+    In float32 these, unless the run says otherwise: Transformer Engine multiplies float32 in TF32, which is 10 bits.
+
+    Args:
+        wanted: --transformer-impl.
+
+    Raises:
+        ConfigError: neither of the two.
+    """
+    if wanted not in (None, LOCAL, TRANSFORMER_ENGINE):
+        raise ConfigError("transformer_impl should be local or transformer_engine", got=wanted,
+                          who="--transformer-impl", fix="write one of them, or leave it out")
+    missing = "a GPU" if cpu.no_cuda() else "the package transformer_engine" if cpu.no_transformer_engine() else None
+    if missing is not None and wanted == TRANSFORMER_ENGINE:
+        logger.warning("transformer_impl = transformer_engine needs %s: Megatron's local layers train instead", missing)
+    default = TRANSFORMER_ENGINE if bf16 else LOCAL
+    return LOCAL if missing is not None else wanted or default
+
+
+def parts_of(config: TransformerConfig) -> Parts:
+    """The modules that a model's config names."""
+    if config.transformer_impl == LOCAL:
+        return OURS
+    from miles_megatron import te
+
+    return te.parts()
+
+
+def fits(config: TransformerConfig, attention: Attention) -> bool:
+    """Whether Transformer Engine's fused attention computes this; else PackedAttention does, between its layers.
+
+    The kernels are for 16 bits, cap no scores, turn without a magnitude, and have no window where keys travel between
+    context-parallel ranks.
+    """
+    windowed = attention.window is not None and config.context_parallel_size > 1
+    wanted = config.attention_backend != AttnBackend.local and attention.rotary.magnitude == 1
+    return wanted and config.bf16 and attention.softcap is None and not windowed
+
+
+def layer(config: TransformerConfig, spec: ModelSpec, sparse: bool, attention: Attention, rope: Rope,
+          parts: Parts) -> ModuleSpec:
+    """A layer of one kind.
+
+    Args:
+        sparse: whether its MLP is a mixture of experts.
+        rope: of its queries and keys; the core attention turns them.
+    """
+    made = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts if sparse else None, qk_layernorm=config.qk_layernorm,
+        normalization=config.normalization,
+    )  # fmt: skip
+    inside = made.submodules
+    inside.input_layernorm = inside.pre_mlp_layernorm = parts.norm
+    if spec.post_norms:
+        params = {"config": config, "norm": parts.norm}
+        inside.self_attn_bda = inside.mlp_bda = ModuleSpec(module=layers.NormThenAdd, params=params)
+    if attention.mixer is not None:
+        inside.self_attention = attention.mixer(config, attention, rope, parts)
+    else:
+        inner = inside.self_attention.submodules
+        inner.linear_qkv, inner.linear_proj = parts.column, parts.row
+        inner.core_attention = parts.attention(config, attention, rope)
+        if config.qk_layernorm:
+            inner.q_layernorm = inner.k_layernorm = parts.norm
+        if spec.wide_qk_norm:
+            inner.q_layernorm, inner.k_layernorm = (
+                ModuleSpec(module=WideNorm, params={"heads": heads})
+                for heads in (config.num_attention_heads, config.num_query_groups))
+    activation = parts.activations[spec.activation]
+    dense = MLPSubmodules(linear_fc1=parts.column, linear_fc2=parts.row, activation_func=activation)
+    if not sparse:
+        inside.mlp.submodules = dense
+        return made
+    mixture = inside.mlp.submodules
+    mixture.experts.submodules = mixture.shared_experts.submodules = dense
+    if config.moe_grouped_gemm and parts.grouped is not None:
+        together, fc1, fc2 = parts.grouped
+        grouped = MLPSubmodules(linear_fc1=fc1, linear_fc2=fc2, activation_func=activation)
+        mixture.experts = ModuleSpec(module=together, submodules=grouped)
+    return made

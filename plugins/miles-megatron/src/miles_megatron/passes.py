@@ -1,0 +1,118 @@
+"""Passes: micro-batches through Megatron-core's own schedule, and the columns that they fill.
+
+Every rank holds the whole rollout and runs its data-parallel share of it. What a pass finds is put into one buffer over
+all response tokens of the rollout, in which each token is written by one rank only, and the buffers are added up: after
+that every rank has the column of every sample, under any layout, and the sum is exact.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from miles_core.columns import Columns
+from miles_core.types import Sample
+from miles_megatron import cpu
+from miles_megatron.microbatch import MicroBatch, assemble
+from miles_megatron.plan import packed_rows
+from miles_megatron.resident import Resident
+
+cpu.install()
+
+from megatron.core import parallel_state  # noqa: E402 - after install()
+from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
+
+LossOf = Callable[[torch.Tensor, MicroBatch], torch.Tensor]
+"""(hidden states, micro-batch) -> its share of the loss; called on the last pipeline stage."""
+
+
+def run(model: Resident, columns: Columns, parts: Sequence[Sequence[Sample]], loss_of: LossOf, *, name: str,
+        around: Callable | None = None, forward_only: bool = False) -> None:
+    """One pass of Megatron's schedule over micro-batches.
+
+    Losses are sums whose weights are fixed before the step (stages/loss.py), so Megatron is asked to scale nothing:
+    per-token loss with a token count of zero.
+
+    Args:
+        parts: this data-parallel rank's micro-batches, the same number on every rank.
+        name: the model's, for the hook.
+        around: the bound hook `microbatch`.
+    """
+    settings = model.settings
+    context = parallel_state.get_context_parallel_group() if settings.context_parallel_size > 1 else None
+    split = settings.tensor_model_parallel_size if settings.sequence_parallel else 1
+    device = cpu.device()
+    # Packed when their turn comes; the chunks of an interleaved pipeline each go through all of them.
+    batches = (assemble(columns, part, group=context, sequence_parallel=split, device=device) for part in parts)
+    iterators = itertools.tee(batches, len(model.wrapped))
+
+    def forward_step(waiting, module):
+        batch: MicroBatch = next(waiting)
+
+        def proceed(packed):
+            tokens = torch.from_numpy(packed.rows["tokens"]).to(device, torch.int64)[None]
+            return module(tokens, None, None, packed_seq_params=packed_rows(batch.boundaries))
+
+        hidden = proceed(batch.packed) if around is None else around(proceed, batch.packed, name)
+
+        def reduced(output):
+            value = loss_of(output, batch)
+            return value, torch.zeros((), dtype=torch.int), {}  # a count of zero: nothing is left to divide
+
+        return hidden, reduced
+
+    several = len(model.wrapped) > 1
+    get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=list(iterators) if several else iterators[0],
+        model=model.wrapped if several else model.wrapped[0],
+        num_microbatches=len(parts), seq_length=1, micro_batch_size=1, forward_only=forward_only,
+    )  # fmt: skip
+
+
+class Found:
+    """What a pass finds out about the trained rows, on its way into the columns of all samples on all ranks.
+
+    Args:
+        samples: all that any rank's share is of, in one order on every rank.
+    """
+
+    def __init__(self, samples: Sequence[Sample]):
+        self.samples = samples
+        lengths = [sample.response_length for sample in samples]
+        self._first = dict(zip(map(id, samples), np.cumsum([0, *lengths[:-1]]).tolist(), strict=True))
+        self._total = sum(lengths)
+        self._buffers: dict[str, torch.Tensor] = {}
+
+    def put(self, batch: MicroBatch, values: Mapping[str, torch.Tensor]) -> None:
+        """[N, ...] by column, of the micro-batch's trained rows."""
+        starts = torch.tensor([self._first[id(sample)] for sample in batch.samples])
+        where = starts[batch.sample.cpu()] + batch.offset.cpu()
+        for name, rows in values.items():
+            if name not in self._buffers:
+                self._buffers[name] = torch.zeros(self._total, *rows.shape[1:], dtype=rows.dtype)
+            self._buffers[name][where] = rows.detach().to(self._buffers[name])
+
+    def spread(self) -> None:
+        """Into the columns of every sample; rows that are not trained on hold 0. Every rank calls it."""
+        if dist.get_world_size() > 1:
+            self._exchange()
+        for name, values in self._buffers.items():
+            array = values.numpy()
+            for sample in self.samples:
+                first = self._first[id(sample)]
+                sample.columns[name] = array[first : first + sample.response_length].copy()
+
+    def _exchange(self) -> None:
+        shapes = {name: (tuple(values.shape), values.dtype) for name, values in self._buffers.items()}
+        known: list[dict] = [{}] * dist.get_world_size()
+        dist.all_gather_object(known, shapes)  # earlier pipeline stages have found nothing
+        for name, (shape, dtype) in {k: v for each in known for k, v in each.items()}.items():
+            mine = parallel_state.get_tensor_model_parallel_rank() == 0 and name in self._buffers
+            values = self._buffers[name] if mine else torch.zeros(shape, dtype=dtype)
+            dist.all_reduce(values)
+            self._buffers[name] = values

@@ -1,0 +1,352 @@
+"""The trainer of one rank, in execution order: load, score, advantage, step, weights, save."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from miles_core import packing
+from miles_core.columns import Columns, read_only
+from miles_core.config.architecture import architecture_of
+from miles_core.config.load import who
+from miles_core.config.tables import RunConfig
+from miles_core.plugins.bind import Hooks
+from miles_core.plugins.resolve import chosen
+from miles_core.stages import advantage
+from miles_core.stages.loss import PolicyLoss, rollouts_of
+from miles_core.stages.on_policy import FRESH, check_equal
+from miles_core.stages.step import Resume, ScoredRows
+from miles_core.stages.sync import Sender
+from miles_core.types import Batch, Rank, Sample
+from miles_megatron import cpu, hashes, memory, unread
+from miles_megatron.gradients import gathered
+from miles_megatron.layout import layout_of
+from miles_megatron.models import Models
+from miles_megatron.objective import Objective
+from miles_megatron.passes import Found, run
+from miles_megatron.profiler import Profiler
+from miles_megatron.resident import Resident
+from miles_megatron.scored import Scored, Temperature
+from miles_megatron.shortage import explained
+
+cpu.install()
+
+from megatron.core import parallel_state  # noqa: E402 - after install()
+
+logger = logging.getLogger(__name__)
+
+
+class MegatronTrainer:
+    """See stages/step.py for the contract.
+
+    Args:
+        hooks: the trainer role's bound hooks.
+        columns: every column of the run.
+    """
+
+    def __init__(self, config: RunConfig, hooks: Hooks, columns: Columns, rank: Rank):
+        self.config, self.hooks, self.columns, self.rank = config, hooks, columns, rank
+        self.layout = layout_of(config)
+        self.architecture = architecture_of(config) if config.perf.balance_by_flops else None
+        self.objective = Objective(config, hooks)
+        self.temperature = Temperature.of(config)
+        self.skips = config.perf.skip_zero_advantages and self.objective.silent_at_zero()
+        if config.perf.skip_zero_advantages and not self.skips:
+            logger.warning("skip_zero_advantages has no effect: the objective has terms on tokens without advantage")
+        self.batch: Batch | None = None
+        self.profiler = Profiler(config, rank.index)
+        self.sender: Sender | None = None
+        self._starting = False
+
+    def load(self) -> Resume:
+        if self.config.perf.threads:
+            torch.set_num_threads(self.config.perf.threads)
+        self._starting = True
+        unread.begin()
+        with self._explained("load"):
+            self.models = Models(self.config, self.hooks, self.rank)
+            resume = self.models.load()
+        logger.info("Loaded checkpoint from %s", resume.source)
+        return resume
+
+    def take_batch(self, batch: Batch) -> None:
+        for sample in batch.samples:
+            self.columns.check(sample)
+        self.batch = batch
+        memory.give_back()
+
+    def score(self) -> dict[str, float]:
+        """Old and reference log-probs, with the packing that the steps will use: then the first ratio is exactly 1."""
+        around = self.hooks.log_prob
+        access = Access(self, None)
+        return self._score(access) if around is None else around(lambda: self._score(access), access)
+
+    def advantage(self) -> dict[str, float]:
+        """Every rank works it out from the same columns: nothing to send, and an error is everyone's."""
+        name = chosen(self.config, "advantage")
+        with self.profiler.phase("advantage", self.batch.rollout_id):
+            metrics = advantage.fill(self.batch, self.hooks.advantage[name](self.batch), name)
+        if self.hooks.shape_advantages is not None:
+            self.batch = self.hooks.shape_advantages(self.batch)
+            advantage.check(self.batch, "shape_advantages")
+        if self.config.algorithm.normalize_advantages:
+            advantage.whiten(self.batch)
+        return metrics
+
+    def step(self, index: int) -> dict[str, float]:
+        begin = time.perf_counter()
+        around, access = self.hooks.train_step, Access(self, index)
+
+        def proceed() -> dict[str, float]:
+            return self.train(self.models.actor, access.samples, self.objective)
+
+        with self._phase(f"step {index}"):
+            metrics = proceed() if around is None else around(proceed, access)
+        if self._starting:
+            self._started()
+        return metrics | {"perf/actor_train_time": time.perf_counter() - begin}
+
+    def _started(self) -> None:
+        """A step has been made: what nobody has looked at so far has no effect."""
+        self._starting = False
+        names = self.models.actor.without_effect(unread.end())
+        if names and self.rank.index == 0:
+            logger.warning("%s: no effect here, nothing that runs reads it", ", ".join(
+                f"{who(self.config, f'megatron.{name}')} = {self.config.surface('megatron')[name]}" for name in names))
+
+    def end_batch(self) -> Batch | None:
+        batch, self.batch = self.batch, None
+        memory.give_back()
+        return batch if self.rank.index == 0 else None
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]] | None:
+        """What the engine gets, on the first rank; the others only take part in it."""
+        return self._on_first(self.models.for_engine())
+
+    def _on_first(self, stream: Iterator) -> Iterator | None:
+        if self.rank.index == 0:
+            return stream
+        for _ in stream:
+            pass
+        return None
+
+    def connect(self, sender: Sender | None) -> None:
+        if self.sender is not None:
+            self.sender.close()
+        self.sender = sender
+        if sender is not None:
+            sender.open(self.rank)
+
+    def send(self, version: int) -> dict[str, float] | None:
+        with self._explained("send"):
+            figures = self.sender.send(self.models.for_engine(), version)
+        logger.info("weight_sync to version %d sent: %s", version, figures)
+        return figures if self.rank.index == 0 else None
+
+    def offload(self, tags: Sequence[str]) -> None:
+        self.models.offload(tags)
+
+    def onload(self, tags: Sequence[str]) -> None:
+        with self._explained("onload"):
+            self.models.onload(tags)
+
+    def save(self, folder: Path, rollout_id: int, state: dict) -> None:
+        with self._explained("save"):
+            self.models.save(folder, rollout_id, state)
+
+    def export(self, folder: Path) -> None:
+        stream = self.models.stream()
+        if self.hooks.save_weights is not None:
+            stream = self.hooks.save_weights(stream, folder)
+        if (stream := self._on_first(stream)) is not None:
+            self.models.export(folder, stream)
+
+    def hashes(self, batch: Batch) -> dict[str, object] | None:
+        """Of the weights and of a batch's columns, for --debug-determinism; the first rank's."""
+        if (stream := self._on_first(self.models.stream())) is None:
+            return None
+        return {"weights": hashes.tensor_hashes(stream), "batch": hashes.column_hashes(batch.samples)}
+
+    def close(self) -> None:
+        if self.sender is not None:
+            self.sender.close()
+        cpu.leave()
+
+    def _explained(self, phase: str) -> AbstractContextManager[None]:
+        return explained(phase, self.rank.index, self.config, starting=self._starting)
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        """A part of a rollout's training: traced, and named if memory runs out."""
+        with self.profiler.phase(name, self.batch.rollout_id), self._explained(name):
+            yield
+
+    def part(self, index: int) -> list[Sample]:
+        """What an optimizer step trains on."""
+        samples = self.batch.samples
+        steps = packing.in_steps(rollouts_of(samples), self.config.rollout.num_steps_per_rollout)
+        return [samples[i] for i in steps[index]]
+
+    def micro_batches(self, samples: Sequence[Sample], *, gradient: bool = True) -> list[list[Sample]]:
+        """This data-parallel rank's share of a step's samples, in micro-batches."""
+        perf = self.config.perf
+        limit = perf.max_tokens_per_gpu if perf.use_dynamic_batch_size else None
+        if limit is not None and not gradient:
+            limit = perf.log_probs_max_tokens_per_gpu or limit
+        lengths = [sample.length for sample in samples]
+        capacity = None if limit is None else limit * self.layout.context
+        if gradient and self.rank.index == 0:
+            for i in packing.oversized(lengths, capacity):
+                logger.warning("%s has %d tokens, more than the %d of a micro-batch: it rides alone and takes more "
+                               "memory than planned", samples[i].name, lengths[i], capacity)
+        plan = packing.schedule(
+            lengths, data=self.layout.data, capacity=capacity, micro_batch_size=perf.micro_batch_size,
+            multiple=self.layout.micro_batch_multiple, balance=perf.balance_data, loads=self._loads(lengths),
+        )  # fmt: skip
+        return [[samples[i] for i in part] for part in plan[parallel_state.get_data_parallel_rank()]]
+
+    def _loads(self, lengths: Sequence[int]) -> list[int] | None:
+        """What --balance-by-flops balances; None for tokens."""
+        if (size := self.architecture) is None:
+            return None
+        return [packing.flops(n, parameters=size.active_parameters, attention=size.attention) for n in lengths]
+
+    def worth(self, samples: Sequence[Sample]) -> list[Sample]:
+        """The samples that can have a gradient, in their order, and as many others as fill every rank's micro-batches.
+
+        Their weights are fixed by the whole step, so nothing else changes (--skip-zero-advantages).
+        """
+        perf = self.config.perf
+        unit = self.layout.data * self.layout.micro_batch_multiple
+        unit *= 1 if perf.use_dynamic_batch_size else perf.micro_batch_size
+        zero = [i for i, s in enumerate(samples) if not (s.columns["advantages"] * s.columns["loss_mask"]).any()]
+        taken = len(samples) - len(zero)
+        fill = max(unit, -(-taken // unit) * unit) - taken
+        left_out = set(zero[fill:])
+        return [sample for i, sample in enumerate(samples) if i not in left_out]
+
+    def train(self, model: Resident, samples: Sequence[Sample], objective: Objective) -> dict[str, float]:
+        """One optimizer step of a model."""
+        reduce = self.hooks.reduction[chosen(self.config, "reduction")]
+        with read_only(samples, getattr(reduce, "who", "reduction")):
+            reduced = reduce(samples)
+        token_weight = dict(zip(map(id, samples), reduced, strict=True))
+        shares: dict[str, float] = {}
+
+        def loss_of(hidden: torch.Tensor, batch) -> torch.Tensor:
+            weights = [token_weight[id(sample)] for sample in batch.samples]
+            per_sample = torch.tensor(weights, dtype=torch.float32, device=hidden.device)
+            scored = Scored(model, hidden, batch, self.temperature)
+            value, share = objective(scored, batch, per_sample[batch.sample])
+            for key, term in share.items():
+                shares[key] = shares.get(key, 0.0) + float(term)
+            return value
+
+        model.zero_grad()
+        taken = self.worth(samples) if self.skips and objective is self.objective else samples
+        tokens = sum(sample.length for sample in taken)
+        with self.profiler.range("forward/backward"), model.router_losses(tokens):
+            run(model, self.columns, self.micro_batches(taken), loss_of, name=model.name,
+                around=self.hooks.microbatch)
+        # Metrics are means also where the reduction's weights do not add up to 1 (constant); the loss is what it is.
+        total = float(sum(w * s.columns["loss_mask"].sum() for s, w in zip(samples, reduced, strict=True))) or 1.0
+        with self.profiler.range("optimizer"):
+            found = {key: value / (1.0 if key in ("loss", "pg_loss") else total)
+                     for key, value in _totals(shares).items()} | model.step()
+        if len(taken) < len(samples):
+            found["skipped_samples"] = 1 - len(taken) / len(samples)
+        prefix = "train" if objective.actor else model.name
+        return {f"{prefix}/{key}": value for key, value in found.items()}
+
+    def scoring_pass(self, name: str, samples: Sequence[Sequence[Sample]],
+                     read: Callable[[ScoredRows], Mapping[str, torch.Tensor]]) -> None:
+        """Fill columns from a pass of a model without gradient, over steps' samples one after the other."""
+        found = Found([sample for part in samples for sample in part])
+        with self.models.at(name) as model, torch.no_grad():
+
+            def fill(hidden: torch.Tensor, batch) -> torch.Tensor:
+                found.put(batch, read(Scored(model, hidden, batch, self.temperature)))
+                return hidden.new_zeros(())
+
+            for part in samples:
+                run(model, self.columns, self.micro_batches(part, gradient=False), fill, name=name,
+                    around=self.hooks.microbatch, forward_only=True)
+        found.spread()
+
+    def _score(self, access: Access) -> dict[str, float]:
+        algorithm, metrics = self.config.algorithm, {}
+        begin = time.perf_counter()
+        if not (algorithm.use_rollout_logprobs or algorithm.skip_actor_forward_only):
+            with self._phase("log_probs"):
+                access.forward("actor", lambda rows: {"log_probs": rows.log_probs()})
+            if algorithm.true_on_policy_mode:
+                check_equal(self.batch.samples)
+            metrics.update(self._mismatch())
+        metrics["perf/log_probs_time"] = time.perf_counter() - begin
+        if self.models.has_reference:
+            begin = time.perf_counter()
+            with self._phase("ref_log_probs"):
+                access.forward("ref", lambda rows: {"ref_log_probs": rows.log_probs()})
+            metrics["perf/ref_log_probs_time"] = time.perf_counter() - begin
+            metrics["rollout/ref_log_probs"] = self._mean("ref_log_probs")
+        return metrics
+
+    def _trained(self, column: str) -> np.ndarray:
+        samples = self.batch.samples
+        return np.concatenate([s.columns[column][s.columns["loss_mask"] > 0] for s in samples])
+
+    def _mean(self, column: str) -> float:
+        values = self._trained(column)
+        return float(values.mean()) if values.size else 0.0
+
+    def _mismatch(self) -> dict[str, float]:
+        """How far the trainer's log-probs are from the engine's, before any step."""
+        engine = self._trained("rollout_log_probs")
+        gap = np.abs(self._trained("log_probs") - engine)
+        if not gap.size:
+            return {}
+        fresh = gap[(self._trained("versions") == self.batch.version) & (engine != 0)]  # 0: none, a given answer's
+        return {"train/train_rollout_logprob_abs_diff_max": float(gap.max()),
+                **({FRESH: float(fresh.mean())} if fresh.size else {}),
+                "rollout/log_probs": self._mean("log_probs"),
+                "rollout/rollout_log_probs": self._mean("rollout_log_probs")}
+
+
+class Access:
+    """See stages.step.TrainerAccess."""
+
+    def __init__(self, trainer: MegatronTrainer, index: int | None):
+        self._trainer, self.batch, self.index = trainer, trainer.batch, index
+        self.samples = trainer.batch.samples if index is None else trainer.part(index)
+
+    def forward(self, model: str, read: Callable[[ScoredRows], Mapping[str, torch.Tensor]]) -> None:
+        trainer = self._trainer
+        steps = range(trainer.config.rollout.num_steps_per_rollout)
+        parts = [trainer.part(i) for i in steps] if self.index is None else [self.samples]
+        trainer.scoring_pass(model, parts, read)
+
+    def step(self, model: str, loss: PolicyLoss) -> dict[str, float]:
+        trainer = self._trainer
+        with trainer.models.at(model) as resident:
+            return trainer.train(resident, self.samples, Objective(trainer.config, trainer.hooks, loss))
+
+    def chunks(self, model: str) -> Sequence[torch.nn.Module]:
+        return self._trainer.models.place(model).chunks
+
+    def optimizer(self, model: str) -> object:
+        return self._trainer.models.residents[model].optimizer
+
+    def scheduler(self, model: str) -> object:
+        return self._trainer.models.residents[model].scheduler
+
+
+def _totals(shares: dict[str, float]) -> dict[str, float]:
+    """Shares of all ranks that see different tokens, added up; only the last pipeline stage has any."""
+    group = parallel_state.get_data_parallel_group_gloo(with_context_parallel=True)
+    return {key: sum(each) for key, each in gathered(shares, group).items()}

@@ -1,0 +1,114 @@
+"""The layers on GPUs: Transformer Engine's linear layers, norms, activations, grouped experts and fused attention.
+
+Norms are submodules of their own instead of being fused into the linear layer behind them: the names of parameters stay
+those of the local layers (parts.py). Imported only where there is a GPU.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+
+import torch
+
+from miles_core.errors import ConfigError
+from miles_megatron import cpu
+from miles_megatron.parts import Parts, fits, packed_attention
+from miles_megatron.rope import Rope
+from miles_megatron.specs import Attention
+
+cpu.install()
+
+from megatron.core import parallel_state  # noqa: E402 - after install()
+from megatron.core.extensions import transformer_engine as te  # noqa: E402
+from megatron.core.transformer import ModuleSpec, TransformerConfig  # noqa: E402
+from megatron.core.transformer.module import MegatronModule  # noqa: E402
+from megatron.core.transformer.moe.experts import TEGroupedMLP  # noqa: E402
+
+
+@functools.cache
+def parts() -> Parts:
+    """Transformer Engine's.
+
+    Raises:
+        ConfigError: it is installed, but cannot be imported.
+    """
+    if not te.HAVE_TE:
+        raise ConfigError("Transformer Engine is installed, but importing it fails", who="transformer_engine",
+                          fix="see why with python -c 'import transformer_engine.pytorch', or write "
+                          "--transformer-impl local")
+    return Parts(
+        te.TEColumnParallelLinear, te.TERowParallelLinear, te.TENorm,
+        {"silu": Activation, "gelu_pytorch_tanh": Activation}, attention,
+        (TEGroupedMLP, te.TEColumnParallelGroupedLinear, te.TERowParallelGroupedLinear),
+    )  # fmt: skip
+
+
+class Activation(MegatronModule):
+    """A gated MLP's activation in one kernel each way; Megatron's config says which. Its GELU is the tanh one."""
+
+    def __init__(self, config: TransformerConfig):
+        super().__init__(config)
+        self.op = te.TEActivationOp(config)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., 2 F] -> [..., F]."""
+        return self.op(x)
+
+
+def attention(config: TransformerConfig, wanted: Attention, rope: Rope) -> ModuleSpec:
+    """The core attention of layers of one kind."""
+    if not fits(config, wanted):
+        return packed_attention(config, wanted, rope)
+    return ModuleSpec(module=FusedAttention, params={"rope": rope, "window": wanted.window})
+
+
+class FusedAttention(te.TEDotProductAttention):
+    """Causal self-attention over packed rows: the rope in one kernel, then Transformer Engine's fused attention.
+
+    Under context parallelism keys and values travel round the ring of ranks while they are computed with.
+
+    Args:
+        rope, window: as of attention.PackedAttention.
+    """
+
+    def __init__(self, config, *args, rope: Rope, window: int | None = None, **kwargs):
+        if window is not None:
+            config = copy.copy(config)
+            # Keys to the left and to the right of the query's own.
+            config.window_size, config.window_attn_skip_freq = (window - 1, 0), None
+        super().__init__(config, *args, **kwargs)
+        self.rope = rope
+
+    def forward(self, query, key, value, attention_mask=None, attn_mask_type=None, attention_bias=None,
+                packed_seq_params=None):  # fmt: skip
+        """q [T, n, d], k [T, g, d], v [T, g, e] -> [T, n*e].
+
+        Raises:
+            ValueError: rows that are not packed.
+        """
+        if packed_seq_params is None:
+            raise ValueError("Transformer Engine's layers take packed rows")
+        group = parallel_state.get_context_parallel_group()
+        rows = packed_seq_params.on_device(query.device, query.shape[0] * group.size(), group.size())
+        angles = self.rope.angles(rows.max_seqlen_q, query.device)
+        query, key = (_turned(x, rows, angles, self.rope.interleaved, group) for x in (query, key))
+        out = super().forward(query, key, value, attention_mask, attn_mask_type, packed_seq_params=rows)
+        return out.reshape(out.shape[0], -1)
+
+
+def _turned(x: torch.Tensor, rows, angles: torch.Tensor, interleaved: bool, group) -> torch.Tensor:
+    from transformer_engine.pytorch.attention.rope import apply_rotary_pos_emb
+
+    return apply_rotary_pos_emb(x, angles, tensor_format="thd", interleaved=interleaved, fused=True,
+                                cu_seqlens=rows.cu_seqlens_q, cp_size=group.size(), cp_rank=group.rank())
+
+
+def mark(parameters) -> None:
+    """Say along which axis the experts' second layers are cut.
+
+    Transformer Engine, which Megatron lets know nothing of the ranks that share out an expert, says 0 of both layers.
+    """
+    for name, parameter in parameters:
+        if ".experts." in name and ".linear_fc2." in name and parameter.dim() == 2:
+            parameter.partition_dim = 1

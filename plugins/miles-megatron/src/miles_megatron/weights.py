@@ -1,0 +1,388 @@
+"""Hugging Face tensors <-> Megatron parameters, by the rules of a WeightMap, one tensor at a time."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import shutil
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from miles_core.errors import CheckpointError, ConfigError
+from miles_core.plugins.scan import offering
+from miles_core.reading import parse_json, reading
+from miles_core.record.publish import publish
+from miles_megatron import cpu, joins
+from miles_megatron.readers import Readers
+from miles_megatron.shards import few, shard_name, tensor_files, write_index, writing
+from miles_megatron.specs import Rule, WeightMap
+
+cpu.install()
+
+from megatron.core import parallel_state  # noqa: E402 - after install()
+from megatron.core.utils import unwrap_model  # noqa: E402
+
+logger = logging.getLogger(__name__)
+
+SHARD_BYTES = 5 * 10**9
+"""A file of an exported checkpoint holds about this much (transformers' own default)."""
+
+Model = torch.nn.Module | Sequence[torch.nn.Module]
+"""One module, or this rank's chunks of an interleaved pipeline; wrapped or not."""
+
+_LAYER, _EXPERT = re.compile(r"decoder\.layers\.(\d+)\."), re.compile(r"\.local_experts\.(\d+)\.")
+_GROUPED = re.compile(r"\.experts\.(linear_fc\d)\.(weight|bias)(\d+)$")
+"""Transformer Engine's grouped experts: one module holds the same layer of all of a rank's experts."""
+EMBEDDING, _TIED = "embedding.word_embeddings.weight", "output_layer.weight"
+"""A tied output layer on a pipeline stage of its own is a copy of the embedding."""
+
+PLAIN = {"quantization_config": None}
+"""What config.json says of weights that are not quantised, whatever it said of those that a run started from."""
+
+_WEIGHT_FILES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf", ".h5")
+
+
+def load_hf(folder: str | Path, model: Model, weight_map: WeightMap, *, but: frozenset[str] = frozenset()) -> None:
+    """Fill this rank's parameters from safetensors files, tensor by tensor; dtypes are cast, nothing else changes.
+
+    Args:
+        but: parameters that keep what they hold; the files need not have them.
+
+    Parameters of optional rules keep it too where the files have none of them, which is announced.
+
+    Raises:
+        CheckpointError: no safetensors there, a file that cannot be read, or names that are missing, unexpected or
+            misshapen, all of them in one message and before anything was changed.
+    """
+    files = tensor_files(Path(folder))
+    refuse_quantised(Path(folder))
+    parameters = global_parameters(model)
+    if fresh := lacking(weight_map, files) - but:
+        if dist.get_rank() == 0:
+            logger.warning("%s holds no tensors for %s: these start as they were drawn", folder, few(sorted(fresh), 4))
+        but |= fresh
+    rules = {ours: (rule, names) for ours, rule, names in instances(weight_map) if ours not in but}
+    expected = {name for _, names in rules.values() for name in names}
+    if _TIED in parameters and _TIED not in rules.keys() | but:  # the last pipeline stage's copy of the embedding
+        rules[_TIED] = rules[EMBEDDING]
+    if unmapped := sorted(parameters.keys() - rules.keys() - but):
+        raise ConfigError("no rule of the weight map fills these parameters", got=few(unmapped),
+                          fix="add rules to the family's weight_map")
+    announce_left(folder, files, expected, weight_map)
+    check_tied(folder, files, weight_map)
+    wanted = {ours: rules[ours] for ours in rules if ours in parameters}
+    with Readers(files) as read:
+        shapes = {name: shape for ours, (rule, names) in wanted.items()
+                  for name, shape in zip(names, hf_shapes(rule, parameters[ours], weight_map), strict=True)}
+        check_fit(folder, files.keys(), expected, weight_map, shapes, read.shape)
+        with torch.no_grad():
+            for ours, (rule, names) in wanted.items():
+                parameter = parameters[ours]
+                parts = [_shard(piece, parameter) for name in names for piece in joins.pieces(rule, read.tensor(name))]
+                parameter.copy_(joins.join(rule, parts, weight_map))
+
+
+def refuse_quantised(folder: Path) -> None:
+    """
+    Raises:
+        CheckpointError: config.json says that the weights there are quantised.
+    """
+    path = folder / "config.json"
+    with reading(str(path), CheckpointError):
+        said = parse_json(path.read_text(encoding="utf-8")).get("quantization_config") if path.is_file() else None
+        if said:
+            raise CheckpointError("training cannot start from quantised weights", got=said.get("quant_method", said),
+                                  who=str(path), fix="name the plain checkpoint with --ref-load; --hf-checkpoint may "
+                                  "stay, for the engine")
+
+
+def lacking(weight_map: WeightMap, present: Collection[str]) -> frozenset[str]:
+    """Parameters of optional rules, where a checkpoint has no tensor of any of their kind."""
+    kinds: dict[object, dict[str, bool]] = {}
+    for ours, rule, names in instances(weight_map):
+        if rule.optional:
+            kinds.setdefault(rule.optional, {})[ours] = any(name in present for name in names)
+    return frozenset(ours for there in kinds.values() if not any(there.values()) for ours in there)
+
+
+def check_fit(folder: str | Path, present: Collection[str], expected: Collection[str], weight_map: WeightMap,
+              shapes: Mapping[str, list[int]], shape: Callable[[str], list[int]]) -> None:
+    """Compare the names and shapes of a checkpoint's tensors with the model's.
+
+    Args:
+        present, expected: names of the checkpoint's tensors, and of the whole model's.
+        shapes: what to hold against `shape(name)` of each.
+
+    Raises:
+        CheckpointError: names that are missing, unexpected or misshapen, all of them in one message.
+    """
+    known = {*expected, *weight_map.ignored}
+    problems = {
+        "missing": sorted(set(expected) - set(present)),
+        "unexpected": sorted(name for name in present if name not in known and "rotary_emb" not in name
+                             and not name.startswith(weight_map.left)),
+        "misshapen": [f"{name} {got} where the config says {wanted}" for name, wanted in shapes.items()
+                      if name in present and (got := shape(name)) != wanted],
+    }
+    if any(problems.values()):
+        only_more = not problems["missing"] and not problems["misshapen"]
+        text = "; ".join(f"{len(names)} {kind}: {few(names)}" for kind, names in problems.items() if names)
+        raise CheckpointError("the tensors do not fit the model that config.json describes", got=text,
+                              who=str(folder), fix=f"{known_by()}; or take them out of the files" if only_more
+                              else "use a complete checkpoint of this architecture")
+
+
+def announce_left(folder: str | Path, present: Collection[str], expected: Collection[str],
+                  weight_map: WeightMap) -> None:
+    """Say once which tensors of a checkpoint the model leaves there; an export of the run will not have them."""
+    names = sorted({name for name in present if name.startswith(weight_map.left)} - {*expected, *weight_map.ignored})
+    if names and dist.get_rank() == 0:
+        logger.warning("%s: the model has no use for %d tensors, such as %s; %s", folder, len(names), names[0],
+                       known_by())
+
+
+def check_tied(folder: str | Path, files: dict[str, Path], weight_map: WeightMap) -> None:
+    """
+    Raises:
+        CheckpointError: config.json ties the output layer to the embedding, and the files hold two that differ.
+    """
+    head, embedding = "lm_head.weight", "model.embed_tokens.weight"
+    if not (weight_map.tied and {head, embedding} <= files.keys()):
+        return
+    with Readers(files) as read:
+        if not torch.equal(read.tensor(head), read.tensor(embedding)):
+            raise CheckpointError("config.json ties the output layer to the embedding, and the files hold two that "
+                                  "differ", got=head, who=str(folder), fix="set tie_word_embeddings to false in "
+                                  "config.json to train both, or remove lm_head.weight from the files")
+
+
+def without_left(weight_map: WeightMap) -> dict[str, object]:
+    """Keys of config.json for a checkpoint that is written without the tensors that the model leaves."""
+    if any(name.startswith(weight_map.left) for _, _, names in instances(weight_map) for name in names):
+        return {}
+    return dict.fromkeys(weight_map.left_counts, 0)
+
+
+def known_by() -> str:
+    """What to do about weights that the model does not have."""
+    plugins = ", ".join(f"--plugin {name}" for name in offering("weight_map"))
+    return f"enable the plugin that knows these weights ({plugins}), without which they would be lost"
+
+
+def hf_stream(model: Model, weight_map: WeightMap) -> Iterator[tuple[str, torch.Tensor]]:
+    """The complete policy under its names on disk, in the order of the rules; every rank must go through it.
+
+    Each tensor is gathered from its tensor-parallel ranks and then sent on by the stage and expert rank that own it,
+    so that every rank sees all of them, one at a time. Tensors are detached and, where a view does, share memory with
+    the model: copy what must outlive a step.
+    """
+    parameters = global_parameters(model)
+    owners = _owners(parameters, weight_map)
+    for ours, rule, names in instances(weight_map):
+        owner = owners[ours]
+        if ours in parameters:
+            parameter = parameters[ours]
+            pieces = joins.split(rule, parameter.detach(), weight_map, _tensor_size(parameter))
+            parts = joins.whole(rule, [_gather(piece, parameter) for piece in pieces])
+        else:
+            device = next(iter(parameters.values())).device
+            parts = [torch.empty(shape, dtype=owner.dtype, device=device) for shape in owner.shapes]
+        for name, part in zip(names, parts, strict=True):
+            sent = owner.send(part, expert=bool(rule.experts))
+            if owner.buffer:
+                sent.keeps_dtype = True  # also where weights are sent in another one (miles_sglang/sync/buckets.py)
+            yield name, sent
+
+
+def export_hf(
+    folder: str | Path,
+    source_folder: str | Path,
+    stream: Iterable[tuple[str, torch.Tensor]],
+    dtype: torch.dtype | None = None,
+    *,
+    shard_bytes: int = SHARD_BYTES,
+    config: Mapping[str, object] | None = None,
+) -> None:
+    """Write a Hugging Face directory: the source's config, tokenizer and generation config, and the stream's tensors.
+
+    Args:
+        dtype: of all tensors in the files; by default each keeps its own.
+        config: further keys of config.json, such as quantization_config; None takes a key out.
+
+    One process calls it. The folder appears when it is complete; an older one of that name is replaced.
+
+    Raises:
+        CheckpointError: a source without config.json, or a write that fails.
+    """
+    source = Path(source_folder)
+    if not (source / "config.json").is_file():
+        raise CheckpointError("there is no config.json to copy", who=str(source),
+                              fix="give the Hugging Face directory that the run started from")
+    with publish(Path(folder)) as target:
+        written = _write_shards(target, stream, dtype, shard_bytes)
+        copy_companions(source, target, written, config)
+
+
+def copy_companions(source: Path, target: Path, dtype: torch.dtype, more: Mapping[str, object] | None = None) -> None:
+    """What a Hugging Face directory holds beside the weights; config.json with the dtype of these, and with `more`."""
+    for file in sorted(source.iterdir()):
+        if file.is_file() and not file.name.endswith(_WEIGHT_FILES) and not file.name.startswith("."):
+            shutil.copyfile(file, target / file.name)
+    with reading(str(source / "config.json"), CheckpointError):
+        config = dict(parse_json((target / "config.json").read_text(encoding="utf-8")))
+    config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype).removeprefix("torch.")
+    config |= more or {}
+    config = {key: value for key, value in config.items() if value is not None or key not in (more or {})}
+    (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _write_shards(
+    target: Path, stream: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype | None, limit: int
+) -> torch.dtype | None:
+    """Returns the dtype of most bytes that are not quantised; a few small tensors may be wider than the rest."""
+    shards: list[list[str]] = []
+    held: dict[str, torch.Tensor] = {}
+    size = total = 0
+    lengths: dict[torch.dtype, int] = {}
+
+    def flush() -> None:
+        layout = {name: (tensor.dtype, tensor.shape) for name, tensor in held.items()}
+        with writing(target / f"part-{len(shards)}", layout) as append:
+            for tensor in held.values():
+                append(tensor)
+        shards.append(list(held))
+        held.clear()
+
+    for name, tensor in stream:
+        written = dtype or tensor.dtype
+        length = tensor.numel() * written.itemsize
+        if written.itemsize > 1 and written.is_floating_point:
+            lengths[written] = lengths.get(written, 0) + length
+        if held and size + length > limit:
+            flush()
+            size = 0
+        held[name] = tensor.to(device="cpu", dtype=written)
+        size, total = size + length, total + length
+    flush()
+    for i in range(len(shards)):
+        (target / f"part-{i}").rename(target / shard_name(i, len(shards)))
+    write_index(target, shards, total)
+    return max(lengths, key=lengths.get, default=dtype)
+
+
+def instances(weight_map: WeightMap) -> Iterator[tuple[str, Rule, tuple[str, ...]]]:
+    """(Megatron name over the whole model, rule, HF names) of each parameter, in the order of the rules."""
+    for rule in weight_map.rules:
+        for layer in rule.layers if rule.layers is not None else (0,):
+            for expert in range(rule.experts or 1):
+                where = {"layer": layer, "expert": expert}
+                yield rule.megatron.format(**where), rule, tuple(name.format(**where) for name in rule.hf)
+
+
+def global_parameters(model: Model) -> dict[str, torch.Tensor]:
+    """This rank's parameters and what it saves beside them, under names that count layers and experts over the model.
+
+    A layer knows its own number; expert-parallel rank r of e holds experts r n/e up to (r+1) n/e.
+    """
+    found = {}
+    for chunk in [model] if isinstance(model, torch.nn.Module) else model:
+        chunk = unwrap_model(chunk)
+        numbers = [layer.layer_number - 1 for layer in chunk.decoder.layers]
+        experts = (chunk.config.num_moe_experts or 0) // parallel_state.get_expert_model_parallel_world_size()
+        first = parallel_state.get_expert_model_parallel_rank() * experts
+        for name, parameter in (*chunk.named_parameters(), *kept_buffers(chunk)):
+            name = _GROUPED.sub(r".experts.local_experts.\3.\1.\2", name)
+            name = _LAYER.sub(lambda match: f"decoder.layers.{numbers[int(match[1])]}.", name)  # noqa: B023 - used here
+            found[_EXPERT.sub(lambda match: f".local_experts.{first + int(match[1])}.", name)] = parameter  # noqa: B023
+    return found
+
+
+def kept_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Numbers that are no parameters, yet part of the model: its persistent buffers, such as a router's bias."""
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.is_floating_point() and name not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{name}" if prefix else name, buffer
+
+
+@dataclass(frozen=True, slots=True)
+class _Owner:
+    """Who holds a parameter, and what its HF tensors look like to those who do not."""
+
+    stage: int
+    expert: int
+    shapes: tuple[tuple[int, ...], ...]
+    dtype: torch.dtype
+    buffer: bool
+
+    def send(self, part: torch.Tensor, *, expert: bool) -> torch.Tensor:
+        """From the owner to every rank: over its stage's expert-parallel group, then from stage to stage."""
+        experts = parallel_state.get_expert_model_parallel_group()
+        stages = parallel_state.get_pipeline_model_parallel_group()
+        if expert and experts.size() > 1 and stages.rank() == self.stage:
+            part = part.contiguous()
+            dist.broadcast(part, group=experts, group_src=self.expert)
+        if stages.size() > 1:
+            part = part.contiguous()
+            dist.broadcast(part, group=stages, group_src=self.stage)
+        return part
+
+
+def _owners(parameters: dict[str, torch.nn.Parameter], weight_map: WeightMap) -> dict[str, _Owner]:
+    """The owner of every parameter of the model, agreed between stages and expert-parallel ranks."""
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    rules = {ours: rule for ours, rule, _ in instances(weight_map)}
+    found = {
+        name: _Owner(stage, parallel_state.get_expert_model_parallel_rank() if rules[name].experts else 0,
+                     tuple(map(tuple, hf_shapes(rules[name], parameter, weight_map))), parameter.dtype,
+                     not isinstance(parameter, torch.nn.Parameter))
+        for name, parameter in parameters.items() if name in rules
+    }  # fmt: skip
+    for group in (parallel_state.get_expert_model_parallel_group(), parallel_state.get_pipeline_model_parallel_group()):
+        if group.size() > 1:
+            parts: list[dict[str, _Owner]] = [{}] * group.size()
+            dist.all_gather_object(parts, found, group=group)
+            found = {name: owner for part in parts for name, owner in part.items()}
+    return found
+
+
+def _tensor_group(parameter: torch.nn.Parameter) -> dist.ProcessGroup:
+    """Experts have a tensor-parallel group of their own; Megatron marks them with allreduce = False."""
+    if getattr(parameter, "allreduce", True):
+        return parallel_state.get_tensor_model_parallel_group()
+    return parallel_state.get_expert_tensor_parallel_group()
+
+
+def _tensor_size(parameter: torch.nn.Parameter) -> int:
+    """Ranks among which the parameter is cut; 1 for one that each rank holds whole."""
+    cut = getattr(parameter, "tensor_model_parallel", False)
+    return _tensor_group(parameter).size() if cut else 1
+
+
+def hf_shapes(rule: Rule, parameter: torch.Tensor, weight_map: WeightMap) -> list[list[int]]:
+    """Of the whole HF tensors that a parameter, or this rank's part of it, is made of."""
+    full = list(parameter.shape)
+    if (size := _tensor_size(parameter)) > 1:
+        full[parameter.partition_dim] *= size
+    return joins.hf_shapes(rule, full, weight_map)
+
+
+def _shard(tensor: torch.Tensor, parameter: torch.nn.Parameter) -> torch.Tensor:
+    """This rank's part of a tensor of the checkpoint."""
+    size = _tensor_size(parameter)
+    return tensor if size == 1 else tensor.chunk(size, parameter.partition_dim)[_tensor_group(parameter).rank()]
+
+
+def _gather(part: torch.Tensor, parameter: torch.nn.Parameter) -> torch.Tensor:
+    """The inverse of `_shard`."""
+    size = _tensor_size(parameter)
+    if size == 1:
+        return part
+    parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(size)]
+    dist.all_gather(parts, part.contiguous(), group=_tensor_group(parameter))
+    return torch.cat(parts, parameter.partition_dim)

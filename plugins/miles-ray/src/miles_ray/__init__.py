@@ -1,0 +1,1 @@
+"""Ray: ranks and servers as actors of a cluster."""

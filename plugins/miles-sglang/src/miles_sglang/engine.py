@@ -1,0 +1,377 @@
+"""SglangEngine: the contract of an engine over a fleet of SGLang servers.
+
+The gate is here and not in the servers: from a pause to the next resume no request leaves, so nothing can reach a
+server between the first byte of an update and the version that it is confirmed to have. A retraction ends what runs,
+takes what was drawn, and goes on from there afterwards. The servers are idle meanwhile, so their caches can be emptied,
+and each token has exactly one version.
+
+Paused in place, servers keep what runs. Answers are then streamed, and a piece has the version that the server had when
+the piece before it left: never newer than the weights that drew it, and older by at most one piece at an update.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from miles_core.config.tables import RunConfig
+from miles_core.errors import EngineError, MilesError
+from miles_core.stages.placement import Placement, engines
+from miles_core.stages.rollout import PauseMode, Request, Response
+from miles_sglang.client import Answer, Client, Failed
+from miles_sglang.fleet import Fleet
+from miles_sglang.flight import Flight, ModelFacts
+from miles_sglang.launch import Server
+from miles_sglang.traffic import Traffic
+
+if TYPE_CHECKING:
+    import torch
+
+DRAIN_SECONDS = 60.0
+"""Seconds in which aborted requests have to come back."""
+MEMORY_SECONDS = 120.0
+"""Seconds that a server may take to give its memory back, or to take it again."""
+RETRIES = 8
+"""Times that a request is sent again; with the delays between them about half a minute."""
+LONGEST_DELAY = 5.0
+STOP_SECONDS = 2.0
+"""Seconds for requests to come back with what they have drawn, when all ends."""
+
+
+class SglangEngine:
+    """Samples from SGLang servers; see the module's docstring.
+
+    Args:
+        tokenizer: with transformers' `decode`.
+
+    `recover`, set by who builds the run, brings weights to servers that were restarted; `event` is told by kind and
+    fields what became of servers, router and requests.
+    """
+
+    def __init__(self, config: RunConfig, tokenizer, placement: Placement):
+        self._config, self._tokenizer, rollout = config, tokenizer, config.rollout
+        self._fleet = Fleet(config, placement)
+        self._traffic = Traffic(self._fleet.lanes)
+        self._fleet.admit = self._traffic.admit
+        self._flights: dict[str, Flight] = {}
+        self._orders = itertools.count()
+        self._open, self._released = True, set()
+        self._mode: PauseMode = "retract"
+        self._streams = rollout.pause_generation_mode == "in_place"
+        self._control = asyncio.Lock()
+        self._tasks: set[asyncio.Task] = set()
+        self._failure: MilesError | None = None
+        self._started = self._stopping = False
+        self._facts = ModelFacts.read(Path(config.checkpoint.hf_checkpoint), getattr(tokenizer, "eos_token_id", None),
+                                      rollout.rollout_max_context_len)
+
+    @property
+    def version(self) -> int:
+        """Of the weights that every server in use was seen to have."""
+        return self._fleet.version
+
+    @property
+    def servers(self) -> list[Server]:
+        """All of them, alive or not."""
+        return self._fleet.servers
+
+    @property
+    def recover(self) -> Callable[[], Awaitable]:
+        """Called while there is a live server with other weights than the rest."""
+        return self._fleet.recover
+
+    @recover.setter
+    def recover(self, value: Callable[[], Awaitable]) -> None:
+        self._fleet.recover = value
+
+    @property
+    def event(self) -> Callable[..., None]:
+        """Called with a kind and fields."""
+        return self._fleet.event
+
+    @event.setter
+    def event(self, value: Callable[..., None]) -> None:
+        self._fleet.event = value
+
+    @property
+    def path(self) -> str:
+        """What it runs on, for the log."""
+        sglang = self._config.sglang
+        if sglang.rollout_external:
+            return f"servers that run at {', '.join(sglang.rollout_external_engine_addrs)}"
+        count, size = engines(self._config)
+        return f"{count} server{'s'[:count != 1]} of {size} GPU{'s'[:size != 1]}, router {sglang.router or 'none'}"
+
+    # Requests.
+
+    async def generate(self, request: Request) -> Response:
+        """Sample one continuation; many calls may be in flight. Cancelling the call ends the request.
+
+        With "routed_experts" in `request.want`, extra["routed_experts"] is [P+N-1, layers, topk] int32: the experts
+        of each position when it was last computed by the call that drew the next token. extra["computed_again"],
+        [P+N-1] int8, is 1 where that was after the token was drawn, as the server had retracted the request, and 2
+        where it was by newer weights as well.
+
+        Raises:
+            EngineError: a request that does not fit, one that failed RETRIES times, or no server is left.
+        """
+        if request.id in self._flights:
+            raise EngineError(f"request {request.id} is already in flight", fix="give each request an id of its own")
+        flight = Flight(request, next(self._orders), self._facts, self._decode)
+        self._flights[request.id] = flight
+        try:
+            while flight.reason is None:
+                await self._advance(flight)
+            return flight.response()
+        finally:
+            del self._flights[request.id]
+
+    async def abort(self, ids: Iterable[str] | None = None) -> None:
+        """End these requests (all when None); their calls return what they have drawn, finish_reason "abort".
+
+        Raises:
+            EngineError: requests do not come back within DRAIN_SECONDS seconds.
+        """
+        chosen = list(self._flights.values()) if ids is None else [
+            self._flights[name] for name in set(ids) if name in self._flights]
+        self._traffic.end(chosen)
+        if not self._open and self._mode == "in_place":
+            await self._fleet.abort([flight.rid for flight in chosen])  # servers that stand still tell no result
+        else:
+            await self._bring_back(chosen)
+
+    # Pauses.
+
+    async def pause(self, mode: PauseMode = "retract") -> None:
+        """Draw no further token until `resume`; requests that come meanwhile wait.
+
+        abort ends all requests, retract has them go on from their tokens so far, in_place keeps them in the servers.
+
+        Raises:
+            EngineError: requests do not come back within DRAIN_SECONDS seconds.
+        """
+        if mode not in ("abort", "retract", "in_place"):
+            raise EngineError("there is no such pause mode", got=mode, fix="abort, retract or in_place")
+        async with self._control:
+            self._open, self._mode = False, mode
+            self._fleet.serving = False
+            if mode == "abort":
+                self._traffic.end(list(self._flights.values()))
+            await self._halt(mode)
+
+    async def resume(self) -> None:
+        """Go on after `pause`; does nothing otherwise. While memory is released, `occupy` is what lets go."""
+        async with self._control:
+            self._open = True
+            await self._let_go()
+
+    async def release(self, tags: Sequence[str]) -> None:
+        """Give device memory back; no request may be in flight, and none leaves until all is occupied again.
+
+        Raises:
+            EngineError: requests are in flight.
+        """
+        async with self._control:
+            if air := len(self._traffic.air):
+                raise EngineError("memory is released under requests in flight", got=f"{air} of them",
+                                  fix="pause() first, or wait for them")
+            self._released |= set(tags)
+            self._fleet.serving = self._fleet.memory = False
+            await self._halt("abort")
+            await self._fleet.each(lambda server: server.client.call(
+                "/release_memory_occupation", {"tags": list(tags)}, timeout=MEMORY_SECONDS))
+
+    async def occupy(self, tags: Sequence[str]) -> None:
+        """Take released memory again; a server that cannot is started anew."""
+        async with self._control:
+            await self._fleet.each(lambda server: server.client.call(
+                "/resume_memory_occupation", {"tags": list(tags)}, timeout=MEMORY_SECONDS))
+            self._released -= set(tags)
+            self._fleet.memory = not self._released
+            await self._let_go()
+
+    # Weights.
+
+    def stale(self, version: int) -> list[Server]:
+        """Servers that live and do not serve this version."""
+        return [server for server in self.servers if server.alive and server.version != version]
+
+    async def confirm(self, servers: Sequence[Server], version: int) -> None:
+        """Take these servers into use with these weights, once they say that they have them and have no older cache.
+
+        Raises:
+            SyncError: a server has another version, or cannot be asked; it is not used.
+        """
+        # Paused in place, requests keep a cache that cannot be emptied; new ones share none of it (see `_ask`).
+        flush = self._mode != "in_place" and "kv_cache" not in self._released
+        await self._fleet.confirm(servers, version, flush=flush)
+        async with self._control:
+            await self._let_go()
+
+    async def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        """
+        Raises:
+            EngineError: always. A weight sync sends them to the servers, between `pause` and `confirm`.
+        """
+        raise EngineError("weights do not reach SGLang servers through the driver",
+                          got=f"weight_sync {self._config.perf.weight_sync}", who="--weight-sync",
+                          fix="ipc, broadcast, disk or disk-delta")
+
+    # Start and end.
+
+    async def start(self) -> None:
+        """Start or reach servers and router; a second call does nothing.
+
+        Raises:
+            EngineError: one of them does not come up; nothing is left running then.
+        """
+        if self._started:
+            return
+        self._started, self._stopping = True, False
+        try:
+            await self._fleet.open()
+        except BaseException:
+            await self.stop()
+            raise
+        self._facts = self._facts.of_servers([server.info for server in self.servers])
+        self._open = self._fleet.serving = True
+        for server in self.servers:
+            self._spawn(self._guarded(self._fleet.watch(server)))
+        if self._fleet.router is not None:
+            self._spawn(self._guarded(self._fleet.watch_router()))
+        self._traffic.admit()
+
+    async def stop(self) -> None:
+        """End all that we started, within seconds; requests in flight return as aborted."""
+        self._stopping, self._open, self._fleet.serving = True, False, False
+        tasks, self._tasks = self._tasks, set()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        flights = list(self._flights.values())
+        self._traffic.end(flights)
+        if self._traffic.air:
+            await asyncio.wait([asyncio.ensure_future(self._fleet.abort(None))], timeout=STOP_SECONDS)
+            await self._traffic.landing(flights, STOP_SECONDS)
+        await self._fleet.close()
+        self._started = False
+
+    # What a request meets.
+
+    async def _advance(self, flight: Flight) -> None:
+        """One call for a flight: what it draws is added, or it is left for another try."""
+        if self._failure is not None:
+            raise self._failure
+        lane = await self._traffic.place(flight)
+        if lane is None:
+            flight.reason = "abort"
+            return
+        try:
+            flight.take(*await self._ask(lane.client, flight))
+            if flight.reason is None and self._fleet.serving:
+                raise Failed(f"{lane.client.name}: somebody else ended the request")
+            return
+        except Failed as error:
+            failed = error
+        except asyncio.CancelledError:
+            self._spawn(self._fleet.abort([flight.rid]))
+            raise
+        finally:
+            self._traffic.land(flight)
+        await self._again(flight, failed)
+
+    async def _again(self, flight: Flight, why: Failed) -> None:
+        """Wait before another try; nothing of the failed call counts, and all of the calls before it does.
+
+        Raises:
+            EngineError: it was the last try.
+        """
+        if self._stopping or flight.aborted:
+            flight.reason = "abort"
+            return
+        flight.failures += 1
+        if flight.failures > RETRIES:
+            raise EngineError(f"request {flight.request.id} failed {flight.failures} times", got=str(why),
+                              fix="look at the logs of the engines and the router") from why
+        self.event("request_failed", request=flight.request.id, attempt=flight.failures, why=str(why)[:300])
+        self._spawn(self._fleet.abort([flight.rid]))  # a server may still draw for a call that was cut off
+        with suppress(TimeoutError):
+            await asyncio.wait_for(flight.stop.wait(), min(LONGEST_DELAY, 0.1 * 2 ** (flight.failures - 1)))
+
+    async def _ask(self, client: Client, flight: Flight) -> tuple[list[Answer], list[int]]:
+        """The answer of one call, its pieces with the version of each."""
+        sent = self.version
+        if not self._streams:
+            answer = await client.generate(flight.body())
+            self._check_version(answer, sent, newest=sent)
+            return [answer], [sent]
+        answers, versions, version = [], [], sent
+        # Caches are shared among equal keys: a prefix of older weights is nobody's who came later.
+        async for piece in client.stream(flight.body(cache_key=str(sent))):
+            answers.append(piece)
+            versions.append(version)
+            version = self._check_version(piece, sent)
+        return answers, versions
+
+    def _check_version(self, answer: Answer, oldest: int, newest: int | None = None) -> int:
+        """The version that an answer says; before the first sync a server may call its weights anything."""
+        if self.version == 0:
+            return 0
+        if answer.version.isdecimal() and oldest <= int(answer.version) <= (newest or int(answer.version)):
+            return int(answer.version)
+        self._spawn(self._fleet.recheck())
+        raise Failed(f"an answer from weights of version {answer.version!r} where {oldest} was expected")
+
+    def _decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens) if ids else ""
+
+    # What servers are told.
+
+    async def _halt(self, mode: PauseMode) -> None:
+        if mode != "in_place":
+            await self._bring_back(list(self._traffic.air))
+        how = "in_place" if mode == "in_place" else "abort"
+        await self._fleet.each(lambda server: server.client.pause(how, DRAIN_SECONDS))
+
+    async def _let_go(self) -> None:
+        if self._open and not self._released and not self._stopping:
+            await self._fleet.each(lambda server: server.client.resume(), filter(self._fleet.usable, self.servers))
+            await self._fleet.route()
+            self._fleet.serving = True
+            self._traffic.admit()
+
+    async def _bring_back(self, flights: Sequence[Flight]) -> None:
+        """End the calls of these flights at the servers, and wait for what they have drawn."""
+        for _ in range(int(DRAIN_SECONDS)):
+            if not (left := [flight for flight in flights if flight in self._traffic.air]):
+                return
+            everything = len(left) == len(self._traffic.air)
+            # Again and again: a request may have been on its way to the server.
+            await self._fleet.abort(None if everything else [flight.rid for flight in left])
+            if await self._traffic.landing(left, 1.0):
+                return
+        raise EngineError(f"{len(left)} requests did not come back within {DRAIN_SECONDS:g} s",
+                          who=", ".join(sorted({lane.client.name for lane in self._traffic.air.values()})),
+                          fix="look at its log")
+
+    async def _guarded(self, watch: Coroutine) -> None:
+        """A watch that cannot go on ends the run: whoever waits for an answer gets its error."""
+        try:
+            await watch
+        except Exception as error:  # noqa: BLE001 - whatever it is, nobody would look after the servers any more
+            own = isinstance(error, MilesError)
+            self._failure = error if own else EngineError("the watch over the servers failed", got=repr(error))
+            self._failure.__cause__ = None if own else error
+            self._traffic.end(list(self._flights.values()), self._failure)
+
+    def _spawn(self, work: Coroutine) -> None:
+        if self._stopping:  # nothing is left to look after
+            work.close()
+            return
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

@@ -1,0 +1,306 @@
+"""Fleet: the servers of an engine and the router in front of them; who is in use, who is dead, who is started again."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from contextlib import suppress
+
+from miles_core.config.tables import RunConfig
+from miles_core.errors import EngineDiedError, EngineError, MilesError, SyncError
+from miles_core.hosts import Handle
+from miles_core.stages.placement import Placement, logs
+from miles_core.types import Seat
+from miles_core.waits import awake
+from miles_sglang.client import Client
+from miles_sglang.launch import Server, attach, compilers, end, exited, launch, log_of, together
+from miles_sglang.router import Router
+from miles_sglang.server import ServerProcess
+from miles_sglang.traffic import Lane
+
+LOOK = 0.5
+"""Seconds between looks at exit codes."""
+HOST_TIMEOUT = 60.0
+"""Seconds that a host may take for a call; none of them waits for anything."""
+
+
+async def _nothing() -> None:
+    """Nobody brings weights to restarted servers."""
+
+
+class Fleet:
+    """All servers of the run.
+
+    Attributes:
+        version: of the weights that servers in use have.
+        memory: servers hold all of theirs; without it none is started.
+        recover: brings weights to servers that have others; called again while there are some.
+        event: told what became of servers, by kind and fields.
+        admit: called when there may be more room for requests.
+    """
+
+    def __init__(self, config: RunConfig, placement: Placement):
+        self._config, self._placement = config, placement
+        self.servers: list[Server] = []
+        self.router: Router | None = None
+        self.version = 0
+        self.memory = True
+        self.recover: Callable[[], Awaitable] = _nothing
+        self.event: Callable[..., None] = lambda kind, **fields: None
+        self.admit: Callable[[], None] = lambda: None
+        self._serving, self._changed = False, 0.0
+        self._recovering, self._routing = asyncio.Lock(), asyncio.Lock()
+
+    @property
+    def serving(self) -> bool:
+        """Requests may be sent. While they may not, a server may be busy with an update and answer no health check."""
+        return self._serving
+
+    @serving.setter
+    def serving(self, value: bool) -> None:
+        self._serving, self._changed = value, awake()
+
+    async def open(self) -> None:
+        """Start every server, all at the same time, or reach those that run; then the router.
+
+        Raises:
+            EngineError: one of them does not come up, or is not fit for the run; says why, with the end of its log.
+        """
+        sglang = self._config.sglang
+        if sglang.rollout_external:
+            for address in sglang.rollout_external_engine_addrs:
+                name = f"external engine {len(self.servers)}"
+                url = address if re.match(r"https?://", address) else f"http://{address}"
+                self.servers.append(Server(name, Client(url, name)))
+            await together(attach(server, self._config) for server in self.servers)
+        else:
+            await self._take_seats()
+            await together(launch(server, self._config) for server in self.servers)
+        url = None if sglang.router_ip is None else f"http://{sglang.router_ip}:{sglang.router_port}"
+        if sglang.router != "none" and (url or sglang.router or len(self.servers) > 1):
+            self.router = Router(self._config, logs(self._config) / "router.log", url)
+            await self.router.start()
+            await self.route()
+
+    def usable(self, server: Server) -> bool:
+        """Its answers are from the weights that they should be from."""
+        trained = self.version > 0 or self._config.debug.debug_rollout_only
+        return server.alive and server.version == self.version and trained
+
+    def lanes(self) -> list[tuple[Lane, int]]:
+        """Where requests may be sent now, and the most that may be in the air there."""
+        most = self._config.sglang.server_concurrency
+        usable = [server for server in self.servers if self.usable(server)] if self.serving else []
+        if self.router is None:
+            return [(server, most) for server in usable]
+        return [(self.router, most * len(usable))] if self.router.alive else []
+
+    async def each(self, call: Callable[[Server], Coroutine], servers: Iterable[Server] | None = None) -> None:
+        """Tell servers something; one that does not obey is ended, and its watch starts it again."""
+        async def tell(server: Server) -> None:
+            try:
+                await call(server)
+            except MilesError as error:
+                self._lost(server, str(error))
+                await end(server)
+
+        chosen = self.servers if servers is None else servers
+        await asyncio.gather(*(tell(server) for server in chosen if server.alive))
+
+    async def abort(self, rids: Sequence[str] | None) -> None:
+        """End these requests, or all. Behind a router nobody knows which server has one, so all are told; a server that
+        does not answer is left to its watch."""
+        clients = [server.client for server in self.servers if server.alive]
+        each = [None] if rids is None else rids
+        await asyncio.gather(*(client.abort(rid) for client in clients for rid in each), return_exceptions=True)
+
+    async def confirm(self, servers: Sequence[Server], version: int, *, flush: bool) -> None:
+        """See that servers have these weights, empty their caches, and take them into use.
+
+        One whose process has ended meanwhile holds nothing: its watch starts it again, and it is brought up to date.
+
+        Raises:
+            SyncError: a server has another version, or lives and cannot be asked; none of them is used.
+        """
+        have = await asyncio.gather(*(self._has(server, version, flush) for server in servers))
+        self.version = version
+        for server, has in zip(servers, have, strict=True):
+            if has and server.alive:
+                server.version = version
+
+    async def route(self) -> None:
+        """Have the router know every server in use; they have to draw tokens, for it asks them for one.
+
+        Raises:
+            EngineError: the router lives and does not take one.
+        """
+        if self.router is None:
+            return
+        async with self._routing:
+            try:
+                await asyncio.gather(*(self.router.add(server.url) for server in self.servers if self.usable(server)))
+            except MilesError:
+                if await self.router.ill(self._config.sglang.health_check_timeout) is None:
+                    raise
+                # Its watch starts it again, and has them routed.
+
+    async def recheck(self) -> None:
+        """After an answer from other weights: a server that has them is not used until it is brought up to date."""
+        for server in filter(self.usable, self.servers):
+            with suppress(MilesError):
+                said = (await server.client.model_info()).get("weight_version")
+                if self.usable(server) and str(said) != str(server.version):
+                    self.event("engine_stale", engine=server.name, says=said, expected=server.version)
+                    server.version = 0
+                    if self.router is not None:
+                        await self.router.remove(server.url)
+
+    async def watch(self, server: Server) -> None:
+        """Look after a server for ever: revive it when it is dead, bring it weights when it has others.
+
+        Raises:
+            EngineError: it cannot be revived.
+        """
+        while True:
+            await asyncio.sleep(LOOK)
+            if (why := await self._ill(server)) is not None:
+                self._lost(server, why)
+                await self._revive(server)
+            elif self.serving and self._stale(server):
+                async with self._recovering:
+                    if self.serving and self._stale(server):
+                        await self.recover()
+
+    async def watch_router(self) -> None:
+        """Look after the router for ever.
+
+        Raises:
+            EngineError: it cannot be started again.
+        """
+        due = 0.0
+        while True:
+            await asyncio.sleep(LOOK)
+            now = awake()
+            why = await self.router.ill(self._config.sglang.health_check_timeout if now >= due else None)
+            if now >= due:
+                due = now + self._config.sglang.health_check_interval
+            if why is not None:
+                self.event("router_lost", why=why)
+                await self.router.revive(why)
+                if self.serving:  # else they draw no tokens now; whoever lets them go has them routed
+                    await self._route_again()
+                self.event("router_restarted")
+                self.admit()
+
+    async def close(self) -> None:
+        """End all servers that we started, and our router; bounded."""
+        await asyncio.gather(*(end(server) for server in self.servers),
+                             *([self.router.stop()] if self.router else ()))
+        await asyncio.gather(*(handle.close() for server in self.servers for handle in server.handles))
+
+    async def _take_seats(self) -> None:
+        handles = self._placement.servers(ServerProcess)
+        for handle in handles:
+            handle.timeout = HOST_TIMEOUT
+        nodes: dict[int, list[tuple[Seat, Handle]]] = {}
+        for seat, handle in zip(await together(handle.where() for handle in handles), handles, strict=True):
+            nodes.setdefault(seat.engine, []).append((seat, handle))
+        for engine, pairs in sorted(nodes.items()):
+            name, (seats, hosts) = f"engine {engine}", zip(*pairs, strict=True)
+            self.servers.append(Server(name, Client(f"http://{seats[0].host}", name), seats, hosts,
+                                       self._config.perf.rollout_num_gpus_per_engine))
+
+    async def _ill(self, server: Server) -> str | None:
+        """Why a server counts as dead, None while it does not. Looks at exit codes; at times asks it, too."""
+        if server.fault is not None:
+            return server.fault
+        if (why := await exited(server)) is not None:
+            return why
+        sglang, begin = self._config.sglang, awake()  # its silence counts only while we could hear it
+        if begin < server.next_look:
+            return None
+        server.next_look = begin + sglang.health_check_interval
+        # Not /health: a busy server lets it wait, and a pause waits a second for it.
+        ask = server.client.server_info if self.serving else server.client.model_info
+        try:
+            await ask(sglang.health_check_timeout)
+        except MilesError as error:
+            server.next_look = 0.0
+            silent = awake() - server.seen
+            if self._changed <= begin and silent > sglang.health_check_timeout and not await self._compile(server):
+                return await exited(server) or f"no sign of life for {sglang.health_check_timeout:g} s: {error.what}"
+        else:
+            server.seen, server.waited = awake(), False
+        return None
+
+    async def _compile(self, silent: Server) -> bool:
+        """Whether a silent server is to be waited for, because it or another one, whose kernels it may wait for, builds
+        some. It began as it served: to end it would have it begin again."""
+        limit = self._config.sglang.server_start_timeout
+        with suppress(MilesError):  # a host that died; who looks after its server says so
+            built = sorted({name for server in self.servers for name in await compilers(server)})
+            before, silent.waited = silent.waited, bool(built) and awake() - silent.seen < limit
+            if silent.waited and not before:
+                self.event("engine_compiles", engine=silent.name, what=", ".join(built), limit=limit)
+            return silent.waited
+        return False
+
+    async def _route_again(self) -> None:
+        try:
+            await self.route()
+        except MilesError:
+            if self.serving:  # else they were paused meanwhile
+                raise
+
+    def _stale(self, server: Server) -> bool:
+        return server.alive and server.version != self.version
+
+    def _lost(self, server: Server, why: str) -> None:
+        if server.fault is None:
+            self.event("engine_lost", engine=server.name, why=why)
+        server.alive, server.version, server.fault = False, 0, why
+
+    async def _revive(self, server: Server) -> None:
+        why, most = server.fault, self._config.sglang.max_engine_restarts
+        if self.router is not None:
+            with suppress(MilesError):  # a router that is gone gets no dead worker when it is back
+                await self.router.remove(server.url)
+            if not server.handles:  # it may hang, and we cannot end it: nor would the router's calls to it end
+                await self.router.client.reset()
+        await end(server)
+        while not self.memory:
+            await asyncio.sleep(LOOK)
+        if server.handles:
+            if server.restarts >= most:
+                raise EngineDiedError(f"it died after {most} restarts", got=why, who=server.name,
+                                      fix=f"look at {log_of(self._config, server)}, or raise --max-engine-restarts")
+            server.restarts += 1
+            await launch(server, self._config)
+        while not server.alive:  # somebody else's: whoever waits for an answer has a bound of their own
+            with suppress(EngineError):
+                await attach(server, self._config, self._config.sglang.health_check_timeout)
+            await asyncio.sleep(LOOK)
+        self.event("engine_restarted", engine=server.name, restarts=server.restarts)
+        if self.serving:
+            await self._route_again()
+        self.admit()
+
+    async def _has(self, server: Server, version: int, flush: bool) -> bool:
+        try:
+            said = (await server.client.model_info()).get("weight_version")
+            right = str(said) == str(version)
+            if right and flush:
+                await server.client.flush()
+        except MilesError as error:
+            await asyncio.sleep(LOOK)  # a connection ends before the process does
+            if server.alive and (why := await exited(server)) is not None:
+                self._lost(server, why)
+            if not server.alive:
+                return False
+            raise SyncError(f"version {version} is not in use: {error.what}", got=error.got, who=server.name,
+                            fix=error.fix) from error
+        if not right:
+            raise SyncError(f"the server does not have weights of version {version}", got=repr(said), who=server.name,
+                            fix="see what its log says about the update")
+        return True

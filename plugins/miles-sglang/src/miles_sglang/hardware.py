@@ -1,0 +1,135 @@
+"""What follows from the GPUs that a run asks for, where SGLang may serve: the engine, its GPUs, placement."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from miles_core.config.hardware import engines, gpus, trainer_gpus
+from miles_core.config.load import who, with_values
+from miles_core.config.precision import dtype
+from miles_core.config.tables import RunConfig
+from miles_core.errors import ConfigError
+from miles_sglang.surface import folder_of
+
+Note = Callable[[str], None]
+
+
+def hardware(config: RunConfig, note: Note) -> RunConfig:
+    """The configuration with engine, GPUs and placement decided.
+
+    Raises:
+        ConfigError: what was asked for excludes itself or does not divide.
+    """
+    for step in (_engine, _external, _gpus, _placement):
+        config = step(config, note)
+    return config
+
+
+def _engine(config: RunConfig, note: Note) -> RunConfig:
+    """SGLang where a GPU and SGLang are present or servers run already, else local."""
+    if config.rollout.engine is not None or config.debug.debug_train_only:
+        return config
+    if config.sglang.rollout_external:
+        return with_values(config, "--rollout-external", rollout__engine="sglang")
+    if gpus() and folder_of("sglang") and not config.algorithm.true_on_policy_mode:
+        if _alone(config):
+            note("trainer and SGLang have no GPU each: the engine is local; --engine sglang --colocate shares this one")
+            return config
+        return with_values(config, "a GPU and SGLang are here", rollout__engine="sglang")
+    return config
+
+
+def _alone(config: RunConfig) -> bool:
+    """Whether the trainer takes the only GPU and nobody has said a word of SGLang or of other GPUs."""
+    perf, tables = config.perf, {key.partition(".")[0] for key in config.origin}
+    said = tables & {"sglang", "server", "router"} or perf.rollout_num_gpus or perf.ray_address or perf.colocate
+    return gpus() == 1 == trainer_gpus(config) and not said and not config.debug.debug_rollout_only
+
+
+def _external(config: RunConfig, note: Note) -> RunConfig:
+    """Servers and routers that run already."""
+    given, addresses = config.sglang.rollout_external, config.sglang.rollout_external_engine_addrs
+    origin = who(config, "sglang.rollout_external", "sglang.rollout_external_engine_addrs")
+    if bool(given) != bool(addresses):
+        raise ConfigError("servers that run already are named by two flags", who=origin,
+                          fix="write --rollout-external --rollout-external-engine-addrs HOST:PORT ...")
+    for address in addresses:
+        if not re.fullmatch(r"(https?://)?([\w.-]+|\[[\da-fA-F:]+\]):[1-9]\d*/?", address):
+            raise ConfigError("the address of a server is HOST:PORT", got=address, who=origin,
+                              fix="for instance 10.0.0.7:30000")
+    plain = [address.partition("://")[2].rstrip("/") or address for address in addresses]
+    plain += [f"{config.sglang.router_ip}:{config.sglang.router_port}"] if config.sglang.router_ip else []
+    if twice := next((address for address in plain if plain.count(address) > 1), None):
+        raise ConfigError("one address is that of two servers, or of a server and the router", got=twice,
+                          who=f"{origin}, {who(config, 'sglang.router_ip')}", fix="name each server once")
+    if given and config.perf.colocate:
+        raise ConfigError("servers that run already cannot hand their GPUs over",
+                          who=who(config, "sglang.rollout_external", "perf.colocate"), fix="drop --colocate")
+    if given and config.rollout.engine != "sglang":
+        raise ConfigError("--rollout-external is for the engine sglang", got=f"engine {config.rollout.engine}",
+                          who=who(config, "rollout.engine"), fix="leave --engine out")
+    if config.sglang.router_ip is not None and config.sglang.router_port is None:
+        raise ConfigError("a router that runs already has a port", who=who(config, "sglang.router_ip"),
+                          fix="add --sglang-router-port PORT")
+    return config
+
+
+def _gpus(config: RunConfig, note: Note) -> RunConfig:
+    """The engines' GPUs: the trainer's with --colocate, else one engine's worth, unless somebody says otherwise."""
+    perf, each, given = config.perf, config.perf.rollout_num_gpus_per_engine, config.perf.rollout_num_gpus
+    if "servers" not in config.understood:
+        return config
+    shared, origin = trainer_gpus(config), who(config, "perf.rollout_num_gpus", "perf.rollout_num_gpus_per_engine")
+    if config.sglang.rollout_external:
+        number, reason = len(config.sglang.rollout_external_engine_addrs) * each, "--rollout-external-engine-addrs"
+    else:
+        number, reason = (shared, "--colocate") if perf.colocate else (each, "one engine")
+    if given is not None and perf.colocate:
+        if given > shared:
+            raise ConfigError("with --colocate the engines are on the trainer's GPUs, which are fewer", got=given,
+                              who=origin, fix=f"leave --rollout-num-gpus out; the trainer has {shared}")
+        idle = f", and {shared - given} of the trainer's {shared} GPUs rest while engines sample" * (given < shared)
+        note(f"--rollout-num-gpus is not needed with --colocate{idle}")
+    number = number if given is None else given
+    if number % each or number < each:
+        raise ConfigError(f"{number} GPUs do not divide into engines of {each}", who=origin,
+                          fix="rollout_num_gpus is a multiple of rollout_num_gpus_per_engine")
+    node = perf.actor_num_gpus_per_node if perf.colocate else perf.num_gpus_per_node
+    if each > node and each % node or perf.colocate and number > node and each < node and node % each:
+        raise ConfigError(f"engines of {each} GPUs do not fill nodes of {node}", who=who(
+            config, "perf.rollout_num_gpus_per_engine", "perf.num_gpus_per_node", "perf.actor_num_gpus_per_node"),
+            fix="an engine takes whole nodes, or a part of one that divides it")
+    return with_values(config, reason, perf__rollout_num_gpus=number)
+
+
+def _placement(config: RunConfig, note: Note) -> RunConfig:
+    """Ray where one machine cannot hold what SGLang's run asks for."""
+    perf, sglang = config.perf, config.sglang
+    if "servers" not in config.understood or perf.trainer_host is not None or "perf.placement" in config.origin:
+        return config
+    hosted = 0 if sglang.rollout_external else perf.rollout_num_gpus
+    trained = 0 if config.debug.debug_rollout_only else trainer_gpus(config)
+    needed = max(hosted, trained) if perf.colocate else hosted + trained
+    if 0 < gpus() < needed:
+        return with_values(config, f"{needed} GPUs, {gpus()} here", perf__placement="ray")
+    if perf.actor_num_nodes > 1 or hosted and perf.rollout_num_gpus_per_engine > perf.num_gpus_per_node:
+        return with_values(config, "several nodes", perf__placement="ray")
+    return config
+
+
+def lines(config: RunConfig) -> list[tuple[str, str]]:
+    """What samples, where, and how it gets the weights."""
+    perf = config.perf
+    each, number = perf.rollout_num_gpus_per_engine, engines(config)
+    running = " that run already" * config.sglang.rollout_external
+    router = "no router" if config.sglang.router == "none" else f"router {config.sglang.router}"
+    computed = config.surface("server").get("dtype", dtype(config))
+    said = [f"{number} SGLang engine{'s'[:number != 1]} of {each} GPU{'s'[:each != 1]}{running}, {computed}; {router}"]
+    whose = f"{trainer_gpus(config)} for the trainer" + f", {perf.rollout_num_gpus} for engines" * (not running)
+    if perf.colocate:
+        whose = f"trainer and engines take turns on {trainer_gpus(config)}"
+    said.append(f"placement {perf.placement}, GPUs: {whose}")
+    size = perf.update_weight_buffer_size / 1024**2
+    said.append(f"weights travel by {perf.weight_sync}, in buckets of at most {size:g} MiB")
+    return [("layout", line) for line in said]

@@ -1,0 +1,132 @@
+"""The plugin: the engine, the options of its servers, and the ways in which weights travel to them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from miles_core.hookspecs import hookimpl
+from miles_sglang.acceptance import Acceptance
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+    from pathlib import Path
+
+    from miles_report.doctor.finding import Rule
+
+    from miles_core.config import RunConfig
+    from miles_core.config.surfaces import Surface
+    from miles_core.plugins.bind import Hooks
+    from miles_core.stages.placement import Placement
+    from miles_core.stages.sync import WeightSync
+    from miles_sglang.engine import SglangEngine
+
+
+class Sglang:
+    """Drives SGLang servers over HTTP: starts, watches and restarts them, or uses servers that run already."""
+
+    default = True
+    hookspecs = "miles_sglang.hookspecs"
+    provides = ("engine:sglang:servers:server_args:cuda-ipc:nccl:checkpoints:checkpoint-deltas",
+                "weight_sync:ipc:cuda-ipc", "weight_sync:broadcast:nccl", "weight_sync:disk:checkpoints",
+                "weight_sync:disk-delta:checkpoint-deltas")
+
+    def __init__(self) -> None:
+        self._acceptance = Acceptance()
+
+    @hookimpl
+    def option_surface(self) -> Iterable[Surface]:
+        """--sglang-* and --router-*."""
+        from miles_sglang.forwarded import ServerArguments
+
+        return [ServerArguments()]
+
+    @hookimpl
+    def derive(self, config: RunConfig, note: Callable[[str], None]) -> RunConfig:
+        """The engine where SGLang is here, its GPUs, placement, and fields of its servers."""
+        from miles_sglang.hardware import hardware
+        from miles_sglang.serving import serving
+
+        return serving(hardware(config, note), note)
+
+    @hookimpl
+    def check(self, config: RunConfig, note: Callable[[str], None]) -> RunConfig:
+        """Servers that would answer as another model than the one that is trained."""
+        from miles_sglang.checks import check_servers
+
+        return check_servers(config, note)
+
+    @hookimpl
+    def plan_lines(self, config: RunConfig) -> Iterable[tuple[str, str]]:
+        """The servers, their GPUs, and how weights travel to them."""
+        from miles_sglang.hardware import lines
+
+        return lines(config) if "server_args" in config.understood else []
+
+    @hookimpl
+    def diagnose(self) -> Iterable[Rule]:
+        """Servers without memory, and drafts that no longer fit."""
+        from miles_sglang.diagnosis import rules
+
+        return rules()
+
+    @hookimpl
+    def metrics(self, rollout_id: int, values: dict[str, float]) -> None:
+        """A warning when the draft of speculative decoding is no longer the policy's."""
+        self._acceptance.see(rollout_id, values)
+
+    @hookimpl(name="sglang")
+    def engine(self, config: RunConfig, tokenizer: Any, placement: Placement, hooks: Hooks) -> SglangEngine:
+        """The engine "sglang"."""
+        from miles_sglang.engine import SglangEngine
+        from miles_sglang.launch import check_installed
+        from miles_sglang.serving import with_engine_args
+
+        check_installed(config)
+        return SglangEngine(with_engine_args(config, hooks), tokenizer, placement)
+
+    @hookimpl("weight_sync", name="ipc")
+    def ipc(self, config: RunConfig) -> WeightSync:
+        """SGLang on the trainer's own GPUs opens the trainer's memory (CUDA IPC)."""
+        from miles_sglang.sync.ipc import IpcSender
+
+        return _servers(config, IpcSender)
+
+    @hookimpl("weight_sync", name="broadcast")
+    def broadcast(self, config: RunConfig) -> WeightSync:
+        """The trainer broadcasts to SGLang on other GPUs (NCCL)."""
+        from miles_sglang.sync.broadcast import BroadcastSender
+
+        return _servers(config, BroadcastSender)
+
+    @hookimpl("weight_sync", name="disk")
+    def disk(self, config: RunConfig) -> WeightSync:
+        """A complete checkpoint for each version, in a folder that all share."""
+        from miles_sglang.sync.disk import DiskSender
+
+        return _servers(config, DiskSender, _folder(config))
+
+    @hookimpl("weight_sync", name="disk-delta")
+    def disk_delta(self, config: RunConfig) -> WeightSync:
+        """Files of what changed, in a folder that all share; each engine host keeps a checkpoint of its own."""
+        from miles_sglang.sync.disk import DeltaSender
+
+        return _servers(config, DeltaSender, _folder(config))
+
+
+def _servers(config: RunConfig, kind: Callable[..., Any], *args: Path) -> WeightSync:
+    from miles_sglang.sync.sender import Settings
+    from miles_sglang.sync.sequence import ServerSync
+
+    settings = Settings.of(config)
+    return ServerSync(config, lambda targets: kind(settings, targets, *args))
+
+
+def _folder(config: RunConfig) -> Path:
+    from pathlib import Path
+
+    from miles_core.errors import ConfigError
+
+    if config.perf.update_weight_disk_dir is None:
+        raise ConfigError(f"the weight sync {config.perf.weight_sync!r} needs a folder that trainer and engines share",
+                          fix="add --update-weight-disk-dir FOLDER")
+    return Path(config.perf.update_weight_disk_dir)
