@@ -46,7 +46,7 @@ reliability-sglang: $(READY) .venv-sglang/.ready  ## The same for its table of r
 	MILES_WRITE_RELIABILITY=1 $(BIN)/pytest -q -m slow tests/sglang/test_faults.py
 
 support-matrix: $(READY)  ## Measure every model family against transformers and write docs/model-families.md's table.
-	$(BIN)/python -m miles_core.testing.parity
+	$(BIN)/python -m miles_megatron.testing.parity
 
 site: $(READY)  ## Build the documentation as a site into runs/site.
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

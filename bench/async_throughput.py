@@ -23,6 +23,7 @@ from pathlib import Path
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 sys.path.insert(0, str(Path(__file__).parent))
 
+from miles_testing.distributions import kolmogorov_smirnov
 from sleeping import tokens  # beside this file
 
 from miles_core import build as built
@@ -33,7 +34,6 @@ from miles_core.record.console import Console
 from miles_core.record.directory import RunDirectory
 from miles_core.record.journal import Journal
 from miles_core.stages.buffer import Buffer, Taken
-from miles_core.testing.distributions import kolmogorov_smirnov
 
 GROUPS, ANSWERS, MOST = 32, 2, 240
 SCHEDULES = ((0, "started"), (1, "started"), (2, "started"), (2, "window"), (4, "started"), (4, "window"))

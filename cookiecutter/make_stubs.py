@@ -11,9 +11,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from miles_testing.stubs import stubs
+
 from miles_core.config.tables import TABLES
 from miles_core.plugins.scan import BUILT_IN, KNOWN
-from miles_core.plugins.stubs import stubs
 
 HERE = Path(__file__).parent
 

@@ -82,8 +82,6 @@ def hookspec(kind: str, *, role: str, per: str, part: bool = False) -> Callable[
     return mark
 
 
-# ---------------------------------------------------------------------------------------------------- every role
-
 @hookspec("gather", role="every", per="run")
 def columns() -> Iterable[Column]:
     """Data that shall ride along with samples: declared here, then carried from generator to trainer by the core."""
@@ -111,14 +109,12 @@ def plan_lines(config: RunConfig) -> Iterable[tuple[str, str]]:
 
 @hookspec("gather", role="plan", per="run")
 def diagnose() -> Iterable[object]:
-    """Rules of `miles doctor`, by whoever knows the program that they are about; asked of an instance with default
-    options."""
+    """Rules of `miles doctor`; asked of an instance with default options."""
 
 
 @hookspec("observe", role="every", per="run")
 def finish(status: str) -> None:
-    """The run ends: flush and close what the plugin holds. `status` is "completed", "failed", "interrupted" or
-    "restarting" (--max-restarts); in the trainer, which cannot know, "closed"."""
+    """The run ends "completed", "failed", "interrupted" or "restarting"; trainers, which cannot know, get "closed"."""
 
 
 # ------------------------------------------------------------------------------------------------------- rollout
@@ -276,8 +272,7 @@ def placement(config: RunConfig) -> Placement:
 
 @hookspec("observe", role="driver", per="run")
 def begin(plan: dict[str, Any], run_id: str, resumed_from: int | None, run_dir: Path) -> None:
-    """The run begins: trackers. `plan` is that of plan.json, and its "name"; `run_id` stays the same in every start in
-    `run_dir`; `resumed_from` is the first rollout to come, None from scratch."""
+    """Trackers. `plan`: plan.json's and its "name"; `run_id`: of all starts; `resumed_from`: None from scratch."""
 
 
 @hookspec("observe", role="driver", per="rollout")

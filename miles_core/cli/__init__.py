@@ -19,8 +19,6 @@ COMMANDS = {
     "run": "Train, or show with --plan what would be done.",
     "check-template": "Check a chat template by the token ids that it gives.",
     "plugins": "What is installed; what a run is composed of.",
-    "flags": "Every flag, as Markdown.",
-    "hooks": "Every hook that a plugin may implement, as Markdown.",
     "completion": "The completion script of a shell.",
 }
 
@@ -37,7 +35,7 @@ class Lazy(click.Group):
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
         if name in COMMANDS:
             return importlib.import_module(f"miles_core.cli.{name.replace('-', '_')}").command
-        return _of_plugin(name, offered()[name]) if name in offered() else None
+        return of_plugin(name)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         more = {name: offer.help for name, (_, offer) in offered().items() if name not in COMMANDS}
@@ -55,8 +53,11 @@ class Lazy(click.Group):
             raise
 
 
-def offered() -> dict[str, tuple[Manifest, Offer]]:
+def offered(group: str = "") -> dict[str, tuple[Manifest, Offer]]:
     """Commands of the plugins that every run has, and of all that are installed, by name; none is imported.
+
+    Args:
+        group: "" for those of `miles` itself; "plugins" for those that are offered as "plugins NAME".
 
     Raises:
         OwnerError: two plugins offer one name.
@@ -71,18 +72,21 @@ def offered() -> dict[str, tuple[Manifest, Offer]]:
                 raise OwnerError(f"two plugins offer the command {offer.name!r}: {found[offer.name][0].name} and "
                                  f"{manifest.name}", fix="uninstall one of them")
             found[offer.name] = (manifest, offer)
-    return found
+    return {name.rpartition(" ")[2]: owner for name, owner in found.items() if name.rpartition(" ")[0] == group}
 
 
-def _of_plugin(name: str, owner: tuple[Manifest, Offer]) -> click.Command:
+def of_plugin(name: str, group: str = "") -> click.Command | None:
+    """The command that a plugin offers under a name, made by the plugin; None where nobody does."""
     from miles_core.config.tables import RunConfig
     from miles_core.plugins import bind
     from miles_core.plugins.select import built_in, select
 
-    plugin = owner[0].name
+    if name not in (owners := offered(group)):
+        return None
+    plugin = owners[name][0].name
     one = next((one for one in built_in() if one.manifest.name == plugin), None)
     (one,) = (one,) if one is not None else select([(plugin, f"miles {name}")], ())
-    return bind.bind([one], RunConfig(), "driver").commands[name]()
+    return bind.bind([one], RunConfig(), "driver").commands[f"{group} {name}".strip()]()
 
 
 @click.group(cls=Lazy, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import click
 from click.shell_completion import CompletionItem
 
+from miles_core.config.options import Option
+
 WHERE = {
     "bash": 'eval "$(miles completion bash)"                   in ~/.bashrc',
     "zsh": 'eval "$(miles completion zsh)"                    in ~/.zshrc',
@@ -74,7 +76,6 @@ def plugins(ctx: click.Context, param: click.Parameter, incomplete: str) -> list
 
 def _own_flags() -> Iterator[tuple[str, str]]:
     """(flag, help) of the core's options and of the installed plugins'."""
-    from miles_core.cli.flags import options, spellings
 
     for option in options():
         on, off = spellings(option)
@@ -84,7 +85,6 @@ def _own_flags() -> Iterator[tuple[str, str]]:
 
 def _choices() -> Iterator[tuple[str, tuple[str, ...]]]:
     """(flag, its values): those of a Literal type, and the names that plugins offer for a named hook."""
-    from miles_core.cli.flags import options, spellings
     from miles_core.plugins.scan import KNOWN
     from miles_core.plugins.select import built_in
 
@@ -95,3 +95,26 @@ def _choices() -> Iterator[tuple[str, tuple[str, ...]]]:
         named = tuple(name for hook, name in offers if hook == hooks.get(option.name, option.name))
         for flag in spellings(option)[0]:
             yield flag, tuple(map(str, option.choices)) or named
+
+
+def options(*, plugins: bool = True) -> Iterator[Option]:
+    """The core's options in the order of the tables, then those of the installed plugins."""
+    from miles_core.config.options import options_of
+    from miles_core.config.tables import TABLES
+    from miles_core.plugins.select import readable
+
+    for table, declared in TABLES.items():
+        yield from options_of(table, declared).values()
+    if plugins:
+        for manifest in readable():
+            yield from manifest.options.values()
+
+
+def spellings(option: Option) -> tuple[list[str], list[str]]:
+    """(flags that set an option, flags that switch it off), its own name first."""
+    from miles_core.config.tables import TABLES
+
+    dashed = option.name.replace("_", "-")
+    prefix = "" if option.table in TABLES else f"{option.table}."
+    off = [f"--{prefix}no-{dashed}", *option.off] if option.is_bool else []
+    return [f"--{prefix}{dashed}", *option.flags], off

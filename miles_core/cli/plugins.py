@@ -1,10 +1,12 @@
-"""`miles plugins`: what is installed, what a run is composed of, and the tools of those who write plugins."""
+"""`miles plugins`: what is installed, what a run is composed of, and what installed packages add."""
 
 from __future__ import annotations
 
 import importlib
 
 import click
+
+from miles_core.cli import of_plugin, offered
 
 COMMANDS = {
     "list": ("inventory:list_", "What is installed, and what could be."),
@@ -17,9 +19,6 @@ COMMANDS = {
     "doctor": ("inventory:doctor", "Import each plugin in a process of its own."),
     "install": ("inventory:install", "Install plugins with pip into this Python."),
     "uninstall": ("inventory:uninstall", "Remove plugins with pip from this Python."),
-    "new": ("authoring:new", "Make the project of a plugin."),
-    "update-template": ("authoring:update_template", "Bring a project up to date with its template."),
-    "manifest": ("authoring:manifest", "Write or check miles-plugin.toml."),
 }
 
 
@@ -27,17 +26,18 @@ class Plugins(click.Group):
     """Commands are imported when they are called, and none of them imports a plugin into this process."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(COMMANDS)
+        return [*COMMANDS, *offered("plugins")]
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
         if name not in COMMANDS:
-            return None
+            return of_plugin(name, "plugins")
         module, _, function = COMMANDS[name][0].partition(":")
         return getattr(importlib.import_module(f"miles_core.cli.plugin_{module}"), function)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
-            formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
+            formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()]
+                               + [(name, offer.help) for name, (_, offer) in offered("plugins").items()])
 
 
 @click.group("plugins", cls=Plugins)

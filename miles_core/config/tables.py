@@ -1,8 +1,8 @@
 """The core's options: the eight argument groups of Miles as tables, and [debug].
 
 Every key is a flag (`--rollout-batch-size`, `rollout_batch_size = 32`). Defaults are those of today's Miles where both
-have the option; the clip band is asymmetric, as in DAPO. Megatron-core's own fields need no entry here: [model], [perf]
-and [optimizer] take them too (miles_megatron/surface.py).
+have the option; the clip band is asymmetric, as in DAPO. The trainer's own fields need no entry here: [model], [perf]
+and [optimizer] take them too, as the surface of its package knows them (surfaces.py).
 """
 
 from __future__ import annotations

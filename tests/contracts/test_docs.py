@@ -199,10 +199,10 @@ def test_flags_that_the_docs_name_exist(page):
     from miles_megatron.surface import surface
     from miles_sglang.forwarded import PREFIXES, surface_of
 
-    from miles_core.cli import flags
+    from miles_core.cli import completion
     from miles_core.config.flags import miles_flags
 
-    known = {flag for option in flags.options() for side in flags.spellings(option) for flag in side}
+    known = {flag for option in completion.options() for side in completion.spellings(option) for flag in side}
     known |= {"--plugin", "--plan", "--json", "--live", "--no-live", "--help", "--version", "--messages"}
     known |= {"--bundle", "--with-samples", "--no-plugin", "--preset", "--locked", "--out", "--all"}
     known |= {"--host", "--port", "--open", "--distribution", "--template"}

@@ -3,11 +3,11 @@
 import re
 import tomllib
 
+from miles_megatron.testing.parity import BEGIN, END, cases
 from source import ROOT
 
 from miles_core.plugins import select
 from miles_core.plugins.scan import KNOWN
-from miles_core.testing.parity import BEGIN, END, cases
 
 ROW = re.compile(r"^\| (?P<name>[^|]+) \| `(?P<family>\w+)` \| (?P<plugin>[^|]+) \|.*\| exact \|", re.MULTILINE)
 CASES = [ROOT / "plugins/miles-megatron/tests/parity.toml", *ROOT.glob("plugins/*/tests/parity.toml")]
@@ -37,7 +37,7 @@ def test_the_support_matrix_has_a_row_for_every_case_of_the_kit():
 
 def test_every_tiny_model_divides_by_two():
     """So that the kit can cut each into tensor-parallel ranks and pipeline stages."""
-    from miles_core.testing.parity import TINY
+    from miles_megatron.testing.parity import TINY
 
     keys = ("num_attention_heads", "num_key_value_heads", "num_hidden_layers", "vocab_size", "intermediate_size")
     for path in CASES:

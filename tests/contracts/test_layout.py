@@ -51,8 +51,6 @@ def test_imports_go_down_the_layers():
     found = []
     for path in core_files():
         module = module_of(path)
-        if module.startswith("miles_core.testing"):
-            continue
         for line, name in imports(path):
             if name.split(".")[0] == "miles_core" and module != "miles_core":
                 here, there = (LAYERS["order"].index(layer_of(each)) for each in (module, name))
@@ -67,20 +65,17 @@ def test_every_module_has_a_layer_of_its_own_choice():
         path = ROOT / name.replace(".", "/")
         assert path.is_dir() or path.with_suffix(".py").is_file(), f"{name} has a layer and is not there"
     stray = [module_of(path) for path in core_files() if module_of(path) not in ("miles_core",)
-             and not module_of(path).startswith("miles_core.testing")
              and not any(module_of(path) == name or module_of(path).startswith(name + ".") for name in named)]
     assert not stray, f"give them a layer in .ci/budgets.toml: {stray}"
 
 
 def test_the_core_knows_no_package():
-    """The kit for authors (testing/) has parts that start the trainer: it imports that when they are used."""
     assert PACKAGES, "there are packages to know nothing of"
-    files = [path for path in core_files() if CORE / "testing" not in path.parents]
-    imported = [f"{where(path, line)} imports {name}" for path in files
+    imported = [f"{where(path, line)} imports {name}" for path in core_files()
                 for line, name in imports(path, checkers=True) if name.split(".")[0] in PACKAGES]
     assert not imported, imported
     words = re.compile(r"\b(" + "|".join(PACKAGES) + r")\b")
-    named = [where(path, number) for path in files
+    named = [where(path, number) for path in core_files()
              for number, line in enumerate(path.read_text().splitlines(), 1) if words.search(line)]
     assert not named, named
 
@@ -149,8 +144,8 @@ def run(code):
 
 
 @pytest.mark.parametrize("code", [
-    "import miles_core.cli, miles_core.cli.run, miles_core.cli.plugins, miles_core.cli.flags",
-    "import miles_core.cli.hooks, miles_core.cli.completion, miles_core.cli.check_template",
+    "import miles_core.cli, miles_core.cli.run, miles_core.cli.plugins, miles_testing.commands.flags",
+    "import miles_testing.commands.hooks, miles_core.cli.completion, miles_core.cli.check_template",
     "import miles_report.commands.report, miles_report.commands.watch, miles_report.commands.doctor",
     "import miles_core.hookspecs, miles_core",
     "from click.testing import CliRunner; from miles_core.cli import cli; "
@@ -182,7 +177,7 @@ def test_all_is_sorted():
 def test_no_assert_in_the_core():
     """`python -O` removes them, and they give no sentence; the conformance kit may assert."""
     found = [where(path, node.lineno) for path in (*core_files(), *plugin_files()) for node in ast.walk(tree(path))
-             if isinstance(node, ast.Assert) and CORE / "testing" not in path.parents]
+             if isinstance(node, ast.Assert) and not {"miles_testing", "testing"} & set(path.parts)]
     assert not found, found
 
 

@@ -16,9 +16,6 @@ PLUGINS = [name for name in FOLDERS if name != "miles-core"]
 MODULES = {"megatron": "megatron-core", "yaml": "pyyaml"}
 """Packages that are called otherwise than their distribution."""
 
-EXTRAS = {"testing": "test", "scaffold.py": "new"}
-"""Folder or file of the core -> extra that declares what is imported there."""
-
 OF_A_GPU = {"transformer-engine", "triton", "fla"}
 """Imported where a GPU is and they are installed; for a CPU there are no builds."""
 
@@ -46,7 +43,7 @@ def test_the_metadata_are_the_same_everywhere(name):
 def test_a_plugin_has_the_version_of_the_core_and_fits_it_alone(name):
     assert PROJECTS[name]["version"] == __version__
     assert PROJECTS[name]["dependencies"][0] == f"miles-core~={__version__}"
-    assert PROJECTS[name]["optional-dependencies"]["test"][0] == "miles-core[test]"
+    assert PROJECTS[name]["optional-dependencies"]["test"][0] == "miles-testing" or name == "miles-testing"
 
 
 def test_the_core_says_its_version_once():
@@ -84,11 +81,11 @@ def test_the_changelog_says_what_is_in_this_version(name):
 
 @pytest.mark.parametrize("name", FOLDERS)
 def test_what_is_imported_is_declared(name):
-    """Not only by somebody else whom the distribution needs: of the core, test kits and backends have extras."""
+    """Not only by somebody else whom the distribution needs."""
     folder, found = FOLDERS[name], []
     for path in core_files() if name == "miles-core" else sorted((folder / "src").rglob("*.py")):
-        extras = [EXTRAS[part] for part in path.relative_to(folder).parts if name == "miles-core" and part in EXTRAS]
-        known = {*needs(name, *extras), name, *OF_A_GPU}
+        of_tests = ["test"] if "testing" in path.parent.parts else []  # a package's kit for tests of others
+        known = {*needs(name, *of_tests), name, *OF_A_GPU}
         # Inside a function it may be what an extra brings.
         optional = needs(name, *PROJECTS[name]["optional-dependencies"].keys() - {"test", "all", "dev"})
         eager = set(imports(path, lazy=False))
@@ -106,7 +103,7 @@ def test_the_template_renders_what_the_distributions_here_are():
     template = ROOT / "cookiecutter" / "{{cookiecutter.distribution}}"
     text = (template / "pyproject.toml").read_text()
     assert f'dependencies = ["miles-core~={__version__}"]' in text
-    for line in ('license-files = ["LICENSE"]', 'readme = "README.md"', 'test = ["miles-core[test]"]', '"py.typed"'):
+    for line in ('license-files = ["LICENSE"]', 'readme = "README.md"', 'test = ["miles-testing"]', '"py.typed"'):
         assert line in text, line
     ours = (ROOT / "CHANGELOG.md").read_text().replace("miles-core", "{{ cookiecutter.distribution }}")
     assert (template / "CHANGELOG.md").read_text().startswith(ours.partition(" All")[0])

@@ -24,7 +24,7 @@ from miles_core.config import RunConfig
 from miles_core.errors import ConfigError
 from miles_core.stages.loss import LossInputs, Metrics, at_trained, bounded_exp, log_ratio
 from miles_core.stages.rollout import Generation, single_turn
-from miles_core.testing import filter_contract, plugin_contract, reward_contract
+from miles_testing import filter_contract, plugin_contract, reward_contract
 from miles_core.types import Batch, Drop, Group, Prompt, Sample
 
 
@@ -80,7 +80,7 @@ def test_parts() -> None:
 
 BAD = '''
 from miles_core import hookimpl
-from miles_core.testing import filter_contract
+from miles_testing import filter_contract
 from miles_core.types import Drop, Group, Sample
 
 

@@ -125,9 +125,8 @@ def decoded(folder: Path) -> list[tuple[list[int], list[float]]]:
 def built(folder: Path, bf16: bool):
     """The trainer's model; Transformer Engine's layers in bfloat16 on a GPU."""
     from miles_megatron import cpu, model, weights
+    from miles_megatron.testing.parity import family_of
     from transformers import AutoConfig
-
-    from miles_core.testing.parity import family_of
 
     cpu.initialize()
     hf = AutoConfig.from_pretrained(folder)

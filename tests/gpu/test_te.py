@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-
-from miles_core.testing.ranks import Ranks, batches
+from miles_megatron.testing.ranks import Ranks, batches
 
 pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"), pytest.mark.integration]
 

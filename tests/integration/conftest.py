@@ -8,8 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-
-from miles_core.testing.forked import Outcome, miles
+from miles_testing.forked import Outcome, miles
 
 NOISE = ("Traceback", "Exception ignored", "never retrieved", "never awaited", "Exception in thread", "ExceptionGroup")
 """What Python prints when nobody caught something: a user should see none of it, whatever went wrong."""

@@ -14,8 +14,9 @@ import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from miles_testing.faults import Faults, _Tracer
+
 from miles_core.record import publish
-from miles_core.testing.faults import Faults, _Tracer
 
 BLOCK = 512
 """Smaller than a disk's, so that short files have several."""

@@ -16,14 +16,15 @@ from dataclasses import dataclass, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+from miles_megatron.testing.parity import TINY, Case, cases, random_model
+from miles_testing.tiny import CONSTANTS, run_file, tiny_checkpoint
+
 from miles_core.errors import MilesError
 from miles_core.plugins.bind import bind
 from miles_core.plugins.manifest import Manifest
 from miles_core.plugins.plan import Plan, prepare
 from miles_core.plugins.scan import KNOWN
 from miles_core.plugins.select import select
-from miles_core.testing.parity import TINY, Case, cases, random_model
-from miles_core.testing.tiny import CONSTANTS, run_file, tiny_checkpoint
 
 ROOT = Path(__file__).parents[2]
 CHOSEN_BY = {

@@ -1,10 +1,10 @@
 """Whole runs: engine and trainer agree on every token, first ratio and KL are exact, weights arrive intact."""
 
 import pytest
+from miles_testing.forked import miles
 from safetensors.numpy import load_file
 
 from miles_core.record.events import read
-from miles_core.testing.forked import miles
 
 
 def go(argv, folder):

@@ -3,10 +3,10 @@
 import shutil
 
 import torch
+from miles_testing.forked import miles
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from miles_core.record.events import read
-from miles_core.testing.forked import miles
 
 
 def test_a_llama_trains_on_what_transformers_decodes(run_file, tiny, tmp_path):

@@ -11,13 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from miles_megatron.testing.ranks import Ranks, batches
 from miles_megatron.value import STD
+from miles_testing import survival
+from miles_testing.survival import Course
 
 from miles_core.plugins.plan import prepare
 from miles_core.record.events import read
-from miles_core.testing import survival
-from miles_core.testing.ranks import Ranks, batches
-from miles_core.testing.survival import Course
 
 pytestmark = pytest.mark.integration
 

@@ -3,9 +3,9 @@
 import json
 
 import pytest
+from miles_testing.forked import miles
 
 from miles_core.record.events import read
-from miles_core.testing.forked import miles
 
 FUNCTIONS = '''
 """Functions with Miles's signatures. Each notes what it was called with."""

@@ -3,10 +3,10 @@
 import json
 
 import pytest
+from miles_testing.forked import miles
 
 from miles_core.record.events import read
 from miles_core.record.samples import read_samples, sample_file
-from miles_core.testing.forked import miles
 
 LEGACY = '''
 """Written for Miles: its imports, its signatures, its names of a sample's fields."""

@@ -5,9 +5,10 @@ import json
 import subprocess
 import sys
 
+from miles_testing.forked import miles
+
 from miles_core.record.events import read
 from miles_core.record.samples import read_samples, sample_file
-from miles_core.testing.forked import miles
 
 
 def go(argv, folder, name):

@@ -4,9 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
+from miles_testing.forked import miles
 
 from miles_core.record.events import read
-from miles_core.testing.forked import miles
 
 ROOT = Path(__file__).parents[2]
 

@@ -18,9 +18,9 @@ from pathlib import Path
 import pytest
 from miles_report.doctor.record import Record, newest
 from miles_report.doctor.rules import Diagnosis, examine, rules
+from miles_testing.forked import miles
 
 from miles_core.errors import RunDirectoryError
-from miles_core.testing.forked import miles
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "examples" / "arithmetic"

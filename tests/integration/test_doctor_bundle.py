@@ -14,8 +14,7 @@ from miles_report.doctor.bundle import LINES, write_bundle
 from miles_report.doctor.record import Record
 from miles_report.doctor.redact import GONE, Redactor, is_secret
 from miles_report.doctor.rules import examine
-
-from miles_core.testing.forked import miles
+from miles_testing.forked import miles
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "examples" / "arithmetic"

@@ -6,15 +6,15 @@ A hook that the core no longer calls is found here, whatever its page says; so i
 import ast
 
 import pytest
+from miles_testing import toy_run
 
 from miles_core.plugins.select import all_specs
-from miles_core.testing import toy_run
 from tests.pages import ROOT, blocks
 
 SPECS = all_specs()
 NOT_IN_A_RUN = {
     "commands": "plugins/miles-report/tests/test_report.py",  # of the command line
-    "convert": "tests/unit/cli/test_convert_by.py",  # a command of its own
+    "convert": "plugins/miles-megatron/tests/test_convert_by.py",  # a command of its own
     "engine_args": "tests/integration/test_weight_hooks.py",  # of SGLang's servers
 }
 """Hooks that no run on a CPU calls, and the test that does."""

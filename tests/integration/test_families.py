@@ -3,9 +3,9 @@
 import shutil
 
 import pytest
+from miles_testing.forked import miles
 
 from miles_core.record.events import read
-from miles_core.testing.forked import miles
 
 SIZES = {"vocab_size": 264, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
          "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128,

@@ -16,13 +16,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from miles_testing import survival
+from miles_testing.forked import Outcome
+from miles_testing.survival import Course
 
 from miles_core.record.events import read
 from miles_core.record.replay import load_batch
 from miles_core.stages import rollout
-from miles_core.testing import survival
-from miles_core.testing.forked import Outcome
-from miles_core.testing.survival import Course
 from tests.integration.faults import FAULTS, MODES, SECONDS, Fault
 from tests.integration.watching import Cell, Watch, apart, left_of, shown, write
 

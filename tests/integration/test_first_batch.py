@@ -4,11 +4,11 @@ import json
 import shutil
 
 import pytest
+from miles_testing.forked import miles
 from safetensors.torch import load_file, save_file
 
 from miles_core.record.events import read
 from miles_core.stages.on_policy import FRESH
-from miles_core.testing.forked import miles
 
 OTHER = '''
 """The local engine, with another config.json or another output layer than the trainer's."""

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from miles_testing.forked import miles
 
 from miles_core.record.events import read
 from miles_core.stages.gradients import Piece
-from miles_core.testing.forked import miles
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples" / "hooks"

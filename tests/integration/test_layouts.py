@@ -13,9 +13,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from miles_megatron.testing.ranks import Ranks, batches
 
 from miles_core.plugins.plan import prepare
-from miles_core.testing.ranks import Ranks, batches
 from tests.integration.samples import sampled
 
 pytestmark = pytest.mark.xdist_group("layouts")  # one worker: the processes are started once

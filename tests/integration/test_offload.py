@@ -7,9 +7,9 @@ import gc
 import numpy as np
 import pytest
 import torch
+from miles_megatron.testing.ranks import Ranks, batches
 
 from miles_core.plugins.plan import prepare
-from miles_core.testing.ranks import Ranks, batches
 
 pytestmark = pytest.mark.integration
 

@@ -1,9 +1,9 @@
 """The engine and the trainer agree to the last bit: float32 on a CPU, dense models, sequences up to 256 tokens."""
 
 import pytest
+from miles_testing.forked import miles
 
 from miles_core.record.events import read
-from miles_core.testing.forked import miles
 
 
 def gaps(folder):

@@ -14,10 +14,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from miles_testing.survival import Course
 
 from miles_core.record.events import read
 from miles_core.record.replay import FLOW, load_batch, load_flow
-from miles_core.testing.survival import Course
 from miles_core.types import Drop, Group, Sample
 
 pytestmark = pytest.mark.integration

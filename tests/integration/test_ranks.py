@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import pytest
-
-from miles_core.testing import survival
-from miles_core.testing.forked import miles
-from miles_core.testing.survival import Course
+from miles_testing import survival
+from miles_testing.forked import miles
+from miles_testing.survival import Course
 
 pytestmark = pytest.mark.integration
 

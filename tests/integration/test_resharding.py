@@ -3,10 +3,10 @@
 from pathlib import Path
 
 import pytest
+from miles_megatron.testing.parity import cases
+from miles_megatron.testing.ranks import Ranks
+from miles_megatron.testing.resharding import reshard_parity
 
-from miles_core.testing.parity import cases
-from miles_core.testing.ranks import Ranks
-from miles_core.testing.resharding import reshard_parity
 from tests.integration.samples import sampled
 
 ROOT = Path(__file__).parents[2]

@@ -14,10 +14,10 @@ from pathlib import Path
 import psutil
 import pytest
 from miles_report.report import write_report
+from miles_testing import survival
+from miles_testing.survival import Course
 
 from miles_core.record.events import read
-from miles_core.testing import survival
-from miles_core.testing.survival import Course
 from tests.integration.watching import left_of
 
 pytestmark = pytest.mark.integration

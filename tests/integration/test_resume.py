@@ -10,10 +10,10 @@ import time
 from pathlib import Path
 
 import pytest
+from miles_testing import survival
+from miles_testing.survival import Course
 
 from miles_core.record.events import read
-from miles_core.testing import survival
-from miles_core.testing.survival import Course
 
 pytestmark = pytest.mark.integration
 

@@ -14,10 +14,10 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from miles_testing import survival
+from miles_testing.survival import Course
 
 from miles_core.record.replay import load_batch
-from miles_core.testing import survival
-from miles_core.testing.survival import Course
 
 pytestmark = pytest.mark.integration
 

@@ -4,13 +4,12 @@ import subprocess
 import sys
 
 import pytest
-
-from miles_core.testing.faults import operations, untraced
+from miles_testing.faults import operations, untraced
 
 WORK = """
 import os, shutil, sys
 from pathlib import Path
-from miles_core.testing.faults import Faults, _Tracer
+from miles_testing.faults import Faults, _Tracer
 kill, torn = int(sys.argv[1]) or None, int(sys.argv[2])
 _Tracer(Faults(Path("root"), Path("log"), kill, torn)).install()
 import torch

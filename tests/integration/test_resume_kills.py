@@ -11,8 +11,7 @@ import sys
 import time
 
 import pytest
-
-from miles_core.testing.survival import Course
+from miles_testing.survival import Course
 
 pytestmark = pytest.mark.integration
 

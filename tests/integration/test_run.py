@@ -1,7 +1,8 @@
 """Whole runs through the real command line."""
 
+from miles_testing.forked import miles
+
 from miles_core.record.events import read
-from miles_core.testing.forked import miles
 
 
 def test_a_run_trains_and_records_itself(run_file, tmp_path):

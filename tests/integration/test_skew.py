@@ -9,9 +9,9 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from miles_testing.forked import miles
+from miles_testing.tiny import run_file
 
-from miles_core.testing.forked import miles
-from miles_core.testing.tiny import run_file
 from tests.integration.conftest import hushed
 from tests.unit.plugins.installed import install
 

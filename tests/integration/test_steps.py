@@ -4,11 +4,11 @@ import asyncio
 import json
 
 import pytest
+from miles_testing import canned_samples, plugin_contract
+from miles_testing.forked import miles
 
 from miles_core.plugins.load import import_file
 from miles_core.record.events import read
-from miles_core.testing import canned_samples, plugin_contract
-from miles_core.testing.forked import miles
 from tests.pages import ROOT, blocks, commands
 
 SMALL = ["--no-live", "--num-rollout", "2", "--rollout-batch-size", "4"]

@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from miles_testing.forked import apart, miles
 
 from miles_core.plugins.scan import KNOWN
 from miles_core.record.events import read
-from miles_core.testing.forked import apart, miles
 from tests.integration.conftest import NOISE
 from tests.integration.subsets import declared, draw, needs, served, settle, write_model
 

@@ -18,10 +18,10 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from miles_testing import scaffold
 
 from miles_core import __version__
 from miles_core.errors import ConfigError, PluginError
-from miles_core.plugins import scaffold
 from miles_core.plugins.load import import_file
 from miles_core.plugins.manifest import of_source, to_toml
 from miles_core.plugins.select import all_specs

@@ -1,7 +1,8 @@
 """At max_lag 0 timing decides nothing: the real engine and trainer, random reward delays, drops and over-sampling."""
 
+from miles_testing.forked import miles
+
 from miles_core.record.events import read
-from miles_core.testing.forked import miles
 
 SLOW = '''
 """A scorer that takes a random time for each answer, and a filter that drops every third group."""

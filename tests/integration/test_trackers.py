@@ -8,8 +8,7 @@ import signal
 import time
 
 import pytest
-
-from miles_core.testing import toy_run
+from miles_testing import toy_run
 
 pytestmark = pytest.mark.integration
 

@@ -18,9 +18,9 @@ from urllib.parse import urlsplit
 
 import pytest
 from miles_report.report import write_report
+from miles_testing.forked import miles
 
 from miles_core.record.events import EventLog, read
-from miles_core.testing.forked import miles
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run",

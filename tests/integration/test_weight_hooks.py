@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 
 import pytest
+from miles_testing import toy_run
 from safetensors.torch import load_file
 
 from miles_core.build import _with_engine_args
 from miles_core.config.tables import Rollout, RunConfig
 from miles_core.errors import HookError
 from miles_core.plugins.bind import Hooks
-from miles_core.testing import toy_run
 
 PLUGIN = '''
 import json

@@ -22,6 +22,8 @@ import pytest
 import torch
 from miles_dapo_filter.plugin import DapoFilter, DapoFilterOptions
 from miles_partial_rollout.plugin import PartialRollout, PartialRolloutOptions
+from miles_testing.clock import run_virtual
+from miles_testing.toy import toy_run
 
 from miles_core.build import trainer_part, with_context
 from miles_core.config.tables import Rollout, RunConfig
@@ -30,8 +32,6 @@ from miles_core.plugins import bind
 from miles_core.plugins.plan import prepare
 from miles_core.stages.reward import Scoring, weighted_sum
 from miles_core.stages.rollout import Generation, Response, SamplingParams, single_turn
-from miles_core.testing.clock import run_virtual
-from miles_core.testing.toy import toy_run
 from miles_core.types import Batch, Group, Rank, Sample
 
 README = Path(__file__).parents[2] / "plugins" / "miles-partial-rollout" / "README.md"

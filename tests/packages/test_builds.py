@@ -84,7 +84,7 @@ for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
         importlib.import_module(module.name)
 """
 
-EXTRAS = ("miles_core.testing.", "miles_sglang.", "miles_ray.")
+EXTRAS = ("miles_testing.", "miles_sglang.", "miles_ray.")
 """Modules of the core that need what extras declare."""
 
 

@@ -19,14 +19,14 @@ from pathlib import Path
 
 import psutil
 import pytest
+from miles_testing import survival
+from miles_testing.forked import miles
 from proxy import Proxy
 from scenes import mark, marked
 from test_conformance import reference
 
 from miles_core.record.events import read
 from miles_core.record.replay import load_batch
-from miles_core.testing import survival
-from miles_core.testing.forked import miles
 from tests.integration.faults import MODES, SERVER_SECONDS, SERVERS
 from tests.integration.watching import Cell, Watch, shown, write
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from functools import partial
 
 import pytest
+from miles_testing.forked import miles
 from scenes import mark
 
 from miles_core.record.events import read
-from miles_core.testing.forked import miles
 
 pytestmark = [pytest.mark.slow, pytest.mark.integration]
 

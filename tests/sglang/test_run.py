@@ -10,10 +10,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from miles_testing.forked import miles
 from scenes import mark, marked
 
 from miles_core.record.events import read
-from miles_core.testing.forked import miles
 
 pytestmark = [pytest.mark.slow, pytest.mark.integration]
 

@@ -6,10 +6,10 @@ import itertools
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from miles_testing.toy import toy_group
 
 from miles_core.evaluation import Dataset, Evaluation, metrics_of, pass_at_k
 from miles_core.stages.reward import Scoring, weighted_sum
-from miles_core.testing.toy import toy_group
 from miles_core.types import Prompt
 
 PROMPT = Prompt(0, 0, "", (1,), stream="eval/x")

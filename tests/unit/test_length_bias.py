@@ -6,13 +6,13 @@ import math
 
 import numpy as np
 import pytest
+from miles_testing.clock import run_virtual
+from miles_testing.distributions import kolmogorov_smirnov
+from miles_testing.toy import FinishOrder, toy_run
 
 from miles_core import rng
 from miles_core.loop import train
 from miles_core.stages.buffer import Buffer, forget
-from miles_core.testing.clock import run_virtual
-from miles_core.testing.distributions import kolmogorov_smirnov
-from miles_core.testing.toy import FinishOrder, toy_run
 
 GROUPS, SEED = 2048, 0
 

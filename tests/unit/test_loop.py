@@ -5,13 +5,13 @@ import random
 from collections import Counter
 
 import pytest
+from miles_testing.clock import run_virtual
+from miles_testing.toy import FinishOrder, toy_run
 
 from miles_core.errors import StarvedError, WaitError
 from miles_core.loop import train
 from miles_core.stages.buffer import Buffer
 from miles_core.stages.placement import Turns
-from miles_core.testing.clock import run_virtual
-from miles_core.testing.toy import FinishOrder, toy_run
 
 
 def uneven(seed):

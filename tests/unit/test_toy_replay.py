@@ -4,6 +4,8 @@ import asyncio
 
 import numpy as np
 import pytest
+from miles_testing.clock import run_virtual
+from miles_testing.toy import toy_run
 
 from miles_core.columns import Columns, split
 from miles_core.config.tables import RunConfig
@@ -12,8 +14,6 @@ from miles_core.loop import train
 from miles_core.plugins import bind, resolve, select
 from miles_core.stages.reward import Scoring
 from miles_core.stages.rollout import Generation, Response, SamplingParams, single_turn
-from miles_core.testing.clock import run_virtual
-from miles_core.testing.toy import toy_run
 from miles_core.types import Group
 
 REPLAY = '''

@@ -1,5 +1,5 @@
 """What every plugin of Miles holds to."""
 
-from miles_core.testing import plugin_contract
+from miles_testing import plugin_contract
 
 TestContract = plugin_contract("{{ cookiecutter.__name }}")

@@ -10,10 +10,10 @@ import torch
 from hypothesis import given, settings
 from miles_cispo.loss import weighted_log_likelihood
 from miles_cispo.plugin import Cispo
+from miles_testing.batches import make_batch
+from miles_testing.losses import Case, cases, evaluate, loss_contract
 
 from miles_core.config.tables import RunConfig
-from miles_core.testing.batches import make_batch
-from miles_core.testing.losses import Case, cases, evaluate, loss_contract
 
 torch.set_num_threads(1)
 

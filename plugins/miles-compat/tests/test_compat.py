@@ -20,13 +20,13 @@ from miles_compat.reducer import token_weights
 from miles_compat.rewards import scores
 from miles_compat.rollout import advantages, post_processed, rollout_data
 from miles_compat.selection import selected
+from miles_megatron.testing.ranks import batches
 
 from miles_core.columns import Columns
 from miles_core.config.tables import Algorithm, Checkpoint, Perf, Rollout, RunConfig
 from miles_core.errors import ConfigError, HookError
 from miles_core.stages.loss import LossInputs, TokenWeights, per_constant, per_sample, per_token
 from miles_core.stages.reward import Scoring, weighted_sum
-from miles_core.testing.ranks import batches
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 from pathlib import Path
 
-from miles_core.testing import plugin_contract
+from miles_testing import plugin_contract
 
 FILE = f"{Path(__file__).with_name('contract_functions.py')}:"
 

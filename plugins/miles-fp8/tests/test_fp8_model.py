@@ -13,10 +13,10 @@ import torch
 from fp8_reference import E4M3, E5M2, rounded
 from miles_fp8.emulate import Emulation, emulate
 from miles_fp8.recipe import RECIPES, ROWS, WEIGHTS
+from miles_megatron.testing.parity import Case, family_of, packed_logits, random_model
+from miles_megatron.testing.ranks import Ranks, batches
 
 from miles_core.plugins.plan import prepare
-from miles_core.testing.parity import Case, family_of, packed_logits, random_model
-from miles_core.testing.ranks import Ranks, batches
 
 pytestmark = pytest.mark.xdist_group("fp8")  # one worker: the processes are started once
 
@@ -95,8 +95,7 @@ def share(got, wanted, plain):
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_model_rounds_as_transformers_with_rounded_layers(recipe, kind, tmp_path, monkeypatch, prompts):
     from miles_megatron import cpu, model, weights
-
-    from miles_core.testing.parity import _initialized
+    from miles_megatron.testing.parity import _initialized
 
     if not _initialized():
         cpu.initialize()

@@ -6,9 +6,9 @@ import sys
 
 import pytest
 from miles_grpo.plugin import Grpo
+from miles_testing.batches import make_batch
 
 from miles_core.config.tables import Algorithm, RunConfig
-from miles_core.testing.batches import make_batch
 
 
 def advantage(batch, **options):

@@ -1,3 +1,3 @@
 """Ranks of these tests."""
 
-from miles_core.testing.fixtures import one, two  # noqa: F401
+from miles_megatron.testing.fixtures import one, two  # noqa: F401

@@ -14,13 +14,13 @@ from miles_int4_qat.names import check_width
 from miles_int4_qat.quantise import rounded
 from miles_int4_qat.stream import unpacked
 from miles_megatron import cpu
+from miles_megatron.testing.ranks import batches
+from miles_testing.forked import miles
 from safetensors.torch import load_file
 
 from miles_core.errors import CheckpointError, ConfigError
 from miles_core.plugins.plan import prepare
 from miles_core.record.events import read
-from miles_core.testing.forked import miles
-from miles_core.testing.ranks import batches
 
 pytestmark = pytest.mark.xdist_group("int4-qat")  # one worker: the processes are started once
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from miles_megatron.testing.fixtures import convert, one, two  # noqa: F401
 from safetensors.torch import load_file
 
 from miles_core.plugins.plan import prepare
-from miles_core.testing.fixtures import convert, one, two  # noqa: F401
 
 SIZES = dict(vocab_size=264, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
              num_key_value_heads=2, head_dim=8, max_position_embeddings=128, eos_token_id=258, pad_token_id=256,

@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 import torch
 from miles_lora.attach import one_by_one
+from miles_megatron.testing.ranks import batches
 from safetensors.torch import load_file
-
-from miles_core.testing.ranks import batches
 
 pytestmark = pytest.mark.xdist_group("lora")  # one worker: the processes are started once
 

@@ -15,13 +15,13 @@ from miles_lora.served import modules
 from miles_lora.targets import added, alone, names_of, targets
 from miles_megatron import cpu
 from miles_megatron.specs import Rule, WeightMap
+from miles_megatron.testing.ranks import batches
+from miles_testing.forked import miles
 from safetensors.torch import load_file
 
 from miles_core.build import trainer_part
 from miles_core.config.tables import Perf, Rollout, RunConfig
 from miles_core.errors import CheckpointError, ConfigError, SyncError
-from miles_core.testing.forked import miles
-from miles_core.testing.ranks import batches
 from miles_core.types import Rank
 
 ROOT = Path(__file__).parents[3]

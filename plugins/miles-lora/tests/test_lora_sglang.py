@@ -6,9 +6,9 @@ import os
 from pathlib import Path
 
 import pytest
+from miles_testing.forked import miles
 
 from miles_core.record.events import read
-from miles_core.testing.forked import miles
 
 ROOT = Path(__file__).parents[3]
 PYTHON = Path(os.environ.get("MILES_SGLANG_PYTHON") or ROOT / ".venv-sglang" / "bin" / "python")

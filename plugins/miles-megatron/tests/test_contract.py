@@ -1,3 +1,3 @@
-from miles_core.testing import plugin_contract
+from miles_testing import plugin_contract
 
 TestContract = plugin_contract("megatron")

@@ -3,8 +3,7 @@
 from pathlib import Path
 
 import pytest
-
-from miles_core.testing.parity import cases, model_parity
+from miles_megatron.testing.parity import cases, model_parity
 
 
 @pytest.mark.parametrize("case", cases(Path(__file__).with_name("parity.toml")), ids=str)

@@ -1,3 +1,3 @@
 """Ranks and conversions of these tests."""
 
-from miles_core.testing.fixtures import convert, one, two  # noqa: F401
+from miles_megatron.testing.fixtures import convert, one, two  # noqa: F401

@@ -11,13 +11,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from miles_megatron.testing.ranks import batches
 from miles_mtp.plugin import Mtp, MtpOptions
 from safetensors.torch import load_file, save_file
 
 from miles_core.config.load import with_values
 from miles_core.errors import CheckpointError, UnknownKeyError
 from miles_core.plugins.plan import prepare
-from miles_core.testing.ranks import batches
 
 pytestmark = pytest.mark.xdist_group("mtp")  # one worker: the processes are started once
 

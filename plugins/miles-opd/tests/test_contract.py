@@ -1,6 +1,6 @@
 from functools import partial
 
-from miles_core.testing import canned_samples, plugin_contract, tiny_checkpoint
+from miles_testing import canned_samples, plugin_contract, tiny_checkpoint
 
 TestContract = plugin_contract(
     "opd", options={"opd_teacher_load": str(tiny_checkpoint()), "rollout.rm_type": ["toy"]}, without=["reward"],

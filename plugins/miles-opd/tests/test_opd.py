@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from miles_opd.passes import metrics, penalty
 from miles_opd.plugin import Opd, OpdOptions
+from miles_testing.batches import make_batch, make_sample
 
 from miles_core.config.tables import Algorithm, Rollout, RunConfig
 from miles_core.errors import ConfigError
-from miles_core.testing.batches import make_batch, make_sample
 
 ESTIMATOR = "on_policy_distillation"
 SERVER = {"opd_teacher_urls": ["http://a"]}

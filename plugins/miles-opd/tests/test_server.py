@@ -14,11 +14,11 @@ import torch
 from miles_opd import server
 from miles_opd.plugin import OpdOptions
 from miles_opd.server import Servers, addresses, post
+from miles_testing.batches import make_sample
+from miles_testing.forked import miles
 
 from miles_core.errors import ConfigError, RewardError
 from miles_core.record.events import read
-from miles_core.testing.batches import make_sample
-from miles_core.testing.forked import miles
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 from miles_dapo_filter.plugin import DapoFilter, DapoFilterOptions
 from miles_partial_rollout.plugin import PartialRollout, PartialRolloutOptions
+from miles_testing.clock import run_virtual
+from miles_testing.toy import toy_run
 
 from miles_core.config.tables import Rollout, RunConfig
 from miles_core.errors import HookError
@@ -20,8 +22,6 @@ from miles_core.record.replay import load_flow, save_flow
 from miles_core.stages.buffer import Slot
 from miles_core.stages.reward import Scoring, weighted_sum
 from miles_core.stages.rollout import Generation, Response, SamplingParams, single_turn
-from miles_core.testing.clock import run_virtual
-from miles_core.testing.toy import toy_run
 from miles_core.types import Drop, Group, Prompt
 
 MOST, SECONDS, PROMPT = 60, 0.1, 3

@@ -6,9 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from miles_ppo.critic import clipped_value_loss, return_metrics
-
-from miles_core.testing.batches import make_sample
-from miles_core.testing.losses import inputs_of, make_case
+from miles_testing.batches import make_sample
+from miles_testing.losses import inputs_of, make_case
 
 CLIP = 0.2
 

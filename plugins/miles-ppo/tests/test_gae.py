@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from miles_ppo.gae import CHUNK, ESTIMATORS, advantages_and_returns, chunked_gae, vanilla_gae
+from miles_testing.batches import make_sample
 
 from miles_core.config.tables import Algorithm
 from miles_core.errors import RewardError
-from miles_core.testing.batches import make_sample
 from miles_core.types import Batch, Group, Prompt
 
 BOTH = pytest.mark.parametrize("name", ESTIMATORS)

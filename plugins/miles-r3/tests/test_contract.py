@@ -1,7 +1,7 @@
 import numpy as np
+from miles_testing import plugin_contract, tiny_checkpoint
 
 from miles_core.stages.rollout import Response
-from miles_core.testing import plugin_contract, tiny_checkpoint
 
 
 def answer(sample):

@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 import torch
 from miles_megatron import cpu
+from miles_megatron.testing.ranks import Ranks
 from miles_r3.answers import routes_of
 from miles_r3.plugin import Sizes
+from miles_testing.forked import miles
 
 from miles_core.errors import ConfigError, EngineError, TrainError, UnknownKeyError
 from miles_core.plugins.bind import bind
 from miles_core.plugins.plan import prepare
 from miles_core.record.events import read
 from miles_core.stages.rollout import Request, Response, SamplingParams, to_sample
-from miles_core.testing.forked import miles
-from miles_core.testing.ranks import Ranks
 from miles_core.types import Prompt
 
 cpu.install()

@@ -10,9 +10,9 @@ import mixture
 import numpy as np
 import pytest
 import torch
+from miles_megatron.testing.ranks import Ranks
 
 from miles_core.plugins.plan import prepare
-from miles_core.testing.ranks import Ranks
 
 pytestmark = pytest.mark.xdist_group("r3")  # one worker: the processes are started once
 

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from miles_reinforce.plugin import Reinforce
+from miles_testing.batches import make_batch, make_sample
 
 from miles_core.config.tables import Algorithm, RunConfig
 from miles_core.errors import RewardError, TrainError
-from miles_core.testing.batches import make_batch, make_sample
 from miles_core.types import Batch, Group, Prompt, Status
 
 NAMES = ("returns", "baseline", "leave_one_out")

@@ -13,12 +13,12 @@ import pytest
 from miles_remote_rm import service
 from miles_remote_rm.plugin import RemoteRm, RemoteRmOptions
 from miles_remote_rm.service import Service
+from miles_testing.forked import miles
 
 from miles_core.config.tables import Debug, Rollout, RunConfig
 from miles_core.errors import ConfigError, RewardError
 from miles_core.record.events import read
 from miles_core.stages.reward import Scoring, weighted_sum
-from miles_core.testing.forked import miles
 from miles_core.types import Group, Prompt, Sample, Status
 
 OK = b"HTTP/1.1 200 OK\r\n"

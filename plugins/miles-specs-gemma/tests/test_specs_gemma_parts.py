@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 from miles_megatron.decoder import DecoderFamily, LayerNorms
+from miles_megatron.testing.parity import TINY, cases, model_parity
 from miles_specs_gemma.families import gemma2, gemma3_text
 
 from miles_core.errors import ConfigError
-from miles_core.testing.parity import TINY, cases, model_parity
 
 CASES = {case.family: case for case in cases(Path(__file__).with_name("parity.toml"))}
 

@@ -3,10 +3,10 @@
 from pathlib import Path
 
 import pytest
+from miles_megatron.testing.parity import TINY, cases, model_parity
 from miles_specs_llama.families import llama
 
 from miles_core.errors import ConfigError
-from miles_core.testing.parity import TINY, cases, model_parity
 
 
 @pytest.mark.parametrize("case", cases(Path(__file__).with_name("parity.toml")), ids=str)

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 from miles_megatron import estimate
+from miles_megatron.testing.parity import TINY, Case, random_model
+from miles_megatron.testing.ranks import batches
+from miles_testing.forked import miles
 from safetensors.torch import load_file, save_file
 
 from miles_core.plugins.plan import prepare
 from miles_core.record.events import read
-from miles_core.testing.forked import miles
-from miles_core.testing.parity import TINY, Case, random_model
-from miles_core.testing.ranks import batches
 
 ROOT = Path(__file__).parents[3]
 EXAMPLES = ROOT / "examples" / "arithmetic"

@@ -6,9 +6,8 @@ import pytest
 import torch
 from miles_megatron import cpu, model
 from miles_megatron.plan import packed_rows
+from miles_megatron.testing.parity import LENGTHS, cases, family_of, model_parity, random_model
 from miles_specs_qwen3next import delta, mixer
-
-from miles_core.testing.parity import LENGTHS, cases, family_of, model_parity, random_model
 
 CASES = cases(Path(__file__).with_name("parity.toml"))
 

@@ -6,14 +6,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from miles_megatron.testing.parity import TINY, Case, cases, random_model
+from miles_megatron.testing.ranks import batches
+from miles_testing.forked import miles
 from safetensors.torch import load_file, save_file
 
 from miles_core.errors import BatchError, ConfigError
 from miles_core.plugins.plan import prepare
 from miles_core.record.events import read
-from miles_core.testing.forked import miles
-from miles_core.testing.parity import TINY, Case, cases, random_model
-from miles_core.testing.ranks import batches
 
 pytestmark = pytest.mark.xdist_group("specs-qwen3next")
 

@@ -6,9 +6,8 @@ import sys
 import pytest
 from miles_tensorboard.event_files import folder_of
 from miles_tensorboard.plugin import Tensorboard, TensorboardOptions
+from miles_testing.canned import canned_samples
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-from miles_core.testing.canned import canned_samples
 
 
 def points(folder):

@@ -12,6 +12,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from miles_testing.batches import make_sample
+from miles_testing.losses import Case, cases, inputs_of, loss_contract
 from miles_tis.plugin import Tis, TisOptions
 from miles_tis.weights import corrected, step_mean
 
@@ -20,8 +22,6 @@ from miles_core.config.load import load
 from miles_core.config.tables import Algorithm, RunConfig
 from miles_core.errors import ConfigError
 from miles_core.stages.loss import TokenWeights, clipped_surrogate
-from miles_core.testing.batches import make_sample
-from miles_core.testing.losses import Case, cases, inputs_of, loss_contract
 
 torch.set_num_threads(1)
 

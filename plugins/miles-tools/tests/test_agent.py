@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from miles_local.engine import LocalEngine
+from miles_testing.forked import miles
 from miles_tools import agent_call
 from miles_tools.agent import Agents, check, reward_of, told
 from miles_tools.agent_call import AgentFailed, load_function, result_of
@@ -21,7 +22,6 @@ from miles_core.config.tables import Checkpoint, Rollout, RunConfig
 from miles_core.errors import ConfigError, EngineError, RewardError
 from miles_core.record.events import read
 from miles_core.stages.rollout import Generation, SamplingParams
-from miles_core.testing.forked import miles
 from miles_core.types import Prompt, Recall, Sample, Status
 
 ROOT = Path(__file__).parents[3]

@@ -6,10 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from miles_testing.forked import miles
 
 from miles_core.record.events import read
 from miles_core.record.samples import list_samples, read_samples
-from miles_core.testing.forked import miles
 
 ROOT = Path(__file__).parents[3]
 

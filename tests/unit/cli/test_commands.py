@@ -34,7 +34,7 @@ def test_the_help_of_run_has_all_nine_tables_and_every_option(invoke):
     assert re.findall(r"^\[(\w+)\]", text, re.MULTILINE) == list(TABLES)
     assert len(TABLES) == 9
     words = set(re.findall(r"--[\w-]+", text))
-    from miles_core.cli.flags import options, spellings
+    from miles_core.cli.completion import options, spellings
 
     assert {spellings(option)[0][0] for option in options(plugins=False)} <= words
     assert "typing" not in text and "NoneType" not in text

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from miles_testing.batches import make_batch, make_sample
+from miles_testing.toy import toy_group
 
 from miles_core.config.tables import Algorithm
 from miles_core.errors import TrainError
 from miles_core.stages.advantage import check, discounted, fill, kl_penalties, penalised, token_rewards, whiten
-from miles_core.testing.batches import make_batch, make_sample
-from miles_core.testing.toy import toy_group
 from miles_core.types import Batch, Group, Prompt
 
 

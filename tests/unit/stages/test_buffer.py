@@ -16,6 +16,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from miles_testing.clock import run_virtual
+from miles_testing.toy import toy_run
 
 from miles_core import rng
 from miles_core.config.tables import Checkpoint
@@ -23,8 +25,6 @@ from miles_core.loop import train
 from miles_core.record.replay import load_flow
 from miles_core.run import Run
 from miles_core.stages.buffer import Buffer, Slot
-from miles_core.testing.clock import run_virtual
-from miles_core.testing.toy import toy_run
 from miles_core.types import Batch, Drop, Group, Prompt, Sample, Status
 
 

@@ -1,9 +1,9 @@
 """Unfinished groups are dropped with the status as reason and reach no filter; the others are the chain's to judge."""
 
 import pytest
+from miles_testing.toy import toy_group
 
 from miles_core.stages.filter import filter_group
-from miles_core.testing.toy import toy_group
 from miles_core.types import Drop, Prompt, Status
 
 

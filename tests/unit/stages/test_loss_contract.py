@@ -1,14 +1,14 @@
-"""Every policy loss that the core or an official plugin offers has the properties of miles_core/testing/losses.py."""
+"""Every policy loss that the core or an official plugin offers has the properties of miles_testing/losses.py."""
 
 import pytest
 import torch
+from miles_testing.losses import PROPERTIES, holds, loss_contract
 
 from miles_core.config.tables import Algorithm, RunConfig
 from miles_core.plugins.bind import bind
 from miles_core.plugins.scan import KNOWN
 from miles_core.plugins.select import built_in, select
 from miles_core.stages.defaults import Core
-from miles_core.testing.losses import PROPERTIES, holds, loss_contract
 
 torch.set_num_threads(1)
 

@@ -6,10 +6,10 @@ import time
 
 import numpy as np
 import pytest
+from miles_testing.toy import toy_group
 
 from miles_core.errors import ColumnError, RewardError
 from miles_core.stages.reward import Scoring, weighted_sum
-from miles_core.testing.toy import toy_group
 from miles_core.types import Prompt
 
 PROMPT = Prompt(3, 9, "", (1,))

@@ -5,12 +5,12 @@ import functools
 import numpy as np
 import pytest
 import torch
+from miles_testing.batches import make_sample
 
 from miles_core.plugins.bind import bind
 from miles_core.plugins.plan import prepare
 from miles_core.stages.advantage import check, fill, whiten
 from miles_core.stages.loss import LossInputs, TokenWeights, reduce
-from miles_core.testing.batches import make_sample
 from miles_core.types import Batch, Group, Prompt
 
 torch.set_num_threads(1)

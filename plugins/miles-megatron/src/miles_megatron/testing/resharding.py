@@ -1,0 +1,86 @@
+"""The parity kit's second half: a family cut into tensor-parallel, context-parallel and expert ranks, and stages.
+
+    with Ranks(1) as one, Ranks(2) as two:
+        for case in cases(Path("parity.toml")):
+            for cut in reshard_parity(case, tmp_path, one, two):
+                cut.check()
+
+One whole trainer step of the plan that `miles run` would carry out, on two ranks and on one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from miles_core.config.architecture import NAMES
+from miles_core.plugins.plan import prepare
+from miles_core.plugins.scan import BUILT_IN
+from miles_megatron.testing.parity import TINY, Case, builder, random_model
+from miles_megatron.testing.ranks import Ranks, batches
+
+CUTS = {
+    "TP2 + SP": ("--tensor-model-parallel-size", "2", "--sequence-parallel"),
+    "PP2": ("--pipeline-model-parallel-size", "2"),
+    "CP2": ("--context-parallel-size", "2"),
+    "EP2": ("--expert-model-parallel-size", "2"),
+}
+"""The last one only where there are experts."""
+
+GRADIENT = 2e-6
+"""Largest |g - g1| / |g1| over all parameters together."""
+
+RUN = ("--prompt-data", "x/no.jsonl", "--num-rollout", "1", "--rollout-batch-size", "2", "--n-samples-per-prompt", "2",
+       "--rollout-max-response-len", "41", "--no-bf16", "--use-dynamic-batch-size", "--max-tokens-per-gpu", "96",
+       "--trainer-host", "process", "--disable-rewards-normalization",
+       "--no-use-distributed-optimizer", "--clip-grad", "0", "--lr", "0")  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A family on two ranks beside itself on one.
+
+    Args:
+        gradient: |g - g1| / |g1| of a step, Euclidean over all parameters.
+        exact: what is streamed out has the checkpoint's names and bits.
+    """
+
+    case: Case
+    layout: str
+    gradient: float
+    exact: bool
+
+    def check(self) -> None:
+        """
+        Raises:
+            AssertionError: the cut model is another model.
+        """
+        if not (self.gradient <= GRADIENT and self.exact):
+            raise AssertionError(f"{self.case.name} under {self.layout}: the gradient differs by {self.gradient:.1e}, "
+                                 f"the exported checkpoint is {'' if self.exact else 'not '}the imported one")
+
+
+def reshard_parity(case: Case, folder: Path, one: Ranks, two: Ranks) -> Iterator[Cut]:
+    """The case on two ranks, under each of CUTS that it can have, beside itself on one."""
+    import numpy as np
+    from safetensors.torch import load_file
+
+    from miles_megatron.hashes import tensor_hashes
+
+    random_model(case).save_pretrained(folder)
+    saved = tensor_hashes(load_file(folder / "model.safetensors").items())
+    [batch] = batches(1, groups=2, samples=2, vocab=TINY["vocab_size"])
+    name = builder(case.family)[0].manifest.name
+    argv = ["--hf-checkpoint", str(folder), *RUN, *([] if name in BUILT_IN else ["--plugin", name])]
+    _, expected = one.gradients(prepare(None, argv), batch)
+    size = np.sqrt(sum(np.square(g, dtype=np.float64).sum() for g in expected.values()))
+    sparse = any(case.config.get(name) for name in NAMES["experts"][0])
+    for layout, flags in CUTS.items():
+        if layout == "EP2" and not sparse:
+            continue
+        plan = prepare(None, [*argv, "--actor-num-gpus-per-node", "2", *flags])
+        found = two.ask("gradients", list(plan.selected), plan.config, batch)
+        off = sum(np.square(found["gradients"][k] - g, dtype=np.float64).sum() for k, g in expected.items())
+        yield Cut(case, layout, float(np.sqrt(off) / size), found["hashes"].items() <= saved.items()
+                  and found["hashes"].keys() == expected.keys())

@@ -1,0 +1,84 @@
+"""`miles plugins new | update-template | manifest`: for those who write plugins."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+
+@click.command("manifest")
+@click.argument("projects", nargs=-1, type=click.Path(exists=True, file_okay=False, path_type=Path), required=True)
+@click.option("--write/--check", default=False, help="Write miles-plugin.toml, or compare it with the code (default).")
+def manifest(projects: tuple[Path, ...], write: bool) -> None:
+    """Write or check miles-plugin.toml of plugin projects (folders with a pyproject.toml).
+
+    \b
+      miles plugins manifest --write plugins/*
+    """
+    import tomllib
+
+    from miles_core.errors import ManifestError
+    from miles_core.plugins.manifest import FILE, of_source, to_toml
+    from miles_core.plugins.scan import GROUP
+
+    for project in projects:
+        entries = tomllib.loads((project / "pyproject.toml").read_text())["project"]["entry-points"][GROUP]
+        for name, value in entries.items():
+            module = value.partition(":")[0]
+            source = project / "src" / Path(*module.split(".")).with_suffix(".py")
+            target = project / "src" / module.partition(".")[0] / FILE
+            text = to_toml(of_source(source, name=name, module=module))
+            if write:
+                target.write_text(text)
+                click.echo(f"wrote {target}")
+            elif not target.is_file() or target.read_text() != text:
+                raise ManifestError(f"the manifest of plugin {name!r} is not what its code says", who=str(target),
+                                    fix=f"miles plugins manifest --write {project}")
+
+
+@click.command("new")
+@click.argument("name")
+@click.option("--hooks", default="reward", show_default=True, metavar="NAME,NAME...", help="Hooks to begin with.")
+@click.option("--distribution", help="Default: miles-plugin-NAME.")
+@click.option("--summary", default="One sentence that says what it does.", help="What it does.")
+@click.option("--author", default="Its Author", help="Who writes it.")
+@click.option("--part", help="Name of the part that named hooks offer; default: NAME.")
+@click.option("--state", is_flag=True, help="It has state that checkpoints keep.")
+@click.option("--gpu-tests", is_flag=True, help="It needs tests on GPUs.")
+@click.option("--licence", type=click.Choice(["Apache-2.0", "MIT", "BSD-3-Clause"]), default="Apache-2.0",
+              show_default=True)
+@click.option("--template", metavar="SRC", help="Another template: a folder, or a repository of git.")
+@click.option("--out", type=click.Path(path_type=Path), help="The project's folder; default: its distribution's name.")
+def new(name: str, template: str | None, out: Path | None, **answers: object) -> None:
+    """Make the project of a plugin called NAME: package, manifest, tests, README, workflow. Needs `pip install copier`.
+
+    \b
+      miles plugins new my-reward
+      miles plugins new my-loss --hooks advantage,policy_loss,metrics --licence MIT
+      miles plugins new counter --hooks reward --state
+
+    `cookiecutter SRC` asks for the same, one by one.
+    """
+    from miles_testing import scaffold
+
+    made = scaffold.new(name, template=template, out=out, answers={
+        key: {True: "yes", False: "no"}.get(value, value) for key, value in answers.items() if value is not None})
+    click.echo(f"made {made}; next: cd {made} && pip install -e '.[dev]' && pytest")
+
+
+@click.command("update-template")
+@click.argument("project", type=click.Path(exists=True, file_okay=False, path_type=Path), default=".")
+@click.option("--template", metavar="SRC", help="Where the template is now, if not where it was.")
+def update_template(project: Path, template: str | None) -> None:
+    """Bring what a project has of its template up to date; what was edited since stays, conflicts are marked.
+
+    \b
+      miles plugins update-template my-plugin
+
+    The project is a git repository without changes. The template is that of miles-core, whose older version pip fetches
+    if the project was made of one, or a git repository with tags.
+    """
+    from miles_testing import scaffold
+
+    click.echo(scaffold.update(project, template))
