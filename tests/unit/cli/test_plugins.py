@@ -55,7 +55,7 @@ def test_list_shows_all_of_them_and_says_which_cannot_be_read(miles):
     assert lines.index("official") < lines.index("third party") < out[:out.index("good  ")].count("\n")
     assert "Offers the reward good." in out and "miles-core>=9.9" in out and max(map(len, lines)) <= 100
     rows = {row["name"]: row for row in json.loads(miles("plugins", "list", "--json", "--all")[1])}
-    assert rows["good"]["offers"] == ["reward:good-reward"] and rows["megatron"]["distribution"] == "built-in"
+    assert rows["good"]["offers"] == ["reward:good-reward"] and rows["megatron"]["distribution"] == "miles-megatron"
     assert "no manifest" in rows["broken"]["error"]
     assert {row["kind"] for row in rows.values()} >= {"core", "official", "third party"}
     found = json.loads(miles("plugins", "list", "--json", "--hook", "reward")[1])

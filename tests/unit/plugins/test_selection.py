@@ -80,8 +80,10 @@ def test_the_preset_of_an_official_plugin_is_printed_written_out():
 
 
 def test_a_preset_and_parts_of_official_plugins_that_are_not_installed_say_what_pip_has_to_do(monkeypatch):
-    for module in (select, presets, load):
-        monkeypatch.setattr(module, "installed" if module is not presets else "readable", list)
+    rooms = [one for one in select.installed() if one.name in select.DEFAULTS]
+    for module in (select, load):
+        monkeypatch.setattr(module, "installed", lambda: rooms)
+    monkeypatch.setattr(presets, "readable", list)
     for flags, words in (
         (["--preset", "dapo"], "no preset 'dapo'.*pip install miles-dapo-filter"),
         (["--plugin", "gspo"], "plugin 'gspo' is not installed.*pip install miles-gspo"),
