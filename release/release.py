@@ -26,8 +26,8 @@ TEMPLATE = Path("cookiecutter/{{cookiecutter.distribution}}/pyproject.toml")
 
 
 def distributions(root: Path) -> list[Path]:
-    """The folders of all distributions: the core's, then those of the plugins by name."""
-    return [root, *sorted(path.parent for path in root.glob("plugins/miles-*/pyproject.toml"))]
+    """The folders of all distributions: the core's, those of the plugins by name, the metapackage."""
+    return [root, *sorted(path.parent for path in root.glob("plugins/miles-*/pyproject.toml")), root / "miles"]
 
 
 def current(root: Path) -> str:
@@ -42,11 +42,13 @@ def entry(changelog: str, version: str) -> tuple[str, str] | None:
 
 
 def set_version(root: Path, version: str, date: str) -> None:
-    """Writes the version, the plugins' bounds on the core and the date of the changelogs' entries below `root`."""
+    """Writes the version, the packages' bounds on each other and the date of the changelogs' entries below `root`."""
     _replace(root / "miles_core/__init__.py", r'^__version__ = ".+"$', f'__version__ = "{version}"')
     for folder in distributions(root)[1:]:
         _replace(folder / "pyproject.toml", r'^version = ".+"$', f'version = "{version}"')
-        _replace(folder / "pyproject.toml", r'"miles-core~=[^"]+"', f'"miles-core~={version}"')
+        project = (folder / "pyproject.toml").read_text(encoding="utf-8")
+        bounds = re.sub(r'"(miles-[a-z0-9-]+(?:\[[a-z,]+\])?)~=[^"]+"', rf'"\1~={version}"', project)
+        (folder / "pyproject.toml").write_text(bounds, encoding="utf-8")
     _replace(root / TEMPLATE.with_name(".copier-answers.yml"), r"(?<=set version = ')[^']+", version)
     _replace(root / TEMPLATE, r'"miles-core~=[^"]+"', f'"miles-core~={version}"')
     for folder in distributions(root):

@@ -10,9 +10,10 @@ from source import ROOT, core_files, imports, where
 
 from miles_core import __version__
 
-FOLDERS = {"miles-core": ROOT} | {path.name: path for path in sorted(ROOT.glob("plugins/miles-*"))}
+FOLDERS = {"miles-core": ROOT} | {path.name: path for path in sorted(ROOT.glob("plugins/miles-*"))} | {
+    "miles": ROOT / "miles"}
 PROJECTS = {name: tomllib.loads((path / "pyproject.toml").read_text())["project"] for name, path in FOLDERS.items()}
-PLUGINS = [name for name in FOLDERS if name != "miles-core"]
+PLUGINS = [name for name in FOLDERS if name not in ("miles-core", "miles")]
 MODULES = {"megatron": "megatron-core", "yaml": "pyyaml"}
 """Packages that are called otherwise than their distribution."""
 

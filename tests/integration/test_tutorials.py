@@ -26,7 +26,8 @@ TUTORIALS = {"tutorials/reward.md": "digits", "tutorials/loss.md": "sapo", "tuto
 MODULES = ("pip", "pytest", "twine")
 OURS = re.compile(r"(__editable__.*|miles[_-].*|.*\.pth)")
 PARTS = {".": ("pyproject.toml", "setup.py", "README.md", "LICENSE", "miles_core", "cookiecutter"),
-         "plugins/miles-grpo": ("",), "plugins/miles-math": ("",)}
+         **{folder: ("",) for folder in ("miles", *(f"plugins/miles-{name}" for name in (
+             "grpo", "local", "math", "megatron", "report", "testing")))}}
 """Distributions that the tutorials ask for, and what each is built of."""
 PATIENCE = 240
 """Seconds for one command on a busy machine; all of a page take about twenty on a quiet one."""

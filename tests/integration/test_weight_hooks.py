@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 
 import pytest
+from miles_sglang.serving import with_engine_args
 from miles_testing import toy_run
 from safetensors.torch import load_file
 
-from miles_core.build import _with_engine_args
 from miles_core.config.tables import Rollout, RunConfig
 from miles_core.errors import HookError
 from miles_core.plugins.bind import Hooks
@@ -67,11 +67,11 @@ def hooks(chain) -> Hooks:
 
 
 def test_engine_args_adds_to_the_servers_fields():
-    config = _with_engine_args(sglang(), hooks(lambda fields: {**fields, "enable_lora": True}))
+    config = with_engine_args(sglang(), hooks(lambda fields: {**fields, "enable_lora": True}))
     assert config.surface("server") == {"context_length": 64, "enable_lora": True}
-    assert _with_engine_args(RunConfig(), hooks(lambda fields: {"enable_lora": True})).server == {}, "no server"
+    assert with_engine_args(sglang(), hooks(None)) == sglang(), "nobody adds anything"
 
 
 def test_a_field_that_the_server_does_not_have_is_refused():
     with pytest.raises(HookError, match="engine_args sets a field that the server does not have.*no_such_field"):
-        _with_engine_args(sglang(), hooks(lambda fields: {"no_such_field": 1}))
+        with_engine_args(sglang(), hooks(lambda fields: {"no_such_field": 1}))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import venv
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+OURS = re.compile(r"(__editable__.*|miles[_-].*|.*\.pth)")
 PIP = ("-m", "pip", "--disable-pip-version-check")
 
 
@@ -22,11 +24,16 @@ def shell(*words: object, cwd: Path, seconds: int = 900) -> str:
 
 
 def environment(folder: Path, *, below: Path | None = None, pip: bool = False) -> Path:
-    """The Python of a new environment; one that sees the packages of the folder `below` as well, if given."""
+    """The Python of a new environment; one that sees the packages of the folder `below`, but Miles's own, as well."""
     venv.create(folder, with_pip=pip, symlinks=True)
     if below:
         (site,) = folder.glob("lib/python*/site-packages")
-        (site / "below.pth").write_text(f"{below}\n")
+        others = folder / "others"
+        others.mkdir()
+        for path in below.iterdir():
+            if not OURS.fullmatch(path.name):
+                (others / path.name).symlink_to(path)
+        (site / "below.pth").write_text(f"{others}\n")
     return folder / "bin" / "python"
 
 

@@ -84,9 +84,6 @@ for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
         importlib.import_module(module.name)
 """
 
-EXTRAS = ("miles_testing.", "miles_sglang.", "miles_ray.")
-"""Modules of the core that need what extras declare."""
-
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES[1:])
@@ -98,7 +95,7 @@ def test_a_plugin_works_alone(archives, alone, project, tree, name):
     plugin = name.removeprefix("miles-")
     listed = shell(python, *MILES, "plugins", "list", cwd=project)
     installed = [line.split()[0] for line in listed.splitlines() if release.current(ROOT) in line.split()]
-    assert installed == [plugin], listed
+    assert plugin in installed, listed
     shell(python, *MILES, "plugins", "doctor", plugin, cwd=project)
     add(f"{wheel(archives, name)}[test]")
     shutil.copytree(tree / "plugins" / name, project / "plugins" / name,
@@ -109,10 +106,9 @@ def test_a_plugin_works_alone(archives, alone, project, tree, name):
 @pytest.mark.slow
 def test_the_core_works_alone(archives, pins, core, project, tree, tmp_path):
     """Its modules are imported without plugins; its unit tests name the official ones, which are the extra `all`."""
-    shell(core, "-c", EVERY_MODULE, "miles_core", *EXTRAS, cwd=project)
+    shell(core, "-c", EVERY_MODULE, "miles_core", cwd=project)
     python = environment(tmp_path / "venv", pip=True)  # of its own: some tests start the scripts beside this Python
-    install(python, pins, "torch", f"{wheel(archives, 'miles-core')}[test,all]")
+    install(python, pins, "torch", f"{wheel(archives, 'miles-core')}[dev,all]")
     for part in ("tests/unit", "tests/misconfigurations", "tests/conftest.py", "bench"):
         (shutil.copytree if (tree / part).is_dir() else shutil.copy)(tree / part, project / part)
-    shell(python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/unit",
-          "--ignore", "plugins/miles-sglang/tests", cwd=project, seconds=3600)
+    shell(python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/unit", cwd=project, seconds=3600)

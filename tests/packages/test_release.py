@@ -48,7 +48,7 @@ def commit(folder: Path) -> None:
 
 def say(folder: Path, version: str) -> None:
     """What authors write before a release."""
-    for path in (folder / "CHANGELOG.md", folder / "plugins/miles-grpo/CHANGELOG.md"):
+    for path in (folder / "CHANGELOG.md", folder / "plugins/miles-grpo/CHANGELOG.md", folder / "miles/CHANGELOG.md"):
         heading, text = f"## [{version}] - Unreleased", "### Fixed\n\n- A line."
         path.write_text(path.read_text().replace("## [", f"{heading}\n\n{text}\n\n## [", 1))
 
@@ -57,7 +57,7 @@ def test_what_is_not_ready_is_refused_in_one_go(repository):
     (repository / "stray.py").write_text("")
     code, said = run(repository, "99.0.0")
     assert code == 1 and "1 files are not committed, such as stray.py" in said
-    assert "the changelogs of miles-core, miles-grpo say nothing" in said
+    assert "the changelogs of miles-core, miles-grpo, miles say nothing" in said
     assert "is no version" in run(repository, "1.0")[1]
     assert "choose a later version" in run(repository, "0.0.1")[1]
     (repository / "stray.py").unlink()

@@ -114,7 +114,7 @@ def test_it_is_not_started_twice(process, tmp_path):
     ("launch_server.py: error: unrecognized arguments: --no-such-flag", "mend the --sglang-* flag"),
     ("ValueError: Model architectures ['Foo'] are not supported for now.", "cannot load this model"),
     ("Segmentation fault (core dumped)", "see its log"),
-    ("ModuleNotFoundError: No module named 'sglang'", "pip install 'miles-core[sglang]'"),
+    ("ModuleNotFoundError: No module named 'sglang'", "pip install 'miles-sglang[server]'"),
 ])
 def test_a_failed_start_says_what_to_do(line, words):
     error = ended("engine 0", 1, ["$ command", "before", line, "after"], Path("engine-0.log"))

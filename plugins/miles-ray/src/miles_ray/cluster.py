@@ -71,7 +71,7 @@ def join(address: str | None, *, places: int, who: str) -> Joined:
     try:
         import ray
     except ImportError:
-        raise ConfigError(f"{who} needs Ray", fix="pip install 'miles-core[ray]'") from None
+        raise ConfigError(f"{who} needs Ray", fix="pip install 'miles-ray'") from None
     if ray.is_initialized():
         return Joined(ours=False, alone=False)
     logging.getLogger("ray").setLevel(logging.ERROR)  # what it says at every start is of no use here

@@ -52,7 +52,7 @@ CAUSES = (
     (r"(?i)not supported for now|cannot find model module|does not recognize this architecture|no model architectures|"
      r"unrecognized model|SafetensorError|cannot find any model weights", "it cannot load this model",
      "use a checkpoint that is whole and that the installed SGLang serves"),
-    (r"No module named ['\"]?(sglang|smg|sglang_router)", "it is not installed", "pip install 'miles-core[sglang]'"),
+    (r"No module named ['\"]?(sglang|smg|sglang_router)", "it is not installed", "pip install 'miles-sglang[server]'"),
     (r"cannot start |can't open file", "its command cannot be run", "mend --sglang-server-command"),
 )
 """What a log says -> what that means -> what to do."""
