@@ -2,6 +2,20 @@
 
 The nine stages, once, in order. A producer fills the buffer and a consumer drains it; the buffer's room is the whole
 off-policy contract, so synchronous, one step off and fully asynchronous are values of `max_lag`, not other loops.
+
+      produce()                                              consume()
+    +------------------------------------------+           +--------------------------------------------+
+    | reserve a slot        waits for room     |           | 5 take a batch      waits for it to fill   |
+    | 1 prompt                                 |  groups   | 6 advantage         after the log-prob pass|
+    | 2 rollout    engine   lease "rollout"    |  ------>  | 7 loss, 8 step      lease "train"          |
+    | 3 reward     scorers                     |  buffer   | 9 sync              lease "sync"           |
+    | 4 filter     keep, or drop with a reason |           | release: the slots are free again          |
+    +------------------------------------------+           +--------------------------------------------+
+          ^                                                             |
+          +------- room, and weights of version n + 1 in the engine ----+
+
+At max_lag 0 the buffer holds one batch: its slots are free only after the sync, so all of a batch is sampled from the
+weights that it trains. At max_lag n it holds n + 1 batches, and sampling runs ahead by as many.
 """
 
 from __future__ import annotations
