@@ -26,7 +26,7 @@ from packaging.version import Version
 from release import ROOT, distributions
 
 CONSTRAINTS = ROOT / "constraints" / "cpu.txt"
-LEFT_OUT = ("sglang", "new", "all")
+LEFT_OUT = ("server", "new", "all")
 """Extras that are not installed: SGLang's stack needs CUDA; the others name what `dev` and the plugins have anyway."""
 
 

@@ -82,7 +82,7 @@ def test_a_release_is_rehearsed_and_then_done(repository):
     assert code == 0, said
     assert git(repository, "describe", "--exact-match").strip() == "v99.0.0"
     assert not git(repository, "status", "--porcelain")
-    assert len(list((repository / "dist").iterdir())) == 4
+    assert len(list((repository / "dist").iterdir())) == 6
     assert release.current(repository) == "99.0.0"
     plugin = repository / "plugins/miles-grpo"
     assert 'version = "99.0.0"' in (plugin / "pyproject.toml").read_text()
