@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from miles_local import shared_memory as shared
 from miles_local.engine import LocalEngine
 from miles_local.weights import read_tensors
-from miles_sglang.sync import shared
+from miles_testing import tiny_checkpoint
 
 from miles_core.config.tables import Checkpoint, Perf, Rollout, RunConfig
 from miles_core.errors import DiedError, EngineError, MilesError, SyncError
@@ -36,6 +37,14 @@ class Trainer:
             if self.fault == "raises" and i == 5:
                 raise ZeroDivisionError("in the stream")
             yield name, (tensor + version)[..., 1:] if self.fault == "shape" and i == 5 else tensor + version
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """A folder with a random checkpoint, `qwen3/`."""
+    folder = tmp_path_factory.mktemp("tiny")
+    tiny_checkpoint(folder / "qwen3")
+    return folder
 
 
 def synced(tiny, ranks=0, fault=None, dtype="float32", limit=20_000, versions=(1, 2)):

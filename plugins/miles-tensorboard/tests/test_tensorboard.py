@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import time
 
 import pytest
 from miles_tensorboard.event_files import folder_of
@@ -59,6 +60,7 @@ def test_a_resumed_run_repeats_no_step(start, tmp_path):
     killed = start()
     for step in range(5):
         killed.metrics(step, {"train/loss": float(step)}, tmp_path)
+    time.sleep(1.01 - time.time() % 1)  # TensorBoard reads files in the order of their names, which begin with seconds
     resumed = start()  # from a checkpoint after rollout 2
     for step in range(3, 7):
         resumed.metrics(step, {"train/loss": 10.0 + step}, tmp_path)
