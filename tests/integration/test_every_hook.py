@@ -15,6 +15,7 @@ SPECS = all_specs()
 NOT_IN_A_RUN = {
     "commands": "plugins/miles-report/tests/test_report.py",  # of the command line
     "convert": "plugins/miles-megatron/tests/test_convert_by.py",  # a command of its own
+    "diagnose": "plugins/miles-sglang/tests/test_diagnosis.py",  # of the doctor
     "engine_args": "tests/integration/test_weight_hooks.py",  # of SGLang's servers
 }
 """Hooks that no run on a CPU calls, and the test that does."""

@@ -41,7 +41,7 @@ class Local:
         rollout = config.rollout
         dtype = rollout.engine_dtype or ("bfloat16" if config.perf.bf16 else "float32")
         return LocalEngine(
-            Path(config.checkpoint.hf_checkpoint), dtype=getattr(torch, dtype), max_batch=rollout.engine_max_batch,
+            Path(str(config.checkpoint.hf_checkpoint)), dtype=getattr(torch, dtype), max_batch=rollout.engine_max_batch,
             max_context=rollout.rollout_max_context_len, tokenizer=tokenizer,
             incoming=hooks.import_weights,
             random_init=not config.debug.debug_rollout_only,  # the trainer's weights arrive before the first request

@@ -31,8 +31,8 @@ is not needed and changes nothing, which is announced; one that is refused ends 
 class MegatronOptions:
     """Fields of the installed Megatron-core, and Megatron-LM's names for them."""
 
-    tables = ("model", "perf", "optimizer")
-    stored = ("megatron",)
+    tables: tuple[str, ...] = ("model", "perf", "optimizer")
+    stored: tuple[str, ...] = ("megatron",)
 
     def from_flag(self, flag: Given, notes: list[str]) -> list[Assignment] | None:
         """See Surface."""

@@ -172,8 +172,8 @@ not in it.
 class ServerArguments:
     """The arguments of SGLang's server and of its router as a surface (miles_core/config/surfaces.py)."""
 
-    tables = ("sglang",)
-    stored = ("server", "router")
+    tables: tuple[str, ...] = ("sglang",)
+    stored: tuple[str, ...] = ("server", "router")
 
     def from_flag(self, flag: Given, notes: list[str]) -> list[Assignment] | None:
         """See Surface."""
