@@ -89,6 +89,8 @@ def _installed(_stamp: tuple[tuple[str, int | None], ...]) -> list[Installed]:
     found = {}
     for entry in importlib.metadata.entry_points(group=GROUP):
         stated, direct = _headers(entry.dist), entry.dist.read_text("direct_url.json")
+        if not {"Name", "Version"} <= stated.keys():
+            continue  # pip is writing it at this moment
         distribution = re.sub(r"[-_.]+", "-", stated["Name"][0]).lower()
         editable = bool(direct and json.loads(direct).get("dir_info", {}).get("editable"))
         needs = (_CORE.fullmatch(one) for one in stated.get("Requires-Dist", ()))
