@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import importlib
 import os
+import signal
 import sys
 import threading
 from collections.abc import Callable
@@ -112,6 +113,8 @@ def main() -> None:
     try:
         command_line()
     except SystemExit as leave:
+        if leave.code == 130 and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # an impatient second Ctrl-C would only show how Python ends
         if isinstance(leave.code, int):
             _leave(leave.code)
         raise

@@ -24,8 +24,8 @@ from miles_core.config import RunConfig
 from miles_core.errors import ConfigError
 from miles_core.stages.loss import LossInputs, Metrics, at_trained, bounded_exp, log_ratio
 from miles_core.stages.rollout import Generation, single_turn
-from miles_testing import filter_contract, plugin_contract, reward_contract
 from miles_core.types import Batch, Drop, Group, Prompt, Sample
+from miles_testing import filter_contract, plugin_contract, reward_contract
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,8 +80,8 @@ def test_parts() -> None:
 
 BAD = '''
 from miles_core import hookimpl
-from miles_testing import filter_contract
 from miles_core.types import Drop, Group, Sample
+from miles_testing import filter_contract
 
 
 class Plugin:
@@ -108,11 +108,12 @@ def test_parts(group: Group) -> None:
 
 @pytest.fixture(scope="module")
 def outside(tmp_path_factory):
-    """A folder with both, and what mypy says of them where miles_core is one of the installed packages."""
+    """A folder with both, and what mypy says of them where the core and the kit are among the installed packages."""
     folder = tmp_path_factory.mktemp("outside")
     venv.create(folder / "venv", with_pip=False)
     (site,) = (folder / "venv/lib").glob("python*/site-packages")
-    (site / "installed.pth").write_text(f"{ROOT}\n{sysconfig.get_paths()['purelib']}\n")
+    kit = ROOT / "plugins/miles-testing/src"
+    (site / "installed.pth").write_text(f"{ROOT}\n{kit}\n{sysconfig.get_paths()['purelib']}\n")
     (folder / "good.py").write_text(GOOD)
     (folder / "bad.py").write_text(BAD)
     (folder / "mypy.ini").write_text("[mypy]\nstrict = true\n")

@@ -23,7 +23,7 @@ from miles_core.errors import MilesError
 from miles_core.plugins.bind import bind
 from miles_core.plugins.manifest import Manifest
 from miles_core.plugins.plan import Plan, prepare
-from miles_core.plugins.scan import KNOWN
+from miles_core.plugins.scan import DEFAULTS, KNOWN
 from miles_core.plugins.select import select
 
 ROOT = Path(__file__).parents[2]
@@ -34,6 +34,10 @@ CHOSEN_BY = {
 }  # fmt: skip
 """The key that chooses a named part."""
 BUILT_IN = ("qwen3", "qwen3_moe")
+
+
+DRAWN = sorted(set(KNOWN) - set(DEFAULTS))
+"""What a run names; the others are in every run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +71,8 @@ def draw(seed: int) -> Draw:
     Each hook of named parts is taken by the first plugin, in an order of its own, that offers one, or by the core.
     """
     chance = random.Random(seed)
-    size = round(len(KNOWN) ** chance.random())
-    plugins = chance.sample(sorted(KNOWN), size)
+    size = round(len(DRAWN) ** chance.random())
+    plugins = chance.sample(DRAWN, size)
     offers = [offer for one in manifests(chance.sample(plugins, size)) for offer in one.offers]
     settings: dict[str, object] = {}
     for hook, key in CHOSEN_BY.items():

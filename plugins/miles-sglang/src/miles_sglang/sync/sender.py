@@ -44,13 +44,13 @@ class Settings:
     checkpoint: str
 
     @classmethod
-    def of(cls, config: RunConfig) -> Settings:
-        """From a run's configuration and its checkpoint's config.json."""
+    def of(cls, config: RunConfig, limit: int | None = None) -> Settings:
+        """From a run's configuration and its checkpoint's config.json; `limit` in place of the configured one."""
         constants = json.loads(Path(config.checkpoint.hf_checkpoint, "config.json").read_text(encoding="utf-8"))
         text = constants.get("text_config", constants)
         source = "bfloat16" if config.perf.bf16 else "float32"
         return cls(
-            limit=config.perf.update_weight_buffer_size, source=source,
+            limit=limit or config.perf.update_weight_buffer_size, source=source,
             timeout=0.9 * config.perf.weight_sync_timeout,  # so that what is late is named before the sync itself is
             target=config.rollout.engine_dtype or source, checkpoint=config.checkpoint.hf_checkpoint,
             tied=bool(constants.get("tie_word_embeddings", text.get("tie_word_embeddings", False))),
