@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from miles_grpo import advantage as group
+
 from miles_core.config.tables import Algorithm
 from miles_core.plugins.manifest import of_source
 from miles_core.stages import advantage, loss
@@ -34,9 +36,9 @@ WHITENING = "whitened" if DEFAULT.normalize_advantages else "only with `normaliz
 
 # (what, Miles, then one for each of OTHERS)
 ROWS: tuple[tuple[str, ...], ...] = (
-    ("`grpo`: std of a group", f"ddof {advantage.DDOF}, eps {short(advantage.STD_EPSILON)}",
+    ("`grpo`: std of a group", f"ddof {advantage.DDOF}, eps {short(group.STD_EPSILON)}",
      "ddof 1, eps 1e-6", "ddof 1, eps 1e-6", "ddof 1, eps 1e-6", "ddof 1, eps 1e-4"),
-    ("group of one", f"A = {advantage.normalized([1.0])[0]:g}", "A = 0", "-", "A = R", "-"),
+    ("group of one", f"A = {group.normalized([1.0])[0]:g}", "A = 0", "-", "A = R", "-"),
     ("samples of one rollout", "one reward, counted once", "one reward, counted once", "-", "-", "-"),
     ("Dr. GRPO: divisor", "rollouts x `reduction_constant` (`rollout_max_response_len`)", "-", "-",
      "width of the mask, unless set", "batch x `max_completion_length`"),

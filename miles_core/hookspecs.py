@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from miles_core.columns import Column, Packed
     from miles_core.config import RunConfig
     from miles_core.config.surfaces import Surface
+    from miles_core.plugins.select import Selected
     from miles_core.stages.gradients import Gradients
     from miles_core.stages.loss import LossInputs, Metrics, TokenWeights
     from miles_core.stages.models import Model
@@ -98,12 +99,12 @@ def derive(config: RunConfig, note: Callable[[str], None]) -> RunConfig:
 
 
 @hookspec("chain", role="plan", per="plan")
-def check(config: RunConfig, note: Callable[[str], None]) -> RunConfig:
-    """Refuse what would spoil the run unseen, destroy something or fail late; all is derived by then."""
+def check(config: RunConfig, note: Callable[[str], None], plugins: Sequence[Selected]) -> RunConfig:
+    """Refuse what would spoil the run unseen, destroy something or fail late. All is derived."""
 
 
 @hookspec("gather", role="plan", per="plan")
-def plan_lines(config: RunConfig) -> Iterable[tuple[str, str]]:
+def plan_lines(config: RunConfig, plugins: Sequence[Selected]) -> Iterable[tuple[str, str]]:
     """(title, line) of what --plan says beside the core: layout, memory."""
 
 

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 COMMANDS = {
     "run": "Train, or show with --plan what would be done.",
-    "check-template": "Check a chat template by the token ids that it gives.",
     "plugins": "What is installed; what a run is composed of.",
     "completion": "The completion script of a shell.",
 }

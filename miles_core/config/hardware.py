@@ -82,6 +82,11 @@ def engines(config: RunConfig) -> int:
     return config.perf.rollout_num_gpus // config.perf.rollout_num_gpus_per_engine
 
 
+def engine_dtype(config: RunConfig) -> str:
+    """What the engine computes in: its own dtype, else the trainer's."""
+    return config.rollout.engine_dtype or ("bfloat16" if config.perf.bf16 else "float32")
+
+
 def trainer_gpus(config: RunConfig) -> int:
     """GPUs of the trainer, one for each rank."""
     return config.perf.actor_num_nodes * config.perf.actor_num_gpus_per_node

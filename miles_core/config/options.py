@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import inspect
 import json
+import math
 import re
 from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin
@@ -20,7 +21,8 @@ from miles_core.errors import ConfigError
 REQUIRED = dataclasses.MISSING
 
 
-def option(default: Any, help: str, *, flags: tuple[str, ...] = (), off: tuple[str, ...] = ()) -> Any:
+def option(default: Any, help: str, *, flags: tuple[str, ...] = (), off: tuple[str, ...] = (),
+           within: tuple[float, ...] = ()) -> Any:
     """Declare one option of a table.
 
     Args:
@@ -28,9 +30,11 @@ def option(default: Any, help: str, *, flags: tuple[str, ...] = (), off: tuple[s
         help: one sentence, shown by --help and in docs/flags.md.
         flags: further spellings beside `--name-of-the-field`.
         off: flags that set a boolean to False, beside `--no-name-of-the-field`.
+        within: (least,) or (least, most) of a number; what is beyond is refused.
     """
     kind = {"default_factory": lambda: list(default)} if isinstance(default, list) else {"default": default}
-    return dataclasses.field(**kind, metadata={"help": help, "flags": tuple(flags), "off": tuple(off)})
+    return dataclasses.field(**kind, metadata={"help": help, "flags": tuple(flags), "off": tuple(off),
+                                             "within": tuple(within)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +65,7 @@ class Option:
     help: str
     flags: tuple[str, ...] = ()
     off: tuple[str, ...] = ()
+    within: tuple[float, ...] = ()
 
     @property
     def key(self) -> str:
@@ -91,7 +96,7 @@ def options_of(table: str, kind: type) -> dict[str, Option]:
         default = made() if field.default is REQUIRED and made is not dataclasses.MISSING else field.default
         words = field.type if isinstance(field.type, str) else inspect.formatannotation(field.type)
         found[field.name] = Option(table, field.name, words, default, field.metadata["help"],
-                                   field.metadata["flags"], field.metadata["off"])
+                                   field.metadata["flags"], field.metadata["off"], field.metadata["within"])
     return found
 
 
@@ -177,10 +182,25 @@ def convert(option: Option, value: object, origin: Origin) -> object:
             raise ValueError("a truth value")
         if (made := _adapter(option.type).validate_python(value)) != made:
             raise ValueError("a number")
-        return made
     except (ValidationError, ValueError) as error:
         reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else f"not {error}"
         if option.is_list and isinstance(value, str):
             reason = f"write [{json.dumps(value)}]"
         wanted = f"one of {', '.join(map(str, option.choices))}" if option.choices else option.type
         raise ConfigError(f"{option.key} should be {wanted}", got=repr(value), who=str(origin), fix=reason) from None
+    _bounded(option, made, origin)
+    return made
+
+
+def _bounded(option: Option, value: object, origin: Origin) -> None:
+    """
+    Raises:
+        ConfigError: a number beyond what its option can mean.
+    """
+    if not option.within or not isinstance(value, int | float):
+        return
+    least, most = option.within[0], option.within[-1] if len(option.within) > 1 else math.inf
+    if not least <= value <= most:  # NaN is in no range
+        above = f" and at most {most}" if most < math.inf else ""
+        raise ConfigError(f"{option.key} should be at least {least}{above}", got=value, who=str(origin),
+                          fix="correct it, or leave it out for its default")

@@ -30,7 +30,7 @@ class Checkpoint:
     )
     load: str | None = option(None, "Checkpoint directory to resume from; usually the same as --save.")
     save: str | None = option(None, "Checkpoint directory to write to; saves at the end and every --save-interval.")
-    save_interval: int | None = option(None, "Rollouts between checkpoints; needs --save.")
+    save_interval: int | None = option(None, "Rollouts between checkpoints; needs --save.", within=(1,))
     save_hf: str | None = option(
         None, "Hugging Face export at each save; may hold {rollout_id} and, like other paths, {run_dir}."
     )
@@ -55,22 +55,26 @@ class Rollout:
     chat_template_path: str | None = option(None, "Jinja file that replaces the tokenizer's template.")
     rollout_shuffle: bool = option(False, "Shuffle the prompts anew in each epoch.")
     rollout_seed: int = option(42, "Seed of the prompts' order and of every random draw of the rollout.")
-    num_rollout: int | None = option(None, "Rollouts in all; this or --num-epoch.")
-    num_epoch: int | None = option(None, "Passes over the prompts; ignored when --num-rollout is given.")
+    num_rollout: int | None = option(None, "Rollouts in all; this or --num-epoch.", within=(0,))
+    num_epoch: int | None = option(None, "Passes over the prompts; ignored when --num-rollout is given.", within=(1,))
     start_rollout_id: int | None = option(None, "First rollout; default: what the checkpoint says.")
-    rollout_batch_size: int | None = option(None, "Prompts drawn per rollout.")
-    n_samples_per_prompt: int = option(1, "Answers sampled per prompt: the group.")
-    global_batch_size: int | None = option(None, "Samples per optimizer step.")
-    num_steps_per_rollout: int | None = option(None, "Optimizer steps per rollout; 1 when neither knob is given.")
+    rollout_batch_size: int | None = option(None, "Prompts drawn per rollout.", within=(1,))
+    n_samples_per_prompt: int = option(1, "Answers sampled per prompt: the group.", within=(1,))
+    global_batch_size: int | None = option(None, "Samples per optimizer step.", within=(1,))
+    num_steps_per_rollout: int | None = option(
+        None, "Optimizer steps per rollout; 1 when neither knob is given.", within=(1,)
+    )
     over_sampling_batch_size: int | None = option(
         None, "Prompts in flight while filters may drop some; default: --rollout-batch-size."
     )
     max_over_sampling_waves: int = option(
         32, "Waves of --over-sampling-batch-size prompts for one rollout before the run ends with an error."
     )
-    max_lag: int = option(0, "Rollouts that sampling may run ahead of training; 0 is synchronous and on-policy.")
+    max_lag: int = option(
+        0, "Rollouts that sampling may run ahead of training; 0 is synchronous and on-policy.", within=(0,)
+    )
     max_weight_staleness: int | None = option(
-        None, "Weight versions that the oldest token of a group may be behind when it is trained on."
+        None, "Weight versions that the oldest token of a group may be behind when it is trained on.", within=(0,)
     )
     async_max_concurrent_samples: int | None = option(
         None, "Most samples in flight, in whole groups; default: as many as there is room for."
@@ -86,10 +90,12 @@ class Rollout:
     engine_dtype: Literal["float32", "bfloat16"] | None = option(None, "Engine's dtype; default: the trainer's.")
     engine_max_batch: int = option(256, "Requests that the local engine decodes at once.")
     generate: str = option("single-turn", "Which generator turns a prompt into samples.")
-    rollout_temperature: float = option(1.0, "Sampling temperature; log-probs are scaled by it on both sides.")
+    rollout_temperature: float = option(
+        1.0, "Sampling temperature; log-probs are scaled by it on both sides.", within=(0,)
+    )
     rollout_top_p: float = option(1.0, "Nucleus sampling; below 1 the ratio is that of the uncut distribution.")
     rollout_top_k: int = option(-1, "Top-k sampling; -1 is off.")
-    rollout_max_response_len: int = option(1024, "Most response tokens.")
+    rollout_max_response_len: int = option(1024, "Most response tokens.", within=(1,))
     rollout_min_new_tokens: int = option(0, "Stop tokens are not drawn before this many tokens.")
     rollout_ignore_eos: bool = option(False, "Go on after end-of-sequence; for benchmarks.")
     rollout_max_prompt_len: int | None = option(None, "Leave out longer prompts; default: what the context allows.")
@@ -113,7 +119,9 @@ class Rollout:
 class Eval:
     """Evaluation; what is not given here is as in [rollout]."""
 
-    eval_interval: int | None = option(None, "Rollouts between evaluations; also once before and once after training.")
+    eval_interval: int | None = option(
+        None, "Rollouts between evaluations; also once before and once after training.", within=(1,)
+    )
     eval_prompt_data: list[str] = option([], "NAME PATH pairs; a single PATH is named by its file.")
     datasets: list[dict[str, object]] = option(
         [], "In a run file: [[eval.datasets]] tables with name, path and their own sampling options."
@@ -121,11 +129,11 @@ class Eval:
     skip_eval_before_train: bool = option(False, "No evaluation before the first rollout.")
     eval_input_key: str | None = option(None, "Key of the prompt.")
     eval_label_key: str | None = option(None, "Key of the ground truth.")
-    n_samples_per_eval_prompt: int = option(1, "Answers per prompt; above 1, pass@k is reported.")
+    n_samples_per_eval_prompt: int = option(1, "Answers per prompt; above 1, pass@k is reported.", within=(1,))
     eval_temperature: float | None = option(None, "Sampling temperature.")
     eval_top_p: float | None = option(None, "Nucleus sampling.")
     eval_top_k: int | None = option(None, "Top-k sampling.")
-    eval_max_response_len: int | None = option(None, "Most response tokens.")
+    eval_max_response_len: int | None = option(None, "Most response tokens.", within=(1,))
     eval_max_prompt_len: int | None = option(None, "Leave out longer prompts.")
     eval_min_new_tokens: int | None = option(None, "Stop tokens are not drawn before this many tokens.")
 
@@ -152,25 +160,28 @@ class Perf:
         None, "How weights reach the engine: in-process, shared-memory, ipc, broadcast, disk, disk-delta; default: "
         "what engine and placement allow."
     )
-    update_weight_buffer_size: int = option(512 * 1024**2, "Most bytes of a bucket of tensors in a weight sync.")
+    update_weight_buffer_size: int = option(
+        512 * 1024**2, "Most bytes of a bucket of tensors in a weight sync.", within=(1,)
+    )
     update_weight_disk_dir: str | None = option(None, "Folder that trainer and engines share, for disk and disk-delta.")
     check_weight_update_equal: bool = option(
         False, "At the first sync: overwrite the engine's weights, send, and compare with what they were."
     )
     weight_sync_timeout: float = option(600.0, "Seconds that one weight sync may take.")
-    actor_num_nodes: int = option(1, "Nodes of the trainer.")
-    actor_num_gpus_per_node: int = option(1, "Ranks of the trainer on each node; on a CPU, processes.")
+    actor_num_nodes: int = option(1, "Nodes of the trainer.", within=(1,))
+    actor_num_gpus_per_node: int = option(1, "Ranks of the trainer on each node; on a CPU, processes.", within=(1,))
     rollout_num_gpus: int | None = option(None, "GPUs of all engines; default: one engine, or with --colocate the "
-                                          "trainer's GPUs.")
-    rollout_num_gpus_per_engine: int = option(1, "GPUs of one engine: its tensor-parallel size.")
-    num_gpus_per_node: int = option(8, "GPUs of a node, for engines that span several.")
+                                          "trainer's GPUs.", within=(1,)
+    )
+    rollout_num_gpus_per_engine: int = option(1, "GPUs of one engine: its tensor-parallel size.", within=(1,))
+    num_gpus_per_node: int = option(8, "GPUs of a node, for engines that span several.", within=(1,))
     gpu_memory_gib: float | None = option(
         None, "Memory of a GPU, for the plan's estimate; default: that of this machine's GPUs."
     )
     max_restarts: int = option(0, "Times that a run whose trainer died starts again from its last checkpoint.")
     bf16: bool = option(True, "Train in bfloat16 with float32 master weights; --no-bf16 trains in float32.")
     use_dynamic_batch_size: bool = option(False, "Pack by --max-tokens-per-gpu instead of --micro-batch-size.")
-    max_tokens_per_gpu: int | None = option(None, "Most tokens of a packed micro-batch.")
+    max_tokens_per_gpu: int | None = option(None, "Most tokens of a packed micro-batch.", within=(1,))
     log_probs_max_tokens_per_gpu: int | None = option(
         None, "The same for passes without gradient; default: --max-tokens-per-gpu."
     )
@@ -179,7 +190,7 @@ class Perf:
         False, "Leave samples whose advantages are all 0 out of the steps where the objective's gradient is then 0; "
         "metrics under train/ count them as 0."
     )
-    micro_batch_size: int = option(1, "Samples of a micro-batch when the batch size is not dynamic.")
+    micro_batch_size: int = option(1, "Samples of a micro-batch when the batch size is not dynamic.", within=(1,))
     balance_data: bool = option(True, "Deal micro-batches to data-parallel ranks by load; --no-balance-data: in turn.")
     balance_by_flops: bool = option(False, "The load is floating-point operations instead of tokens.")
     threads: int | None = option(None, "Threads of torch in each process; default: the CPUs of this process.")
@@ -203,19 +214,23 @@ class Algorithm:
         off=("--disable-grpo-std-normalization",),
     )
     normalize_advantages: bool = option(False, "Whiten the advantages over all trained tokens of the rollout.")
-    gamma: float = option(1.0, "Discount per token, for estimators with returns.")
-    lambd: float = option(1.0, "Lambda of generalised advantage estimation.")
-    kl_coef: float = option(0.0, "Weight of the KL divergence to the reference in the reward of each token.")
+    gamma: float = option(1.0, "Discount per token, for estimators with returns.", within=(0, 1))
+    lambd: float = option(1.0, "Lambda of generalised advantage estimation.", within=(0, 1))
+    kl_coef: float = option(
+        0.0, "Weight of the KL divergence to the reference in the reward of each token.", within=(0,)
+    )
     reduction: str | None = option(None, 'Which reduction: "sample" (default), "token" or "constant".')
     calculate_per_token_loss: bool = option(False, 'Miles\'s name for --reduction token.')
     reduction_constant: float | None = option(
-        None, "Divisor of each rollout with --reduction constant; default: --rollout-max-response-len."
+        None, "Divisor of each rollout with --reduction constant; default: --rollout-max-response-len.", within=(1e-09,)
     )
-    eps_clip: float = option(0.2, "Lower width of the clip band; given alone, the upper one too.")
-    eps_clip_high: float = option(0.28, "Upper width of the clip band; default: --eps-clip where that is given.")
+    eps_clip: float = option(0.2, "Lower width of the clip band; given alone, the upper one too.", within=(0,))
+    eps_clip_high: float = option(
+        0.28, "Upper width of the clip band; default: --eps-clip where that is given.", within=(0,)
+    )
     eps_clip_c: float | None = option(None, "Dual-clip constant, above 1.")
     use_kl_loss: bool = option(False, "Load the reference model and report the KL divergence to it.")
-    kl_loss_coef: float = option(0.0, "Its weight in the loss; 0 makes it a monitor.")
+    kl_loss_coef: float = option(0.0, "Its weight in the loss; 0 makes it a monitor.", within=(0,))
     kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = option(
         "k1", "Estimator of the KL divergence, in the loss and in the reward."
     )
@@ -240,7 +255,7 @@ class Optimizer:
     """Megatron-core's optimizer and schedule; its OptimizerConfig fields belong here too."""
 
     optimizer: Literal["adam"] = option("adam", "Which optimizer.")
-    lr: float = option(1e-6, "Learning rate.")
+    lr: float = option(1e-6, "Learning rate.", within=(0, 0.1))
     min_lr: float = option(0.0, "Learning rate at the end of a decay.")
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root"] = option("constant", "Schedule.")
     lr_warmup_iters: int = option(0, "Optimizer steps of linear warm-up.")
@@ -262,7 +277,9 @@ class Sglang:
     server_command: list[str] = option(
         [], "Words that start a server; default: this Python with -m sglang.launch_server."
     )
-    server_concurrency: int = option(512, "Most requests in flight per engine.", flags=("--sglang-server-concurrency",))
+    server_concurrency: int = option(
+        512, "Most requests in flight per engine.", flags=("--sglang-server-concurrency",), within=(1,)
+    )
     server_start_timeout: float = option(900.0, "Seconds that a server may take until it answers.")
     health_check_interval: float = option(
         3.0, "Seconds between looks at each server.", flags=("--rollout-health-check-interval",)
@@ -341,6 +358,12 @@ class RunConfig:
     origin: dict[str, object] = field(default_factory=dict)
     name: str = "run"
     stated: dict[str, tuple[str, ...]] = field(default_factory=dict)
+
+    @property
+    def trains(self) -> bool:
+        """Whether answers are sampled and learnt from: not for a demonstration's, nor where one side is left out."""
+        return (self.algorithm.loss_type != "sft_loss" and not self.debug.debug_rollout_only
+                and not self.debug.debug_train_only and self.rollout.num_rollout != 0)
 
     @property
     def understood(self) -> frozenset[str]:

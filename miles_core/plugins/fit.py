@@ -6,10 +6,8 @@ nobody awaits, a method that never returns) is refused here, with plugin, versio
 
 from __future__ import annotations
 
-import ast
 import difflib
 import dis
-import importlib.machinery
 import inspect
 import linecache
 import re
@@ -21,7 +19,7 @@ from pathlib import Path
 from miles_core import hookspecs
 from miles_core.errors import HookError, MilesError
 from miles_core.plugins.load import marked
-from miles_core.plugins.manifest import Manifest, Offer
+from miles_core.plugins.manifest import Offer
 from miles_core.plugins.select import Selected, all_specs
 
 STREAMS = ("Iterable", "Iterator")
@@ -53,33 +51,6 @@ def definition(function: Callable | type) -> str:
     return f"{shown}:{line} {function.__qualname__}"
 
 
-def located(one: Selected, method: str) -> str:
-    """`definition` of a plugin's method as its source tells, without importing it."""
-    path, methods = _source(one.manifest)
-    if method not in methods:
-        return f"{one.manifest.plugin}.{method}"
-    shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
-    return f"{shown}:{methods[method].lineno} {one.manifest.plugin.rpartition(':')[2]}.{method}"
-
-
-def _source(manifest: Manifest) -> tuple[Path, dict[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
-    """A plugin's file, and its class's methods there; none where the source cannot be read."""
-    where, _, kind = manifest.plugin.rpartition(":")
-    path = Path(where)
-    if not where.endswith(".py"):
-        package, *rest = where.split(".")
-        spec = importlib.machinery.PathFinder.find_spec(package)
-        if spec is None or not spec.submodule_search_locations:
-            return path, {}
-        path = Path(spec.submodule_search_locations[0], *rest).with_suffix(".py")
-    try:
-        body = ast.parse(path.read_text(encoding="utf-8")).body
-    except (OSError, SyntaxError):
-        return path, {}
-    return path, {node.name: node for owner in body if isinstance(owner, ast.ClassDef) and owner.name == kind
-                  for node in owner.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
-
-
 def check_hook(name: str) -> None:
     """
     Raises:
@@ -101,7 +72,7 @@ def hook_of(one: Selected, offer: Offer) -> Callable:
     if offer.hook not in table:
         near = difflib.get_close_matches(offer.hook, table, 1)
         raise HookError(f"plugin {one.manifest.name!r} implements {offer.hook!r}, which is no hook",
-                        who=who(one, offer.hook, located(one, offer.method)),
+                        who=who(one, offer.hook, f"{one.manifest.plugin}.{offer.method}"),
                         fix=f"did you mean {near[0]!r}?" if near else "see docs/hooks.md")
     return table[offer.hook]
 
@@ -133,45 +104,18 @@ def check(one: Selected, kind: type, method: str, hook: str, spec: Callable) -> 
         HookError: it does not suit the hook.
     """
     function = inspect.getattr_static(kind, method)
-    for what, fix in _problems(function, marked(kind)[method][2], hook, spec):
+    for what, fix in problems(function, marked(kind)[method][2], hook, spec):
         raise HookError(what, who=who(one, hook, definition(inspect.unwrap(getattr(kind, method)))), fix=fix)
     return function
-
-
-def check_source(one: Selected) -> None:
-    """What `check` finds in a plugin's source, before anything of it is imported or run.
-
-    Raises:
-        HookError: a method does not suit its hook.
-    """
-    methods = _source(one.manifest)[1]
-    for offer in one.manifest.offers:
-        node = methods.get(offer.method)
-        if node is None or len(node.decorator_list) > 1:  # another decorator may have changed the arguments
-            continue
-        markers = [marker for marker in node.decorator_list if isinstance(marker, ast.Call)]
-        refused = tuple(str(k.arg) for marker in markers for k in marker.keywords if k.arg not in ("name", "spec"))
-        for what, fix in _problems(_defined(node), refused, offer.hook, hook_of(one, offer)):
-            raise HookError(what, who=who(one, offer.hook, located(one, offer.method)), fix=fix)
-
-
-def _defined(node: ast.FunctionDef | ast.AsyncFunctionDef) -> Callable:
-    """The function, with nothing of its source run: no decorators, no defaults, annotations as text."""
-    node.decorator_list = []
-    node.args.defaults = [ast.Constant(None) for _ in node.args.defaults]
-    node.args.kw_defaults = [default and ast.Constant(None) for default in node.args.kw_defaults]
-    module = ast.fix_missing_locations(ast.Module([node], []))
-    namespace: dict[str, Callable] = {}
-    exec(compile(module, "<source>", "exec", annotations.compiler_flag), namespace)
-    return namespace[node.name]
 
 
 Problems = Iterator[tuple[str, str]]
 """(what is wrong, what to do)."""
 
 
-def _problems(function: Callable, refused: tuple[str, ...], hook: str, spec: Callable) -> Problems:
-    for look in (_marker, _arguments, _colour, _result, _annotations):
+def problems(function: Callable, refused: tuple[str, ...], hook: str, spec: Callable) -> Problems:
+    """What does not suit the hook; `refused` are the marker's arguments that are not used here."""
+    for look in (_marker, _arguments, _async_or_not, _result):
         yield from look(function, refused, hook, spec)
 
 
@@ -192,7 +136,7 @@ def _arguments(function: Callable, refused: tuple[str, ...], hook: str, spec: Ca
         yield "a scorer takes `sample`, or `samples` for a whole group", "def reward(self, sample): ..."
 
 
-def _colour(function: Callable, refused: tuple[str, ...], hook: str, spec: Callable) -> Problems:
+def _async_or_not(function: Callable, refused: tuple[str, ...], hook: str, spec: Callable) -> Problems:
     """Plain or async; generators."""
     awaited = inspect.iscoroutinefunction(function)
     if inspect.iscoroutinefunction(spec) and not awaited:
@@ -218,76 +162,9 @@ def _result(function: Callable, refused: tuple[str, ...], hook: str, spec: Calla
         yield "it returns None whatever it is given", f"return {spec.__annotations__['return']}"
 
 
-def _annotations(function: Callable, refused: tuple[str, ...], hook: str, spec: Callable) -> Problems:
-    theirs, mine = spec.__annotations__, getattr(function, "__annotations__", {})
-    for name in ("return", *(p.name for p in parameters(function))):
-        if name in mine and name in theirs and _contradict(_parsed(theirs[name]), _parsed(mine[name])):
-            what = "result" if name == "return" else f"argument {name!r}"
-            yield (f"its {what} is annotated {_shown(mine[name])}, and that of {hook} is {theirs[name]}",
-                   f"write {theirs[name]}, or leave the annotation out")
-
-
 def parameters(function: Callable | staticmethod) -> list[inspect.Parameter]:
     """The parameters of a method, without self."""
     return [p for p in inspect.signature(function).parameters.values() if p.name != "self"]
-
-
-FAMILIES = (
-    {"list", "tuple", "set", "Sequence", "Iterable", "Iterator", "Collection", "Generator", "List", "Tuple"},
-    {"dict", "Mapping", "MutableMapping", "Metrics", "Dict"},
-    {"int", "float", "bool"}, {"None"}, {"str"}, {"Path"}, {"Callable"}, {"Tensor"}, {"ndarray"}, {"Module"},
-    *({name} for name in ("Sample", "Group", "Batch", "Prompt", "Drop", "Request", "Response", "Generation", "Packed",
-                          "LossInputs", "TokenWeights", "TrainerAccess", "RunConfig", "Gradients", "Column", "Model")),
-)  # fmt: skip
-"""Types that stand for each other. What is in none of them is not judged: an alias, a protocol of the author's own."""
-
-
-def _parsed(annotation: object) -> ast.expr | None:
-    try:
-        return ast.parse(_shown(annotation), mode="eval").body
-    except SyntaxError:
-        return None
-
-
-def _shown(annotation: object) -> str:
-    return annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
-
-
-def _alternatives(node: ast.expr) -> list[ast.expr]:
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
-        return _alternatives(node.left) + _alternatives(node.right)
-    if isinstance(node, ast.Constant) and isinstance(node.value, str):
-        inner = _parsed(node.value)
-        return [node] if inner is None else _alternatives(inner)
-    return [node]
-
-
-def _contradict(theirs: ast.expr | None, mine: ast.expr | None) -> bool:
-    """Whether no value can be of both annotations, as far as their names tell."""
-    if theirs is None or mine is None:
-        return False
-    return not any(_compatible(a, b) for a in _alternatives(theirs) for b in _alternatives(mine))
-
-
-def _compatible(theirs: ast.expr, mine: ast.expr) -> bool:
-    (one, first), (other, second) = _head(theirs), _head(mine)
-    if one is None or other is None:
-        return True
-    if one is not other:
-        return False
-    return len(first) != len(second) or not any(map(_contradict, first, second))
-
-
-def _head(node: ast.expr) -> tuple[set[str] | None, list[ast.expr]]:
-    """(the family of a type, the types in its brackets)."""
-    inner: list[ast.expr] = []
-    if isinstance(node, ast.Subscript):
-        inner = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
-        node = node.value
-    name = node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", None)
-    if isinstance(node, ast.Constant) and node.value is None:
-        name = "None"
-    return next((family for family in FAMILIES if name in family), None), inner
 
 
 ALL, EACH = 16, 16

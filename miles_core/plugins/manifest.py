@@ -17,6 +17,8 @@ from miles_core.errors import ManifestError
 from miles_core.reading import reading
 
 FILE = "miles-plugin.toml"
+LISTS = ("flags", "off", "within")
+"""What an option has beside type, default and help."""
 WORDS = ("provides", "requires", "conflicts", "called_for")
 """Tuples of words in a plugin's class body."""
 STATED = ("implies", "precision", "presets")
@@ -162,8 +164,9 @@ def mentions(module: str, word: str) -> bool:
 
 def of_toml(data: dict, where: str) -> Manifest:
     """The Manifest that a parsed miles-plugin.toml states."""
-    options = {key: Option(data["name"], key, o["type"], o.get("default"), o["help"], tuple(o.get("flags", ())),
-                           tuple(o.get("off", ()))) for key, o in data.get("options", {}).items()}
+    options = {key: Option(data["name"], key, o["type"], o.get("default"), o["help"],
+                           **{name: tuple(o.get(name, ())) for name in LISTS})
+               for key, o in data.get("options", {}).items()}
     offers = tuple(Offer(o["hook"], o["name"], o["method"], o.get("help", "")) for o in data.get("offers", ()))
     words = {key: tuple(data.get(key, ())) for key in WORDS}
     tables = {key: dict(data.get(key, {})) for key in STATED}
@@ -198,7 +201,7 @@ def to_toml(manifest: Manifest) -> str:
         lines += ["", f"[options.{option.name}]", f"type = {value(option.type)}"]
         lines += [f"default = {value(option.default)}"] if option.default is not None else []
         lines += [f"help = {value(option.help)}"]
-        lines += [f"{key} = {value(getattr(option, key))}" for key in ("flags", "off") if getattr(option, key)]
+        lines += [f"{key} = {value(getattr(option, key))}" for key in LISTS if getattr(option, key)]
     return "\n".join(lines) + "\n"
 
 

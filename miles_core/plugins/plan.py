@@ -13,18 +13,15 @@ from pathlib import Path
 
 from miles_core import hookspecs
 from miles_core.config import check as checks
-from miles_core.config import precision
-from miles_core.config.check_machine import check_listening
-from miles_core.config.check_paths import TRACKER, check_weights
+from miles_core.config.hardware import engine_dtype
 from miles_core.config.load import load
 from miles_core.config.options import options_of
 from miles_core.config.tables import TABLES, RunConfig
-from miles_core.config.unread import unread
 from miles_core.plugins import resolve
 from miles_core.plugins.bind import bind
 from miles_core.plugins.resolve import Choice
 from miles_core.plugins.select import Selected
-from miles_core.plugins.statements import check_statements
+from miles_core.stages.step import TRACKER
 
 
 @dataclass(frozen=True)
@@ -80,11 +77,8 @@ def prepare(run_file: Path | None, argv: Sequence[str] = ()) -> Plan:
     """
     loaded = load(run_file, argv)
     config, notes = checks.check(loaded.config, loaded.selected)
-    notes = (*loaded.notes, *notes, *resolve.notes(loaded.selected, config), *unread(config, loaded.selected))
+    notes = (*loaded.notes, *notes, *resolve.notes(loaded.selected, config))
     chosen = tuple(resolve.resolve(loaded.selected, config))
-    check_statements(loaded.selected, config)
-    check_weights(config)
-    check_listening(config)
     return Plan(config, tuple(loaded.selected), chosen, notes)
 
 
@@ -138,8 +132,7 @@ def _text(plan: Plan) -> list[str]:
     if "server_args" not in config.understood:
         name = plan.owner("engine").name
         where = "" if "servers" in config.understood else " in the driver's process"
-        lines.append(f"  engine {name}{where}, {precision.dtype(config)}")
-    lines += precision.lines(config, plan.selected)
+        lines.append(f"  engine {name}{where}, {engine_dtype(config)}")
     for title, more in said.items():
         lines += ["", title, *more]
     given = [(k, v, o) for k, v, o in _values(plan) if o != "default"]
@@ -154,7 +147,7 @@ def _of_plugins(plan: Plan) -> dict[str, list[str]]:
     """What plugins say of the plan, by title."""
     said: dict[str, list[str]] = {}
     plan_lines = bind(plan.selected, plan.config, "plan").plan_lines
-    for title, line in plan_lines(plan.config) if plan_lines is not None else ():
+    for title, line in plan_lines(plan.config, plan.selected) if plan_lines is not None else ():
         said.setdefault(title, []).append(f"  {line}")
     return said
 

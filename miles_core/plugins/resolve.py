@@ -131,8 +131,6 @@ def resolve(selected: Sequence[Selected], config: RunConfig) -> list[Choice]:
                                      f"{first} and {one.manifest.name}",
                                      who=" and ".join(_definitions(selected, offer)),
                                      fix="enable one of them, or rename one offer")
-        if not one.ours:
-            fit.check_source(one)
     _capabilities(selected)
     _resumes(selected, config)
     return [_own(hook, name, key, owners, config) for hook, name, key in choices(config)]
@@ -140,8 +138,8 @@ def resolve(selected: Sequence[Selected], config: RunConfig) -> list[Choice]:
 
 def _definitions(selected: Sequence[Selected], offer: Offer) -> list[str]:
     """Who offers a named part, and where it is written."""
-    return [fit.who(one, offer.hook, fit.located(one, mine.method)) for one in selected for mine in one.manifest.offers
-            if (mine.hook, mine.name) == (offer.hook, offer.name)]
+    return [fit.who(one, offer.hook, f"{one.manifest.plugin}.{mine.method}") for one in selected
+            for mine in one.manifest.offers if (mine.hook, mine.name) == (offer.hook, offer.name)]
 
 
 def _own(hook: str, name: str, key: str, owners: dict[tuple[str, str], str], config: RunConfig) -> Choice:

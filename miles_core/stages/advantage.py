@@ -1,8 +1,8 @@
 """Stage 6, advantage: rewards (and whatever columns) of a whole rollout become one advantage per response token.
 
-What estimators share is here: the reward of each rollout of a group, rewards relative to their group, the KL penalty
-per token, and whitening. A rollout is not a sample: siblings, the samples that one execution produced, carry one number
-in `Sample.rollout`, share one reward, count once and all receive their rollout's advantage.
+What estimators share is here: the reward of each rollout of a group, the KL penalty per token, and whitening. A rollout
+is not a sample: siblings, the samples that one execution produced, carry one number in `Sample.rollout`, share one
+reward, count once and all receive their rollout's advantage.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from miles_core.errors import RewardError, TrainError
 from miles_core.types import LARGEST_REWARD, Batch, Group, Sample
 
 DDOF = 1
-STD_EPSILON = 1e-6
 WHITEN_EPSILON = 1e-8
 
 Values = Sequence[float | np.ndarray]
@@ -70,44 +69,6 @@ def whiten(batch: Batch) -> None:
     scale = 1.0 / math.sqrt(var + WHITEN_EPSILON)
     for sample in batch.samples:
         sample.columns["advantages"] = ((sample.columns["advantages"] - mean) * scale).astype(np.float32)
-
-
-def group_relative(batch: Batch, algorithm: Algorithm, *, divide: bool = True) -> list[float]:
-    """Each sample's reward relative to the rollouts of its group: GRPO, arXiv:2402.03300, section 4.1.2.
-
-        A_i = (r_i - mean(r)) / (std(r) + 1e-6)        std with n - 1
-
-    Args:
-        algorithm: `rewards_normalization` off gives the raw rewards, `std_normalization` off leaves the division out.
-        divide: False leaves it out whatever the options say.
-
-    Raises:
-        TrainError, RewardError: see `rollout_rewards`.
-    """
-    divide, values = divide and algorithm.std_normalization, []
-    for group in batch.groups:
-        rewards = rollout_rewards(group)
-        numbers = list(rewards.values())
-        if algorithm.rewards_normalization:
-            numbers = normalized(numbers, divide=divide)
-        values += to_samples(group, dict(zip(rewards, numbers, strict=True)))
-    return values
-
-
-def normalized(rewards: Sequence[float], *, divide: bool = True) -> list[float]:
-    """(r - mean) / (std + 1e-6) of one group's rollouts; the order of the rewards has no effect on any bit.
-
-    Equal rewards give exactly 0: with rounding left to itself, three times 0.1 would not. A group of one is centred
-    only, which is 0.
-    """
-    if all(reward == rewards[0] for reward in rewards):
-        return [0.0 for _ in rewards]
-    mean = math.fsum(rewards) / len(rewards)
-    centred = [reward - mean for reward in rewards]
-    if not divide:
-        return centred
-    std = math.sqrt(math.fsum(c * c for c in centred) / (len(rewards) - DDOF))
-    return [c / (std + STD_EPSILON) for c in centred]
 
 
 def rollout_rewards(group: Group) -> dict[object, float]:

@@ -145,7 +145,7 @@ def run(code):
 
 @pytest.mark.parametrize("code", [
     "import miles_core.cli, miles_core.cli.run, miles_core.cli.plugins, miles_testing.commands.flags",
-    "import miles_testing.commands.hooks, miles_core.cli.completion, miles_core.cli.check_template",
+    "import miles_testing.commands.hooks, miles_core.cli.completion, miles_preflight.commands.check_template",
     "import miles_report.commands.report, miles_report.commands.watch, miles_report.commands.doctor",
     "import miles_core.hookspecs, miles_core",
     "from click.testing import CliRunner; from miles_core.cli import cli; "

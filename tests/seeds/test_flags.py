@@ -1,6 +1,7 @@
 """What Miles was asked for: every flag that its texts name is accepted in a run, or says what to write instead."""
 
 import socket
+import sys
 import tomllib
 from contextlib import chdir
 from pathlib import Path
@@ -9,7 +10,10 @@ import pytest
 
 from miles_core.errors import MilesError
 from miles_core.plugins.plan import Plan, prepare
-from tests.misconfigurations.measure import ROOT, argv
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "plugins/miles-preflight/tests"))
+from measure import argv  # noqa: E402 - the smallest correct run, which has its place there
 
 SEEDS = tomllib.loads(Path(__file__).with_name("flags.toml").read_text(encoding="utf-8"))
 LINES = {line["name"]: line for line in SEEDS["line"]}

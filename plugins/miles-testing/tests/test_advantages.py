@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from miles_grpo.advantage import group_relative
 from miles_testing import advantage_contract
 
 from miles_core.config.tables import Algorithm
 from miles_core.errors import MilesError
-from miles_core.stages.advantage import group_relative
 
 
 def relative(batch):

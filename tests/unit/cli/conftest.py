@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -41,29 +39,3 @@ def call(tmp_path, monkeypatch, capfd):
         return code, *capfd.readouterr()
 
     return run
-
-
-@pytest.fixture(scope="session")
-def tokenizer_dir(tmp_path_factory) -> Path:
-    """The tokenizer of the arithmetic example."""
-    folder = tmp_path_factory.mktemp("tokenizer")
-    subprocess.run([sys.executable, ROOT / "examples/arithmetic/make_tokenizer.py", folder], check=True)
-    return folder
-
-
-@pytest.fixture
-def changed_tokenizer(tokenizer_dir, tmp_path):
-    """(config changes, post-processor) -> a tokenizer folder with another configuration."""
-
-    def make(processor: dict | None = None, **changes: object) -> Path:
-        folder = tmp_path / "tokenizer"
-        folder.mkdir()
-        config = json.loads((tokenizer_dir / "tokenizer_config.json").read_text()) | changes
-        (folder / "tokenizer_config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
-        model = json.loads((tokenizer_dir / "tokenizer.json").read_text())
-        if processor is not None:
-            model["post_processor"] = processor
-        (folder / "tokenizer.json").write_text(json.dumps(model))
-        return folder
-
-    return make

@@ -29,7 +29,9 @@ class Cispo:
 
         Source: arXiv:2506.13585, section 3.1.
         """
-        from miles_core.stages.advantage import group_relative, penalised
+        from miles_grpo.advantage import group_relative
+
+        from miles_core.stages.advantage import penalised
 
         return penalised(batch, group_relative(batch, self.algorithm), self.algorithm)
 

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from miles_grpo.advantage import group_relative
 
 from miles_compat.paths import arguments
 from miles_compat.sample import groups_lent, lent
 from miles_core.columns import CORE, Align
 from miles_core.errors import HookError
 from miles_core.kl import approximate_kl
-from miles_core.stages.advantage import group_relative
 from miles_core.types import Batch, Drop, Group, Status
 
 if TYPE_CHECKING:

@@ -26,6 +26,7 @@ class Grpo:
 
         Source: arXiv:2402.03300, section 4.1.2.
         """
-        from miles_core.stages.advantage import group_relative, penalised
+        from miles_core.stages.advantage import penalised
+        from miles_grpo.advantage import group_relative
 
         return penalised(batch, group_relative(batch, self.algorithm), self.algorithm)

@@ -29,7 +29,9 @@ class Gspo:
 
         Source: arXiv:2507.18071, eq. 6.
         """
-        from miles_core.stages.advantage import group_relative, penalised
+        from miles_grpo.advantage import group_relative
+
+        from miles_core.stages.advantage import penalised
 
         return penalised(batch, group_relative(batch, self.algorithm), self.algorithm)
 

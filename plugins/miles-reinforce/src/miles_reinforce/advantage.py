@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
+from miles_grpo.advantage import normalized
 
 from miles_core.stages.advantage import (
     discounted,
     kl_penalties,
-    normalized,
     rollout_keys,
     rollout_rewards,
     to_samples,

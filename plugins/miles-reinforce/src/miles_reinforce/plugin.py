@@ -30,7 +30,9 @@ class Reinforce:
     @hookimpl("advantage", name="reinforce_plus_plus_baseline")
     def baseline(self, batch: Batch) -> Values:
         """Reward less the mean of its group, less the KL penalty at each token (arXiv:2501.03262)."""
-        from miles_core.stages.advantage import group_relative, penalised
+        from miles_grpo.advantage import group_relative
+
+        from miles_core.stages.advantage import penalised
 
         return penalised(batch, group_relative(batch, self.algorithm, divide=False), self.algorithm)
 

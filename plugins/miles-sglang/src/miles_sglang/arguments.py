@@ -6,8 +6,8 @@ import os
 import sys
 from pathlib import Path
 
+from miles_core.config.hardware import engine_dtype
 from miles_core.config.load import quantised
-from miles_core.config.precision import dtype
 from miles_core.config.tables import RunConfig
 from miles_core.types import Seat
 from miles_sglang.forwarded import words
@@ -67,7 +67,7 @@ def _usual(config: RunConfig) -> dict[str, object]:
 
     trust_remote_code is not among them: a checkpoint's own code runs only where the run asks for it.
     """
-    fields: dict[str, object] = {"dtype": dtype(config), "skip_server_warmup": True, "enable_metrics": True}
+    fields: dict[str, object] = {"dtype": engine_dtype(config), "skip_server_warmup": True, "enable_metrics": True}
     if not config.debug.debug_rollout_only:  # else the weights on disk are those to serve
         fields |= {"custom_weight_loader": [LOADER], "load_format": "dummy"}
     if method := quantised(config):

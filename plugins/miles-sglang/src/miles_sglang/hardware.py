@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from miles_core.config.hardware import engines, gpus, trainer_gpus
+from miles_core.config.hardware import engine_dtype, engines, gpus, trainer_gpus
 from miles_core.config.load import who, with_values
-from miles_core.config.precision import dtype
 from miles_core.config.tables import RunConfig
 from miles_core.errors import ConfigError
 from miles_sglang.surface import folder_of
@@ -124,7 +123,7 @@ def lines(config: RunConfig) -> list[tuple[str, str]]:
     each, number = perf.rollout_num_gpus_per_engine, engines(config)
     running = " that run already" * config.sglang.rollout_external
     router = "no router" if config.sglang.router == "none" else f"router {config.sglang.router}"
-    computed = config.surface("server").get("dtype", dtype(config))
+    computed = config.surface("server").get("dtype", engine_dtype(config))
     said = [f"{number} SGLang engine{'s'[:number != 1]} of {each} GPU{'s'[:each != 1]}{running}, {computed}; {router}"]
     whose = f"{trainer_gpus(config)} for the trainer" + f", {perf.rollout_num_gpus} for engines" * (not running)
     if perf.colocate:

@@ -9,9 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from miles_preflight.chat_template import read
+from miles_preflight.checkpoint_files import other_tokens
+
 from miles_core.config.hardware import engines
-from miles_core.config.hf_files import other_tokens
-from miles_core.config.hf_template import read
 from miles_core.config.load import config_json, who, with_values
 from miles_core.config.tables import RunConfig
 from miles_core.errors import ConfigError, HookError, UnknownKeyError

@@ -1,6 +1,6 @@
 """How many reported misconfigurations does the plan refuse, and how many good runs with them?
 
-    python tests/misconfigurations/measure.py
+    python plugins/miles-preflight/tests/measure.py
 
 Each case is the smallest correct run with its flags (cases.toml says how), prepared in this process as by
 `miles run --plan`. Refused is an error of Miles's own; anything else that is raised is a crash and does not count as
@@ -24,7 +24,7 @@ from miles_core.errors import MilesError
 from miles_core.plugins.plan import prepare
 
 FOLDER = Path(__file__).parent
-ROOT = FOLDER.parents[1]
+ROOT = FOLDER.parents[2]
 EXAMPLE = "examples/arithmetic"
 BASE = [
     ["--hf-checkpoint", f"{EXAMPLE}/tiny-qwen3"], ["--prompt-data", f"{EXAMPLE}/train.jsonl"],

@@ -1,6 +1,6 @@
 """The first rows of the prompt files, and the chat template: what would end the run before its first answer.
 
-Read are 64 KiB of each file, with json alone. A file that is not here yet is not judged, see `check_paths.astray`.
+Read are 64 KiB of each file, with json alone. A file that is not here yet is not judged, see `paths.astray`.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from miles_core.config.check_paths import FOLDER, astray
-from miles_core.config.hf_template import ChatTemplate, check_rendered, check_tokenizer, tokenizer_of
 from miles_core.config.load import who
-from miles_core.config.remarks import remark
 from miles_core.config.tables import RunConfig
 from miles_core.errors import DataError
 from miles_core.reading import parse_json, reading
+from miles_preflight.chat_template import ChatTemplate, check_rendered, check_tokenizer, tokenizer_of
+from miles_preflight.paths import FOLDER, astray
+from miles_preflight.remarks import remark
 
 LOOKED_AT = 64 * 1024
 """Bytes of a file."""
@@ -55,14 +55,14 @@ class File:
     eval: bool = False
 
 
-def check_rows(config: RunConfig, note: Callable[[str], None]) -> RunConfig:
-    """The configuration as it is.
+def check_rows(config: RunConfig, note: Callable[[str], None]) -> None:
+    """
 
     Raises:
         DataError: a file that is not there or no JSONL, rows without the keys that are read, or no chat template.
     """
     if config.debug.debug_train_only or config.rollout.prompt_source != "jsonl":
-        return config
+        return
     files = [_File(config, file) for file in _files(config)]
     for one in files:
         with reading(one.origin):
@@ -76,7 +76,6 @@ def check_rows(config: RunConfig, note: Callable[[str], None]) -> RunConfig:
         with reading(one.origin):
             one.check_rendered(template)
     remark(config, [(one.origin, one.prompts, one.whole) for one in files], tokenizer, note)
-    return config
 
 
 def check_needs(config: RunConfig, name: str, key: str | None = None, *, generates: bool = False) -> None:
@@ -168,7 +167,7 @@ class _File:
     def check_rendered(self, template: ChatTemplate | None) -> None:
         """
         Raises:
-            DataError: see `hf_template.check_rendered`.
+            DataError: see `chat_template.check_rendered`.
         """
         check_rendered(self._config, template, self.origin, [(number, row[self._file.input_key])
                                                              for number, row in self.rows])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from miles_core.config.load import config_json, who
@@ -28,15 +28,15 @@ FITTING = {"qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "llama", "mistral", "mixt
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
-def check_model(config: RunConfig, note: Callable[[str], None]) -> RunConfig:
-    """The configuration as it is.
+def check_model(config: RunConfig) -> None:
+    """
 
     Raises:
         ConfigError: a constant that config.json contradicts, or a reference that is another model.
     """
     path, said = config_json(config)
     if said is None:
-        return config
+        return
     _kinds(path, said)
     if not config.debug.debug_rollout_only:
         for field, key, stated in _constants(said):
@@ -46,7 +46,6 @@ def check_model(config: RunConfig, note: Callable[[str], None]) -> RunConfig:
                                   who=f"{who(config, f'megatron.{field}')}, {path}",
                                   fix=f"leave {field} out, or use a checkpoint with that value")
         _reference(config, said)
-    return config
 
 
 def _kinds(path: Path, said: Mapping[str, object]) -> None:

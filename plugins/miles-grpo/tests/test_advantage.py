@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from miles_grpo.advantage import STD_EPSILON, group_relative, normalized
 
 from miles_core.config.tables import Algorithm
 from miles_core.errors import RewardError, TrainError
-from miles_core.stages.advantage import STD_EPSILON, group_relative, normalized
 from miles_core.types import Batch, Group, Prompt, Sample, Status
 
 PROMPT = Prompt(uid=3, row=3, text="1+1=", token_ids=(1, 2))

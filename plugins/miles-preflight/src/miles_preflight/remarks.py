@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 
-from miles_core.config.hf_template import Tokenizer, read, token_text
 from miles_core.config.tables import RunConfig
+from miles_preflight.chat_template import Tokenizer, read, token_text
 
 Looked = tuple[str, list[str], bool]
 """Of the beginning of a prompt file: who names it, its prompts as JSON, and whether it has no others."""

@@ -15,16 +15,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from miles_core.config.check_paths import check_source
-from miles_core.config.check_rows import check_needs, present
-from miles_core.config.check_silent import check_apart, trains
-from miles_core.config.hf_files import check_other, check_whole
 from miles_core.config.load import who
 from miles_core.config.tables import RunConfig
 from miles_core.errors import ConfigError
 from miles_core.plugins.resolve import choices
 from miles_core.plugins.scan import BUILT_IN, KNOWN
 from miles_core.plugins.select import Selected
+from miles_preflight.checkpoint_files import check_other, check_whole
+from miles_preflight.paths import check_source
+from miles_preflight.rows import check_needs, present
+from miles_preflight.silent import check_apart
 
 
 def check_statements(selected: Sequence[Selected], config: RunConfig) -> None:
@@ -34,7 +34,7 @@ def check_statements(selected: Sequence[Selected], config: RunConfig) -> None:
     """
     if not config.debug.debug_train_only:
         _scored(selected, config)
-    if trains(config):
+    if config.trains:
         _compared(selected, config)
     _folders(selected, config)
 

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from miles_core.config.hardware import engine_dtype
 from miles_core.config.load import quantised
 from miles_core.config.tables import RunConfig
 from miles_core.errors import ManifestError
@@ -21,11 +22,6 @@ UNSTATED = "as the engine has it; its plugin does not say"
 _BRACES = re.compile(r"\{([^{}]*)\}")
 
 
-def dtype(config: RunConfig) -> str:
-    """What the engine computes in: its own dtype, else the trainer's."""
-    return config.rollout.engine_dtype or ("bfloat16" if config.perf.bf16 else "float32")
-
-
 def lines(config: RunConfig, selected: Sequence[Selected]) -> list[str]:
     """What the plan says.
 
@@ -36,7 +32,7 @@ def lines(config: RunConfig, selected: Sequence[Selected]) -> list[str]:
     for one in selected:
         for row, text in _stated(one, config, rows):
             rows[row] = text if text == rows[row] else f"{text}  (plugin {one.manifest.name})"
-    return ["", "precision", *(f"  {row:<12}{rows[row]}" for row in ROWS)]
+    return [f"{row:<12}{rows[row]}" for row in ROWS]
 
 
 def _own(config: RunConfig) -> dict[str, str]:
@@ -56,7 +52,7 @@ def _own(config: RunConfig) -> dict[str, str]:
 def _computed(config: RunConfig) -> str:
     """What the engine's activations are."""
     served = config.surface("server") if "server_args" in config.understood else {}
-    return str(served.get("dtype", dtype(config)))
+    return str(served.get("dtype", engine_dtype(config)))
 
 
 def _stated(one: Selected, config: RunConfig, rows: Mapping[str, str]) -> Iterator[tuple[str, str]]:

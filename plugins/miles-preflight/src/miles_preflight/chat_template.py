@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from miles_core.config.hf_files import SPECIAL
 from miles_core.config.load import config_json
 from miles_core.config.tables import RunConfig
 from miles_core.errors import DataError
 from miles_core.reading import parse_json
+from miles_preflight.checkpoint_files import SPECIAL
 
 FIRST = 16
 """Rows of a file that are rendered."""

@@ -3,8 +3,8 @@
 import json
 
 import pytest
+from miles_preflight import rows
 
-from miles_core.config import check_rows
 from miles_core.errors import DataError
 
 CHAT = [{"role": "user", "content": "1+1="}]
@@ -87,7 +87,7 @@ def test_the_slice_is_one_and_leaves_rows(plan, data):
 
 
 def test_only_the_first_rows_are_read(plan, data, monkeypatch):
-    monkeypatch.setattr(check_rows, "LOOKED_AT", 100)
+    monkeypatch.setattr(rows, "LOOKED_AT", 100)
     plan("--prompt-data", data(*[ROW] * 9, {"x": 1}), *FIELDS)
     refused(plan, "no key 'prompt'", "--prompt-data", data({"x": 1}, *[ROW] * 9), *FIELDS)
     plan("--prompt-data", data(ROW | {"prompt": "x" * 200}), *FIELDS)

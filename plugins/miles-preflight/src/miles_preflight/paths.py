@@ -13,10 +13,10 @@ from miles_core.config.load import config_json, quantised, who
 from miles_core.config.tables import RunConfig
 from miles_core.errors import CheckpointError, ConfigError
 from miles_core.reading import parse_json
+from miles_core.stages.step import TRACKER
 
 Note = Callable[[str], None]
 
-TRACKER = "latest_checkpointed_iteration.txt"
 OTHERS = ("*.bin", "*.gguf", "*.pth", "*.pt", "*.ckpt", "*.distcp", "*/*.distcp", "*/mp_rank_*", "*.h5", "*.msgpack")
 """Weights of other programs."""
 NO_POLICY = re.compile("For(Sequence|Token)Classification|ForQuestionAnswering|ForMaskedLM|RewardModel|Eagle|"
@@ -61,8 +61,8 @@ def found_in(path: Path, keys: Sequence[str]) -> list:
     return [value for one in here for value in (one if isinstance(one, list) else [one]) if value is not None]
 
 
-def check_paths(config: RunConfig, note: Note) -> RunConfig:
-    """The configuration as it is.
+def check_paths(config: RunConfig, note: Note) -> None:
+    """
 
     Raises:
         CheckpointError: --hf-checkpoint is none, or --load names no place to resume from.
@@ -73,7 +73,7 @@ def check_paths(config: RunConfig, note: Note) -> RunConfig:
     _reference(config)
     _quantised_start(config)
     _writable(config)
-    return config
+    _replayed(config)
 
 
 def _hf_checkpoint(config: RunConfig, note: Note) -> None:
@@ -283,6 +283,19 @@ def _writable(config: RunConfig) -> None:
         above = next(path for path in (Path(folder), *Path(folder).absolute().parents) if path.is_dir())
         if above != above.parent and not os.access(above, os.W_OK):  # at the root: a disk that other machines have
             raise ConfigError("nothing can be written here", got=folder, who=str(above), fix="name another folder")
+
+
+def _replayed(config: RunConfig) -> None:
+    """
+    Raises:
+        ConfigError: --load-debug-rollout-data names no rollouts.
+    """
+    saved = config.debug.load_debug_rollout_data or ""
+    folder = saved.partition("{")[0].rpartition("/")[0]
+    pattern = re.sub(r"\{[^}]*\}", "*", saved.removeprefix(f"{folder}/"))
+    if folder and (astray(folder) or any(Path(folder).glob("*")) and not any(Path(folder).glob(pattern))):
+        raise ConfigError("there are no rollouts to replay", got=f"no {pattern} in {folder}",
+                          who=who(config, "debug.load_debug_rollout_data"), fix="check the path")
 
 
 def _file(folder: str) -> Path | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 from miles_core.config import hardware
@@ -16,8 +16,8 @@ PATIENCE = 0.3
 """Seconds for a connection within this machine."""
 
 
-def check_machine(config: RunConfig, note: Callable[[str], None]) -> RunConfig:
-    """The configuration as it is.
+def check_machine(config: RunConfig) -> None:
+    """
 
     Raises:
         ConfigError: more GPUs than there are and no cluster to find them in, or other engines than addresses.
@@ -30,7 +30,6 @@ def check_machine(config: RunConfig, note: Callable[[str], None]) -> RunConfig:
                           f"{config.perf.rollout_num_gpus_per_engine} each)",
                           who=who(config, "sglang.rollout_external_engine_addrs", "perf.rollout_num_gpus"),
                           fix="name every server, and leave --rollout-num-gpus out: it follows from the addresses")
-    return config
 
 
 def check_listening(config: RunConfig) -> None:

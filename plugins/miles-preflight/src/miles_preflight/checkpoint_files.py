@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from miles_core.config.architecture import Architecture, architecture_of
-from miles_core.config.check_paths import found_in
 from miles_core.config.load import config_json
 from miles_core.config.tables import RunConfig
 from miles_core.errors import CheckpointError
 from miles_core.reading import parse_json
+from miles_preflight.paths import found_in
 
 LOOKED_AT = 64 * 1024
 """Bytes of tokenizer.json, at whose start the special tokens stand."""
@@ -37,15 +37,15 @@ EVEN = {"llama", "mistral", "qwen2", "qwen3"}
 _LAYER = re.compile(r"(?:model\.|language_model\.)layers\.(\d+)\.")
 
 
-def check_files(config: RunConfig, note: Callable[[str], None]) -> RunConfig:
-    """The configuration as it is.
+def check_files(config: RunConfig) -> None:
+    """
 
     Raises:
         CheckpointError: files that are missing or cut short, or that are of another model than config.json.
     """
     folder, (_, said) = Path(str(config.checkpoint.hf_checkpoint)), config_json(config)
     if said is None:
-        return config
+        return
     tensors = check_whole(folder)
     if tensors and not (folder / "adapter_config.json").is_file():
         _named(folder, tensors, said)
@@ -61,7 +61,6 @@ def check_files(config: RunConfig, note: Callable[[str], None]) -> RunConfig:
     reference = config.checkpoint.ref_load
     if reference is not None and not config.debug.debug_rollout_only:
         check_other(config, Path(reference))
-    return config
 
 
 def check_whole(folder: Path) -> Tensors:

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 from miles_core.config.load import config_json, who
 from miles_core.config.tables import RunConfig
 from miles_core.errors import ConfigError
 
 
-def check_lengths(config: RunConfig, note: Callable[[str], None]) -> RunConfig:
-    """The configuration as it is. Defaults yield to the context, so only what somebody said is held against it.
+def check_lengths(config: RunConfig) -> None:
+    """Defaults yield to the context, so only what somebody said is held against it.
 
     Raises:
         ConfigError: names both lengths and who set them.
     """
     _least(config)
     if config.debug.debug_train_only:
-        return config
+        return
     context, source = context_of(config)
     if context is None:
-        return config
+        return
     for prompt, answer, keys in _pairs(config):
         given = [key for key in keys if key.partition(".")[2] and (key in config.origin or key == "eval.datasets")]
         lengths = f"context {context}, {source}"
@@ -33,7 +33,6 @@ def check_lengths(config: RunConfig, note: Callable[[str], None]) -> RunConfig:
             raise ConfigError("the longest prompt and the longest answer do not fit the context together",
                               got=f"{prompt} + {answer} = {prompt + answer}, {lengths}", who=who(config, *keys),
                               fix=f"make their sum at most {context}, or raise the context where the model allows it")
-    return config
 
 
 def context_of(config: RunConfig) -> tuple[int | None, str]:

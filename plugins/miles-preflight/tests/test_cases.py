@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-
-from tests.misconfigurations.measure import ACCEPTED, REFUSED, cases, good, outcome
+from measure import ACCEPTED, REFUSED, cases, good, outcome
 
 
 @pytest.mark.parametrize("case", cases(), ids=lambda case: case["id"])

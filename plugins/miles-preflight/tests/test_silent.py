@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from miles_grpo.advantage import normalized
 from miles_local.sampling import Draws, StopStrings, draw
 
 from miles_core.config.tables import Algorithm
 from miles_core.errors import ConfigError
 from miles_core.kl import approximate_kl
-from miles_core.stages.advantage import discounted, kl_penalties, normalized
+from miles_core.stages.advantage import discounted, kl_penalties
 from miles_core.stages.loss import LossInputs, clipped_surrogate, reduce
 
 OLD, NEW, REF = (torch.tensor(row, dtype=torch.float64).log() for row in ([0.5, 0.4], [0.9, 0.1], [0.3, 0.6]))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
+from miles_preflight.commands.check_template import Check
 
-from miles_core.cli.check_template import Check
 from miles_core.errors import DataError
 
 TURN = "{{- '<|im_start|>' + message.role + '\\n' + content + '<|im_end|>' + '\\n' }}"

@@ -3,26 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
-from math import inf
+from collections.abc import Iterator, Mapping
 
 from miles_core.config.load import who
 from miles_core.config.tables import RunConfig
 from miles_core.errors import ConfigError
 
-RANGES = {
-    (1, inf): ("rollout.rollout_max_response_len", "eval.eval_max_response_len", "eval.eval_interval",
-               "eval.n_samples_per_eval_prompt", "checkpoint.save_interval", "perf.actor_num_nodes",
-               "perf.actor_num_gpus_per_node", "perf.micro_batch_size", "perf.max_tokens_per_gpu",
-               "perf.rollout_num_gpus", "perf.rollout_num_gpus_per_engine", "perf.num_gpus_per_node",
-               "perf.update_weight_buffer_size", "sglang.server_concurrency"),
-    (0, inf): ("rollout.max_lag", "rollout.max_weight_staleness", "algorithm.eps_clip", "algorithm.eps_clip_high",
-               "algorithm.kl_coef", "algorithm.kl_loss_coef", "rollout.rollout_temperature"),
-    (0, 1): ("algorithm.gamma", "algorithm.lambd"),
-    (0, 0.1): ("optimizer.lr",),
-    (1e-9, inf): ("algorithm.reduction_constant",),
-}
-"""(least, most) -> keys. Beyond them a coefficient changes sign, a sum grows without bound, or nothing is sampled."""
 SMALLEST_LR = 1e-12
 """Steps below it are lost where float32 weights are rounded."""
 COLDEST = 0.01
@@ -31,42 +17,21 @@ READ = ("checkpoint.hf_checkpoint", "checkpoint.ref_load", "checkpoint.load")
 WRITTEN = ("checkpoint.save", "checkpoint.save_hf", "checkpoint.run_dir", "perf.update_weight_disk_dir")
 
 
-def trains(config: RunConfig) -> bool:
-    """Whether answers are sampled and learnt from: not for a demonstration's, nor where one side is left out."""
-    return (config.algorithm.loss_type != "sft_loss" and not config.debug.debug_rollout_only
-            and not config.debug.debug_train_only and config.rollout.num_rollout != 0)
-
-
-def check_numbers(config: RunConfig, note: Callable[[str], None]) -> RunConfig:
-    """The configuration as it is.
-
-    Raises:
-        ConfigError: a number beyond what it can mean.
+def check_silent(config: RunConfig) -> None:
     """
-    for (least, most), keys in RANGES.items():
-        for key in keys:
-            value = _value(config, key)
-            if value is not None and not least <= value <= most:
-                _refuse(config, f"{key} should be at least {least}" + (f", and at most {most}" if most < inf else ""),
-                        "correct it, or leave it out for its default", key)
-    if 0 < config.optimizer.lr < SMALLEST_LR:
-        _refuse(config, "steps of this size are lost where float32 is rounded, and no weight would change",
-                "1e-6 is usual; where nothing is to be learnt, --lr 0 says so", "optimizer.lr")
-    return config
-
-
-def check_silent(config: RunConfig, note: Callable[[str], None]) -> RunConfig:
-    """The configuration as it is.
 
     Raises:
         ConfigError: a run that would go on and be wrong, or that would write over what it reads.
     """
+    if 0 < config.optimizer.lr < SMALLEST_LR:
+        _refuse(config, "steps of this size are lost where float32 is rounded, and no weight would change",
+                "1e-6 is usual; where nothing is to be learnt, --lr 0 says so", "optimizer.lr")
+    _schedule(config)
     _divergence(config)
     _ratio(config)
     _reduction(config)
     _samples(config)
     check_apart(config, read_by(config))
-    return config
 
 
 def _refuse(config: RunConfig, what: str, fix: str, *keys: str) -> None:
@@ -81,6 +46,23 @@ def _refuse(config: RunConfig, what: str, fix: str, *keys: str) -> None:
 def _value(config: RunConfig, key: str) -> object:
     table, _, name = key.partition(".")
     return getattr(getattr(config, table), name)
+
+
+def _schedule(config: RunConfig) -> None:
+    """Steps are taken at a learning rate above 0."""
+    steps = (config.rollout.num_rollout or 0) * (config.rollout.num_steps_per_rollout or 1)
+    warmup, style = config.optimizer.lr_warmup_iters, config.optimizer.lr_decay_style
+    last = steps if style == "constant" else config.optimizer.lr_decay_iters or steps
+    if not steps or config.debug.debug_rollout_only:
+        return
+    if warmup and warmup >= last:
+        raise ConfigError("the run, or its decay, ends before the warm-up does", got=f"{warmup} of {last} steps",
+                          who=who(config, "optimizer.lr_warmup_iters", "rollout.num_rollout"),
+                          fix="lower --lr-warmup-iters, which counts optimizer steps")
+    if 2 * last < steps and not config.optimizer.min_lr:
+        raise ConfigError("the learning rate is 0 in most of the run, once it has decayed", got=f"{last} of {steps} "
+                          "steps", who=who(config, "optimizer.lr_decay_iters", "rollout.num_rollout"),
+                          fix="leave --lr-decay-iters out, which counts optimizer steps, or add --min-lr")
 
 
 def _divergence(config: RunConfig) -> None:
@@ -136,7 +118,7 @@ def _samples(config: RunConfig) -> None:
     if temperature is not None and temperature < 0 or top_p is not None and not 0 < top_p <= 1:
         _refuse(config, "no engine draws so", "leave it out for [rollout]'s", "eval.eval_temperature",
                 "eval.eval_top_p")
-    if not trains(config):
+    if not config.trains:
         return
     cut = {"rollout.rollout_temperature": rollout.rollout_temperature < COLDEST,
            "rollout.rollout_top_k": rollout.rollout_top_k == 1,

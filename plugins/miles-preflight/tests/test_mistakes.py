@@ -5,8 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-
-from tests.misconfigurations.measure import ACCEPTED, BASE, REFUSED, ROOT, outcome
+from measure import ACCEPTED, BASE, REFUSED, ROOT, outcome
 
 TINY = ROOT / "examples/arithmetic/tiny-qwen3"
 CONFIG = json.loads((TINY / "config.json").read_text())

@@ -6,8 +6,7 @@ import socket
 from pathlib import Path
 
 import pytest
-
-from tests.misconfigurations.measure import ACCEPTED, REFUSED, outcome
+from measure import ACCEPTED, REFUSED, outcome
 
 TINY = Path("examples/arithmetic/tiny-qwen3")
 CONFIG = json.loads((Path(__file__).parents[3] / TINY / "config.json").read_text())

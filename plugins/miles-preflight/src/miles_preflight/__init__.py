@@ -1,0 +1,1 @@
+"""What a plan asks of data, chat template, checkpoint files and machine before a run starts."""

@@ -1,0 +1,65 @@
+"""The plugin: its checks in order, what it adds to a plan, and its command."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from miles_core.hookspecs import hookimpl
+
+if TYPE_CHECKING:
+    import click
+
+    from miles_core.config import RunConfig
+    from miles_core.plugins.select import Selected
+
+
+class Preflight:
+    """Looks at data, chat template and checkpoint files before a run starts, and refuses what would go wrong unseen."""
+
+    default = True
+
+    @hookimpl
+    def check(self, config: RunConfig, note: Callable[[str], None], plugins: Sequence[Selected]) -> RunConfig:
+        from miles_preflight.checkpoint_files import check_files
+        from miles_preflight.environment import check_environment
+        from miles_preflight.lengths import check_lengths
+        from miles_preflight.machine import check_listening, check_machine
+        from miles_preflight.model import check_model
+        from miles_preflight.paths import check_paths, check_weights
+        from miles_preflight.rows import check_rows
+        from miles_preflight.settings import check_settings
+        from miles_preflight.signatures import check_signatures
+        from miles_preflight.silent import check_silent
+        from miles_preflight.statements import check_statements
+        from miles_preflight.unread import unread
+
+        check_signatures(plugins)
+        check_settings(config, note)
+        check_silent(config)
+        check_paths(config, note)
+        check_model(config)
+        check_lengths(config)
+        check_files(config)
+        check_rows(config, note)
+        check_environment(config)
+        check_machine(config)
+        check_statements(plugins, config)
+        check_weights(config)
+        check_listening(config)  # last: it opens connections
+        for text in unread(config, plugins):
+            note(text)
+        return config
+
+    @hookimpl
+    def plan_lines(self, config: RunConfig, plugins: Sequence[Selected]) -> Iterable[tuple[str, str]]:
+        from miles_preflight.precision import lines
+
+        return [("precision", line) for line in lines(config, plugins)]
+
+    @hookimpl("commands", name="check-template")
+    def check_template(self) -> click.Command:
+        """Check a chat template by the token ids that it gives."""
+        from miles_preflight.commands.check_template import command
+
+        return command
