@@ -49,15 +49,18 @@ class RunCommand(click.Command):
 
 
 def _named(words: tuple[str, ...]) -> list[Manifest]:
-    """The plugins that a command line and its run file name. What is wrong with either the run says, not its help."""
+    """The plugins of every run, and those that a command line and its run file name. What is wrong with either the run
+    says, not its help."""
     from miles_core.config.load import plugins_named
     from miles_core.errors import MilesError
+    from miles_core.plugins.select import built_in
 
+    found = {one.manifest.name: one.manifest for one in built_in()}
     try:
-        return [one.manifest for one in plugins_named(*split(words))]
+        found |= {one.manifest.name: one.manifest for one in plugins_named(*split(words))}
     except MilesError as error:
         click.secho(f"Options of plugins are left out: {error}", err=True)
-        return []
+    return list(found.values())
 
 
 def _described(option: Option, prefix: str) -> tuple[str, str]:

@@ -15,7 +15,7 @@ RANGES = {
                "eval.n_samples_per_eval_prompt", "checkpoint.save_interval", "perf.actor_num_nodes",
                "perf.actor_num_gpus_per_node", "perf.micro_batch_size", "perf.max_tokens_per_gpu",
                "perf.rollout_num_gpus", "perf.rollout_num_gpus_per_engine", "perf.num_gpus_per_node",
-               "perf.update_weight_buffer_size", "sglang.server_concurrency"),
+               "perf.update_weight_buffer_size"),
     (0, inf): ("rollout.max_lag", "rollout.max_weight_staleness", "algorithm.eps_clip", "algorithm.eps_clip_high",
                "algorithm.kl_coef", "algorithm.kl_loss_coef", "rollout.rollout_temperature"),
     (0, 1): ("algorithm.gamma", "algorithm.lambd"),

@@ -331,8 +331,8 @@ def with_values(config: RunConfig, origin: str, **values: object) -> RunConfig:
         table, _, key = name.partition("__")
         changed.setdefault(table, {})[key] = value
         origins.setdefault(f"{table}.{key}", Origin("derived", origin))
-    tables = {name: dataclasses.replace(getattr(config, name), **new) for name, new in changed.items() if name in TABLES}
     options = {name: {**config.options.get(name, {}), **new} for name, new in changed.items() if name not in TABLES}
+    tables = {name: dataclasses.replace(getattr(config, name), **changed[name]) for name in changed.keys() - options}
     return dataclasses.replace(config, **tables, options={**config.options, **options}, origin=origins)
 
 

@@ -1,11 +1,11 @@
 """Every spelling that is accepted changes the key that it names; every other gets a sentence with what to write."""
 
 import pytest
+from miles_flags.table import flags as miles_flags
 from miles_megatron.flags import megatron_lm_flags
 from miles_megatron.surface import surface
 from miles_sglang.forwarded import surface_of
 
-from miles_flags.table import flags as miles_flags
 from miles_core.config.load import load
 from miles_core.config.options import options_of
 from miles_core.config.tables import TABLES

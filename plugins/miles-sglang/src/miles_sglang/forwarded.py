@@ -12,12 +12,12 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 
-from miles_core.config.flags import Assignment, Given, value_of
 from miles_core.config import surfaces
+from miles_core.config.flags import Assignment, Given, value_of
 from miles_core.config.options import Option, Origin, convert, options_of
-from miles_core.config.tables import Sglang
 from miles_core.errors import ConfigError, UnknownKeyError
 from miles_sglang import surface
+from miles_sglang.plugin import SglangOptions
 from miles_sglang.surface import Field, Surface
 
 PREFIXES = {"server": "sglang", "router": "router"}
@@ -131,7 +131,7 @@ def _field(table: str, flag: str, origin: Origin) -> Field:
     shown = _shown(table, flag, as_flag)
     if field is None:
         bare = {one[2:]: _shown(table, one, as_flag) for one in (*spellings, *known.old)}
-        for option in options_of("sglang", Sglang).values():
+        for option in options_of("sglang", SglangOptions).values():
             dashed = option.name.replace("_", "-")
             bare[dashed] = [f"--{dashed}", *option.flags][-1] if as_flag else option.name
         near = difflib.get_close_matches(flag[2:], bare, 1, 0.6)
