@@ -53,7 +53,8 @@ class MilesFlags(Surface):
 
     def plugin(self, flag: str) -> str | None:
         """See Surface."""
-        return flags().get(flag, {}).get("plugin")
+        name: str | None = flags().get(flag, {}).get("plugin")
+        return name
 
     def from_flag(self, flag: Given, notes: list[str]) -> list[Assignment] | None:
         """See Surface."""
@@ -74,10 +75,9 @@ class MilesFlags(Surface):
 
     def advice(self, name: str) -> str | None:
         """See Surface."""
-        if ":" in name:
-            return table()["parts"].get(name)
+        part: str | None = table()["parts"].get(name)
         theirs = table()["others"].get(name)
-        return refusal(f"--{name}") or (f"write {theirs}" if theirs else None)
+        return part or refusal(f"--{name}") or (f"write {theirs}" if theirs else None)
 
     def suggest(self, flag: str) -> Iterable[tuple[float, str]]:
         """See Surface."""
