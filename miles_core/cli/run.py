@@ -33,7 +33,7 @@ class RunCommand(click.Command):
                 formatter.write_dl(rows) if rows else formatter.write_text(more or purpose)
         for manifest in _named(ctx.meta["words"]):
             if manifest.options:
-                with formatter.section(f"[{manifest.name}] {manifest.summary.rstrip('.')}"):
+                with formatter.section(f"[{manifest.name}] {manifest.summary.partition(':')[0].rstrip('.')}"):
                     formatter.write_dl([_described(one, f"{manifest.name}.") for one in manifest.options.values()])
         formatter.write_paragraph()
         formatter.write_text("Megatron-core's fields and Megatron-LM's names for them are flags too, and so are the "
