@@ -90,7 +90,7 @@ def columns() -> Iterable[Column]:
 
 @hookspec("gather", role="plan", per="plan")
 def option_surface() -> Iterable[Surface]:
-    """Options of an installed program that are handed on to it; asked of an instance with default options."""
+    """Flags and keys that nobody declares, as of an installed program; asked of an instance with default options."""
 
 
 @hookspec("chain", role="plan", per="plan")

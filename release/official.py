@@ -18,8 +18,9 @@ from miles_core.plugins.manifest import FILE, Manifest, of_toml
 
 ROOT = Path(__file__).resolve().parents[1]
 TARGET = ROOT / "miles_core" / "plugins" / "official.toml"
-FIRST = ("sglang", "local", "ray", "megatron")
-"""Of the plugins that take part by default: engines decide what they need before the trainer is laid out."""
+FIRST = ("flags", "sglang", "local", "ray", "megatron")
+"""Of the plugins that take part by default: the list of flags is asked first, and engines decide what they need before
+the trainer is laid out."""
 
 
 def manifests() -> list[Manifest]:

@@ -41,7 +41,7 @@ _SELECTING = {"--no-plugin": "Take a plugin out again, also one of a preset.",
 
 def run_flags(incomplete: str) -> list[CompletionItem]:
     """Flags of `miles run` that begin so; the many of Megatron-core and SGLang once there is a letter to go by."""
-    from miles_core.config.load import surfaces_of
+    from miles_core.config.surfaces import surfaces_of
     from miles_core.plugins.select import built_in
 
     found = {flag: text for flag, text in _own_flags() if flag.startswith(incomplete)}

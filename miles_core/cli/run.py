@@ -33,7 +33,7 @@ class RunCommand(click.Command):
                 formatter.write_dl(rows) if rows else formatter.write_text(more or purpose)
         for manifest in _named(ctx.meta["words"]):
             if manifest.options:
-                with formatter.section(f"[{manifest.name}] {manifest.summary.rstrip('.')}"):
+                with formatter.section(f"[{manifest.name}] {manifest.summary.partition(':')[0].rstrip('.')}"):
                     formatter.write_dl([_described(one, f"{manifest.name}.") for one in manifest.options.values()])
         formatter.write_paragraph()
         formatter.write_text("Megatron-core's fields and Megatron-LM's names for them are flags too, and so are the "
@@ -49,15 +49,18 @@ class RunCommand(click.Command):
 
 
 def _named(words: tuple[str, ...]) -> list[Manifest]:
-    """The plugins that a command line and its run file name. What is wrong with either the run says, not its help."""
+    """The plugins of every run, and those that a command line and its run file name. What is wrong with either the run
+    says, not its help."""
     from miles_core.config.load import plugins_named
     from miles_core.errors import MilesError
+    from miles_core.plugins.select import built_in
 
+    found = {one.manifest.name: one.manifest for one in built_in()}
     try:
-        return [one.manifest for one in plugins_named(*split(words))]
+        found |= {one.manifest.name: one.manifest for one in plugins_named(*split(words))}
     except MilesError as error:
         click.secho(f"Options of plugins are left out: {error}", err=True)
-        return []
+    return list(found.values())
 
 
 def _described(option: Option, prefix: str) -> tuple[str, str]:

@@ -1,21 +1,17 @@
 """Flags: a command line becomes assignments of values to keys.
 
-Every key is a flag; options may declare further spellings, and a spelling has one owner. What the core and the enabled
-plugins do not own is looked up in the lists of today's Miles's and of Megatron-LM's flags, which accept it, say that it
-is derived, or say what to write instead, and among the fields of Megatron-core, SGLang and its router.
+Every key is a flag; options may declare further spellings, and a spelling has one owner. The surfaces of the enabled
+plugins are asked for what nobody owns (surfaces.py): they accept it, say that it is derived, or say what to write.
 """
 
 from __future__ import annotations
 
-import functools
 import re
-import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from miles_core.config.options import Option, Origin
-from miles_core.config.surfaces import Surface, alike
+from miles_core.config.surfaces import Surface, advice, alike
 from miles_core.errors import ConfigError, OwnerError, UnknownKeyError
 
 NAMING = ("--plugin", "--no-plugin", "--preset")
@@ -24,11 +20,16 @@ NAMING = ("--plugin", "--no-plugin", "--preset")
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """One value for one key, e.g. "rollout.num_rollout" or "megatron.num_moe_experts"."""
+    """One value for one key, e.g. "rollout.num_rollout" or "megatron.num_moe_experts".
+
+    Args:
+        yields: to a flag that names the key itself, wherever that stands.
+    """
 
     key: str
     value: object
     origin: Origin
+    yields: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,17 +112,18 @@ def assign(given: Sequence[Given], spellings: Spellings, plugins: Mapping[str, s
     """
     made: list[Assignment] = []
     notes: list[str] = []
-    for one in given:  # what a flag sets beside its own option yields to a flag that names it
+    for one in given:
         for word in one.words:
-            meant = re.sub("^[-\u2013\u2014]+", "--", word).partition("=")[0].replace("_", "-")
-            if meant.startswith("--") and (meant in spellings or meant in miles_flags()):
+            meant = re.sub("^[-\u2013\u2014]+(?=[a-z])", "--", word).partition("=")[0].replace("_", "-")
+            if meant.startswith("--") and (meant in spellings or any(
+                    near == (1.0, meant) for surface in surfaces for near in surface.suggest(meant))):
                 raise ConfigError("a flag begins with two dashes", got=word, who=one.flag, fix=f"write {meant}")
         if one.flag in spellings:
             option, off = spellings[one.flag]
             made.append(Assignment(option.key, value_of(one, option, off), Origin("flag", one.flag)))
         else:
             found = _foreign(one, spellings, plugins, surfaces, notes)
-            made = [*found, *made] if "set" in miles_flags().get(one.flag, {}) else [*made, *found]
+            made = [*found, *made] if any(each.yields for each in found) else [*made, *found]
     return made, notes
 
 
@@ -157,13 +159,13 @@ def _number(word: str) -> object:
 def _foreign(one: Given, spellings: Spellings, plugins: Mapping[str, str], surfaces: Sequence[Surface],
              notes: list[str]) -> list[Assignment]:
     """A flag that is no option of the core or an enabled plugin."""
-    listed = miles_flags().get(one.flag)
-    if listed is not None:
-        return _listed(one, listed, plugins, notes)
-    for surface in surfaces:
-        if (made := surface.from_flag(one, notes)) is not None:
-            return made
-    raise _unknown(one.flag, spellings, plugins, surfaces)
+    try:
+        for surface in surfaces:
+            if (made := surface.from_flag(one, notes)) is not None:
+                return made
+        raise _unknown(one.flag, spellings, surfaces)
+    except UnknownKeyError as error:
+        raise _not_enabled(one.flag, plugins) or error from None
 
 
 def needless(one: Given, switch: bool, why: str, notes: list[str]) -> list[Assignment]:
@@ -192,31 +194,6 @@ def words_of(one: Given) -> object:
     return one.words[0] if len(one.words) == 1 else list(one.words)
 
 
-def _listed(one: Given, entry: Mapping[str, object], plugins: Mapping[str, str], notes: list[str]) -> list[Assignment]:
-    families = miles_list()["families"]
-
-    def text(value: str) -> str:
-        return families[value[1:]] if value.startswith("@") else value
-
-    if "refused" in entry:
-        raise _not_enabled(one.flag, plugins) or UnknownKeyError(
-            f"{one.flag} has no place here", who="Miles's flag", fix=text(entry["refused"]))
-    if "derived" in entry:
-        return needless(one, bool(entry.get("switch")), text(entry["derived"]), notes)
-    if "plugin" in entry:
-        name = entry["plugin"]
-        if name not in plugins:  # enabled, which is all that a flag without a key asks for
-            return []
-        raise UnknownKeyError(f"{one.flag} belongs to plugin {name!r}, which is not enabled",
-                              fix=plugins.get(name, f"pip install miles-{name}, and add --plugin {name}"))
-    origin = Origin("flag", one.flag)
-    if "set" in entry or "value" in entry:
-        alone(one)
-    if "set" in entry:
-        return [Assignment(key, value, origin) for key, value in entry["set"].items()]
-    return [Assignment(str(entry["key"]), entry.get("value", words_of(one)), origin)]
-
-
 def _not_enabled(flag: str, plugins: Mapping[str, str]) -> UnknownKeyError | None:
     """The error for a flag of a plugin that is known and not enabled: --PLUGIN.OPTION, or a spelling of its option."""
     from miles_core.plugins.select import readable
@@ -229,26 +206,9 @@ def _not_enabled(flag: str, plugins: Mapping[str, str]) -> UnknownKeyError | Non
         f"{flag} belongs to plugin {owner!r}, which is not enabled", fix=plugins[owner])
 
 
-def _unknown(flag: str, spellings: Spellings, plugins: Mapping[str, str],
-             surfaces: Sequence[Surface]) -> UnknownKeyError:
-    if (other := _not_enabled(flag, plugins)) is not None:
-        return other
-    accepted = [name for name, entry in miles_flags().items() if "refused" not in entry]
-    near = alike(flag, [*spellings, *NAMING, *accepted], 0.7) or alike(flag, [*miles_flags()], 0.85)
+def _unknown(flag: str, spellings: Spellings, surfaces: Sequence[Surface]) -> UnknownKeyError:
+    near = alike(flag, [*spellings, *NAMING], 0.7)
     near += [one for surface in surfaces for one in surface.suggest(flag)]
-    theirs = miles_list()["others"].get(flag[2:].rpartition(".")[2])  # verl's are a.b.c
-    return UnknownKeyError(f"there is no flag {flag}", fix=f"write {theirs}" if theirs else
-                           f"did you mean {max(near)[1]}?" if near else "see miles run --help")
-
-
-def miles_flags() -> Mapping[str, Mapping[str, object]]:
-    """Every flag of today's Miles and slime and what becomes of it (miles_flags.toml)."""
-    return miles_list()["flags"]
-
-
-@functools.cache
-def miles_list() -> dict:
-    """miles_flags.toml whole: `flags`, sentences of their `families`, names of `parts` that have another name here, and
-    what `others` have flags for."""
-    with Path(__file__).with_name("miles_flags.toml").open("rb") as file:
-        return tomllib.load(file)
+    said = advice(surfaces, flag[2:].rpartition(".")[2])  # verl's are a.b.c
+    return UnknownKeyError(f"there is no flag {flag}", fix=said or (
+        f"did you mean {max(near)[1]}?" if near else "see miles run --help"))

@@ -14,7 +14,7 @@ from typing import Any
 from miles_core.config import flags
 from miles_core.config.flags import Assignment, Given, Spellings
 from miles_core.config.options import Option, Origin, convert, options_of
-from miles_core.config.surfaces import Surface
+from miles_core.config.surfaces import Surface, advice, surfaces_of
 from miles_core.config.tables import TABLES, RunConfig
 from miles_core.errors import ConfigError, OwnerError, UnknownKeyError
 from miles_core.plugins import presets, resolve, select
@@ -106,46 +106,44 @@ def _enabled(chosen: Sequence[presets.Preset], mine: Sequence[tuple[str, str]],
     return select.without(named, dropped), {select.short(text) for text, _ in dropped}
 
 
-def surfaces_of(selected: Sequence[Selected]) -> list[Surface]:
-    """The surfaces that these plugins bring."""
-    from miles_core.plugins.bind import bind
-
-    bringing = [one for one in selected if any(offer.hook == "option_surface" for offer in one.manifest.offers)]
-    key = tuple(one.manifest.plugin for one in bringing)
-    if key not in _SURFACES:  # a configuration is built three times
-        option_surface = bind(bringing, RunConfig(), "plan").option_surface
-        _SURFACES[key] = option_surface() if option_surface is not None else []
-    return _SURFACES[key]
-
-
-_SURFACES: dict[tuple[str, ...], list[Surface]] = {}
-"""Plugins -> what they brought."""
-
-
 def _by_flags(given: Sequence[Given], selected: Sequence[Selected]) -> list[tuple[str, str]]:
-    """(official plugin, flag) for Miles's flags that are a plugin's here: --use-tis says tis as clearly as --plugin."""
-    have, found = {one.manifest.name for one in selected}, {}
+    """(official plugin, flag) for flags that are a plugin's by a surface: --use-tis says tis as clearly as --plugin."""
+    have, spellings = {one.manifest.name for one in selected}, _spellings(_declared(selected))
+    found: dict[str, str] = {}
     for one in given:
-        name = flags.miles_flags().get(one.flag, {}).get("plugin")
-        if name and name not in have:
-            found.setdefault(name, one.flag)
+        for surface in surfaces_of(selected) if one.flag not in spellings else ():
+            if (name := surface.plugin(one.flag)) is not None and name not in have:
+                found.setdefault(name, one.flag)
     return list(found.items())
 
 
-def _build(from_file: Sequence[Assignment], given: Sequence[Given], selected: list[Selected],
-           named: Sequence[tuple[str, str]], path: Path | None, *, lenient: bool) -> Loaded:
+def _declared(selected: Sequence[Selected]) -> dict[str, dict[str, Option]]:
+    """Table -> its options: the core's, then those of plugins, which may have none.
+
+    Raises:
+        OwnerError: a plugin has options and the name of a table of the core.
+    """
     core = {name: options_of(name, kind) for name, kind in TABLES.items()}
     plugins = {one.manifest.name: dict(one.manifest.options) for one in selected
                if one.manifest.options or one.manifest.name not in core}
     if clash := sorted(set(core) & set(plugins)):
         raise OwnerError(f"a plugin cannot have the options [{clash[0]}]: that is a table of the core",
                          fix="rename the plugin")
-    tables = {**core, **plugins}
-    spellings = Spellings((option for table in tables.values() for option in table.values()), frozenset(core))
+    return {**core, **plugins}
+
+
+def _spellings(tables: Mapping[str, Mapping[str, Option]]) -> Spellings:
+    return Spellings((option for table in tables.values() for option in table.values()), frozenset(TABLES))
+
+
+def _build(from_file: Sequence[Assignment], given: Sequence[Given], selected: list[Selected],
+           named: Sequence[tuple[str, str]], path: Path | None, *, lenient: bool) -> Loaded:
+    tables = _declared(selected)
+    plugins, spellings = [name for name in tables if name not in TABLES], _spellings(tables)
     absent, surfaces = _absent(plugins), surfaces_of(selected)
     if lenient:
         given = [one for one in given if one.flag in spellings]
-        from_file = [one for one in from_file if one.key.partition(".")[0] in core]
+        from_file = [one for one in from_file if one.key.partition(".")[0] in TABLES]
     made, notes = flags.assign(given, spellings, absent, surfaces)
     values: dict[str, object] = {}
     origin: dict[str, Origin] = {}
@@ -254,23 +252,14 @@ def _typed(one: Assignment, tables: Mapping[str, Mapping[str, Option]],
         near = difflib.get_close_matches(table, tables, 1)
         fix = f"did you mean [{near[0]}]?" if near else f"tables are {', '.join(TABLES)} and plugins"
         raise UnknownKeyError(f"there is no table [{table}]", who=str(one.origin), fix=fix)
-    raise _unknown_key(one, table, name, tables)
-
-
-def _unknown_key(one: Assignment, table: str, name: str, tables: Mapping[str, Mapping[str, Option]]) -> UnknownKeyError:
-    mine = difflib.get_close_matches(name, tables.get(table, {}), 1, 0.6)
+    mine = difflib.get_close_matches(name, tables[table], 1, 0.6)
     home = [t for t, options in tables.items() if name in options]
-    listed = flags.miles_flags().get("--" + name.replace("_", "-"), {})
-    text = str(listed.get("refused", ""))
-    theirs = flags.miles_list()["others"].get(name.replace("_", "-"))
-    fix = f"it belongs in [{home[0]}]" if home else (
-        flags.miles_list()["families"][text[1:]] if text.startswith("@") else text) or (
-        f"write {theirs}" if theirs else f"did you mean {mine[0]!r}?" if mine else
-        f"see `miles run --help` for the keys of [{table}]")
-    return UnknownKeyError(f"[{table}] has no key {name!r}", who=str(one.origin), fix=fix)
+    fix = f"it belongs in [{home[0]}]" if home else advice(surfaces, name.replace("_", "-")) or (
+        f"did you mean {mine[0]!r}?" if mine else f"see `miles run --help` for the keys of [{table}]")
+    raise UnknownKeyError(f"[{table}] has no key {name!r}", who=str(one.origin), fix=fix)
 
 
-def _absent(enabled: Mapping[str, object]) -> dict[str, str]:
+def _absent(enabled: Sequence[str]) -> dict[str, str]:
     """Plugins that could be meant but are not enabled -> what to write."""
     have = {one.name for one in installed()}
     names = {*KNOWN, *have} - set(enabled)
@@ -335,17 +324,16 @@ def _read(path: Path | None) -> tuple[Path | None, dict, dict[str, int]]:
 
 
 def with_values(config: RunConfig, origin: str, **values: object) -> RunConfig:
-    """A copy with derived values, "table__key"=value; what somebody set keeps its origin."""
+    """A copy with derived values, "table__key"=value, also of a plugin's table; what somebody set keeps its origin."""
     changed: dict[str, dict[str, object]] = {}
     origins = dict(config.origin)
     for name, value in values.items():
         table, _, key = name.partition("__")
         changed.setdefault(table, {})[key] = value
         origins.setdefault(f"{table}.{key}", Origin("derived", origin))
-    tables = {name: getattr(config, name) for name in changed}
-    tables = {name: {**table, **changed[name]} if isinstance(table, dict) else
-              dataclasses.replace(table, **changed[name]) for name, table in tables.items()}
-    return dataclasses.replace(config, **tables, origin=origins)
+    options = {name: {**config.options.get(name, {}), **new} for name, new in changed.items() if name not in TABLES}
+    tables = {name: dataclasses.replace(getattr(config, name), **changed[name]) for name in changed.keys() - options}
+    return dataclasses.replace(config, **tables, options={**config.options, **options}, origin=origins)
 
 
 def who(config: RunConfig, *keys: str) -> str:

@@ -1,7 +1,8 @@
-"""Surfaces: options of an installed program that a package hands on, known by reading that program's source.
+"""Surfaces: flags and keys that nobody declares here, and that a package knows all the same.
 
-A trainer's or an engine's package brings one with the hook `option_surface`. Its values are in `RunConfig.surfaces`, by
-the names of the plan's tables, such as "megatron".
+A trainer's or an engine's package brings the options of the program that is installed, with the hook `option_surface`;
+their values are in `RunConfig.surfaces`, by the names of the plan's tables, such as "megatron". A list of another
+program's flags, which become options of the run or are refused with what to write, is one as well.
 """
 
 from __future__ import annotations
@@ -10,20 +11,28 @@ import difflib
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
+from miles_core.config.tables import RunConfig
+
 if TYPE_CHECKING:
     from miles_core.config.flags import Assignment, Given
+    from miles_core.plugins.select import Selected
 
 
 class Surface(Protocol):
-    """Options that are not declared here, but are those of a program as it is installed.
+    """Options that are not declared here, but are those of a program as it is installed. A class that derives from this
+    one writes what it has.
 
     Args:
         tables: tables of a run file whose further keys it may know.
         stored: tables of the plan that hold its values.
     """
 
-    tables: tuple[str, ...]
-    stored: tuple[str, ...]
+    tables: tuple[str, ...] = ()
+    stored: tuple[str, ...] = ()
+
+    def plugin(self, flag: str) -> str | None:
+        """The official plugin that a flag names as clearly as --plugin does."""
+        return None
 
     def from_flag(self, flag: Given, notes: list[str]) -> list[Assignment] | None:
         """What a flag assigns; None where it is none of the program's.
@@ -31,6 +40,7 @@ class Surface(Protocol):
         Raises:
             UnknownKeyError: a flag that has no place here; says what to write.
         """
+        return None
 
     def typed(self, assignment: Assignment) -> tuple[str, object] | None:
         """The key in the plan and the typed value; None where the program has no such option.
@@ -38,18 +48,49 @@ class Surface(Protocol):
         Raises:
             ConfigError: the value does not fit.
         """
+        return None
+
+    def advice(self, name: str) -> str | None:
+        """What to write in place of something that nobody has: of a flag without its dashes, which a key is as well, or
+        of "HOOK:NAME", a part."""
+        return None
 
     def suggest(self, flag: str) -> Iterable[tuple[float, str]]:
         """(likeness from 0 to 1, flag) of flags that were perhaps meant by one that nobody knows."""
+        return ()
 
     def complete(self, prefix: str) -> Iterable[tuple[str, str]]:
         """(flag, help) of the flags that begin so."""
+        return ()
 
     def page(self, table: str) -> list[str]:
         """What docs/flags.md says of a table's further keys, in Markdown."""
+        return []
 
     def appendix(self) -> list[str]:
         """What docs/flags.md says beside its tables."""
+        return []
+
+
+def surfaces_of(selected: Sequence[Selected]) -> list[Surface]:
+    """The surfaces that these plugins bring."""
+    from miles_core.plugins.bind import bind
+
+    bringing = [one for one in selected if any(offer.hook == "option_surface" for offer in one.manifest.offers)]
+    key = tuple(one.manifest.plugin for one in bringing)
+    if key not in _SURFACES:  # a configuration is built three times
+        option_surface = bind(bringing, RunConfig(), "plan").option_surface
+        _SURFACES[key] = option_surface() if option_surface is not None else []
+    return _SURFACES[key]
+
+
+_SURFACES: dict[tuple[str, ...], list[Surface]] = {}
+"""Plugins -> what they brought."""
+
+
+def advice(surfaces: Iterable[Surface], name: str) -> str | None:
+    """What the first that knows it says to write in place of a flag, a key or a part that nobody has."""
+    return next((said for surface in surfaces if (said := surface.advice(name))), None)
 
 
 def alike(flag: str, known: Sequence[str], cutoff: float) -> list[tuple[float, str]]:

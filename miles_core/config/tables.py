@@ -270,35 +270,6 @@ class Optimizer:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sglang:
-    """The SGLang engine and its router. Fields of the installed SGLang's ServerArgs belong here too, without a prefix
-    in a run file (`mem_fraction_static = 0.8`) and as --sglang-* on the command line; --router-* are the router's."""
-
-    server_command: list[str] = option(
-        [], "Words that start a server; default: this Python with -m sglang.launch_server."
-    )
-    server_concurrency: int = option(
-        512, "Most requests in flight per engine.", flags=("--sglang-server-concurrency",), within=(1,)
-    )
-    server_start_timeout: float = option(900.0, "Seconds that a server may take until it answers.")
-    health_check_interval: float = option(
-        3.0, "Seconds between looks at each server.", flags=("--rollout-health-check-interval",)
-    )
-    health_check_timeout: float = option(
-        10.0, "Seconds without an answer after which a server that does not compile is dead.",
-        flags=("--rollout-health-check-timeout",),
-    )
-    max_engine_restarts: int = option(3, "Times that one engine is started anew before the run ends.")
-    router: Literal["smg", "sglang-router", "none"] | None = option(
-        None, "In front of the engines; default: smg, or none for one engine. sglang-router loses routed experts."
-    )
-    router_ip: str | None = option(None, "Address of a router that runs already.", flags=("--sglang-router-ip",))
-    router_port: int | None = option(None, "Its port; or the port of ours.", flags=("--sglang-router-port",))
-    rollout_external: bool = option(False, "Use servers that run already.")
-    rollout_external_engine_addrs: list[str] = option([], "Their addresses, HOST:PORT.")
-
-
-@dataclass(frozen=True, kw_only=True)
 class Debug:
     """Look at one side alone, replay, print, prove."""
 
@@ -325,7 +296,7 @@ class Debug:
 
 TABLES: dict[str, type] = {
     "model": Model, "checkpoint": Checkpoint, "rollout": Rollout, "eval": Eval, "perf": Perf,
-    "algorithm": Algorithm, "optimizer": Optimizer, "sglang": Sglang, "debug": Debug,
+    "algorithm": Algorithm, "optimizer": Optimizer, "debug": Debug,
 }
 
 
@@ -340,7 +311,8 @@ class RunConfig:
         origin: dotted key -> who set it; what is not in it is a default.
         name: the run file's stem, or "run".
         stated: "HOOK:NAME" of a part -> what its plugin states of it, the words after that in `provides`: of an engine
-            what it understands, of a weight sync what it needs of the engine.
+            what it understands, of a weight sync what it needs of the engine. "address:KEY" of an option -> HOST:PORT
+            of what has to run already, which `derive` adds.
     """
 
     model: Model = field(default_factory=Model)
@@ -350,7 +322,6 @@ class RunConfig:
     perf: Perf = field(default_factory=Perf)
     algorithm: Algorithm = field(default_factory=Algorithm)
     optimizer: Optimizer = field(default_factory=Optimizer)
-    sglang: Sglang = field(default_factory=Sglang)
     debug: Debug = field(default_factory=Debug)
     plugins: tuple[str, ...] = ()
     options: dict[str, dict[str, object]] = field(default_factory=dict)
@@ -369,7 +340,8 @@ class RunConfig:
     def understood(self) -> frozenset[str]:
         """What the engine understands. One without servers of its own takes a stream of tensors: its contract says so.
 
-        servers: it asks --placement for GPUs of its own. server_args: the fields of [sglang] are its own.
+        servers: it asks --placement for GPUs of its own. external: they run already, on GPUs of others. server_args:
+        the fields of [sglang] are its own.
         """
         words = frozenset(self.stated.get(f"engine:{self.rollout.engine or 'local'}", ()))
         return words if "servers" in words else words | {"tensors"}

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from miles_core import hookspecs
-from miles_core.config.flags import miles_list
+from miles_core.config.surfaces import advice, surfaces_of
 from miles_core.config.tables import Algorithm, RunConfig
 from miles_core.errors import ManifestError, OwnerError
 from miles_core.plugins import fit
@@ -133,7 +133,7 @@ def resolve(selected: Sequence[Selected], config: RunConfig) -> list[Choice]:
                                      fix="enable one of them, or rename one offer")
     _capabilities(selected)
     _resumes(selected, config)
-    return [_own(hook, name, key, owners, config) for hook, name, key in choices(config)]
+    return [_own(selected, hook, name, key, owners, config) for hook, name, key in choices(config)]
 
 
 def _definitions(selected: Sequence[Selected], offer: Offer) -> list[str]:
@@ -142,7 +142,8 @@ def _definitions(selected: Sequence[Selected], offer: Offer) -> list[str]:
             for mine in one.manifest.offers if (mine.hook, mine.name) == (offer.hook, offer.name)]
 
 
-def _own(hook: str, name: str, key: str, owners: dict[tuple[str, str], str], config: RunConfig) -> Choice:
+def _own(selected: Sequence[Selected], hook: str, name: str, key: str, owners: dict[tuple[str, str], str],
+         config: RunConfig) -> Choice:
     origin = str(config.origin.get(key, "default"))
     if (hook, name) in owners:
         return Choice(hook, name, owners[hook, name], origin)
@@ -158,7 +159,7 @@ def _own(hook: str, name: str, key: str, owners: dict[tuple[str, str], str], con
     known = [plugin for plugin, offers in KNOWN.items() if f"{hook}:{name}" in offers]
     offered = sorted(n for h, n in owners if h == hook)
     near = difflib.get_close_matches(name.lower(), [*offered, *_official(hook)], 1, 0.6)
-    fix = miles_list()["parts"].get(f"{hook}:{name}") or (
+    fix = advice(surfaces_of(selected), f"{hook}:{name}") or (
         f"add --plugin {known[0]} (pip install miles-{known[0]})" if known else
         f"did you mean {near[0]!r}?" if near else "enable the plugin that offers it with --plugin")
     raise OwnerError(f"nobody enabled offers the {hook} {name!r}", got=f"offered: {', '.join(offered) or 'none'}",

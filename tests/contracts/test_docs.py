@@ -196,18 +196,18 @@ FLAG = re.compile(r"`(--[a-z][a-z0-9.-]*)")
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.name not in GENERATED], ids=lambda page: page.name)
 def test_flags_that_the_docs_name_exist(page):
+    from miles_flags.table import flags
     from miles_megatron.surface import surface
     from miles_sglang.forwarded import PREFIXES, surface_of
 
     from miles_core.cli import completion
-    from miles_core.config.flags import miles_flags
 
     known = {flag for option in completion.options() for side in completion.spellings(option) for flag in side}
     known |= {"--plugin", "--plan", "--json", "--live", "--no-live", "--help", "--version", "--messages"}
     known |= {"--bundle", "--with-samples", "--no-plugin", "--preset", "--locked", "--out", "--all"}
     known |= {"--host", "--port", "--open", "--distribution", "--template"}
     known |= {flag for one in convert.commands.values() for option in one.params for flag in option.opts}
-    known |= set(miles_flags()) | {f"--{name.replace('_', '-')}" for name in surface()}
+    known |= set(flags()) | {f"--{name.replace('_', '-')}" for name in surface()}
     known |= {f"--{begin}-{flag[2:]}" for table, begin in PREFIXES.items() for flag in surface_of(table).spellings()}
     known |= {"--sglang", "--cut-off.most-truncated", "--most-truncated"}  # of plugins that pages make
     known |= {"--varied.least", "--digits.most", "--hook"}

@@ -37,7 +37,7 @@ from miles_sglang.sync.sequence import ServerSync
 from miles_sglang.sync.servers import Target
 from miles_sglang.sync.verify import Ledger
 
-from miles_core.config.tables import Checkpoint, Debug, Rollout, RunConfig, Sglang
+from miles_core.config.tables import Checkpoint, Debug, Rollout, RunConfig
 from miles_core.types import Rank
 
 SHAPES = {
@@ -197,8 +197,8 @@ async def turns(kind: str, url: str, settings: Settings, held: list[tuple[str, t
     """Figures of the first sync, of those with the verification, and of those without."""
     config = RunConfig(checkpoint=Checkpoint(hf_checkpoint=settings.checkpoint, run_dir=tempfile.mkdtemp()),
                        rollout=Rollout(engine="sglang"), debug=Debug(debug_rollout_only=True),
-                       sglang=Sglang(router="none", rollout_external=True,
-                                     rollout_external_engine_addrs=[url.removeprefix("http://")]))
+                       options={"sglang": {"router": "none", "rollout_external": True,
+                                           "rollout_external_engine_addrs": [url.removeprefix("http://")]}})
     engine, trainer = SglangEngine(config, None, None), Trainer(held)
     made, target = (IpcSender if kind == "ipc" else BroadcastSender), Target("engine 0", url, gpus=gpus)
     sync = ServerSync(config, lambda _targets: made(settings, (target,)))

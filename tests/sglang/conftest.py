@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from miles_core.config.tables import Checkpoint, Debug, Perf, Rollout, RunConfig, Sglang
+from miles_core.config.tables import Checkpoint, Debug, Perf, Rollout, RunConfig
 
 ROOT = Path(__file__).parents[2]
 PYTHON = Path(os.environ.get("MILES_SGLANG_PYTHON") or ROOT / ".venv-sglang" / "bin" / "python")
@@ -67,7 +67,7 @@ def config(models, tmp_path_factory) -> RunConfig:
     return RunConfig(
         checkpoint=Checkpoint(hf_checkpoint=str(models["old"]), run_dir=str(tmp_path_factory.mktemp("run"))),
         rollout=Rollout(engine="sglang", rollout_max_context_len=2048), perf=Perf(bf16=False),
-        sglang=Sglang(server_command=LAUNCHER, router="none", health_check_timeout=5.0),
+        options={"sglang": {"server_command": LAUNCHER, "router": "none", "health_check_timeout": 5.0}},
         surfaces={"server": {"max_total_tokens": 8192, "enable_return_routed_experts": True,
                 "custom_weight_loader": ["miles_weights.load"]}},
         debug=Debug(debug_rollout_only=True),
@@ -122,9 +122,9 @@ def beside(config, tokenizer, server):
     from miles_sglang.engine import SglangEngine
 
     def make(address: str | None = None, *, mode: str = "retract", **options):
-        sglang = replace(config.sglang, rollout_external=True, server_command=[], **{
-            "rollout_external_engine_addrs": [address or server.removeprefix("http://")], **options})
-        engine = SglangEngine(replace(config, sglang=sglang, rollout=replace(
+        sglang = {**config.options["sglang"], "rollout_external": True, "server_command": [],
+                  "rollout_external_engine_addrs": [address or server.removeprefix("http://")], **options}
+        engine = SglangEngine(replace(config, options={"sglang": sglang}, rollout=replace(
             config.rollout, pause_generation_mode=mode)), tokenizer, None)
         engine.events = []
         engine.event = lambda kind, **fields: engine.events.append((kind, fields))

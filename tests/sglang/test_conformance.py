@@ -358,14 +358,14 @@ def processes() -> list[psutil.Process]:
 def test_deaths_of_server_and_router_in_mid_rollout(config, tokenizer, models, monkeypatch):
     """SIGKILL of the router, of the server, and a server that hangs: detected within 15 s, recovered, every request
     answered once and with the right weights; afterwards no process is left."""
-    from dataclasses import replace
     from pathlib import Path
 
     from miles_sglang.engine import SglangEngine
 
+    from miles_core.config.load import with_values
     from miles_core.stages.placement import Local
 
-    beside_python = Path(config.sglang.server_command[0]).parent  # smg may be there alone
+    beside_python = Path(config.options["sglang"]["server_command"][0]).parent  # smg may be there alone
     monkeypatch.setenv("PATH", f"{os.environ['PATH']}:{beside_python}")
     before = {process.pid for process in processes()}
 
@@ -373,7 +373,7 @@ def test_deaths_of_server_and_router_in_mid_rollout(config, tokenizer, models, m
         return [process for process in processes() if process.pid not in before and word in " ".join(process.cmdline())]
 
     async def story():
-        chosen = replace(config, sglang=replace(config.sglang, router="smg"))
+        chosen = with_values(config, "this test", sglang__router="smg")
         engine = SglangEngine(chosen, tokenizer, Local(chosen))
         seen = []
         engine.event = lambda kind, **fields: seen.append((time.monotonic(), kind))

@@ -120,7 +120,7 @@ def rows():
 @pytest.mark.parametrize("name", SERVERS)
 def test_a_fault_of_real_servers(config, run_file, models, tiny, tmp_path, request, rows, name):
     mode, fault = SERVERS[name]
-    tag, launcher = str(tmp_path), config.sglang.server_command
+    tag, launcher = str(tmp_path), config.options["sglang"]["server_command"]
     path = f"{os.environ['PATH']}:{Path(launcher[0]).parent}"  # smg may be there alone
     flags = ["run", run_file(), "--no-live", "--run-dir", "run", "--engine", "sglang", "--max-lag", MODES[mode],
              "--num-rollout", ROLLOUTS, "--rollout-max-response-len", "80", "--rollout-ignore-eos", "--save",

@@ -21,6 +21,7 @@ from scenes import PROMPT, ask
 from test_conformance import check, processes
 from test_sync import KINDS, Settings, Trainer
 
+from miles_core.config.load import with_values
 from miles_core.config.tables import Debug
 from miles_core.hosts import ThreadHost
 from miles_core.stages.placement import Local
@@ -33,7 +34,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::ResourceWarn
 @pytest.fixture(autouse=True)
 def routers(config, monkeypatch):
     """smg may be in the environment of the servers alone."""
-    monkeypatch.setenv("PATH", f"{os.environ['PATH']}:{Path(config.sglang.server_command[0]).parent}")
+    launcher = config.options["sglang"]["server_command"]
+    monkeypatch.setenv("PATH", f"{os.environ['PATH']}:{Path(launcher[0]).parent}")
 
 
 class Fleet:
@@ -45,7 +47,7 @@ class Fleet:
             surfaces={"server": {"max_total_tokens": 8192}},
             perf=replace(config.perf, rollout_num_gpus=2, rollout_num_gpus_per_engine=1, weight_sync_timeout=120.0,
                          update_weight_buffer_size=8_000),
-            sglang=replace(config.sglang, router="smg"))  # fmt: skip
+            options={"sglang": {**config.options["sglang"], "router": "smg"}})  # fmt: skip
         self.engine = SglangEngine(self.config, tokenizer, Local(self.config))
         self.models, self.logs, self.events = models, run_dir / "logs", []
         self.engine.event = lambda kind, **fields: self.events.append((time.monotonic(), kind, fields))
@@ -158,7 +160,7 @@ def test_two_servers_behind_smg_share_work_and_weights_and_may_die(config, token
 @pytest.mark.skipif(not (find_spec("sglang_router") or shutil.which("sglang-router")), reason="no sglang-router")
 def test_sglang_router_takes_and_gives_up_a_worker_and_loses_routed_experts(config, server, tmp_path):
     """Through the same calls as smg."""
-    router = Router(replace(config, sglang=replace(config.sglang, router="sglang-router")), tmp_path / "router.log")
+    router = Router(with_values(config, "this test", sglang__router="sglang-router"), tmp_path / "router.log")
     body = {"input_ids": list(PROMPT), "sampling_params": {"max_new_tokens": 4, "ignore_eos": True},
             "return_logprob": True, "return_routed_experts": True}
 

@@ -40,7 +40,8 @@ def replayed(config, close, run_file, tmp_path):
     """(*flags) -> metrics of each rollout of a run whose servers compute in bfloat16."""
     def run(*flags: str) -> list[dict]:
         outcome = miles(["run", run_file(), "--no-live", "--run-dir", "run", "--engine", "sglang", "--server-command",
-                         *config.sglang.server_command, "--hf-checkpoint", str(close), "--engine-dtype", "bfloat16",
+                         *config.options["sglang"]["server_command"], "--hf-checkpoint", str(close),
+                         "--engine-dtype", "bfloat16",
                          "--use-rollout-routing-replay", "--r3.compare-every", "1", "--num-rollout", "2",
                          "--rollout-ignore-eos", "--lr", "1e-4", *flags],
                         tmp_path, timeout=500, before=partial(mark, MILES_TEST_RUN=str(tmp_path)))  # fmt: skip

@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.integration]
 def test_a_run_trains_on_what_real_servers_draw(config, run_file, tmp_path, flags):
     """Rewards rise, log-probs of engine and trainer agree wherever both have the same weights, each rollout is followed
     by a sync, and the run leaves no process behind."""
-    tag, launcher = str(tmp_path), config.sglang.server_command
+    tag, launcher = str(tmp_path), config.options["sglang"]["server_command"]
     path = f"{os.environ['PATH']}:{Path(launcher[0]).parent}"  # smg may be there alone
     outcome = miles(["run", run_file(), "--no-live", "--run-dir", "run", "--engine", "sglang", "--server-command",
                      *launcher, "--sglang-max-total-tokens", "4096", *flags],
@@ -53,7 +53,7 @@ def test_a_run_trains_on_what_real_servers_draw(config, run_file, tmp_path, flag
 
 def test_what_a_real_server_was_asked_for_goes_on_in_the_next_rollout(config, run_file, tmp_path):
     """Partial rollout: requests are aborted by name, their tokens stay, each with the version that drew it."""
-    launcher = config.sglang.server_command
+    launcher = config.options["sglang"]["server_command"]
     outcome = miles(["run", run_file(), "--no-live", "--run-dir", "run", "--engine", "sglang", "--server-command",
                      *launcher, "--sglang-max-total-tokens", "4096", "--sglang-max-running-requests", "6",
                      "--partial-rollout", "--batch-order", "window",

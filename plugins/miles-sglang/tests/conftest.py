@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from miles_sglang.engine import SglangEngine
 from wire import VOCAB
 
-from miles_core.config.tables import Checkpoint, Debug, Rollout, RunConfig, Sglang
+from miles_core.config.tables import Checkpoint, Debug, Rollout, RunConfig
 from miles_core.stages.rollout import Request, SamplingParams
 
 
@@ -32,7 +32,8 @@ def config(tmp_path) -> RunConfig:
     return RunConfig(
         checkpoint=Checkpoint(hf_checkpoint=str(tmp_path), run_dir=str(tmp_path / "run")),
         rollout=Rollout(engine="sglang"), debug=Debug(debug_rollout_only=True),
-        sglang=Sglang(rollout_external=True, router="none", health_check_interval=0.2, health_check_timeout=0.5),
+        options={"sglang": {"rollout_external": True, "router": "none", "health_check_interval": 0.2,
+                            "health_check_timeout": 0.5}},
     )  # fmt: skip
 
 
@@ -46,7 +47,8 @@ def engine_over(config):
         engine = SglangEngine(replace(
             config, rollout=replace(config.rollout, pause_generation_mode=mode),
             debug=Debug(debug_rollout_only=not trained),
-            sglang=replace(config.sglang, rollout_external_engine_addrs=addresses, **options)), Letters(), None)
+            options={"sglang": {**config.options["sglang"], "rollout_external_engine_addrs": addresses, **options}},
+            ), Letters(), None)
         engine.events = []
         engine.event = lambda kind, **fields: engine.events.append(kind)
         return engine

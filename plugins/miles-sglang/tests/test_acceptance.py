@@ -2,13 +2,13 @@
 
 import pytest
 from miles_sglang.acceptance import FALL, RATE, WINDOW
-from miles_sglang.plugin import Sglang
+from miles_sglang.plugin import Sglang, SglangOptions
 
 
 @pytest.fixture
 def said(caplog):
     """(rates of successive rollouts) -> the rollouts that were warned at."""
-    plugin = Sglang()
+    plugin = Sglang(SglangOptions())
 
     def run(*rates):
         for rollout, rate in enumerate(rates):

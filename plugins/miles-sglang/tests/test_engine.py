@@ -6,7 +6,6 @@ tests/sglang holds the same engine against the real server.
 import asyncio
 import threading
 import time
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -516,9 +515,11 @@ def test_a_router_port_that_is_taken_is_one_sentence(config, tmp_path):
 
     from miles_sglang.router import Router
 
+    from miles_core.config.load import with_values
+
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
         held.listen()
-        chosen = replace(config, sglang=replace(config.sglang, router="smg", router_port=held.getsockname()[1]))
+        chosen = with_values(config, "this test", sglang__router="smg", sglang__router_port=held.getsockname()[1])
         with pytest.raises(EngineError, match="the router's port cannot be used .got Address already in use"):
             Router(chosen, tmp_path / "router.log")

@@ -4,14 +4,14 @@ import json
 
 import pytest
 from miles_sglang import forwarded
+from miles_sglang.plugin import SglangOptions, sglang_options
 from miles_sglang.surface import bundled
 
 from miles_core.config.load import load
 from miles_core.config.options import options_of
-from miles_core.config.tables import Sglang
 from miles_core.errors import ConfigError, UnknownKeyError
 
-OWN = {flag for option in options_of("sglang", Sglang).values()
+OWN = {flag for option in options_of("sglang", SglangOptions).values()
        for flag in (f"--{option.name.replace('_', '-')}", *option.flags)}
 PREFIX = {"server": "--sglang-", "router": "--router-"}
 
@@ -77,7 +77,7 @@ def test_flags_and_keys_reach_the_configuration_with_who_set_them(tmp_path):
     path.write_text('[sglang]\nserver_concurrency = 9\nmem_fraction_static = 0.8\nrouter_policy = "random"\n'
                     'cuda_graph_config = { decode = { backend = "full" } }\n')
     config = load(path, ["--sglang-mem-fraction-static", "0.7", "--router-queue-size", "3"]).config
-    assert config.sglang.server_concurrency == 9
+    assert sglang_options(config).server_concurrency == 9
     graphs = {"decode": {"backend": "full"}}
     assert config.surface("server") == {"mem_fraction_static": 0.7, "cuda_graph_config": graphs}
     assert config.surface("router") == {"policy": "random", "queue_size": 3}
@@ -100,9 +100,16 @@ def test_spellings(argv, server):
     assert load(None, argv).config.surface("server") == server
 
 
+def test_an_own_option_needs_no_prefix():
+    for option in options_of("sglang", SglangOptions).values():
+        dashed = option.name.replace("_", "-")
+        assert f"--{dashed}" in option.flags and (not option.is_bool or f"--no-{dashed}" in option.off)
+
+
 def test_an_own_option_wins_over_an_argument_of_the_same_spelling():
     config = load(None, ["--sglang-router-port", "7", "--router-ip", "h"]).config
-    assert (config.sglang.router_port, config.sglang.router_ip, config.surface("router")) == (7, "h", {})
+    options = sglang_options(config)
+    assert (options.router_port, options.router_ip, config.surface("router")) == (7, "h", {})
 
 
 @pytest.mark.parametrize(("argv", "message"), [

@@ -3,9 +3,7 @@
 import pytest
 from miles_megatron.flags import megatron_lm_flags
 from miles_megatron.surface import surface
-from miles_sglang.forwarded import surface_of
 
-from miles_core.config.flags import miles_flags
 from miles_core.config.load import load
 from miles_core.config.options import options_of
 from miles_core.config.tables import TABLES
@@ -38,12 +36,6 @@ def value_of(config, key):
     return found[name] if isinstance(found, dict) else getattr(found, name)
 
 
-def option_of(key):
-    """The option of a key, a field of SGLang's or its router's as well."""
-    table, _, name = key.partition(".")
-    return OPTIONS[key] if key in OPTIONS else surface_of(table).fields[name].option(table)
-
-
 def accepted(config_key: str, argv: list[str], value: object) -> None:
     """Load a command line that sets one key, and look at it and at its origin."""
     config = load(None, argv).config
@@ -58,20 +50,6 @@ def test_every_key_is_a_flag(key):
     accepted(key, [f"--{option.name.replace('_', '-')}", *words], value)
     if option.is_bool:
         accepted(key, [f"--no-{option.name.replace('_', '-')}"], False)
-
-
-@pytest.mark.parametrize("flag", [f for f, entry in miles_flags().items() if "key" in entry and "plugin" not in entry])
-def test_every_flag_of_todays_miles_that_is_accepted_sets_its_key(flag):
-    entry = miles_flags()[flag]
-    option = option_of(entry["key"])
-    words, value = ([], entry["value"]) if "value" in entry else legal(option.type, option.default, option.choices)
-    accepted(entry["key"], [flag, *words], value)
-
-
-@pytest.mark.parametrize("flag", [flag for flag, entry in miles_flags().items() if "set" in entry])
-def test_every_flag_that_stands_for_several_options_sets_them_all(flag):
-    config = load(None, [flag]).config
-    assert {key: value_of(config, key) for key in miles_flags()[flag]["set"]} == miles_flags()[flag]["set"]
 
 
 @pytest.mark.parametrize("name", [name for name, flag in megatron_lm_flags().items() if flag.status == "accepted"])
@@ -166,12 +144,3 @@ def test_underscores_and_equals_signs_are_as_good():
     assert load(None, ["--no-bf16"]).config.perf.bf16 is False
     loaded = load(None, ["--moe-layer-freq", "([0]*1+[1]*3)"])
     assert loaded.config.surface("megatron")["moe_layer_freq"] == [0, 1, 1, 1]
-
-
-@pytest.mark.parametrize(("flag", "plugin"), [
-    (["--use-tis"], "tis"), (["--use-tensorboard"], "tensorboard"), (["--critic-lr", "1e-5"], "ppo"),
-    (["--custom-megatron-init-path", "a.b"], "compat"),
-])  # fmt: skip
-def test_a_flag_of_an_official_plugin_enables_it(flag, plugin):
-    [one] = [one for one in load(None, flag).selected if one.manifest.name == plugin]
-    assert one.origin == flag[0]

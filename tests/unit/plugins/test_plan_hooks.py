@@ -82,9 +82,10 @@ ROCKET = '''
 from miles_core import hookimpl
 from miles_core.config.flags import Assignment
 from miles_core.config.options import Origin
+from miles_core.config.surfaces import Surface
 
 
-class RocketOptions:
+class RocketOptions(Surface):
     """--rocket-NAME, for tables and the plan alike."""
 
     tables = stored = ("rocket",)
@@ -98,15 +99,6 @@ class RocketOptions:
 
     def suggest(self, flag):
         return [(0.9, "--rocket-thrust")]
-
-    def complete(self, prefix):
-        return []
-
-    def page(self, table):
-        return []
-
-    def appendix(self):
-        return []
 
 
 class Rocket:

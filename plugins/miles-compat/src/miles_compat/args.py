@@ -55,9 +55,9 @@ def _of_core(config: RunConfig, name: str) -> tuple[object] | None:
     for table in TABLES:
         if hasattr(getattr(config, table), name):
             return (getattr(getattr(config, table), name),)
-    from miles_core.config.flags import miles_flags
+    from miles_flags.table import flags
 
-    listed = miles_flags().get("--" + name.replace("_", "-"), {})
+    listed = flags().get("--" + name.replace("_", "-"), {})
     key = ALIASES.get(name, "" if "value" in listed else str(listed.get("key", "")))
     table, _, option = key.partition(".")
     return (getattr(getattr(config, table), option),) if table in TABLES else None

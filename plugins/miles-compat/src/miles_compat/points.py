@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -129,12 +128,7 @@ def advice(flag: str) -> str:
     Raises:
         KeyError: there is no such flag in the lists, or it is taken.
     """
+    from miles_flags.table import refusal
     from miles_megatron.flags import megatron_lm_flags
 
-    from miles_core.config.flags import miles_flags, miles_list
-
-    if flag in miles_flags():
-        text = str(miles_flags()[flag]["refused"])
-        families: Mapping[str, str] = miles_list()["families"]
-        return families[text[1:]] if text.startswith("@") else text
-    return megatron_lm_flags()[flag].text
+    return refusal(flag) or megatron_lm_flags()[flag].text

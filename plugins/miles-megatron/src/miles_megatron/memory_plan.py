@@ -64,7 +64,7 @@ def _weights(config: RunConfig, model: Model, capacity: float) -> None:
     Raises:
         ConfigError: an engine's weights leave no room for its KV cache.
     """
-    ours = "server_args" in config.understood and not (config.sglang.rollout_external or config.debug.debug_train_only)
+    ours = _serves(config) and not config.debug.debug_train_only
     if not ours or quantised(config) or config.surface("server").get("quantization"):
         return
     weights, fraction = engine(config, model)
@@ -119,10 +119,15 @@ def _remedies(config: RunConfig, capacity: float) -> Iterator[str]:
             yield f"{text} ({needed / GIB:.0f} GiB)"
 
 
+def _serves(config: RunConfig) -> bool:
+    """Whether servers take memory of this run's GPUs by fields of [sglang]."""
+    return "server_args" in config.understood and "external" not in config.understood
+
+
 def lines(config: RunConfig) -> list[str]:
     """What the plan says about the memory of a GPU; nothing for a run without GPUs."""
     model, capacity = model_of(config), capacity_of(config)
-    served = "server_args" in config.understood and not config.sglang.rollout_external
+    served = _serves(config)
     if model is None or (capacity is None and not served):
         return []
     of = f" of {capacity / GIB:.1f}" if capacity else ""

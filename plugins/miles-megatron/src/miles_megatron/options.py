@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from miles_core.config.flags import Assignment, alone, needless, words_of
 from miles_core.config.options import Option, Origin, convert
-from miles_core.config.surfaces import alike
+from miles_core.config.surfaces import Surface, alike
 from miles_core.errors import UnknownKeyError
 from miles_megatron import flags
 from miles_megatron.flags import OWN, Flag
@@ -28,7 +28,7 @@ is not needed and changes nothing, which is announced; one that is refused ends 
 """
 
 
-class MegatronOptions:
+class MegatronOptions(Surface):
     """Fields of the installed Megatron-core, and Megatron-LM's names for them."""
 
     tables: tuple[str, ...] = ("model", "perf", "optimizer")

@@ -20,16 +20,9 @@ def check_machine(config: RunConfig) -> None:
     """
 
     Raises:
-        ConfigError: more GPUs than there are and no cluster to find them in, or other engines than addresses.
+        ConfigError: more GPUs than there are and no cluster to find them in.
     """
     _gpus(config)
-    named, number = config.sglang.rollout_external_engine_addrs, config.perf.rollout_num_gpus
-    if named and config.rollout.engine == "sglang" and len(named) != hardware.engines(config):
-        raise ConfigError("as many servers have to be named as there are engines",
-                          got=f"addresses: {len(named)}, engines: {hardware.engines(config)} ({number} GPUs, "
-                          f"{config.perf.rollout_num_gpus_per_engine} each)",
-                          who=who(config, "sglang.rollout_external_engine_addrs", "perf.rollout_num_gpus"),
-                          fix="name every server, and leave --rollout-num-gpus out: it follows from the addresses")
 
 
 def check_listening(config: RunConfig) -> None:
@@ -44,7 +37,7 @@ def check_listening(config: RunConfig) -> None:
 
 def demand(config: RunConfig) -> tuple[int, int]:
     """GPUs of the trainer and of the engines that are ours."""
-    debug, sampled = config.debug, "servers" in config.understood and not config.sglang.rollout_external
+    debug, sampled = config.debug, "servers" in config.understood and "external" not in config.understood
     return (0 if debug.debug_rollout_only else hardware.trainer_gpus(config),
             config.perf.rollout_num_gpus or 0 if sampled and not debug.debug_train_only else 0)
 
@@ -73,15 +66,11 @@ def _gpus(config: RunConfig) -> None:
 
 def _addresses(config: RunConfig) -> Iterator[tuple[str, str]]:
     """(key, HOST:PORT) of servers that have to run already."""
-    sglang, cluster, variable = config.sglang, config.perf.ray_address, os.environ.get("RAY_ADDRESS", "")
+    cluster, variable = config.perf.ray_address, os.environ.get("RAY_ADDRESS", "")
     if config.perf.placement == "ray" and ":" in (cluster or variable):
         yield ("perf.ray_address", cluster) if cluster else ("RAY_ADDRESS", variable)
-    if config.rollout.engine != "sglang" or config.debug.debug_train_only:
-        return
-    if sglang.rollout_external:
-        yield from (("sglang.rollout_external_engine_addrs", one) for one in sglang.rollout_external_engine_addrs)
-    if sglang.router_ip is not None:
-        yield "sglang.router_ip", f"{sglang.router_ip}:{sglang.router_port}"
+    for key, named in config.stated.items():
+        yield from ((key.removeprefix("address:"), one) for one in named if key.startswith("address:"))
 
 
 def _listens(config: RunConfig, key: str, address: str) -> None:

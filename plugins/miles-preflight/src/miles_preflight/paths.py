@@ -236,7 +236,7 @@ def check_weights(config: RunConfig) -> None:
         CheckpointError: --hf-checkpoint is a model without the weights that the run would start from.
     """
     folder, debug = Path(str(config.checkpoint.hf_checkpoint)), config.debug
-    serves = debug.debug_rollout_only and not config.sglang.rollout_external  # engines of others have their own
+    serves = debug.debug_rollout_only and "external" not in config.understood  # engines of others have their own
     if (serves or _starts_there(config)) and (folder / "config.json").is_file() and not (
             debug.plan_without_weights or any(folder.glob("*.safetensors"))):
         raise CheckpointError("the folder of the model holds no weights", who=f"--hf-checkpoint {folder}",

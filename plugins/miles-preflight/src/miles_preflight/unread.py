@@ -55,7 +55,7 @@ def _idle(config: RunConfig, key: str) -> bool:
     for names, reader in READERS.items():
         place, _, rest = reader.partition(".")
         options, _, wanted = rest.partition("=")
-        same = place == table or (place, table) in (("checkpoint", "perf"), ("perf", "sglang"))
+        same = place == table or (place, table) == ("checkpoint", "perf")
         if same and any(fnmatchcase(name, one) for one in names.split()):
             values = [_of(config, place, option) for option in options.split("|")]
             return not any(fnmatchcase(str(value), wanted) if wanted else value for value in values)

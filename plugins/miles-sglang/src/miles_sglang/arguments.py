@@ -11,6 +11,7 @@ from miles_core.config.load import quantised
 from miles_core.config.tables import RunConfig
 from miles_core.types import Seat
 from miles_sglang.forwarded import words
+from miles_sglang.plugin import sglang_options
 
 LOADER = "miles_weights.load"
 """The function, of a file that runs inside the server, that loads what a weight sync sends, and verifies it."""
@@ -24,7 +25,7 @@ def command(config: RunConfig, seat: Seat, port: int, meeting: str | None) -> li
         port: where the node listens; requests go to that of node 0.
         meeting: HOST:PORT where the nodes of an engine find each other; None for one node.
     """
-    start = config.sglang.server_command or [sys.executable, "-m", "sglang.launch_server"]
+    start = sglang_options(config).server_command or [sys.executable, "-m", "sglang.launch_server"]
     fields = {**_placed(config, seat, port, meeting), **_usual(config), **config.surface("server")}
     return [*start, *words("server", fields)]
 

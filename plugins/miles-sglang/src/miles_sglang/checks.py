@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from miles_core.config.load import quantised, who
 from miles_core.config.tables import RunConfig
 from miles_core.errors import ConfigError
+from miles_sglang.plugin import sglang_options
 
 ARCHITECTURE = re.compile(
     r'"(num_hidden_layers|hidden_size|(moe_)?intermediate_size|num_attention_heads|num_key_value_heads|head_dim|'
@@ -27,7 +28,8 @@ def check_servers(config: RunConfig, note: Callable[[str], None]) -> RunConfig:
     Raises:
         ConfigError: a field of ServerArgs by which servers would answer as another model than the one that is trained.
     """
-    if "server_args" in config.understood and not (config.sglang.rollout_external or config.debug.debug_train_only):
+    options = sglang_options(config)
+    if "server_args" in config.understood and not (options.rollout_external or config.debug.debug_train_only):
         for name, what, fix in (*_answers(config), *_weights(config)):
             raise ConfigError(what, got=config.surface("server")[name], who=who(config, f"server.{name}"), fix=fix)
     return config

@@ -26,6 +26,7 @@ from miles_sglang.client import Answer, Client, Failed
 from miles_sglang.fleet import Fleet
 from miles_sglang.flight import Flight, ModelFacts
 from miles_sglang.launch import Server
+from miles_sglang.plugin import sglang_options
 from miles_sglang.traffic import Traffic
 
 if TYPE_CHECKING:
@@ -100,11 +101,11 @@ class SglangEngine:
     @property
     def path(self) -> str:
         """What it runs on, for the log."""
-        sglang = self._config.sglang
-        if sglang.rollout_external:
-            return f"servers that run at {', '.join(sglang.rollout_external_engine_addrs)}"
+        options = sglang_options(self._config)
+        if options.rollout_external:
+            return f"servers that run at {', '.join(options.rollout_external_engine_addrs)}"
         count, size = engines(self._config)
-        return f"{count} server{'s'[:count != 1]} of {size} GPU{'s'[:size != 1]}, router {sglang.router or 'none'}"
+        return f"{count} server{'s'[:count != 1]} of {size} GPU{'s'[:size != 1]}, router {options.router or 'none'}"
 
     # Requests.
 

@@ -15,6 +15,7 @@ from miles_core.types import Seat
 from miles_core.waits import awake
 from miles_sglang.client import Client
 from miles_sglang.launch import Server, attach, compilers, end, exited, launch, log_of, together
+from miles_sglang.plugin import sglang_options
 from miles_sglang.router import Router
 from miles_sglang.server import ServerProcess
 from miles_sglang.traffic import Lane
@@ -41,7 +42,7 @@ class Fleet:
     """
 
     def __init__(self, config: RunConfig, placement: Placement):
-        self._config, self._placement = config, placement
+        self._config, self._options, self._placement = config, sglang_options(config), placement
         self.servers: list[Server] = []
         self.router: Router | None = None
         self.version = 0
@@ -67,9 +68,9 @@ class Fleet:
         Raises:
             EngineError: one of them does not come up, or is not fit for the run; says why, with the end of its log.
         """
-        sglang = self._config.sglang
-        if sglang.rollout_external:
-            for address in sglang.rollout_external_engine_addrs:
+        options = self._options
+        if options.rollout_external:
+            for address in options.rollout_external_engine_addrs:
                 name = f"external engine {len(self.servers)}"
                 url = address if re.match(r"https?://", address) else f"http://{address}"
                 self.servers.append(Server(name, Client(url, name)))
@@ -77,8 +78,8 @@ class Fleet:
         else:
             await self._take_seats()
             await together(launch(server, self._config) for server in self.servers)
-        url = None if sglang.router_ip is None else f"http://{sglang.router_ip}:{sglang.router_port}"
-        if sglang.router != "none" and (url or sglang.router or len(self.servers) > 1):
+        url = None if options.router_ip is None else f"http://{options.router_ip}:{options.router_port}"
+        if options.router != "none" and (url or options.router or len(self.servers) > 1):
             self.router = Router(self._config, logs(self._config) / "router.log", url)
             await self.router.start()
             await self.route()
@@ -90,7 +91,7 @@ class Fleet:
 
     def lanes(self) -> list[tuple[Lane, int]]:
         """Where requests may be sent now, and the most that may be in the air there."""
-        most = self._config.sglang.server_concurrency
+        most = self._options.server_concurrency
         usable = [server for server in self.servers if self.usable(server)] if self.serving else []
         if self.router is None:
             return [(server, most) for server in usable]
@@ -141,7 +142,7 @@ class Fleet:
             try:
                 await asyncio.gather(*(self.router.add(server.url) for server in self.servers if self.usable(server)))
             except MilesError:
-                if await self.router.ill(self._config.sglang.health_check_timeout) is None:
+                if await self.router.ill(self._options.health_check_timeout) is None:
                     raise
                 # Its watch starts it again, and has them routed.
 
@@ -182,9 +183,9 @@ class Fleet:
         while True:
             await asyncio.sleep(LOOK)
             now = awake()
-            why = await self.router.ill(self._config.sglang.health_check_timeout if now >= due else None)
+            why = await self.router.ill(self._options.health_check_timeout if now >= due else None)
             if now >= due:
-                due = now + self._config.sglang.health_check_interval
+                due = now + self._options.health_check_interval
             if why is not None:
                 self.event("router_lost", why=why)
                 await self.router.revive(why)
@@ -217,19 +218,19 @@ class Fleet:
             return server.fault
         if (why := await exited(server)) is not None:
             return why
-        sglang, begin = self._config.sglang, awake()  # its silence counts only while we could hear it
+        options, begin = self._options, awake()  # its silence counts only while we could hear it
         if begin < server.next_look:
             return None
-        server.next_look = begin + sglang.health_check_interval
+        server.next_look = begin + options.health_check_interval
         # Not /health: a busy server lets it wait, and a pause waits a second for it.
         ask = server.client.server_info if self.serving else server.client.model_info
         try:
-            await ask(sglang.health_check_timeout)
+            await ask(options.health_check_timeout)
         except MilesError as error:
             server.next_look = 0.0
             silent = awake() - server.seen
-            if self._changed <= begin and silent > sglang.health_check_timeout and not await self._compile(server):
-                return await exited(server) or f"no sign of life for {sglang.health_check_timeout:g} s: {error.what}"
+            if self._changed <= begin and silent > options.health_check_timeout and not await self._compile(server):
+                return await exited(server) or f"no sign of life for {options.health_check_timeout:g} s: {error.what}"
         else:
             server.seen, server.waited = awake(), False
         return None
@@ -237,7 +238,7 @@ class Fleet:
     async def _compile(self, silent: Server) -> bool:
         """Whether a silent server is to be waited for, because it or another one, whose kernels it may wait for, builds
         some. It began as it served: to end it would have it begin again."""
-        limit = self._config.sglang.server_start_timeout
+        limit = self._options.server_start_timeout
         with suppress(MilesError):  # a host that died; who looks after its server says so
             built = sorted({name for server in self.servers for name in await compilers(server)})
             before, silent.waited = silent.waited, bool(built) and awake() - silent.seen < limit
@@ -262,7 +263,7 @@ class Fleet:
         server.alive, server.version, server.fault = False, 0, why
 
     async def _revive(self, server: Server) -> None:
-        why, most = server.fault, self._config.sglang.max_engine_restarts
+        why, most = server.fault, self._options.max_engine_restarts
         if self.router is not None:
             with suppress(MilesError):  # a router that is gone gets no dead worker when it is back
                 await self.router.remove(server.url)
@@ -279,7 +280,7 @@ class Fleet:
             await launch(server, self._config)
         while not server.alive:  # somebody else's: whoever waits for an answer has a bound of their own
             with suppress(EngineError):
-                await attach(server, self._config, self._config.sglang.health_check_timeout)
+                await attach(server, self._config, self._options.health_check_timeout)
             await asyncio.sleep(LOOK)
         self.event("engine_restarted", engine=server.name, restarts=server.restarts)
         if self.serving:

@@ -12,11 +12,12 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 
-from miles_core.config.flags import Assignment, Given, miles_list, value_of
+from miles_core.config import surfaces
+from miles_core.config.flags import Assignment, Given, value_of
 from miles_core.config.options import Option, Origin, convert, options_of
-from miles_core.config.tables import Sglang
 from miles_core.errors import ConfigError, UnknownKeyError
 from miles_sglang import surface
+from miles_sglang.plugin import SglangOptions
 from miles_sglang.surface import Field, Surface
 
 PREFIXES = {"server": "sglang", "router": "router"}
@@ -130,7 +131,7 @@ def _field(table: str, flag: str, origin: Origin) -> Field:
     shown = _shown(table, flag, as_flag)
     if field is None:
         bare = {one[2:]: _shown(table, one, as_flag) for one in (*spellings, *known.old)}
-        for option in options_of("sglang", Sglang).values():
+        for option in options_of("sglang", SglangOptions).values():
             dashed = option.name.replace("_", "-")
             bare[dashed] = [f"--{dashed}", *option.flags][-1] if as_flag else option.name
         near = difflib.get_close_matches(flag[2:], bare, 1, 0.6)
@@ -169,7 +170,7 @@ not in it.
 """
 
 
-class ServerArguments:
+class ServerArguments(surfaces.Surface):
     """The arguments of SGLang's server and of its router as a surface (miles_core/config/surfaces.py)."""
 
     tables: tuple[str, ...] = ("sglang",)
@@ -177,8 +178,6 @@ class ServerArguments:
 
     def from_flag(self, flag: Given, notes: list[str]) -> list[Assignment] | None:
         """See Surface."""
-        if flag.flag.startswith("--eval-sglang-"):
-            raise UnknownKeyError(f"{flag.flag} has no place here", fix=miles_list()["families"]["eval-fleet"])
         prefixes = tuple(f"{prefix}-" for prefix in PREFIXES.values())
         return from_flag(flag) if flag.flag.removeprefix("--no-").lstrip("-").startswith(prefixes) else None
 
@@ -202,10 +201,6 @@ class ServerArguments:
     def page(self, table: str) -> list[str]:
         """See Surface."""
         return [*_served("server", "sglang"), *_served("router", "smg")]
-
-    def appendix(self) -> list[str]:
-        """See Surface."""
-        return []
 
 
 def _served(table: str, package: str) -> list[str]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 
 from miles_core.config.hardware import engine_dtype, engines, gpus, trainer_gpus
 from miles_core.config.load import who, with_values
 from miles_core.config.tables import RunConfig
 from miles_core.errors import ConfigError
+from miles_sglang.plugin import SglangOptions, sglang_options
 from miles_sglang.surface import folder_of
 
 Note = Callable[[str], None]
@@ -29,7 +31,7 @@ def _engine(config: RunConfig, note: Note) -> RunConfig:
     """SGLang where a GPU and SGLang are present or servers run already, else local."""
     if config.rollout.engine is not None or config.debug.debug_train_only:
         return config
-    if config.sglang.rollout_external:
+    if sglang_options(config).rollout_external:
         return with_values(config, "--rollout-external", rollout__engine="sglang")
     if gpus() and folder_of("sglang") and not config.algorithm.true_on_policy_mode:
         if _alone(config):
@@ -48,7 +50,8 @@ def _alone(config: RunConfig) -> bool:
 
 def _external(config: RunConfig, note: Note) -> RunConfig:
     """Servers and routers that run already."""
-    given, addresses = config.sglang.rollout_external, config.sglang.rollout_external_engine_addrs
+    options = sglang_options(config)
+    given, addresses = options.rollout_external, options.rollout_external_engine_addrs
     origin = who(config, "sglang.rollout_external", "sglang.rollout_external_engine_addrs")
     if bool(given) != bool(addresses):
         raise ConfigError("servers that run already are named by two flags", who=origin,
@@ -58,7 +61,7 @@ def _external(config: RunConfig, note: Note) -> RunConfig:
             raise ConfigError("the address of a server is HOST:PORT", got=address, who=origin,
                               fix="for instance 10.0.0.7:30000")
     plain = [address.partition("://")[2].rstrip("/") or address for address in addresses]
-    plain += [f"{config.sglang.router_ip}:{config.sglang.router_port}"] if config.sglang.router_ip else []
+    plain += [f"{options.router_ip}:{options.router_port}"] if options.router_ip else []
     if twice := next((address for address in plain if plain.count(address) > 1), None):
         raise ConfigError("one address is that of two servers, or of a server and the router", got=twice,
                           who=f"{origin}, {who(config, 'sglang.router_ip')}", fix="name each server once")
@@ -68,10 +71,24 @@ def _external(config: RunConfig, note: Note) -> RunConfig:
     if given and config.rollout.engine != "sglang":
         raise ConfigError("--rollout-external is for the engine sglang", got=f"engine {config.rollout.engine}",
                           who=who(config, "rollout.engine"), fix="leave --engine out")
-    if config.sglang.router_ip is not None and config.sglang.router_port is None:
+    if options.router_ip is not None and options.router_port is None:
         raise ConfigError("a router that runs already has a port", who=who(config, "sglang.router_ip"),
                           fix="add --sglang-router-port PORT")
-    return config
+    return _running(config, options)
+
+
+def _running(config: RunConfig, options: SglangOptions) -> RunConfig:
+    """The configuration that states what runs already, and where."""
+    if config.rollout.engine != "sglang":
+        return config
+    stated = dict(config.stated)
+    if options.rollout_external:
+        stated["engine:sglang"] = (*stated.get("engine:sglang", ()), "external")
+    if not config.debug.debug_train_only:
+        stated["address:sglang.rollout_external_engine_addrs"] = tuple(options.rollout_external_engine_addrs)
+    if options.router_ip is not None and not config.debug.debug_train_only:
+        stated["address:sglang.router_ip"] = (f"{options.router_ip}:{options.router_port}",)
+    return replace(config, stated=stated)
 
 
 def _gpus(config: RunConfig, note: Note) -> RunConfig:
@@ -80,8 +97,9 @@ def _gpus(config: RunConfig, note: Note) -> RunConfig:
     if "servers" not in config.understood:
         return config
     shared, origin = trainer_gpus(config), who(config, "perf.rollout_num_gpus", "perf.rollout_num_gpus_per_engine")
-    if config.sglang.rollout_external:
-        number, reason = len(config.sglang.rollout_external_engine_addrs) * each, "--rollout-external-engine-addrs"
+    addresses = sglang_options(config).rollout_external_engine_addrs
+    if addresses:
+        number, reason = len(addresses) * each, "--rollout-external-engine-addrs"
     else:
         number, reason = (shared, "--colocate") if perf.colocate else (each, "one engine")
     if given is not None and perf.colocate:
@@ -94,6 +112,11 @@ def _gpus(config: RunConfig, note: Note) -> RunConfig:
     if number % each or number < each:
         raise ConfigError(f"{number} GPUs do not divide into engines of {each}", who=origin,
                           fix="rollout_num_gpus is a multiple of rollout_num_gpus_per_engine")
+    if addresses and len(addresses) != number // each:
+        raise ConfigError("as many servers have to be named as there are engines",
+                          got=f"addresses: {len(addresses)}, engines: {number // each} ({number} GPUs, {each} each)",
+                          who=who(config, "sglang.rollout_external_engine_addrs", "perf.rollout_num_gpus"),
+                          fix="name every server, and leave --rollout-num-gpus out: it follows from the addresses")
     node = perf.actor_num_gpus_per_node if perf.colocate else perf.num_gpus_per_node
     if each > node and each % node or perf.colocate and number > node and each < node and node % each:
         raise ConfigError(f"engines of {each} GPUs do not fill nodes of {node}", who=who(
@@ -104,10 +127,10 @@ def _gpus(config: RunConfig, note: Note) -> RunConfig:
 
 def _placement(config: RunConfig, note: Note) -> RunConfig:
     """Ray where one machine cannot hold what SGLang's run asks for."""
-    perf, sglang = config.perf, config.sglang
+    perf = config.perf
     if "servers" not in config.understood or perf.trainer_host is not None or "perf.placement" in config.origin:
         return config
-    hosted = 0 if sglang.rollout_external else perf.rollout_num_gpus
+    hosted = 0 if sglang_options(config).rollout_external else perf.rollout_num_gpus
     trained = 0 if config.debug.debug_rollout_only else trainer_gpus(config)
     needed = max(hosted, trained) if perf.colocate else hosted + trained
     if 0 < gpus() < needed:
@@ -119,10 +142,10 @@ def _placement(config: RunConfig, note: Note) -> RunConfig:
 
 def lines(config: RunConfig) -> list[tuple[str, str]]:
     """What samples, where, and how it gets the weights."""
-    perf = config.perf
+    perf, options = config.perf, sglang_options(config)
     each, number = perf.rollout_num_gpus_per_engine, engines(config)
-    running = " that run already" * config.sglang.rollout_external
-    router = "no router" if config.sglang.router == "none" else f"router {config.sglang.router}"
+    running = " that run already" * options.rollout_external
+    router = "no router" if options.router == "none" else f"router {options.router}"
     computed = config.surface("server").get("dtype", engine_dtype(config))
     said = [f"{number} SGLang engine{'s'[:number != 1]} of {each} GPU{'s'[:each != 1]}{running}, {computed}; {router}"]
     whose = f"{trainer_gpus(config)} for the trainer" + f", {perf.rollout_num_gpus} for engines" * (not running)

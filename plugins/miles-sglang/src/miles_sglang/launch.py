@@ -19,6 +19,7 @@ from miles_core.types import Seat
 from miles_core.waits import awake
 from miles_sglang.arguments import LOADER, command, environment
 from miles_sglang.client import Client
+from miles_sglang.plugin import sglang_options
 from miles_sglang.server import ended
 
 PORT_TRIES = 2
@@ -156,7 +157,7 @@ def log_of(config: RunConfig, server: Server) -> Path:
 
 
 async def _ready(server: Server, config: RunConfig) -> None:
-    bound = config.sglang.server_start_timeout
+    bound = sglang_options(config).server_start_timeout
     until = time.monotonic() + bound
     while True:
         for seat, handle in zip(server.seats, server.handles, strict=True):
@@ -188,8 +189,8 @@ def check_installed(config: RunConfig) -> None:
     Raises:
         ConfigError: servers are to be started, and SGLang is not installed. A plan can be made without it.
     """
-    ours = not (config.sglang.server_command or config.sglang.rollout_external)
-    if ours and find_spec("sglang") is None:
+    options = sglang_options(config)
+    if not (options.server_command or options.rollout_external) and find_spec("sglang") is None:
         raise ConfigError("SGLang is not installed in this Python", got=sys.executable, who="engine sglang",
                           fix="pip install 'miles-sglang[server]', name another Python's with --server-command PYTHON "
                           "-m sglang.launch_server, or write --engine local")

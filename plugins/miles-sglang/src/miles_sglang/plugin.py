@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
-from miles_core.hookspecs import hookimpl
+from miles_core import hookimpl, option
 from miles_sglang.acceptance import Acceptance
 
 if TYPE_CHECKING:
@@ -21,6 +22,51 @@ if TYPE_CHECKING:
     from miles_sglang.engine import SglangEngine
 
 
+@dataclass(frozen=True, kw_only=True)
+class SglangOptions:
+    """The servers and their router. Fields of the installed SGLang's ServerArgs belong in the table too, without a
+    prefix in a run file (`mem_fraction_static = 0.8`) and as --sglang-* on the command line; --router-* are the
+    router's."""
+
+    server_command: list[str] = option(
+        [], "Words that start a server; default: this Python with -m sglang.launch_server.", flags=("--server-command",)
+    )
+    server_concurrency: int = option(
+        512, "Most requests in flight per engine.", flags=("--server-concurrency", "--sglang-server-concurrency"),
+        within=(1,)
+    )
+    server_start_timeout: float = option(
+        900.0, "Seconds that a server may take until it answers.", flags=("--server-start-timeout",)
+    )
+    health_check_interval: float = option(
+        3.0, "Seconds between looks at each server.",
+        flags=("--health-check-interval", "--rollout-health-check-interval"),
+    )
+    health_check_timeout: float = option(
+        10.0, "Seconds without an answer after which a server that does not compile is dead.",
+        flags=("--health-check-timeout", "--rollout-health-check-timeout"),
+    )
+    max_engine_restarts: int = option(
+        3, "Times that one engine is started anew before the run ends.", flags=("--max-engine-restarts",)
+    )
+    router: Literal["smg", "sglang-router", "none"] | None = option(
+        None, "In front of the engines; default: smg, or none for one engine. sglang-router loses routed experts.",
+        flags=("--router",),
+    )
+    router_ip: str | None = option(
+        None, "Address of a router that runs already.", flags=("--router-ip", "--sglang-router-ip")
+    )
+    router_port: int | None = option(
+        None, "Its port; or the port of ours.", flags=("--router-port", "--sglang-router-port")
+    )
+    rollout_external: bool = option(
+        False, "Use servers that run already.", flags=("--rollout-external",), off=("--no-rollout-external",)
+    )
+    rollout_external_engine_addrs: list[str] = option(
+        [], "Their addresses, HOST:PORT.", flags=("--rollout-external-engine-addrs",)
+    )
+
+
 class Sglang:
     """Drives SGLang servers over HTTP: starts, watches and restarts them, or uses servers that run already."""
 
@@ -30,7 +76,7 @@ class Sglang:
                 "weight_sync:ipc:cuda-ipc", "weight_sync:broadcast:nccl", "weight_sync:disk:checkpoints",
                 "weight_sync:disk-delta:checkpoint-deltas")
 
-    def __init__(self) -> None:
+    def __init__(self, options: SglangOptions) -> None:  # `sglang_options` has them as `derive` leaves them
         self._acceptance = Acceptance()
 
     @hookimpl
@@ -111,6 +157,12 @@ class Sglang:
         from miles_sglang.sync.disk import DeltaSender
 
         return _servers(config, DeltaSender, _folder(config))
+
+
+def sglang_options(config: RunConfig) -> SglangOptions:
+    """The options of [sglang] in a run, typed."""
+    given: dict[str, Any] = config.options.get("sglang", {})
+    return SglangOptions(**given)
 
 
 def _servers(config: RunConfig, kind: Callable[..., Any], *args: Path) -> WeightSync:

@@ -21,6 +21,7 @@ from miles_core.types import Seat
 from miles_core.waits import BEAT, awake
 from miles_sglang.client import Client
 from miles_sglang.forwarded import words
+from miles_sglang.plugin import sglang_options
 from miles_sglang.server import ServerProcess, ended
 
 START_TIMEOUT = 60.0
@@ -46,8 +47,8 @@ class Router:
     """
 
     def __init__(self, config: RunConfig, log: Path, url: str | None = None):
-        self._config, self._log = config, log
-        self._kind = config.sglang.router or "smg"
+        self._config, self._options, self._log = config, sglang_options(config), log
+        self._kind = self._options.router or "smg"
         self._process = None if url else ServerProcess(Seat())
         self._workers: set[str] = set()  # those that should be in it
         self._old_protocol = False
@@ -129,7 +130,7 @@ class Router:
             EngineError: it has been started --max-engine-restarts times, or does not come up.
         """
         self.alive = False
-        most = self._config.sglang.max_engine_restarts
+        most = self._options.max_engine_restarts
         if self.own and self._restarts >= most:
             raise EngineError(f"it died after {most} restarts", got=why, who="the router",
                               fix=f"look at {self._log}, or raise --max-engine-restarts")
@@ -183,7 +184,7 @@ class Router:
         Raises:
             EngineError: somebody listens on the port that was asked for.
         """
-        given = self._config.sglang.router_port
+        given = self._options.router_port
         if given is None:
             return self._process.free_ports(1)[0]
         with socket.socket() as probe:

@@ -18,6 +18,7 @@ from miles_core.config.tables import RunConfig
 from miles_core.errors import ConfigError, HookError, UnknownKeyError
 from miles_sglang import surface
 from miles_sglang.forwarded import surface_of
+from miles_sglang.plugin import sglang_options
 
 if TYPE_CHECKING:
     from miles_core.plugins.bind import Hooks
@@ -38,7 +39,7 @@ def serving(config: RunConfig, note: Note) -> RunConfig:
             note(f"the engine is {config.rollout.engine or 'local'}: what is for SGLang is not used "
                  f"({', '.join(dict.fromkeys(given))})")
         return config
-    if config.sglang.rollout_external and config.surface("server"):
+    if sglang_options(config).rollout_external and config.surface("server"):
         note("the servers run already: what would start them is not used "
              f"({who(config, *(f'server.{name}' for name in config.surface('server')))})")
     for table in ("server", "router"):
@@ -149,17 +150,19 @@ def _tokenizer(config: RunConfig, note: Note) -> RunConfig:
 
 
 def _router(config: RunConfig, note: Note) -> RunConfig:
-    sglang = config.sglang
-    if sglang.router is None:
-        several, running = engines(config) > 1, sglang.router_ip is not None
+    options = sglang_options(config)
+    router = options.router
+    if router is None:
+        several, running = engines(config) > 1, options.router_ip is not None
         reason = "a router runs already" if running else "several engines" if several else "one engine"
-        config = with_values(config, reason, sglang__router="smg" if several or running else "none")
-    if config.sglang.router == "none":
+        router = "smg" if several or running else "none"
+        config = with_values(config, reason, sglang__router=router)
+    if router == "none":
         if config.surface("router"):
             note("no router is in front of the engine: what is for one is not used "
                  f"({who(config, *(f'router.{name}' for name in config.surface('router')))})")
         return config
-    if config.sglang.router == "sglang-router":
+    if router == "sglang-router":
         _older_router(config)
     return config
 

@@ -19,10 +19,16 @@ if TYPE_CHECKING:
 class TensorboardOptions:
     """Where event files go."""
 
-    use_tensorboard: bool = option(True, "Write event files; --no-use-tensorboard keeps the plugin named but idle.")
-    tb_project_name: str | None = option(None, "Folder of event files; default: tensorboard in the run's folder.")
+    use_tensorboard: bool = option(
+        True, "Write event files; --no-use-tensorboard keeps the plugin named but idle.", flags=("--use-tensorboard",),
+        off=("--no-use-tensorboard",),
+    )
+    tb_project_name: str | None = option(
+        None, "Folder of event files; default: tensorboard in the run's folder.", flags=("--tb-project-name",)
+    )
     tb_experiment_name: str | None = option(
-        None, "Folder below it for this run; default: the run folder's name under --tb-project-name, none otherwise."
+        None, "Folder below it for this run; default: the run folder's name under --tb-project-name, none otherwise.",
+        flags=("--tb-experiment-name",),
     )
 
 

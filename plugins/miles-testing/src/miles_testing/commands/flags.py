@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import click
@@ -29,13 +28,8 @@ table, and the flag `--PLUGIN.OPTION`.
 - [Tables of the core](#model)
 - [Plugins](#plugins)
 - [SGLang's arguments](#sglangs-arguments-in-sglang), [its router's](#smgs-arguments-in-sglang)
-- [Megatron-LM's flags](#megatron-lms-flags)
 - [Flags of today's Miles and slime](#flags-of-todays-miles-and-slime)
-"""
-
-MILES = """\
-What becomes of every flag of the Miles and slime of mid-2026, so that a launch script carries over. Flags that they
-take over from Megatron-LM are in the list above.
+- [Megatron-LM's flags](#megatron-lms-flags)
 """
 
 
@@ -52,12 +46,12 @@ def command() -> None:
 
 def text() -> str:
     """docs/flags.md."""
-    from miles_core.config.load import surfaces_of
+    from miles_core.config.surfaces import surfaces_of
     from miles_core.plugins.select import built_in
 
     surfaces = surfaces_of(built_in())
     appendices = (line for surface in surfaces for line in surface.appendix())
-    return "\n".join([HEAD, *_tables(surfaces), *_plugins(), *appendices, *_miles()])
+    return "\n".join([HEAD, *_tables(surfaces), *_plugins(surfaces), *appendices])
 
 
 def _tables(surfaces: Sequence[Surface]) -> list[str]:
@@ -74,7 +68,7 @@ def _tables(surfaces: Sequence[Surface]) -> list[str]:
     return lines
 
 
-def _plugins() -> list[str]:
+def _plugins(surfaces: Sequence[Surface]) -> list[str]:
     from miles_core.plugins.scan import KNOWN
     from miles_core.plugins.select import readable
 
@@ -83,31 +77,8 @@ def _plugins() -> list[str]:
         if manifest.options and manifest.name in KNOWN:
             lines += [f"### [{manifest.name}]", "", manifest.summary, "", *rows("flag", "type", "default", "meaning")]
             lines += [*(_row(option) for option in manifest.options.values()), ""]
+            lines += [line for one in surfaces if manifest.name in one.tables for line in one.page(manifest.name)]
     return lines
-
-
-def _miles() -> list[str]:
-    from miles_core.config.flags import miles_flags, miles_list
-
-    families = miles_list()["families"]
-    lines = ["## Flags of today's Miles and slime", "", MILES, *rows("flag", "", "meaning")]
-    for flag, entry in miles_flags().items():
-        status = next((word for word in ("refused", "derived") if word in entry), "accepted")
-        lines.append(f"| `{flag}` | {status} | {cell(_meaning(entry, families))} |")
-    return lines + [""]
-
-
-def _meaning(entry: Mapping[str, object], families: Mapping[str, str]) -> str:
-    for word in ("refused", "derived"):
-        if word in entry:
-            said = str(entry[word])
-            return families[said[1:]] if said.startswith("@") else said
-    if "plugin" in entry:
-        return f"belongs to plugin `{entry['plugin']}`" + (f": `{entry['key']}`" if "key" in entry else "")
-    if "set" in entry:
-        return "sets " + ", ".join(f"`{key} = {json.dumps(value)}`" for key, value in entry["set"].items())
-    fixed = f" = {json.dumps(entry['value'])}" if "value" in entry else ""
-    return f"sets `{entry['key']}{fixed}`"
 
 
 def _row(option: Option) -> str:

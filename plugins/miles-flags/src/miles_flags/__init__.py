@@ -1,0 +1,1 @@
+"""Flags of Miles and slime."""

@@ -1,0 +1,112 @@
+"""The list of Miles's and slime's flags (flags.toml) as a surface (miles_core/config/surfaces.py).
+
+Only what no option spells is looked up in it, and only then is it read. It also knows the names of parts that have
+another name here, and what flags of other trainers are called.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from miles_core.config.flags import Assignment, alone, needless, words_of
+from miles_core.config.options import Origin
+from miles_core.config.surfaces import Surface, alike
+from miles_core.errors import UnknownKeyError
+
+if TYPE_CHECKING:
+    from miles_core.config.flags import Given
+
+PAGE = """\
+What becomes of every flag of the Miles and slime of mid-2026, so that a launch script carries over. Flags that they
+take over from Megatron-LM are in the list of those.
+"""
+
+
+@functools.cache
+def table() -> Mapping[str, Any]:
+    """flags.toml whole: `flags`, `prefixes` of flags, sentences of `families`, names of `parts` that have another name
+    here, and what `others` have flags for."""
+    with Path(__file__).with_name("flags.toml").open("rb") as file:
+        return tomllib.load(file)
+
+
+def flags() -> Mapping[str, Mapping[str, Any]]:
+    """Every flag of Miles and slime and what becomes of it."""
+    flags: Mapping[str, Mapping[str, Any]] = table()["flags"]
+    return flags
+
+
+def refusal(flag: str) -> str | None:
+    """What is said of a flag that has no place here; None where it has one, or is not in the list."""
+    begun = (said for prefix, said in table()["prefixes"].items() if flag.startswith(prefix))
+    said = flags()[flag].get("refused") if flag in flags() else next(begun, None)
+    return None if said is None else _sentence(said)
+
+
+class MilesFlags(Surface):
+    """The list as the options of a program that is not installed: nothing is stored under its name."""
+
+    def plugin(self, flag: str) -> str | None:
+        """See Surface."""
+        name: str | None = flags().get(flag, {}).get("plugin")
+        return name
+
+    def from_flag(self, flag: Given, notes: list[str]) -> list[Assignment] | None:
+        """See Surface."""
+        if (said := refusal(flag.flag)) is not None:
+            raise UnknownKeyError(f"{flag.flag} has no place here", who="Miles's flag", fix=said)
+        if (entry := flags().get(flag.flag)) is None:
+            return None
+        if "derived" in entry:
+            return needless(flag, bool(entry.get("switch")), _sentence(entry["derived"]), notes)
+        if "plugin" in entry:  # it is enabled, which is all that a flag asks for which none of its options spells
+            return []
+        origin = Origin("flag", flag.flag)
+        if "set" in entry or "value" in entry:
+            alone(flag)
+        if "set" in entry:
+            return [Assignment(key, value, origin, yields=True) for key, value in entry["set"].items()]
+        return [Assignment(entry["key"], entry.get("value", words_of(flag)), origin)]
+
+    def advice(self, name: str) -> str | None:
+        """See Surface."""
+        part: str | None = table()["parts"].get(name)
+        theirs = table()["others"].get(name)
+        return part or refusal(f"--{name}") or (f"write {theirs}" if theirs else None)
+
+    def suggest(self, flag: str) -> Iterable[tuple[float, str]]:
+        """See Surface."""
+        accepted = [name for name, entry in flags().items() if "refused" not in entry]
+        return alike(flag, accepted, 0.7) or alike(flag, [*flags()], 0.85)
+
+    def appendix(self) -> list[str]:
+        """See Surface."""
+        from miles_core.config.markdown import cell, rows
+
+        lines = ["## Flags of today's Miles and slime", "", PAGE, *rows("flag", "", "meaning")]
+        for flag, entry in flags().items():
+            status = next((word for word in ("refused", "derived") if word in entry), "accepted")
+            lines.append(f"| `{flag}` | {status} | {cell(_meaning(entry))} |")
+        return [*lines, ""]
+
+
+def _sentence(said: str) -> str:
+    """A text, or that of its family."""
+    return table()["families"][said[1:]] if said.startswith("@") else said
+
+
+def _meaning(entry: Mapping[str, Any]) -> str:
+    for word in ("refused", "derived"):
+        if word in entry:
+            return _sentence(entry[word])
+    if "plugin" in entry:
+        return f"belongs to plugin `{entry['plugin']}`" + (f": `{entry['key']}`" if "key" in entry else "")
+    if "set" in entry:
+        return "sets " + ", ".join(f"`{key} = {json.dumps(value)}`" for key, value in entry["set"].items())
+    fixed = f" = {json.dumps(entry['value'])}" if "value" in entry else ""
+    return f"sets `{entry['key']}{fixed}`"
