@@ -25,7 +25,7 @@ from miles_core.record.console import Console
 from miles_core.record.directory import Lock, RunDirectory, make_folder, publish
 from miles_core.record.events import EventLog, read
 from miles_core.record.journal import Journal, Views
-from miles_core.stages.step import LOCK, TRACKER
+from miles_core.types import LOCK, TRACKER
 
 if TYPE_CHECKING:
     from miles_core.build import Parts

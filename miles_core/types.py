@@ -24,6 +24,13 @@ LARGEST_REWARD = 3.4028234663852886e38
 """float32's largest: rewards beyond it have no standard deviation and no gradient."""
 
 
+TRACKER = "latest_checkpointed_iteration.txt"
+"""The file in --save, or --load, that names the last checkpoint; written last, so what it names is complete."""
+
+LOCK = ".lock"
+"""The file in --save that the run which saves there holds."""
+
+
 class Status(StrEnum):
     """How a sample ended. Only COMPLETED and TRUNCATED samples may be trained on."""
 

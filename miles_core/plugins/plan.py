@@ -21,7 +21,7 @@ from miles_core.plugins import resolve
 from miles_core.plugins.bind import bind
 from miles_core.plugins.resolve import Choice
 from miles_core.plugins.select import Selected
-from miles_core.stages.step import TRACKER
+from miles_core.types import TRACKER
 
 
 @dataclass(frozen=True)

@@ -138,7 +138,7 @@ def resolve(selected: Sequence[Selected], config: RunConfig) -> list[Choice]:
 
 def _definitions(selected: Sequence[Selected], offer: Offer) -> list[str]:
     """Who offers a named part, and where it is written."""
-    return [fit.who(one, offer.hook, f"{one.manifest.plugin}.{mine.method}") for one in selected
+    return [fit.who(one, offer.hook, fit.located(one, mine.method)) for one in selected
             for mine in one.manifest.offers if (mine.hook, mine.name) == (offer.hook, offer.name)]
 
 

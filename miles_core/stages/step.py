@@ -20,13 +20,6 @@ if TYPE_CHECKING:
     from miles_core.stages.sync import Sender
 
 
-TRACKER = "latest_checkpointed_iteration.txt"
-"""The file in --save that names the last checkpoint; written last, so what it names is complete."""
-
-LOCK = ".lock"
-"""The file in --save that the run which saves there holds."""
-
-
 @dataclass(frozen=True, slots=True)
 class Resume:
     """Where a run goes on.

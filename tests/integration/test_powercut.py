@@ -13,7 +13,7 @@ from miles_testing.survival import Course
 from miles_core.record.directory import RunDirectory
 from miles_core.record.events import EventLog, read
 from miles_core.record.replay import load_batch
-from miles_core.stages.step import TRACKER
+from miles_core.types import TRACKER
 from tests.integration.powercut import Disk, Recorder
 
 pytestmark = pytest.mark.integration

@@ -111,7 +111,7 @@ class Trainer:
         return iter(items + items[:1] if self.breaks("streams a tensor twice") else items)
 
     def save(self, folder, rollout_id, state):
-        from miles_core.stages.step import TRACKER
+        from miles_core.types import TRACKER
 
         target = folder / f"iter_{rollout_id:07d}"
         target.mkdir(parents=True)

@@ -12,8 +12,7 @@ from miles_core.errors import StateError
 from miles_core.execute import Attempt, _published
 from miles_core.plugins import bind, select, state
 from miles_core.plugins.plan import Plan
-from miles_core.stages.step import TRACKER
-from miles_core.types import Rank
+from miles_core.types import TRACKER, Rank
 
 BODY = '''
 from miles_core import hookimpl

@@ -69,7 +69,7 @@ class Checkpoints:
         function(args, done - 1, str(Path(str(checkpoint.save)) / f"iter_{done:07d}"), exported)
 
     def _newest(self) -> int | None:
-        from miles_core.stages.step import TRACKER
+        from miles_core.types import TRACKER
 
         try:
             return int((Path(self.config.checkpoint.save or "") / TRACKER).read_text(encoding="utf-8"))

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from miles_core.errors import CheckpointError, MilesError
 from miles_core.record.publish import TEMPORARY, aside, publish, write_error, write_text
-from miles_core.stages.step import LOCK, TRACKER
+from miles_core.types import LOCK, TRACKER
 from miles_megatron import cpu, index, intact
 from miles_megatron.optimizer import load_state, prepare_state
 from miles_megatron.shards import few

@@ -13,7 +13,7 @@ from miles_core.config.load import config_json, quantised, who
 from miles_core.config.tables import RunConfig
 from miles_core.errors import CheckpointError, ConfigError
 from miles_core.reading import parse_json
-from miles_core.stages.step import TRACKER
+from miles_core.types import TRACKER
 
 Note = Callable[[str], None]
 

@@ -7,15 +7,13 @@ from __future__ import annotations
 import __future__
 
 import ast
-import importlib.machinery
 import inspect
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from typing import Any
 
 from miles_core.errors import HookError
 from miles_core.plugins import fit
 from miles_core.plugins.fit import Problems
-from miles_core.plugins.manifest import Manifest
 from miles_core.plugins.select import Selected
 
 
@@ -35,7 +33,7 @@ def check_source(one: Selected) -> None:
     Raises:
         HookError: a method does not suit its hook.
     """
-    methods = _source(one.manifest)[1]
+    methods = fit.source_of(one.manifest)[1]
     for offer in one.manifest.offers:
         node = methods.get(offer.method)
         if node is None or len(node.decorator_list) > 1:  # another decorator may have changed the arguments
@@ -45,48 +43,21 @@ def check_source(one: Selected) -> None:
         spec, function = fit.hook_of(one, offer), _defined(node)
         wrong = (*fit.problems(function, refused, offer.hook, spec), *_contradictions(function, offer.hook, spec))
         for what, fix in wrong:
-            raise HookError(what, who=fit.who(one, offer.hook, _located(one, offer.method)), fix=fix)
+            raise HookError(what, who=fit.who(one, offer.hook, fit.located(one, offer.method)), fix=fix)
 
 
-def _defined(node: ast.FunctionDef | ast.AsyncFunctionDef) -> Callable:
+def _defined(node: ast.FunctionDef | ast.AsyncFunctionDef) -> Callable[..., Any]:
     """The function, with nothing of its source run: no decorators, no defaults, annotations as text."""
     node.decorator_list = []
     node.args.defaults = [ast.Constant(None) for _ in node.args.defaults]
     node.args.kw_defaults = [default and ast.Constant(None) for default in node.args.kw_defaults]
     module = ast.fix_missing_locations(ast.Module([node], []))
-    namespace: dict[str, Callable] = {}
+    namespace: dict[str, Callable[..., Any]] = {}
     exec(compile(module, "<source>", "exec", __future__.annotations.compiler_flag), namespace)
     return namespace[node.name]
 
 
-def _located(one: Selected, method: str) -> str:
-    """`definition` of a plugin's method as its source tells, without importing it."""
-    path, methods = _source(one.manifest)
-    if method not in methods:
-        return f"{one.manifest.plugin}.{method}"
-    shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
-    return f"{shown}:{methods[method].lineno} {one.manifest.plugin.rpartition(':')[2]}.{method}"
-
-
-def _source(manifest: Manifest) -> tuple[Path, dict[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
-    """A plugin's file, and its class's methods there; none where the source cannot be read."""
-    where, _, kind = manifest.plugin.rpartition(":")
-    path = Path(where)
-    if not where.endswith(".py"):
-        package, *rest = where.split(".")
-        spec = importlib.machinery.PathFinder.find_spec(package)
-        if spec is None or not spec.submodule_search_locations:
-            return path, {}
-        path = Path(spec.submodule_search_locations[0], *rest).with_suffix(".py")
-    try:
-        body = ast.parse(path.read_text(encoding="utf-8")).body
-    except (OSError, SyntaxError):
-        return path, {}
-    return path, {node.name: node for owner in body if isinstance(owner, ast.ClassDef) and owner.name == kind
-                  for node in owner.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
-
-
-def _contradictions(function: Callable, hook: str, spec: Callable) -> Problems:
+def _contradictions(function: Callable[..., Any], hook: str, spec: Callable[..., Any]) -> Problems:
     """Annotations that no value could satisfy together with the hook's."""
     theirs, mine = spec.__annotations__, getattr(function, "__annotations__", {})
     for name in ("return", *(p.name for p in fit.parameters(function))):
