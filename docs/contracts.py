@@ -30,11 +30,11 @@ each kind is in [test a plugin](testing-plugins.md).
 """
 PARTS = {
     Engine: ("engine", "[write an engine](write-an-engine.md), `engine_contract`"),
-    ServerEngine: ("engine", "of engines that ask for GPUs of their own ([what it understands]"
-                             "(write-an-engine.md#what-it-understands))"),
+    ServerEngine: ("engine", "[an engine with servers](write-an-engine.md#an-engine-with-servers)"),
     PromptSource: ("prompt_source", "[write a prompt source](write-a-prompt-source.md)"),
-    Trainer: ("trainer", "`trainer_contract`; a host makes its methods asynchronous"),
-    WeightSync: ("weight_sync", "`sync_contract`"),
+    Trainer: ("trainer", "[write a trainer](write-a-trainer.md), `trainer_contract`; a host makes its methods "
+                         "asynchronous"),
+    WeightSync: ("weight_sync", "[write a weight sync](weight-sync.md#write-one), `sync_contract`"),
     Placement: ("placement", "[placement](placement.md)"),
 }
 """Protocol of a part -> its hook, and where more is said."""

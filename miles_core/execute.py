@@ -277,7 +277,7 @@ def _saving(plan: Plan, directory: RunDirectory) -> Iterator[None]:
             lock.release()
 
 
-async def _stop(run, found, journal: Journal, status: str) -> list[Exception]:
+async def _stop(run: Run | None, found: Parts, journal: Journal, status: str) -> list[Exception]:
     """End the engine, the trainer, their hosts and the plugins, each within seconds; returns what went wrong.
 
     A further signal meanwhile cuts the present wait short, and the next part's turn comes.

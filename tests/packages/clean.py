@@ -24,15 +24,23 @@ def shell(*words: object, cwd: Path, seconds: int = 900) -> str:
     return done.stdout
 
 
-def environment(folder: Path, *, below: Path | None = None, pip: bool = False) -> Path:
-    """The Python of a new environment; one that sees the packages of the folder `below`, but Miles's own, as well."""
+NOTHING = re.compile(r"(?!)")
+
+
+def environment(folder: Path, *, below: Path | None = None, pip: bool = False,
+                but: re.Pattern[str] = NOTHING) -> Path:
+    """The Python of a new environment; one that sees the packages of the folder `below` as well.
+
+    Args:
+        but: of these packages, besides Miles's own, it sees none.
+    """
     venv.create(folder, with_pip=pip, symlinks=True)
     if below:
         (site,) = folder.glob("lib/python*/site-packages")
         others = folder / "others"
         others.mkdir()
         for path in below.iterdir():
-            if not OURS.fullmatch(path.name):
+            if not OURS.fullmatch(path.name) and not but.fullmatch(path.name):
                 (others / path.name).symlink_to(path)
         (site / "below.pth").write_text(f"{others}\n")
     return folder / "bin" / "python"
