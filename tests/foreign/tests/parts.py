@@ -1,10 +1,7 @@
 """What holds for the three parts: the kits of miles-testing, and a run that is stopped and goes on."""
 
-import torch
-from miles_foreign.engine import HfEngine
 from miles_foreign.sync import Handed
 from miles_testing import engine_contract, plugin_contract, sync_contract, tiny_checkpoint, toy_run, trainer_contract
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 OPTIONS = {"rollout.engine": "foreign", "perf.trainer": "foreign", "perf.weight_sync": "foreign"}
 
@@ -12,6 +9,10 @@ TestContract = plugin_contract("foreign", options=OPTIONS)
 
 
 def test_the_engine_keeps_its_contract():
+    import torch
+    from miles_foreign.engine import HfEngine
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
     folder = tiny_checkpoint()
     tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
 

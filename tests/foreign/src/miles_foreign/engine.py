@@ -17,10 +17,13 @@ import numpy as np
 import torch
 import transformers
 from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers.utils import logging
 
 from miles_core import rng
 from miles_core.errors import EngineError
 from miles_core.stages.rollout import PauseMode, Request, Response, check_request
+
+logging.disable_progress_bar()  # the run has a terminal of its own to fill
 
 MOST = 512
 """Requests of one batch."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
+from transformers.utils import logging
 
 from miles_core import packing
 from miles_core.columns import Columns, read_only
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from miles_core.config import RunConfig
     from miles_core.stages.sync import Sender
     from miles_core.types import Batch, Rank, Sample
+
+logging.disable_progress_bar()  # the run has a terminal of its own to fill
 
 UNCALLED = ("models", "log_prob", "train_step", "microbatch")
 """Hooks of the trainer that this one does not call."""
