@@ -53,7 +53,8 @@ class Pass:
             NonFiniteError: names the first sample whose loss is not finite.
         """
         name, inputs = chosen(self._config, "policy_loss"), self._inputs()
-        total, metrics = hooks.policy_loss[name](inputs)
+        policy_loss = hooks.policy_loss[name]
+        total, metrics = policy_loss(inputs)
         if hooks.token_weights is not None:
             ones = torch.ones_like(total)
             found = hooks.token_weights(TokenWeights(ones, ones > 0, {}), inputs)
