@@ -56,6 +56,8 @@ def tokens(key: int, most: int) -> int:
 class Engine:
     """Decodes so many answers at once as it has lanes; each lane is a thread."""
 
+    path = "sleepers"
+
     def __init__(self, options: Options):
         self._options, self.version = options, 0
         self._lanes = ThreadPoolExecutor(options.lanes)
@@ -84,6 +86,12 @@ class Engine:
     async def update_weights(self, weights, version) -> None:
         await asyncio.sleep(self._options.sync_seconds)
         self.version = version
+
+    async def release(self, tags) -> None:
+        """Holds no memory of a device."""
+
+    async def occupy(self, tags) -> None:
+        """Takes none."""
 
     async def stop(self) -> None:
         self._lanes.shutdown(wait=False, cancel_futures=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from miles_core.stages.placement import Placement
 from miles_core.stages.prompts import PromptSource
-from miles_core.stages.rollout import Engine, Generation, Request, Response, SamplingParams
+from miles_core.stages.rollout import Engine, Generation, Request, Response, SamplingParams, ServerEngine
 from miles_core.stages.step import Resume, ScoredRows, Trainer, TrainerAccess
 from miles_core.stages.sync import Sender, WeightSync
 from miles_core.types import Batch, Group, Prompt, Recall, Sample
@@ -30,9 +30,11 @@ each kind is in [test a plugin](testing-plugins.md).
 """
 PARTS = {
     Engine: ("engine", "[write an engine](write-an-engine.md), `engine_contract`"),
+    ServerEngine: ("engine", "[an engine with servers](write-an-engine.md#an-engine-with-servers)"),
     PromptSource: ("prompt_source", "[write a prompt source](write-a-prompt-source.md)"),
-    Trainer: ("trainer", "`trainer_contract`; a host makes its methods asynchronous"),
-    WeightSync: ("weight_sync", "`sync_contract`"),
+    Trainer: ("trainer", "[write a trainer](write-a-trainer.md), `trainer_contract`; a host makes its methods "
+                         "asynchronous"),
+    WeightSync: ("weight_sync", "[write a weight sync](weight-sync.md#write-one), `sync_contract`"),
     Placement: ("placement", "[placement](placement.md)"),
 }
 """Protocol of a part -> its hook, and where more is said."""

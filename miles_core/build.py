@@ -34,7 +34,7 @@ from miles_core.stages.buffer import Buffer
 from miles_core.stages.placement import Placement
 from miles_core.stages.prompts import JsonlPrompts, Rows
 from miles_core.stages.reward import Scoring
-from miles_core.stages.rollout import Engine, Generation, SamplingParams, attended
+from miles_core.stages.rollout import Engine, Generation, SamplingParams, ServerEngine, attended
 from miles_core.stages.step import Resume
 from miles_core.types import Batch, Group, Prompt, Rank, Recall, Sample
 
@@ -99,8 +99,8 @@ async def _assembled(parts: Parts, journal: Journal, placement: Placement, train
             slots, begun = [], []  # their prompts are of the other source
     if slots or begun:
         check_same_data(config, prompts, resume.state["prompts"])
-    if (path := getattr(engine, "path", None)) is not None:
-        journal.message("info", f"engine {chosen(config, 'engine')}: {path}")
+    if engine is not None:
+        journal.message("info", f"engine {chosen(config, 'engine')}: {engine.path}")
     rollout = config.rollout
     last = rollout.num_rollout
     if last is None:
@@ -129,9 +129,8 @@ async def _assembled(parts: Parts, journal: Journal, placement: Placement, train
     if isinstance(buffer, Buffer):
         buffer.take_back, buffer.too_stale = run.take_back, run.too_stale
         await run.take_back(buffer.restore(slots))
-    for name, told in (("recover", run.recover), ("event", journal.event)):
-        if hasattr(engine, name):
-            setattr(engine, name, told)
+    if isinstance(engine, ServerEngine):
+        engine.recover, engine.event = run.recover, journal.event
     return run
 
 
@@ -345,9 +344,6 @@ class Untrained:
 
     async def end_batch(self) -> Batch:
         return self.batch
-
-    async def hashes(self, batch: Batch) -> dict[str, str]:
-        return {}
 
     async def save(self, folder: Path, rollout_id: int, state: dict) -> None:
         """Nothing was trained."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib.metadata
 import json
 import os
 import sys
@@ -217,7 +216,8 @@ def _tell(attempt: Attempt, parts: Parts, run: Run, journal: Journal) -> None:
     """Record and show how the run begins."""
     plan, directory = attempt.plan, journal.directory
     gap = _gap(journal, run.first)
-    journal.events.run_start(attempt.digest, _versions(plan), resumed_from=run.first or None, rollouts=run.last)
+    versions = attempt.made_of["packages"] | {one.manifest.name: one.version for one in plan.selected if not one.ours}
+    journal.events.run_start(attempt.digest, versions, resumed_from=run.first or None, rollouts=run.last)
     journal.event("environment", role="trainer", variables={**relevant(), **run.placement.environment})
     journal.tell(parts.driver.begin, {"name": plan.config.name, **json.loads(_json(plan))}, directory.run_id,
                  run.first or None, directory.path)
@@ -277,7 +277,7 @@ def _saving(plan: Plan, directory: RunDirectory) -> Iterator[None]:
             lock.release()
 
 
-async def _stop(run, found, journal: Journal, status: str) -> list[Exception]:
+async def _stop(run: Run | None, found: Parts, journal: Journal, status: str) -> list[Exception]:
     """End the engine, the trainer, their hosts and the plugins, each within seconds; returns what went wrong.
 
     A further signal meanwhile cuts the present wait short, and the next part's turn comes.
@@ -296,12 +296,6 @@ async def _stop(run, found, journal: Journal, status: str) -> list[Exception]:
         except Exception as error:  # noqa: BLE001 - told of by the caller
             late.append(error)
     return late
-
-
-def _versions(plan: Plan) -> dict[str, str]:
-    packages = ("miles-core", "torch", "megatron-core", "transformers")
-    return {name: importlib.metadata.version(name) for name in packages} | {
-        one.manifest.name: one.version for one in plan.selected if not one.ours}
 
 
 def _json(plan: Plan) -> str:

@@ -13,11 +13,14 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import TYPE_CHECKING
 
 from miles_core.errors import SyncError, WaitError
 from miles_core.hosts import Handle
 from miles_core.waits import within
+
+if TYPE_CHECKING:
+    from miles_core.stages.rollout import Engine
 
 TRAINER = ("weights", "gradients", "optimizer")
 ENGINE = ("kv_cache", "weights", "cuda_graph")
@@ -39,14 +42,14 @@ class HandOver:
     """Moves the memory of both sides to where a purpose needs it.
 
     Args:
-        engine: as in stages/rollout.py.
         offload_train, offload_rollout: False keeps that side's memory where it is.
         timeout: seconds that one call of the engine may take; the trainer's handle has its own.
     """
 
-    def __init__(self, trainer: Handle, engine: Any, *, offload_train: bool = True, offload_rollout: bool = True,
+    def __init__(self, trainer: Handle, engine: Engine, *, offload_train: bool = True, offload_rollout: bool = True,
                  timeout: float = 600.0):
-        self._sides = {"trainer": trainer, "engine": engine}
+        self._calls = {"offload": trainer.offload, "onload": trainer.onload,
+                       "release": engine.release, "occupy": engine.occupy}
         self._moves = {"trainer": offload_train, "engine": offload_rollout}
         # A loaded trainer is on the device, and an engine that starts takes everything at once.
         self._held = {"trainer": set(TRAINER), "engine": set(ENGINE)}
@@ -134,7 +137,7 @@ class HandOver:
 
         begin = time.perf_counter()
         async with within(self._timeout if side == "engine" else None, late):
-            await getattr(self._sides[side], method)(tags)
+            await self._calls[method](tags)
         self._seconds[f"{side}_{method}"] += time.perf_counter() - begin
         if method in ("onload", "occupy"):
             self._held[side] |= parts

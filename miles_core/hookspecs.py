@@ -240,7 +240,7 @@ def reduction(samples: Sequence[Sample]) -> np.ndarray:
 @hookspec("named", role="trainer", per="step")
 def clip_gradients(gradients: Gradients) -> float:
     """8: scale a model's gradients in place before its optimizer uses them; what it returns is reported as grad_norm.
-    Chosen by --clip-gradients. Default "norm": Megatron's own, to a global norm of --clip-grad."""
+    Chosen by --clip-gradients. Default "norm": `Gradients.clip_by_norm`, to a global norm of --clip-grad."""
 
 
 @hookspec("chain", role="trainer", per="sync")

@@ -170,21 +170,3 @@ def _split(bins: list[list[int]], loads: Sequence[float], unit: int) -> list[lis
         halves = karmarkar_karp([loads[i] for i in items], 2, equal=False)
         bins[heaviest : heaviest + 1] = [[items[i] for i in half] for half in halves]
     return bins
-
-
-def flops(length: int, *, parameters: int, attention: int) -> int:
-    """Floating-point operations of one sequence, forward and backward, without recomputation.
-
-        6 x parameters x length + 6 x attention x length^2
-
-    A multiply-add is 2 operations and a backward pass twice a forward one. The first term is that of the matrices; the
-    second that of scores and weighted values, halved because a token sees only those before it (Chowdhery et al.,
-    arXiv:2204.02311, appendix B, which counts all pairs).
-
-    Args:
-        length: tokens.
-        parameters: of all matrices that a token is multiplied with, the output layer's included; of a mixture of
-            experts, those of the experts that a token goes to.
-        attention: layers x heads x size of a head.
-    """
-    return 6 * length * (parameters + attention * length)

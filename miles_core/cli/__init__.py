@@ -76,17 +76,21 @@ def offered(group: str = "") -> dict[str, tuple[Manifest, Offer]]:
 
 
 def of_plugin(name: str, group: str = "") -> click.Command | None:
-    """The command that a plugin offers under a name, made by the plugin; None where nobody does."""
+    """The command that a plugin offers under a name, made by the plugin; None where nobody does. An UnknownPluginError
+    says how to install the official plugin that does."""
     from miles_core.config.tables import RunConfig
     from miles_core.plugins import bind
+    from miles_core.plugins.scan import KNOWN
     from miles_core.plugins.select import built_in, select
 
-    if name not in (owners := offered(group)):
+    whole, owners = f"{group} {name}".strip(), offered(group)
+    plugin = owners[name][0].name if name in owners else next(
+        (one for one, offers in KNOWN.items() if f"commands:{whole}" in offers), None)
+    if plugin is None:
         return None
-    plugin = owners[name][0].name
     one = next((one for one in built_in() if one.manifest.name == plugin), None)
-    (one,) = (one,) if one is not None else select([(plugin, f"miles {name}")], ())
-    return bind.bind([one], RunConfig(), "driver").commands[f"{group} {name}".strip()]()
+    (one,) = (one,) if one is not None else select([(plugin, f"miles {whole}")], ())
+    return bind.bind([one], RunConfig(), "driver").commands[whole]()
 
 
 @click.group(cls=Lazy, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})

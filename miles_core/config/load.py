@@ -169,7 +169,8 @@ def _build(from_file: Sequence[Assignment], given: Sequence[Given], selected: li
         origin=origin,
         name=path.stem if path else "run",
         stated={f"{hook}:{name}": tuple(words) for one in selected for hook, name, *words in
-                (word.split(":") for word in one.manifest.provides if word.startswith(("engine:", "weight_sync:")))},
+                (word.split(":") for word in one.manifest.provides
+                 if word.startswith(("engine:", "trainer:", "weight_sync:")))},
     )
     return Loaded(_with_model_name(config), selected, notes, said)
 

@@ -52,7 +52,8 @@ def choices(config: RunConfig) -> list[tuple[str, str, str]]:
             ("reduction", reduction, "algorithm.reduction"),
             ("clip_gradients", config.optimizer.clip_gradients, "optimizer.clip_gradients"),
             ("weight_sync", perf.weight_sync or "in-process", "perf.weight_sync"),
-            *((("model_spec", config.model.model_name, "model.model_name"),) if config.model.model_name else ()),
+            *((hook, config.model.model_name, "model.model_name") for hook in config.stated.get(
+                f"trainer:{perf.trainer}", ()) if hook == "model_spec" and config.model.model_name),
         ]
     return picked
 

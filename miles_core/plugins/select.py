@@ -77,6 +77,13 @@ def select(named: Sequence[tuple[str, str]], chosen: Sequence[Selected]) -> list
         OwnerError: a plugin named twice, or one name in two distributions.
     """
     chosen, have = list(chosen), installed()
+    lacking = {name: origin for text, origin in named if (name := short(text)) in KNOWN.keys() - {o.name for o in have}}
+    if lacking:
+        names, one = ", ".join(map(repr, lacking)), len(lacking) == 1
+        raise UnknownPluginError(f"plugin {names} is not installed" if one else f"plugins {names} are not installed",
+                                 who=", ".join(dict.fromkeys(lacking.values())),
+                                 fix=f"pip install {' '.join(f'miles-{name}' for name in lacking)}; pip install miles "
+                                 "brings all that most runs need")
     for text, origin in named:
         new = _find(text, origin, have)
         clash = next((old for old in chosen if old.manifest.name == new.manifest.name), None)
@@ -181,8 +188,6 @@ def manifest_of(one: Installed) -> Manifest:
 
 
 def _unknown(text: str, name: str, origin: str, have: Sequence[Installed]) -> UnknownPluginError:
-    if name in KNOWN and not any(one.name == name for one in have):
-        return UnknownPluginError(f"plugin {name!r} is not installed", who=origin, fix=f"pip install miles-{name}")
     near = difflib.get_close_matches(name, [*KNOWN, *(one.name for one in have)], 1, 0.6)
     there = ", ".join(one.name for one in have) or "none"
     fix = "leave spaces between names, not commas" if "," in text else (

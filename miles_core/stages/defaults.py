@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
+    from miles_core.stages.gradients import Gradients
     from miles_core.stages.loss import LossInputs, Metrics
     from miles_core.stages.placement import Placement
     from miles_core.stages.prompts import PromptSource
@@ -104,6 +105,11 @@ class Core:
 
         constant = self.config.algorithm.reduction_constant or self.config.rollout.rollout_max_response_len
         return per_constant(samples, constant)
+
+    @hookimpl("clip_gradients", name="norm")
+    def clip_by_norm(self, gradients: Gradients) -> float:
+        """To a global norm of at most --clip-grad."""
+        return gradients.clip_by_norm()
 
     @hookimpl(name="in-process")
     def weight_sync(self, config: RunConfig) -> WeightSync:

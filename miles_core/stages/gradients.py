@@ -51,7 +51,7 @@ class Gradients(Protocol):
         """
 
     def clip_by_norm(self) -> float:
-        """Megatron's own clipping: scale everything so that the global norm is at most `clip_grad`, unless that is 0.
+        """The trainer's own clipping: scale all so that the global norm is at most `clip_grad`, unless that is 0.
 
         Returns:
             The norm before.

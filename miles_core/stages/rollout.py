@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -123,9 +123,15 @@ def check_request(request: Request, vocabulary: int, experts: bool, engine: str)
 
 
 class Engine(Protocol):
-    """What every engine can do. All waits inside are bounded by the caller."""
+    """What every engine can do. All waits inside are bounded by the caller.
+
+    Args:
+        version: of the weights that serve; 0 before the first update.
+        path: what it runs on, in a few words for the log.
+    """
 
     version: int
+    path: str
 
     async def start(self) -> None:
         """Get ready to serve; weights may be anything until the first update."""
@@ -164,6 +170,31 @@ class Engine(Protocol):
 
     async def stop(self) -> None:
         """End everything; requests in flight return as aborted."""
+
+
+@runtime_checkable
+class ServerEngine(Engine, Protocol):
+    """An engine whose servers may be lost and come back; who builds the run sets `recover` and `event`.
+
+    Args:
+        recover: to be called while a live server lags behind the others; the run's weight sync brings it up to date.
+        event: to be called with a kind and fields, for the record: what became of servers and requests.
+        servers: all of them, alive or not; what one has is between the engine and its weight syncs.
+    """
+
+    recover: Callable[[], Awaitable[None]]
+    event: Callable[..., None]
+    servers: Sequence[Any]
+
+    def stale(self, version: int) -> Sequence[Any]:
+        """Servers that live and do not serve this version."""
+
+    async def confirm(self, servers: Sequence[Any], version: int) -> None:
+        """Take these servers into use with these weights, once they say that they have them.
+
+        Raises:
+            SyncError: a server has another version, or cannot be asked; it is not used.
+        """
 
 
 RequestHook = Callable[[Request], Request]

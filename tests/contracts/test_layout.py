@@ -98,6 +98,63 @@ def test_a_package_imports_of_others_what_they_declare_public():
     assert not {name for names in declared.values() for name in names} - used
 
 
+def imported(*, checkers):
+    """Module -> modules of this repository that are imported when it is: at its top level, not inside functions.
+
+    The packages above a module are left out: they are imported before it, and hand on names of modules below.
+    """
+    files = {module_of(path): path for path in core_files()}
+    for path in plugin_files():
+        parts = path.relative_to(ROOT / "plugins").with_suffix("").parts[2:]
+        files[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return {module: {name for _, name in imports(path, lazy=False, checkers=checkers) if name in files} - {module}
+            for module, path in files.items()}
+
+
+def cycles(graph):
+    """The strongly connected components of more than one node (Tarjan, 1972), each sorted."""
+    number, lowest, path, found = {}, {}, [], []
+
+    def visit(node):
+        number[node] = lowest[node] = len(number)
+        path.append(node)
+        for other in graph[node]:
+            if other not in number:
+                visit(other)
+            if other in path:
+                lowest[node] = min(lowest[node], lowest[other])
+        if lowest[node] == number[node]:
+            component = path[path.index(node):]
+            del path[path.index(node):]
+            if len(component) > 1:
+                found.append(sorted(component))
+
+    for node in graph:
+        if node not in number:
+            visit(node)
+    return sorted(found)
+
+
+def test_no_modules_import_each_other():
+    graph = imported(checkers=False)
+    assert len(graph) > 300 and "miles_core.stages.rollout" in graph["miles_core.build"]
+    assert "miles_core.plugins.resolve" in graph["miles_megatron.step"]
+    assert cycles(graph) == []
+    assert cycles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}) == [["b", "c"]]
+
+
+NAMED_BY_TYPES = [
+    ["miles_tools.agent", "miles_tools.conversation", "miles_tools.plugin"],  # options stand in the plugin's own file
+]
+"""Modules of packages that know each other by annotations alone."""
+
+
+def test_annotations_of_packages_go_one_way_too():
+    """Of the core they need not: hookspecs.py names the types of everybody."""
+    ours = [cycle for cycle in cycles(imported(checkers=True)) if not cycle[0].startswith("miles_core.")]
+    assert ours == NAMED_BY_TYPES
+
+
 ALGORITHMS = ("grpo", "sft", "gspo", "ppo", "reinforce", "rloo", "dapo")
 
 

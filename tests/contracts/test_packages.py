@@ -100,6 +100,12 @@ def test_what_is_imported_is_declared(name):
     assert not found, found
 
 
+def test_what_the_core_declares_it_imports():
+    named = {module.partition(".")[0] for path in core_files() for _, module in imports(path)}
+    declared = {Requirement(text).name for text in PROJECTS["miles-core"]["dependencies"]}
+    assert not declared - {MODULES.get(name, name) for name in named}
+
+
 def test_the_template_renders_what_the_distributions_here_are():
     template = ROOT / "cookiecutter" / "{{cookiecutter.distribution}}"
     text = (template / "pyproject.toml").read_text()

@@ -85,7 +85,6 @@ def measure(shape: str, tokens: int, length: int, steps: int, flags: list[str]) 
     from miles_megatron import estimate
     from miles_megatron.resident import Resident
 
-    from miles_core import packing
     from miles_core.build import trainer_part
     from miles_core.config.architecture import architecture_of
     from miles_core.plugins.plan import prepare
@@ -122,7 +121,7 @@ def measure(shape: str, tokens: int, length: int, steps: int, flags: list[str]) 
     state = {tag: memory_of.held(tag) for tag in ("weights", "gradients", "optimizer")}
     model, size = estimate.model_of(plan.config), architecture_of(plan.config)
     parts = estimate.trainer(plan.config, model)
-    once = packing.flops(length, parameters=size.active_parameters, attention=size.attention) * (tokens // length)
+    once = estimate.flops(length, parameters=size.active_parameters, attention=size.attention) * (tokens // length)
     step, score = min(seconds["step"][1:]), min(seconds["score"][1:])
     predicted = sum(parts.values())
     trainer.close()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import email
+import json
 import shutil
+import subprocess
 import sys
 import sysconfig
 import tarfile
@@ -16,6 +18,8 @@ from clean import PIP, ROOT, environment, install, shell, wheel
 import release
 
 NAMES = ["miles-core", *(path.name for path in release.distributions(ROOT)[1:])]
+MOST = 45
+"""Packages of an environment with the core, pip and setuptools counted; docs/benchmarks.md has how many there are."""
 MILES = ("-c", "from miles_core.cli import main; main()")
 
 pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("packages")]
@@ -101,6 +105,27 @@ def test_a_plugin_works_alone(archives, alone, project, tree, name):
     shutil.copytree(tree / "plugins" / name, project / "plugins" / name,
                     ignore=shutil.ignore_patterns("src", "pyproject.toml"))
     shell(python, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"plugins/{name}/tests", cwd=project)
+
+
+@pytest.mark.slow
+def test_the_core_alone_says_what_a_run_needs(archives, alone, core, project, tmp_path):
+    """It is small, its commands work, and a run without plugins is one sentence that names what to install."""
+    there = {one["name"] for one in json.loads(shell(core, *PIP, "list", "--format", "json", cwd=project))}
+    assert {name for name in there if name.startswith("miles")} == {"miles-core"}
+    assert not there & {"megatron-core", "ray", "sglang", "pytest", "aiohttp"} and len(there) <= MOST, sorted(there)
+    for words in (["--help"], ["plugins", "list"], ["run", "--help"]):
+        assert shell(core.parent / "miles", *words, cwd=project)
+    done = subprocess.run([core.parent / "miles", "run", "examples/demo.toml"], cwd=project, capture_output=True,
+                          text=True, check=False)
+    assert done.returncode == 2 and len(done.stderr.strip().splitlines()) == 1, done.stderr
+    assert "pip install miles-grpo miles-math" in done.stderr and "pip install miles " in done.stderr
+    python, add = alone
+    add(f"{wheel(archives, 'miles-testing')}[new]")
+    shell(python, *MILES, "plugins", "new", "brief", "--hooks", "filter_group", "--summary", "Drops nothing.",
+          "--author", "Ada", cwd=tmp_path)
+    made = tmp_path / "miles-plugin-brief"
+    add("--no-build-isolation", "--no-deps", made)
+    shell(python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_contract.py", cwd=made)
 
 
 @pytest.mark.slow

@@ -5,11 +5,11 @@ from miles_megatron.decoder import (
     Decoder,
     LayerNorms,
     by_layer_type,
-    dense_mlp,
     every_layer,
     refuse,
     rotary,
 )
+from miles_megatron.mixture import dense_mlp
 from miles_megatron.specs import Attention, Rotary
 from transformers import PretrainedConfig
 

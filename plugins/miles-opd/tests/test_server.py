@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 from miles_opd import server
-from miles_opd.plugin import OpdOptions
 from miles_opd.server import Servers, addresses, post
 from miles_testing.batches import make_sample
 from miles_testing.forked import miles
@@ -88,8 +87,9 @@ def score(teacher, payload):
     return {"meta_info": meta}
 
 
-def ask(urls, sample, **options):
-    return asyncio.run(Servers(OpdOptions(opd_teacher_urls=urls, **options)).score(sample))
+def ask(urls, sample, timeout=60.0, top_k=0):
+    servers = Servers(urls, key="opd_teacher", timeout=timeout, top_k=top_k, concurrency=4)
+    return asyncio.run(servers.score(sample))
 
 
 def sample(**metadata):
@@ -109,7 +109,7 @@ def test_log_probs_are_the_teachers_for_the_response(served, teacher):
 
 def test_top_k_are_the_teachers_likeliest_tokens(served, teacher):
     made = sample()
-    found = ask([served()], made, opd_log_prob_top_k=4)
+    found = ask([served()], made, top_k=4)
     values, tokens = log_probs(teacher, made.tokens.tolist())[1:].topk(4)
     np.testing.assert_allclose(found["opd_teacher_top"], values, rtol=1e-6)
     np.testing.assert_array_equal(found["opd_teacher_tokens"], tokens)
@@ -135,7 +135,7 @@ def test_a_server_that_is_busy_is_asked_again_and_one_that_refuses_is_not(served
 def test_every_wait_is_bounded(served):
     begin = time.monotonic()
     with pytest.raises(RewardError, match="no answer.*opd_teacher_timeout"):
-        ask([served(delay=5)], sample(), opd_teacher_timeout=0.2)
+        ask([served(delay=5)], sample(), timeout=0.2)
     with pytest.raises(RewardError, match="no answer"):
         post("http://127.0.0.1:1/generate", {}, timeout=0.2)
     assert time.monotonic() - begin < 4

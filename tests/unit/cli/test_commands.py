@@ -60,6 +60,16 @@ def test_a_command_that_resembles_none(call):
     assert code == 2 and "No such command 'xyzzy'" in err and "Did you mean" not in err
 
 
+@pytest.mark.parametrize(("words", "plugin"), [(["report", "runs/a"], "report"), (["plugins", "new", "a"], "testing")])
+def test_a_command_of_a_plugin_that_is_not_installed_says_what_to_install(call, monkeypatch, words, plugin):
+    from miles_core.plugins import select
+
+    there = [one for one in select.installed() if one.name != plugin]
+    monkeypatch.setattr(select, "installed", lambda: there)
+    code, _, err = call(*words)
+    assert code == 2 and f"pip install miles-{plugin};" in err and len(err.strip().splitlines()) == 1
+
+
 def test_no_arguments_show_the_help(call):
     code, out, err = call()
     assert code == 2

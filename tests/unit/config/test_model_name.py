@@ -83,3 +83,25 @@ def test_what_cannot_be_read_is_refused(plan, checkpoint, content):
 @pytest.mark.parametrize("content", ["{}", '{"model_type": 3}'])
 def test_what_cannot_be_read_is_left_to_the_start(plan, checkpoint, content):
     assert owner(plan(*checkpoint(content))) == []
+
+
+def test_a_trainer_that_does_not_build_by_families_needs_none(plan, checkpoint, tmp_path):
+    (tmp_path / "mine.py").write_text('''"""A trainer."""
+from miles_core import hookimpl
+
+
+class Mine:
+    """Builds whatever transformers can."""
+
+    provides = {}
+
+    @hookimpl
+    def trainer(self, config, hooks, columns, rank):
+        return self
+''')
+    source, flags = (tmp_path / "mine.py").read_text(), ("--plugin", tmp_path / "mine.py", "--trainer", "mine")
+    (tmp_path / "mine.py").write_text(source.format("()"))
+    assert owner(plan(*checkpoint("gpt_oss"), *flags)) == []
+    (tmp_path / "mine.py").write_text(source.format('("trainer:mine:model_spec",)'))
+    with pytest.raises(OwnerError, match="builds the architecture 'gpt_oss'"):
+        plan(*checkpoint("gpt_oss"), *flags)

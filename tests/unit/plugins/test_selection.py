@@ -88,7 +88,7 @@ def test_a_preset_and_parts_of_official_plugins_that_are_not_installed_say_what_
         (["--preset", "dapo"], "no preset 'dapo'.*pip install miles-dapo-filter"),
         (["--plugin", "gspo"], "plugin 'gspo' is not installed.*pip install miles-gspo"),
         (["--advantage-estimator", "gspo"], "plugin 'gspo' is not installed.*pip install miles-gspo"),
-        (["--rm-type", "math"], "plugin 'math' is not installed.*pip install miles-math"),
+        (["--rm-type", "math"], "'math', 'grpo' are not installed.*pip install miles-math miles-grpo;"),
         (["--use-tis"], "plugin 'tis' is not installed.*pip install miles-tis"),
         (["--advantage-estimator", "mine", "--tis.tis-clip", "3"],
          r"plugin 'tis', which is not enabled.*--plugin tis \(pip install miles-tis\)"),

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 from miles_ray.cluster import Bundle, capacity
@@ -105,7 +106,7 @@ def test_a_recovery_runs_beside_rollouts_and_never_amid_a_step(colocate):
 def test_colocation_hands_over_only_where_both_sides_are():
     for given, expected in (({}, True), ({"colocate": False}, False)):
         there = Local(config(**{"colocate": True, **given}))
-        there.attach(Handle("trainer"), object())
+        there.attach(Handle("trainer"), SimpleNamespace(release=None, occupy=None))
         assert (there._hand_over is not None) == expected
     alone = Local(config(colocate=True))
     alone.attach(Handle("trainer"), None)

@@ -9,13 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from miles_core.errors import ConfigError
+from miles_megatron.mixture import Mixture, dense_mlp
 from miles_megatron.specs import Attention, ModelSpec, Rotary, Rule, WeightMap
-
-if TYPE_CHECKING:
-    from miles_megatron.mixture import Mixture
 
 _SCALINGS = ("default", "linear", "llama3", "yarn")
 _NEVER = {
@@ -178,21 +175,6 @@ class DecoderFamily:
     def weight_map(self, hf) -> WeightMap:
         """The same decoder's tensors."""
         return self.describe(hf).weight_map()
-
-
-def dense_mlp(layers: tuple[int, ...], fused: bool = False, bias: bool = False) -> tuple[Rule, ...]:
-    """Rules of one gated MLP per layer."""
-    ours, theirs = _OURS + "mlp.", _THEIRS + "mlp."
-    first, join = (("gate_up_proj",), "halves") if fused else (("gate_proj", "up_proj"), "rows")
-    kinds = ("weight", "bias") if bias else ("weight",)
-    return tuple(
-        rule
-        for kind in kinds
-        for rule in (
-            Rule(f"{ours}linear_fc1.{kind}", tuple(f"{theirs}{name}.{kind}" for name in first), join, layers),
-            Rule(f"{ours}linear_fc2.{kind}", (f"{theirs}down_proj.{kind}",), layers=layers),
-        )
-    )
 
 
 def every_layer(hf, attention: Attention) -> tuple[Attention, ...]:

@@ -1,4 +1,5 @@
-"""What a rank of the trainer holds at its peak, from config.json and the layout: its half of the memory plan.
+"""What a rank of the trainer holds at its peak, from config.json and the layout: its half of the memory plan;
+and the operations of a sequence.
 
 Layers are Transformer Engine's, micro-batches are packed. What a layer keeps for its backward pass is written out in
 `kept`, name by name; tests/gpu/trainer_speed.py compares the sums with what torch counts. No torch here.
@@ -214,3 +215,21 @@ def _logits(config: RunConfig, model: Model) -> float:
     logits = chunk * vocab * max((2 * FP32 if alone else FP32 + value), FP32 + value + value * size.hidden / chunk)
     backward = logits + table * FP32 + tokens * size.hidden * value
     return max(forward, backward)
+
+
+def flops(length: int, *, parameters: int, attention: int) -> int:
+    """Floating-point operations of one sequence, forward and backward, without recomputation.
+
+        6 x parameters x length + 6 x attention x length^2
+
+    A multiply-add is 2 operations and a backward pass twice a forward one. The first term is that of the matrices; the
+    second that of scores and weighted values, halved because a token sees only those before it (Chowdhery et al.,
+    arXiv:2204.02311, appendix B, which counts all pairs).
+
+    Args:
+        length: tokens.
+        parameters: of all matrices that a token is multiplied with, the output layer's included; of a mixture of
+            experts, those of the experts that a token goes to.
+        attention: layers x heads x size of a head.
+    """
+    return 6 * length * (parameters + attention * length)

@@ -1,4 +1,4 @@
-"""A shared description of mixtures of experts, for the families that have them. No torch here.
+"""A shared description of MLPs and of mixtures of them, for the families that have experts. No torch here.
 
 A family says how its router scores and what its checkpoint calls the tensors; constants of Megatron's config and rules
 of the weight map follow.
@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from miles_core.errors import ConfigError
-from miles_megatron.decoder import dense_mlp
 from miles_megatron.specs import Rule
 
 _OURS, _THEIRS = "decoder.layers.{layer}.mlp.", "model.layers.{layer}."
@@ -147,3 +146,18 @@ class Mixture:
 def after(layers: int, dense: int) -> tuple[int, ...]:
     """The sparse layers of a model whose first ones are dense (config.json's first_k_dense_replace)."""
     return tuple(range(min(dense, layers), layers))
+
+
+def dense_mlp(layers: tuple[int, ...], fused: bool = False, bias: bool = False) -> tuple[Rule, ...]:
+    """Rules of one gated MLP per layer."""
+    theirs = f"{_THEIRS}mlp."
+    first, join = (("gate_up_proj",), "halves") if fused else (("gate_proj", "up_proj"), "rows")
+    kinds = ("weight", "bias") if bias else ("weight",)
+    return tuple(
+        rule
+        for kind in kinds
+        for rule in (
+            Rule(f"{_OURS}linear_fc1.{kind}", tuple(f"{theirs}{name}.{kind}" for name in first), join, layers),
+            Rule(f"{_OURS}linear_fc2.{kind}", (f"{theirs}down_proj.{kind}",), layers=layers),
+        )
+    )

@@ -2,17 +2,21 @@
 
 On a CPU, for dense Qwen3 in float32 on one rank, the local engine's order of operations is also the trainer's
 (miles_local/decode.py, miles_megatron/attention.py). What lies outside is refused before anything starts;
-stages/on_policy.py checks every rollout.
+`check_equal` looks at every rollout.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from miles_core.config.load import config_json, who, with_values
 from miles_core.config.tables import RunConfig
-from miles_core.errors import ConfigError
+from miles_core.errors import ConfigError, TrainError
 from miles_megatron.layout import RANKS, layout_of
+
+if TYPE_CHECKING:
+    from miles_core.types import Sample
 
 LONGEST = 256
 """Tokens of the longest sequence whose attention sums its keys in the engine's order (attention.EXACT_KEYS)."""
@@ -38,6 +42,28 @@ def check_on_policy(config: RunConfig, note: Callable[[str], None]) -> RunConfig
         note(f"true_on_policy_mode bounds rollout_max_context_len to {LONGEST}: longer prompts are left out")
         return with_values(config, "true_on_policy_mode", rollout__rollout_max_context_len=LONGEST)
     return config
+
+
+def check_equal(samples: Sequence[Sample]) -> None:
+    """Compare the columns `log_probs` (the trainer's) and `rollout_log_probs` (the engine's) where tokens are trained.
+
+    Raises:
+        TrainError: at the first token whose two log-probs differ at all, or of which one is NaN.
+    """
+    import numpy as np  # only in a trainer: a plan imports this module
+
+    for sample in samples:
+        trainer, engine = sample.columns["log_probs"], sample.columns["rollout_log_probs"]
+        unequal = np.flatnonzero((trainer != engine) & (sample.columns["loss_mask"] > 0))
+        if unequal.size:
+            first = int(unequal[0])
+            raise TrainError(
+                f"true_on_policy_mode: {unequal.size} of {sample.response_length} log-probs differ, first at response "
+                f"token {first}", got=f"trainer {float(trainer[first])!r}, engine {float(engine[first])!r}",
+                who=f"prompt {sample.prompt.uid}, sample {sample.index}",
+                fix="look for what changes one side alone: a plugin around the forward pass, other thread counts, "
+                    "another build of torch; or leave true_on_policy_mode out",
+            )  # fmt: skip
 
 
 def _settings(config: RunConfig) -> Iterator[Problem]:

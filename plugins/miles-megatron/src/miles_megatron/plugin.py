@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from miles_core.config import RunConfig
     from miles_core.config.surfaces import Surface
     from miles_core.plugins.bind import Hooks
-    from miles_core.stages.gradients import Gradients
     from miles_core.types import Rank
     from miles_megatron.specs import Family
     from miles_megatron.step import MegatronTrainer
@@ -29,6 +28,7 @@ class Megatron:
 
     default = True
     hookspecs = "miles_megatron.hookspecs"
+    provides = ("trainer:megatron:model_spec",)
 
     @hookimpl("commands", name="convert")
     def convert(self) -> click.Command:
@@ -75,11 +75,6 @@ class Megatron:
         from miles_megatron.step import MegatronTrainer
 
         return MegatronTrainer(config, hooks, columns, rank)
-
-    @hookimpl("clip_gradients", name="norm")
-    def clip_by_norm(self, gradients: Gradients) -> float:
-        """To a global norm of at most --clip-grad."""
-        return gradients.clip_by_norm()
 
     @hookimpl("model_spec", name="qwen3")
     def qwen3(self, hf_config: Any) -> Family:

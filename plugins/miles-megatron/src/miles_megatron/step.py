@@ -20,15 +20,16 @@ from miles_core.plugins.bind import Hooks
 from miles_core.plugins.resolve import chosen
 from miles_core.stages import advantage
 from miles_core.stages.loss import PolicyLoss, rollouts_of
-from miles_core.stages.on_policy import FRESH, check_equal
+from miles_core.stages.on_policy import FRESH
 from miles_core.stages.step import Resume, ScoredRows
 from miles_core.stages.sync import Sender
 from miles_core.types import Batch, Rank, Sample
-from miles_megatron import cpu, hashes, memory, unread
+from miles_megatron import cpu, estimate, hashes, memory, unread
 from miles_megatron.gradients import gathered
 from miles_megatron.layout import layout_of
 from miles_megatron.models import Models
 from miles_megatron.objective import Objective
+from miles_megatron.on_policy import check_equal
 from miles_megatron.passes import Found, run
 from miles_megatron.profiler import Profiler
 from miles_megatron.resident import Resident
@@ -215,7 +216,7 @@ class MegatronTrainer:
         """What --balance-by-flops balances; None for tokens."""
         if (size := self.architecture) is None:
             return None
-        return [packing.flops(n, parameters=size.active_parameters, attention=size.attention) for n in lengths]
+        return [estimate.flops(n, parameters=size.active_parameters, attention=size.attention) for n in lengths]
 
     def worth(self, samples: Sequence[Sample]) -> list[Sample]:
         """The samples that can have a gradient, in their order, and as many others as fill every rank's micro-batches.

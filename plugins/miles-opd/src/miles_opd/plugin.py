@@ -104,7 +104,9 @@ class Opd:
             if self._servers is None:
                 from miles_opd.server import Servers
 
-                self._servers = Servers(self.options)
+                of = self.options
+                self._servers = Servers(of.opd_teacher_urls, key=of.opd_teacher_key, timeout=of.opd_teacher_timeout,
+                                        top_k=of.opd_log_prob_top_k, concurrency=of.opd_teacher_concurrency)
             sample.columns |= await self._servers.score(sample)
         return 0.0
 

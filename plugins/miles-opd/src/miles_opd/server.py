@@ -25,7 +25,6 @@ from miles_core.hosts import in_daemon_thread
 
 if TYPE_CHECKING:
     from miles_core.types import Sample
-    from miles_opd.plugin import OpdOptions
 
 DEFAULT = "default"
 PAUSE = 0.5
@@ -35,15 +34,21 @@ PAUSE = 0.5
 class Servers:
     """The teachers of a run.
 
+    Args:
+        urls: one URL, or NAME=URL for several teachers.
+        key: of a prompt's metadata that names its teacher.
+        timeout: seconds for one sample, retries included.
+        top_k: likeliest tokens to ask for at each position; 0 for none.
+        concurrency: requests under way at once.
+
     Raises:
         ConfigError: an address that is none, or two of one name.
     """
 
-    def __init__(self, options: OpdOptions):
-        self.urls = addresses(options.opd_teacher_urls)
-        self._key, self._timeout = options.opd_teacher_key, options.opd_teacher_timeout
-        self._top_k = options.opd_log_prob_top_k
-        self._slots = asyncio.Semaphore(options.opd_teacher_concurrency)
+    def __init__(self, urls: Sequence[str], *, key: str, timeout: float, top_k: int, concurrency: int):
+        self.urls = addresses(urls)
+        self._key, self._timeout, self._top_k = key, timeout, top_k
+        self._slots = asyncio.Semaphore(concurrency)
 
     async def score(self, sample: Sample) -> dict[str, np.ndarray]:
         """The sample's columns from its teacher: teacher_log_probs [R], with top-k its likeliest tokens and theirs.

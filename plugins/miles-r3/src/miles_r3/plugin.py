@@ -14,6 +14,7 @@ from miles_core.config.architecture import architecture_of
 from miles_core.config.load import who
 from miles_core.errors import ConfigError
 from miles_core.hookspecs import hookimpl
+from miles_r3.columns import PLACE, ROUTES
 
 if TYPE_CHECKING:
     import torch
@@ -24,10 +25,6 @@ if TYPE_CHECKING:
     from miles_core.stages.step import TrainerAccess
     from miles_core.types import Prompt, Sample
     from miles_r3.replay import Routers
-
-ROUTES, PLACE = "routed_experts", "routed_rows"
-"""Columns: the experts of each position, and the position's number among all of the rollout's."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class R3Options:

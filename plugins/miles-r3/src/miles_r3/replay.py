@@ -23,7 +23,7 @@ from miles_megatron import cpu
 from miles_core.columns import Align, grid
 from miles_core.errors import TrainError
 from miles_core.types import Sample
-from miles_r3.plugin import PLACE, ROUTES
+from miles_r3.columns import PLACE, ROUTES
 
 cpu.install()
 

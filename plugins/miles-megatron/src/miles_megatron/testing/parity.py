@@ -26,13 +26,15 @@ if TYPE_CHECKING:
     from miles_core.plugins.select import Selected
     from miles_megatron.model import LanguageModel
     from miles_megatron.specs import Family
-    from miles_megatron.testing.resharding import Cut
 
 LOGITS = 5e-6
 """Largest difference of a logit in fp32, where logits have a standard deviation of about 1."""
 
 GRADIENTS = 1e-5
 """Largest difference of a gradient's entry, as a share of the largest entry of its tensor."""
+
+GRADIENT = 2e-6
+"""Of a model that is cut over ranks: largest |g - g1| / |g1| over all parameters together."""
 
 LOOSE = 1e-3
 """The same for tensors that a case names: gradients that add up terms which all but cancel, where transformers' own
@@ -119,6 +121,30 @@ def cases(path: Path) -> list[Case]:
     tables = tomllib.loads(path.read_text(encoding="utf-8"))
     found = [Case(family, **one) for family, entries in tables.items() for one in entries]
     return [replace(case, config={k: None if v == "null" else v for k, v in case.config.items()}) for case in found]
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A family on two ranks beside itself on one.
+
+    Args:
+        gradient: |g - g1| / |g1| of a step, Euclidean over all parameters.
+        exact: what is streamed out has the checkpoint's names and bits.
+    """
+
+    case: Case
+    layout: str
+    gradient: float
+    exact: bool
+
+    def check(self) -> None:
+        """
+        Raises:
+            AssertionError: the cut model is another model.
+        """
+        if not (self.gradient <= GRADIENT and self.exact):
+            raise AssertionError(f"{self.case.name} under {self.layout}: the gradient differs by {self.gradient:.1e}, "
+                                 f"the exported checkpoint is {'' if self.exact else 'not '}the imported one")
 
 
 def model_parity(case: Case, folder: Path, family: Family | None = None) -> Parity:

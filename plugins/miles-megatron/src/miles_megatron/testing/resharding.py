@@ -11,13 +11,12 @@ One whole trainer step of the plan that `miles run` would carry out, on two rank
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from miles_core.config.architecture import NAMES
 from miles_core.plugins.plan import prepare
 from miles_core.plugins.scan import BUILT_IN
-from miles_megatron.testing.parity import TINY, Case, builder, random_model
+from miles_megatron.testing.parity import TINY, Case, Cut, builder, random_model
 from miles_megatron.testing.ranks import Ranks, batches
 
 CUTS = {
@@ -28,37 +27,10 @@ CUTS = {
 }
 """The last one only where there are experts."""
 
-GRADIENT = 2e-6
-"""Largest |g - g1| / |g1| over all parameters together."""
-
 RUN = ("--prompt-data", "x/no.jsonl", "--num-rollout", "1", "--rollout-batch-size", "2", "--n-samples-per-prompt", "2",
        "--rollout-max-response-len", "41", "--no-bf16", "--use-dynamic-batch-size", "--max-tokens-per-gpu", "96",
        "--trainer-host", "process", "--disable-rewards-normalization",
        "--no-use-distributed-optimizer", "--clip-grad", "0", "--lr", "0")  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Cut:
-    """A family on two ranks beside itself on one.
-
-    Args:
-        gradient: |g - g1| / |g1| of a step, Euclidean over all parameters.
-        exact: what is streamed out has the checkpoint's names and bits.
-    """
-
-    case: Case
-    layout: str
-    gradient: float
-    exact: bool
-
-    def check(self) -> None:
-        """
-        Raises:
-            AssertionError: the cut model is another model.
-        """
-        if not (self.gradient <= GRADIENT and self.exact):
-            raise AssertionError(f"{self.case.name} under {self.layout}: the gradient differs by {self.gradient:.1e}, "
-                                 f"the exported checkpoint is {'' if self.exact else 'not '}the imported one")
 
 
 def reshard_parity(case: Case, folder: Path, one: Ranks, two: Ranks) -> Iterator[Cut]:

@@ -21,7 +21,7 @@ from miles_sglang.sync.servers import Target, get, post
 if TYPE_CHECKING:
     from miles_core.config.tables import RunConfig
     from miles_core.hosts import Handle
-    from miles_core.stages.rollout import Engine
+    from miles_core.stages.rollout import ServerEngine
     from miles_core.stages.sync import Sender
 
 logger = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ class ServerSync:
         self._equal = config.perf.check_weight_update_equal
         self._connected: tuple[Target, ...] | None = None
 
-    async def sync(self, trainer: Handle, engine: Engine, version: int) -> dict[str, float]:
+    async def sync(self, trainer: Handle, engine: ServerEngine, version: int) -> dict[str, float]:
         servers = engine.stale(version)
         if not servers:
             return {"tensors": 0, "bytes": 0}

@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
+from miles_megatron.on_policy import check_equal
 
 from miles_core.errors import TrainError
-from miles_core.stages.on_policy import check_equal
 from miles_core.types import Prompt, Sample
 
 

@@ -1,0 +1,1 @@
+"""An engine, a trainer and a weight sync of transformers and PyTorch alone."""
