@@ -83,7 +83,7 @@ def measure(shape: str, tokens: int, length: int, steps: int, flags: list[str]) 
     """One case, in this process."""
     import torch
     from miles_megatron import estimate
-    from miles_megatron.resident import Resident
+    from miles_megatron.model_on_rank import ModelOnRank
 
     from miles_core import packing
     from miles_core.build import trainer_part
@@ -96,7 +96,7 @@ def measure(shape: str, tokens: int, length: int, steps: int, flags: list[str]) 
     (folder / "run.toml").write_text(RUN.format(folder=folder, tokens=tokens, length=length,
                                                 groups=tokens // length // 2))
     plan = prepare(folder / "run.toml", ["--plan-without-weights", *flags])
-    Resident.fill = lambda self, source: None  # there are no files: Megatron's random weights stay
+    ModelOnRank.fill = lambda self, source: None  # there are no files: Megatron's random weights stay
     trainer = trainer_part(list(plan.selected), plan.config, Rank())
     trainer.load()
     seconds: dict[str, list[float]] = {"score": [], "step": []}

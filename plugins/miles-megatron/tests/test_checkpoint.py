@@ -169,14 +169,14 @@ def test_damage_to_what_is_no_tensor(checkpoint, session, tmp_path):
 
 
 def test_each_rank_looks_at_its_share_and_together_they_look_at_all(checkpoint, session, tmp_path):
-    from miles_megatron import intact
+    from miles_megatron import checkpoint_integrity
 
     file = save(checkpoint, tmp_path, 1, session) / "__0_0.distcp"
     _flip(file, file.stat().st_size // 2)
     found = 0
     for rank in range(3):
         try:
-            intact.check(file.parent, rank, 3)
+            checkpoint_integrity.check(file.parent, rank, 3)
         except CheckpointError:
             found += 1
     assert found == 1

@@ -66,7 +66,7 @@ def made(megatron):
 
 def test_options_that_say_the_same_are_passed_over(made):
     """As scripts of Megatron-LM's repeat an architecture; what differs is refused by name."""
-    from miles_megatron.given import check_architecture
+    from miles_megatron.config_overrides import check_architecture
 
     same = {"multi_latent_attention": True, "kv_lora_rank": 16, "v_head_dim": 16, "qk_layernorm": True,
             "moe_router_pre_softmax": True, "moe_router_num_groups": 4, "rotary_percent": 1.0}

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 from miles_testing import sync_contract, syncs, tiny_checkpoint
-from miles_testing.canned import Planted
+from miles_testing.sample_inputs import Planted
 
 from miles_core.config.tables import Checkpoint, Perf, RunConfig
 from miles_core.errors import MilesError

@@ -53,7 +53,7 @@ def test_parameters_are_counted_exactly(built, sparse):
 def test_what_a_layer_keeps_is_what_autograd_saves(built, sparse):
     """The local layers keep q, k and v as one tensor beside the copy that the norm of q reads: as much again as q."""
     import torch
-    from miles_megatron.plan import packed_rows
+    from miles_megatron.packed_layout import packed_rows
 
     def saved(layers: int) -> int:
         model, found = built(sparse, layers), {}

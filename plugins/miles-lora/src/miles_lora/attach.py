@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from miles_megatron import cpu, joins
+from miles_megatron import cpu, tensor_merges
 from miles_megatron.specs import WeightMap
 from miles_megatron.weights import global_parameters, instances
 
@@ -102,7 +102,7 @@ def _kinds() -> Iterator[tuple[str, type]]:
 def _rows(target: Target, weight: torch.Tensor, place: Place, weight_map: WeightMap) -> list[int]:
     """Of each of its parts on this rank."""
     ranks = place.size if place.kind == COLUMN else 1
-    shapes = joins.hf_shapes(target.rule, [len(weight) * ranks, weight.shape[1]], weight_map)
+    shapes = tensor_merges.hf_shapes(target.rule, [len(weight) * ranks, weight.shape[1]], weight_map)
     return [rows // ranks for rows, *_ in shapes]
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from miles_megatron import cpu, joins
+from miles_megatron import cpu, tensor_merges
 from miles_megatron.specs import WeightMap
 
 from miles_lora.targets import Target
@@ -115,7 +115,7 @@ class Adapters(torch.nn.Module):
             return outputs[0]
         if rule.join == "rows":
             return torch.cat(outputs, -1)
-        return joins.join(rule, [one.movedim(-1, 0) for one in outputs], self.weight_map).movedim(0, -1)
+        return tensor_merges.join(rule, [one.movedim(-1, 0) for one in outputs], self.weight_map).movedim(0, -1)
 
     def entries(self, prefix: str, offsets: tuple[Any, ...], dp_cp_group: Any) -> ShardedStateDict:
         """Where they lie in a torch_dist checkpoint."""

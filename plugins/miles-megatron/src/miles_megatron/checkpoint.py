@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from miles_core.errors import CheckpointError, MilesError
 from miles_core.record.publish import TEMPORARY, aside, publish, write_error, write_text
 from miles_core.stages.step import LOCK, TRACKER
-from miles_megatron import cpu, index, intact
+from miles_megatron import checkpoint_integrity, cpu, index
 from miles_megatron.optimizer import load_state, prepare_state
 from miles_megatron.shards import few
 from miles_megatron.weights import known_by
@@ -124,7 +124,7 @@ def save(folder: str | Path, iteration: int, parts: Mapping[str, Part],
                 (temporary / name).write_bytes(data)
             kept = {**(state or {}), **({"files": sorted(files)} if files else {})}
             (temporary / STATE).write_text(json.dumps({"iteration": iteration, "state": kept,
-                                                       "digest": intact.digest(kept)}))
+                                                       "digest": checkpoint_integrity.digest(kept)}))
         _barrier()
     if first:
         write_text(Path(folder) / TRACKER, f"{iteration}\n")
@@ -155,7 +155,7 @@ def load(folder: str | Path, parts: Mapping[str, Part], iteration: int | None = 
                                   fix="resume with the plugins that the run had, or start anew with --ref-load")
         held = index.read(where / ".metadata")
         try:
-            intact.check(where, dist.get_rank(), dist.get_world_size())
+            checkpoint_integrity.check(where, dist.get_rank(), dist.get_world_size())
             kept = _state(source)
             _load_part(where, held, *part)
         except MilesError:
@@ -169,7 +169,7 @@ def load(folder: str | Path, parts: Mapping[str, Part], iteration: int | None = 
 
 def _state(source: Path) -> dict:
     read = json.loads((source / STATE).read_text())
-    intact.check_state(read, source / STATE)
+    checkpoint_integrity.check_state(read, source / STATE)
     kept = read["state"]
     if "files" in kept:
         kept["files"] = {name: (source / Path(name).name).read_bytes() for name in kept["files"]}

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.checkpoint.storage import WriteResult
 
 from miles_core.errors import CheckpointError
-from miles_megatron import checkpoint, cpu, joins, shards, weights
+from miles_megatron import checkpoint, cpu, shards, tensor_merges, weights
 from miles_megatron.convert import Conversion, Parameter, full_shape
 
 cpu.install()
@@ -63,7 +63,7 @@ class ToDist(Conversion):
 
     def _read(self, one: Parameter) -> torch.Tensor:
         tensor = torch.empty(one.entry.data.shape, dtype=one.dtype)
-        for name, view in zip(one.hf, joins.hf_views(one.rule, tensor, self.job.weight_map), strict=True):
+        for name, view in zip(one.hf, tensor_merges.hf_views(one.rule, tensor, self.job.weight_map), strict=True):
             shards.read_into(self._stored[name], view)
         return tensor
 

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.utils import _create_file_view
 
 from miles_core.errors import CheckpointError
-from miles_megatron import cpu, index, joins, shards, weights
+from miles_megatron import cpu, index, shards, tensor_merges, weights
 from miles_megatron.convert import Conversion, Parameter, full_shape
 
 cpu.install()
@@ -74,7 +74,7 @@ class ToHuggingFace(Conversion):
             tensor = torch.empty(one.entry.data.shape, dtype=one.dtype)
             for piece in one.pieces(tensor):
                 piece.data.copy_(self._read(piece))
-        views = joins.hf_views(one.rule, tensor, self.job.weight_map)
+        views = tensor_merges.hf_views(one.rule, tensor, self.job.weight_map)
         for view, shape in zip(views, one.hf.values(), strict=True):
             append(view.reshape(shape))
 

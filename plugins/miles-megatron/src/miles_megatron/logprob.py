@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from miles_megatron.plan import ROWS
+from miles_megatron.packed_layout import ROWS
 
 CHUNK_BYTES = 16 * 2**20
 """Logits of one chunk take about this much by default: near the cache, and wide enough for the GEMM."""

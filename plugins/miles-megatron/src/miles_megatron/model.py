@@ -11,8 +11,8 @@ import torch.nn.functional as F
 
 from miles_core.errors import ConfigError, UnknownKeyError
 from miles_megatron import cpu
-from miles_megatron.given import defaults_for
-from miles_megatron.parts import LOCAL, TRANSFORMER_ENGINE, implementation, layer, parts_of
+from miles_megatron.config_overrides import defaults_for
+from miles_megatron.module_specs import LOCAL, TRANSFORMER_ENGINE, implementation, layer, modules_of
 from miles_megatron.rope import Rope
 from miles_megatron.specs import ModelSpec
 
@@ -162,7 +162,7 @@ _DEFAULTS = {
     "moe_token_dispatcher_type": "alltoall",
     "moe_router_load_balancing_type": "none",
     **dict.fromkeys(ALWAYS_OFF, False),
-    # Megatron's MLP then calls the module that the layer names, which is one pass (parts.py).
+    # Megatron's MLP then calls the module that the layer names, which is one pass (module_specs.py).
     "use_te_activation_func": True,
 }
 
@@ -181,9 +181,9 @@ def layer_spec(config: TransformerConfig, spec: ModelSpec, vp_stage: int | None 
     mine = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
     ropes = {one.rotary: Rope(config.kv_channels, one.rotary) for one in spec.attention}
     kinds = [(bool(pattern[number]), spec.attention[number]) for number in mine]
-    parts = parts_of(config)
-    made = {kind: layer(config, spec, *kind, ropes[kind[1].rotary], parts) for kind in set(kinds)}
-    return TransformerBlockSubmodules(layer_specs=[made[kind] for kind in kinds], layer_norm=parts.norm)
+    modules = modules_of(config)
+    made = {kind: layer(config, spec, *kind, ropes[kind[1].rotary], modules) for kind in set(kinds)}
+    return TransformerBlockSubmodules(layer_specs=[made[kind] for kind in kinds], layer_norm=modules.norm)
 
 
 def build(config: TransformerConfig, spec: ModelSpec, vp_stage: int | None = None,
@@ -206,7 +206,7 @@ def build(config: TransformerConfig, spec: ModelSpec, vp_stage: int | None = Non
         layer_spec(config, spec, vp_stage),
         vocab_size=spec.vocab_size,
         max_sequence_length=spec.max_positions,
-        # The core attention turns q and k itself (parts.py).
+        # The core attention turns q and k itself (module_specs.py).
         position_embedding_type="none",
         share_embeddings_and_output_weights=spec.tied,
         pre_process=parallel_state.is_pipeline_first_stage(**where),

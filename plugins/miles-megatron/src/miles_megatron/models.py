@@ -23,11 +23,11 @@ from miles_core.stages.step import Resume
 from miles_core.types import Rank
 from miles_megatron import cpu, weights
 from miles_megatron.layout import layout_of
-from miles_megatron.resident import Resident, architecture, checkpoints
+from miles_megatron.model_on_rank import ModelOnRank, architecture, checkpoints
 
 
 class Models:
-    """Builds what is resident; `load` fills it.
+    """Builds the models of this rank; `load` fills it.
 
     Raises:
         ConfigError: the layout does not fit the number of ranks.
@@ -52,22 +52,22 @@ class Models:
                 raise HookError(f"a plugin declares the model {name!r}, which is the core's", fix="rename it")
             declared[name] = model
         start = given.ref_load or given.hf_checkpoint
-        self.actor = Resident("actor", Model(start, trainable=True), config, hooks, layout)
-        self.residents = {"actor": self.actor}
+        self.actor = ModelOnRank("actor", Model(start, trainable=True), config, hooks, layout)
+        self.on_rank = {"actor": self.actor}
         self._swapped: dict[str, str] = {}
         for name, model in declared.items():
             folder = Path(model.source)
             other = (folder / "config.json").is_file() and self.actor.spec != architecture(folder, config, hooks)[0]
             if model.trainable or model.head == "value" or other:
-                self.residents[name] = Resident(name, model, config, hooks, layout)
+                self.on_rank[name] = ModelOnRank(name, model, config, hooks, layout)
             else:
                 self._swapped[name] = model.source
         self._copies: dict[str, list[torch.Tensor]] = {}
 
     @property
-    def trained(self) -> dict[str, Resident]:
+    def trained(self) -> dict[str, ModelOnRank]:
         """The models that have an optimizer."""
-        return {name: one for name, one in self.residents.items() if one.declared.trainable}
+        return {name: one for name, one in self.on_rank.items() if one.declared.trainable}
 
     def load(self) -> Resume:
         """--load, else --ref-load, else --hf-checkpoint; and the others from where they are declared to come.
@@ -81,7 +81,7 @@ class Models:
         for name, source in self._swapped.items():
             self.actor.fill(source)
             self._copies[name], held = self.actor.copy(moving=self._shares(name)), source
-        for one in self.residents.values():
+        for one in self.on_rank.values():
             there = one is self.actor and held == one.declared.source
             if not there and not (resume and one.declared.trainable):
                 one.fill(one.declared.source)
@@ -94,26 +94,26 @@ class Models:
         iteration, state = checkpoints().load(given.load, parts)
         return Resume(iteration, state, f"{given.load} (rollout {iteration})")
 
-    def place(self, name: str) -> Resident:
-        """The resident that is a model, or the actor, into whose place it is swapped for its passes.
+    def place(self, name: str) -> ModelOnRank:
+        """The model on this rank that is a model, or the actor, into whose place it is swapped for its passes.
 
         Raises:
             ConfigError: there is no such model.
         """
-        if name not in self.residents and name not in self._swapped:
-            raise ConfigError(f"there is no model {name!r}", got=", ".join([*self.residents, *self._swapped]),
+        if name not in self.on_rank and name not in self._swapped:
+            raise ConfigError(f"there is no model {name!r}", got=", ".join([*self.on_rank, *self._swapped]),
                               fix="declare it in the hook `models`, or add --use-kl-loss for the reference")
-        return self.residents.get(name, self.actor)
+        return self.on_rank.get(name, self.actor)
 
     @contextmanager
-    def at(self, name: str) -> Iterator[Resident]:
-        """The resident that holds the weights of `name` inside.
+    def at(self, name: str) -> Iterator[ModelOnRank]:
+        """The model on this rank that holds the weights of `name` inside.
 
         Raises:
             ConfigError: there is no such model.
         """
         place = self.place(name)
-        if name in self.residents:
+        if name in self.on_rank:
             yield place
             return
         moving = self._shares(name)
@@ -133,14 +133,14 @@ class Models:
 
     def offload(self, tags: Sequence[str]) -> None:
         """See stages/step.py. Models that are swapped in are in host memory anyhow."""
-        for one in self.residents.values():
+        for one in self.on_rank.values():
             one.memory.offload(tags)
         if not cpu.no_cuda():
             torch.cuda.empty_cache()  # for other processes on this GPU
 
     def onload(self, tags: Sequence[str]) -> None:
         """See stages/step.py."""
-        for one in self.residents.values():
+        for one in self.on_rank.values():
             one.memory.onload(tags)
 
     def save(self, folder: Path, rollout_id: int, state: dict) -> None:

@@ -58,16 +58,16 @@ def synchronise() -> None:
 
 
 class Offload:
-    """What one resident model has on the device and what is away.
+    """What one model has on the device and what is away.
 
     Host copies are made at the first `offload` and kept for the next.
 
     Args:
-        resident: a models.Resident; its optimizer may come later.
+        model: the model on this rank; its optimizer may come later.
     """
 
-    def __init__(self, resident):
-        self._resident = resident
+    def __init__(self, model):
+        self._model = model
         self._away: dict[str, list[tuple[torch.UntypedStorage, int, torch.Tensor | None]]] = {}
         self._copies: dict[int, torch.Tensor] = {}
 
@@ -81,9 +81,9 @@ class Offload:
             if tag in self._away:
                 continue
             if tag == WEIGHTS:
-                self._resident.settle()
-            if tag == GRADIENTS and self._resident.optimizer is not None:
-                self._resident.optimizer.zero_grad()  # gradients of the masters, where these are tensors of their own
+                self._model.settle()
+            if tag == GRADIENTS and self._model.optimizer is not None:
+                self._model.optimizer.zero_grad()  # gradients of the masters, where these are tensors of their own
             found = list(self._storages(tag))
             kept = [None if tag == GRADIENTS else self._keep(storage) for storage in found]
             synchronise()
@@ -134,15 +134,15 @@ class Offload:
                 yield storage
 
     def _weights(self) -> Iterator[torch.Tensor]:
-        yield from (parameter.data for parameter in self._resident.parameters())
+        yield from (parameter.data for parameter in self._model.parameters())
 
     def _gradients(self) -> Iterator[torch.Tensor]:
-        for chunk in self._resident.wrapped if self._resident.declared.trainable else ():
+        for chunk in self._model.wrapped if self._model.declared.trainable else ():
             for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
                 yield buffer.grad_data
 
     def _optimizer(self) -> Iterator[torch.Tensor]:
-        whole = self._resident.optimizer
+        whole = self._model.optimizer
         for part in () if whole is None else getattr(whole, "chained_optimizers", None) or [whole]:
             inner = part.optimizer
             for group in inner.param_groups if inner is not None else ():

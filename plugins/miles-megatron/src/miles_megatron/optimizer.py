@@ -13,7 +13,7 @@ import torch.distributed as dist
 from miles_core.errors import ConfigError
 from miles_megatron import cpu
 from miles_megatron.adam import step_in_slices
-from miles_megatron.given import defaults_for, given_for
+from miles_megatron.config_overrides import defaults_for, overrides_for
 
 cpu.install()
 
@@ -135,7 +135,7 @@ def wrap(
 
 def _fields(kind: type, given: Mapping[str, object], **ours: object) -> dict[str, object]:
     """Megatron-LM's defaults, ours, then what somebody set."""
-    return {**defaults_for(kind), **ours, **given_for(kind, given)}
+    return {**defaults_for(kind), **ours, **overrides_for(kind, given)}
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from miles_core.errors import CheckpointError, ConfigError
 from miles_core.plugins.scan import offering
 from miles_core.reading import parse_json, reading
 from miles_core.record.publish import publish
-from miles_megatron import cpu, joins
+from miles_megatron import cpu, tensor_merges
 from miles_megatron.readers import Readers
 from miles_megatron.shards import few, shard_name, tensor_files, write_index, writing
 from miles_megatron.specs import Rule, WeightMap
@@ -83,8 +83,9 @@ def load_hf(folder: str | Path, model: Model, weight_map: WeightMap, *, but: fro
         with torch.no_grad():
             for ours, (rule, names) in wanted.items():
                 parameter = parameters[ours]
-                parts = [_shard(piece, parameter) for name in names for piece in joins.pieces(rule, read.tensor(name))]
-                parameter.copy_(joins.join(rule, parts, weight_map))
+                shards = [_shard(piece, parameter)
+                          for name in names for piece in tensor_merges.pieces(rule, read.tensor(name))]
+                parameter.copy_(tensor_merges.join(rule, shards, weight_map))
 
 
 def refuse_quantised(folder: Path) -> None:
@@ -187,8 +188,8 @@ def hf_stream(model: Model, weight_map: WeightMap) -> Iterator[tuple[str, torch.
         owner = owners[ours]
         if ours in parameters:
             parameter = parameters[ours]
-            pieces = joins.split(rule, parameter.detach(), weight_map, _tensor_size(parameter))
-            parts = joins.whole(rule, [_gather(piece, parameter) for piece in pieces])
+            pieces = tensor_merges.split(rule, parameter.detach(), weight_map, _tensor_size(parameter))
+            parts = tensor_merges.whole(rule, [_gather(piece, parameter) for piece in pieces])
         else:
             device = next(iter(parameters.values())).device
             parts = [torch.empty(shape, dtype=owner.dtype, device=device) for shape in owner.shapes]
@@ -369,7 +370,7 @@ def hf_shapes(rule: Rule, parameter: torch.Tensor, weight_map: WeightMap) -> lis
     full = list(parameter.shape)
     if (size := _tensor_size(parameter)) > 1:
         full[parameter.partition_dim] *= size
-    return joins.hf_shapes(rule, full, weight_map)
+    return tensor_merges.hf_shapes(rule, full, weight_map)
 
 
 def _shard(tensor: torch.Tensor, parameter: torch.nn.Parameter) -> torch.Tensor:

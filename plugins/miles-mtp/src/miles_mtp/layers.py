@@ -11,8 +11,8 @@ import torch
 from miles_megatron import cpu
 from miles_megatron.logprob import token_log_probs
 from miles_megatron.model import LanguageModel, layer_spec
-from miles_megatron.parts import parts_of
-from miles_megatron.plan import packed_rows
+from miles_megatron.module_specs import modules_of
+from miles_megatron.packed_layout import packed_rows
 from miles_megatron.specs import ModelSpec
 
 from miles_core.columns import Packed
@@ -62,7 +62,7 @@ class Predictors(MultiTokenPredictionBlock):
     """
 
     def __init__(self, chunk: LanguageModel, spec: ModelSpec, hidden_first: bool, seed: int):
-        config, parts = chunk.config, parts_of(chunk.config)
+        config, modules = chunk.config, modules_of(chunk.config)
         last = layer_spec(config, spec, chunk.vp_stage).layer_specs[-1]
         if "attn_mask_type" not in last.submodules.self_attention.params:
             raise ConfigError("multi-token-prediction layers are made like the model's last layer, and that has no "
@@ -70,7 +70,7 @@ class Predictors(MultiTokenPredictionBlock):
         layer = ModuleSpec(
             module=HiddenFirst if hidden_first else EmbeddingFirst,
             submodules=MultiTokenPredictionLayerSubmodules(
-                enorm=parts.norm, hnorm=parts.norm, eh_proj=parts.column, layer_norm=parts.norm,
+                enorm=modules.norm, hnorm=modules.norm, eh_proj=modules.column, layer_norm=modules.norm,
                 transformer_layer=last,
             ),
         )  # fmt: skip

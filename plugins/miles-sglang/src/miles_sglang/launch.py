@@ -37,7 +37,7 @@ class Server:
         version: of the weights that it is known to serve; 0 at a start.
         alive: it answers, as far as is known.
         fault: why it counts as dead, until it is revived.
-        load: its requests in the air.
+        load: its requests in flight.
         info: what it said about itself when it came up.
         seen, next_look: when it last answered a health check, and when the next is due, by `awake`.
         waited: it does not answer and is waited for, because kernels are compiled.

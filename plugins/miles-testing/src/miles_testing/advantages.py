@@ -15,8 +15,8 @@ import numpy as np
 
 from miles_core.stages import advantage as stage
 from miles_core.types import Batch, Group, Sample
-from miles_testing import canned
-from miles_testing.canned import canned_samples, grouped
+from miles_testing import sample_inputs
+from miles_testing.sample_inputs import canned_samples, grouped
 
 Estimator = Callable[[Batch], Sequence[Any]]
 Placed = dict[tuple[int, int], np.ndarray]
@@ -49,10 +49,10 @@ def one_value_for_each_sample(estimator: Estimator, samples: Callable[[], list[S
 def nothing_drawn_changes(estimator: Estimator, samples: Callable[[], list[Sample]]) -> None:
     """Tokens, log-probs, masks and rewards stay as they are."""
     batch = Batch(0, grouped(samples()))
-    before = [(canned.told(sample.columns), sample.reward) for sample in batch.samples]
+    before = [(sample_inputs.told(sample.columns), sample.reward) for sample in batch.samples]
     names = [set(sample.columns) for sample in batch.samples]
     estimator(batch)
-    after = [(canned.told({name: sample.columns[name] for name in own}), sample.reward)
+    after = [(sample_inputs.told({name: sample.columns[name] for name in own}), sample.reward)
              for sample, own in zip(batch.samples, names)]
     assert before == after, "an estimator changes no column and no reward of a sample; work on copies"
 

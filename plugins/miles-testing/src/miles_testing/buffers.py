@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from miles_core.types import Group, Sample, Status
-from miles_testing import canned
-from miles_testing.canned import canned_samples, empty, grouped
+from miles_testing import sample_inputs
+from miles_testing.sample_inputs import canned_samples, empty, grouped
 
 
 def buffer_contract(*, unfinished: Callable[[Group], Group] | None = None, select: Callable[..., Any] | None = None,
@@ -53,13 +53,13 @@ def called_back(found: list[Sample], statuses: tuple[Status, ...], *, nothing: b
 
 def _keeps(unfinished: Callable[[Group], Group], groups: list[Group]) -> None:
     for group in groups:
-        drawn = {sample.index: canned.drawn([sample]) for sample in group.samples}
+        drawn = {sample.index: sample_inputs.drawn([sample]) for sample in group.samples}
         sizes = {sample.index: sample.response_length for sample in group.samples}
         kept = unfinished(group)
         assert isinstance(kept, Group), f"a group comes back, not {type(kept).__name__}"
         assert kept.prompt == group.prompt, "the group is of another prompt"
         for sample in kept.samples:
-            assert drawn.get(sample.index) == canned.drawn([sample]), (
+            assert drawn.get(sample.index) == sample_inputs.drawn([sample]), (
                 f"sample {sample.index} has other tokens, log-probs or versions than were drawn")
             assert sample.response_length == sizes[sample.index], f"sample {sample.index} has another length"
             mask = np.asarray(sample.columns["loss_mask"])

@@ -5,8 +5,8 @@
     TestContract = plugin_contract("my-plugin")
 
 Each check is a method of the class, so that pytest names what fails. Hooks that are called with data are called on
-canned inputs (testing/canned.py); parts that play a role of their own (engines, generators, trainers, weight syncs,
-model families) have kits beside this one.
+the inputs of sample_inputs.py; parts that play a role of their own (engines, generators, trainers, weight syncs, model
+families) have kits beside this one.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from miles_core.plugins import bind, fit, load, manifest, state
 from miles_core.plugins.bind import Hooks
 from miles_core.plugins.select import all_specs
 from miles_core.types import Sample
-from miles_testing import bare, canned
-from miles_testing.canned import Inputs
-from miles_testing.subject import Subject
+from miles_testing import fresh_process, sample_inputs
+from miles_testing.plugin_under_test import PluginUnderTest
+from miles_testing.sample_inputs import Inputs
 
 
 class Contract:
     """The checks; `plugin_contract` gives a class of its own for each plugin."""
 
-    subject: Subject
+    subject: PluginUnderTest
     import_seconds: float
     call_seconds: float
     old_states: Mapping[int, dict[str, Any]]
@@ -56,7 +56,7 @@ class Contract:
         where = fit.definition(kind)
         for word in (*manifest.WORDS, *manifest.STATED):
             stated, has = getattr(one.manifest, word), getattr(kind, word, type(getattr(one.manifest, word))())
-            self._that(canned.told(_listed(stated)) == canned.told(_listed(has)),
+            self._that(sample_inputs.told(_listed(stated)) == sample_inputs.told(_listed(has)),
                        f"its manifest states {word} = {stated!r}, and {where} has {has!r}; run "
                        "`miles plugins manifest --write`")
         made = load.options_class(kind)
@@ -90,7 +90,7 @@ class Contract:
     def test_spawn_safe(self) -> None:
         """What is selected goes to another process, which loads it and binds it for each role, more than once."""
         sent = [pickle.dumps(item) for item in (self.subject.selected, self.subject.plan.config)]
-        first, second = bare.ask(bare.binds, self.subject.selected.manifest.name, *sent)["offers"]
+        first, second = fresh_process.ask(fresh_process.binds, self.subject.selected.manifest.name, *sent)["offers"]
         self._that(first == second, f"bound again it offers {second}, and at first {first}")
         roles, table = self.subject.roles(), all_specs()
         with _ended(roles):
@@ -105,25 +105,25 @@ class Contract:
                                                            for column in hooks.columns()}
             for where, call, one in self.subject.calls(roles):
                 hook = where.partition(" ")[0]
-                found = canned.reached(list(one.arguments))
-                drawn = canned.drawn(found)
+                found = sample_inputs.reached(list(one.arguments))
+                drawn = sample_inputs.drawn(found)
                 kept = list(one.arguments[1:] if table[hook].kind == "chain" else one.arguments)
-                before, known = canned.told(kept), [_known(sample) for sample in found]
+                before, known = sample_inputs.told(kept), [_known(sample) for sample in found]
                 call(one.arguments)
-                self._that(canned.drawn(found) == drawn,
+                self._that(sample_inputs.drawn(found) == drawn,
                            f"{where} changes tokens, log-probs, versions or prompt of a sample")
                 strange = sorted({name for sample, (there, _) in zip(found, known) for name in sample.columns
                                   if name not in there} - declared)
                 self._that(not strange, f"{where} adds the columns {strange}, which its hook `columns` lacks")
                 _forget_additions(found, known)
-                self._that(canned.told(kept) == before, f"{where} changes what it is given; work on copies")
+                self._that(sample_inputs.told(kept) == before, f"{where} changes what it is given; work on copies")
 
     def test_empty_and_one_sample(self) -> None:
         """Batches of nothing, groups of one answer and answers of no token are answered like any other."""
         with _ended(self.subject.roles()) as roles:
             for where, call, one in self.subject.calls(roles):
                 try:
-                    wrong = canned.problem(where.partition(" ")[0], one.arguments, call(one.arguments))
+                    wrong = sample_inputs.problem(where.partition(" ")[0], one.arguments, call(one.arguments))
                 except Exception as error:
                     raise AssertionError(f"{self.subject.who}: {where} raises "
                                          f"{type(error).__name__}: {error}") from error
@@ -178,7 +178,7 @@ class Contract:
             for where, call, inputs in self.subject.calls(roles, all=True):
                 if inputs.kind != "typical":
                     continue
-                hook, traps = where.partition(" ")[0], [canned.Trap() for _ in inputs.arguments]
+                hook, traps = where.partition(" ")[0], [sample_inputs.Trap() for _ in inputs.arguments]
                 try:
                     call(traps)
                 except Exception as error:  # noqa: BLE001 - whatever it is, it is looked at
@@ -221,7 +221,7 @@ class Contract:
 
 
 def plugin_contract(plugin: str, *, options: Mapping[str, object] | None = None, flags: Sequence[str] = (),
-                    samples: Callable[[], list[Sample]] = canned.canned_samples,
+                    samples: Callable[[], list[Sample]] = sample_inputs.canned_samples,
                     response: Callable[[Sample], Any] | None = None,
                     checkpoint: Path | None = None, old_states: Mapping[int, dict[str, Any]] | None = None,
                     without: Sequence[str] = (), import_seconds: float = 1.0, call_seconds: float = 0.5) -> type:
@@ -240,7 +240,7 @@ def plugin_contract(plugin: str, *, options: Mapping[str, object] | None = None,
         import_seconds, call_seconds: of the CPU: what its import and one call may take.
     """
     folder = Path(tempfile.gettempdir())
-    subject = Subject(plugin, options or {}, flags, Inputs(samples, response, folder), checkpoint,
+    subject = PluginUnderTest(plugin, options or {}, flags, Inputs(samples, response, folder), checkpoint,
                       without)
     return type("Contract", (Contract,), {
         "__doc__": f"The contract of {plugin}.", "subject": subject, "import_seconds": import_seconds,

@@ -12,8 +12,8 @@ import re
 from collections.abc import Callable
 
 from miles_core.types import Drop, Group, Sample
-from miles_testing import canned
-from miles_testing.canned import canned_samples, grouped
+from miles_testing import sample_inputs
+from miles_testing.sample_inputs import canned_samples, grouped
 
 
 def filter_contract(filter_group: Callable[[Group], Group | Drop], *,
@@ -30,11 +30,12 @@ def filter_contract(filter_group: Callable[[Group], Group | Drop], *,
     groups = [*grouped(samples()), *grouped(samples()[:1])]
     for group, same in zip(groups, [*grouped(samples()), *grouped(samples()[:1])]):
         given = list(group.samples)
-        drawn = canned.drawn(given)
+        drawn = sample_inputs.drawn(given)
         answer = filter_group(group)
         _answers(answer, group, given)
-        assert canned.drawn(given) == drawn, "it changes tokens, log-probs, versions or the prompt of a sample"
-        assert canned.told(filter_group(same)) == canned.told(answer), "the same group, asked again, fares otherwise"
+        assert sample_inputs.drawn(given) == drawn, "it changes tokens, log-probs, versions or the prompt of a sample"
+        again = sample_inputs.told(filter_group(same))
+        assert again == sample_inputs.told(answer), "the second call on the same group gives another answer"
     if drops is not None:
         assert isinstance(filter_group(drops()), Drop), "it keeps the group that it has to drop"
     if keeps is not None:

@@ -22,8 +22,8 @@ from miles_core.columns import Column, Columns
 from miles_core.errors import MilesError
 from miles_core.stages.rollout import Engine, Generation, Request, Response, SamplingParams, attended
 from miles_core.types import Prompt, Recall, Sample, Status
-from miles_testing import canned
-from miles_testing.canned import canned_samples, grouped
+from miles_testing import sample_inputs
+from miles_testing.sample_inputs import canned_samples, grouped
 
 Generate = Callable[[Prompt, Generation], Awaitable[list[Sample]]]
 
@@ -50,7 +50,7 @@ class KeyedEngine:
     async def generate(self, request: Request) -> Response:
         self.requests.append(request)
         if self.fails:
-            raise canned.Planted("planted by the conformance kit")
+            raise sample_inputs.Planted("planted by the conformance kit")
         if self.hangs:
             event = self.waiting[request.id] = asyncio.Event()
             await event.wait()
@@ -90,11 +90,11 @@ def generator_contract(generate: Generate, *, prompts: Callable[[], Sequence[Pro
                                   tokenizer))
 
     for prompt in given():
-        before = canned.told(prompt)
+        before = sample_inputs.told(prompt)
         found = group(prompt, KeyedEngine())
         for sample in found:
             _whole(sample, prompt, carried)
-        assert canned.told(prompt) == before, "it changes its prompt"
+        assert sample_inputs.told(prompt) == before, "it changes its prompt"
         assert len({sample.index for sample in found}) == len(found), "two samples of a group have one index"
         other = group(prompt, KeyedEngine(order=1))
         assert _told(found) == _told(other), "samples depend on when the engine answers; take keys from generation.key"
@@ -138,7 +138,7 @@ def _whole(sample: Sample, prompt: Prompt, columns: Columns) -> None:
 
 
 def _told(found: Sequence[Sample]) -> list[object]:
-    return [canned.told((sample.index, sample.columns, sample.text, sample.status)) for sample in found]
+    return [sample_inputs.told((sample.index, sample.columns, sample.text, sample.status)) for sample in found]
 
 
 def _recalled(group: Callable[..., Any], prompt: Prompt) -> None:
@@ -153,6 +153,6 @@ def _blames_the_engine(group: Callable[..., Any], prompt: Prompt) -> None:
     """The engine's error is the group's: no sample is made of a failure."""
     try:
         group(prompt, KeyedEngine(fails=True))
-    except (canned.Planted, MilesError, ExceptionGroup):
+    except (sample_inputs.Planted, MilesError, ExceptionGroup):
         return
     raise AssertionError("the engine failed, and samples came back; let its error out")

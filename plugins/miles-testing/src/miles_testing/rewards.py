@@ -15,8 +15,8 @@ from typing import Any
 
 from miles_core.stages.reward import Scoring
 from miles_core.types import Group, Prompt, Sample
-from miles_testing import canned
-from miles_testing.canned import canned_samples, empty, grouped
+from miles_testing import sample_inputs
+from miles_testing.sample_inputs import canned_samples, empty, grouped
 
 
 def reward_contract(scorer: Callable[..., Any], *, right: Mapping[str, float] | None = None, label: str | None = None,
@@ -33,9 +33,9 @@ def reward_contract(scorer: Callable[..., Any], *, right: Mapping[str, float] | 
         AssertionError, RewardError: names what is wrong.
     """
     groups = [*grouped(samples()), *(Group(group.prompt, [empty(group.samples[0])]) for group in grouped(samples()))]
-    before = [canned.told([(s.columns, s.text, s.reward, s.status) for s in group.samples]) for group in groups]
+    before = [sample_inputs.told([(s.columns, s.text, s.reward, s.status) for s in group.samples]) for group in groups]
     scores = asyncio.run(_side_by_side(scorer, groups))
-    after = [canned.told([(s.columns, s.text, s.reward, s.status) for s in group.samples]) for group in groups]
+    after = [sample_inputs.told([(s.columns, s.text, s.reward, s.status) for s in group.samples]) for group in groups]
     for group, one, other in zip(groups, before, after):
         assert _kept(one, other), f"scoring changes {group.samples[0].name}: its columns, text, reward or status"
     again = asyncio.run(_in_turn(scorer, groups))

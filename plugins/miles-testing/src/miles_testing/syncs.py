@@ -17,7 +17,7 @@ from miles_core.hosts import Handle, ThreadHost
 from miles_core.stages.rollout import Engine, PauseMode
 from miles_core.stages.sync import Sender, WeightSync
 from miles_core.types import Rank
-from miles_testing.canned import Planted
+from miles_testing.sample_inputs import Planted
 
 if TYPE_CHECKING:
     import torch

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 
 from miles_core.types import Batch, Rank
-from miles_testing.canned import canned_samples, grouped
 from miles_testing.forked import apart
+from miles_testing.sample_inputs import canned_samples, grouped
 from miles_testing.tiny import run_file
 
 STATE = {"prompts": {"next": 6}, "plugins": {}}

@@ -191,7 +191,7 @@ def packed_logits(model: LanguageModel, sequences: Sequence[torch.Tensor], softc
     """[total, V] of the sequences, packed into one micro-batch of a Megatron model."""
     import torch
 
-    from miles_megatron.plan import packed_rows
+    from miles_megatron.packed_layout import packed_rows
 
     bounds = torch.tensor([0, *map(len, sequences)]).cumsum(0)
     hidden = model(torch.cat(list(sequences))[None], None, None, packed_seq_params=packed_rows(bounds))

@@ -17,7 +17,7 @@ from miles_core.plugins.resolve import chosen
 from miles_core.reading import reading
 from miles_core.stages.models import Model
 from miles_megatron import cpu, gradients, optimizer, unread, value, weights
-from miles_megatron.given import check_architecture, given_for
+from miles_megatron.config_overrides import check_architecture, overrides_for
 from miles_megatron.layout import Layout
 from miles_megatron.model import ALWAYS_OFF, LOCAL_ONLY_OFF, build, transformer_config
 from miles_megatron.offload import Offload, host_copy, synchronise
@@ -28,7 +28,7 @@ from megatron.core.distributed import finalize_model_grads  # noqa: E402 - after
 from megatron.core.transformer import TransformerConfig  # noqa: E402
 
 
-class Resident:
+class ModelOnRank:
     """A model that is in memory, and its optimizer if it trains.
 
     Args:
@@ -41,7 +41,7 @@ class Resident:
         self.folder = _architecture(declared, config)
         self.spec, self.weight_map = architecture(self.folder, config, hooks)
         check_architecture(config.surface("megatron"), self.spec)
-        fields = given_for(TransformerConfig, config.surface("megatron"))
+        fields = overrides_for(TransformerConfig, config.surface("megatron"))
         if hooks.transformer_config is not None:
             fields = hooks.transformer_config(fields, self.folder, name)
         self.fields, self.layout = fields, layout

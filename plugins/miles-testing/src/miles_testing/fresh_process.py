@@ -45,7 +45,7 @@ def ask(job: Callable[..., dict[str, Any]], *args: object) -> dict[str, Any]:
 
 @functools.cache
 def _process() -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-c", "from miles_testing.bare import serve; serve()"]
+    command = [sys.executable, "-c", "from miles_testing.fresh_process import serve; serve()"]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)  # ends when its input does
     atexit.register(_end, process)
     return process

@@ -23,7 +23,7 @@ from miles_testing.forked import Outcome, miles
 LEFTOVERS = ("*.publishing", ".tmp-*", "*.tmp")
 
 
-class Course:
+class KillResume:
     """One command in many folders below `path`, each time into the run directory "run" there.
 
     Args:

@@ -1,4 +1,4 @@
-"""Flight: a request on its way, over as many calls as it takes.
+"""A request in flight, over as many calls as it takes.
 
 A call that is retracted comes back with what it has drawn; the next one goes on from there, with prompt and tokens so
 far as its input. So every token has the one version that its call was answered with, and a response is the exact
@@ -74,7 +74,7 @@ class ModelFacts:
                        seeded=bool(infos) and all(info.get("enable_deterministic_inference") for info in infos))
 
 
-class Flight:
+class InFlightRequest:
     """One request until it is answered.
 
     Args:
@@ -91,7 +91,7 @@ class Flight:
         self.aborted = False
         self.failures = 0
         self.reason: str | None = None
-        self.go: asyncio.Future | None = None  # resolved with a lane once the request may leave
+        self.admission: asyncio.Future | None = None  # resolved with a endpoint once the request may leave
         self.stop = asyncio.Event()  # it shall not wait for another try
         self.ids = np.zeros(0, np.int32)
         self._log_probs: list[np.ndarray] = []
@@ -101,7 +101,7 @@ class Flight:
         self._counts: dict[str, int] = {}
         self._calls = 0
 
-    def __lt__(self, other: Flight) -> bool:
+    def __lt__(self, other: InFlightRequest) -> bool:
         return self.order < other.order
 
     def body(self, cache_key: str | None = None) -> dict[str, Any]:

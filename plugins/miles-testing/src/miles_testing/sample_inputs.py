@@ -77,7 +77,7 @@ def grouped(found: Sequence[Sample]) -> list[Group]:
 
 
 @dataclass(frozen=True)
-class Canned:
+class SampleInput:
     """One way to call a hook.
 
     Args:
@@ -102,7 +102,7 @@ class Inputs:
     response: Callable[[Sample], Any] | None = None
     folder: Path = field(default_factory=Path)
 
-    def of(self, hook: str) -> Iterator[Canned]:
+    def of(self, hook: str) -> Iterator[SampleInput]:
         """New inputs for every way in which a hook is called here."""
         for kind in ("typical", "one", "empty"):
             found = self.make()
@@ -112,7 +112,7 @@ class Inputs:
                 if not _EACH[hook]:
                     continue
                 found = [empty(found[0])]
-            yield Canned(kind, tuple(self._arguments(hook, found)))
+            yield SampleInput(kind, tuple(self._arguments(hook, found)))
 
     def _arguments(self, hook: str, found: list[Sample]) -> list[object]:
         groups = grouped(found)

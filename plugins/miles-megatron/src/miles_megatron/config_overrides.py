@@ -32,7 +32,7 @@ def defaults_for(kind: type) -> dict[str, object]:
     return {name: value for name, value in megatron_lm_defaults().items() if name in names}
 
 
-def given_for(kind: type, given: Mapping[str, object]) -> dict[str, object]:
+def overrides_for(kind: type, given: Mapping[str, object]) -> dict[str, object]:
     """The fields of a dataclass of megatron-core that somebody set, as values that it takes."""
     names = _names(kind)
     return {name: _value(name, value) for name, value in given.items() if name in names}

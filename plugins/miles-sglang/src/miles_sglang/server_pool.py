@@ -1,4 +1,4 @@
-"""Fleet: the servers of an engine and the router in front of them; who is in use, who is dead, who is started again."""
+"""The servers of an engine and the router in front of them: which are in use, dead, or being restarted."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from miles_core.types import Seat
 from miles_core.waits import awake
 from miles_sglang.client import Client
 from miles_sglang.launch import Server, attach, compilers, end, exited, launch, log_of, together
+from miles_sglang.request_scheduler import Endpoint
 from miles_sglang.router import Router
 from miles_sglang.server import ServerProcess
-from miles_sglang.traffic import Lane
 
 LOOK = 0.5
 """Seconds between looks at exit codes."""
@@ -29,7 +29,7 @@ async def _nothing() -> None:
     """Nobody brings weights to restarted servers."""
 
 
-class Fleet:
+class ServerPool:
     """All servers of the run.
 
     Attributes:
@@ -88,8 +88,8 @@ class Fleet:
         trained = self.version > 0 or self._config.debug.debug_rollout_only
         return server.alive and server.version == self.version and trained
 
-    def lanes(self) -> list[tuple[Lane, int]]:
-        """Where requests may be sent now, and the most that may be in the air there."""
+    def endpoints(self) -> list[tuple[Endpoint, int]]:
+        """Where requests may be sent now, and the most that may be in flight there."""
         most = self._config.sglang.server_concurrency
         usable = [server for server in self.servers if self.usable(server)] if self.serving else []
         if self.router is None:
