@@ -120,7 +120,7 @@ def measure(shape: str, tokens: int, length: int, steps: int, flags: list[str]) 
     counted = torch.cuda.max_memory_allocated()
     memory_of = trainer.models.actor.memory
     state = {tag: memory_of.held(tag) for tag in ("weights", "gradients", "optimizer")}
-    model, size = estimate.model_of(plan.config), architecture_of(plan.config)
+    model, size = estimate.dimensions_of(plan.config), architecture_of(plan.config)
     parts = estimate.trainer(plan.config, model)
     once = packing.flops(length, parameters=size.active_parameters, attention=size.attention) * (tokens // length)
     step, score = min(seconds["step"][1:]), min(seconds["score"][1:])

@@ -61,7 +61,7 @@ def test_the_names_are_the_published_ones(scheme, folder):
     assert experts.megatron == "mtp.layers.0.transformer_layer.mlp.experts.local_experts.{expert}.linear_fc2.weight"
     assert experts.experts == 4
     found = layers_of(folder(*PUBLISHED[scheme]), None, "auto")
-    assert (found.count, found.scheme, found.there) == (count, scheme, True)
+    assert (found.count, found.scheme, found.stored) == (count, scheme, True)
 
 
 def test_which_input_is_normed_by_what():
@@ -81,7 +81,7 @@ def test_copies_of_embedding_and_head_are_left_alone():
 
 def test_fresh_layers_have_names_that_a_draft_reads(folder):
     nothing = folder()
-    assert [(one.count, one.scheme, one.there) for one in (
+    assert [(one.count, one.scheme, one.stored) for one in (
         layers_of(nothing, None, "auto"), layers_of(nothing, 2, "auto"), layers_of(nothing, 1, "mimo"))
     ] == [(1, "mtp", False), (2, "nextn", False), (1, "mimo", False)]
 

@@ -156,7 +156,7 @@ def routed(how, routes, gradient=True):
         place = torch.tensor([0, 1, 2, 3, 4, -1])
         routers.under_way = Forward(torch.tensor(routes, dtype=torch.int16)[:, None], place, gradient, Counts())
     probs, chosen = topk_routing_with_score_function(logits, 2, router_replay=replay, **how)
-    return probs, chosen, logits, routers.under_way and routers.under_way.counts.found
+    return probs, chosen, logits, routers.under_way and routers.under_way.counts.totals
 
 
 HOW = {

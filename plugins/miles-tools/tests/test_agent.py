@@ -12,7 +12,7 @@ import pytest
 from miles_local.engine import LocalEngine
 from miles_testing.forked import miles
 from miles_tools import agent_call
-from miles_tools.agent import Agents, check, reward_of, told
+from miles_tools.agent import Agents, check, figures_of, reward_of
 from miles_tools.agent_call import AgentFailed, load_function, result_of
 from miles_tools.plugin import ToolsOptions
 
@@ -399,9 +399,9 @@ def deep(inner, levels):
 def test_what_an_agent_tells_is_numbers(result, numbers):
     if numbers is None:
         with pytest.raises(AgentFailed, match="finite numbers"):
-            told(result)
+            figures_of(result)
     else:
-        assert told(result) == numbers
+        assert figures_of(result) == numbers
 
 
 @pytest.mark.parametrize("options, rollout, words", [

@@ -173,11 +173,11 @@ class StopStrings:
         old = self._decode(self._ids[self._start : self._read])
         new = self._decode(self._ids[self._start :])
         fresh = new[len(old) :]
-        found = any(stop in self._tail + fresh for stop in self._stops)
+        stopped = any(stop in self._tail + fresh for stop in self._stops)
         if not new.endswith("\N{REPLACEMENT CHARACTER}"):
             self._tail = (self._tail + fresh)[-self._keep :] if self._keep else ""
             self._start, self._read = self._read, len(self._ids)
-        return found
+        return stopped
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=self._skip)

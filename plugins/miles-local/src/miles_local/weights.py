@@ -111,12 +111,12 @@ def _rotary(config) -> tuple[torch.Tensor, float]:
 
 def eos_ids(config, folder: Path) -> frozenset[int]:
     """generation_config.json has the last word, as in transformers' generate."""
-    found = config.eos_token_id
+    eos = config.eos_token_id
     path = folder / "generation_config.json"
     with reading(str(path), CheckpointError):
         if path.is_file():
-            found = parse_json(path.read_text(encoding="utf-8")).get("eos_token_id", found)
-        return frozenset(map(int, () if found is None else [found] if isinstance(found, int) else found))
+            eos = parse_json(path.read_text(encoding="utf-8")).get("eos_token_id", eos)
+        return frozenset(map(int, () if eos is None else [eos] if isinstance(eos, int) else eos))
 
 
 def _matrix(*shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -193,16 +193,16 @@ class Weights:
 
     def slots(self) -> dict[str, tuple[torch.Tensor, tuple[int, ...]]]:
         """Name on disk -> (where it is kept, shape on disk)."""
-        found = {
+        tensors = {
             "model.embed_tokens.weight": (self.embed, tuple(self.embed.shape)),
             "model.norm.weight": (self.norm, tuple(self.norm.shape)),
         }
         if not self.shape.tied:
-            found["lm_head.weight"] = (self.head, tuple(self.head.shape))
+            tensors["lm_head.weight"] = (self.head, tuple(self.head.shape))
         for index, layer in enumerate(self.layers):
             for name, tensor, shape in layer.slots(self.shape):
-                found[f"model.layers.{index}.{name}"] = (tensor, shape)
-        return found
+                tensors[f"model.layers.{index}.{name}"] = (tensor, shape)
+        return tensors
 
     @classmethod
     def from_stream(cls, shape: ModelShape, dtype: torch.dtype, stream: Iterable[tuple[str, torch.Tensor]]) -> Weights:

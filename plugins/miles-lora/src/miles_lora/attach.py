@@ -141,11 +141,11 @@ def _on_group(experts: Any, layers: Mapping[str, Sequence[Adapters]], switch: Sw
             for i, adapters in enumerate(each):
                 offsets = (*sharded_offsets, (len(sharded_offsets), ranks.rank() * count + i, ranks.size() * count))
                 where = f"{prefix}local_experts.{i}."
-                found = adapters.entries(f"{where}{name}.adapters.", offsets, metadata["dp_cp_group"])
-                replace_prefix_for_sharding(found, where, f"{prefix}experts.")
-                for entry in found.values():
+                sharded_entries = adapters.entries(f"{where}{name}.adapters.", offsets, metadata["dp_cp_group"])
+                replace_prefix_for_sharding(sharded_entries, where, f"{prefix}experts.")
+                for entry in sharded_entries.values():
                     entry.replica_id = (*entry.replica_id[:2], _expert_data_rank())
-                own |= found
+                own |= sharded_entries
         return own
 
     experts.sharded_state_dict = entries

@@ -121,12 +121,12 @@ class Adapters(torch.nn.Module):
         """Where they lie in a torch_dist checkpoint."""
         own: dict[str, Any] = dict(self.named_parameters(recurse=False))
         axes = {name: one.partition_dim for name, one in own.items() if one.tensor_model_parallel}
-        found = make_sharded_tensors_for_checkpoint(self.state_dict(prefix="", keep_vars=True), prefix, axes, offsets,
+        sharded = make_sharded_tensors_for_checkpoint(self.state_dict(prefix="", keep_vars=True), prefix, axes, offsets,
                                                     tp_group=self.place.group, dp_cp_group=dp_cp_group)
         if self.target.rule.join == "halves" and self.place.size > 1:
             for key in (f"{prefix}{part}_B" for part in self.target.adapted):
-                found[key] = apply_swiglu_sharded_factory(found[key], offsets, False)
-        return found
+                sharded[key] = apply_swiglu_sharded_factory(sharded[key], offsets, False)
+        return sharded
 
 
 def _drawn(rank: int, inputs: int, place: Place | None, name: str, like: torch.Tensor) -> torch.Tensor:

@@ -28,7 +28,7 @@ def merge_folder(source: Path, out: Path, adapters: Path | None, alpha: float) -
     """
     base = tensor_files(source)
     files = base if adapters is None else base | tensor_files(adapters)
-    changed = {found[0] for name in files if (found := adapter_of(name)) is not None}
+    changed = {adapter[0] for name in files if (adapter := adapter_of(name)) is not None}
     if not changed:
         raise CheckpointError("there are no adapters to merge", who=str(source),
                               fix="name a PEFT directory with --lora-adapter-path")

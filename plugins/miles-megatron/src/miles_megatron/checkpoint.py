@@ -122,9 +122,9 @@ def save(folder: str | Path, iteration: int, parts: Mapping[str, Part],
             files = (state or {}).get("files", {})
             for name, data in files.items():
                 (temporary / name).write_bytes(data)
-            kept = {**(state or {}), **({"files": sorted(files)} if files else {})}
-            (temporary / STATE).write_text(json.dumps({"iteration": iteration, "state": kept,
-                                                       "digest": checkpoint_integrity.digest(kept)}))
+            saved_state = {**(state or {}), **({"files": sorted(files)} if files else {})}
+            (temporary / STATE).write_text(json.dumps({"iteration": iteration, "state": saved_state,
+                                                       "digest": checkpoint_integrity.digest(saved_state)}))
         _barrier()
     if first:
         write_text(Path(folder) / TRACKER, f"{iteration}\n")
@@ -153,36 +153,36 @@ def load(folder: str | Path, parts: Mapping[str, Part], iteration: int | None = 
         if not where.is_dir():
             raise CheckpointError(f"the checkpoint holds no {name}", got=f"no folder {name}", who=str(source),
                                   fix="resume with the plugins that the run had, or start anew with --ref-load")
-        held = index.read(where / ".metadata")
+        stored = index.read(where / ".metadata")
         try:
             checkpoint_integrity.check(where, dist.get_rank(), dist.get_world_size())
-            kept = _state(source)
-            _load_part(where, held, *part)
+            saved_state = _state(source)
+            _load_part(where, stored, *part)
         except MilesError:
             raise
         except (Exception, CheckpointException) as error:  # torch's own is a BaseException; a flipped bit raises any
             raise CheckpointError("the checkpoint cannot be read or does not fit this model", got=_first_line(error),
                                   who=str(where), fix="use the checkpoint of a run of the same model and optimizer, or "
                                   "an earlier iteration") from error
-    return iteration, kept
+    return iteration, saved_state
 
 
 def _state(source: Path) -> dict:
     read = json.loads((source / STATE).read_text())
     checkpoint_integrity.check_state(read, source / STATE)
-    kept = read["state"]
-    if "files" in kept:
-        kept["files"] = {name: (source / Path(name).name).read_bytes() for name in kept["files"]}
-    return kept
+    saved_state = read["state"]
+    if "files" in saved_state:
+        saved_state["files"] = {name: (source / Path(name).name).read_bytes() for name in saved_state["files"]}
+    return saved_state
 
 
-def _load_part(source: Path, held: index.Held, chunks: Sequence[torch.nn.Module], optimizer, scheduler) -> None:
+def _load_part(source: Path, stored: index.Held, chunks: Sequence[torch.nn.Module], optimizer, scheduler) -> None:
     if optimizer is not None:
         prepare_state(optimizer)
     with _frozen_heap():
         sharded = sharded_entries(chunks, optimizer, loading=True)
-    index.check(held, sharded, source)
-    if more := index.unknown(held, sharded):
+    index.check(stored, sharded, source)
+    if more := index.unknown(stored, sharded):
         raise CheckpointError("the checkpoint holds weights that the model does not have", got=few(more),
                               who=str(source), fix=known_by())
     with warnings.catch_warnings():
@@ -246,8 +246,8 @@ def write_errors(target: Path) -> Iterator[None]:
         yield
     except (CheckpointException, RuntimeError) as error:
         text = str(error)
-        if found := re.search(r"\[Errno (\d+)\][^\n]*", text):
-            raise write_error(target, OSError(int(found[1]), found[0])) from error
+        if errno := re.search(r"\[Errno (\d+)\][^\n]*", text):
+            raise write_error(target, OSError(int(errno[1]), errno[0])) from error
         if "unexpected pos" in text or "PytorchStreamWriter" in text:
             raise CheckpointError("the disk is full or failing", who=str(target),
                                   fix="free some space; checkpoints that were complete before still are") from error
@@ -273,9 +273,9 @@ def never_saved(folder: str | Path) -> bool:
 
 def _unnamed(folder: Path) -> int | None:
     """The sole iteration of a folder without a tracker, if it is complete."""
-    found = [path for path in folder.glob("iter_*") if _ITERATION.fullmatch(path.name)]
-    whole = len(found) == 1 and all((found[0] / part).is_file() for part in _PARTS)
-    return int(_ITERATION.fullmatch(found[0].name)[1]) if whole else None
+    iterations = [path for path in folder.glob("iter_*") if _ITERATION.fullmatch(path.name)]
+    whole = len(iterations) == 1 and all((iterations[0] / part).is_file() for part in _PARTS)
+    return int(_ITERATION.fullmatch(iterations[0].name)[1]) if whole else None
 
 
 def _not_a_checkpoint(folder: Path) -> CheckpointError:

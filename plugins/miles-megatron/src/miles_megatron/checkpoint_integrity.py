@@ -52,11 +52,11 @@ def digest(state: Mapping[str, object]) -> str:
     return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
 
 
-def check_state(kept: Mapping[str, object], path: Path) -> None:
+def check_state(saved: Mapping[str, object], path: Path) -> None:
     """
     Raises:
         CheckpointError: the state is not what was written. A file without a digest, as others write, is taken as it is.
     """
-    if "digest" in kept and kept["digest"] != digest(kept["state"]):
+    if "digest" in saved and saved["digest"] != digest(saved["state"]):
         raise CheckpointError("the run's own state cannot be read: it is not what was written", who=str(path),
                               fix="look at the disk, and use an earlier iteration")

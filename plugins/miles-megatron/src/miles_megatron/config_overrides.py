@@ -32,13 +32,13 @@ def defaults_for(kind: type) -> dict[str, object]:
     return {name: value for name, value in megatron_lm_defaults().items() if name in names}
 
 
-def overrides_for(kind: type, given: Mapping[str, object]) -> dict[str, object]:
+def overrides_for(kind: type, options: Mapping[str, object]) -> dict[str, object]:
     """The fields of a dataclass of megatron-core that somebody set, as values that it takes."""
     names = _names(kind)
-    return {name: _value(name, value) for name, value in given.items() if name in names}
+    return {name: _value(name, value) for name, value in options.items() if name in names}
 
 
-def check_architecture(given: Mapping[str, object], spec: ModelSpec) -> None:
+def check_architecture(options: Mapping[str, object], spec: ModelSpec) -> None:
     """Options that no configuration takes, because the checkpoint's architecture decides them.
 
     Raises:
@@ -52,7 +52,7 @@ def check_architecture(given: Mapping[str, object], spec: ModelSpec) -> None:
         "seq_len_interpolation_factor": rotary.factor if rotary.scaling == "linear" else None,
         "activation_func": spec.activation,
     }  # fmt: skip
-    for name, value in given.items():
+    for name, value in options.items():
         if value in spec.also.get(name, ()):
             continue
         if name in fixed and value != fixed[name]:

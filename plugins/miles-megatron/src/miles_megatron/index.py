@@ -130,7 +130,7 @@ def _reading(path: Path) -> Iterator[Any]:
                               fix="use another iteration; do not load checkpoints from strangers") from error
 
 
-def check(held: Held, sharded: dict, folder: Path) -> None:
+def check(stored: Held, sharded: dict, folder: Path) -> None:
     """Compare with what a model and its optimizer ask for, before anything is loaded.
 
     Args:
@@ -141,16 +141,16 @@ def check(held: Held, sharded: dict, folder: Path) -> None:
     """
     wrong = {}
     for name, shape in _wanted(sharded):
-        if name not in held:
+        if name not in stored:
             wrong[name] = f"no {name}"
-        elif held[name] != shape:
-            wrong[name] = f"{name} {list(held[name])} where the model has {list(shape)}"
+        elif stored[name] != shape:
+            wrong[name] = f"{name} {list(stored[name])} where the model has {list(shape)}"
     weights = [text for name, text in wrong.items() if not name.startswith(OPTIMIZER)]
     state = [text for name, text in wrong.items() if name.startswith(OPTIMIZER)]
     if weights:
         raise CheckpointError("the checkpoint is of another architecture", got=_few(weights), who=str(folder),
                               fix="use the checkpoint of a run of this --hf-checkpoint")
-    if state and not any(name.startswith(OPTIMIZER) for name in held):
+    if state and not any(name.startswith(OPTIMIZER) for name in stored):
         raise CheckpointError("the checkpoint holds weights without optimizer state, so nothing can be resumed exactly",
                               who=str(folder), fix="start from its weights with --ref-load in place of --load; save "
                               "without --no-save-optim next time")
@@ -160,12 +160,12 @@ def check(held: Held, sharded: dict, folder: Path) -> None:
                               "weights with --ref-load")
 
 
-def unknown(held: Held, sharded: dict) -> list[str]:
+def unknown(stored: Held, sharded: dict) -> list[str]:
     """Weights of the checkpoint that no rank's model has; every rank calls it."""
     ranks: list[set[str]] = [{name for name, _ in _wanted(sharded)}] * dist.get_world_size()
     if len(ranks) > 1:
         dist.all_gather_object(ranks, ranks[0])
-    return sorted(held.keys() - set().union(*ranks) - {name for name in held if name.startswith(OPTIMIZER)})
+    return sorted(stored.keys() - set().union(*ranks) - {name for name in stored if name.startswith(OPTIMIZER)})
 
 
 def _wanted(sharded: dict) -> Iterator[tuple[str, tuple[int, ...]]]:

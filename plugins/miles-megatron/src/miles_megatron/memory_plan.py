@@ -15,7 +15,7 @@ from miles_core.config.hardware import gpus
 from miles_core.config.load import quantised, who
 from miles_core.config.tables import RunConfig
 from miles_core.errors import ConfigError
-from miles_megatron.estimate import Model, model_of, parameters, tokens_of, trainer
+from miles_megatron.estimate import ModelDimensions, dimensions_of, parameters, tokens_of, trainer
 from miles_megatron.layout import layout_of
 
 GIB = 2**30
@@ -24,7 +24,7 @@ TOLERANCE = 0.1
 """How far the estimate may be off; only a run that is beyond it is refused."""
 
 
-def engine(config: RunConfig, model: Model) -> tuple[float, float | None]:
+def engine(config: RunConfig, model: ModelDimensions) -> tuple[float, float | None]:
     """Bytes of an engine's weights on one GPU, and the share of it that they and the KV cache fill, if that is set."""
     whole = replace(model.layout, tensor=1, pipeline=1, expert=1, expert_tensor=1)
     count = sum(parameters(replace(model, layout=whole), model.size.layers, True, True))
@@ -38,7 +38,7 @@ def check_memory(config: RunConfig, note: Callable[[str], None]) -> RunConfig:
     Raises:
         ConfigError: trainer or engine cannot fit the GPUs, however generously the estimate is read.
     """
-    model, capacity = model_of(config), capacity_of(config)
+    model, capacity = dimensions_of(config), capacity_of(config)
     if model is None or capacity is None:
         return config
     _weights(config, model, capacity)
@@ -59,7 +59,7 @@ def check_memory(config: RunConfig, note: Callable[[str], None]) -> RunConfig:
     return config
 
 
-def _weights(config: RunConfig, model: Model, capacity: float) -> None:
+def _weights(config: RunConfig, model: ModelDimensions, capacity: float) -> None:
     """
     Raises:
         ConfigError: an engine's weights leave no room for its KV cache.
@@ -76,7 +76,7 @@ def _weights(config: RunConfig, model: Model, capacity: float) -> None:
                           fix="raise --sglang-mem-fraction-static, or --rollout-num-gpus-per-engine")
 
 
-def _share(config: RunConfig, model: Model, needed: float, capacity: float) -> None:
+def _share(config: RunConfig, model: ModelDimensions, needed: float, capacity: float) -> None:
     """
     Raises:
         ConfigError: trainer and engine share the GPU, neither makes room, and together they are too large.
@@ -93,7 +93,7 @@ def _share(config: RunConfig, model: Model, needed: float, capacity: float) -> N
             fix="let them take turns (--offload-rollout, --offload-train), or lower --sglang-mem-fraction-static")
 
 
-def peak(config: RunConfig, model: Model) -> float:
+def peak(config: RunConfig, model: ModelDimensions) -> float:
     """Bytes of the trainer that torch's allocator counts."""
     return sum(trainer(config, model).values())
 
@@ -113,7 +113,7 @@ def _remedies(config: RunConfig, capacity: float) -> Iterator[str]:
         "megatron", tensor_model_parallel_size=2 * tensor, sequence_parallel=True)
     named = set()
     for text, other in tries.items():
-        needed, flag = peak(other, model_of(other)), text.partition(" ")[0]
+        needed, flag = peak(other, dimensions_of(other)), text.partition(" ")[0]
         if needed < capacity - OUTSIDE and flag not in named:  # of the token limits the largest that fits
             named.add(flag)
             yield f"{text} ({needed / GIB:.0f} GiB)"
@@ -121,22 +121,22 @@ def _remedies(config: RunConfig, capacity: float) -> Iterator[str]:
 
 def lines(config: RunConfig) -> list[str]:
     """What the plan says about the memory of a GPU; nothing for a run without GPUs."""
-    model, capacity = model_of(config), capacity_of(config)
+    model, capacity = dimensions_of(config), capacity_of(config)
     served = "server_args" in config.understood and not config.sglang.rollout_external
     if model is None or (capacity is None and not served):
         return []
     of = f" of {capacity / GIB:.1f}" if capacity else ""
-    found = []
+    rows = []
     if not config.debug.debug_rollout_only:
         parts = trainer(config, model)
-        found.append(f"  trainer  {sum(parts.values()) / GIB:.1f}{of} GiB at {tokens_of(config, model.layout)} tokens: "
+        rows.append(f"  trainer  {sum(parts.values()) / GIB:.1f}{of} GiB at {tokens_of(config, model.layout)} tokens: "
                      f"{_sum(parts)}")
     if served and not config.debug.debug_train_only:
         weights, fraction = engine(config, model)
         whole = f"{fraction * capacity / GIB:.1f}{of} GiB" if fraction and capacity else "SGLang's mem_fraction_static"
         cache = f" {max(0.0, fraction * capacity - weights) / GIB:.1f}" if fraction and capacity else " the rest"
-        found.append(f"  engine   {whole}: weights {weights / GIB:.1f}, KV cache{cache}")
-    return ["", "memory of a GPU, estimated", *found] if found else []
+        rows.append(f"  engine   {whole}: weights {weights / GIB:.1f}, KV cache{cache}")
+    return ["", "memory of a GPU, estimated", *rows] if rows else []
 
 
 def _sum(parts: Mapping[str, float]) -> str:
@@ -145,8 +145,8 @@ def _sum(parts: Mapping[str, float]) -> str:
 
 def capacity_of(config: RunConfig) -> float | None:
     """Bytes of a GPU: --gpu-memory-gib, else those of this machine's smallest; None without either."""
-    given = config.perf.gpu_memory_gib
-    return given * GIB if given is not None else _smallest() if gpus() else None
+    stated = config.perf.gpu_memory_gib
+    return stated * GIB if stated is not None else _smallest() if gpus() else None
 
 
 @functools.cache

@@ -58,11 +58,11 @@ class LanguageModel(GPTModel):
     """As in ModelSpec; `build` sets it."""
 
     def _preprocess(self, *args, **kwargs):
-        embedded, *rest = super()._preprocess(*args, **kwargs)
+        embedded, *others = super()._preprocess(*args, **kwargs)
         if self.pre_process and self.embedding_scale != 1:
             # Rounded to the embedding's dtype first, as Hugging Face's Gemma does.
             embedded = embedded * torch.tensor(self.embedding_scale, dtype=embedded.dtype, device=embedded.device)
-        return (embedded, *rest)
+        return (embedded, *others)
 
     def _postprocess(self, hidden_states: torch.Tensor, **_) -> torch.Tensor:
         return hidden_states

@@ -134,9 +134,9 @@ class ModelOnRank:
                                  fix="the weights are unchanged and the last checkpoint is good; "
                                  "look at the step's samples, the learning rate and the precision")
         rate = self.optimizer.param_groups[0]["lr"]
-        found = gradients.MegatronGradients(self.name, self.optimizer, self.chunks, self.options.clip_grad,
+        clipped = gradients.MegatronGradients(self.name, self.optimizer, self.chunks, self.options.clip_grad,
                                              self.clip_groups)
-        norms = gradients.update(self.optimizer, found, self.clip, self.clipping)
+        norms = gradients.update(self.optimizer, clipped, self.clip, self.clipping)
         self.scheduler.step(1)
         return {**norms, "lr-pg_0": rate}
 
@@ -148,14 +148,14 @@ class ModelOnRank:
         end of the step; here nothing is divided at the end.
         """
         names = ("moe_aux_loss_coeff", "moe_z_loss_coeff")
-        given = {name: getattr(self.settings, name) for name in names if getattr(self.settings, name)}
-        for name, whole in given.items():
+        coefficients = {name: getattr(self.settings, name) for name in names if getattr(self.settings, name)}
+        for name, whole in coefficients.items():
             share = [one / tokens for one in whole] if isinstance(whole, list) else whole / tokens
             setattr(self.settings, name, share)
         try:
             yield
         finally:
-            for name, whole in given.items():
+            for name, whole in coefficients.items():
                 setattr(self.settings, name, whole)
 
     def settle(self) -> None:
@@ -232,12 +232,13 @@ def _architecture(declared: Model, config: RunConfig) -> Path:
 
 
 def _options(config: RunConfig, declared: Model) -> optimizer.OptimizerOptions:
-    given = dataclasses.replace(config.optimizer, **declared.optimizer)
+    options = dataclasses.replace(config.optimizer, **declared.optimizer)
     rollouts = config.rollout.num_rollout or 1
     return optimizer.OptimizerOptions(
-        lr=given.lr, min_lr=given.min_lr, lr_decay_style=given.lr_decay_style, lr_warmup_iters=given.lr_warmup_iters,
-        lr_decay_iters=given.lr_decay_iters, train_iters=max(1, rollouts * config.rollout.num_steps_per_rollout),
-        optimizer=given.optimizer, weight_decay=given.weight_decay,
-        adam_beta1=given.adam_beta1, adam_beta2=given.adam_beta2,
-        adam_eps=given.adam_eps, clip_grad=given.clip_grad, megatron=config.surface("megatron"),
+        lr=options.lr, min_lr=options.min_lr, lr_decay_style=options.lr_decay_style,
+        lr_warmup_iters=options.lr_warmup_iters, lr_decay_iters=options.lr_decay_iters,
+        train_iters=max(1, rollouts * config.rollout.num_steps_per_rollout),
+        optimizer=options.optimizer, weight_decay=options.weight_decay,
+        adam_beta1=options.adam_beta1, adam_beta2=options.adam_beta2,
+        adam_eps=options.adam_eps, clip_grad=options.clip_grad, megatron=config.surface("megatron"),
     )  # fmt: skip

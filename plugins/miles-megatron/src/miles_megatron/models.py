@@ -44,14 +44,14 @@ class Models:
         )  # fmt: skip
         if hooks.megatron_init:
             hooks.megatron_init(config)
-        given = config.checkpoint
+        paths = config.checkpoint
         self.has_reference = needs_reference(config)
-        declared = {"ref": Model(given.ref_load or given.hf_checkpoint)} if self.has_reference else {}
+        declared = {"ref": Model(paths.ref_load or paths.hf_checkpoint)} if self.has_reference else {}
         for name, model in (hooks.models() if hooks.models else {}).items():
             if name in ("actor", "ref"):
                 raise HookError(f"a plugin declares the model {name!r}, which is the core's", fix="rename it")
             declared[name] = model
-        start = given.ref_load or given.hf_checkpoint
+        start = paths.ref_load or paths.hf_checkpoint
         self.actor = ModelOnRank("actor", Model(start, trainable=True), config, hooks, layout)
         self.on_rank = {"actor": self.actor}
         self._swapped: dict[str, str] = {}
@@ -75,15 +75,15 @@ class Models:
         Raises:
             CheckpointError: names the folder and what is wrong with it.
         """
-        given = self.config.checkpoint
-        resume = given.load and not checkpoints().never_saved(given.load)
-        held = None  # the source whose weights the actor's place holds
+        paths = self.config.checkpoint
+        resume = paths.load and not checkpoints().never_saved(paths.load)
+        source_in_actor = None  # the source whose weights the actor's place holds
         for name, source in self._swapped.items():
             self.actor.fill(source)
-            self._copies[name], held = self.actor.copy(moving=self._shares(name)), source
+            self._copies[name], source_in_actor = self.actor.copy(moving=self._shares(name)), source
         for one in self.on_rank.values():
-            there = one is self.actor and held == one.declared.source
-            if not there and not (resume and one.declared.trainable):
+            filled = one is self.actor and source_in_actor == one.declared.source
+            if not filled and not (resume and one.declared.trainable):
                 one.fill(one.declared.source)
             if one.declared.trainable:
                 # Before a checkpoint is loaded, for the state to have a place; else after the weights, which it copies.
@@ -91,8 +91,8 @@ class Models:
         if not resume:
             return Resume(0, None, self.actor.declared.source)
         parts = {name: (one.wrapped, one.optimizer, one.scheduler) for name, one in self.trained.items()}
-        iteration, state = checkpoints().load(given.load, parts)
-        return Resume(iteration, state, f"{given.load} (rollout {iteration})")
+        iteration, state = checkpoints().load(paths.load, parts)
+        return Resume(iteration, state, f"{paths.load} (rollout {iteration})")
 
     def place(self, name: str) -> ModelOnRank:
         """The model on this rank that is a model, or the actor, into whose place it is swapped for its passes.
@@ -117,10 +117,10 @@ class Models:
             yield place
             return
         moving = self._shares(name)
-        kept = "the actor's moving weights" if moving else "the actor"
-        actor = self.actor.copy(self._copies.get(kept), moving)
+        key = "the actor's moving weights" if moving else "the actor"
+        actor = self.actor.copy(self._copies.get(key), moving)
         if not cpu.no_cuda():  # pinning takes longer than the copy itself; without a GPU it is only memory
-            self._copies[kept] = actor
+            self._copies[key] = actor
         self.actor.put(self._copies[name], moving)
         try:
             yield self.actor

@@ -84,11 +84,12 @@ class Offload:
                 self._model.settle()
             if tag == GRADIENTS and self._model.optimizer is not None:
                 self._model.optimizer.zero_grad()  # gradients of the masters, where these are tensors of their own
-            found = list(self._storages(tag))
-            kept = [None if tag == GRADIENTS else self._keep(storage) for storage in found]
+            storages = list(self._storages(tag))
+            host_copies = [None if tag == GRADIENTS else self._keep(storage) for storage in storages]
             synchronise()
-            self._away[tag] = [(storage, storage.nbytes(), copy) for storage, copy in zip(found, kept, strict=True)]
-            for storage in found:
+            self._away[tag] = [(storage, storage.nbytes(), copy)
+                               for storage, copy in zip(storages, host_copies, strict=True)]
+            for storage in storages:
                 storage.resize_(0)
 
     def onload(self, tags: Sequence[str]) -> None:

@@ -98,10 +98,10 @@ def rounded(config: TransformerConfig, chunk: torch.nn.Module) -> Float16Module:
 
     Megatron rounds them too, and widens what is left of the bias again when the router is next called.
     """
-    kept = [(module, name, buffer) for module in chunk.modules() for name, buffer in module.named_buffers(recurse=False)
-            if buffer.is_floating_point()]
+    buffers = [(module, name, buffer) for module in chunk.modules()
+               for name, buffer in module.named_buffers(recurse=False) if buffer.is_floating_point()]
     whole = Float16Module(config, chunk)
-    for module, name, buffer in kept:
+    for module, name, buffer in buffers:
         module._buffers[name] = buffer
     return whole
 
@@ -133,9 +133,9 @@ def wrap(
     return wrapped
 
 
-def _fields(kind: type, given: Mapping[str, object], **ours: object) -> dict[str, object]:
+def _fields(kind: type, overrides: Mapping[str, object], **ours: object) -> dict[str, object]:
     """Megatron-LM's defaults, ours, then what somebody set."""
-    return {**defaults_for(kind), **ours, **overrides_for(kind, given)}
+    return {**defaults_for(kind), **ours, **overrides_for(kind, overrides)}
 
 
 @contextmanager
@@ -152,12 +152,12 @@ def make_optimizer(
     chunks: Sequence[DistributedDataParallel], options: OptimizerOptions
 ) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
     """The optimizer of wrapped chunks and its schedule, which already set the first step's learning rate."""
-    config, given = chunks[0].config, dict(options.megatron)
-    if cpu.no_cuda() and given.pop("optimizer_cpu_offload", False):
+    config, overrides = chunks[0].config, dict(options.megatron)
+    if cpu.no_cuda() and overrides.pop("optimizer_cpu_offload", False):
         logger.warning("optimizer_cpu_offload has nothing to do: without a GPU the optimizer is on the CPU already")
     with _refusals("[optimizer]"):
         settings = OptimizerConfig(**_fields(
-            OptimizerConfig, given,
+            OptimizerConfig, overrides,
             optimizer=options.optimizer, lr=options.lr, min_lr=options.min_lr, weight_decay=options.weight_decay,
             adam_beta1=options.adam_beta1, adam_beta2=options.adam_beta2, adam_eps=options.adam_eps,
             clip_grad=options.clip_grad, bf16=config.bf16, params_dtype=config.params_dtype,
@@ -272,10 +272,10 @@ def _regrouped(optimizer: MegatronOptimizer, state: dict) -> dict:
         return {**numbered.get(0, {}), **common} if numbered else state
     if "optimizer" not in common:
         return state
-    found = {}
+    by_optimizer = {}
     for number, part in enumerate(parts):
         expert = any(group.get("is_expert_parallel") for group in part.optimizer.param_groups)
         one = {**common, **numbered.get(number, {})}
         groups = [{**group, "is_expert_parallel": expert} for group in one["optimizer"]["param_groups"]]
-        found[number] = {**one, "optimizer": {**one["optimizer"], "param_groups": groups}}
-    return found
+        by_optimizer[number] = {**one, "optimizer": {**one["optimizer"], "param_groups": groups}}
+    return by_optimizer

@@ -257,12 +257,12 @@ class MegatronTrainer:
         # Metrics are means also where the reduction's weights do not add up to 1 (constant); the loss is what it is.
         total = float(sum(w * s.columns["loss_mask"].sum() for s, w in zip(samples, reduced, strict=True))) or 1.0
         with self.profiler.range("optimizer"):
-            found = {key: value / (1.0 if key in ("loss", "pg_loss") else total)
+            metrics = {key: value / (1.0 if key in ("loss", "pg_loss") else total)
                      for key, value in _totals(shares).items()} | model.step()
         if len(taken) < len(samples):
-            found["skipped_samples"] = 1 - len(taken) / len(samples)
+            metrics["skipped_samples"] = 1 - len(taken) / len(samples)
         prefix = "train" if objective.actor else model.name
-        return {f"{prefix}/{key}": value for key, value in found.items()}
+        return {f"{prefix}/{key}": value for key, value in metrics.items()}
 
     def scoring_pass(self, name: str, samples: Sequence[Sequence[Sample]],
                      read: Callable[[ScoredRows], Mapping[str, torch.Tensor]]) -> None:

@@ -95,11 +95,12 @@ def refuse_quantised(folder: Path) -> None:
     """
     path = folder / "config.json"
     with reading(str(path), CheckpointError):
-        said = parse_json(path.read_text(encoding="utf-8")).get("quantization_config") if path.is_file() else None
-        if said:
-            raise CheckpointError("training cannot start from quantised weights", got=said.get("quant_method", said),
-                                  who=str(path), fix="name the plain checkpoint with --ref-load; --hf-checkpoint may "
-                                  "stay, for the engine")
+        hf_config = parse_json(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        quantization = hf_config.get("quantization_config")
+        if quantization:
+            raise CheckpointError("training cannot start from quantised weights", who=str(path),
+                                  got=quantization.get("quant_method", quantization), fix="name the plain checkpoint "
+                                  "with --ref-load; --hf-checkpoint may stay, for the engine")
 
 
 def lacking(weight_map: WeightMap, present: Collection[str]) -> frozenset[str]:
@@ -108,7 +109,8 @@ def lacking(weight_map: WeightMap, present: Collection[str]) -> frozenset[str]:
     for ours, rule, names in instances(weight_map):
         if rule.optional:
             kinds.setdefault(rule.optional, {})[ours] = any(name in present for name in names)
-    return frozenset(ours for there in kinds.values() if not any(there.values()) for ours in there)
+    absent = [parameters for parameters in kinds.values() if not any(parameters.values())]
+    return frozenset(ours for parameters in absent for ours in parameters)
 
 
 def check_fit(folder: str | Path, present: Collection[str], expected: Collection[str], weight_map: WeightMap,
@@ -247,27 +249,27 @@ def _write_shards(
 ) -> torch.dtype | None:
     """Returns the dtype of most bytes that are not quantised; a few small tensors may be wider than the rest."""
     shards: list[list[str]] = []
-    held: dict[str, torch.Tensor] = {}
+    pending: dict[str, torch.Tensor] = {}
     size = total = 0
     lengths: dict[torch.dtype, int] = {}
 
     def flush() -> None:
-        layout = {name: (tensor.dtype, tensor.shape) for name, tensor in held.items()}
+        layout = {name: (tensor.dtype, tensor.shape) for name, tensor in pending.items()}
         with writing(target / f"part-{len(shards)}", layout) as append:
-            for tensor in held.values():
+            for tensor in pending.values():
                 append(tensor)
-        shards.append(list(held))
-        held.clear()
+        shards.append(list(pending))
+        pending.clear()
 
     for name, tensor in stream:
         written = dtype or tensor.dtype
         length = tensor.numel() * written.itemsize
         if written.itemsize > 1 and written.is_floating_point:
             lengths[written] = lengths.get(written, 0) + length
-        if held and size + length > limit:
+        if pending and size + length > limit:
             flush()
             size = 0
-        held[name] = tensor.to(device="cpu", dtype=written)
+        pending[name] = tensor.to(device="cpu", dtype=written)
         size, total = size + length, total + length
     flush()
     for i in range(len(shards)):
@@ -290,7 +292,7 @@ def global_parameters(model: Model) -> dict[str, torch.Tensor]:
 
     A layer knows its own number; expert-parallel rank r of e holds experts r n/e up to (r+1) n/e.
     """
-    found = {}
+    parameters = {}
     for chunk in [model] if isinstance(model, torch.nn.Module) else model:
         chunk = unwrap_model(chunk)
         numbers = [layer.layer_number - 1 for layer in chunk.decoder.layers]
@@ -299,8 +301,8 @@ def global_parameters(model: Model) -> dict[str, torch.Tensor]:
         for name, parameter in (*chunk.named_parameters(), *kept_buffers(chunk)):
             name = _GROUPED.sub(r".experts.local_experts.\3.\1.\2", name)
             name = _LAYER.sub(lambda match: f"decoder.layers.{numbers[int(match[1])]}.", name)  # noqa: B023 - used here
-            found[_EXPERT.sub(lambda match: f".local_experts.{first + int(match[1])}.", name)] = parameter  # noqa: B023
-    return found
+            parameters[_EXPERT.sub(lambda match: f".local_experts.{first + int(match[1])}.", name)] = parameter  # noqa: B023
+    return parameters
 
 
 def kept_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -338,7 +340,7 @@ def _owners(parameters: dict[str, torch.nn.Parameter], weight_map: WeightMap) ->
     """The owner of every parameter of the model, agreed between stages and expert-parallel ranks."""
     stage = parallel_state.get_pipeline_model_parallel_rank()
     rules = {ours: rule for ours, rule, _ in instances(weight_map)}
-    found = {
+    owners = {
         name: _Owner(stage, parallel_state.get_expert_model_parallel_rank() if rules[name].experts else 0,
                      tuple(map(tuple, hf_shapes(rules[name], parameter, weight_map))), parameter.dtype,
                      not isinstance(parameter, torch.nn.Parameter))
@@ -347,9 +349,9 @@ def _owners(parameters: dict[str, torch.nn.Parameter], weight_map: WeightMap) ->
     for group in (parallel_state.get_expert_model_parallel_group(), parallel_state.get_pipeline_model_parallel_group()):
         if group.size() > 1:
             parts: list[dict[str, _Owner]] = [{}] * group.size()
-            dist.all_gather_object(parts, found, group=group)
-            found = {name: owner for part in parts for name, owner in part.items()}
-    return found
+            dist.all_gather_object(parts, owners, group=group)
+            owners = {name: owner for part in parts for name, owner in part.items()}
+    return owners
 
 
 def _tensor_group(parameter: torch.nn.Parameter) -> dist.ProcessGroup:

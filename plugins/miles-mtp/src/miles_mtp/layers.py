@@ -115,10 +115,10 @@ def token_losses(predictors: Predictors, hidden: torch.Tensor, packed: Packed) -
             packed_seq_params=rows, embedding=functools.partial(_embedded, chunk),
         )  # fmt: skip
         at = index - depth
-        there = at >= begin
-        found, _ = token_log_probs(_whole(hidden, chunk)[:, 0].index_select(0, at.clamp(min=0)), weight, targets,
+        inside = at >= begin
+        log_probs, _ = token_log_probs(_whole(hidden, chunk)[:, 0].index_select(0, at.clamp(min=0)), weight, targets,
                                    softcap=predictors.softcap, group=parallel_state.get_tensor_model_parallel_group())
-        total = total - torch.where(there, found, torch.zeros_like(found))
+        total = total - torch.where(inside, log_probs, torch.zeros_like(log_probs))
     return total / len(predictors.layers)
 
 

@@ -87,9 +87,9 @@ def _check_options(options: RemoteRmOptions, config: RunConfig) -> None:
         ConfigError: no address, one that is none, nobody who asks, or numbers that cannot be.
     """
     rollout = config.rollout
-    asked = bool(set(SCORERS) & set(rollout.rm_type))
+    wanted = bool(set(SCORERS) & set(rollout.rm_type))
     if options.rm_url is None:
-        if asked:
+        if wanted:
             raise ConfigError("nobody says where the reward service is", who="remote-rm.rm_url",
                               fix="--rm-url http://HOST:PORT/PATH")
         return
@@ -101,7 +101,7 @@ def _check_options(options: RemoteRmOptions, config: RunConfig) -> None:
     if not good or options.rm_url != options.rm_url.strip():
         raise ConfigError("this is no address of a reward service", got=options.rm_url, who="remote-rm.rm_url",
                           fix="write http://HOST:PORT/PATH, or https://...")
-    if not asked:
+    if not wanted:
         raise ConfigError("nobody would ask the reward service", got=f"rm_type {', '.join(rollout.rm_type) or 'none'}",
                           who="remote-rm.rm_url, rollout.rm_type", fix="add remote_rm to --rm-type, or drop --rm-url")
     for key, least in (("rm_concurrency", 1), ("rm_retries", 0)):

@@ -61,13 +61,13 @@ class Watched:
             after: "after" of the document that a page has; empty, or one that nothing can be added to, gives all.
         """
         with self._mutex:
-            held, trouble = self.run.holder() is not None, None
+            was_held, trouble = self.run.holder() is not None, None
             try:
                 self._follower.advance()
             except RunDirectoryError as error:  # what came before the damage is shown
                 trouble = str(error)
             history = self._follower.history
-            status = status_of(self.run, history, held)
+            status = status_of(self.run, history, was_held)
             if status == "not started" and not self.run.plan_json.is_file():
                 status = "waiting"
             lineage, _, offset = after.rpartition(".")
@@ -145,8 +145,8 @@ class Server(ThreadingHTTPServer):
 
     def is_meant(self, host: str | None) -> bool:
         """Whether a request's Host is this one. The port is left out: a tunnel has another at its near end."""
-        found = re.fullmatch(r"(\[[^]]+\]|[^]:@/]+)(:\d*)?", host or "")
-        name = found[1].strip("[]").lower() if found else ""
+        match = re.fullmatch(r"(\[[^]]+\]|[^]:@/]+)(:\d*)?", host or "")
+        name = match[1].strip("[]").lower() if match else ""
         if name in ("localhost", self.host.lower()) or (not self.loopback and name == socket.gethostname().lower()):
             return True
         try:
@@ -166,7 +166,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         url = urlsplit(self.path)
-        asked = {name: values[-1] for name, values in parse_qs(url.query).items()}
+        query = {name: values[-1] for name, values in parse_qs(url.query).items()}
         origin = self.headers.get("Sec-Fetch-Site", "none")
         if not self.server.is_meant(self.headers.get("Host")) or (url.path != "/" and origin == "cross-site"):
             return self._error(403, "this is not the address of the page")
@@ -174,10 +174,10 @@ class _Handler(BaseHTTPRequestHandler):
             if url.path == "/":
                 return self._page()
             if url.path == "/data":
-                return self._json(200, self.server.watched.document(asked.get("after", "")))
+                return self._json(200, self.server.watched.document(query.get("after", "")))
             if url.path == "/samples":
-                found = self.server.watched.samples(asked.get("name", ""), asked.get("rollout", ""))
-                return self._error(404, "there is no such file") if found is None else self._json(200, found)
+                samples = self.server.watched.samples(query.get("name", ""), query.get("rollout", ""))
+                return self._error(404, "there is no such file") if samples is None else self._json(200, samples)
             if url.path == "/favicon.ico":
                 return self._answer(204, b"", "image/x-icon")
         except ConnectionError:

@@ -31,19 +31,19 @@ def command(config: RunConfig, seat: Seat, port: int, meeting: str | None) -> li
 
 def environment(config: RunConfig, seat: Seat) -> dict[str, str]:
     """What a server's environment has beyond that of the process which starts it."""
-    found = {
+    variables = {
         # Without it a weight group between trainer and server fails with "invalid argument"; SGLang sets the same.
         "NCCL_CUMEM_ENABLE": "0",
         "PYTHONPATH": os.pathsep.join([str(SERVED), *filter(None, [os.environ.get("PYTHONPATH")])]),
     }
     if seat.gpus:
-        found["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, seat.gpus))
+        variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, seat.gpus))
     if config.perf.colocate:
         # The trainer's ranks need not hold the same amount on every GPU while servers start.
-        found["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] = "false"
+        variables["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] = "false"
     if "context_length" in config.surface("server"):
-        found["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
-    return found
+        variables["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
+    return variables
 
 
 def tensor_parallel(config: RunConfig) -> int:

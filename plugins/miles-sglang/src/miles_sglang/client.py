@@ -210,9 +210,9 @@ def parse(body: Any, seen: int) -> Answer:
 
 async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
     """Lines of any length; aiohttp's own reader refuses long ones."""
-    rest = b""
+    buffered = b""
     async for data in content.iter_any():
-        *lines, rest = (rest + data).split(b"\n")
+        *lines, buffered = (buffered + data).split(b"\n")
         for line in lines:
             yield line
 
@@ -221,10 +221,10 @@ def message_of(data: bytes) -> str:
     """What an error body says, without its wrapping."""
     text = data.decode(errors="replace").strip()
     try:
-        found = json.loads(text)
-        while isinstance(found, dict):
-            found = found.get("error", found.get("message", found.get("detail", str(found))))
-        return str(found)[:500]
+        detail = json.loads(text)
+        while isinstance(detail, dict):
+            detail = detail.get("error", detail.get("message", detail.get("detail", str(detail))))
+        return str(detail)[:500]
     except ValueError:
         return text[:500] or "no text"
 

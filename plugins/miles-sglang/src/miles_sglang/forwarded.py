@@ -101,11 +101,11 @@ def typed(one: Assignment) -> tuple[str, object]:
 
 def words(table: str, values: Mapping[str, object]) -> list[str]:
     """The words of a command line that say `values`; what is None is left out."""
-    fields, found = surface_of(table).fields, []
+    fields, argv = surface_of(table).fields, []
     for name, value in values.items():
         if value is not None:
-            found += _words(fields[name], value)
-    return found
+            argv += _words(fields[name], value)
+    return argv
 
 
 def _words(field: Field, value: object) -> list[str]:

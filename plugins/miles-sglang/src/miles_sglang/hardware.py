@@ -43,15 +43,15 @@ def _engine(config: RunConfig, note: Note) -> RunConfig:
 def _alone(config: RunConfig) -> bool:
     """Whether the trainer takes the only GPU and nobody has said a word of SGLang or of other GPUs."""
     perf, tables = config.perf, {key.partition(".")[0] for key in config.origin}
-    said = tables & {"sglang", "server", "router"} or perf.rollout_num_gpus or perf.ray_address or perf.colocate
-    return gpus() == 1 == trainer_gpus(config) and not said and not config.debug.debug_rollout_only
+    stated = tables & {"sglang", "server", "router"} or perf.rollout_num_gpus or perf.ray_address or perf.colocate
+    return gpus() == 1 == trainer_gpus(config) and not stated and not config.debug.debug_rollout_only
 
 
 def _external(config: RunConfig, note: Note) -> RunConfig:
     """Servers and routers that run already."""
-    given, addresses = config.sglang.rollout_external, config.sglang.rollout_external_engine_addrs
+    external, addresses = config.sglang.rollout_external, config.sglang.rollout_external_engine_addrs
     origin = who(config, "sglang.rollout_external", "sglang.rollout_external_engine_addrs")
-    if bool(given) != bool(addresses):
+    if bool(external) != bool(addresses):
         raise ConfigError("servers that run already are named by two flags", who=origin,
                           fix="write --rollout-external --rollout-external-engine-addrs HOST:PORT ...")
     for address in addresses:
@@ -63,10 +63,10 @@ def _external(config: RunConfig, note: Note) -> RunConfig:
     if twice := next((address for address in plain if plain.count(address) > 1), None):
         raise ConfigError("one address is that of two servers, or of a server and the router", got=twice,
                           who=f"{origin}, {who(config, 'sglang.router_ip')}", fix="name each server once")
-    if given and config.perf.colocate:
+    if external and config.perf.colocate:
         raise ConfigError("servers that run already cannot hand their GPUs over",
                           who=who(config, "sglang.rollout_external", "perf.colocate"), fix="drop --colocate")
-    if given and config.rollout.engine != "sglang":
+    if external and config.rollout.engine != "sglang":
         raise ConfigError("--rollout-external is for the engine sglang", got=f"engine {config.rollout.engine}",
                           who=who(config, "rollout.engine"), fix="leave --engine out")
     if config.sglang.router_ip is not None and config.sglang.router_port is None:
@@ -77,7 +77,7 @@ def _external(config: RunConfig, note: Note) -> RunConfig:
 
 def _gpus(config: RunConfig, note: Note) -> RunConfig:
     """The engines' GPUs: the trainer's with --colocate, else one engine's worth, unless somebody says otherwise."""
-    perf, each, given = config.perf, config.perf.rollout_num_gpus_per_engine, config.perf.rollout_num_gpus
+    perf, each, requested = config.perf, config.perf.rollout_num_gpus_per_engine, config.perf.rollout_num_gpus
     if "servers" not in config.understood:
         return config
     shared, origin = trainer_gpus(config), who(config, "perf.rollout_num_gpus", "perf.rollout_num_gpus_per_engine")
@@ -85,13 +85,14 @@ def _gpus(config: RunConfig, note: Note) -> RunConfig:
         number, reason = len(config.sglang.rollout_external_engine_addrs) * each, "--rollout-external-engine-addrs"
     else:
         number, reason = (shared, "--colocate") if perf.colocate else (each, "one engine")
-    if given is not None and perf.colocate:
-        if given > shared:
-            raise ConfigError("with --colocate the engines are on the trainer's GPUs, which are fewer", got=given,
+    if requested is not None and perf.colocate:
+        if requested > shared:
+            raise ConfigError("with --colocate the engines are on the trainer's GPUs, which are fewer", got=requested,
                               who=origin, fix=f"leave --rollout-num-gpus out; the trainer has {shared}")
-        idle = f", and {shared - given} of the trainer's {shared} GPUs rest while engines sample" * (given < shared)
+        left = shared - requested
+        idle = f", and {left} of the trainer's {shared} GPUs are idle while engines sample" if left else ""
         note(f"--rollout-num-gpus is not needed with --colocate{idle}")
-    number = number if given is None else given
+    number = number if requested is None else requested
     if number % each or number < each:
         raise ConfigError(f"{number} GPUs do not divide into engines of {each}", who=origin,
                           fix="rollout_num_gpus is a multiple of rollout_num_gpus_per_engine")
@@ -125,11 +126,11 @@ def lines(config: RunConfig) -> list[tuple[str, str]]:
     running = " that run already" * config.sglang.rollout_external
     router = "no router" if config.sglang.router == "none" else f"router {config.sglang.router}"
     computed = config.surface("server").get("dtype", dtype(config))
-    said = [f"{number} SGLang engine{'s'[:number != 1]} of {each} GPU{'s'[:each != 1]}{running}, {computed}; {router}"]
+    texts = [f"{number} SGLang engine{'s'[:number != 1]} of {each} GPU{'s'[:each != 1]}{running}, {computed}; {router}"]
     whose = f"{trainer_gpus(config)} for the trainer" + f", {perf.rollout_num_gpus} for engines" * (not running)
     if perf.colocate:
         whose = f"trainer and engines take turns on {trainer_gpus(config)}"
-    said.append(f"placement {perf.placement}, GPUs: {whose}")
+    texts.append(f"placement {perf.placement}, GPUs: {whose}")
     size = perf.update_weight_buffer_size / 1024**2
-    said.append(f"weights travel by {perf.weight_sync}, in buckets of at most {size:g} MiB")
-    return [("layout", line) for line in said]
+    texts.append(f"weights travel by {perf.weight_sync}, in buckets of at most {size:g} MiB")
+    return [("layout", line) for line in texts]

@@ -255,8 +255,8 @@ def _computed_again(answers: Sequence[Answer], versions: Sequence[int]) -> np.nd
     A streamed piece says how often the request was retracted until then, so tokens of later pieces are safe; without
     pieces all of them are in doubt.
     """
-    said = [answer.counts.get(RETRACTIONS, 0) for answer in answers]
-    last = said.index(said[-1]) if said[-1] else -1
+    retractions = [answer.counts.get(RETRACTIONS, 0) for answer in answers]
+    last = retractions.index(retractions[-1]) if retractions[-1] else -1
     kinds = [0 if i > last else 1 + (versions[i] < versions[last]) for i in range(len(answers))]
     return np.repeat(np.array(kinds, np.int8), [len(answer.ids) for answer in answers])
 

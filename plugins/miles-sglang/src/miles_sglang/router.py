@@ -183,19 +183,19 @@ class Router:
         Raises:
             EngineError: somebody listens on the port that was asked for.
         """
-        given = self._config.sglang.router_port
-        if given is None:
+        port = self._config.sglang.router_port
+        if port is None:
             return self._process.free_ports(1)[0]
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
-                probe.bind(("127.0.0.1", given))
+                probe.bind(("127.0.0.1", port))
             except OSError as error:
                 raise EngineError("the router's port cannot be used", got=error.strerror,
-                                  who=f"--sglang-router-port {given}",
+                                  who=f"--sglang-router-port {port}",
                                   fix="name a free port, or none and any is taken; a router that runs already needs "
                                       "--sglang-router-ip too") from None
-        return given
+        return port
 
     async def _learn_protocol(self) -> None:
         errors = []
@@ -215,12 +215,12 @@ class Router:
         return await (self._list_old(timeout) if self._old_protocol else self._list_new(timeout))
 
     async def _list_new(self, timeout: float = 10.0) -> dict[str, str]:
-        found = await self.client.call("/workers", timeout=timeout)
-        return {worker["url"].rstrip("/"): worker["id"] for worker in found.get("workers", ())}
+        listing = await self.client.call("/workers", timeout=timeout)
+        return {worker["url"].rstrip("/"): worker["id"] for worker in listing.get("workers", ())}
 
     async def _list_old(self, timeout: float = 10.0) -> dict[str, str]:
-        found = await self.client.call("/list_workers", timeout=timeout)
-        return {url.rstrip("/"): url for url in found.get("urls", ())}
+        listing = await self.client.call("/list_workers", timeout=timeout)
+        return {url.rstrip("/"): url for url in listing.get("urls", ())}
 
     async def _ask(self, path: str, body: dict | None = None, method: str | None = None) -> dict:
         return await self.client.call(path, body, timeout=10.0, method=method)

@@ -81,8 +81,8 @@ class ServerProcess:
 
     def free_ports(self, count: int) -> list[int]:
         """Ports of this machine that nobody listens on."""
-        with contextlib.ExitStack() as held:
-            sockets = [held.enter_context(socket.socket()) for _ in range(count)]
+        with contextlib.ExitStack() as stack:
+            sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
             for each in sockets:
                 each.bind((self.seat.host, 0))
             return [each.getsockname()[1] for each in sockets]
@@ -93,9 +93,9 @@ class ServerProcess:
         Raises:
             EngineError: it runs already, a GPU of its seat is not there, or the log cannot be written.
         """
-        there = visible_gpus()
-        if missing := [gpu for gpu in self.seat.gpus if gpu not in there]:
-            raise EngineError(f"there is no GPU {missing[0]} for it", got=f"{len(there)} GPUs there: {list(there)}",
+        visible = visible_gpus()
+        if missing := [gpu for gpu in self.seat.gpus if gpu not in visible]:
+            raise EngineError(f"there is no GPU {missing[0]} for it", got=f"{len(visible)} GPUs there: {list(visible)}",
                               who=f"engine {self.seat.engine}, node {self.seat.node}, on {platform.node()}",
                               fix="look at nvidia-smi and CUDA_VISIBLE_DEVICES there")
         if self._process is not None and self._process.poll() is None:
@@ -176,13 +176,13 @@ class ServerProcess:
 
     def _left(self) -> list[psutil.Process]:
         """Children that were seen and are still there."""
-        found = []
+        children = []
         for pid, made in self._children.items():
             with contextlib.suppress(psutil.Error):
                 child = psutil.Process(pid)
                 if child.create_time() == made:
-                    found.append(child)
-        return found
+                    children.append(child)
+        return children
 
 
 def ended(who: str, code: int | None, lines: Sequence[str], log: Path, seconds: float | None = None) -> EngineError:
@@ -198,13 +198,13 @@ def ended(who: str, code: int | None, lines: Sequence[str], log: Path, seconds: 
         what, got, fix = "it ended while it started", f"exit code {code}", "see its log"
         if code < 0:
             fix = "a negative code is a signal; -9 is often a lack of memory of the machine"
-    said = [line for line in lines if not line.startswith("$ ")]
-    raised = [line for line in said if re.match(r"[\w.]+(Error|Exception)\b", line)]
+    output = [line for line in lines if not line.startswith("$ ")]
+    raised = [line for line in output if re.match(r"[\w.]+(Error|Exception)\b", line)]
     if raised:  # SGLang kills itself with a signal when a child raises, so the code says nothing then
         got, fix = raised[-1][:300], "see its log"
     for pattern, meaning, remedy in CAUSES:
-        if found := [line for line in said if re.search(pattern, line)]:
-            what, got, fix = f"{what}: {meaning}", found[-1].strip()[:300], remedy
+        if matching := [line for line in output if re.search(pattern, line)]:
+            what, got, fix = f"{what}: {meaning}", matching[-1].strip()[:300], remedy
             break
     text = "\n  ".join(line[:300] for line in lines[-10:])
     return EngineError(what, got=got, who=who, fix=f"{fix}. The end of {log}:\n  {text}")

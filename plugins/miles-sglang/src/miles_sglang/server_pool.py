@@ -149,9 +149,9 @@ class ServerPool:
         """After an answer from other weights: a server that has them is not used until it is brought up to date."""
         for server in filter(self.usable, self.servers):
             with suppress(MilesError):
-                said = (await server.client.model_info()).get("weight_version")
-                if self.usable(server) and str(said) != str(server.version):
-                    self.event("engine_stale", engine=server.name, says=said, expected=server.version)
+                reported = (await server.client.model_info()).get("weight_version")
+                if self.usable(server) and str(reported) != str(server.version):
+                    self.event("engine_stale", engine=server.name, says=reported, expected=server.version)
                     server.version = 0
                     if self.router is not None:
                         await self.router.remove(server.url)
@@ -288,8 +288,8 @@ class ServerPool:
 
     async def _has(self, server: Server, version: int, flush: bool) -> bool:
         try:
-            said = (await server.client.model_info()).get("weight_version")
-            right = str(said) == str(version)
+            reported = (await server.client.model_info()).get("weight_version")
+            right = str(reported) == str(version)
             if right and flush:
                 await server.client.flush()
         except MilesError as error:
@@ -301,6 +301,6 @@ class ServerPool:
             raise SyncError(f"version {version} is not in use: {error.what}", got=error.got, who=server.name,
                             fix=error.fix) from error
         if not right:
-            raise SyncError(f"the server does not have weights of version {version}", got=repr(said), who=server.name,
-                            fix="see what its log says about the update")
+            raise SyncError(f"the server does not have weights of version {version}", who=server.name,
+                            got=repr(reported), fix="see what its log says about the update")
         return True

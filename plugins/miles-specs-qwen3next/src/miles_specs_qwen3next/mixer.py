@@ -129,9 +129,9 @@ class GatedDeltaNet(MegatronModule):
         out, end = [], 0
         for bucket in layout.buckets:
             start, end = end, end + bucket.sequences * bucket.keys
-            found = Again.apply(self._mix, rows[start:end].unflatten(0, (bucket.sequences, -1)), self.conv_weight,
+            mixed = Again.apply(self._mix, rows[start:end].unflatten(0, (bucket.sequences, -1)), self.conv_weight,
                                 self.A_log, self.dt_bias)
-            out.append((found if bucket.whole else found[:, bucket.positions]).flatten(0, 1))
+            out.append((mixed if bucket.whole else mixed[:, bucket.positions]).flatten(0, 1))
         joined = out[0] if len(out) == 1 else torch.cat(out)
         return joined if layout.query_rows is None else Unpick.apply(joined, layout.query_back)
 
@@ -152,16 +152,16 @@ class GatedDeltaNet(MegatronModule):
         """Megatron's: what a checkpoint keeps, independent of the layout."""
         own: dict[str, torch.Tensor] = {}
         self._save_to_state_dict(own, "", keep_vars=True)
-        found: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+        entries: dict[str, Any] = make_sharded_tensors_for_checkpoint(
             own, prefix, dict.fromkeys(_CUT, 0), sharded_offsets, tp_group=self.tensor_group,
             dp_cp_group=metadata["dp_cp_group"],
         )  # fmt: skip
         name = prefix + "conv_weight"
-        found[name] = _apart(found[name], self.sections)
+        entries[name] = _apart(entries[name], self.sections)
         for child, module in self.named_children():
-            found |= sharded_state_dict_default(module, f"{prefix}{child}.", sharded_offsets, metadata,
+            entries |= sharded_state_dict_default(module, f"{prefix}{child}.", sharded_offsets, metadata,
                                                 tp_group=self.tensor_group)
-        return found
+        return entries
 
 
 def _apart(entry: ShardedTensor, sections: tuple[int, ...]) -> ShardedTensorFactory:

@@ -78,20 +78,20 @@ def imports(name: str, run_file: Path, argv: list[str]) -> dict[str, Any]:
     plan = prepare(run_file, argv)
     manifest = next(one.manifest for one in plan.selected if one.manifest.name == name)
     own = re.compile(re.escape(manifest.plugin.partition(":")[0].partition(".")[0]) + r"(\.|$)|miles_plugin_file_")
-    asked = any(all_specs()[offer.hook].role == "plan" for offer in manifest.offers)
-    planned, early = _heavy(), [] if asked else sorted(m for m in set(sys.modules) - before if own.match(m))
+    planning = any(all_specs()[offer.hook].role == "plan" for offer in manifest.offers)
+    planned, early = _heavy(), [] if planning else sorted(m for m in set(sys.modules) - before if own.match(m))
     begin, threads = time.process_time(), threading.active_count()
     kind = load.load(manifest)
     seconds = time.process_time() - begin
-    found = {"listed": listed, "planned": planned, "early": early, "loaded": _heavy(), "seconds": seconds,
+    seen = {"listed": listed, "planned": planned, "early": early, "loaded": _heavy(), "seconds": seconds,
              "threads": threading.active_count() - threads, "same": load.load(manifest) is kind, "again": None}
     for module in [m for m in sys.modules if own.match(m)]:
         del sys.modules[module]
     try:
         load.load(manifest)
     except Exception as error:  # noqa: BLE001 - told by whoever asked
-        found["again"] = str(error)
-    return found
+        seen["again"] = str(error)
+    return seen
 
 
 def binds(name: str, selected: bytes, config: bytes) -> dict[str, Any]:

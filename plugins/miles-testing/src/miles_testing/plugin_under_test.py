@@ -94,8 +94,8 @@ class PluginUnderTest:
 
     def answers(self, roles: Mapping[str, Hooks]) -> list[tuple[str, object]]:
         """Every canned call and what came of it."""
-        found = []
+        answers = []
         for where, call, one in self.calls(roles):
             answer = call(one.arguments)
-            found.append((where, sample_inputs.told(answer)))
-        return found
+            answers.append((where, sample_inputs.frozen(answer)))
+        return answers

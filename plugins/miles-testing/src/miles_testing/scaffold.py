@@ -157,6 +157,6 @@ def _copier(words: Sequence[str]) -> None:
     if wrong:
         raise ConfigError(wrong[2].rstrip("."), who=wrong[1], fix="give another answer")
     if done.returncode:
-        said = [line for line in done.stderr.splitlines() if line.strip()]
-        raise PluginError("the template cannot be rendered", got=said[-1].strip() if said else done.returncode,
+        output = [line for line in done.stderr.splitlines() if line.strip()]
+        raise PluginError("the template cannot be rendered", got=output[-1].strip() if output else done.returncode,
                           fix="see what copier says of the template: copier copy " + words[-2])

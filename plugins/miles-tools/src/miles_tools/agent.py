@@ -123,7 +123,7 @@ class Agents:
                 raise session.error
             if not agent.done():
                 return {}, Failure("agent_timeout", f"the agent took longer than {self._options.agent_timeout:g} s")
-            return told(agent.result()), None
+            return figures_of(agent.result()), None
         except AgentFailed as failed:
             return {}, None if session.full and session.turns else Failure(failed.reason, failed.detail)
         finally:
@@ -175,16 +175,17 @@ def reward_of(sample: Sample) -> float:
     return sample.rewards[SCORER]
 
 
-def told(result: object) -> dict[str, float]:
+def figures_of(result: object) -> dict[str, float]:
     """What an agent returned, as numbers by name: nothing, its reward, or a dict with "reward" and other figures.
 
     Raises:
         AgentFailed: anything else, or a number that is not finite.
     """
-    found = {} if result is None else result if isinstance(result, Mapping) else {"reward": result}
+    figures = {} if result is None else result if isinstance(result, Mapping) else {"reward": result}
     try:
-        numbers = {str(name): float(value) for name, value in found.items() if hasattr(value, "__float__")}
-        fine = len(numbers) == len(found) and all(map(math.isfinite, numbers.values())) and is_unicode("".join(numbers))
+        numbers = {str(name): float(value) for name, value in figures.items() if hasattr(value, "__float__")}
+        finite = len(numbers) == len(figures) and all(map(math.isfinite, numbers.values()))
+        fine = finite and is_unicode("".join(numbers))
     except Exception:  # noqa: BLE001 - a number beyond all floats, or whatever an object of the agent's does
         fine = False
     if not fine:

@@ -97,10 +97,10 @@ def find_function(path: str) -> None:
         raise ConfigError("this names no function", got=path, who="tools.agent",
                           fix="write FILE.py:FUNCTION or MODULE:FUNCTION")
     if where.endswith(".py"):
-        there = Path(where).is_file()
+        exists = Path(where).is_file()
     else:  # the top-level package only: a submodule would import it
-        there = importlib.util.find_spec(where.partition(".")[0]) is not None
-    if not there:
+        exists = importlib.util.find_spec(where.partition(".")[0]) is not None
+    if not exists:
         raise ConfigError("there is no such file or package", got=where, who="tools.agent", fix="check --agent")
 
 
@@ -115,17 +115,17 @@ async def call_function(function: Callable[..., Any], task: Task) -> object:
     """
     parameters = inspect.signature(function).parameters
     open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    given = {name: getattr(task, name) for name in Task.__dataclass_fields__ if open_ended or name in parameters}
+    arguments = {name: getattr(task, name) for name in Task.__dataclass_fields__ if open_ended or name in parameters}
     running: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = []
     ended = threading.Event()
 
     async def coroutine() -> object:
         running.append((asyncio.get_running_loop(), cast("asyncio.Task[Any]", asyncio.current_task())))
-        return await function(**given)
+        return await function(**arguments)
 
     def work() -> object:
         try:
-            return asyncio.run(coroutine()) if inspect.iscoroutinefunction(function) else function(**given)
+            return asyncio.run(coroutine()) if inspect.iscoroutinefunction(function) else function(**arguments)
         except BaseException as error:  # whatever it is, it is the agent's
             raise AgentFailed("agent_raised", f"the agent raised {describe(error)}") from error
         finally:
@@ -152,10 +152,10 @@ async def call_program(command: Sequence[str], task: Task) -> object:
     Raises:
         AgentFailed: it cannot be started, or ended with another code than 0.
     """
-    given = json.dumps({"messages": task.messages, "metadata": task.metadata, "label": task.label})
+    payload = json.dumps({"messages": task.messages, "metadata": task.metadata, "label": task.label})
     environment = {**os.environ, "OPENAI_BASE_URL": task.base_url, "OPENAI_API_KEY": task.api_key}
     with tempfile.TemporaryFile() as stdin:  # a file, so that a program that does not read it holds nobody up
-        stdin.write(given.encode())
+        stdin.write(payload.encode())
         stdin.seek(0)
         try:
             transport, watched = await asyncio.get_running_loop().subprocess_exec(
@@ -168,8 +168,8 @@ async def call_program(command: Sequence[str], task: Task) -> object:
     finally:
         await _end(transport, watched)
     if code != 0:
-        said = watched.outputs[2].decode(errors="replace").strip()[-500:] or "nothing on stderr"
-        raise AgentFailed("agent_exit", f"the agent ended with code {code}: {said}")
+        complaint = watched.outputs[2].decode(errors="replace").strip()[-500:] or "nothing on stderr"
+        raise AgentFailed("agent_exit", f"the agent ended with code {code}: {complaint}")
     return result_of(watched.outputs[1].decode(errors="replace"))
 
 
@@ -177,10 +177,10 @@ def result_of(output: str) -> object:
     """What a program tells of itself: the JSON object in the last line of its output, None where there is none."""
     lines = output.strip().splitlines()
     try:
-        found = loads(lines[-1]) if lines else None
+        result = loads(lines[-1]) if lines else None
     except ValueError:
         return None
-    return found if isinstance(found, Mapping) else None
+    return result if isinstance(result, Mapping) else None
 
 
 class _Watched(asyncio.SubprocessProtocol):

@@ -92,9 +92,9 @@ class _Conversation:
                  begun: Sample | None):
         self._shared, self._prompt, self._index, self._generation = shared, prompt, index, generation
         self._transcript = Transcript.begin(prompt.token_ids) if begun is None else Transcript.resume(begun)
-        told = {} if begun is None else begun.metadata["begun"]
-        self._draws = told.get("draws", 0)
-        self._figures = {name: told.get(name, 0) for name in FIGURES}
+        saved = {} if begun is None else begun.metadata["begun"]
+        self._draws = saved.get("draws", 0)
+        self._figures = {name: saved.get(name, 0) for name in FIGURES}
         self._most = min(generation.sampling.max_new_tokens, shared.context - len(prompt.token_ids))
         self._begun = begun
         self._last: Response | None = None
@@ -122,8 +122,8 @@ class _Conversation:
 
     async def _answered(self) -> Status | None:
         options, transcript = self._shared.options, self._transcript
-        said = self._text(self._shared.template.without_end(transcript.last_turn))
-        calls = parse(said, options.tool_format, tuple(self._shared.toolbox.tools))[1]
+        text = self._text(self._shared.template.without_end(transcript.last_turn))
+        calls = parse(text, options.tool_format, tuple(self._shared.toolbox.tools))[1]
         if not calls:
             return Status.COMPLETED
         if any(call.name in options.ending_tools and call.error is None for call in calls):

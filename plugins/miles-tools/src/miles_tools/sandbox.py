@@ -127,8 +127,8 @@ def candidates(wanted: str) -> list[Isolation]:
     """
     root = os.getuid() == 0
     kinds = {"auto": (True, False), "namespaces": (True,), "plain": (False,)}[wanted]
-    found = [Isolation(namespaces, unprivileged) for namespaces in kinds for unprivileged in (True, False)]
-    return [one for one in found if one.unprivileged <= root
+    kinds_tried = [Isolation(namespaces, unprivileged) for namespaces in kinds for unprivileged in (True, False)]
+    return [one for one in kinds_tried if one.unprivileged <= root
             and not (root and wanted == "auto" and one == Isolation(namespaces=False, unprivileged=False))]
 
 

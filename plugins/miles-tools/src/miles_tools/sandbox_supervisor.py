@@ -107,20 +107,20 @@ def tell(answer: dict[str, object]) -> None:
 
 def lines(parent: int) -> Iterator[bytes]:
     """Lines of stdin, until it ends or this process is somebody else's child."""
-    rest = b""
+    buffered = b""
     while True:
-        line, found, rest = rest.partition(b"\n")
-        if found:
+        line, newline, buffered = buffered.partition(b"\n")
+        if newline:
             yield line
             continue
-        rest = line
+        buffered = line
         while not select.select([0], [], [], 1.0)[0]:
             if os.getppid() != parent:
                 return
         data = os.read(0, 1 << 16)
         if not data:
             return
-        rest += data
+        buffered += data
 
 
 def serve(call: dict[str, object], settings: types.SimpleNamespace) -> dict[str, object]:

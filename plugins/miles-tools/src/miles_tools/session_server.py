@@ -137,19 +137,19 @@ class SessionServer:
 
     async def _complete(self, request: web.BaseRequest) -> web.StreamResponse:
         session = self._session(request)
-        asked = parse(await _body(request), session.sampling)
+        chat = parse(await _body(request), session.sampling)
         self._session(request)  # it may have ended meanwhile
-        calls, call = self._calls[session], asyncio.ensure_future(session.complete(asked))
+        calls, call = self._calls[session], asyncio.ensure_future(session.complete(chat))
         calls.add(call)
         try:
             completion = await call
         finally:
             call.cancel()
             calls.discard(call)
-        headers = {"x-miles-ignored": ", ".join(asked.ignored)} if asked.ignored else {}
-        if not asked.stream:
+        headers = {"x-miles-ignored": ", ".join(chat.ignored)} if chat.ignored else {}
+        if not chat.stream:
             return web.json_response(_whole(completion), headers=headers)
-        return await _stream(request, completion, asked, headers)
+        return await _stream(request, completion, chat, headers)
 
     def _session(self, request: web.BaseRequest) -> Session:
         """
@@ -158,8 +158,9 @@ class SessionServer:
         """
         scheme, _, key = request.headers.get("Authorization", "").partition(" ")
         name, _, secret = key.strip().partition(".")
-        kept, session = self._sessions.get(name, (b"", None))
-        if scheme.lower() != "bearer" or not hmac.compare_digest(kept, secret.encode(errors="replace")) or not session:
+        expected, session = self._sessions.get(name, (b"", None))
+        matches = hmac.compare_digest(expected, secret.encode(errors="replace"))
+        if scheme.lower() != "bearer" or not matches or not session:
             raise Refused(401, "the token is missing or of no session under way; send the session's key as "
                                "Authorization: Bearer KEY", "invalid_api_key")
         return session
@@ -212,23 +213,23 @@ def _usage(completion: Completion) -> dict[str, int]:
             "total_tokens": completion.prompt_tokens + completion.completion_tokens}
 
 
-def _pieces(completion: Completion, asked: Asked) -> Iterator[dict[str, Any]]:
+def _pieces(completion: Completion, chat: Asked) -> Iterator[dict[str, Any]]:
     """An answer as the events of a stream: the message, its end, and how many tokens it has."""
     head, message = _head(completion, "chat.completion.chunk"), _shown(completion)
     if calls := message.get("tool_calls"):
         message["tool_calls"] = [{"index": i, **call} for i, call in enumerate(calls)]
     for delta, reason in ((message, None), ({}, completion.finish_reason)):
         yield {**head, "choices": [{"index": 0, "delta": delta, "logprobs": None, "finish_reason": reason}]}
-    if asked.include_usage:
+    if chat.include_usage:
         yield {**head, "choices": [], "usage": _usage(completion)}
 
 
-async def _stream(request: web.BaseRequest, completion: Completion, asked: Asked,
+async def _stream(request: web.BaseRequest, completion: Completion, chat: Asked,
                   headers: dict[str, Any]) -> web.StreamResponse:
     response = web.StreamResponse(headers={**headers, "Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     async with asyncio.timeout(PATIENCE):
         await response.prepare(request)
-        for piece in _pieces(completion, asked):
+        for piece in _pieces(completion, chat):
             await response.write(f"data: {json.dumps(piece)}\n\n".encode())
         await response.write(b"data: [DONE]\n\n")
         await response.write_eof()

@@ -53,17 +53,17 @@ def load(wanted: Sequence[str]) -> dict[str, Tool]:
         ConfigError: none wanted, no such tool or file, a file that does not run, a function without type hints or
             docstring, two tools of one name.
     """
-    found: dict[str, Tool] = {}
+    tools: dict[str, Tool] = {}
     for item in wanted:
         for tool in _tools(item):
-            if tool.name in found:
+            if tool.name in tools:
                 raise ConfigError(f"two tools are called {tool.name!r}", who="tools.tools",
-                                  got=f"{found[tool.name].file}, {tool.file}", fix="rename one of the functions")
-            found[tool.name] = tool
-    if not found:
+                                  got=f"{tools[tool.name].file}, {tool.file}", fix="rename one of the functions")
+            tools[tool.name] = tool
+    if not tools:
         raise ConfigError("generator tools has no tool", who="tools.tools",
                           fix="--tools.tools calc, or a file of functions: --tools.tools FILE.py")
-    return found
+    return tools
 
 
 def _tools(item: str) -> list[Tool]:
@@ -152,5 +152,5 @@ class Toolbox:
             return Answer("\n".join(filter(None, (outcome.output.rstrip(), explain(outcome, self._sandbox.limits)))),
                           failed=True, seconds=outcome.seconds)
         value = outcome.value
-        said = "" if value is None else value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-        return Answer((outcome.output + said).rstrip("\n"), seconds=outcome.seconds)
+        text = "" if value is None else value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        return Answer((outcome.output + text).rstrip("\n"), seconds=outcome.seconds)

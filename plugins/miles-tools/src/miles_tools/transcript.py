@@ -49,8 +49,8 @@ class Transcript:
     def resume(cls, begun: Sample) -> Transcript:
         """A conversation that was called back, with all that it had."""
         columns = begun.columns
-        rest = (columns[name].tolist() for name in ("loss_mask", "rollout_log_probs", "versions"))
-        return cls(begun.tokens.tolist(), begun.length - begun.response_length, *rest)
+        columns_read = (columns[name].tolist() for name in ("loss_mask", "rollout_log_probs", "versions"))
+        return cls(begun.tokens.tolist(), begun.length - begun.response_length, *columns_read)
 
     @property
     def last_turn(self) -> list[int]:

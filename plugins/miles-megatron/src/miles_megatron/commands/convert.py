@@ -33,8 +33,8 @@ class Bytes(click.ParamType):
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
         if isinstance(value, int):
             return value
-        found = _SIZE.fullmatch(str(value))
-        size = int(float(found[1]) * 1000 ** " KMGT".index(found[2].upper() or " ")) if found else 0
+        match = _SIZE.fullmatch(str(value))
+        size = int(float(match[1]) * 1000 ** " KMGT".index(match[2].upper() or " ")) if match else 0
         return size or self.fail(f"{value!r} is no size such as 5GB or 500MB", param, ctx)
 
 
@@ -201,11 +201,11 @@ def _bar(shown: bool) -> Iterator[Callable[[int, int], object]]:
 @contextlib.contextmanager
 def _made(out: Path) -> Iterator[None]:
     """A folder that is made inside for nothing does not stay."""
-    there = out.exists()
+    existed = out.exists()
     try:
         yield
     except BaseException:
-        if not there:
+        if not existed:
             with contextlib.suppress(OSError):
                 out.rmdir()
         raise

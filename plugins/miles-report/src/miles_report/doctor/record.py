@@ -168,8 +168,8 @@ class Record:
     def architecture(self) -> dict:
         """config.json of the checkpoint, that of its text model; empty where it cannot be read from here."""
         try:
-            found = json.loads(Path(str(self.option("hf_checkpoint")), "config.json").read_text("utf-8"))
-            return {**found, **found.get("text_config", {})}
+            hf_config = json.loads(Path(str(self.option("hf_checkpoint")), "config.json").read_text("utf-8"))
+            return {**hf_config, **hf_config.get("text_config", {})}
         except (OSError, ValueError, TypeError, RecursionError):
             return {}
 
@@ -183,16 +183,16 @@ class Record:
         """The first answers of a rollout; none where the file is gone or damaged."""
         from miles_core.record.samples import read_samples, sample_file
 
-        found, tokens = [], 0
+        samples, tokens = [], 0
         try:
             for sample in read_samples(sample_file(self.directory, "rollout", rollout_id)):
-                found.append(sample)
+                samples.append(sample)
                 tokens += len(sample.get("token_ids") or ())
-                if len(found) >= MAX_SAMPLES or tokens >= MAX_TOKENS:
+                if len(samples) >= MAX_SAMPLES or tokens >= MAX_TOKENS:
                     break
         except (OSError, RunDirectoryError):
             return []
-        return found
+        return samples
 
     def logs(self, begin: str = "") -> list[Path]:
         """Files under logs/ whose name begins so."""
@@ -245,11 +245,11 @@ def newest(folder: str | os.PathLike[str] = "runs") -> Path:
     Raises:
         RunDirectoryError: there is none.
     """
-    found = [(events.stat().st_mtime, events.parent) for events in Path(folder).glob("*/events.jsonl")]
-    if not found:
+    runs = [(events.stat().st_mtime, events.parent) for events in Path(folder).glob("*/events.jsonl")]
+    if not runs:
         raise RunDirectoryError("there is no run in here", who=f"{folder}/",
                                 fix="name the folder that --run-dir named: miles doctor RUN")
-    return max(found)[1]
+    return max(runs)[1]
 
 
 def shown(values: Sequence[float]) -> str:
@@ -269,17 +269,17 @@ def _events(path: Path) -> tuple[list[dict], str | None]:
     """Events with their line numbers, and what was wrong with the file."""
     if not path.is_file():
         return [], None
-    found, damage = [], None
+    events, damage = [], None
     try:
         surviving = read(path)
         wanted = next(surviving, None)
         for number, event in enumerate(read(path, everything=True), 1):
             if event == wanted:  # events of superseded rollouts are passed over
-                found.append({**event, "line": number})
+                events.append({**event, "line": number})
                 wanted = next(surviving, None)
     except RunDirectoryError as error:
-        found, damage = list(_whole(path)), str(error)
-    return found, damage
+        events, damage = list(_whole(path)), str(error)
+    return events, damage
 
 
 def _whole(path: Path) -> Iterator[dict]:

@@ -128,13 +128,13 @@ def starved(run: Record) -> Iterator[Finding]:
                       "no batch could be filled from what the filters kept",
                       run.remedy("then see --max-over-sampling-waves and the filter's options"), run.where(run.end))
         return
-    drops, kept = Counter(), len(run.metrics) * int(run.option("rollout_batch_size") or 0)
+    drops, trained = Counter(), len(run.metrics) * int(run.option("rollout_batch_size") or 0)
     for event in run.of("drop"):
         drops[str(event.get("reason"))] += int(event.get("count") or 1)
     total = sum(drops.values())
-    if kept and total > 4 * kept:
+    if trained and total > 4 * trained:
         reasons = ", ".join(f"{reason} {count}" for reason, count in drops.most_common(3))
-        yield Finding("warning", f"filters dropped {total} groups ({reasons}) for {kept} that were trained on",
+        yield Finding("warning", f"filters dropped {total} groups ({reasons}) for {trained} that were trained on",
                       "most of what is sampled is thrown away, and the run ends when a batch cannot be filled",
                       "look at the reward and at how hard the prompts are; --over-sampling-batch-size hides the wait",
                       run.where(run.of("drop")[-1]))

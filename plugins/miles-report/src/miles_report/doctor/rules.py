@@ -116,14 +116,14 @@ class Diagnosis:
 
 def examine(run: Record) -> Diagnosis:
     """Ask every rule about a run."""
-    found = [replace(finding, rule=rule.name, side=finding.side or rule.side)
+    findings = [replace(finding, rule=rule.name, side=finding.side or rule.side)
              for rule in rules() for finding in rule.check(run)]
-    wrong = {finding.rule for finding in found if finding.severity == "error"}
+    wrong = {finding.rule for finding in findings if finding.severity == "error"}
     follows = {name for rule in rules() if rule.name in wrong for name in rule.causes}
-    found = [replace(one, severity="warning") if one.rule in follows and one.severity == "error" else one
-             for one in found]
-    found.sort(key=lambda finding: SEVERITIES.index(finding.severity))
-    return Diagnosis(os.fspath(run.directory), _state(run), found)
+    findings = [replace(one, severity="warning") if one.rule in follows and one.severity == "error" else one
+             for one in findings]
+    findings.sort(key=lambda finding: SEVERITIES.index(finding.severity))
+    return Diagnosis(os.fspath(run.directory), _state(run), findings)
 
 
 def _state(run: Record) -> str:

@@ -118,10 +118,10 @@ def inductor_cache(run: Record) -> Iterator[Finding]:
 
 def imbalance(run: Record) -> Iterator[Finding]:
     """One stage takes most of the time."""
-    took = [stage_seconds(event["metrics"]) for event in list(run.metrics.values())[1:][-4 * WINDOW:]]
-    if len(took) < WINDOW:
+    seconds = [stage_seconds(event["metrics"]) for event in list(run.metrics.values())[1:][-4 * WINDOW:]]
+    if len(seconds) < WINDOW:
         return
-    mean = {stage: fmean(one.get(stage, 0.0) for one in took) for stage in ("rollout", "score", "train", "sync")}
+    mean = {stage: fmean(one.get(stage, 0.0) for one in seconds) for stage in ("rollout", "score", "train", "sync")}
     total = sum(mean.values())
     stage, most = max(mean.items(), key=lambda item: item[1])
     if total < SHORT or most < DOMINATES * total:

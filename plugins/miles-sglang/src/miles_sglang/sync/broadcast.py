@@ -68,16 +68,16 @@ class BroadcastSender:
         meter, ledger, reports, self._turn = Meter(), Ledger(), self._servers.reports, self._turn + 1
         key, timeout = f"buckets/{self._turn}", self.settings.timeout
         plan = {"receive": {"name": self._name, "store": reports.store, "key": key, "seconds": timeout}}
-        plans, asked, before = [plan] * len(self.targets), None, self._before
+        plans, requests, before = [plan] * len(self.targets), None, self._before
         if before is not None:  # a report with the last bucket spares a call of its own
-            asked = [{"store": reports.store, "key": f"with {key}/{i}", **before} for i in range(len(self.targets))]
-            plans = [{**plan, "report": one} for one in asked]
+            requests = [{"store": reports.store, "key": f"with {key}/{i}", **before} for i in range(len(self.targets))]
+            plans = [{**plan, "report": one} for one in requests]
         taking = [beside(lambda target=target, plan=plan: load(target, plain(plan), timeout=timeout))
                   for target, plan in zip(self.targets, plans, strict=True)]
         sending = beside(lambda: self._carry(stream, key, ledger))
         _together(sending, taking, self.targets, timeout, "taken all buckets")
         self._before = ledger.expectation()
-        return meter.figures(ledger, self._servers.verify(ledger, asked if before == self._before else None))
+        return meter.figures(ledger, self._servers.verify(ledger, requests if before == self._before else None))
 
     def close(self) -> None:
         """The group is left on both sides; a server that is gone has left it."""

@@ -100,8 +100,8 @@ def _miles() -> list[str]:
 def _meaning(entry: Mapping[str, object], families: Mapping[str, str]) -> str:
     for word in ("refused", "derived"):
         if word in entry:
-            said = str(entry[word])
-            return families[said[1:]] if said.startswith("@") else said
+            reason = str(entry[word])
+            return families[reason[1:]] if reason.startswith("@") else reason
     if "plugin" in entry:
         return f"belongs to plugin `{entry['plugin']}`" + (f": `{entry['key']}`" if "key" in entry else "")
     if "set" in entry:
