@@ -82,7 +82,7 @@ def test_load_of_one_iteration(place):
 
 def test_tracker_of_a_missing_iteration(place):
     (place.saved() / "latest_checkpointed_iteration.txt").write_text("7\n")
-    place.refuses(2, "latest_checkpointed_iteration.txt: the tracker names iteration 7, which is not there "
+    place.refuses(2, "latest_checkpointed_iteration.txt: the tracker names iteration 7, which does not exist "
                   "... iter_0000001", "--load", "ckpt")
 
 
@@ -103,7 +103,8 @@ def test_load_of_a_hugging_face_folder(place):
 
 def test_load_of_another_model(place):
     place.saved()
-    place.refuses(2, "iter_0000001: the checkpoint is of another architecture ... --hf-checkpoint", "--load", "ckpt",
+    place.refuses(2, "iter_0000001: the checkpoint belongs to another architecture ... --hf-checkpoint", "--load",
+                  "ckpt",
                   "--hf-checkpoint", str(place.tiny / "qwen3_moe"))
 
 

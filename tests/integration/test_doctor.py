@@ -537,7 +537,7 @@ def test_the_command_and_its_exit_codes(healthy, patient):
 
 
 def test_without_a_run_it_takes_the_newest(healthy, tmp_path):
-    with pytest.raises(RunDirectoryError, match="there is no run in here"):
+    with pytest.raises(RunDirectoryError, match="no run in this folder"):
         newest(tmp_path / "runs")
     for age, name in ((100, "old"), (1, "new"), (50, "older")):
         copy = shutil.copytree(healthy, tmp_path / "runs" / name)

@@ -93,15 +93,15 @@ def test_merging_refuses_what_does_not_belong_together(checkpoint, adapter, conv
 
 
 def test_adapters_to_begin_with_have_to_fit(adapter, tmp_path):
-    with pytest.raises(CheckpointError, match="they have --lora-rank 4, the run 8.*write what the directory has"):
+    with pytest.raises(CheckpointError, match="they have --lora-rank 4, the run 8"):
         peft.check(adapter(), peft.Shape(8, 12))
     other = tmp_path / "dora"
     other.mkdir()
     said = json.loads((adapter() / "adapter_config.json").read_text()) | {"use_dora": True}
     (other / "adapter_config.json").write_text(json.dumps(said))
-    with pytest.raises(CheckpointError, match="adapters of this kind are not trained here.*use_dora"):
+    with pytest.raises(CheckpointError, match="use_dora"):
         peft.read(other)
-    with pytest.raises(CheckpointError, match="this is no PEFT directory"):
+    with pytest.raises(CheckpointError, match="PEFT directory"):
         peft.read(tmp_path)
 
 

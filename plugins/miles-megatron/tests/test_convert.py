@@ -249,7 +249,7 @@ def test_what_is_there_is_left_alone(convert, source, tmp_path):
     convert("hf-to-dist", source, tmp_path / "dist")
     for words in (("hf-to-dist", source, tmp_path / "dist"), ("hf-to-dist", source, source),
                   ("dist-to-hf", tmp_path / "dist", source, "--hf-checkpoint", source)):  # fmt: skip
-        with pytest.raises(CheckpointError, match="there is something already"):
+        with pytest.raises(CheckpointError, match="already exists"):
             convert(*words)
 
 
@@ -351,7 +351,7 @@ def test_conversions_beside_one_another_do_not_clear_each_other(convert, source,
 def test_torchrun_and_processes_exclude_each_other(convert, source, tmp_path, monkeypatch):
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "localhost")):
         monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match="torchrun has started the processes already"):
+    with pytest.raises(ConfigError, match="torchrun"):
         convert("hf-to-dist", source, tmp_path / "out", "--processes", 2)
 
 

@@ -74,7 +74,7 @@ def test_options_that_say_the_same_are_passed_over(made):
     check_architecture(same, spec)
     config, *_ = made(overrides={"multi_latent_attention": True, "moe_router_pre_softmax": True, "qk_layernorm": True})
     assert not config.multi_latent_attention and not config.moe_router_pre_softmax
-    with pytest.raises(ConfigError, match=r"kv_lora_rank is of an architecture that this checkpoint is not \(got 17\)"):
+    with pytest.raises(ConfigError, match=r"kv_lora_rank .*\(got 17\)"):
         check_architecture({"kv_lora_rank": 17}, spec)
     with pytest.raises(ConfigError, match="multi_latent_attention disagrees|moe_router_num_groups disagrees"):
         made(overrides={"moe_router_num_groups": 2})

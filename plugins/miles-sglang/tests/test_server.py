@@ -144,6 +144,6 @@ def test_a_server_that_never_answers_is_said():
 
 def test_a_gpu_that_is_not_there_is_named_before_the_start(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    with pytest.raises(EngineError, match=r"engine 3, node 1, on .*: there is no GPU 2 .*got 2 GPUs there: \[0, 1\]"):
+    with pytest.raises(EngineError, match=r"engine 3, node 1, on .*: GPU 2 .*got 2 GPUs: \[0, 1\]"):
         ServerProcess(Seat(engine=3, node=1, nodes=2, gpus=(1, 2))).start(["true"], {}, tmp_path / "log")
     assert not (tmp_path / "log").exists()

@@ -300,7 +300,7 @@ def config(**rollout):
 
 
 @pytest.mark.parametrize(("options", "rollout", "words"), [
-    ({"tools": []}, {}, "generator tools has no tool"),
+    ({"tools": []}, {}, "generator tools"),
     ({"tools": ["clac"]}, {}, "no such built-in tool (got clac). Fix: one of calc, python"),
     ({"tools": ["nowhere.py"]}, {}, "the file of tools cannot be read"),
     ({"tools": ["calc", "calc"]}, {}, "two tools are called 'calc'"),

@@ -31,12 +31,12 @@ def keep_spread(group: Group, min_std: float, penalty: Callable[[Sample], float]
         penalty: what is added to the reward of a sample before it is looked at.
 
     Raises:
-        RewardError: a sample that nobody scored.
+        RewardError: a sample without a score.
     """
     raw, rewards = [], []
     for sample in group.samples:
         if sample.reward is None:
-            raise RewardError(f"nobody scored {sample.name}", who="dapo-filter", fix="name a scorer with --rm-type")
+            raise RewardError(f"no scorer scored {sample.name}", who="dapo-filter", fix="name a scorer with --rm-type")
         raw.append(sample.reward)
         rewards.append(sample.reward + (penalty(sample) if penalty else 0.0))
     if reward_std(rewards) > min_std:

@@ -38,7 +38,7 @@ class Fp8Options:
         flags=("--extra-high-precision-layers-hf",),
     )
     first_layers: int = option(0, "Layers at the start that such weights leave as they are, all their modules.")
-    last_layers: int = option(0, "The same at the end.")
+    last_layers: int = option(0, "Layers at the end that such weights leave as they are, all their modules.")
     emulate: Literal["all", "weights"] = option(
         "all", "What training without FP8 kernels rounds: all operands, or weights alone, as the local engine does."
     )
@@ -70,8 +70,8 @@ class Fp8:
         stated: Any = (whole or {}).get("quantization_config") or {}
         served = chosen(config, "engine") == "sglang" and not config.debug.debug_rollout_only
         if served and stated.get("quant_method") == "fp8" and not stated.get("weight_block_size"):
-            raise ConfigError("SGLang rearranges FP8 weights with one scale each when it loads them, and cannot be "
-                              "given new ones", got=f"no weight_block_size in {path}", who="plugin fp8",
+            raise ConfigError("SGLang rearranges FP8 weights with one scale each when it loads them, and cannot load "
+                              "new ones", got=f"no weight_block_size in {path}", who="plugin fp8",
                               fix="serve scales per block: miles convert hf-to-fp8 --recipe blockwise")
         return config
 

@@ -26,8 +26,8 @@ def convert(source: Path, out: Path, group_size: int, targets: str) -> str:
     with reading(str(source / "config.json"), CheckpointError):
         quantization = parse_json((source / "config.json").read_text(encoding="utf-8")).get("quantization_config")
         if quantization:
-            raise CheckpointError("the weights are quantised already", who=str(source),
-                                  got=quantization.get("quant_method"), fix="convert the plain weights")
+            raise CheckpointError("the weights are already quantised", who=str(source),
+                                  got=quantization.get("quant_method"), fix="convert the unquantised weights")
     files = tensor_files(source)
     names = chosen(files, targets)
     if not names:

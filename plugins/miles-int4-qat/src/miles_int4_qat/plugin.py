@@ -62,7 +62,7 @@ class Int4Qat:
 
     @hookimpl
     def check(self, config: RunConfig, note: Callable[[str], None]) -> RunConfig:
-        """Group sizes that nobody can serve, and two precisions for one weight."""
+        """Group sizes that no engine can serve, and two precisions for one weight."""
         _check(self.options, config)
         return config
 
@@ -164,7 +164,7 @@ def _check(options: Int4QatOptions, config: RunConfig) -> None:
 
     size = options.group_size
     if (requested := os.environ.get(THEIRS)) not in (None, "", str(size)):
-        raise ConfigError("the environment asks for a group size that the run does not name", who="plugin int4-qat",
+        raise ConfigError("the environment variable and the run name different group sizes", who="plugin int4-qat",
                           got=f"{THEIRS}={requested}",
                           fix=f"write --int4-qat.group-size {requested}, or unset the variable")
     if config.surface("megatron").get("fp8"):
@@ -177,7 +177,7 @@ def _check(options: Int4QatOptions, config: RunConfig) -> None:
     if size not in (None, stored.group_size):
         raise ConfigError(f"the engine's checkpoint has groups of {stored.group_size}", got=f"group_size {size}",
                           who=f"--int4-qat.group-size, {folder}",
-                          fix="leave the option out, or convert the checkpoint anew")
+                          fix="leave the option out, or convert the checkpoint again")
     if part(config, "engine") == "sglang":
         raise ConfigError("SGLang cannot take new weights into layers that it has repacked for its int4 kernels",
                           got=f"--hf-checkpoint {folder}, int4", who="plugin int4-qat",

@@ -51,7 +51,7 @@ def unpacked(stream: Stream) -> Iterator[tuple[str, torch.Tensor]]:
             yield name, tensor
             continue
         parts = pending.setdefault(weight, {})
-        parts[kind] = tensor.clone()  # a sender may fill its memory anew
+        parts[kind] = tensor.clone()  # a sender may refill its memory
         if len(parts) == len(PARTS):
             yield weight, _whole(weight, **pending.pop(weight))
     if pending:
@@ -65,7 +65,7 @@ def _whole(name: str, packed: torch.Tensor, scale: torch.Tensor, shape: torch.Te
     rows, width = shape.tolist()
     fits = list(packed.shape) == [rows, width // quantise.NIBBLES] and scale.shape[0] == rows
     if not fits or scale.shape[1] == 0 or width % scale.shape[1]:
-        raise EngineError(f"the parts of packed weight {name} do not fit each other",
+        raise EngineError(f"the parts of packed weight {name} do not match",
                           got=f"shape {[rows, width]}, packed {list(packed.shape)}, scales {list(scale.shape)}",
                           fix="convert the checkpoint again")
     return quantise.dequantise(quantise.unpack(packed), scale)

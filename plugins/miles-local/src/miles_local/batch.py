@@ -132,7 +132,7 @@ class Batch:
         """Seat those whose twin runs, a row that began with the same context by the same weights; returns the others.
 
         The next step feeds them their context's last token, with the bits that a prefill would have given. A state has
-        gone on with its row and does not know the context's any more: then nobody joins.
+        gone on with its row and does not know the context's any more: then no request joins.
         """
         if self._cache.states:
             return list(seqs)
@@ -263,7 +263,7 @@ class Batch:
     def _columns(self, name: str, width: int, fill: int = 0) -> np.ndarray:
         """The array `name` [rows, columns, ...] with at least `width` columns."""
         shape = self._decoder.shape
-        if name not in self._of:  # routed experts: only once somebody asks for them
+        if name not in self._of:  # routed experts: only once a request asks for them
             self._of[name] = np.full((len(self._of["key"]), 0, shape.layers, shape.topk), -1, np.int16)
         old = self._of[name]
         if width > old.shape[1]:

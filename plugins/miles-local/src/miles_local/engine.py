@@ -56,7 +56,7 @@ def decoder_for(folder: Path, dtype: torch.dtype,
         CheckpointError: no config.json, or an architecture that this engine does not decode.
     """
     if not (folder / "config.json").is_file():
-        raise CheckpointError("there is no config.json", who=str(folder), fix="name a Hugging Face checkpoint")
+        raise CheckpointError("config.json is missing", who=str(folder), fix="name a Hugging Face checkpoint")
     with reading(f"{folder}/config.json", CheckpointError):
         kind = parse_json((folder / "config.json").read_text(encoding="utf-8")).get("model_type")
         if kind in FAMILIES and (shape := ModelShape.read(folder)) is not None:
@@ -168,7 +168,7 @@ class LocalEngine:
         across a weight update. Requests that come while paused wait.
         """
         if mode not in ("abort", "retract", "in_place"):
-            raise EngineError("there is no such pause mode", got=mode, fix="abort, retract or in_place")
+            raise EngineError("unknown pause mode", got=mode, fix="use abort, retract or in_place")
         self._submit()
         await self._ask(lambda: self._pause(mode))
 

@@ -139,7 +139,7 @@ class ModuleDecoder:
         state: dict[str, torch.Tensor] = {}
         for name, tensor in stream:
             if name in state:
-                raise EngineError("a repeated tensor in the weights", got=name, fix="send each name once")
+                raise EngineError("a tensor appears twice in the weights", got=name, fix="send each name once")
             state[name] = tensor.detach().to(self._dtype, copy=True)
             if not torch.isfinite(state[name]).all():
                 raise EngineError(f"tensor {name} holds values that are not finite",
@@ -292,7 +292,7 @@ class ModuleDecoder:
                 raise CheckpointError("the local engine cannot decode this architecture", got=str(error),
                                       who=self._config.model_type, fix="use --engine sglang") from error
             if not gap <= TOLERANCE.get(self._dtype, 0.2):
-                raise CheckpointError("this architecture decodes otherwise than its full forward computes",
+                raise CheckpointError("decoding does not match the full forward pass for this architecture",
                                       got=f"logits differ by {gap:.1e} standard deviations",
                                       who=self._config.model_type, fix="use --engine sglang")
             self._checked = True
@@ -334,7 +334,7 @@ def _config(folder: Path) -> PreTrainedConfig:
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
-        raise CheckpointError("transformers does not know this architecture", got=str(error).splitlines()[0],
+        raise CheckpointError("transformers does not support this architecture", got=str(error).splitlines()[0],
                               who=str(folder), fix="use --engine sglang, or another checkpoint") from error
     if getattr(config, "quantization_config", None) is not None:
         del config.quantization_config  # `import_weights` makes streams plain; transformers would not expect that

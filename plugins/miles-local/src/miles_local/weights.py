@@ -224,7 +224,7 @@ class Weights:
             place, expected = slots[name]
             if tuple(tensor.shape) != expected:
                 raise EngineError(f"tensor {name} has the wrong shape, expected {list(expected)}",
-                                  got=list(tensor.shape), fix="send the shapes that the checkpoint has on disk")
+                                  got=list(tensor.shape), fix="send tensors in their on-disk shapes")
             place.copy_(tensor.detach())
             if not torch.isfinite(place).all():
                 raise EngineError(f"tensor {name} holds values that are not finite",
@@ -258,7 +258,7 @@ def read_tensors(folder: Path, skip: Collection[str] = ()) -> Iterator[tuple[str
 
     files = sorted(folder.glob("*.safetensors"))
     if not files:
-        raise CheckpointError("there are no safetensors files", who=str(folder),
+        raise CheckpointError("no safetensors files found", who=str(folder),
                               fix="use a checkpoint with weights, or random_init=True")
     for path in files:
         with safe_open(path, framework="pt") as file:

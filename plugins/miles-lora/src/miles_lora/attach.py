@@ -77,14 +77,14 @@ def _place(module: Any, target: Target, name: str) -> Place:
     config: Any = getattr(module, "config", None)
     fix = f"add --exclude-modules {','.join(target.adapted)}"
     if kind is None or getattr(module, "gather_output", False):
-        raise ConfigError(f"a layer of the kind {type(module).__name__} can have no adapter", who=name, fix=fix)
+        raise ConfigError(f"a layer of type {type(module).__name__} cannot have an adapter", who=name, fix=fix)
     if ".shared_experts." in name and config.moe_shared_expert_overlap:
-        raise ConfigError("shared experts that compute beside the dispatcher can have no adapter", who=name,
+        raise ConfigError("shared experts that compute beside the dispatcher cannot have an adapter", who=name,
                           fix=f"{fix}, or leave moe_shared_expert_overlap out")
     place = Place(kind, getattr(module, "tp_group", None) or module._tp_group, bool(target.rule.experts),
                   bool(config.sequence_parallel))
     if target.rule.join == "sections" and place.size > 1:
-        raise ConfigError("a layer of several sections can have an adapter only where tensors are whole",
+        raise ConfigError("a layer of several sections can have an adapter only without tensor parallelism",
                           got=f"tensor_model_parallel_size {place.size}", who=name, fix=fix)
     return place
 

@@ -25,17 +25,17 @@ def merged(stream: Stream, scale: float) -> Stream:
             continue
         yield name, with_adapter(name, tensor, adapters, scale)
     if adapters:
-        raise SyncError("there are adapters without the weights that they change", got=next(iter(adapters)),
+        raise SyncError("adapters arrived without the weights that they modify", got=next(iter(adapters)),
                         fix="send an adapter before its weight")
 
 
 def with_adapter(name: str, weight: torch.Tensor, adapters: dict[str, torch.Tensor], scale: float) -> torch.Tensor:
-    """A weight with its adapter, which is taken out of `adapters`; the weight itself where there is none."""
+    """A weight with its adapter, which is taken out of `adapters`; the weight itself if it has no adapter."""
     names = names_of(name)
     if not any(one in adapters for one in names):
         return weight
     if missing := [one for one in names if one not in adapters]:
-        raise SyncError("half of an adapter is missing", got=missing[0], fix="send A and B")
+        raise SyncError("one half of an adapter is missing", got=missing[0], fix="send both A and B")
     first, second = (adapters.pop(one) for one in names)
     return merge(weight, first, second, scale)
 
@@ -68,6 +68,6 @@ class Base:
             self._kept[name] = tensor.detach().clone()
             yield name, with_adapter(name, tensor, adapters, self.scale)
         if not whole and not self._kept:
-            raise SyncError("adapters came, and no weights before them", fix="send all weights once")
+            raise SyncError("adapters arrived before any weights", fix="send all weights once")
         for name, tensor in self._kept.items() if not whole else ():
             yield name, with_adapter(name, tensor, adapters, self.scale)

@@ -25,15 +25,17 @@ def modules(checkpoint: Path, wanted: Sequence[str], excluded: Sequence[str]) ->
     adapted = (known if ALL in wanted else set(wanted)) - set(excluded)
     if experts := sorted(adapted & {last(name) for name in names if ".experts." in name}):
         # SGLang 0.5.16 wraps the experts, and its loaders then miss their weights by a name, base_layer, in between.
-        raise ConfigError("SGLang takes no new weights for experts that may have adapters", got=", ".join(experts),
+        raise ConfigError("SGLang cannot update the weights of experts that may have adapters", got=", ".join(experts),
                           who="--weight-sync adapter", fix=f"add --exclude-modules {','.join(experts)}, or leave "
                           "--weight-sync out: merged weights reach experts too")
     for group in JOINED:
         missing = [name for name in group if name in known and name not in adapted]
         if missing and adapted & set(group):
-            raise ConfigError(f"SGLang keeps {', '.join(group)} as one layer, and takes adapters of all or none",
+            raise ConfigError(f"SGLang keeps {', '.join(group)} as one layer, and takes adapters for all of them or "
+                              "for none",
                               got=f"none for {', '.join(missing)}", who="--weight-sync adapter, --target-modules",
-                              fix=f"add {', '.join(missing)}, or leave --weight-sync out: merged weights need no such")
+                              fix=f"add {', '.join(missing)}, or leave --weight-sync out: merged weights do not need "
+                                  "them")
     return sorted(adapted)
 
 

@@ -148,7 +148,7 @@ class AdapterSender:
             post(target, "unload_lora_adapter", {"lora_name": self.name}, timeout=timeout)
         post(target, "load_lora_adapter_from_tensors", body, timeout=timeout)
         if self.name not in (served := _served(target, timeout)):
-            raise SyncError(f"{target.name} does not serve the adapter that it was sent", who=target.url,
+            raise SyncError(f"{target.name} does not serve the adapter that was sent to it", who=target.url,
                             got=", ".join(served), fix="look at the engine's log")
 
     def _able(self, target: Target) -> None:
@@ -156,7 +156,7 @@ class AdapterSender:
         if not info.get("enable_lora"):
             raise SyncError(f"{target.name} was started without LoRA", who=target.url,
                             fix=f"start it with --enable-lora --max-lora-rank {self.shape.rank} --lora-target-modules "
-                            "and the layers' names, or leave --weight-sync out: merged weights need no such")
+                            "and the layers' names, or leave --weight-sync out: merged weights do not need it")
 
 
 def _served(target: Target, timeout: float) -> list[str]:

@@ -22,7 +22,7 @@ class Box:
 def boxes(text: str) -> list[Box]:
     """Every well-formed box, in the order in which they close; a box in a box closes before it.
 
-    Escaped braces do not count. A box that is never closed is none: the response ended before its answer did.
+    Escaped braces do not count. A box that is never closed does not count: the response ended before its answer did.
     """
     return _scan(text)[0]
 

@@ -98,7 +98,8 @@ class PackedAttention(torch.nn.Module):
 
     def _batched(self, query, key, value, attention_mask):
         if attention_mask is not None or self.group.size() > 1:
-            raise ValueError("PackedAttention takes packed rows; without packing only a causal batch on one rank")
+            raise ValueError("PackedAttention needs packed rows; without packing it supports only a causal batch on "
+                             "one rank")
         positions = torch.arange(query.shape[0], device=query.device)
         if self.rope is not None:
             cos, sin = (table[:, None, None] for table in self.rope.tables(positions, query.dtype))

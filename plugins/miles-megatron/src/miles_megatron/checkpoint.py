@@ -80,8 +80,8 @@ def latest(folder: str | Path) -> int:
                               fix=f"write the number of a complete iteration into it, of {_present(folder)}")
     where = iteration_folder(folder, int(text))
     if not where.is_dir():
-        raise CheckpointError(f"the tracker names iteration {text}, which is not there", got=_present(folder),
-                              who=str(tracker), fix="write the number of an iteration that is there into the tracker")
+        raise CheckpointError(f"the tracker names iteration {text}, which does not exist", got=_present(folder),
+                              who=str(tracker), fix="write the number of an existing iteration into the tracker")
     if absent := [part for part in _PARTS if not (where / part).is_file()]:
         raise CheckpointError(f"iteration {text} is incomplete", got="no " + ", ".join(absent), who=str(where),
                               fix=f"write the number of a complete iteration into {TRACKER}, of {_present(folder)}")
@@ -152,7 +152,7 @@ def load(folder: str | Path, parts: Mapping[str, Part], iteration: int | None = 
     for (where, part), name in zip(_folders(source, parts), parts, strict=True):
         if not where.is_dir():
             raise CheckpointError(f"the checkpoint holds no {name}", got=f"no folder {name}", who=str(source),
-                                  fix="resume with the plugins that the run had, or start anew with --ref-load")
+                                  fix="resume with the plugins that the run had, or start over with --ref-load")
         stored = index.read(where / ".metadata")
         try:
             checkpoint_integrity.check(where, dist.get_rank(), dist.get_world_size())
@@ -186,7 +186,7 @@ def _load_part(source: Path, stored: index.Held, chunks: Sequence[torch.nn.Modul
         raise CheckpointError("the checkpoint holds weights that the model does not have", got=few(more),
                               who=str(source), fix=known_by())
     with warnings.catch_warnings():
-        # torch deprecates the ShardedTensor that Megatron still reads with: nothing that the reader could mend.
+        # torch deprecates the ShardedTensor that Megatron still reads with: nothing that the reader could fix.
         warnings.simplefilter("ignore", FutureWarning)
         loaded = dist_checkpointing.load(sharded, str(source))
     for key, chunk in _named(chunks):
@@ -250,7 +250,7 @@ def write_errors(target: Path) -> Iterator[None]:
             raise write_error(target, OSError(int(errno[1]), errno[0])) from error
         if "unexpected pos" in text or "PytorchStreamWriter" in text:
             raise CheckpointError("the disk is full or failing", who=str(target),
-                                  fix="free some space; checkpoints that were complete before still are") from error
+                                  fix="free some space; earlier checkpoints are intact") from error
         raise
 
 
@@ -280,7 +280,7 @@ def _unnamed(folder: Path) -> int | None:
 
 def _not_a_checkpoint(folder: Path) -> CheckpointError:
     if not folder.is_dir():
-        return CheckpointError("there is no such checkpoint folder", who=str(folder),
+        return CheckpointError("the checkpoint folder does not exist", who=str(folder),
                                fix="correct --load, or leave it out to start from --hf-checkpoint")
     if _ITERATION.fullmatch(folder.name) or (folder / "metadata.json").is_file():
         return CheckpointError("this is one iteration of a checkpoint", who=str(folder),

@@ -35,9 +35,9 @@ def check(folder: Path, rank: int = 0, ranks: int = 1) -> None:
             file.seek(begin)
             data = file.read(size)
         if size is not None and len(data) != size or data.startswith(ZIP) and _damaged(data):
-            raise CheckpointError("the checkpoint cannot be read: bytes of it are not those that were written",
+            raise CheckpointError("the checkpoint cannot be read: its bytes are not those that were written",
                                   got=f"{len(data)} bytes from {begin} on", who=str(path),
-                                  fix="look at the disk, and use an earlier iteration")
+                                  fix="check the disk, and use an earlier iteration")
 
 
 def _damaged(data: bytes) -> bool:
@@ -59,4 +59,4 @@ def check_state(saved: Mapping[str, object], path: Path) -> None:
     """
     if "digest" in saved and saved["digest"] != digest(saved["state"]):
         raise CheckpointError("the run's own state cannot be read: it is not what was written", who=str(path),
-                              fix="look at the disk, and use an earlier iteration")
+                              fix="check the disk, and use an earlier iteration")

@@ -9,7 +9,7 @@ from miles_core.config.tables import RunConfig
 from miles_core.errors import ConfigError
 
 NOISE = ("hidden_dropout", "attention_dropout", "moe_input_jitter_eps")
-"""Fields that draw anew in every pass: old policy, engine and trained policy would be three models."""
+"""Fields that draw random numbers in every pass: old policy, engine and trained policy would be three models."""
 SCALINGS = ("default", "linear", "llama3", "yarn")
 """How positions can be scaled here."""
 SILU = {"llama", "mistral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "deepseek_v3", "glm4_moe", "minimax_m2"}
@@ -28,7 +28,7 @@ def check_trainer(config: RunConfig, note: Callable[[str], None]) -> RunConfig:
         return config
     for name in NOISE:
         if value := config.surface("megatron").get(name):
-            raise ConfigError(f"{name} makes the old policy's log-probs those of another model than the one that is "
+            raise ConfigError(f"{name} makes the old policy's log-probs those of a different model than the one being "
                               "trained", got=value, who=who(config, f"megatron.{name}"), fix="leave it at 0")
     if config.surface("megatron").get("average_in_collective"):
         raise ConfigError("gradients are sums over tokens that the loss has divided: averaging divides them again",

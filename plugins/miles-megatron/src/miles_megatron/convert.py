@@ -185,7 +185,8 @@ def architecture(folder: Path, plugins: Sequence[str],
         names = ", ".join(one.manifest.name for one in owners)
         raise OwnerError(f"{'two' if owners else 'no'} plugins build the architecture {name!r}", who=str(path),
                          got=names or None, fix="name one of them" if owners else
-                         "add the family in a plugin of about fifty lines, --plugin ./it.py: docs/model-families.md")
+                         "add the family in a plugin of about fifty lines, --plugin ./my_family.py: "
+                         "docs/model-families.md")
     config = with_values(RunConfig(options=_options(options, selected)), str(path),
                          checkpoint__hf_checkpoint=str(folder))
     hooks = bind.bind(selected, config, "trainer")
@@ -273,7 +274,7 @@ async def drive(handle: Handle, progress: Callable[[int, int], object]) -> tuple
         WaitError: a call took longer than WAIT.
     """
     def late() -> WaitError:
-        return WaitError(f"the conversion did not get on within {WAIT:g} s", fix="look at the file systems")
+        return WaitError(f"the conversion made no progress within {WAIT:g} s", fix="check the file systems")
 
     async with within(WAIT, late):
         total, done = sum((await handle.begin()).values()), -1

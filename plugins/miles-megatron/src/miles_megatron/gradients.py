@@ -32,7 +32,7 @@ def clip_groups(chunks: Sequence[torch.nn.Module]) -> tuple[str, ...]:
 
 
 class MegatronGradients:
-    """See stages.gradients.Gradients. Made anew for each step, after `optimizer.prepare_grads()`.
+    """See stages.gradients.Gradients. Made for each step, after `optimizer.prepare_grads()`.
 
     Args:
         groups: of `clip_groups`; `update` has each clipped as if its parameters were the whole model.

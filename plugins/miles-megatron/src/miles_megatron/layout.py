@@ -192,8 +192,8 @@ def _heads(layout: Layout, architecture: Architecture, config: RunConfig) -> Non
     for constant in ("heads", "groups"):
         if (number := getattr(architecture, constant)) and number % ranks:
             raise BatchError(f"{NAMES[constant][0][0]} {number} does not divide by {KEYS['tensor']} {layout.tensor} x "
-                             f"{KEYS['context']} {layout.context}, which cp_comm_type a2a shares heads over",
-                             got=f"{number} / {ranks}", fix="--cp-comm-type p2p, which shares out tokens",
+                             f"{KEYS['context']} {layout.context}, over which cp_comm_type a2a splits heads",
+                             got=f"{number} / {ranks}", fix="--cp-comm-type p2p, which splits tokens",
                              who=f"{who(config, 'megatron.cp_comm_type')}, {_sizes(config, 'context')}, "
                              f"{architecture.source.get(constant)}")
 
@@ -258,7 +258,7 @@ def _stages(layout: Layout, architecture: Architecture, config: RunConfig) -> No
     counted = [key for key in UNEVEN[3:] if config.surface("megatron").get(key)]
     each = layout.pipeline * (layout.virtual_pipeline or 1)
     if counted and architecture.layers is not None and (total := architecture.layers + len(counted)) % each:
-        raise BatchError(f"{architecture.layers} layers and {len(counted)} that counts as one do not divide by {each} "
+        raise BatchError(f"{architecture.layers} layers and {len(counted)} counted as layers do not divide by {each} "
                          "stages", got=f"{total} / {each}", who=who(config, *(f"megatron.{key}" for key in counted)),
                          fix="leave it out, or name the layers of the first and the last stage")
     fields = config.surface("megatron")
@@ -268,7 +268,7 @@ def _stages(layout: Layout, architecture: Architecture, config: RunConfig) -> No
     middle = layout.pipeline - len(own)
     origin = who(config, *(f"megatron.{key}" for key in own), f"megatron.{KEYS['pipeline']}")
     if middle < 0 or layout.pipeline == 1:
-        raise BatchError("there are no further stages to have the other layers", who=origin, fix="raise "
+        raise BatchError("no stages are left for the other layers", who=origin, fix="raise "
                          f"{KEYS['pipeline']}, or leave them out", got=f"{KEYS['pipeline']} {layout.pipeline}")
     left = architecture.layers - sum(own.values())
     unit = middle * (layout.virtual_pipeline or 1)

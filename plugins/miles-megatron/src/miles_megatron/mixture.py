@@ -84,7 +84,8 @@ class Mixture:
         for what, present in problems.items():
             if present:
                 raise ConfigError(f"a router with {what} is not supported", who="the checkpoint's config.json",
-                                  fix="use another checkpoint: Megatron's router would choose or weigh otherwise")
+                                  fix="use another checkpoint: Megatron's router would select or weight experts "
+                                      "differently")
 
     @property
     def constants(self) -> dict[str, object]:

@@ -110,7 +110,7 @@ def transformer_config(
         layout |= _INTERLEAVED
         for name, value in _INTERLEAVED.items():
             if overrides.get(name, value) != value:
-                logger.warning("%s is %s: a virtual pipeline is wrong without", name, value)
+                logger.warning("%s is %s: a virtual pipeline computes wrong results without it", name, value)
     ours = {**_DEFAULTS, **_OF_LAYERS[chosen], "activation_func": _ACTIVATIONS[spec.activation]}
     values = {**defaults_for(TransformerConfig), **ours, **spec.defaults, **spec.constants, **overrides, **layout,
               "transformer_impl": chosen}  # fmt: skip
@@ -124,7 +124,7 @@ def transformer_config(
     try:
         return TransformerConfig(**values)
     except (ValueError, AssertionError, ImportError, TypeError, ZeroDivisionError) as error:
-        raise ConfigError("Megatron refuses this model or layout", got=str(error).strip() or type(error).__name__,
+        raise ConfigError("Megatron rejects this model or layout", got=str(error).strip() or type(error).__name__,
                           who=spec.source, fix="change the [model] or [perf] keys that it names") from error
 
 
@@ -134,7 +134,7 @@ def _checked(spec: ModelSpec, overrides: Mapping[str, object], chosen: str) -> d
     overrides = {name: value for name, value in overrides.items() if value not in spec.also.get(name, ())}
     for name, value in overrides.items():
         if name not in known:
-            raise UnknownKeyError("Megatron's TransformerConfig has no such field", got=name,
+            raise UnknownKeyError("unknown field of Megatron's TransformerConfig", got=name,
                                   fix="see the fields of megatron.core.transformer.TransformerConfig")
         if name == "moe_layer_freq" and isinstance(value, int):
             value = [int(layer % value == 0) for layer in range(spec.constants["num_layers"])]
@@ -150,7 +150,7 @@ def _checked(spec: ModelSpec, overrides: Mapping[str, object], chosen: str) -> d
 
 _INTERLEAVED = {"overlap_p2p_comm": True, "batch_p2p_comm": False, "deallocate_pipeline_outputs": False}
 """With two stages both neighbours are the same rank, and batched p2p mixes them up. What overlapping sends still read,
-Megatron-core 0.16 would free (its pull request 4047 mends that): the next stage got whatever came to lie there."""
+Megatron-core 0.16 would free (its pull request 4047 fixes that): the next stage got whatever came to lie there."""
 
 _ACTIVATIONS = {"silu": F.silu, "gelu_pytorch_tanh": F.gelu}
 """Of ModelSpec.activation: the function that Megatron's config names; Transformer Engine's GELU is the tanh one."""

@@ -78,7 +78,7 @@ class ModelOnRank:
         )  # fmt: skip
 
     def without_effect(self, read: frozenset[str]) -> list[str]:
-        """Options of Megatron-core that somebody set and that change nothing, going by what was read of them."""
+        """Options of Megatron-core that the run sets and that change nothing, going by what was read of them."""
         stated = {*self.spec.constants, *ALWAYS_OFF, *LOCAL_ONLY_OFF}  # compared with the checkpoint, or warned of
         names = [name for name in unread.unread(self.config.surface("megatron"), read) if name not in stated]
         return [name for name in names if name not in self.fields or not unread.shapes(

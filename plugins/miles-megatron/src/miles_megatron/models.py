@@ -49,7 +49,7 @@ class Models:
         declared = {"ref": Model(paths.ref_load or paths.hf_checkpoint)} if self.has_reference else {}
         for name, model in (hooks.models() if hooks.models else {}).items():
             if name in ("actor", "ref"):
-                raise HookError(f"a plugin declares the model {name!r}, which is the core's", fix="rename it")
+                raise HookError(f"a plugin declares the model {name!r}, which is reserved", fix="rename it")
             declared[name] = model
         start = paths.ref_load or paths.hf_checkpoint
         self.actor = ModelOnRank("actor", Model(start, trainable=True), config, hooks, layout)
@@ -101,7 +101,7 @@ class Models:
             ConfigError: there is no such model.
         """
         if name not in self.on_rank and name not in self._swapped:
-            raise ConfigError(f"there is no model {name!r}", got=", ".join([*self.on_rank, *self._swapped]),
+            raise ConfigError(f"no model is named {name!r}", got=", ".join([*self.on_rank, *self._swapped]),
                               fix="declare it in the hook `models`, or add --use-kl-loss for the reference")
         return self.on_rank.get(name, self.actor)
 

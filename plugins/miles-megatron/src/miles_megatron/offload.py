@@ -158,6 +158,6 @@ def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
 
 def _known(tags: Sequence[str]) -> Sequence[str]:
     if unknown := [tag for tag in tags if tag not in TAGS]:
-        raise ConfigError("there is no such part of a trainer to move", got=", ".join(unknown), who="Trainer.offload",
-                          fix=f"name some of {', '.join(TAGS)}")
+        raise ConfigError("unknown part of the trainer to offload", got=", ".join(unknown), who="Trainer.offload",
+                          fix=f"use one or more of {', '.join(TAGS)}")
     return tags

@@ -42,7 +42,7 @@ def explained(phase: str, rank: int, config: RunConfig, *, starting: bool = Fals
                 raise ConfigError(
                     f"Megatron-core fails in {phase} with these options", got=f"{type(error).__name__}: {error}"[:500],
                     who=who(config, *(f"megatron.{name}" for name in config.surface("megatron"))),
-                    fix="leave out, or change, the one that its text is about",
+                    fix="remove or change the option that the message names",
                 ) from error
             raise
         raise OutOfMemoryError(

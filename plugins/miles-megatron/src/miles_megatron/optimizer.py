@@ -85,7 +85,7 @@ class OptimizerOptions:
                 raise ConfigError(f"{name} is above lr = {self.lr}", got=getattr(self, name),
                                   who="--" + name.replace("_", "-"), fix="write at most lr")
         if self.lr_decay_style != "constant" and self.lr_warmup_iters >= self.decay_iters:
-            raise ConfigError("the warmup leaves no step to decay in", who="--lr-warmup-iters",
+            raise ConfigError("the warmup leaves no steps for the decay", who="--lr-warmup-iters",
                               got=f"{self.lr_warmup_iters} of {self.decay_iters}", fix="shorten the warmup")
 
     @property
@@ -134,7 +134,7 @@ def wrap(
 
 
 def _fields(kind: type, overrides: Mapping[str, object], **ours: object) -> dict[str, object]:
-    """Megatron-LM's defaults, ours, then what somebody set."""
+    """Megatron-LM's defaults, ours, then the run's options."""
     return {**defaults_for(kind), **ours, **overrides_for(kind, overrides)}
 
 
@@ -144,7 +144,7 @@ def _refusals(who: str) -> Iterator[None]:
     try:
         yield
     except (AssertionError, ValueError, ImportError, TypeError, NotImplementedError) as error:
-        raise ConfigError("Megatron refuses these options", got=str(error).strip() or type(error).__name__, who=who,
+        raise ConfigError("Megatron rejects these options", got=str(error).strip() or type(error).__name__, who=who,
                           fix="change the keys that it names") from error
 
 

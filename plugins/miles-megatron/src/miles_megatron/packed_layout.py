@@ -200,7 +200,7 @@ def make_packed_layout(cu_seqlens: list[int], total: int, rank: int = 0, size: i
 
     Args:
         cu_seqlens: boundaries over all ranks.
-        total: rows of all ranks; rows after the last boundary are one more sequence, which nobody looks at.
+        total: rows of all ranks; rows after the last boundary are one more sequence, which is ignored.
         rank, size: of the context-parallel group. With size > 1 a rank holds of each sequence the chunks r and
             2 size - 1 - r of 2 size (Megatron-core's layout), and a bucket holds sequences of one length.
     """

@@ -62,7 +62,7 @@ def stored_tensors(file: Path) -> dict[str, Stored]:
             raise CheckpointError(f"the tensor {name} is stored as {dtype}", who=str(file),
                                   fix=f"use a checkpoint of these: {', '.join(_BY_NAME)}")
         if stop - start != math.prod(shape) * _BY_NAME[dtype].itemsize or not 0 <= start <= stop <= end - first:
-            raise _unreadable(file, f"{name} is said to lie outside of the file, or to have another size")
+            raise _unreadable(file, f"{name} lies outside of the file or has another size, by the header")
     return {name: Stored(file, _BY_NAME[dtype], shape, first + start)
             for name, (dtype, shape, start, _) in entries.items()}
 
@@ -146,7 +146,7 @@ def tensor_files(folder: Path) -> dict[str, Path]:
         return where
     files = sorted(folder.glob("*.safetensors"))
     if not files:
-        raise CheckpointError("there are no .safetensors files", who=str(folder),
+        raise CheckpointError("no .safetensors files found", who=str(folder),
                               got="a folder" if folder.is_dir() else "no such folder",
                               fix="give a Hugging Face directory with weights in safetensors")
     return {name: file for file in files for name in stored_tensors(file)}

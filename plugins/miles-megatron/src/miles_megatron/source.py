@@ -123,7 +123,7 @@ def _field(owner, name, annotation, value, text, enums) -> SurfaceField | None:
 
 
 def _types(node: ast.expr, enums: dict[str, list[str]]) -> list[str]:
-    """The alternatives of an annotation that a flag can express; empty when there is none."""
+    """The alternatives of an annotation that a flag can express; empty if there are none."""
     text = ast.unparse(node)
     if text == "None" or text in SCALARS:
         return [text]
@@ -152,7 +152,7 @@ def _types(node: ast.expr, enums: dict[str, list[str]]) -> list[str]:
 
 
 def _default(node: ast.expr | None) -> tuple[bool, object]:
-    """Whether there is a default, and it: plain data, or the text of an expression that is none."""
+    """Whether there is a default, and it: plain data, or the text of any other expression."""
     if node is None:
         return False, None
     if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] == "field":

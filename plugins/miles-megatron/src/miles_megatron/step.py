@@ -113,11 +113,11 @@ class MegatronTrainer:
         return metrics | {"perf/actor_train_time": time.perf_counter() - begin}
 
     def _started(self) -> None:
-        """A step has been made: what nobody has looked at so far has no effect."""
+        """A step has been made: options that nothing has read so far have no effect."""
         self._starting = False
         names = self.models.actor.without_effect(unread.end())
         if names and self.rank.index == 0:
-            logger.warning("%s: no effect here, nothing that runs reads it", ", ".join(
+            logger.warning("%s: has no effect: nothing in this run reads it", ", ".join(
                 f"{who(self.config, f'megatron.{name}')} = {self.config.surface('megatron')[name]}" for name in names))
 
     def end_batch(self) -> Batch | None:
@@ -203,8 +203,8 @@ class MegatronTrainer:
         capacity = None if limit is None else limit * self.layout.context
         if gradient and self.rank.index == 0:
             for i in packing.oversized(lengths, capacity):
-                logger.warning("%s has %d tokens, more than the %d of a micro-batch: it rides alone and takes more "
-                               "memory than planned", samples[i].name, lengths[i], capacity)
+                logger.warning("%s has %d tokens, more than the %d of a micro-batch: it gets one of its own and "
+                               "takes more memory than planned", samples[i].name, lengths[i], capacity)
         plan = packing.schedule(
             lengths, data=self.layout.data, capacity=capacity, micro_batch_size=perf.micro_batch_size,
             multiple=self.layout.micro_batch_multiple, balance=perf.balance_data, loads=self._loads(lengths),

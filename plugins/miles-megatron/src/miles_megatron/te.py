@@ -88,7 +88,7 @@ class FusedAttention(te.TEDotProductAttention):
             ValueError: rows that are not packed.
         """
         if packed_seq_params is None:
-            raise ValueError("Transformer Engine's layers take packed rows")
+            raise ValueError("Transformer Engine's layers need packed rows")
         group = parallel_state.get_context_parallel_group()
         rows = packed_seq_params.on_device(query.device, query.shape[0] * group.size(), group.size())
         angles = self.rope.angles(rows.max_seqlen_q, query.device)

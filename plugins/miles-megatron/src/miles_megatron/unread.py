@@ -1,4 +1,4 @@
-"""Options of Megatron-core that somebody set and that nothing here reads: a run names them instead of ignoring them.
+"""Options of Megatron-core that the run sets and that nothing here reads: a run names them instead of ignoring them.
 
 Which fields are read depends on the layers, the layout and the other options, and changes with every release. So reads
 of Megatron-core's configurations are noted while the models are made and through the first step.

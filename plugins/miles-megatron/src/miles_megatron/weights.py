@@ -64,7 +64,8 @@ def load_hf(folder: str | Path, model: Model, weight_map: WeightMap, *, but: fro
     parameters = global_parameters(model)
     if fresh := lacking(weight_map, files) - but:
         if dist.get_rank() == 0:
-            logger.warning("%s holds no tensors for %s: these start as they were drawn", folder, few(sorted(fresh), 4))
+            logger.warning("%s holds no tensors for %s: these keep their random initialisation",
+                           folder, few(sorted(fresh), 4))
         but |= fresh
     rules = {ours: (rule, names) for ours, rule, names in instances(weight_map) if ours not in but}
     expected = {name for _, names in rules.values() for name in names}
@@ -145,7 +146,7 @@ def announce_left(folder: str | Path, present: Collection[str], expected: Collec
     """Say once which tensors of a checkpoint the model leaves there; an export of the run will not have them."""
     names = sorted({name for name in present if name.startswith(weight_map.left)} - {*expected, *weight_map.ignored})
     if names and dist.get_rank() == 0:
-        logger.warning("%s: the model has no use for %d tensors, such as %s; %s", folder, len(names), names[0],
+        logger.warning("%s: the model does not use %d tensors, such as %s; %s", folder, len(names), names[0],
                        known_by())
 
 
@@ -224,7 +225,7 @@ def export_hf(
     """
     source = Path(source_folder)
     if not (source / "config.json").is_file():
-        raise CheckpointError("there is no config.json to copy", who=str(source),
+        raise CheckpointError("config.json is missing, so it cannot be copied", who=str(source),
                               fix="give the Hugging Face directory that the run started from")
     with publish(Path(folder)) as target:
         written = _write_shards(target, stream, dtype, shard_bytes)

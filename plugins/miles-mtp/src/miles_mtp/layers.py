@@ -65,8 +65,8 @@ class Predictors(MultiTokenPredictionBlock):
         config, modules = chunk.config, modules_of(chunk.config)
         last = layer_spec(config, spec, chunk.vp_stage).layer_specs[-1]
         if "attn_mask_type" not in last.submodules.self_attention.params:
-            raise ConfigError("multi-token-prediction layers are made like the model's last layer, and that has no "
-                              "attention", who=f"plugin mtp, {spec.source}", fix="run without the plugin")
+            raise ConfigError("multi-token-prediction layers copy the model's last layer, which has no attention",
+                              who=f"plugin mtp, {spec.source}", fix="run without the plugin")
         layer = ModuleSpec(
             module=HiddenFirst if hidden_first else EmbeddingFirst,
             submodules=MultiTokenPredictionLayerSubmodules(

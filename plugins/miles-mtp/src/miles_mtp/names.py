@@ -24,7 +24,7 @@ class Names:
         projection: of both, side by side.
         final_norm: before the output layer.
         hidden_first: the projection takes the hidden state before the embedding.
-        copies: of the model's own embedding and output layer, which layers share with it and nobody reads.
+        copies: of the model's own embedding and output layer, which layers share with it and which are not read.
     """
 
     layer: str
@@ -113,10 +113,11 @@ def layers_of(folder: Path, number: int | None, scheme: str) -> Layers:
     stored = next((name for name, count in counts.items() if count), None)
     if stored is not None:
         if number not in (None, counts[stored]):
-            raise ConfigError("the checkpoint has another number of multi-token-prediction layers", got=counts[stored],
+            raise ConfigError("the checkpoint has a different number of multi-token-prediction layers",
+                              got=counts[stored],
                               who=f"--mtp-num-layers {number}, {folder}", fix="leave --mtp-num-layers out")
         if scheme not in ("auto", stored):
-            raise ConfigError("the checkpoint names its multi-token-prediction layers otherwise", got=stored,
+            raise ConfigError("the checkpoint uses other names for its multi-token-prediction layers", got=stored,
                               who=f"mtp.names {scheme}, {folder}", fix="leave mtp.names out")
         return Layers(counts[stored], stored, True)
     number = number or 1

@@ -36,7 +36,7 @@ class Servers:
     """The teachers of a run.
 
     Raises:
-        ConfigError: an address that is none, or two of one name.
+        ConfigError: an invalid address, or two of one name.
     """
 
     def __init__(self, options: OpdOptions):
@@ -63,8 +63,8 @@ class Servers:
     def _url(self, sample: Sample) -> str:
         name = str({**sample.prompt.metadata, **sample.metadata}.get(self._key, DEFAULT))
         if name not in self.urls:
-            raise RewardError(f"{sample.name} has a teacher that nobody named", got=name, who="opd.opd_teacher_urls",
-                              fix=f"add {name}=URL; there are {', '.join(self.urls)}")
+            raise RewardError(f"{sample.name} names an unknown teacher", got=name, who="opd.opd_teacher_urls",
+                              fix=f"add {name}=URL; known: {', '.join(self.urls)}")
         return self.urls[name]
 
 
@@ -74,7 +74,7 @@ def addresses(texts: Sequence[str]) -> dict[str, str]:
     for text in texts:
         match = re.fullmatch(r"(?:([\w.-]+)=)?(https?://\S+)", text)
         if match is None:
-            raise ConfigError("this is no address of a teacher", got=text, who="opd.opd_teacher_urls",
+            raise ConfigError("not the address of a teacher", got=text, who="opd.opd_teacher_urls",
                               fix="write http://HOST:PORT, or NAME=http://HOST:PORT")
         name, url = match[1] or DEFAULT, match[2].rstrip("/").removesuffix("/generate")
         if name in urls:
@@ -101,7 +101,7 @@ def post(url: str, payload: dict[str, Any], timeout: float) -> dict[str, Any]:
             refused = isinstance(error, ValueError) or getattr(error, "code", 500) < 500
             if refused or time.monotonic() + pause >= deadline:
                 detail = error.read()[:200].decode(errors="replace") if hasattr(error, "read") else ""
-                raise RewardError("the teacher's server gave no answer", who=url, got=f"{error} {detail}".strip(),
+                raise RewardError("the teacher's server returned no answer", who=url, got=f"{error} {detail}".strip(),
                                   fix=f"look at its log; it had {timeout:g} s (opd_teacher_timeout)") from error
         time.sleep(pause)
         pause *= 2
@@ -131,5 +131,5 @@ def read(answer: dict[str, Any], sample: Sample, top_k: int, url: str) -> dict[s
     except (KeyError, IndexError, TypeError, ValueError) as error:
         raise RewardError(f"the teacher's answer for {sample.name} cannot be used", who=url,
                           got=f"{type(error).__name__}: {error}"[:200],
-                          fix="it has to be an SGLang server with the student's tokenizer") from error
+                          fix="use an SGLang server with the student's tokenizer") from error
     return columns

@@ -64,8 +64,8 @@ ESTIMATORS: Mapping[str, Estimate] = MappingProxyType({"vanilla": vanilla_gae, "
 def advantages_and_returns(batch: Batch, algorithm: Algorithm, estimate: Estimate) -> list[np.ndarray]:
     """Each sample's advantages, [R] float64, 0 where it is not trained on; its column `returns` is filled.
 
-    A sample without a trained token has advantages of 0, and its reward is nobody's. A truncated answer ends like any
-    other: what might have followed counts as 0.
+    A sample without a trained token has advantages of 0, and its reward goes to no token. A truncated answer ends like
+    any other: what might have followed counts as 0.
 
     Raises:
         TrainError, RewardError: see `stages.advantage.rollout_rewards`.

@@ -73,7 +73,7 @@ class Replay(RouterReplay):
             recorded = self.replay_backward_list.pop(0)
             return (values, free) if recorded is None else self._replayed(scores, free, recorded, None)
         if self.routers.in_step:
-            raise TrainError(f"layer {self.layer} is computed again, and its routing was not kept", who="plugin r3",
+            raise TrainError(f"layer {self.layer} is recomputed, but its routing was not recorded", who="plugin r3",
                              fix="use Megatron's own recomputation (--recompute-granularity)")
         return values, free
 
@@ -82,7 +82,7 @@ class Replay(RouterReplay):
         if recorded.shape != free.shape:
             raise TrainError(f"the router of layer {self.layer} has other rows than its micro-batch", who="plugin r3",
                              got=f"{list(free.shape)} scores, {list(recorded.shape)} routes",
-                             fix="tell the authors the layout of this run; the plugin does not know its order of rows")
+                             fix="report the layout of this run; the plugin does not support its order of rows")
         recorded = recorded.to(torch.int64)
         known = ((recorded >= 0) & (recorded < scores.shape[1])).all(-1)
         if under_way is not None and under_way.counts is not None and under_way.place is not None:
@@ -115,7 +115,7 @@ class Forward:
 @dataclass(slots=True, eq=False)
 class Counts:
     """Token-layers of a pass on this rank: all, replayed, those whose free choice is another set of experts, and those
-    whose routes name an expert twice or one that there is not."""
+    whose routes name an expert twice or one that does not exist."""
 
     totals: torch.Tensor | None = None
 
@@ -140,7 +140,8 @@ class Counts:
             dist.all_reduce(total)
         whole, replayed, differ, broken = total.tolist()
         if broken:
-            raise TrainError(f"{broken} of {whole} routed token-layers name an expert twice, or one that there is not",
+            raise TrainError(f"{broken} of {whole} routed token-layers name an expert twice, or one that does not "
+                             "exist",
                              who="plugin r3", fix="the engine serves another model than the trainer trains")
         if not whole:
             return {}
@@ -209,7 +210,7 @@ class Routers:
         if routes is None:  # of samples none of which has any
             routes = np.full((len(place), self.config.num_layers, self.config.moe_router_topk), -1, np.int16)
         elif routes.shape[1:] != (self.config.num_layers, self.config.moe_router_topk):
-            raise TrainError("the routes of the rollout are of another model", who="plugin r3",
+            raise TrainError("the routes of the rollout come from another model", who="plugin r3",
                              got=f"{routes.shape[1]} layers of {routes.shape[2]} experts",
                              fix=f"the trainer has {self.config.num_layers} and {self.config.moe_router_topk}")
         return Forward(self._mine(routes), own, gradient, counts=self._counts)

@@ -82,9 +82,9 @@ def join(address: str | None, *, places: int, who: str) -> Joined:
         _reach(address)
         ray.init(address=address, log_to_driver=False, configure_logging=False, **own)
     except (OSError, RuntimeError, ValueError, ray.exceptions.AuthenticationError) as error:
-        raise ConfigError("the Ray cluster cannot be joined", who=f"Ray at {address or 'this machine'}",
+        raise ConfigError("cannot connect to the Ray cluster", who=f"Ray at {address or 'this machine'}",
                           got=str(error).splitlines()[0].partition(". ")[0],
-                          fix="start one with ray start --head, or leave the address out to have one here; "
+                          fix="start one with ray start --head, or leave the address out to start one here; "
                               f"{TOKEN}") from None
     return Joined(ours=True, alone=not address)
 
@@ -93,7 +93,7 @@ def _reach(address: str | None) -> None:
     """Connect to HOST:PORT, and leave again: Ray itself tries for many minutes.
 
     Raises:
-        OSError: nobody listens there, or nobody answers within 10 s.
+        OSError: no process listens there, or none answers within 10 s.
     """
     host, _, port = (address or "").rpartition(":")
     if host and port.isdigit() and "/" not in host:

@@ -151,7 +151,7 @@ def ray_group(name: str, ranks: int, factory: Callable, *args: object) -> Handle
     except ray.exceptions.GetTimeoutError:
         raise ConfigError(f"Ray placed no rank within {START_TIMEOUT:g} s", who="--host ray",
                           got=f"{ray.available_resources().get('CPU', 0):g} CPUs free for {ranks} ranks",
-                          fix="free some, or ask for fewer ranks") from None
+                          fix="free some resources, or ask for fewer ranks") from None
     hosts = [RayHost(f"{name} rank {i}", actor, factory, (*args, Rank(i, ranks, i, at)))
              for i, actor in enumerate(actors)]
 

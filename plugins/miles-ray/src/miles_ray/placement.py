@@ -139,5 +139,5 @@ def seats(places: Sequence[Bundle], size: int) -> list[tuple[Seat, Bundle]]:
 def _labels(texts: Sequence[str]) -> dict[str, str]:
     labels = dict(text.partition("=")[::2] for text in texts)
     if bad := [text for text in texts if "=" not in text]:
-        raise ConfigError("a label is KEY=VALUE", got=bad[0], who="--placement-labels", fix=f"{bad[0]}=VALUE")
+        raise ConfigError("a label should be KEY=VALUE", got=bad[0], who="--placement-labels", fix=f"{bad[0]}=VALUE")
     return labels

@@ -134,7 +134,7 @@ def compare(one: Record, other: Record) -> Comparison:
     if not common:
         raise RunDirectoryError("these runs have no rollout in common", who=f"{one.directory}, {other.directory}",
                                 got=f"rollouts {span(left)} and {span(right)}",
-                                fix="let both do the same rollouts, with --debug-determinism")
+                                fix="run both for the same rollouts, with --debug-determinism")
     facts = [(label, *pair) for label, *pair in _pairs(one.facts, other.facts) if pair[0] != pair[1]]
     parting = next((rollout_id for rollout_id in common if left[rollout_id] != right[rollout_id]), None)
     if parting is None:

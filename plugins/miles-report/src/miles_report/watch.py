@@ -4,7 +4,7 @@
     /data?after=PLACE   the document, or what is to be added to the one that a page has
     /samples?name=..&rollout=..   one of the sample files that the document offers
 
-What is served holds prompts and answers, so it is for the person who asked and nobody else: GET only, on loopback
+What is served holds prompts and answers, so it is only for the user who started it: GET only, on loopback
 unless told otherwise, for requests that name this host (a page elsewhere may let its own name lead here), and to
 documents of this origin.
 """
@@ -99,13 +99,13 @@ class Watched:
             return None
 
     def _offered(self) -> dict[Item, int]:
-        """The files that a page may ask for -> when they were written. Listed anew only when something has changed."""
+        """The files that a page may ask for -> when they were written. Listed again only when something has changed."""
         try:
             seen = (self.run.samples.stat().st_mtime_ns, self._follower.lineage)
             if seen != self._listed[0]:
                 files = chosen(surviving(list_samples(self.run), self._follower.history), self.limits, NEWEST)
                 self._listed = (seen, {item: item[2].stat().st_mtime_ns // 1000 for item in files})
-        except FileNotFoundError:  # there is none yet, or it was removed meanwhile
+        except FileNotFoundError:  # not written yet, or removed meanwhile
             self._listed = (None, {})
         return self._listed[1]
 
@@ -117,7 +117,7 @@ class Server(ThreadingHTTPServer):
         host, port: to listen at; port 0 takes a free one.
 
     Raises:
-        ConfigError: it cannot listen there.
+        ConfigError: it cannot listen on this address.
     """
 
     daemon_threads = True
@@ -128,9 +128,10 @@ class Server(ThreadingHTTPServer):
         try:
             super().__init__((host, port), _Handler)
         except (OSError, OverflowError) as error:
-            raise ConfigError("cannot listen there", got=getattr(error, "strerror", None) or error,
+            raise ConfigError("cannot listen on this address", got=getattr(error, "strerror", None) or error,
                               who=f"--host {host} --port {port}",
-                              fix="leave --port out for a free one, and --host for this machine alone") from error
+                              fix="leave out --port to use a free one, and --host to listen on this machine "
+                                  "only") from error
         self.loopback = ipaddress.ip_address(self.server_address[0]).is_loopback
 
     def server_bind(self) -> None:
@@ -177,14 +178,14 @@ class _Handler(BaseHTTPRequestHandler):
                 return self._json(200, self.server.watched.document(query.get("after", "")))
             if url.path == "/samples":
                 samples = self.server.watched.samples(query.get("name", ""), query.get("rollout", ""))
-                return self._error(404, "there is no such file") if samples is None else self._json(200, samples)
+                return self._error(404, "no such file") if samples is None else self._json(200, samples)
             if url.path == "/favicon.ico":
                 return self._answer(204, b"", "image/x-icon")
         except ConnectionError:
             raise
         except Exception as error:  # noqa: BLE001 - the page says it, and asks again
             return self._error(500, str(error) if isinstance(error, RunDirectoryError) else repr(error))
-        return self._error(404, "there is nothing here")
+        return self._error(404, "not found")
 
     def _refuse(self) -> None:
         self.close_connection = True  # what may come with it is not read

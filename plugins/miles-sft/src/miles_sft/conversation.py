@@ -3,7 +3,7 @@
 With `{% generation %}` blocks the chat template says itself which tokens those are. Without them, answer i lies between
 two renderings: of messages[:i] with the opening of an answer, and of messages[:i+1]. Both must be beginnings of the
 whole conversation's text, which is verified; a template that rewrites earlier turns, such as one that strips their
-reasoning, is refused with a sentence instead of training on tokens that nobody would generate. Two ways around:
+reasoning, is refused with an error instead of training on tokens that would never be generated. Two ways around:
 
 - A template whose opening of an answer ends with a tag, such as <think>, and that shows a finished answer without it:
   the last answer is written behind the opening, as a model would have to, its reasoning and the end of the tag first.
@@ -73,7 +73,8 @@ def _by_prefixes(tokenizer: Any, messages: Sequence[Mapping[str, object]], answe
             return encoded
         if not (whole.startswith(before) and whole.startswith(after) and at <= len(before) < len(after)):
             raise DataError(
-                f"the chat template renders message {i} differently when others follow: where is the answer?",
+                f"the chat template renders message {i} differently when others follow, so the answer cannot be "
+                "located",
                 who=where,
                 fix="--loss-mask-type qwen3 renders each answer alone, --sft-last-turn-only trains on the last; or "
                 "--chat-template-path with a template that has {% generation %} blocks",
@@ -175,5 +176,5 @@ def _render(tokenizer: Any, messages: Sequence[Mapping[str, object]], arguments:
 
 
 def _refused(error: Exception, where: str) -> DataError:
-    return DataError("the chat template refuses the messages", got=f"{type(error).__name__}: {error}", who=where,
+    return DataError("the chat template rejects the messages", got=f"{type(error).__name__}: {error}", who=where,
                      fix="check the roles and contents of the row")

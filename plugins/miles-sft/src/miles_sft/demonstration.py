@@ -74,7 +74,7 @@ def to_sample(prompt: Prompt, tokenizer: Any, options: SftOptions, config: RunCo
                         fix="check that the answer is not empty, and --rollout-max-context-len")
     start = encoded.mask.index(1)
     if start == 0:
-        raise DataError("the answer has nothing before it, so its first token cannot be predicted", who=where,
+        raise DataError("no tokens precede the answer, so its first token cannot be predicted", who=where,
                         fix="give the row a prompt")
     return _sample(prompt, encoded, start, status, version, tokenizer)
 
@@ -101,7 +101,7 @@ def _sample(prompt: Prompt, encoded: EncodedConversation, start: int, status: St
 def _response(prompt: Prompt, key: str, where: str) -> str:
     response = prompt.metadata.get(key, prompt.label)
     if not isinstance(response, str):
-        raise DataError("the row holds no answer to learn from", who=where,
+        raise DataError("the row has no answer to train on", who=where,
                         got=f"no text under {key!r} and no label" if response is None else type(response).__name__,
                         fix="name its key with --sft-response-key or --label-key, or let the conversation end with it")
     return response

@@ -63,7 +63,7 @@ def _placed(config: RunConfig, seat: Seat, port: int, meeting: str | None) -> di
 
 
 def _usual(config: RunConfig) -> dict[str, object]:
-    """Fields that every server of the run has, unless somebody says otherwise.
+    """Fields that every server of the run has, unless the run says otherwise.
 
     trust_remote_code is not among them: a checkpoint's own code runs only where the run asks for it.
     """
@@ -71,7 +71,7 @@ def _usual(config: RunConfig) -> dict[str, object]:
     if not config.debug.debug_rollout_only:  # else the weights on disk are those to serve
         fields |= {"custom_weight_loader": [LOADER], "load_format": "dummy"}
     if method := quantised(config):
-        # Beside weights and scales an engine of such has numbers that it derives when it loads, and that nobody sends.
+        # Beside weights and scales an engine of such has numbers that it derives when it loads and that are never sent.
         fields["load_format"] = "auto"
     if config.perf.colocate and config.perf.offload_rollout:
         fields["enable_memory_saver"] = True

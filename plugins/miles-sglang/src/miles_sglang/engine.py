@@ -140,7 +140,7 @@ class SglangEngine:
             self._in_flight[name] for name in set(ids) if name in self._in_flight]
         self._scheduler.end(chosen)
         if not self._open and self._mode == "in_place":
-            await self._pool.abort([inflight.rid for inflight in chosen])  # servers that stand still tell no result
+            await self._pool.abort([inflight.rid for inflight in chosen])  # paused servers return no result
         else:
             await self._bring_back(chosen)
 
@@ -155,7 +155,7 @@ class SglangEngine:
             EngineError: requests do not come back within DRAIN_SECONDS seconds.
         """
         if mode not in ("abort", "retract", "in_place"):
-            raise EngineError("there is no such pause mode", got=mode, fix="abort, retract or in_place")
+            raise EngineError("unknown pause mode", got=mode, fix="use abort, retract or in_place")
         async with self._control:
             self._open, self._mode = False, mode
             self._pool.serving = False
@@ -177,7 +177,7 @@ class SglangEngine:
         """
         async with self._control:
             if count := len(self._scheduler.sent):
-                raise EngineError("memory is released under requests in flight", got=f"{count} of them",
+                raise EngineError("memory cannot be released while requests are in flight", got=f"{count} of them",
                                   fix="pause() first, or wait for them")
             self._released |= set(tags)
             self._pool.serving = self._pool.memory = False
@@ -186,7 +186,7 @@ class SglangEngine:
                 "/release_memory_occupation", {"tags": list(tags)}, timeout=MEMORY_SECONDS))
 
     async def occupy(self, tags: Sequence[str]) -> None:
-        """Take released memory again; a server that cannot is started anew."""
+        """Take released memory again; a server that cannot is restarted."""
         async with self._control:
             await self._pool.each(lambda server: server.client.call(
                 "/resume_memory_occupation", {"tags": list(tags)}, timeout=MEMORY_SECONDS))
@@ -217,9 +217,9 @@ class SglangEngine:
         Raises:
             EngineError: always. A weight sync sends them to the servers, between `pause` and `confirm`.
         """
-        raise EngineError("weights do not reach SGLang servers through the driver",
+        raise EngineError("weights cannot be sent to SGLang servers through the driver",
                           got=f"weight_sync {self._config.perf.weight_sync}", who="--weight-sync",
-                          fix="ipc, broadcast, disk or disk-delta")
+                          fix="use ipc, broadcast, disk or disk-delta")
 
     # Start and end.
 
@@ -273,7 +273,7 @@ class SglangEngine:
         try:
             inflight.take(*await self._ask(endpoint.client, inflight))
             if inflight.reason is None and self._pool.serving:
-                raise Failed(f"{endpoint.client.name}: somebody else ended the request")
+                raise Failed(f"{endpoint.client.name}: the request was ended by another client")
             return
         except Failed as error:
             failed = error
@@ -310,7 +310,7 @@ class SglangEngine:
             self._check_version(answer, sent, newest=sent)
             return [answer], [sent]
         answers, versions, version = [], [], sent
-        # Caches are shared among equal keys: a prefix of older weights is nobody's who came later.
+        # Caches are shared among equal keys: a prefix computed by older weights is not shared with later requests.
         async for piece in client.stream(inflight.body(cache_key=str(sent))):
             answers.append(piece)
             versions.append(version)
@@ -362,9 +362,9 @@ class SglangEngine:
         """A watch that cannot go on ends the run: whoever waits for an answer gets its error."""
         try:
             await watch
-        except Exception as error:  # noqa: BLE001 - whatever it is, nobody would look after the servers any more
+        except Exception as error:  # noqa: BLE001 - whatever it is, otherwise no task would watch the servers
             own = isinstance(error, MilesError)
-            self._failure = error if own else EngineError("the watch over the servers failed", got=repr(error))
+            self._failure = error if own else EngineError("the server watchdog failed", got=repr(error))
             self._failure.__cause__ = None if own else error
             self._scheduler.end(list(self._in_flight.values()), self._failure)
 

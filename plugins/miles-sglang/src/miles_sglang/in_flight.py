@@ -63,7 +63,7 @@ class ModelFacts:
                 topk=int(text.get("num_experts_per_tok") or 0), context=context, longest=context - 1,
             )  # fmt: skip
         except Exception as error:
-            raise CheckpointError("its constants cannot be read", got=f"{type(error).__name__}: {error}",
+            raise CheckpointError("config.json cannot be read", got=f"{type(error).__name__}: {error}",
                                   who=f"{folder}/config.json", fix="name a Hugging Face checkpoint") from error
 
     def of_servers(self, infos: Sequence[Mapping[str, Any]]) -> ModelFacts:
@@ -136,7 +136,7 @@ class InFlightRequest:
         """Add what one call drew: its pieces, and the version of each.
 
         Raises:
-            Failed: routed experts were asked for and did not come; nothing is added.
+            Failed: routed experts were requested but not returned; nothing is added.
         """
         self._calls += 1
         last = answers[-1]
@@ -145,7 +145,7 @@ class InFlightRequest:
             if last.experts is None:
                 if last.reason == "abort":  # in the waiting queue; the tokens are drawn again
                     return
-                raise Failed("routed experts were asked for and did not come; --router smg keeps them")
+                raise Failed("routed experts were requested but not returned; --router smg keeps them")
             self._experts.append(self._read_experts(last.experts, count))
             again = _computed_again(answers, versions)
             self._again.append(np.concatenate([np.zeros(len(self._experts[-1]) - count, np.int8), again]))
@@ -243,7 +243,7 @@ def _check(request: Request, facts: ModelFacts) -> None:
                           got=f"a prompt of {length} tokens", fix="shorten the prompt, or raise the context length")
     check_request(request, facts.vocab, facts.topk > 0, "SGLang")
     if not 0 <= sampling.min_new_tokens <= sampling.max_new_tokens or sampling.max_new_tokens < 1:
-        raise EngineError(f"{who} has impossible lengths",
+        raise EngineError(f"{who} has invalid lengths",
                           got=f"min_new_tokens {sampling.min_new_tokens}, max_new_tokens {sampling.max_new_tokens}",
                           fix="at least one new token, and not fewer than min_new_tokens")
 

@@ -64,14 +64,14 @@ class Router:
         """Start it, or reach the one that runs; no worker is in it then.
 
         Raises:
-            EngineError: it ends, does not answer, speaks neither protocol, or has workers of somebody else.
+            EngineError: it ends, does not answer, speaks neither protocol, or has workers of another run.
         """
         if self.own:
             await self._launch()
         await self._learn_protocol()
-        if strangers := set(await self._list()) - self._workers:
-            raise EngineError("the router has workers that this run does not know, with weights of their own",
-                              got=sorted(strangers), who=f"the router at {self.client.url}",
+        if unknown := set(await self._list()) - self._workers:
+            raise EngineError("the router has workers that this run does not know, with other weights",
+                              got=sorted(unknown), who=f"the router at {self.client.url}",
                               fix="remove them from the router, or use one of its own for this run")
         self.alive = True
 
@@ -154,7 +154,7 @@ class Router:
                 try:
                     await self.remove(url)
                 except MilesError:
-                    break  # it is gone, and nobody is left to care
+                    break  # it is gone, and no request needs it any more
         await self.client.reset()
 
     async def _launch(self) -> None:
@@ -181,7 +181,7 @@ class Router:
         """The port that was asked for, while it is free, else any.
 
         Raises:
-            EngineError: somebody listens on the port that was asked for.
+            EngineError: another process listens on the port that was asked for.
         """
         port = self._config.sglang.router_port
         if port is None:
@@ -193,7 +193,7 @@ class Router:
             except OSError as error:
                 raise EngineError("the router's port cannot be used", got=error.strerror,
                                   who=f"--sglang-router-port {port}",
-                                  fix="name a free port, or none and any is taken; a router that runs already needs "
+                                  fix="name a free port, or leave it out to use any; a router that already runs needs "
                                       "--sglang-router-ip too") from None
         return port
 

@@ -109,7 +109,7 @@ class ServerPool:
         await asyncio.gather(*(tell(server) for server in chosen if server.alive))
 
     async def abort(self, rids: Sequence[str] | None) -> None:
-        """End these requests, or all. Behind a router nobody knows which server has one, so all are told; a server that
+        """End these requests, or all. Behind a router it is unknown which server has one, so all are told; one that
         does not answer is left to its watch."""
         clients = [server.client for server in self.servers if server.alive]
         each = [None] if rids is None else rids
@@ -277,7 +277,7 @@ class ServerPool:
                                       fix=f"look at {log_of(self._config, server)}, or raise --max-engine-restarts")
             server.restarts += 1
             await launch(server, self._config)
-        while not server.alive:  # somebody else's: whoever waits for an answer has a bound of their own
+        while not server.alive:  # not started by us: whoever waits for an answer has a timeout of their own
             with suppress(EngineError):
                 await attach(server, self._config, self._config.sglang.health_check_timeout)
             await asyncio.sleep(LOOK)

@@ -98,7 +98,7 @@ class Contract:
         self._that(first == here, f"in another process it offers {first}, and here {here}")
 
     def test_no_input_mutation(self) -> None:
-        """A hook changes nothing of what it is given, but the value that a chain hands on; nobody what was drawn."""
+        """A hook changes nothing that it is given but the value that a chain passes on, and never what was drawn."""
         table = all_specs()
         with _ended(self.subject.roles()) as roles:
             declared = {column.name for column in CORE} | {column.name for hooks in roles.values() if hooks.columns

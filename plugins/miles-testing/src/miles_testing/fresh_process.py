@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import IO, Any
 
 HEAVY = ("torch", "megatron", "transformers", "ray", "sglang")
-"""Packages that nobody wants to wait for who lists or plans."""
+"""Packages too slow to import for listing or planning."""
 
 SECONDS = 60.0
 """How long a job may take."""

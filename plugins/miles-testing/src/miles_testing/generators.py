@@ -135,7 +135,7 @@ def _whole(sample: Sample, prompt: Prompt, columns: Columns) -> None:
     start = len(prompt.token_ids)
     assert sample.tokens[:start].tolist() == list(prompt.token_ids), f"{sample.name} does not begin with its prompt"
     assert len(sample.tokens) == start + sample.response_length, f"{sample.name}: response_length is not what it has"
-    assert sample.status.finished, f"{sample.name} ended as {sample.status}, and nobody called it back"
+    assert sample.status.finished, f"{sample.name} ended as {sample.status}, and it was not called back"
     assert set(np.unique(sample.columns["loss_mask"])) <= {0, 1}, f"{sample.name} has masks other than 0 and 1"
 
 

@@ -23,7 +23,7 @@ HOOKS = ("reward", "filter_group", "unfinished", "select_from_buffer", "shape_re
 """What is called, in loop order."""
 
 DRAWN = ("tokens", "rollout_log_probs", "versions")
-"""Columns that say what was drawn, which nobody may change."""
+"""Columns that hold what was drawn, which must not change."""
 
 
 def canned_samples(*, columns: Mapping[str, float] | None = None, metadata: Mapping[str, object] | None = None,

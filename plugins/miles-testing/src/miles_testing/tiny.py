@@ -77,7 +77,7 @@ def tiny_checkpoint(folder: Path | None = None, *, experts: bool = False) -> Pat
 
 def run_file(path: Path, plugins: Sequence[str], tables: Mapping[str, Mapping[str, object]],
              options: Mapping[str, object], table: str = "", checkpoint: Path | None = None) -> Path:
-    """Write a run file of a tiny run; beside it toy.py, whose scorer and estimator count where nobody names others.
+    """Write a run file of a tiny run; beside it toy.py, whose scorer and estimator count unless the run names others.
 
     Args:
         tables: of the run file, beside what every tiny run has.

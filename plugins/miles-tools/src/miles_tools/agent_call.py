@@ -62,7 +62,7 @@ def load_function(path: str) -> Callable[..., Any]:
     """The function that FILE.py:FUNCTION or MODULE:FUNCTION names.
 
     Raises:
-        ConfigError: there is none, its module cannot be imported, or it takes other arguments than a Task has.
+        ConfigError: it does not exist, its module cannot be imported, or it takes other arguments than a Task has.
     """
     where, _, name = path.rpartition(":")
     who = f"--agent {path}"
@@ -70,18 +70,18 @@ def load_function(path: str) -> Callable[..., Any]:
         module = import_file(Path(where).resolve()) if where.endswith(".py") else importlib.import_module(where)
         function: Callable[..., Any] = getattr(module, name)
     except AttributeError:
-        raise ConfigError(f"{where} has no {name!r}", who=who, fix="name a function of it") from None
+        raise ConfigError(f"{where} has no {name!r}", who=who, fix="name one of its functions") from None
     except (Exception, SystemExit) as error:
         raise ConfigError("the agent cannot be imported", got=f"{type(error).__name__}: {error}", who=who,
-                          fix="mend it, or install what it needs") from error
+                          fix="fix the import, or install what it needs") from error
     if not callable(function):
-        raise ConfigError("the agent is no function", got=type(function).__name__, who=who, fix="name a function")
+        raise ConfigError("the agent is not a function", got=type(function).__name__, who=who, fix="name a function")
     known = tuple(Task.__dataclass_fields__)
     parameters = inspect.signature(function).parameters.values()
     strange = [p.name for p in parameters if p.name not in known and p.default is p.empty
                and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
     if strange:
-        raise ConfigError(f"the agent takes {strange[0]!r}, which no agent is given", who=who,
+        raise ConfigError(f"the agent takes {strange[0]!r}, which is not passed to agents", who=who,
                           fix=f"it may take {', '.join(known)}")
     return function
 
@@ -94,14 +94,14 @@ def find_function(path: str) -> None:
     """
     where, _, name = path.rpartition(":")
     if not where or not name.isidentifier():
-        raise ConfigError("this names no function", got=path, who="tools.agent",
+        raise ConfigError("not the name of a function", got=path, who="tools.agent",
                           fix="write FILE.py:FUNCTION or MODULE:FUNCTION")
     if where.endswith(".py"):
         exists = Path(where).is_file()
     else:  # the top-level package only: a submodule would import it
         exists = importlib.util.find_spec(where.partition(".")[0]) is not None
     if not exists:
-        raise ConfigError("there is no such file or package", got=where, who="tools.agent", fix="check --agent")
+        raise ConfigError("no such file or package", got=where, who="tools.agent", fix="check --agent")
 
 
 async def call_function(function: Callable[..., Any], task: Task) -> object:
@@ -154,7 +154,7 @@ async def call_program(command: Sequence[str], task: Task) -> object:
     """
     payload = json.dumps({"messages": task.messages, "metadata": task.metadata, "label": task.label})
     environment = {**os.environ, "OPENAI_BASE_URL": task.base_url, "OPENAI_API_KEY": task.api_key}
-    with tempfile.TemporaryFile() as stdin:  # a file, so that a program that does not read it holds nobody up
+    with tempfile.TemporaryFile() as stdin:  # a file: a program that does not read it blocks nothing
         stdin.write(payload.encode())
         stdin.seek(0)
         try:
@@ -184,7 +184,7 @@ def result_of(output: str) -> object:
 
 
 class _Watched(asyncio.SubprocessProtocol):
-    """Keeps the end of what a program writes, and knows when it has ended and when nobody can write any more."""
+    """Keeps the end of what a program writes, and knows when it has ended and when no process can write any more."""
 
     def __init__(self) -> None:
         self.outputs = {1: bytearray(), 2: bytearray()}

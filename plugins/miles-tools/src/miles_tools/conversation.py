@@ -66,7 +66,7 @@ class Conversations:
         """
         where = f"{prompt.stream} row {prompt.row}"
         if prompt.messages is None:
-            raise DataError("the prompt is text that was rendered before", who=where, fix="add --apply-chat-template")
+            raise DataError("the prompt is already rendered text", who=where, fix="add --apply-chat-template")
         text = self.template.text(prompt.messages, where)
         ids = tuple(self.template.encode(text))
         if len(ids) >= self.context:
@@ -184,8 +184,8 @@ def check(options: ToolsOptions, config: RunConfig) -> None:
     """
     tools = load_tools(options.tools)
     if unknown := [name for name in options.ending_tools if name not in tools]:
-        raise ConfigError("a tool that there is not cannot end a conversation", got=unknown, who="tools.ending_tools",
-                          fix=f"one of {', '.join(tools)}")
+        raise ConfigError("an unknown tool cannot end a conversation", got=unknown, who="tools.ending_tools",
+                          fix=f"use one of {', '.join(tools)}")
     arguments = config.rollout.apply_chat_template_kwargs or {}
     template = Template(load_tokenizer(config), arguments, [tool.schema for tool in tools.values()])
     template.check(options.tool_role, rewriting=options.allow_rewriting_template)

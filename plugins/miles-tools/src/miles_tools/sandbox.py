@@ -231,7 +231,7 @@ class Sandbox:
                     supervisor.close()
         raise ConfigError("the sandbox cannot be set up here", got="; ".join(reasons), who="tools.sandbox_isolation",
                           fix="allow unprivileged user namespaces, raise tools.sandbox_memory, or run as another user "
-                          "than root; --tools.sandbox-isolation plain goes without namespaces")
+                          "than root; --tools.sandbox-isolation plain works without namespaces")
 
 
 class _UnderWay(SandboxError):
@@ -308,7 +308,8 @@ class _Supervisor:
             answer: dict[str, Any] = json.loads(line)
             return answer
         except ValueError:
-            raise SandboxError("a sandbox process answered with what is no JSON", got=repr(line[:100])) from None
+            raise SandboxError("a sandbox process answered with something other than JSON",
+                               got=repr(line[:100])) from None
 
 
 def _private() -> str:

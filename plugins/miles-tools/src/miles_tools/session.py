@@ -203,8 +203,8 @@ class Session:
         """End the conversation; what an agent that goes on is told."""
         self.failure = failure
         if failure is CALLED_BACK:
-            return Refused(503, "the run has called this conversation back; it will begin anew", "aborted")
-        return Refused(409, f"{failure.detail}. A conversation is only ever appended to here; this one is over and "
+            return Refused(503, "the run has aborted this conversation; it will start over", "aborted")
+        return Refused(409, f"{failure.detail}. A conversation is only ever appended to here; this one has ended and "
                             "will not be trained on", "conflict")
 
     async def _draw(self, chat: Asked, ids: list[int], suffix: list[int]) -> Completion:

@@ -166,7 +166,7 @@ def _refuse_others(data: Mapping[str, object]) -> None:
         raise Refused(400, "a forced tool would change what tokens are drawn from: tool_choice is auto or none",
                       "unsupported_parameter")
     if data.get("functions") or data.get("function_call"):
-        raise Refused(400, "functions have become tools: write tools", "unsupported_parameter")
+        raise Refused(400, "functions are replaced by tools: use tools", "unsupported_parameter")
 
 
 def _ignored(data: Mapping[str, object], sampling: SamplingParams) -> tuple[str, ...]:

@@ -5,7 +5,7 @@
     POST /v1/chat/completions    the next answer of the session whose token the request bears
 
 A token is the session's alone and stops working when it ends. Requests whose Host is not this address are refused: a
-page in somebody's browser can reach loopback addresses under a name of its own.
+page in a browser can reach loopback addresses under a name of its own.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class SessionServer:
             "/health": ("GET", self._health), "/v1/models": ("GET", self._models),
             "/v1/chat/completions": ("POST", self._complete)}
         if request.path not in handlers:
-            raise Refused(404, f"there is no {request.path}; there are {', '.join(handlers)}", "not_found")
+            raise Refused(404, f"no such path {request.path}; known: {', '.join(handlers)}", "not_found")
         method, handler = handlers[request.path]
         if request.method != method:
             raise Refused(405, f"{request.path} takes {method}", "method_not_allowed")
@@ -177,9 +177,9 @@ async def _body(request: web.BaseRequest) -> bytes:
             async for piece in request.content.iter_any():
                 data += piece
                 if len(data) > LARGEST:
-                    raise Refused(413, f"a request may have {LARGEST} bytes", "request_too_large")
+                    raise Refused(413, f"a request may have at most {LARGEST} bytes", "request_too_large")
     except TimeoutError:
-        raise Refused(408, f"the request was not there within {PATIENCE:g} s", "timeout") from None
+        raise Refused(408, f"the request did not arrive within {PATIENCE:g} s", "timeout") from None
     return bytes(data)
 
 

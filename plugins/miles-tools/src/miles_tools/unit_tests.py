@@ -51,7 +51,7 @@ def tests_of(sample: Sample, key: str) -> list[Test]:
         try:
             tests = loads(tests)
         except ValueError as error:
-            raise RewardError("the tests are not JSON", got=str(error), who=who, fix="mend the row") from None
+            raise RewardError("the tests are not JSON", got=str(error), who=who, fix="correct the row") from None
     if isinstance(tests, str) and tests.strip():
         return [Test(tests)]
     if isinstance(tests, list) and tests and all(isinstance(item, str) for item in tests):
@@ -67,7 +67,7 @@ def tests_of(sample: Sample, key: str) -> list[Test]:
 
 
 def code_of(text: str) -> str:
-    """The last block of Python in an answer, reasoning left out; "" where there is none."""
+    """The last block of Python in an answer, reasoning left out; "" without one."""
     blocks = _BLOCK.findall(text.rpartition(THINKING_ENDS)[2])
     return blocks[-1] if blocks else ""
 
@@ -126,4 +126,4 @@ class UnitTests:
             return await self._sandbox.call(SOURCE, "harness.py", function, arguments)
         except SandboxError as error:
             raise RewardError(f"the sandbox could not run the tests of {sample.name}", got=str(error), who="unit-tests",
-                              fix="an answer that nobody tested is not a wrong one: see to the sandbox") from error
+                              fix="an untested answer is not counted as wrong: check the sandbox") from error

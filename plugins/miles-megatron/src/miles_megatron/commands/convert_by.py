@@ -27,7 +27,7 @@ def offered() -> dict[str, str]:
 
 def taken(out: Path) -> CheckpointError:
     """What to say of a target that is there already."""
-    return CheckpointError("there is something already", who=str(out), fix="give a folder that is not there yet")
+    return CheckpointError("the target already exists", who=str(out), fix="give a folder that does not exist yet")
 
 
 def check_free(out: Path) -> None:
@@ -88,7 +88,7 @@ def _convert(one: Selected, name: str, source: Path, out: Path, flags: dict[str,
     from miles_core.plugins import bind
 
     if not (source / "config.json").is_file():
-        raise CheckpointError("this is no Hugging Face directory", got="no config.json", who=str(source),
+        raise CheckpointError("not a Hugging Face directory", got="no config.json", who=str(source),
                               fix="give the folder of config.json and *.safetensors")
     check_free(out)
     options = one.manifest.options

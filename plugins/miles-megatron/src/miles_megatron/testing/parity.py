@@ -129,7 +129,7 @@ def model_parity(case: Case, folder: Path, family: Family | None = None) -> Pari
         family: by default what the installed plugins offer under the case's model_type.
 
     Raises:
-        ConfigError: nobody offers the family, or the family refuses the case.
+        ConfigError: no installed package provides the family, or the family refuses the case.
         CheckpointError: the family's weight map does not fit the checkpoint.
     """
     import torch

@@ -23,7 +23,7 @@ TIMEOUT = 300.0
 
 
 class Ranks:
-    """`size` processes, each of which makes the trainer of its rank anew for every question.
+    """`size` processes, each of which makes a new trainer of its rank for every question.
 
     with Ranks(2) as ranks:
         losses, weights = ranks.train(plan, batches)

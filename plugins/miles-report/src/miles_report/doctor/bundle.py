@@ -1,4 +1,4 @@
-"""The bundle: what somebody else needs to see of a run, as one file without secrets.
+"""The bundle: what others need to see of a run, as one file without secrets.
 
     doctor.txt, doctor.json   the answer of miles doctor
     plan.txt, plan.json       what the run was resolved to

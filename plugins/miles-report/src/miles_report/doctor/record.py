@@ -27,11 +27,11 @@ EACH, ALL = 16 << 20, 96 << 20
 
 ENDINGS: dict[str, tuple[str, ...]] = {
     "starved": ("filters dropped",),
-    "scorer": ("scorer ", "nobody scored", "has no finite reward"),
+    "scorer": ("scorer ", "nobody scored", "no scorer scored", "has no finite reward"),
     "non-finite": ("not finite",),
     "out-of-memory": ("out of memory", "too little memory"),
     "disk": ("disk is full", "No space left on device"),
-    "stuck": ("did not finish", "did not answer", "did not get on"),
+    "stuck": ("did not finish", "did not answer", "did not get on", "made no progress"),
     "died": ("died", "RaySystemError", "WorkerCrashed", "it ended while it started"),
 }
 """Kinds of ends -> words of the error; the first that fits is the kind."""
@@ -52,7 +52,7 @@ class Record:
 
     Args:
         now: unix seconds at which it is looked at.
-        plan: content of plan.json; empty where there is none.
+        plan: content of plan.json; empty if the file is missing.
         events: those of the surviving lineage, each with its "line" in events.jsonl.
         damage: why events.jsonl could not be read in order; the whole lines of it are there all the same.
         holder: who writes here right now; None when nobody does.
@@ -175,7 +175,7 @@ class Record:
 
     @cached_property
     def experts(self) -> int:
-        """Routed experts of the model; 0 for a dense one, or when nobody says."""
+        """Routed experts of the model; 0 for a dense one, or when the configuration does not say."""
         names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
         return next((int(self.architecture[name]) for name in names if self.architecture.get(name)), 0)
 
@@ -243,12 +243,12 @@ def newest(folder: str | os.PathLike[str] = "runs") -> Path:
     """The run that was written to last, of those in a folder.
 
     Raises:
-        RunDirectoryError: there is none.
+        RunDirectoryError: no run in the folder.
     """
     runs = [(events.stat().st_mtime, events.parent) for events in Path(folder).glob("*/events.jsonl")]
     if not runs:
-        raise RunDirectoryError("there is no run in here", who=f"{folder}/",
-                                fix="name the folder that --run-dir named: miles doctor RUN")
+        raise RunDirectoryError("no run in this folder", who=f"{folder}/",
+                                fix="name the run's folder (--run-dir): miles doctor RUN")
     return max(runs)[1]
 
 

@@ -42,14 +42,15 @@ def gibberish(run: Record) -> Iterator[Finding]:
             "error", f"the first rollout is gibberish: {', '.join(seen)}",
             "the trainer gives these tokens the same log-probs, so the engine has the trainer's weights: parameters "
             "were not loaded, or were mapped to wrong names",
-            'see which checkpoint "Loaded checkpoint from" in logs/ names; mend --hf-checkpoint, --ref-load or --load, '
+            'see which checkpoint "Loaded checkpoint from" in logs/ names; correct --hf-checkpoint, --ref-load or '
+            '--load, '
             "and try the instruct version of the same architecture", _first_line(run), 0, side="training")
         return
     differs = "" if gap is None else f", while the trainer's log-probs differ from the engine's by up to {gap:.3g}"
     yield Finding(
         "error", f"the first rollout is gibberish: {', '.join(seen)}{differs}",
-        "an engine that lost weights or buffers, or a prompt that the model never saw the like of, gives noise that "
-        "training cannot mend",
+        "an engine that lost weights or buffers, or a prompt unlike anything the model has seen, gives noise that "
+        "training cannot repair",
         "run one rollout with --check-weight-update-equal, check the template with miles check-template, and lower "
         "--rollout-temperature if it is above 1", _first_line(run), 0)
 

@@ -44,9 +44,9 @@ RULES = (
     Rule("inductor-cache", "both", "`JSONDecodeError` from inductor", system.inductor_cache),
     Rule("imbalance", "both", "one stage takes most of the time", system.imbalance),
     Rule("killed", "neither", "the run neither goes on nor ended", system.killed),
-    Rule("interrupted", "neither", "somebody stopped the run", system.interrupted),
+    Rule("interrupted", "neither", "the run was interrupted", system.interrupted),
     Rule("disk", "neither", "the disk is full", system.disk),
-    Rule("damaged", "neither", "`events.jsonl` has a line that is none", system.damaged),
+    Rule("damaged", "neither", "`events.jsonl` has a damaged line", system.damaged),
     Rule("told", "neither", "the run itself warned of something", system.told),
     Rule("failed", "neither", "an error that no other rule speaks of", system.failed),
 )

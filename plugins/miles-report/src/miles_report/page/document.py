@@ -78,7 +78,7 @@ def status_of(run: RunDirectory, history: History, was_held: bool) -> str:
     """How the run stands.
 
     Args:
-        was_held: whether somebody wrote here just before the events were read. So a run that has ended meanwhile has
+        was_held: whether a process wrote here just before the events were read. So a run that has ended meanwhile has
             either said so or was killed.
     """
     if history.end is not None:

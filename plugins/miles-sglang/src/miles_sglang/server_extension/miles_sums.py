@@ -156,8 +156,8 @@ class Held:
 
     Args:
         dtypes_asked: dtype, dtypes and kinds. dtype: what the sender sent; a wider parameter is cast back to it, which
-            is exact. dtypes: by name, for tensors that were sent in another one. kinds: the same by how names end, which
-            engines leave as it is when they join tensors: the longest end counts.
+            is exact. dtypes: by name, for tensors that were sent in another one. kinds: the same by how names end,
+            which engines leave as it is when they join tensors: the longest end counts.
     """
 
     def __init__(self, model: torch.nn.Module, dtypes_asked: tuple):

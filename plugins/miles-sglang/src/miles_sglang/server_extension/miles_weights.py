@@ -42,7 +42,7 @@ _groups: dict[str, dist.ProcessGroup] = {}
 _stores: dict[tuple[str, int], dist.TCPStore] = {}
 """The connection to the sender, by its address: to connect takes longer than to report."""
 _buckets: list[torch.Tensor] = []
-"""Memory of the sender that is open here: opening it anew for every bucket would cost more than reading it."""
+"""Memory of the sender that is open here: reopening it for every bucket would cost more than reading it."""
 
 
 def load(model, named_tensors) -> None:
@@ -76,7 +76,7 @@ def load(model, named_tensors) -> None:
             model.load_weights(split(flat, plan["tensors"]))
             if flat.is_cuda:
                 _buckets.append(flat)
-                torch.cuda.current_stream().synchronize()  # the sender fills the bucket anew after the answer
+                torch.cuda.current_stream().synchronize()  # the sender refills the bucket after the answer
     except Exception as error:  # noqa: BLE001 - whatever it is, it would end the server
         _errors.append(f"{type(error).__name__}: {error}"[:2000])
     if "report" in plan:
@@ -150,7 +150,7 @@ def split(flat: torch.Tensor, tensors: Sequence[Sequence]) -> Iterator[tuple[str
 def held(model, dtypes_asked: tuple) -> tuple[Held, Coming]:
     """What the model holds and the sums of it, which may still be on their way; see `Held`.
 
-    It is found anew only where anything has changed. Whether it has is looked at while the device adds up what the
+    It is determined again only where anything has changed. Whether it has is checked while the device adds up what the
     model held before, and so is the sender's memory closed.
     """
     cached = _held.get(id(model))
@@ -200,7 +200,7 @@ def connected(store: tuple[str, int], key: str) -> dist.TCPStore:
     """To a sender's store. To push into a queue does not notice that a connection was lost; to ask for one does."""
     try:
         _stores[store].queue_len(key)
-    except Exception:  # noqa: BLE001 - there is none yet, or the one that is kept was lost
+    except Exception:  # noqa: BLE001 - no client yet, or its connection was lost
         _stores.clear()
         _stores[store] = dist.TCPStore(*store, is_master=False, timeout=timedelta(seconds=STORE_SECONDS))
     return _stores[store]

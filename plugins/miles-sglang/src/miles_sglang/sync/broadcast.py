@@ -50,7 +50,7 @@ class BroadcastSender:
             return
         self._backend = "nccl" if torch.cuda.is_available() else "gloo"
         if self._backend == "nccl" and os.environ.get("NCCL_CUMEM_ENABLE") != "0":
-            raise SyncError("NCCL_CUMEM_ENABLE has to be 0 where weights are broadcast from, as SGLang has it",
+            raise SyncError("NCCL_CUMEM_ENABLE must be 0 in the trainer for weight broadcasts, as in SGLang",
                             got=os.environ.get("NCCL_CUMEM_ENABLE", "unset"),
                             fix="start the trainer with NCCL_CUMEM_ENABLE=0")
         self._device = torch.cuda.current_device() if self._backend == "nccl" else None
@@ -152,6 +152,6 @@ def _together(ours: Future, theirs: Sequence[Future], targets: Sequence[Target],
         return ours.result()
     late = [target.name for target, future in zip(targets, theirs, strict=True) if not future.done()]
     cause = ours.exception() if ours.done() else None
-    raise SyncError(f"{', '.join(late) or 'the trainer'} has not {what} within {timeout:g} s",
+    raise SyncError(f"{', '.join(late) or 'the trainer'} had not {what} within {timeout:g} s",
                     got=None if cause is None else str(cause)[:300],
                     fix="look at the engine's log; its hosts and the trainer's have to reach each other")

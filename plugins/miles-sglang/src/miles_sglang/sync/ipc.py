@@ -55,7 +55,7 @@ class IpcSender:
             if not target.gpus:
                 continue
             if ranks[-1] >= rank.size:
-                raise SyncError(f"{target.name} sits on GPUs that no rank of the trainer has", got=list(target.gpus),
+                raise SyncError(f"{target.name} runs on GPUs that no trainer rank uses", got=list(target.gpus),
                                 fix="use --weight-sync broadcast, or as many trainer ranks as GPUs of engines")
             group = dist.new_group(ranks, timedelta(seconds=self.settings.timeout), "gloo") if len(ranks) > 1 else None
             if rank.index in ranks:

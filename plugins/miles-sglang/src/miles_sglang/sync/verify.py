@@ -102,7 +102,7 @@ def check(who: str, url: str, sent: Sums, ranks: Sequence[Mapping], *, layers: i
         raise SyncError(f"{who} does not hold the weights that were sent", who=url, got=_few(problems),
                         fix="it stays paused and serves nothing; report this with the engine's log")
     if comparison.unsent and random:
-        raise SyncError(f"{who} has weights that the trainer never sends; they are random there", who=url,
+        raise SyncError(f"{who} has weights that the trainer never sends; they are random in the engine", who=url,
                         got=_few(comparison.unsent), fix="start the engine with --sglang-load-format auto, so that "
                         "they come from the checkpoint, or add them to the family's weight_map")
     if changed := {rank["names"][i] for rank in ranks for i in rank["changed"]} & set(comparison.unsent):
