@@ -185,7 +185,7 @@ def test_what_cannot_be_loaded_is_named(place, teachers):
     place.refused(2, "holds no critic", *ppo, "--critic-load", "ckpt")
     assert place.run(*ppo, "--save", "both", "--num-rollout", "1", "--run-dir", "runs/c").code == 0
     assert place.run(*ppo, "--critic-load", "both", "--num-rollout", "1", "--run-dir", "runs/d").code == 0
-    place.refused(2, "train a critic that nobody asks ... grpo", "--plugin", "ppo")
+    place.refused(2, "train a critic that no estimator uses ... grpo", "--plugin", "ppo")
     other = place.model()
     tokenizer = other / "tokenizer.json"
     tokenizer.write_text(tokenizer.read_text().replace("<|endoftext|>", "<|end|>"))

@@ -199,7 +199,7 @@ def test_folders_that_are_no_checkpoint(checkpoint, saved, tmp_path):
     (tmp_path / "hf" / "config.json").write_text("{}")
     (tmp_path / "empty").mkdir()
     for folder, text in {
-        tmp_path / "absent": "no such checkpoint folder",
+        tmp_path / "absent": "folder does not exist",
         saved / "iter_0000007": f"one iteration of a checkpoint.*{saved.name}",
         tmp_path / "hf": "Hugging Face directory.*--hf-checkpoint",
         tmp_path / "empty": "not a checkpoint.*--save",
@@ -310,7 +310,7 @@ def test_optimizer_state_of_another_model(checkpoint, session, saved):
     name = next(name for name in held if name.startswith("optimizer.") and "exp_avg" in name)
     for changed, words in (({k: v for k, v in held.items() if k != name}, "no optimizer"),
                            ({**held, name: (7,)}, r"optimizer\S* \[7\] where the model has")):
-        with pytest.raises(CheckpointError, match=f"optimizer state is of another model.*{words}"):
+        with pytest.raises(CheckpointError, match=f"optimizer state belongs to another model.*{words}"):
             index.check(changed, sharded, saved)
 
 

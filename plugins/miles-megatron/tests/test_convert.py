@@ -258,7 +258,7 @@ def test_the_wrong_direction(convert, source, tmp_path):
     for folder in (tmp_path / "dist", tmp_path / "dist" / "iter_0000000"):
         with pytest.raises(CheckpointError, match="no Hugging Face directory.*miles convert dist-to-hf"):
             convert("hf-to-dist", folder, tmp_path / "out")
-    with pytest.raises(CheckpointError, match="Hugging Face directory already.*miles convert hf-to-dist"):
+    with pytest.raises(CheckpointError, match="already a Hugging Face directory.*miles convert hf-to-dist"):
         convert("dist-to-hf", source, tmp_path / "out", "--hf-checkpoint", source)
     (tmp_path / "nothing").mkdir()
     with pytest.raises(CheckpointError, match="this is not a checkpoint"):
@@ -290,7 +290,7 @@ def test_damaged_sources(convert, source, tmp_path):
         convert("dist-to-hf", tmp_path / "dist", tmp_path / "out", "--hf-checkpoint", source)
     file = next(source.glob("*.safetensors"))
     file.write_bytes(file.read_bytes()[:-1])
-    with pytest.raises(CheckpointError, match="lie outside of the file"):
+    with pytest.raises(CheckpointError, match="lies outside of the file"):
         convert("hf-to-dist", source, tmp_path / "out")
     assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".tmp*"))
 

@@ -99,7 +99,7 @@ def test_what_the_checkpoint_contradicts_is_refused(folder):
 @pytest.mark.parametrize(("options", "perf", "said"), [
     ({"num_layers": 0}, {}, "at least one layer"),
     ({"loss_scaling_factor": -1.0}, {}, "should not be negative"),
-    ({}, {"pipeline_model_parallel_size": 2}, "on one stage"),
+    ({}, {"pipeline_model_parallel_size": 2}, "on the same stage"),
     ({"enable_training": True}, {"context_parallel_size": 2}, "whole sequences"),
 ])  # fmt: skip
 def test_options_that_cannot_be_meant_are_refused(options, perf, said):

@@ -70,13 +70,13 @@ REFUSED = [
     ("nothing to do.*--use-opd", {"opd_teacher_load": "/tmp"}, {"estimator": "grpo"}),
     ("old log-probs", {"opd_teacher_load": "/tmp"}, {"skip_actor_forward_only": True}),
     ("asks a server", {"opd_teacher_load": "/tmp"}, {"rm_type": [ESTIMATOR]}),
-    ("nobody would ask.*--rm-type", SERVER, {}),
+    ("never be queried.*--rm-type", SERVER, {}),
     ("temperature 1", SERVER, {"rm_type": [ESTIMATOR], "temperature": 0.7}),
     ("only-teacher", {**SERVER, "opd_log_prob_top_k": 4}, {"rm_type": [ESTIMATOR]}),
     ("at least 0", {"opd_teacher_load": "/tmp", "opd_log_prob_top_k": -1}, {}),
     ("at least 0", {"opd_teacher_load": "/tmp", "opd_kl_coef": float("nan")}, {}),
     ("above 0", {"opd_teacher_load": "/tmp", "opd_teacher_timeout": 0}, {}),
-    ("no baseline", {"opd_teacher_load": "/tmp", "opd_top_k_baseline": True}, {}),
+    ("baseline needs top-k", {"opd_teacher_load": "/tmp", "opd_top_k_baseline": True}, {}),
 ]
 
 

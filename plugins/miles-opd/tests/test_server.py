@@ -122,7 +122,7 @@ def test_a_samples_metadata_names_its_teacher(served):
     assert len(ask(urls, sample(opd_teacher="maths"))["teacher_log_probs"]) == 3
     with pytest.raises(RewardError, match="400"):
         ask(urls, sample())
-    with pytest.raises(RewardError, match="teacher that nobody named.*poetry.*maths, default"):
+    with pytest.raises(RewardError, match="unknown teacher.*poetry.*maths, default"):
         ask(urls, sample(opd_teacher="poetry"))
 
 

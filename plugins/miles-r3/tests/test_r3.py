@@ -104,8 +104,8 @@ def test_routes_are_those_of_the_answer_and_not_of_its_buffer():
     (("--moe-router-fusion",), "fused router.*moe_router_fusion"),
     (("--moe-router-load-balancing-type", "sinkhorn"), "Sinkhorn"),
     (("--r3.compare-every", -1), "counts rollouts.*-1"),
-    (("--use-routing-replay", "--use-rollout-logprobs"), "log-prob pass, and there is none"),
-    (("--use-routing-replay", "--skip-actor-forward-only"), "log-prob pass, and there is none"),
+    (("--use-routing-replay", "--use-rollout-logprobs"), "log-prob pass, which this run does not have"),
+    (("--use-routing-replay", "--skip-actor-forward-only"), "log-prob pass, which this run does not have"),
     (("--use-routing-replay", "--r3.compare-every", 2), "compare_every is about the engine"),
 ])
 def test_what_cannot_be_replayed_is_refused(folder, flags, message):
@@ -218,7 +218,7 @@ def test_a_recompute_whose_routes_were_not_kept_is_an_error():
     def free(scores, topk, **_):
         return torch.topk(scores, topk, dim=1)
 
-    with pytest.raises(TrainError, match="computed again, and its routing was not kept"):
+    with pytest.raises(TrainError, match="recomputed, but its routing was not recorded"):
         Replay(2, routers).get_replay_topk(torch.randn(3, 4), 2, default_compute_topk=free)
     routers.in_step = False
     assert Replay(2, routers).get_replay_topk(torch.randn(3, 4), 2, default_compute_topk=free)[1].shape == (3, 2)

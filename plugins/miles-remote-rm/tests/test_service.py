@@ -222,7 +222,7 @@ def test_what_another_attempt_may_mend_is_tried_again(act):
     (answers(True), "holds no number (got HTTP 200: true)"),
     (answers([1.0]), "holds no number"),
     (pours, "has more than 1048576 bytes (got HTTP 200: 111"),
-    (raw(b"SSH-2.0-OpenSSH_9.6\r\n\r\n"), "does not speak HTTP"),
+    (raw(b"SSH-2.0-OpenSSH_9.6\r\n\r\n"), "is not HTTP"),
 ])
 def test_anything_else_is_an_error_at_once_and_names_all(act, words):
     with serving(act) as server, pytest.raises(RewardError) as caught:

@@ -224,7 +224,7 @@ def test_an_answer_must_be_text_that_is_not_empty(checkpoint, row):
 
 
 def test_an_answer_needs_something_before_it(checkpoint):
-    with pytest.raises(DataError, match="nothing before it"):
+    with pytest.raises(DataError, match="no tokens precede"):
         generate(plugin(checkpoint), metadata={"response": "x"})
 
 

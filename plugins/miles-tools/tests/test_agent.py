@@ -405,7 +405,7 @@ def test_what_an_agent_tells_is_numbers(result, numbers):
 
 
 @pytest.mark.parametrize("options, rollout, words", [
-    ({}, {}, "needs one agent.*neither"),
+    ({}, {}, "exactly one agent.*neither"),
     ({"agent": "a.py:f", "agent_command": ["a"]}, {}, "a function and a program"),
     ({"agent": "a.py"}, {}, "FILE.py:FUNCTION"), ({"agent": "a.py:f-g"}, {}, "FILE.py:FUNCTION"),
     ({"agent": "nowhere.py:f"}, {}, "no such file"), ({"agent": "no_such_package.sub:f"}, {}, "no such file or pack"),
@@ -419,7 +419,7 @@ def test_settings_that_cannot_be_are_refused(options, rollout, words):
 
 
 @pytest.mark.parametrize("source, words", [
-    ("agent = 3", "is no function"), ("x = 1", "has no 'agent'"), ("import no_such_package", "No module named"),
+    ("agent = 3", "not a function"), ("x = 1", "has no 'agent'"), ("import no_such_package", "No module named"),
     ("def agent(base_url, model):\n    pass", "takes 'model'"), ("def agent(:", "SyntaxError"),
 ])
 def test_a_function_that_cannot_be_called_is_refused(function, source, words):

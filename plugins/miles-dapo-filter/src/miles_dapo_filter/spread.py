@@ -49,4 +49,6 @@ def keep_spread(group: Group, min_std: float, penalty: Callable[[Sample], float]
 
 def kind_of(rewards: list[float]) -> str:
     """"all_right" where every raw reward is at least 1, "all_wrong" where none is above 0, else "alike"."""
-    return "all_right" if min(rewards) >= 1 else "all_wrong" if max(rewards) <= 0 else "alike"
+    if min(rewards) >= 1:
+        return "all_right"
+    return "all_wrong" if max(rewards) <= 0 else "alike"

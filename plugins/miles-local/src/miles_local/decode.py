@@ -110,7 +110,7 @@ class Cache:
         self.clear()
 
     def clear(self) -> None:
-        """Let the memory go."""
+        """Free the memory."""
         self.rows = self.width = 0
         self.k: list[torch.Tensor] = []
         self.v: list[torch.Tensor] = []

@@ -42,7 +42,7 @@ STOP_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """What the thread shall do between two steps, and who waits for it."""
+    """What the thread does between two steps, and the future of the caller."""
 
     run: Callable[[], object]
     done: Future | None = None
@@ -252,7 +252,7 @@ class LocalEngine:
         await asyncio.wrap_future(done)
 
     def _post(self, command: Command) -> None:
-        """Queue a command; without a thread to take it, answer everybody."""
+        """Queue a command; without a thread to run it, fail every waiting call."""
         with self._wake:
             self._commands.append(command)
             self._wake.notify()
@@ -312,7 +312,7 @@ class LocalEngine:
             self._commands.popleft()
 
     def _decode(self) -> None:
-        """Admit who waits, as far as there is room, then one token for every row."""
+        """Admit waiting requests as far as there is room, then draw one token for every row."""
         if self._waiting and self._batch.room:
             joining = [self._waiting.popleft() for _ in range(min(len(self._waiting), self._batch.room))]
             self._finish(self._batch.admit(joining, self._weights, self.version))
@@ -353,7 +353,7 @@ class LocalEngine:
             seq.answer.set_result(self._response(seq, "abort"))
 
     def _retract(self) -> None:
-        """Everything that runs waits again, in the order of arrival; its caches are recomputed when it is admitted."""
+        """Running requests wait again, in the order of arrival; its caches are recomputed when it is admitted."""
         running = sorted(self._batch.seqs, key=lambda seq: seq.order)
         self._batch.remove(running)
         self._waiting.extendleft(reversed(running))
@@ -376,7 +376,7 @@ class LocalEngine:
         self._running = False
 
     def _reject(self) -> None:
-        """Nobody may wait for a thread that is gone: fail every call that is left."""
+        """The thread has ended: fail every call that still waits."""
         with self._wake:
             commands, self._commands = self._commands, deque()
             left = [command.done for command in commands if command.done is not None]

@@ -129,7 +129,7 @@ def _restrict(log_probs: torch.Tensor, draws: Draws) -> torch.Tensor:
 
 
 def check(sampling: SamplingParams, name: str) -> None:
-    """Refuse parameters that mean nothing.
+    """Reject invalid parameters.
 
     Raises:
         EngineError: naming the parameter.

@@ -116,7 +116,9 @@ def eos_ids(config, folder: Path) -> frozenset[int]:
     with reading(str(path), CheckpointError):
         if path.is_file():
             eos = parse_json(path.read_text(encoding="utf-8")).get("eos_token_id", eos)
-        return frozenset(map(int, () if eos is None else [eos] if isinstance(eos, int) else eos))
+        if eos is None:
+            return frozenset()
+        return frozenset(map(int, [eos] if isinstance(eos, int) else eos))
 
 
 def _matrix(*shape: int, dtype: torch.dtype) -> torch.Tensor:

@@ -237,7 +237,7 @@ def _named(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Mo
 
 @contextlib.contextmanager
 def write_errors(target: Path) -> Iterator[None]:
-    """Turn what a failed write becomes on its way through torch and Megatron back into what it was.
+    """Translate a failed write, as torch and Megatron report it, back into its original error.
 
     An OSError arrives as the text of a RuntimeError in a collective error; torch's zip writer reports any failed
     write as an "unexpected pos".

@@ -1,4 +1,4 @@
-"""What the trainer would compute in silence otherwise than the engine, or than the run means."""
+"""Settings under which the trainer would silently compute something other than the engine does or the run means."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def check_trainer(config: RunConfig, note: Callable[[str], None]) -> RunConfig:
 def _computed(hf_config: Mapping[str, object], origin: str) -> None:
     """
     Raises:
-        ConfigError: config.json asks for what the family is not built with.
+        ConfigError: config.json asks for a feature that the family does not implement.
     """
     family, rope = str(hf_config.get("model_type")), hf_config.get("rope_scaling") or hf_config.get("rope_parameters")
     rope = rope if isinstance(rope, Mapping) else {}

@@ -262,7 +262,7 @@ def _parameters(job: Job) -> list[Parameter]:
 
 
 async def drive(handle: Handle, progress: Callable[[int, int], object]) -> tuple[int, int]:
-    """Have a Conversion done, here or on the ranks behind a handle.
+    """Run a Conversion, here or on the ranks behind a handle.
 
     Args:
         progress: told (bytes written, bytes in all) now and then, of the processes behind the handle.

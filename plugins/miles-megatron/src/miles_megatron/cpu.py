@@ -213,7 +213,7 @@ class InProcess:
 
 
 def install() -> None:
-    """Mend megatron.core from now on; call it before the first import of megatron.core. Idempotent.
+    """Patch megatron.core from now on; call it before the first import of megatron.core. Idempotent.
 
     Raises:
         ConfigError: megatron.core was imported before.

@@ -235,7 +235,7 @@ def rotary(
     partial_factor = float(rope.get("partial_rotary_factor", 1.0))
     if partial_factor != 1 and not partial:
         raise _unsupported(hf, "partial_rotary_factor other than 1", partial_factor)
-    read = {} if scaling == "default" else _YARN if scaling == "yarn" else _SCALED
+    read = {"default": {}, "yarn": _YARN}.get(scaling, _SCALED)
     scaled = {ours: rope[name] for name, ours in read.items() if rope.get(name) is not None}
     if scaling == "yarn":
         scaled = {"low": 1.0, "high": 32.0, "original": hf.max_position_embeddings, **scaled}

@@ -146,7 +146,9 @@ def _sum(parts: Mapping[str, float]) -> str:
 def capacity_of(config: RunConfig) -> float | None:
     """Bytes of a GPU: --gpu-memory-gib, else those of this machine's smallest; None without either."""
     stated = config.perf.gpu_memory_gib
-    return stated * GIB if stated is not None else _smallest() if gpus() else None
+    if stated is not None:
+        return stated * GIB
+    return _smallest() if gpus() else None
 
 
 @functools.cache

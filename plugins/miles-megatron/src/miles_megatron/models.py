@@ -95,7 +95,7 @@ class Models:
         return Resume(iteration, state, f"{paths.load} (rollout {iteration})")
 
     def place(self, name: str) -> ModelOnRank:
-        """The model on this rank that is a model, or the actor, into whose place it is swapped for its passes.
+        """The ModelOnRank of a name, or the actor, into whose place that model is swapped for its passes.
 
         Raises:
             ConfigError: there is no such model.
@@ -107,7 +107,7 @@ class Models:
 
     @contextmanager
     def at(self, name: str) -> Iterator[ModelOnRank]:
-        """The model on this rank that holds the weights of `name` inside.
+        """The ModelOnRank that holds the weights of `name` inside.
 
         Raises:
             ConfigError: there is no such model.

@@ -74,7 +74,9 @@ def implementation(wanted: str | None, bf16: bool) -> str:
     if wanted not in (None, LOCAL, TRANSFORMER_ENGINE):
         raise ConfigError("transformer_impl should be local or transformer_engine", got=wanted,
                           who="--transformer-impl", fix="write one of them, or leave it out")
-    missing = "a GPU" if cpu.no_cuda() else "the package transformer_engine" if cpu.no_transformer_engine() else None
+    missing = "the package transformer_engine" if cpu.no_transformer_engine() else None
+    if cpu.no_cuda():
+        missing = "a GPU"
     if missing is not None and wanted == TRANSFORMER_ENGINE:
         logger.warning("transformer_impl = transformer_engine needs %s: Megatron's local layers train instead", missing)
     default = TRANSFORMER_ENGINE if bf16 else LOCAL

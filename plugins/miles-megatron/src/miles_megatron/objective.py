@@ -18,7 +18,7 @@ Shares = dict[str, torch.Tensor]
 
 
 class Objective:
-    """What an optimizer step of one model descends.
+    """The objective of one model's optimizer step.
 
     Args:
         policy_loss: of the actor's objective the run's own by default, with its terms and token weights; another

@@ -1,4 +1,4 @@
-"""A model's memory handed over and taken back: weights, gradients and optimizer state leave the device as storages.
+"""Offload and onload a model: weights, gradients and optimizer state leave the device as storages.
 
 The storage of a tensor is copied to the host and given up; the tensors stay what they are, views of one another
 included, and see the same bytes once the storage has some again. Megatron's buffers, the parameters in them, the shards
@@ -58,7 +58,7 @@ def synchronise() -> None:
 
 
 class Offload:
-    """What one model has on the device and what is away.
+    """What one model holds on the device, and what is offloaded.
 
     Host copies are made at the first `offload` and kept for the next.
 
@@ -72,7 +72,7 @@ class Offload:
         self._copies: dict[int, torch.Tensor] = {}
 
     def offload(self, tags: Sequence[str]) -> None:
-        """Let go of what the tags name; what is away stays away.
+        """Move what the tags name off the device; what is already offloaded stays so.
 
         Raises:
             ConfigError: an unknown tag.
@@ -93,7 +93,7 @@ class Offload:
                 storage.resize_(0)
 
     def onload(self, tags: Sequence[str]) -> None:
-        """Take back what the tags name; gradients are zero.
+        """Move what the tags name back to the device; gradients are zero.
 
         Raises:
             ConfigError: an unknown tag.

@@ -1,5 +1,4 @@
-"""What fails in a phase of training, in words: which rank had too little memory, and what of the options Megatron-core
-cannot do."""
+"""Errors of a training phase explained: the rank that ran out of memory, or what Megatron-core does not support."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ STATE = ("load", "onload")
 
 @contextmanager
 def explained(phase: str, rank: int, config: RunConfig, *, starting: bool = False) -> Iterator[None]:
-    """Name the phase and the rank of a shortage of memory inside; and the options that Megatron-core stumbles over.
+    """Name the phase and rank of an out-of-memory error inside, and the options that Megatron-core fails on.
 
     Args:
         starting: no step has been made yet, so that an error in Megatron-core is taken for one of its options.

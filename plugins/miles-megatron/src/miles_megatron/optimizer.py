@@ -71,7 +71,7 @@ class OptimizerOptions:
     def __post_init__(self):
         """
         Raises:
-            ConfigError: a style or number that cannot be meant.
+            ConfigError: an unknown style or an invalid number.
         """
         if self.lr_decay_style not in STYLES:
             raise ConfigError("unknown learning-rate schedule", got=self.lr_decay_style, who="--lr-decay-style",
@@ -140,7 +140,7 @@ def _fields(kind: type, overrides: Mapping[str, object], **ours: object) -> dict
 
 @contextmanager
 def _refusals(who: str) -> Iterator[None]:
-    """What Megatron refuses becomes an error of the configuration."""
+    """Turn Megatron's rejection into a ConfigError."""
     try:
         yield
     except (AssertionError, ValueError, ImportError, TypeError, NotImplementedError) as error:

@@ -117,7 +117,7 @@ class MegatronTrainer:
         self._starting = False
         names = self.models.actor.without_effect(unread.end())
         if names and self.rank.index == 0:
-            logger.warning("%s: has no effect: nothing in this run reads it", ", ".join(
+            logger.warning("%s: no effect, as nothing in this run reads it", ", ".join(
                 f"{who(self.config, f'megatron.{name}')} = {self.config.surface('megatron')[name]}" for name in names))
 
     def end_batch(self) -> Batch | None:

@@ -149,7 +149,9 @@ def compare(one: Record, other: Record) -> Comparison:
 def span(rollouts: Iterable[int]) -> str:
     """Rollouts for people: "0 to 9", or "none"."""
     ordered = sorted(rollouts)
-    return "none" if not ordered else str(ordered[0]) if len(ordered) == 1 else f"{ordered[0]} to {ordered[-1]}"
+    if not ordered:
+        return "none"
+    return str(ordered[0]) if len(ordered) == 1 else f"{ordered[0]} to {ordered[-1]}"
 
 
 def _by_hashes(rollout_id: int, one: Record, other: Record) -> Difference:

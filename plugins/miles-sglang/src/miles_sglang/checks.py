@@ -1,4 +1,4 @@
-"""What SGLang's servers would do in silence otherwise than the run means. What they refuse by themselves is theirs."""
+"""Settings that SGLang's servers would silently interpret differently from the run; what they reject is not checked."""
 
 from __future__ import annotations
 

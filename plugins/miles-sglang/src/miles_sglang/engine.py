@@ -318,7 +318,7 @@ class SglangEngine:
         return answers, versions
 
     def _check_version(self, answer: Answer, oldest: int, newest: int | None = None) -> int:
-        """The version that an answer says; before the first sync a server may call its weights anything."""
+        """The version stated in an answer; before the first sync a server may call its weights anything."""
         if self.version == 0:
             return 0
         if answer.version.isdecimal() and oldest <= int(answer.version) <= (newest or int(answer.version)):
@@ -359,7 +359,7 @@ class SglangEngine:
                           fix="look at its log")
 
     async def _guarded(self, watch: Coroutine) -> None:
-        """A watch that cannot go on ends the run: whoever waits for an answer gets its error."""
+        """Run a watch; if it fails, every waiting request gets its error."""
         try:
             await watch
         except Exception as error:  # noqa: BLE001 - whatever it is, otherwise no task would watch the servers

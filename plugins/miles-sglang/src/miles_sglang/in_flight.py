@@ -262,7 +262,9 @@ def _computed_again(answers: Sequence[Answer], versions: Sequence[int]) -> np.nd
 
 
 def _ids(value: Any) -> list[int]:
-    return [] if value is None else list(value) if isinstance(value, list) else [value]
+    if value is None:
+        return []
+    return list(value) if isinstance(value, list) else [value]
 
 
 def _joined(parts: list[np.ndarray], dtype: type) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Launch: how one server comes up and goes down, on the hosts of the placement or where it is already running."""
+"""Launching and ending one server, on the hosts of the placement or where it is already running."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Router: what stands in front of several servers and spreads requests over them.
+"""The router in front of several servers, which spreads requests over them.
 
 Our own is a process beside the driver, smg or sglang-router, that is started again at the same port when it ends. One
 that runs already is used by either of two protocols: /workers, or /add_worker, /remove_worker and /list_workers.
@@ -108,7 +108,7 @@ class Router:
         await self._until(url, listed=False)
 
     async def ill(self, timeout: float | None) -> str | None:
-        """Why it counts as dead, None while it does not; with a `timeout` it is asked, too."""
+        """Why it counts as dead; None otherwise. With a `timeout` it is also queried."""
         if self.own and (code := self._process.exit_code()) is not None:
             return f"its process ended with code {code}"
         if timeout is None:

@@ -26,7 +26,7 @@ HOST_TIMEOUT = 60.0
 
 
 async def _nothing() -> None:
-    """Nobody brings weights to restarted servers."""
+    """Restarted servers get no weights."""
 
 
 class ServerPool:
@@ -84,7 +84,7 @@ class ServerPool:
             await self.route()
 
     def usable(self, server: Server) -> bool:
-        """Its answers are from the weights that they should be from."""
+        """Whether a server is alive and serves the current weights."""
         trained = self.version > 0 or self._config.debug.debug_rollout_only
         return server.alive and server.version == self.version and trained
 
@@ -97,7 +97,7 @@ class ServerPool:
         return [(self.router, most * len(usable))] if self.router.alive else []
 
     async def each(self, call: Callable[[Server], Coroutine], servers: Iterable[Server] | None = None) -> None:
-        """Tell servers something; one that does not obey is ended, and its watch starts it again."""
+        """Call servers concurrently; one whose call fails is ended, and its watch restarts it."""
         async def tell(server: Server) -> None:
             try:
                 await call(server)
@@ -116,7 +116,7 @@ class ServerPool:
         await asyncio.gather(*(client.abort(rid) for client in clients for rid in each), return_exceptions=True)
 
     async def confirm(self, servers: Sequence[Server], version: int, *, flush: bool) -> None:
-        """See that servers have these weights, empty their caches, and take them into use.
+        """Verify that servers have these weights, flush their caches, and put them into use.
 
         One whose process has ended meanwhile holds nothing: its watch starts it again, and it is brought up to date.
 
@@ -130,7 +130,7 @@ class ServerPool:
                 server.version = version
 
     async def route(self) -> None:
-        """Have the router know every server in use; they have to draw tokens, for it asks them for one.
+        """Register every server in use with the router, which probes each for one token.
 
         Raises:
             EngineError: the router lives and does not take one.
@@ -157,7 +157,7 @@ class ServerPool:
                         await self.router.remove(server.url)
 
     async def watch(self, server: Server) -> None:
-        """Look after a server for ever: revive it when it is dead, bring it weights when it has others.
+        """Watch a server forever: restart it when it dies, and update it when its weights are stale.
 
         Raises:
             EngineError: it cannot be revived.
@@ -173,7 +173,7 @@ class ServerPool:
                         await self.recover()
 
     async def watch_router(self) -> None:
-        """Look after the router for ever.
+        """Watch the router forever.
 
         Raises:
             EngineError: it cannot be started again.
@@ -212,7 +212,7 @@ class ServerPool:
                                        self._config.perf.rollout_num_gpus_per_engine))
 
     async def _ill(self, server: Server) -> str | None:
-        """Why a server counts as dead, None while it does not. Looks at exit codes; at times asks it, too."""
+        """Why a server counts as dead; None otherwise. Checks exit codes and, at intervals, queries the server."""
         if server.fault is not None:
             return server.fault
         if (why := await exited(server)) is not None:

@@ -29,7 +29,7 @@ SECONDS = 60.0
 
 
 def ask(job: Callable[..., dict[str, Any]], *args: object) -> dict[str, Any]:
-    """What a job of this module gives in a fork of the bare process.
+    """What a job of this module gives in a fork of the fresh process.
 
     Raises:
         AssertionError: the job raised, died or took too long; shows its traceback.

@@ -1,4 +1,4 @@
-"""Survival: whether a run that was killed and resumed is the run that was not."""
+"""Kill and resume: whether a killed and resumed run gives the same result as one that was never killed."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from miles_testing.tiny import run_file
 
 
 class PluginUnderTest:
-    """A plugin and how it is enabled; everything about it is found out when it is first asked for.
+    """A plugin and how it is enabled; its properties are computed on first access.
 
     Args:
         plugin: its name, or the path of its file.

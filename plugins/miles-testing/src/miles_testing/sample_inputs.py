@@ -202,7 +202,9 @@ def loss_inputs(flat: Sequence[Sample]) -> Any:
 def callables(hooks: Hooks, hook: str) -> dict[str, Callable[..., Any]]:
     """Name -> what a role has bound for a hook; for hooks without names, one called like the hook."""
     bound = getattr(hooks, hook)
-    return bound if isinstance(bound, dict) else {hook: bound} if bound else {}
+    if isinstance(bound, dict):
+        return bound
+    return {hook: bound} if bound else {}
 
 
 def call(hook: str, bound: Callable[..., Any], arguments: Sequence[object]) -> object:

@@ -181,7 +181,9 @@ def figures_of(result: object) -> dict[str, float]:
     Raises:
         AgentFailed: anything else, or a number that is not finite.
     """
-    figures = {} if result is None else result if isinstance(result, Mapping) else {"reward": result}
+    figures = result if isinstance(result, Mapping) else {"reward": result}
+    if result is None:
+        figures = {}
     try:
         numbers = {str(name): float(value) for name, value in figures.items() if hasattr(value, "__float__")}
         finite = len(numbers) == len(figures) and all(map(math.isfinite, numbers.values()))

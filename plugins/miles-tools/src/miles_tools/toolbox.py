@@ -152,5 +152,7 @@ class Toolbox:
             return Answer("\n".join(filter(None, (outcome.output.rstrip(), explain(outcome, self._sandbox.limits)))),
                           failed=True, seconds=outcome.seconds)
         value = outcome.value
-        text = "" if value is None else value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        if value is None:
+            text = ""
         return Answer((outcome.output + text).rstrip("\n"), seconds=outcome.seconds)

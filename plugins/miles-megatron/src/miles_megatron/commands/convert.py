@@ -200,7 +200,7 @@ def _bar(shown: bool) -> Iterator[Callable[[int, int], object]]:
 
 @contextlib.contextmanager
 def _made(out: Path) -> Iterator[None]:
-    """A folder that is made inside for nothing does not stay."""
+    """Remove a folder created inside if the block fails."""
     existed = out.exists()
     try:
         yield

@@ -26,14 +26,14 @@ def offered() -> dict[str, str]:
 
 
 def taken(out: Path) -> CheckpointError:
-    """What to say of a target that is there already."""
+    """The error for a target that already exists."""
     return CheckpointError("the target already exists", who=str(out), fix="give a folder that does not exist yet")
 
 
 def check_free(out: Path) -> None:
     """
     Raises:
-        CheckpointError: the target is something else than an empty folder.
+        CheckpointError: the target exists and is not an empty folder.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise taken(out)

@@ -84,7 +84,9 @@ class Diagnosis:
             return "neither"
         worst = self.findings[0].severity
         sides = {finding.side for finding in self.findings if finding.severity == worst} - {"neither"}
-        return "neither" if not sides else sides.pop() if len(sides) == 1 else "both"
+        if not sides:
+            return "neither"
+        return sides.pop() if len(sides) == 1 else "both"
 
     @property
     def exit_code(self) -> int:
@@ -131,6 +133,7 @@ def _state(run: Record) -> str:
     if run.end is not None:
         status = str(run.end.get("status"))
     else:
-        status = "running" if run.holder is not None else "killed" if starts else "not started"
+        ended = "killed" if starts else "not started"
+        status = "running" if run.holder is not None else ended
     of = starts[-1].get("rollouts") if starts else None
     return f"{status}, {len(run.metrics)}{f' of {of}' if of else ''} rollouts done"

@@ -1,4 +1,4 @@
-"""What all senders to SGLang servers do alike: settings, looking at the servers, the last call that verifies."""
+"""What all senders to SGLang servers share: settings, looking at the servers, the last call that verifies."""
 
 from __future__ import annotations
 
