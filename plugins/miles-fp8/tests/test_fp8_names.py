@@ -216,6 +216,6 @@ def test_sglang_is_sent_no_weights_with_one_scale_each(folder, tmp_path):
     CliRunner().invoke(command, ["hf-to-fp8", str(folder), str(out), "--recipe", "tensorwise"])
     flags = ["--hf-checkpoint", str(out), "--ref-load", "plain", "--prompt-data", "y",
              "--rollout-batch-size", "2", "--num-rollout", "1", "--rm-type", "math"]
-    with pytest.raises(ConfigError, match="cannot be given new ones"):
+    with pytest.raises(ConfigError, match="cannot load new ones"):
         prepare(None, [*flags, "--engine", "sglang"])
     assert list(Fp8(Fp8Options(), prepare(None, flags).config).export_weights(iter(()))) == []

@@ -256,7 +256,7 @@ def test_what_is_there_is_left_alone(convert, source, tmp_path):
 def test_the_wrong_direction(convert, source, tmp_path):
     convert("hf-to-dist", source, tmp_path / "dist")
     for folder in (tmp_path / "dist", tmp_path / "dist" / "iter_0000000"):
-        with pytest.raises(CheckpointError, match="no Hugging Face directory.*miles convert dist-to-hf"):
+        with pytest.raises(CheckpointError, match="got no config.json.*miles convert dist-to-hf"):
             convert("hf-to-dist", folder, tmp_path / "out")
     with pytest.raises(CheckpointError, match="already a Hugging Face directory.*miles convert hf-to-dist"):
         convert("dist-to-hf", source, tmp_path / "out", "--hf-checkpoint", source)

@@ -301,7 +301,7 @@ def config(**rollout):
 
 @pytest.mark.parametrize(("options", "rollout", "words"), [
     ({"tools": []}, {}, "generator tools"),
-    ({"tools": ["clac"]}, {}, "no such built-in tool (got clac). Fix: one of calc, python"),
+    ({"tools": ["clac"]}, {}, "no such built-in tool (got clac). Fix: use one of calc, python"),
     ({"tools": ["nowhere.py"]}, {}, "the file of tools cannot be read"),
     ({"tools": ["calc", "calc"]}, {}, "two tools are called 'calc'"),
     ({"tools": ["calc"], "ending_tools": ["submit"]}, {}, "unknown tool"),

@@ -103,7 +103,7 @@ def test_a_plan_as_json(call):
     (("--engine-dtype", "int8"), "should be one of float32, bfloat16"),
     (("--plugin", "grppo"), "did you mean 'grpo'"),
     (("--plugin", "./nothing.py"), "cannot be read"),
-    (("--sglang-config", "x.yaml"), "does not apply here"),
+    (("--sglang-config", "x.yaml"), "has no place here"),
     (("--sglang-mem-fraction-statik", "0.7"), "did you mean --sglang-mem-fraction-static"),
     (("--num-steps-per-rollout", "3"), "do not divide"),
     (("--prompt-source", "parquet"), "nobody enabled offers the prompt_source 'parquet'"),
