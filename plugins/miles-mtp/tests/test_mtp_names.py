@@ -88,7 +88,7 @@ def test_fresh_layers_have_names_that_a_draft_reads(folder):
 
 def test_what_the_checkpoint_contradicts_is_refused(folder):
     there = folder(*PUBLISHED["nextn"])
-    with pytest.raises(ConfigError, match=r"another number of multi-token-prediction layers \(got 2\)"):
+    with pytest.raises(ConfigError, match=r"number of multi-token-prediction layers \(got 2\)"):
         layers_of(there, 1, "auto")
     with pytest.raises(ConfigError, match=r"\(got nextn\)"):
         layers_of(there, None, "mtp")

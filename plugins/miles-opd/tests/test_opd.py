@@ -65,7 +65,7 @@ REFUSED = [
     ("in the trainer or behind a server", {"opd_teacher_load": "/tmp", **SERVER}, {}),
     ("names no teacher.*--opd-teacher-urls", {"opd_type": "sglang", "opd_teacher_load": "/tmp"}, {}),
     ("names no teacher.*--opd-teacher-load", {"opd_type": "megatron", **SERVER}, {}),
-    ("no such teacher", {"opd_teacher_load": "/no/where"}, {}),
+    ("/no/where", {"opd_teacher_load": "/no/where"}, {}),
     ("count twice", {"opd_teacher_load": "/tmp", "use_opd": True}, {}),
     ("nothing to do.*--use-opd", {"opd_teacher_load": "/tmp"}, {"estimator": "grpo"}),
     ("old log-probs", {"opd_teacher_load": "/tmp"}, {"skip_actor_forward_only": True}),

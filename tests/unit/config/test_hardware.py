@@ -69,7 +69,7 @@ def test_the_plan_says_what_colocate_implies_and_where_it_is_from(plan):
 
 
 @pytest.mark.parametrize(("given", "note"), [
-    (4, "--rollout-num-gpus is not needed with --colocate"), (2, "2 of the trainer's 4 GPUs are idle while engines sample"),
+    (4, "--rollout-num-gpus is not needed with --colocate"), (2, "2 of the trainer's 4 GPUs are idle"),
 ])
 def test_gpus_of_colocated_engines_are_noted(plan, given, note):
     made = plan(*SGLANG, "--colocate", "--actor-num-gpus-per-node", 4, "--rollout-num-gpus", given)
