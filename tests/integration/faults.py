@@ -64,7 +64,7 @@ FAULTS = {
                                timeout=3),
     "partial sync": Fault("the weights are incomplete (got 1 of 24 tensors are missing, such as model.", SYNC),
     "NaN weights": Fault("not finite", SYNC),
-    "flipped bit": Fault("weights were corrupted in shared memory", (*RANK, "--weight-sync", "faulty")),
+    "flipped bit": Fault("weights changed on their way through shared memory", (*RANK, "--weight-sync", "faulty")),
     "rank kill": Fault("the process 'trainer' died in step()", (*RANK, "--max-restarts", "1"), "completed"),
     "rank hang": Fault("the trainer did not finish step() within 12 s", (*RANK, "--trainer-timeout", "12"), timeout=12),
     "loss NaN": Fault("policy loss 'faulty': the loss of train prompt ... is not finite",

@@ -82,7 +82,7 @@ def test_load_of_one_iteration(place):
 
 def test_tracker_of_a_missing_iteration(place):
     (place.saved() / "latest_checkpointed_iteration.txt").write_text("7\n")
-    place.refuses(2, "latest_checkpointed_iteration.txt: the tracker names iteration 7, which does not exist "
+    place.refuses(2, "latest_checkpointed_iteration.txt: the tracker names iteration 7, which is not there "
                   "... iter_0000001", "--load", "ckpt")
 
 

@@ -248,7 +248,7 @@ def test_a_service_that_is_too_slow_is_named(act):
     with serving(act) as server, pytest.raises(RewardError) as caught:
         score(server, rm_request_timeout=0.3)
     assert 0.3 <= time.monotonic() - begin < 2
-    assert f"{server.url}: the reward service returned no reward for train prompt 3 (row 5), sample" in str(caught.value)
+    assert caught.value.who == server.url and "train prompt 3 (row 5), sample" in str(caught.value)
     assert "within 0.3 s (got no answer to attempt 1)" in str(caught.value)
 
 

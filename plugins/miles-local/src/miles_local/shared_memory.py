@@ -168,7 +168,7 @@ class SharedMemory:
                 while "end" not in (message := line.hear()):
                     memory, begin = self._mapped(message["file"], message["bytes"]), time.perf_counter()
                     if zlib.crc32(memory[: message["size"]].numpy()) != message["crc"]:
-                        raise SyncError("weights were corrupted in shared memory", who=message["file"],
+                        raise SyncError("weights changed on their way through shared memory", who=message["file"],
                                         fix="resume from the last checkpoint, and test the machine's memory")
                     seconds[0] += time.perf_counter() - begin
                     yield from Bucket(memory, message["tensors"]).views()

@@ -35,7 +35,7 @@ def check(folder: Path, rank: int = 0, ranks: int = 1) -> None:
             file.seek(begin)
             data = file.read(size)
         if size is not None and len(data) != size or data.startswith(ZIP) and _damaged(data):
-            raise CheckpointError("the checkpoint cannot be read: its bytes are not those that were written",
+            raise CheckpointError("the checkpoint cannot be read: bytes of it are not those that were written",
                                   got=f"{len(data)} bytes from {begin} on", who=str(path),
                                   fix="check the disk, and use an earlier iteration")
 

@@ -232,13 +232,13 @@ def _architecture(declared: Model, config: RunConfig) -> Path:
 
 
 def _options(config: RunConfig, declared: Model) -> optimizer.OptimizerOptions:
-    options = dataclasses.replace(config.optimizer, **declared.optimizer)
+    optimizer_ = dataclasses.replace(config.optimizer, **declared.optimizer)
     rollouts = config.rollout.num_rollout or 1
     return optimizer.OptimizerOptions(
-        lr=options.lr, min_lr=options.min_lr, lr_decay_style=options.lr_decay_style,
-        lr_warmup_iters=options.lr_warmup_iters, lr_decay_iters=options.lr_decay_iters,
+        lr=optimizer_.lr, min_lr=optimizer_.min_lr, lr_decay_style=optimizer_.lr_decay_style,
+        lr_warmup_iters=optimizer_.lr_warmup_iters, lr_decay_iters=optimizer_.lr_decay_iters,
         train_iters=max(1, rollouts * config.rollout.num_steps_per_rollout),
-        optimizer=options.optimizer, weight_decay=options.weight_decay,
-        adam_beta1=options.adam_beta1, adam_beta2=options.adam_beta2,
-        adam_eps=options.adam_eps, clip_grad=options.clip_grad, megatron=config.surface("megatron"),
+        optimizer=optimizer_.optimizer, weight_decay=optimizer_.weight_decay,
+        adam_beta1=optimizer_.adam_beta1, adam_beta2=optimizer_.adam_beta2,
+        adam_eps=optimizer_.adam_eps, clip_grad=optimizer_.clip_grad, megatron=config.surface("megatron"),
     )  # fmt: skip
