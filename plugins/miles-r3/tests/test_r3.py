@@ -244,7 +244,7 @@ def test_routes_of_another_model_end_the_run(folder, one):
     for sample in other.samples:
         sample.columns["routed_experts"] = sample.columns["routed_experts"][:, :3]
     twice.samples[3].columns["routed_experts"][2, 0] = 5
-    with pytest.raises(TrainError, match="of another model.*3 layers of 2 experts"):
+    with pytest.raises(TrainError, match="3 layers of 2 experts"):
         one.train(plan, [other])
     with pytest.raises(TrainError, match="1 of .* name an expert twice"):
         one.train(plan, [twice])
