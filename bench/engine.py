@@ -30,7 +30,7 @@ from pathlib import Path
 
 import torch
 from miles_local import batch, decode, engine
-from miles_local.batch import Flight
+from miles_local.batch import SequenceState
 from miles_local.engine import LocalEngine
 from miles_local.weights import ModelShape
 from transformers import AutoTokenizer, Qwen3Config
@@ -84,18 +84,18 @@ def peer(name: str, folder: Path) -> Rollout:
 
 def arrange(way: str, threads: int) -> None:
     """Make the engine share as much as `way` says, and decode on this many threads."""
-    batch.Batch._join = JOIN if way == "shared" else lambda self, flights: flights
+    batch.Batch._join = JOIN if way == "shared" else lambda self, seqs: seqs
     batch._portions = PORTIONS if way != "alone" else each
     engine.SMALL_LAYER = SMALL if threads == 1 else 0
     torch.set_num_threads(threads)
 
 
-def each(flights: list[Flight]) -> Iterator[tuple[list[tuple[int, ...]], list[Flight]]]:
+def each(seqs: list[SequenceState]) -> Iterator[tuple[list[tuple[int, ...]], list[SequenceState]]]:
     """What batch._portions gives when no two contexts are taken for one."""
-    most = batch.PREFILL_TOKENS // batch.round_up(max((len(flight.context) for flight in flights), default=1))
-    for start in range(0, len(flights), most):
-        portion = flights[start : start + most]
-        yield [flight.context for flight in portion], portion
+    most = batch.PREFILL_TOKENS // batch.round_up(max((len(seq.context) for seq in seqs), default=1))
+    for start in range(0, len(seqs), most):
+        portion = seqs[start : start + most]
+        yield [seq.context for seq in portion], portion
 
 
 async def measure(rollout: Rollout, settings: list[tuple[str, int]], rounds: int) -> dict[tuple[str, int], float]:

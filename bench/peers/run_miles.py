@@ -60,11 +60,11 @@ def prefill_alone() -> None:
     """Have the engine compute every request's prompt anew, as if nothing were shared."""
     from miles_local import batch
 
-    def each(flights):
-        for flight in flights:
-            yield [flight.context], [flight]
+    def each(seqs):
+        for seq in seqs:
+            yield [seq.context], [seq]
 
-    batch.Batch._join, batch._portions = lambda self, flights: list(flights), each
+    batch.Batch._join, batch._portions = lambda self, seqs: list(seqs), each
 
 
 async def serve(arguments: argparse.Namespace, plan, lines: JsonLines, silent: TextIO) -> None:

@@ -92,7 +92,7 @@ def text(samples: int, length: int, vocabulary: int):
 def train(recipe: str, steps: int, tiny: bool) -> dict[str, object]:
     """Losses and tokens/s of steps on one batch, in this process."""
     import torch
-    from miles_megatron.resident import Resident
+    from miles_megatron.model_on_rank import ModelOnRank
 
     from miles_core.build import trainer_part
     from miles_core.plugins.plan import prepare
@@ -104,7 +104,7 @@ def train(recipe: str, steps: int, tiny: bool) -> dict[str, object]:
                                                 bf16=str(gpu).lower()))
     flags = [] if recipe == "bf16" else ["--plugin", "fp8", "--fp8-recipe", recipe]
     plan = prepare(folder / "run.toml", ["--plan-without-weights", *flags])
-    Resident.fill = lambda self, source: None  # there are no files: Megatron's random weights stay, by the seed
+    ModelOnRank.fill = lambda self, source: None  # there are no files: Megatron's random weights stay, by the seed
     trainer = trainer_part(list(plan.selected), plan.config, Rank())
     trainer.load()
     losses, seconds, batch = [], [], text(samples, length, shape["vocab_size"])

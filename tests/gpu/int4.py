@@ -97,7 +97,7 @@ def trainer(folder: Path, rounds: bool):
 def hidden_states(made, sequences: list[list[int]]) -> torch.Tensor:
     """[tokens, H] of packed sequences."""
     from miles_megatron import cpu
-    from miles_megatron.plan import packed_rows
+    from miles_megatron.packed_layout import packed_rows
 
     count = sum(map(len, sequences))
     tokens = torch.zeros(1, -(-count // 16) * 16, dtype=torch.int64)

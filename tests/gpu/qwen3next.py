@@ -141,7 +141,7 @@ def built(folder: Path, bf16: bool):
 def trained(folder: Path, answers, bf16: bool) -> torch.Tensor:
     """Log-probs of all drawn tokens by one packed forward of the trainer's model."""
     from miles_megatron.logprob import token_log_probs
-    from miles_megatron.plan import packed_rows
+    from miles_megatron.packed_layout import packed_rows
 
     made = built(folder, bf16)
     device = next(made.parameters()).device
@@ -180,7 +180,7 @@ def agree(local: bool) -> int:
 
 def speed(tokens: int) -> int:
     """Seconds and peak memory of forward and backward through four layers, three of them gated delta nets."""
-    from miles_megatron.plan import packed_rows
+    from miles_megatron.packed_layout import packed_rows
 
     with tempfile.TemporaryDirectory() as name:
         checkpoint(Path(name), SHAPE | LARGE)

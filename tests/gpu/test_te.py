@@ -61,7 +61,7 @@ def built(folder: Path, implementation: str, dtype: str, **overrides):
 
 def passed(model, weights_by_name) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Hidden states of packed random sequences, and the gradient of a random direction in them."""
-    from miles_megatron.plan import packed_rows
+    from miles_megatron.packed_layout import packed_rows
 
     draw = torch.Generator().manual_seed(1)
     rows = -(-sum(LENGTHS) // 16) * 16
@@ -99,8 +99,8 @@ def test_hidden_states_and_gradients_are_those_of_the_local_layers(checkpoint, d
 @pytest.mark.parametrize("window", [None, 8])
 def test_fused_attention_is_ours(window):
     """Rope in part of a head and interleaved, with and without a window: out and gradients to bf16."""
-    from miles_megatron import cpu, parts, te
-    from miles_megatron.plan import packed_rows
+    from miles_megatron import cpu, module_specs, te
+    from miles_megatron.packed_layout import packed_rows
     from miles_megatron.rope import Rope
     from miles_megatron.specs import Attention, Rotary
 
@@ -115,7 +115,7 @@ def test_fused_attention_is_ours(window):
     for rotary in (Rotary(1e4), Rotary(1e4, fraction=0.5), Rotary(1e4, interleaved=True)):
         wanted, rope = Attention(rotary, window=window), Rope(64, rotary)
         outs = []
-        for make in (parts.packed_attention, te.attention):
+        for make in (module_specs.packed_attention, te.attention):
             torch.manual_seed(0)
             core = make(config, wanted, rope)(config=config, layer_number=1, attn_mask_type=AttnMaskType.causal,
                                               attention_type="self")

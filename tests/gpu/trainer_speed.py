@@ -83,7 +83,7 @@ def measure(shape: str, tokens: int, length: int, steps: int, flags: list[str]) 
     """One case, in this process."""
     import torch
     from miles_megatron import estimate
-    from miles_megatron.resident import Resident
+    from miles_megatron.model_on_rank import ModelOnRank
 
     from miles_core.build import trainer_part
     from miles_core.config.architecture import architecture_of
@@ -95,7 +95,7 @@ def measure(shape: str, tokens: int, length: int, steps: int, flags: list[str]) 
     (folder / "run.toml").write_text(RUN.format(folder=folder, tokens=tokens, length=length,
                                                 groups=tokens // length // 2))
     plan = prepare(folder / "run.toml", ["--plan-without-weights", *flags])
-    Resident.fill = lambda self, source: None  # there are no files: Megatron's random weights stay
+    ModelOnRank.fill = lambda self, source: None  # there are no files: Megatron's random weights stay
     trainer = trainer_part(list(plan.selected), plan.config, Rank())
     trainer.load()
     seconds: dict[str, list[float]] = {"score": [], "step": []}
@@ -119,7 +119,7 @@ def measure(shape: str, tokens: int, length: int, steps: int, flags: list[str]) 
     counted = torch.cuda.max_memory_allocated()
     memory_of = trainer.models.actor.memory
     state = {tag: memory_of.held(tag) for tag in ("weights", "gradients", "optimizer")}
-    model, size = estimate.model_of(plan.config), architecture_of(plan.config)
+    model, size = estimate.dimensions_of(plan.config), architecture_of(plan.config)
     parts = estimate.trainer(plan.config, model)
     once = estimate.flops(length, parameters=size.active_parameters, attention=size.attention) * (tokens // length)
     step, score = min(seconds["step"][1:]), min(seconds["score"][1:])

@@ -103,7 +103,8 @@ def test_load_of_a_hugging_face_folder(place):
 
 def test_load_of_another_model(place):
     place.saved()
-    place.refuses(2, "iter_0000001: the checkpoint is of another architecture ... --hf-checkpoint", "--load", "ckpt",
+    place.refuses(2, "iter_0000001: the checkpoint belongs to another architecture ... --hf-checkpoint", "--load",
+                  "ckpt",
                   "--hf-checkpoint", str(place.tiny / "qwen3_moe"))
 
 

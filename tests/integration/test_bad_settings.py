@@ -35,7 +35,7 @@ def test_the_run_directory_of_a_refused_plan_takes_the_run_that_was_meant(place)
 
 
 @pytest.mark.parametrize(("flags", "words"), [
-    (["--rolout-batch-size", "4"], "there is no flag --rolout-batch-size ... did you mean --rollout-batch-size?"),
+    (["--rolout-batch-size", "4"], "--rolout-batch-size ... did you mean --rollout-batch-size?"),
     (["--num-rollout"], "--num-rollout takes one value (got none)"),
     (["--num-rollout", "many"], "--num-rollout: rollout.num_rollout should be int | None (got 'many')"),
     (["-num-rollout", "3"], "-num-rollout"),

@@ -13,8 +13,8 @@ import pytest
 import torch
 from miles_megatron.testing.ranks import Ranks, batches
 from miles_megatron.value import STD
-from miles_testing import survival
-from miles_testing.survival import Course
+from miles_testing import kill_resume
+from miles_testing.kill_resume import KillResume
 
 from miles_core.plugins.plan import prepare
 from miles_core.record.events import read
@@ -162,15 +162,15 @@ def test_a_run_with_a_critic_goes_on_where_it_was(run_file, tmp_path):
     """Also from within the warm-up, in which the actor stands still and has no metrics; with a trainer process too."""
     flags = ["--advantage-estimator", "ppo", "--num-critic-only-steps", "2", "--critic-lr", "3e-3",
              "--lr-warmup-iters", "3", "--critic-lr-warmup-iters", "1", "--save-interval", "1", "--threads", "1"]
-    course = Course(tmp_path, [run_file(), *flags], rollouts=4)
+    course = KillResume(tmp_path, [run_file(), *flags], rollouts=4)
     reference = course.finish("reference")
     for rollouts in (1, 3):
         course.finish(f"stopped-{rollouts}", "--debug-exit-after-rollout", str(rollouts))
         stopped = course.finish(f"stopped-{rollouts}", *(["--trainer-host", "process"] if rollouts == 3 else []))
-        assert not survival.problems(stopped, reference, rollouts=4, ends=2)
-    digests = survival.checkpoint(reference)
+        assert not kill_resume.problems(stopped, reference, rollouts=4, ends=2)
+    digests = kill_resume.checkpoint(reference)
     assert {"critic/common.pt", "critic/__0_0.distcp"} <= set(digests)
-    metrics = survival.metrics(list(read(reference / "events.jsonl")))
+    metrics = kill_resume.metrics(list(read(reference / "events.jsonl")))
     assert ["train/loss" in m for m in metrics.values()] == [False, False, True, True]
     assert all(m["critic/loss"] > 0 for m in metrics.values())
     rates = [metrics[i]["train/lr-pg_0"] for i in (2, 3)]
@@ -185,7 +185,7 @@ def test_what_cannot_be_loaded_is_named(place, teachers):
     place.refused(2, "holds no critic", *ppo, "--critic-load", "ckpt")
     assert place.run(*ppo, "--save", "both", "--num-rollout", "1", "--run-dir", "runs/c").code == 0
     assert place.run(*ppo, "--critic-load", "both", "--num-rollout", "1", "--run-dir", "runs/d").code == 0
-    place.refused(2, "train a critic that nobody asks ... grpo", "--plugin", "ppo")
+    place.refused(2, "train a critic that no estimator uses ... grpo", "--plugin", "ppo")
     other = place.model()
     tokenizer = other / "tokenizer.json"
     tokenizer.write_text(tokenizer.read_text().replace("<|endoftext|>", "<|end|>"))
@@ -197,11 +197,11 @@ def test_what_cannot_be_loaded_is_named(place, teachers):
 
 
 def history(run):
-    return list(survival.metrics(list(read(run / "events.jsonl"))).values())
+    return list(kill_resume.metrics(list(read(run / "events.jsonl"))).values())
 
 
 def test_ppo_earns_more_and_its_critic_knows_better(run_file, tmp_path):
-    course = Course(tmp_path, [
+    course = KillResume(tmp_path, [
         run_file(), "--advantage-estimator", "ppo", "--rollout-batch-size", "8", "--lambd", "0.95",
         "--normalize-advantages", "--threads", "1"], rollouts=24)
     found = history(course.finish("run"))
@@ -212,7 +212,7 @@ def test_ppo_earns_more_and_its_critic_knows_better(run_file, tmp_path):
 
 def test_distillation_brings_the_student_to_its_teacher(run_file, tmp_path):
     """A random student, a trained teacher, and the estimate over the whole vocabulary as the baseline."""
-    course = Course(tmp_path, [
+    course = KillResume(tmp_path, [
         run_file(), *OPD, "--opd-teacher-load", TEACHER, "--opd-log-prob-top-k", "264", "--opd.opd-top-k-baseline",
         "--rollout-batch-size", "16", "--n-samples-per-prompt", "8", "--max-tokens-per-gpu", "2048", "--threads", "1"],
         rollouts=30)

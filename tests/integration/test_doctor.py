@@ -420,7 +420,7 @@ SICK: dict[str, list[tuple[str, str, Callable[[Patient], object], str]]] = {
                           "resumes": "ckpt"}] * 2), "started 3 times")],
     "inductor-cache": [("error", "training", lambda run: run.logs("trainer-rank-0.log", *INDUCTOR), "Expecting value")],
     "imbalance": [("note", "rollout", lambda run: run.metrics(perf__rollout_time=30.0), "rollout")],
-    "killed": [("error", "neither", lambda run: run.events(lambda events: events[:-1]), "nobody writes here")],
+    "killed": [("error", "neither", lambda run: run.events(lambda events: events[:-1]), "no process writes to it")],
     "interrupted": [("note", "neither", lambda run: run.ends(None, "interrupted", 4), "after 4 rollouts")],
     "disk": [("error", "neither", lambda run: run.ends(
         "run/events.jsonl: the disk is full (got No space left on device). Fix: free some space."), "disk is full"),
@@ -537,7 +537,7 @@ def test_the_command_and_its_exit_codes(healthy, patient):
 
 
 def test_without_a_run_it_takes_the_newest(healthy, tmp_path):
-    with pytest.raises(RunDirectoryError, match="there is no run in here"):
+    with pytest.raises(RunDirectoryError, match="no run in this folder"):
         newest(tmp_path / "runs")
     for age, name in ((100, "old"), (1, "new"), (50, "older")):
         copy = shutil.copytree(healthy, tmp_path / "runs" / name)

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from miles_testing import survival
+from miles_testing import kill_resume
 from miles_testing.forked import Outcome
-from miles_testing.survival import Course
+from miles_testing.kill_resume import KillResume
 
 from miles_core.record.events import read
 from miles_core.record.replay import load_batch
@@ -113,7 +113,7 @@ class Matrix:
         self.path = path
         common = [run_file, "--plugin", Path(__file__).with_name("faulty.py"), "--threads", "1", "--save-interval", "1",
                   "--save-debug-rollout-data", "run/debug/{rollout_id}.safetensors", "--engine", "faulty"]
-        self.course = Course(path, common, rollouts=ROLLOUTS)
+        self.course = KillResume(path, common, rollouts=ROLLOUTS)
         self.course.start("reference", "--plan")  # the first command waits until the fork server has done its imports
         self.reference = self.course.finish("reference")
 
@@ -137,7 +137,7 @@ class Matrix:
         count, taints = tainted(folder, lag)
         problems = [*self.ending(fault, outcome, folder, lag, 1 + resumes), *taints]
         problems += [f"a process is left: {line}" for line in left_of(watch.pid)]
-        problems += [f"left behind: {path}" for path in survival.leftovers(folder / "run")]
+        problems += [f"left behind: {path}" for path in kill_resume.leftovers(folder / "run")]
         problems += [f"left behind: {path}" for path in (folder / "temporary").iterdir()]
         if not seconds <= fault.timeout + SECONDS:
             problems.append(f"seen after {seconds:.1f} s")
@@ -162,9 +162,9 @@ class Matrix:
         if events[-1]["event"] != "run_end" or events[-1]["status"] != status:
             yield f"the record ends with {events[-1]}"
         if fault.end == "completed" and lag == 0:
-            yield from survival.problems(folder / "run", self.reference, rollouts=ROLLOUTS, ends=ends)
+            yield from kill_resume.problems(folder / "run", self.reference, rollouts=ROLLOUTS, ends=ends)
         elif fault.end == "completed":
-            yield from survival.problems_ahead(folder / "run", rollouts=ROLLOUTS, max_lag=lag, ends=ends)
+            yield from kill_resume.problems_ahead(folder / "run", rollouts=ROLLOUTS, max_lag=lag, ends=ends)
 
 
 @pytest.fixture(scope="module")

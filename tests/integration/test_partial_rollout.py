@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from miles_testing.survival import Course
+from miles_testing.kill_resume import KillResume
 
 from miles_core.record.events import read
 from miles_core.record.replay import FLOW, load_batch, load_flow
@@ -141,9 +141,9 @@ def course(run_file, tmp_path):
     """(*flags) -> runs whose answers are of uneven length: about one token in fifty ends an answer."""
     (tmp_path / "watch.py").write_text(WATCH)
 
-    def make(*flags: str) -> Course:
+    def make(*flags: str) -> KillResume:
         stops = [str(token) for token in range(0, 264, 48)]
-        return Course(tmp_path, [
+        return KillResume(tmp_path, [
             run_file(), "--plugin", tmp_path / "watch.py", "--partial-rollout", "--over-sampling-batch-size", "8",
             "--batch-order", "window", "--rollout-max-response-len", str(MOST), "--rollout-stop-token-ids", *stops,
             "--save-interval", "1", "--save-hf", "run/hf/{rollout_id}", "--threads", "1", "--use-rollout-logprobs",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from miles_megatron.checkpoint import latest, never_saved
-from miles_testing.survival import Course
+from miles_testing.kill_resume import KillResume
 
 from miles_core.record.directory import RunDirectory
 from miles_core.record.events import EventLog, read
@@ -24,14 +24,14 @@ PUBLISHED = ("checkpoints/iter_*/**/*", "hf/[!.]*/**/*", "samples/*.jsonl", "deb
 
 
 @pytest.fixture
-def course(run_file, tiny, tmp_path) -> Course:
-    return Course(tmp_path, [
+def course(run_file, tiny, tmp_path) -> KillResume:
+    return KillResume(tmp_path, [
         run_file(), "--threads", "1", "--save-interval", "1", "--num-steps-per-rollout", "1",
         "--save-hf", "run/hf/{rollout_id}", "--save-debug-rollout-data", "run/debug/{rollout_id}.safetensors",
         "--eval-prompt-data", "eval", tiny / "eval.jsonl", "--eval-interval", "2"], rollouts=ROLLOUTS)
 
 
-def recorded(course: Course) -> tuple[Path, Disk]:
+def recorded(course: KillResume) -> tuple[Path, Disk]:
     """A run that nothing befell, and its disk."""
     course.start("reference", "--plan")
     (course.path / "reference/run").mkdir()
@@ -75,7 +75,8 @@ def problems(run: Path, reference: Path, whole: dict[str, bytes]) -> list[str]:
     return found
 
 
-def cut(course: Course, disk: Disk, run: Path, states: int, draw: random.Random) -> tuple[int, dict[str, list[str]]]:
+def cut(course: KillResume, disk: Disk, run: Path, states: int,
+        draw: random.Random) -> tuple[int, dict[str, list[str]]]:
     """Look at so many states of the disk for each operation; how many there were, and what was wrong."""
     whole, wrong, count = contents(run), {}, 0
     disk.restart()

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from miles_testing import survival
+from miles_testing import kill_resume
 from miles_testing.forked import miles
-from miles_testing.survival import Course
+from miles_testing.kill_resume import KillResume
 
 pytestmark = pytest.mark.integration
 
@@ -35,10 +35,11 @@ class Dies:
     pytest.param([], id="dp"),
     pytest.param(["--tensor-model-parallel-size", "2", "--sequence-parallel"], id="tp", marks=pytest.mark.slow)])
 def test_a_resumed_run_of_two_ranks_has_the_bits_of_one_that_went_on(run_file, tmp_path, layout):
-    course = Course(tmp_path, [run_file(), *RANKS, *layout, "--rollout-shuffle", "--save-interval", "1"], rollouts=3)
+    course = KillResume(tmp_path, [run_file(), *RANKS, *layout, "--rollout-shuffle", "--save-interval", "1"],
+                        rollouts=3)
     reference = course.finish("reference")
     course.finish("stopped", "--debug-exit-after-rollout", "2")
-    assert not survival.problems(course.finish("stopped"), reference, rollouts=3, ends=2)
+    assert not kill_resume.problems(course.finish("stopped"), reference, rollouts=3, ends=2)
 
 
 def test_a_rank_that_dies_is_named_and_ends_the_run(run_file, tmp_path):

@@ -151,7 +151,7 @@ def test_a_ray_that_is_there_stays_and_is_given_back(ray_here, tmp_path, monkeyp
 
 
 def test_a_cluster_that_does_not_answer_is_named():
-    with pytest.raises(ConfigError, match="Ray at 127.0.0.1:1: the Ray cluster cannot be joined"):
+    with pytest.raises(ConfigError, match="Ray at 127.0.0.1:1: cannot connect to the Ray cluster"):
         cluster.join("127.0.0.1:1", places=1, who="--placement ray")
 
 
@@ -163,7 +163,7 @@ def test_whoever_lacks_a_token_is_told_how_to_give_one(monkeypatch, tmp_path):
                           "cluster._reach = lambda address: None\n"
                           "cluster.join('127.0.0.1:1', places=1, who='--placement ray')"],
                          capture_output=True, text=True, timeout=60)
-    assert "ConfigError: Ray at 127.0.0.1:1: the Ray cluster cannot be joined" in run.stderr
+    assert "ConfigError: Ray at 127.0.0.1:1: cannot connect to the Ray cluster" in run.stderr
     assert "RAY_AUTH_MODE=token and RAY_AUTH_TOKEN" in run.stderr
 
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 from miles_report.report import write_report
-from miles_testing import survival
-from miles_testing.survival import Course
+from miles_testing import kill_resume
+from miles_testing.kill_resume import KillResume
 
 from miles_core.record.events import read
 from tests.integration.watching import left_of
@@ -77,14 +77,14 @@ def starts(run: Path) -> list[int | None]:
 def test_a_killed_trainer_goes_on_from_the_last_checkpoint_by_itself(run_file, tmp_path, session):
     (tmp_path / "dies.py").write_text(DIES)
     common = [run_file(), "--threads", "1", "--save-interval", "2"]
-    reference = Course(tmp_path, common, rollouts=4).finish("reference")
-    course = Course(tmp_path, [*common, "--plugin", tmp_path / "dies.py", "--trainer-host", "process",
+    reference = KillResume(tmp_path, common, rollouts=4).finish("reference")
+    course = KillResume(tmp_path, [*common, "--plugin", tmp_path / "dies.py", "--trainer-host", "process",
                                "--max-restarts", "1"], rollouts=4)
     outcome = course.start("killed", before=os.setsid, while_running=session)
     assert outcome.code == 0, outcome.err
     assert not left_of(session.pid)
     run = tmp_path / "killed" / "run"
-    assert not survival.problems(run, reference, rollouts=4)
+    assert not kill_resume.problems(run, reference, rollouts=4)
     assert starts(run) == [None, 2]
     [event] = restarts(run)
     assert (event["count"], event["most"], event["resumes"]) == (1, 1, "run/checkpoints")
@@ -99,7 +99,7 @@ def test_a_killed_trainer_goes_on_from_the_last_checkpoint_by_itself(run_file, t
 def test_restarts_that_are_used_up_end_the_run_with_the_rank_s_name(run_file, tmp_path, session):
     """And a run without a checkpoint of its own goes back to its start, whatever lies in --save."""
     (tmp_path / "dies.py").write_text(DIES.replace("not ONCE.exists()", "True"))
-    course = Course(tmp_path, [run_file(), "--threads", "1", "--plugin", tmp_path / "dies.py", "--trainer-host",
+    course = KillResume(tmp_path, [run_file(), "--threads", "1", "--plugin", tmp_path / "dies.py", "--trainer-host",
                                "process", "--max-restarts", "1"], rollouts=4)
     outcome = course.start("killed", before=os.setsid, while_running=session)
     assert outcome.code == 1
@@ -115,7 +115,7 @@ def test_restarts_that_are_used_up_end_the_run_with_the_rank_s_name(run_file, tm
 def test_a_signal_ends_every_process(run_file, tmp_path, session):
     """SIGTERM amid a run whose rank is in a step that takes for ever."""
     (tmp_path / "hangs.py").write_text(DIES.replace("os.kill(os.getpid(), signal.SIGKILL)", "signal.pause()"))
-    course = Course(tmp_path, [run_file(), "--threads", "1", "--plugin", tmp_path / "hangs.py", "--trainer-host",
+    course = KillResume(tmp_path, [run_file(), "--threads", "1", "--plugin", tmp_path / "hangs.py", "--trainer-host",
                                "process"], rollouts=4)
 
     def terminate(process) -> None:
@@ -136,7 +136,7 @@ def test_a_signal_ends_every_process(run_file, tmp_path, session):
 def test_a_rank_killed_five_times_changes_no_bit(run_file, tmp_path):
     """Two ranks; each start loses one of them at a moment of its own. A quick machine does some rollouts in each."""
     kills, rollouts, dice = 5, 40, random.Random(4)
-    course = Course(tmp_path, [run_file(), "--actor-num-gpus-per-node", "2", "--threads", "1", "--rollout-shuffle",
+    course = KillResume(tmp_path, [run_file(), "--actor-num-gpus-per-node", "2", "--threads", "1", "--rollout-shuffle",
                                "--save-interval", "1", "--max-restarts", str(kills)], rollouts=rollouts)
     reference = course.finish("reference")
     run = tmp_path / "killed" / "run"
@@ -150,7 +150,7 @@ def test_a_rank_killed_five_times_changes_no_bit(run_file, tmp_path):
     outcome = course.start("killed", while_running=killer, timeout=600)
     assert outcome.code == 0, outcome.err
     assert len(restarts(run)) == kills
-    assert not survival.problems(run, reference, rollouts=rollouts)
+    assert not kill_resume.problems(run, reference, rollouts=rollouts)
     print("\n" + "\n".join(f"{event['culprit']}, resumed {event['resumes']}" for event in restarts(run)))
 
 
@@ -161,16 +161,16 @@ def test_a_killed_ray_actor_changes_no_bit(run_file, tmp_path):
     lonely = DIES.replace("== 2 and", "== 2 and torch.distributed.get_rank() == 1 and")
     (tmp_path / "dies.py").write_text(lonely.replace("import signal", "import signal\nimport torch"))
     common = [run_file(), "--threads", "1", "--save-interval", "2", "--actor-num-gpus-per-node", "2"]
-    reference = Course(tmp_path, common, rollouts=4).finish("reference")
-    course = Course(tmp_path, [*common, "--plugin", tmp_path / "dies.py", "--placement", "ray", "--max-restarts", "1"],
-                    rollouts=4)
+    reference = KillResume(tmp_path, common, rollouts=4).finish("reference")
+    course = KillResume(tmp_path, [*common, "--plugin", tmp_path / "dies.py", "--placement", "ray",
+                                   "--max-restarts", "1"], rollouts=4)
     outcome = course.start("killed", timeout=300)
     assert outcome.code == 0, outcome.err
     run = tmp_path / "killed" / "run"
     assert starts(run) == [None, 2]
     [event] = restarts(run)
     assert event["culprit"] == "the Ray actor of trainer rank 1 died in step()"
-    assert not survival.problems(run, reference, rollouts=4)
+    assert not kill_resume.problems(run, reference, rollouts=4)
 
 
 def _wait_for_start(run: Path, number: int, process) -> None:

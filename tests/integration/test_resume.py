@@ -10,8 +10,8 @@ import time
 from pathlib import Path
 
 import pytest
-from miles_testing import survival
-from miles_testing.survival import Course
+from miles_testing import kill_resume
+from miles_testing.kill_resume import KillResume
 
 from miles_core.record.events import read
 
@@ -24,10 +24,10 @@ ROLLOUTS = 6
 def course(run_file, tmp_path):
     """(*flags) -> runs of two optimizer steps per rollout with a decaying learning rate, saved after each rollout."""
 
-    def make(*argv: str | Path, rollouts: int = ROLLOUTS) -> Course:
+    def make(*argv: str | Path, rollouts: int = ROLLOUTS) -> KillResume:
         common = [run_file(), "--rollout-shuffle", "--num-steps-per-rollout", "2", "--lr-decay-style", "linear",
                   "--save-interval", "1", "--threads", "1"]
-        return Course(tmp_path, [*common, *argv], rollouts=rollouts)
+        return KillResume(tmp_path, [*common, *argv], rollouts=rollouts)
 
     return make
 
@@ -39,7 +39,7 @@ def rows(run: Path) -> list[int]:
 
 
 def differences(ours: Path, theirs: Path) -> list[str]:
-    return survival.problems(ours, theirs, rollouts=ROLLOUTS)
+    return kill_resume.problems(ours, theirs, rollouts=ROLLOUTS)
 
 
 def test_a_resume_says_what_is_another_than_before(course, tiny, tmp_path):
@@ -79,26 +79,26 @@ def test_starts_and_folders_do_not_matter_and_seeds_do(course):
 
     whole.finish("stopped", "--debug-exit-after-rollout", "3")
     stopped = whole.finish("stopped")
-    assert not survival.problems(stopped, reference, rollouts=ROLLOUTS, ends=2)
+    assert not kill_resume.problems(stopped, reference, rollouts=ROLLOUTS, ends=2)
     starts = [event for event in read(stopped / "events.jsonl") if event["event"] == "run_start"]
     assert [event["resumed_from"] for event in starts] == [None, 3]
 
     # Two runs of the user's choice instead: the schedule's length has to be given, as it follows --num-rollout.
     steps = ("--lr-decay-iters", str(2 * ROLLOUTS))
     whole.finish("longer", "--num-rollout", "3", *steps)
-    assert not survival.problems(whole.finish("longer", *steps), reference, rollouts=ROLLOUTS, ends=2)
+    assert not kill_resume.problems(whole.finish("longer", *steps), reference, rollouts=ROLLOUTS, ends=2)
 
     other = whole.finish("other", "--rollout-seed", "7")
-    assert survival.checkpoint(other) != survival.checkpoint(reference)
+    assert kill_resume.checkpoint(other) != kill_resume.checkpoint(reference)
     assert rows(other) != rows(reference)
 
 
 @pytest.mark.parametrize("family, flags", [("qwen3_moe", ()), ("qwen3", ("--bf16",))], ids=["experts", "bfloat16"])
 def test_other_models_and_precisions_go_on_where_they_were(run_file, tmp_path, family, flags):
-    course = Course(tmp_path, [run_file(family), "--threads", "1", *flags], rollouts=4)
+    course = KillResume(tmp_path, [run_file(family), "--threads", "1", *flags], rollouts=4)
     reference = course.finish("reference")
     course.finish("stopped", "--debug-exit-after-rollout", "2")
-    assert not survival.problems(course.finish("stopped"), reference, rollouts=4, ends=2)
+    assert not kill_resume.problems(course.finish("stopped"), reference, rollouts=4, ends=2)
 
 
 COUNTING = '''
@@ -179,7 +179,7 @@ def test_what_a_plugin_remembers_in_the_trainer_is_of_the_checkpoint_on_every_ra
     whole = course(*flags, rollouts=4)
     reference = whole.finish("reference")
     whole.finish("stopped", "--debug-exit-after-rollout", "2")
-    assert not survival.problems(whole.finish("stopped"), reference, rollouts=4, ends=2)
+    assert not kill_resume.problems(whole.finish("stopped"), reference, rollouts=4, ends=2)
     saved = json.loads((reference / "checkpoints/iter_0000004/miles.json").read_text())["state"]["plugins"]["mean"]
     own = {role: one["state"]["rank"] for role, one in saved.items() if role.startswith("trainer")}
     assert own == ({"trainer": 0} if ranks == 1 else {"trainer/0": 0, "trainer/1": 1})
@@ -245,8 +245,8 @@ def test_an_interrupt_is_a_kill_with_a_word(course):
         *_, last = read(whole.path / name / "run/events.jsonl")
         assert (last["event"], last["status"]) == ("run_end", "interrupted")
         run = whole.finish(name)
-        assert survival.checkpoint(run) == survival.checkpoint(reference)
-        assert not survival.leftovers(run)
+        assert kill_resume.checkpoint(run) == kill_resume.checkpoint(reference)
+        assert not kill_resume.leftovers(run)
 
 
 def test_a_trainer_in_a_process_of_its_own(course):
@@ -263,9 +263,9 @@ def test_a_trainer_in_a_process_of_its_own(course):
     assert events[-1]["event"] == "run_end" and events[-1]["status"] == "failed" and "trainer" in events[-1]["error"]
 
     run = whole.finish("died", *own)
-    assert survival.checkpoint(run) == survival.checkpoint(reference)
-    assert survival.samples(run) == survival.samples(reference)
-    assert not survival.leftovers(run)
+    assert kill_resume.checkpoint(run) == kill_resume.checkpoint(reference)
+    assert kill_resume.samples(run) == kill_resume.samples(reference)
+    assert not kill_resume.leftovers(run)
 
 
 def test_a_killed_run_takes_its_trainer_process_along(course):

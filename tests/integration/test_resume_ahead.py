@@ -1,7 +1,7 @@
 """Kill it anywhere, resume, in each mode: synchronous, one step off, fully asynchronous.
 
 At max_lag 0 the resumed run ends as the one that was not killed, to the bit. Ahead of training it depends on timing
-which weights a prompt meets, so what has to hold is said by `survival.problems_ahead`: no prompt lost or trained on
+which weights a prompt meets, so what has to hold is said by `kill_resume.problems_ahead`: no prompt lost or trained on
 twice, the staleness bound kept, and what a checkpoint holds finished trained on to the bit as it is there.
 """
 
@@ -14,8 +14,8 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from miles_testing import survival
-from miles_testing.survival import Course
+from miles_testing import kill_resume
+from miles_testing.kill_resume import KillResume
 
 from miles_core.record.replay import load_batch
 
@@ -75,7 +75,7 @@ def course(run_file, tiny, tmp_path, picky):
     """
     (tmp_path / "memory.py").write_text(MEMORY)
 
-    def make(mode: str, *argv: str | Path, most: int | None = None, rollouts: int = ROLLOUTS) -> Course:
+    def make(mode: str, *argv: str | Path, most: int | None = None, rollouts: int = ROLLOUTS) -> KillResume:
         common = [run_file(), "--rollout-shuffle", "--num-steps-per-rollout", "2", "--save-interval", "1",
                   "--threads", "1", "--plugin", tmp_path / "memory.py", "--plugin", picky,
                   "--eval-prompt-data", "eval", tiny / "eval.jsonl",
@@ -84,10 +84,10 @@ def course(run_file, tiny, tmp_path, picky):
 
         def judge(run: Path) -> list[str]:
             lag = LAGS[mode] if most is None else most
-            return [*survival.problems_ahead(run, rollouts=rollouts, max_lag=lag, surplus=surplus),
+            return [*kill_resume.problems_ahead(run, rollouts=rollouts, max_lag=lag, surplus=surplus),
                     *remembered(run, surplus)]
 
-        return Course(tmp_path, [*common, *MODES[mode], *argv], rollouts=rollouts,
+        return KillResume(tmp_path, [*common, *MODES[mode], *argv], rollouts=rollouts,
                       judge=None if mode == "sync" and most is None else judge)
 
     return make
@@ -119,7 +119,7 @@ def under_way(run: Path) -> Counter:
     return found
 
 
-def between_steps(course: Course) -> list[str]:
+def between_steps(course: KillResume) -> list[str]:
     """Kill a run before the second of a rollout's two optimizer steps, and resume it."""
     folder = course.path / "between"
     folder.mkdir()
@@ -231,7 +231,7 @@ def test_a_killed_run_goes_on_with_another_max_lag(course, mode, lags, capsys):
         kills(run, 2, capsys, f"{mode}, then {lag}", then=("--max-lag", str(lag)))
 
 
-def kills(run: Course, count: int, capsys, name: str, then: tuple[str, ...] = ()) -> None:
+def kills(run: KillResume, count: int, capsys, name: str, then: tuple[str, ...] = ()) -> None:
     draw, landed, failures = random.Random(name), 0, {}
     for attempt in range(4 * count):  # some will have ended before they are killed
         moments = [run.seconds * draw.uniform(0.05, 1.0) for _ in range(1 + (landed % 3 == 0))]

@@ -11,7 +11,7 @@ import sys
 import time
 
 import pytest
-from miles_testing.survival import Course
+from miles_testing.kill_resume import KillResume
 
 pytestmark = pytest.mark.integration
 
@@ -23,7 +23,7 @@ ONE_STEP, TWO_STEPS = "one step", "two steps, filter, eval, export"
 
 
 @pytest.fixture(params=[ONE_STEP, TWO_STEPS])
-def course(request, run_file, tiny, tmp_path, picky) -> Course:
+def course(request, run_file, tiny, tmp_path, picky) -> KillResume:
     """A checkpoint after each rollout of one step; or after every second one, of two steps, with all that can be on."""
     argv = [run_file(), *COMMON]
     if request.param == ONE_STEP:
@@ -32,7 +32,7 @@ def course(request, run_file, tiny, tmp_path, picky) -> Course:
         argv += ["--save-interval", "2", "--num-steps-per-rollout", "2", "--save-hf", "run/hf/{rollout_id}",
                  "--plugin", picky, "--over-sampling-batch-size", "6",
                  "--eval-prompt-data", "eval", tiny / "eval.jsonl", "--eval-interval", "2"]
-    return Course(tmp_path, argv, rollouts=ROLLOUTS)
+    return KillResume(tmp_path, argv, rollouts=ROLLOUTS)
 
 
 @pytest.mark.parametrize("course", [TWO_STEPS], indirect=True)

@@ -115,7 +115,7 @@ def test_every_hook_alone_makes_a_plugin_that_binds(tmp_path):
 
 
 @pytest.mark.parametrize(("name", "answers", "message"), [
-    ("My Reward", {}, "no name for a plugin"), ("x--y", {}, "no name for a plugin"),
+    ("My Reward", {}, "not a valid plugin name"), ("x--y", {}, "not a valid plugin name"),
     ("rollout", {}, "name rollout is taken"), ("grpo", {}, "name grpo is taken"),
     ("fine", {"hooks": "rewrd"}, "'rewrd'.*did you mean 'reward'"),
     ("fine", {"distribution": "other"}, "miles-fine or"),

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from miles_testing import survival
+from miles_testing import kill_resume
 from miles_testing.forked import miles
 from proxy import Proxy
 from scenes import mark, marked
@@ -148,7 +148,7 @@ def test_a_fault_of_real_servers(config, run_file, models, tiny, tmp_path, reque
         while (left := marked("MILES_TEST_RUN", tag)) and time.monotonic() < until:
             time.sleep(0.2)
         problems += [f"a process is left: {line}" for line in left]
-        problems += [f"left behind: {path}" for path in survival.leftovers(tmp_path / "run")]
+        problems += [f"left behind: {path}" for path in kill_resume.leftovers(tmp_path / "run")]
         return Cell(name, mode, seconds, shown(said), fault.end, count, taints, problems)
 
     if name == "garbage":

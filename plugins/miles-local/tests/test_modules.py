@@ -183,7 +183,7 @@ def test_what_it_cannot_decode_is_refused(kind, message, tmp_path):
 
 def test_an_unknown_architecture_is_refused(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "cuneiform"}')
-    with pytest.raises(CheckpointError, match="does not know this architecture.*cuneiform"):
+    with pytest.raises(CheckpointError, match="does not support this architecture.*cuneiform"):
         LocalEngine(tmp_path)
 
 

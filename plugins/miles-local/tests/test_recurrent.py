@@ -123,7 +123,7 @@ def test_a_convolution_keeps_its_last_inputs():
     first = States(None, 1)
     assert first.get(key) is None
     assert first.push(key, new[..., :2], 4).tolist() == [[[0, 0, 1, 2]]]
-    kept = {key: torch.cat([first.kept[key], torch.zeros(2, 1, 4)])}  # three rows, of which one is fed
+    kept = {key: torch.cat([first.tensors[key], torch.zeros(2, 1, 4)])}  # three rows, of which one is fed
     assert States(kept, 1).push(key, new[..., 2:3], 4).tolist() == [[[0, 0, 1, 2, 3]]]
     assert kept[key].tolist() == [[[0, 1, 2, 3]], [[0] * 4], [[0] * 4]]
 

@@ -160,7 +160,7 @@ def test_without_the_plugin_a_checkpoint_with_adapters_is_refused(checkpoint, pl
     from miles_core.errors import CheckpointError
 
     one.train(plan(checkpoint(), *LORA), rollouts(), save=tmp_path / "kept")
-    with pytest.raises(CheckpointError, match="optimizer state is of another model"):
+    with pytest.raises(CheckpointError, match="optimizer state belongs to another model"):
         one.train(plan(checkpoint(), "--load", tmp_path / "kept"), rollouts())
 
 

@@ -87,21 +87,21 @@ def test_a_checkpoint_converts_to_a_directory_that_merges_and_loads(checkpoint, 
 def test_merging_refuses_what_does_not_belong_together(checkpoint, adapter, convert, tmp_path):
     with pytest.raises(CheckpointError, match="no adapters to merge"):
         convert("merge-lora", checkpoint(), tmp_path / "out")
-    with pytest.raises(CheckpointError, match="adapters are of another model"):
+    with pytest.raises(CheckpointError, match="adapters belong to another model"):
         convert("merge-lora", checkpoint("moe"), tmp_path / "out", "--lora-adapter-path", adapter("dense"))
     assert not (tmp_path / "out").exists()
 
 
 def test_adapters_to_begin_with_have_to_fit(adapter, tmp_path):
-    with pytest.raises(CheckpointError, match="they have --lora-rank 4, the run 8.*write what the directory has"):
+    with pytest.raises(CheckpointError, match="they have --lora-rank 4, the run 8"):
         peft.check(adapter(), peft.Shape(8, 12))
     other = tmp_path / "dora"
     other.mkdir()
     said = json.loads((adapter() / "adapter_config.json").read_text()) | {"use_dora": True}
     (other / "adapter_config.json").write_text(json.dumps(said))
-    with pytest.raises(CheckpointError, match="adapters of this kind are not trained here.*use_dora"):
+    with pytest.raises(CheckpointError, match="use_dora"):
         peft.read(other)
-    with pytest.raises(CheckpointError, match="this is no PEFT directory"):
+    with pytest.raises(CheckpointError, match="PEFT directory"):
         peft.read(tmp_path)
 
 
@@ -132,7 +132,7 @@ def test_a_rank_is_needed_and_a_server_is_told_of_it(checkpoint):
     assert Lora(LoraOptions(lora_rank=8), replace(config, perf=Perf())).engine_args({"tp_size": 2}) == {"tp_size": 2}
     with pytest.raises(ConfigError, match="q_proj, k_proj, v_proj as one layer.*none for k_proj"):
         modules(checkpoint(), ("q_proj", "v_proj"), ())
-    with pytest.raises(ConfigError, match="no new weights for experts.*gate_proj.*leave --weight-sync out"):
+    with pytest.raises(ConfigError, match="weights of experts.*gate_proj.*leave --weight-sync out"):
         modules(checkpoint("moe"), ("all-linear",), ())
     assert modules(checkpoint("moe"), ("all-linear",), ("gate_proj", "up_proj", "down_proj"))[0] == "k_proj"
 
@@ -154,7 +154,7 @@ def test_a_stream_is_merged_whole_or_not_at_all():
 def test_an_engine_keeps_the_base_and_takes_adapters_alone():
     names, weight, other = names_of("w.weight"), torch.randn(6, 5), torch.randn(3)
     base, (first, second) = Base(2.0), (torch.randn(2, 5), torch.randn(6, 2))
-    with pytest.raises(SyncError, match="no weights before them"):
+    with pytest.raises(SyncError, match="before any weights"):
         list(base.taken(iter([(names[0], first), (names[1], second)])))
     whole = [("w.weight", weight), ("n.weight", other)]
     dict(base.taken(iter([(names[0], first), (names[1], second), *whole])))

@@ -67,11 +67,11 @@ def port(megatron, tmp_path_factory):
 def packed_logits(megatron):
     """(Megatron model, sequences) -> [total, V]."""
     import torch
-    from miles_megatron import plan
+    from miles_megatron import packed_layout
 
     def run(ours, sequences):
         cu = torch.tensor([0] + [len(s) for s in sequences]).cumsum(0)
-        hidden = ours(torch.cat(sequences)[None], None, None, packed_seq_params=plan.packed_rows(cu))
+        hidden = ours(torch.cat(sequences)[None], None, None, packed_seq_params=packed_layout.packed_rows(cu))
         return hidden[:, 0] @ ours.output_weight.t()
 
     return run
@@ -105,7 +105,7 @@ def train(megatron, hf_model, port):
     """A session of training: make(**options) -> run(steps, seed) -> [(loss, grad norm, lr)]; .chunks, .optimizer …"""
     import torch
     from megatron.core.distributed import finalize_model_grads
-    from miles_megatron import logprob, optimizer, plan
+    from miles_megatron import logprob, optimizer, packed_layout
 
     hf = hf_model()
 
@@ -118,7 +118,7 @@ def train(megatron, hf_model, port):
 
         def backward(self, ids):
             optimizer.zero_gradients(self.chunks, self.optimizer)
-            rows = plan.packed_rows([0, 20, 64])
+            rows = packed_layout.packed_rows([0, 20, 64])
             hidden = self.chunks[0](ids[None], None, None, packed_seq_params=rows)[:, 0]
             loss = -logprob.token_log_probs(hidden[:-1], self.model.output_weight, ids[1:])[0].mean()
             loss.backward()

@@ -10,10 +10,10 @@ CONFIG = SimpleNamespace(kv_channels=16, attention_dropout=0.0)
 
 
 @pytest.fixture(scope="module")
-def plan(megatron):
-    from miles_megatron import plan
+def packed_layout(megatron):
+    from miles_megatron import packed_layout
 
-    return plan
+    return packed_layout
 
 
 @pytest.fixture(scope="module")
@@ -38,25 +38,25 @@ def reference(q, k, v, cu, window=None, softcap=None):
 
 
 @pytest.mark.parametrize("length", [1, 7, 8, 9, 80, 81, 130, 1000, 1025, 8193])
-def test_a_bucket_holds_whole_kernels_and_wastes_fifteen_rows_or_an_eighth(plan, length):
-    assert length <= plan._padded(length) <= max(length + plan.ROWS - 1, length * 9 / 8)
-    assert plan._padded(length) % plan.ROWS == 0
+def test_a_bucket_holds_whole_kernels_and_wastes_fifteen_rows_or_an_eighth(packed_layout, length):
+    assert length <= packed_layout._padded(length) <= max(length + packed_layout.ROWS - 1, length * 9 / 8)
+    assert packed_layout._padded(length) % packed_layout.ROWS == 0
 
 
-def test_a_plan_covers_every_row_once(plan):
-    made = plan.make_plan([0, 13, 53, 54, 91, 155, 155, 195], 200)
+def test_a_layout_covers_every_row_once(packed_layout):
+    made = packed_layout.make_packed_layout([0, 13, 53, 54, 91, 155, 155, 195], 200)
     assert sum(b.sequences for b in made.buckets) == 7  # six and the tail; the empty one is nothing
     picked = made.query_rows[made.query_back]
     assert torch.equal(picked, torch.arange(200))
     assert torch.equal(made.positions[:13], torch.arange(13)) and int(made.positions[53]) == 0
 
 
-def test_rows_that_lie_right_are_not_copied(plan):
-    assert plan.make_plan([0, 80, 160, 240], 240).query_rows is None
+def test_rows_that_lie_right_are_not_copied(packed_layout):
+    assert packed_layout.make_packed_layout([0, 80, 160, 240], 240).query_rows is None
 
 
-def test_a_window_beyond_a_bucket_leaves_it_to_plain_causality(plan):
-    bucket, = plan.make_plan([0, 80, 160], 160).buckets
+def test_a_window_beyond_a_bucket_leaves_it_to_plain_causality(packed_layout):
+    bucket, = packed_layout.make_packed_layout([0, 80, 160], 160).buckets
     assert bucket.mask() is None and bucket.mask(80) is None
     assert bucket.mask(79).sum() == 80 * 81 / 2 - 1 and bucket.mask(79) is bucket.mask(79)
 
@@ -64,11 +64,11 @@ def test_a_window_beyond_a_bucket_leaves_it_to_plain_causality(plan):
 @pytest.mark.parametrize("heads", [(4, 2), (3, 3)])
 @pytest.mark.parametrize("parts", [{}, {"window": 20}, {"softcap": 0.7}, {"window": 1, "softcap": 0.7}],
                          ids=lambda parts: "-".join(parts) or "plain")
-def test_packed_attention_is_attention_one_by_one_with_gradients(plan, packed, heads, parts):
+def test_packed_attention_is_attention_one_by_one_with_gradients(packed_layout, packed, heads, parts):
     attention = packed(**parts)
     q, k, v = (torch.randn(200, n, 16, requires_grad=True) for n in (heads[0], heads[1], heads[1]))
     grad = torch.randn(200, heads[0] * 16)
-    out = attention(q, k, v, packed_seq_params=plan.packed_rows(CU))
+    out = attention(q, k, v, packed_seq_params=packed_layout.packed_rows(CU))
     expected = reference(q, k, v, CU, **parts)
     torch.testing.assert_close(out, expected, atol=2e-6, rtol=0)
     for a, b in zip(torch.autograd.grad(out, (q, k, v), grad), torch.autograd.grad(expected, (q, k, v), grad),
@@ -87,7 +87,7 @@ def test_a_batch_without_packing_is_the_same(packed, parts):
 @pytest.mark.parametrize("parts", [{}, {"window": 10}, {"window": 10, "softcap": 0.7}],
                          ids=lambda parts: "-".join(parts) or "plain")
 @pytest.mark.parametrize("size", [2, 4])
-def test_context_parallel_plans_give_each_rank_its_rows(plan, packed, size, parts):
+def test_context_parallel_layouts_give_each_rank_its_rows(packed_layout, packed, size, parts):
     """The zigzag of columns.split, with keys gathered rank after rank as all_gather lays them."""
     cu, total = [0, 16, 48, 64, 72], 72
     q, k, v = (torch.randn(total, 2, 16) for _ in range(3))
@@ -103,7 +103,7 @@ def test_context_parallel_plans_give_each_rank_its_rows(plan, packed, size, part
 
     gathered_k, gathered_v = (torch.cat([x[rows(r)] for r in range(size)]) for x in (k, v))
     for rank in range(size):
-        made = plan.make_plan(cu, total, rank, size)
+        made = packed_layout.make_packed_layout(cu, total, rank, size)
         position = torch.cat([torch.arange(b - a) for a, b in zip(cu[:-1], cu[1:], strict=True)])
         assert torch.equal(made.positions, position[rows(rank)])
         picked_q = q[rows(rank)][made.query_rows] if made.query_rows is not None else q[rows(rank)]

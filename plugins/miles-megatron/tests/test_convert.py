@@ -249,16 +249,16 @@ def test_what_is_there_is_left_alone(convert, source, tmp_path):
     convert("hf-to-dist", source, tmp_path / "dist")
     for words in (("hf-to-dist", source, tmp_path / "dist"), ("hf-to-dist", source, source),
                   ("dist-to-hf", tmp_path / "dist", source, "--hf-checkpoint", source)):  # fmt: skip
-        with pytest.raises(CheckpointError, match="there is something already"):
+        with pytest.raises(CheckpointError, match="already exists"):
             convert(*words)
 
 
 def test_the_wrong_direction(convert, source, tmp_path):
     convert("hf-to-dist", source, tmp_path / "dist")
     for folder in (tmp_path / "dist", tmp_path / "dist" / "iter_0000000"):
-        with pytest.raises(CheckpointError, match="no Hugging Face directory.*miles convert dist-to-hf"):
+        with pytest.raises(CheckpointError, match="got no config.json.*miles convert dist-to-hf"):
             convert("hf-to-dist", folder, tmp_path / "out")
-    with pytest.raises(CheckpointError, match="Hugging Face directory already.*miles convert hf-to-dist"):
+    with pytest.raises(CheckpointError, match="already a Hugging Face directory.*miles convert hf-to-dist"):
         convert("dist-to-hf", source, tmp_path / "out", "--hf-checkpoint", source)
     (tmp_path / "nothing").mkdir()
     with pytest.raises(CheckpointError, match="this is not a checkpoint"):
@@ -290,7 +290,7 @@ def test_damaged_sources(convert, source, tmp_path):
         convert("dist-to-hf", tmp_path / "dist", tmp_path / "out", "--hf-checkpoint", source)
     file = next(source.glob("*.safetensors"))
     file.write_bytes(file.read_bytes()[:-1])
-    with pytest.raises(CheckpointError, match="lie outside of the file"):
+    with pytest.raises(CheckpointError, match="lies outside of the file"):
         convert("hf-to-dist", source, tmp_path / "out")
     assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".tmp*"))
 
@@ -351,7 +351,7 @@ def test_conversions_beside_one_another_do_not_clear_each_other(convert, source,
 def test_torchrun_and_processes_exclude_each_other(convert, source, tmp_path, monkeypatch):
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "localhost")):
         monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match="torchrun has started the processes already"):
+    with pytest.raises(ConfigError, match="torchrun"):
         convert("hf-to-dist", source, tmp_path / "out", "--processes", 2)
 
 

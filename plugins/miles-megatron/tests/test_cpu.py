@@ -43,7 +43,7 @@ def test_a_mended_module_compiles_and_is_mended_once(rule):
 
 def test_a_megatron_that_a_rule_does_not_fit_is_refused():
     with pytest.raises(ConfigError, match=r"router gemm.*megatron-core 0\.16\.1"):
-        cpu.mend("megatron.core.transformer.moe.moe_utils", "    if torch.is_tensor(tensor) and tensor.is_cuda:\n")
+        cpu.patched("megatron.core.transformer.moe.moe_utils", "    if torch.is_tensor(tensor) and tensor.is_cuda:\n")
 
 
 def test_install_is_idempotent():
@@ -147,7 +147,7 @@ def test_a_rank_whose_gpu_is_not_there_says_so_before_it_is_taken(seen, monkeypa
     monkeypatch.setattr(torch.cuda, "is_available", lambda: seen > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: seen)
     monkeypatch.setattr(torch.cuda, "set_device", taken.append)
-    with pytest.raises(ConfigError, match=rf"trainer rank 5 on {platform.node()}: there is no GPU 3.*got {seen} GPUs"):
+    with pytest.raises(ConfigError, match=rf"trainer rank 5 on {platform.node()}: no GPU 3.*got {seen} GPUs"):
         cpu.process_group(Rank(5, 8, 3, gpu=True))
     assert not taken
     cpu._take_gpu(Rank(1, 8, 1))

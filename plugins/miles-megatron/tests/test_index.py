@@ -100,7 +100,7 @@ def test_bytes_with_the_looks_of_a_tensor_are_refused(index, tmp_path):
     vars(entry).update(chunks=[], size=torch.Size([1]))
     path = tmp_path / ".metadata"
     path.write_bytes(pickle.dumps(whole(a=entry)))
-    with pytest.raises(CheckpointError, match="something else than tensors"):
+    with pytest.raises(CheckpointError, match="something other than tensors"):
         index.read(path)
 
 

@@ -66,7 +66,7 @@ def made(megatron):
 
 def test_options_that_say_the_same_are_passed_over(made):
     """As scripts of Megatron-LM's repeat an architecture; what differs is refused by name."""
-    from miles_megatron.given import check_architecture
+    from miles_megatron.config_overrides import check_architecture
 
     same = {"multi_latent_attention": True, "kv_lora_rank": 16, "v_head_dim": 16, "qk_layernorm": True,
             "moe_router_pre_softmax": True, "moe_router_num_groups": 4, "rotary_percent": 1.0}
@@ -74,7 +74,7 @@ def test_options_that_say_the_same_are_passed_over(made):
     check_architecture(same, spec)
     config, *_ = made(overrides={"multi_latent_attention": True, "moe_router_pre_softmax": True, "qk_layernorm": True})
     assert not config.multi_latent_attention and not config.moe_router_pre_softmax
-    with pytest.raises(ConfigError, match=r"kv_lora_rank is of an architecture that this checkpoint is not \(got 17\)"):
+    with pytest.raises(ConfigError, match=r"kv_lora_rank .*\(got 17\)"):
         check_architecture({"kv_lora_rank": 17}, spec)
     with pytest.raises(ConfigError, match="multi_latent_attention disagrees|moe_router_num_groups disagrees"):
         made(overrides={"moe_router_num_groups": 2})
@@ -116,7 +116,7 @@ def test_tensors_that_stay_behind_are_announced_and_no_others(made, tmp_path, ca
     save_file({**tensors, "model.layers.3.eh_proj.weight": torch.zeros(2)}, tmp_path / "model.safetensors")
     with caplog.at_level(logging.WARNING):
         weights.load_hf(tmp_path, model, weight_map)
-    assert "no use for 1 tensors, such as model.layers.3.eh_proj.weight; enable the plugin" in caplog.text
+    assert "1 tensors, such as model.layers.3.eh_proj.weight; enable the plugin" in caplog.text
     save_file({**tensors, "model.layers.30.eh_proj.weight": torch.zeros(2)}, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"1 unexpected: model\.layers\.30\.eh_proj"):
         weights.load_hf(tmp_path, model, weight_map)

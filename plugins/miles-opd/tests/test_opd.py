@@ -65,18 +65,18 @@ REFUSED = [
     ("in the trainer or behind a server", {"opd_teacher_load": "/tmp", **SERVER}, {}),
     ("names no teacher.*--opd-teacher-urls", {"opd_type": "sglang", "opd_teacher_load": "/tmp"}, {}),
     ("names no teacher.*--opd-teacher-load", {"opd_type": "megatron", **SERVER}, {}),
-    ("no such teacher", {"opd_teacher_load": "/no/where"}, {}),
+    ("/no/where", {"opd_teacher_load": "/no/where"}, {}),
     ("count twice", {"opd_teacher_load": "/tmp", "use_opd": True}, {}),
     ("nothing to do.*--use-opd", {"opd_teacher_load": "/tmp"}, {"estimator": "grpo"}),
     ("old log-probs", {"opd_teacher_load": "/tmp"}, {"skip_actor_forward_only": True}),
     ("asks a server", {"opd_teacher_load": "/tmp"}, {"rm_type": [ESTIMATOR]}),
-    ("nobody would ask.*--rm-type", SERVER, {}),
+    ("never be queried.*--rm-type", SERVER, {}),
     ("temperature 1", SERVER, {"rm_type": [ESTIMATOR], "temperature": 0.7}),
     ("only-teacher", {**SERVER, "opd_log_prob_top_k": 4}, {"rm_type": [ESTIMATOR]}),
     ("at least 0", {"opd_teacher_load": "/tmp", "opd_log_prob_top_k": -1}, {}),
     ("at least 0", {"opd_teacher_load": "/tmp", "opd_kl_coef": float("nan")}, {}),
     ("above 0", {"opd_teacher_load": "/tmp", "opd_teacher_timeout": 0}, {}),
-    ("no baseline", {"opd_teacher_load": "/tmp", "opd_top_k_baseline": True}, {}),
+    ("baseline needs top-k", {"opd_teacher_load": "/tmp", "opd_top_k_baseline": True}, {}),
 ]
 
 

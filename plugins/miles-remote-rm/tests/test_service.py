@@ -222,7 +222,7 @@ def test_what_another_attempt_may_mend_is_tried_again(act):
     (answers(True), "holds no number (got HTTP 200: true)"),
     (answers([1.0]), "holds no number"),
     (pours, "has more than 1048576 bytes (got HTTP 200: 111"),
-    (raw(b"SSH-2.0-OpenSSH_9.6\r\n\r\n"), "does not speak HTTP"),
+    (raw(b"SSH-2.0-OpenSSH_9.6\r\n\r\n"), "is not HTTP"),
 ])
 def test_anything_else_is_an_error_at_once_and_names_all(act, words):
     with serving(act) as server, pytest.raises(RewardError) as caught:
@@ -248,7 +248,7 @@ def test_a_service_that_is_too_slow_is_named(act):
     with serving(act) as server, pytest.raises(RewardError) as caught:
         score(server, rm_request_timeout=0.3)
     assert 0.3 <= time.monotonic() - begin < 2
-    assert f"{server.url}: the reward service gave train prompt 3 (row 5), sample" in str(caught.value)
+    assert caught.value.who == server.url and "train prompt 3 (row 5), sample" in str(caught.value)
     assert "within 0.3 s (got no answer to attempt 1)" in str(caught.value)
 
 
@@ -263,7 +263,7 @@ def test_waiting_for_a_turn_counts():
 
     with serving(hangs) as server, pytest.raises(RewardError) as caught:
         asyncio.run(late(server.url))
-    assert "gave two no reward within 0.3 s (got no turn yet: others are being asked)" in str(caught.value)
+    assert "no reward for two within 0.3 s (got no turn yet: others are being asked)" in str(caught.value)
     assert not server.bodies
 
 

@@ -54,7 +54,7 @@ def encoded(events):
 
 def shown(run, history, part=None):
     """The document without the moment at which it was made."""
-    status = status_of(run, history, held=False)
+    status = status_of(run, history, was_held=False)
     data = document(run, history, LIMITS, status) if part is None else addition(run, history, part, LIMITS, status)
     data["run"].pop("written")
     return data

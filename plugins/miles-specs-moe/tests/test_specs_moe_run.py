@@ -83,7 +83,7 @@ def test_the_memory_plan_counts_every_parameter(checkpoint, family):
     folder, config = checkpoint(family), plan(checkpoint(family)).config
     own = sum(tensor.numel() for name, tensor in tensors(folder).items()
               if not name.endswith((".bias", "correction_bias", "q_norm.weight", "k_norm.weight")))
-    model = replace(estimate.model_of(config), qk_norm=False)
+    model = replace(estimate.dimensions_of(config), qk_norm=False)
     assert sum(estimate.parameters(model, 2, True, True)) == own
 
 

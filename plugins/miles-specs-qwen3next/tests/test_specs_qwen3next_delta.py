@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from miles_megatron import cpu, model
-from miles_megatron.plan import packed_rows
+from miles_megatron.packed_layout import packed_rows
 from miles_megatron.testing.parity import LENGTHS, cases, family_of, model_parity, random_model
 from miles_specs_qwen3next import delta, mixer
 

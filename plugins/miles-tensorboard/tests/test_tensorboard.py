@@ -7,7 +7,7 @@ import time
 import pytest
 from miles_tensorboard.event_files import folder_of
 from miles_tensorboard.plugin import Tensorboard, TensorboardOptions
-from miles_testing.canned import canned_samples
+from miles_testing.sample_inputs import canned_samples
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 

@@ -47,7 +47,7 @@ BROKEN = {
     "a group without samples": lambda group: Group(group.prompt, []),
     "of another prompt": lambda group: Group(replace(group.prompt, uid=99), group.samples),
     "invents samples": lambda group: Group(group.prompt, [replace(group.samples[0], index=99)]),
-    "fares otherwise": Moody().filter_group,
+    "another answer": Moody().filter_group,
 }
 
 

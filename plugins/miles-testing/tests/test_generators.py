@@ -100,7 +100,7 @@ BROKEN = {
     "holds NaN or infinity": setting("rollout_log_probs", lambda rows: rows * np.float32("nan")),
     "does not begin with its prompt": setting("tokens", lambda tokens: tokens + 1),
     "response_length is not what it has": setting("tokens", lambda tokens: np.append(tokens, tokens[-1:])),
-    "nobody called it back": changing(lambda sample: setattr(sample, "status", Status.ABORTED)),
+    "not called back": changing(lambda sample: setattr(sample, "status", Status.ABORTED)),
     "masks other than 0 and 1": setting("loss_mask", lambda mask: mask + np.uint8(1)),
     "it changes its prompt": changing(lambda sample: sample.prompt.metadata.update(seen=True)),
     "two samples of a group have one index": changing(lambda sample: setattr(sample, "index", 0)),

@@ -11,15 +11,15 @@ from miles_testing import (
     generator_contract,
     reward_contract,
 )
-from miles_testing.canned import Inputs, grouped
-from miles_testing.subject import Subject
+from miles_testing.plugin_under_test import PluginUnderTest
+from miles_testing.sample_inputs import Inputs, grouped
 
 from miles_core.plugins import bind
 
 
 def hooks(plugin, role, **options):
     """What a plugin has bound in a role."""
-    subject = Subject(plugin, options, [], Inputs(), None, ())
+    subject = PluginUnderTest(plugin, options, [], Inputs(), None, ())
     return bind.bind([subject.selected], subject.plan.config, role)
 
 

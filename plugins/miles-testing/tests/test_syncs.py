@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 from miles_testing import sync_contract, syncs, tiny_checkpoint
-from miles_testing.canned import Planted
+from miles_testing.sample_inputs import Planted
 
 from miles_core.config.tables import Checkpoint, Perf, RunConfig
 from miles_core.errors import MilesError
@@ -113,7 +113,7 @@ class Partial(Plain):
 
 BROKEN = {
     "it takes more than 0.1 s": Hangs,
-    "weights come in while it serves": Rude,
+    "while the engine serves": Rude,
     "the version is not newer": plain(name=lambda self, version: version - 1),
     "the trainer is to send, and nobody has connected a sender": Unconnected,
     "asked for version 1, it gave version 2": plain(name=lambda self, version: version + 1),

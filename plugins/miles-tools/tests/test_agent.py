@@ -12,7 +12,7 @@ import pytest
 from miles_local.engine import LocalEngine
 from miles_testing.forked import miles
 from miles_tools import agent_call
-from miles_tools.agent import Agents, check, reward_of, told
+from miles_tools.agent import Agents, check, figures_of, reward_of
 from miles_tools.agent_call import AgentFailed, load_function, result_of
 from miles_tools.plugin import ToolsOptions
 
@@ -399,13 +399,13 @@ def deep(inner, levels):
 def test_what_an_agent_tells_is_numbers(result, numbers):
     if numbers is None:
         with pytest.raises(AgentFailed, match="finite numbers"):
-            told(result)
+            figures_of(result)
     else:
-        assert told(result) == numbers
+        assert figures_of(result) == numbers
 
 
 @pytest.mark.parametrize("options, rollout, words", [
-    ({}, {}, "needs one agent.*neither"),
+    ({}, {}, "exactly one agent.*neither"),
     ({"agent": "a.py:f", "agent_command": ["a"]}, {}, "a function and a program"),
     ({"agent": "a.py"}, {}, "FILE.py:FUNCTION"), ({"agent": "a.py:f-g"}, {}, "FILE.py:FUNCTION"),
     ({"agent": "nowhere.py:f"}, {}, "no such file"), ({"agent": "no_such_package.sub:f"}, {}, "no such file or pack"),
@@ -419,8 +419,8 @@ def test_settings_that_cannot_be_are_refused(options, rollout, words):
 
 
 @pytest.mark.parametrize("source, words", [
-    ("agent = 3", "is no function"), ("x = 1", "has no 'agent'"), ("import no_such_package", "No module named"),
-    ("def agent(base_url, model):\n    pass", "takes 'model', which no agent is given"), ("def agent(:", "SyntaxError"),
+    ("agent = 3", "not a function"), ("x = 1", "has no 'agent'"), ("import no_such_package", "No module named"),
+    ("def agent(base_url, model):\n    pass", "takes 'model'"), ("def agent(:", "SyntaxError"),
 ])
 def test_a_function_that_cannot_be_called_is_refused(function, source, words):
     with pytest.raises(ConfigError, match=words):

@@ -300,11 +300,11 @@ def config(**rollout):
 
 
 @pytest.mark.parametrize(("options", "rollout", "words"), [
-    ({"tools": []}, {}, "generator tools has no tool"),
-    ({"tools": ["clac"]}, {}, "no such built-in tool (got clac). Fix: one of calc, python"),
+    ({"tools": []}, {}, "generator tools"),
+    ({"tools": ["clac"]}, {}, "no such built-in tool (got clac). Fix: use one of calc, python"),
     ({"tools": ["nowhere.py"]}, {}, "the file of tools cannot be read"),
     ({"tools": ["calc", "calc"]}, {}, "two tools are called 'calc'"),
-    ({"tools": ["calc"], "ending_tools": ["submit"]}, {}, "a tool that there is not cannot end"),
+    ({"tools": ["calc"], "ending_tools": ["submit"]}, {}, "unknown tool"),
     ({"tools": ["calc"]}, {"apply_chat_template": False}, "add --apply-chat-template"),
     ({"tools": ["calc"], "sandbox_workers": 0}, {}, "sandbox_workers should be positive"),
 ])  # fmt: skip

@@ -521,7 +521,7 @@ def test_openais_own_client():
     ({"messages": [USER], "response_format": {"type": "json_object"}}, "leave response_format out"),
     ({"messages": [USER], "tool_choice": "required"}, "auto or none"),
     ({"messages": [USER], "tools": [{}]}, "tools should"),
-    ({"messages": [USER], "functions": [{}]}, "write tools"), ({"messages": [USER], "max_tokens": 0}, "above 0"),
+    ({"messages": [USER], "functions": [{}]}, "use tools"), ({"messages": [USER], "max_tokens": 0}, "above 0"),
     ({"messages": [{"role": "user", "content": "\ud800"}]}, "surrogate"),
     ({"messages": [{"role": "user", "content": "", "\udfff": 1}]}, "surrogate"),
     (b'{"messages": [{"role": "user", "content": "", "x": ' + b"[" * 900 + b"]" * 900 + b"}]}", "deeper than 64"),
@@ -598,7 +598,7 @@ def test_a_group_that_is_called_back_begins_anew():
         await client.ask([USER])
         session._generation.recall.asked = True
         for _ in range(2):
-            headers = await client.refused({"messages": [USER, session.messages[-1], USER]}, 503, "will begin anew")
+            headers = await client.refused({"messages": [USER, session.messages[-1], USER]}, 503, "will start over")
             assert headers["x-should-retry"] == "false"
         sample = session.to_sample(None)
         assert sample.status is Status.ABORTED and not sample.metadata and sample.response_length == 0

@@ -85,7 +85,7 @@ def test_a_failure_of_the_sandbox_is_an_error_and_no_zero(sandbox, monkeypatch):
     monkeypatch.setattr(sandbox, "run", broken)
     with pytest.raises(RewardError, match="could not run the tests of train prompt 3") as caught:
         score(sandbox, sample(ADD, tests=ASSERTS))
-    assert len(calls) == 2 and "not a wrong one" in str(caught.value)
+    assert len(calls) == 2 and "not counted as wrong" in str(caught.value)
 
 
 def test_the_plugins_scorer_runs_and_its_sandbox_ends_with_the_run():

@@ -60,7 +60,7 @@ def config(tmp_path):
 def test_totals_are_the_published_ones(config, name):
     said, total, active = PUBLISHED[name]
     made = config(said)
-    size, model = architecture_of(made), estimate.model_of(made)
+    size, model = architecture_of(made), estimate.dimensions_of(made)
     assert size.uncounted == []
     assert sum(estimate.parameters(model, size.layers, True, True)) / 1e9 == pytest.approx(total, rel=0.02)
     if active:  # with the embedding or without it

@@ -60,14 +60,14 @@ def test_the_plan_says_what_colocate_implies_and_where_it_is_from(plan):
     text = plan(*SGLANG, "--colocate", "--actor-num-gpus-per-node", 4, "--rollout-num-gpus-per-engine", 2).to_text()
     for line in ("  perf.rollout_num_gpus = 4  (--colocate)", "  perf.offload_train = True  (--colocate)",
                  "  2 SGLang engines of 2 GPUs, bfloat16; router smg",
-                 "  placement local, GPUs: trainer and engines take turns on 4",
+                 "  placement local, GPUs: trainer and engines alternate on 4",
                  "  weights travel by ipc, in buckets of at most 512 MiB"):
         assert line in text.splitlines()
     assert "in the driver's process" not in text and "in the driver's process" in plan().to_text()
 
 
 @pytest.mark.parametrize(("given", "note"), [
-    (4, "--rollout-num-gpus is not needed with --colocate"), (2, "2 of the trainer's 4 GPUs rest while engines sample"),
+    (4, "--rollout-num-gpus is not needed with --colocate"), (2, "2 of the trainer's 4 GPUs are idle"),
 ])
 def test_gpus_of_colocated_engines_are_noted(plan, given, note):
     made = plan(*SGLANG, "--colocate", "--actor-num-gpus-per-node", 4, "--rollout-num-gpus", given)
@@ -111,11 +111,11 @@ REFUSED = {
     "engines of 12 GPUs do not fill nodes of 8": ["--rollout-num-gpus-per-engine", 12],
     "engines of 3 GPUs do not fill nodes of 4": ["--colocate", "--actor-num-nodes", 3, "--actor-num-gpus-per-node", 4,
                                                  "--rollout-num-gpus-per-engine", 3, *BATCH[:3], 6],
-    "named by two flags": ["--rollout-external"],
-    "servers that run already are named by two flags": ["--rollout-external-engine-addrs", "a:1"],
-    "the address of a server is HOST:PORT": ["--rollout-external", "--rollout-external-engine-addrs", "a"],
-    "cannot hand their GPUs over": ["--rollout-external", "--rollout-external-engine-addrs", "a:1", "--colocate"],
-    "a router that runs already has a port": ["--router-ip", "10.0.0.9"],
+    "need both flags": ["--rollout-external"],
+    "servers that already run need both flags": ["--rollout-external-engine-addrs", "a:1"],
+    "the address of a server should be HOST:PORT": ["--rollout-external", "--rollout-external-engine-addrs", "a"],
+    "cannot hand over their GPUs": ["--rollout-external", "--rollout-external-engine-addrs", "a:1", "--colocate"],
+    "a router that already runs needs a port": ["--router-ip", "10.0.0.9"],
     "does not reach the engine 'sglang'": ["--weight-sync", "in-process"],
     "a GPU that both sides share": ["--weight-sync", "ipc"],
     "needs a folder that trainer and engines share": ["--weight-sync", "disk-delta"],

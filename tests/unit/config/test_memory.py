@@ -18,11 +18,11 @@ EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 
 TOKENS = 512
 
 
-def described(sparse: bool, layers: int, tied: bool = False, **layout) -> estimate.Model:
+def described(sparse: bool, layers: int, tied: bool = False, **layout) -> estimate.ModelDimensions:
     some = {"experts": 8, "expert_ffn": 64, "experts_per_token": 2, "sparse": layers} if sparse else {}
     size = Architecture(layers=layers, hidden=128, heads=4, groups=2, head_dim=64, vocab=512, ffn=384, checkpoint=True,
                         **some)
-    return estimate.Model(size=size, layout=Layout(**layout), value=2, tied=tied, qk_norm=True)
+    return estimate.ModelDimensions(size=size, layout=Layout(**layout), value=2, tied=tied, qk_norm=True)
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ def test_parameters_are_counted_exactly(built, sparse):
 def test_what_a_layer_keeps_is_what_autograd_saves(built, sparse):
     """The local layers keep q, k and v as one tensor beside the copy that the norm of q reads: as much again as q."""
     import torch
-    from miles_megatron.plan import packed_rows
+    from miles_megatron.packed_layout import packed_rows
 
     def saved(layers: int) -> int:
         model, found = built(sparse, layers), {}
@@ -73,7 +73,8 @@ def test_what_a_layer_keeps_is_what_autograd_saves(built, sparse):
 
     of_one = (saved(3) - saved(1)) / 2 / TOKENS
     again = 2 * 4 * 64
-    assert sum(estimate.kept(described(sparse, 1), sparse).values()) == pytest.approx(of_one - again, rel=0.01)
+    estimated = sum(estimate.saved_activations(described(sparse, 1), sparse).values())
+    assert estimated == pytest.approx(of_one - again, rel=0.01)
 
 
 def test_the_peak_of_the_log_probs_is_what_torch_allocates():
@@ -101,7 +102,7 @@ def test_the_peak_of_the_log_probs_is_what_torch_allocates():
 def test_ranks_share_what_the_layout_splits():
     """Tensor ranks share matrices, stages layers, data ranks the optimizer; experts have ranks of their own."""
     whole, split = described(False, 4), described(False, 4, tensor=2, sequence_parallel=True, world=2)
-    one, two = (sum(estimate.kept(m, False).values()) for m in (whole, split))
+    one, two = (sum(estimate.saved_activations(m, False).values()) for m in (whole, split))
     assert two == pytest.approx(one / 2)
     dense, sparse = estimate.parameters(described(True, 4), 4, True, True)
     assert estimate.parameters(described(True, 4, expert=4), 4, True, True) == (dense, sparse / 4)
@@ -143,7 +144,7 @@ def on(config: RunConfig, gib: float | None) -> RunConfig:
 
 def test_a_run_that_cannot_fit_is_refused_with_what_would(large):
     """Each remedy fits by the same estimate; a run that is close is announced, one with room is silent."""
-    needed = memory.peak(large, estimate.model_of(large)) / memory.GIB
+    needed = memory.peak(large, estimate.dimensions_of(large)) / memory.GIB
     with pytest.raises(ConfigError, match=r"does not fit.*--recompute-granularity full \(\d+ GiB\)"):
         memory.check_memory(on(large, 100), print)
     notes = []
@@ -157,7 +158,7 @@ def test_a_run_that_cannot_fit_is_refused_with_what_would(large):
 
 def test_both_sides_in_memory_at_once_have_to_fit_together(large):
     """Only where they share the GPU and neither makes room."""
-    needed = memory.peak(large, estimate.model_of(large)) / memory.GIB
+    needed = memory.peak(large, estimate.dimensions_of(large)) / memory.GIB
     shared = replace(on(large, 1.5 * needed), surfaces={"server": {"mem_fraction_static": 0.8}})
     shared = replace(shared, perf=replace(shared.perf, colocate=True, offload_train=False, offload_rollout=False))
     with pytest.raises(ConfigError, match=r"both stay in its memory.*--offload-rollout"):

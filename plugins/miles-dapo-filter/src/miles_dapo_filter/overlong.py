@@ -41,7 +41,7 @@ class Overlong:
         """What the options say; None where there is no penalty.
 
         Raises:
-            ConfigError: a buffer longer than an answer, a factor that is none, or an option without effect.
+            ConfigError: a buffer longer than an answer, a factor that is not a number, or an option without effect.
         """
         most, buffer, who = config.rollout.rollout_max_response_len, options.overlong_buffer_len, "[dapo-filter]"
         if buffer is None:
@@ -51,7 +51,8 @@ class Overlong:
                                       fix="write overlong_buffer_len, or drop it")
             return None
         if not 1 <= buffer <= most:
-            raise ConfigError("overlong_buffer_len is a part of the answer", who=f"{who}, rollout_max_response_len",
+            raise ConfigError("overlong_buffer_len should be shorter than the response", who=f"{who}, "
+                                                                                             "rollout_max_response_len",
                               got=f"{buffer} of {most} tokens", fix=f"take 1 to {most}; DAPO has a fifth of it")
         if options.overlong_penalty_factor <= 0:
             raise ConfigError("overlong_penalty_factor should be above 0", got=options.overlong_penalty_factor,

@@ -31,12 +31,12 @@ def keep_spread(group: Group, min_std: float, penalty: Callable[[Sample], float]
         penalty: what is added to the reward of a sample before it is looked at.
 
     Raises:
-        RewardError: a sample that nobody scored.
+        RewardError: a sample without a score.
     """
     raw, rewards = [], []
     for sample in group.samples:
         if sample.reward is None:
-            raise RewardError(f"nobody scored {sample.name}", who="dapo-filter", fix="name a scorer with --rm-type")
+            raise RewardError(f"no scorer scored {sample.name}", who="dapo-filter", fix="name a scorer with --rm-type")
         raw.append(sample.reward)
         rewards.append(sample.reward + (penalty(sample) if penalty else 0.0))
     if reward_std(rewards) > min_std:
@@ -49,4 +49,6 @@ def keep_spread(group: Group, min_std: float, penalty: Callable[[Sample], float]
 
 def kind_of(rewards: list[float]) -> str:
     """"all_right" where every raw reward is at least 1, "all_wrong" where none is above 0, else "alike"."""
-    return "all_right" if min(rewards) >= 1 else "all_wrong" if max(rewards) <= 0 else "alike"
+    if min(rewards) >= 1:
+        return "all_right"
+    return "all_wrong" if max(rewards) <= 0 else "alike"

@@ -16,7 +16,7 @@ from miles_fp8.recipe import Held, plain_modules
 from miles_fp8.stream import quantised
 
 
-def convert(source: Path, out: Path, held: Held) -> str:
+def convert(source: Path, out: Path, fp8_format: Held) -> str:
     """Write `source` to `out` with its linear layers in FP8; what was written, in words.
 
     Raises:
@@ -27,21 +27,22 @@ def convert(source: Path, out: Path, held: Held) -> str:
         config = parse_json((source / "config.json").read_text(encoding="utf-8"))
         if "quantization_config" in config:
             raise CheckpointError("the checkpoint is quantised already", who=str(source / "config.json"),
-                                  got=config["quantization_config"].get("quant_method"), fix="convert a plain one")
+                                  got=config["quantization_config"].get("quant_method"), fix="convert an unquantised "
+                                                                                             "checkpoint")
     files = sorted(set(tensor_files(source).values()))
     shapes = {name: one.shape for file in files for name, one in stored_tensors(file).items()}
     matrices = [name for name, shape in shapes.items() if len(shape) == 2]
-    taken = [name for name in matrices if held.quantises(name, shapes[name])]
+    taken = [name for name in matrices if fp8_format.quantises(name, shapes[name])]
     if not taken:
-        raise CheckpointError("no tensor there is a linear layer's weight by its name", who=str(source),
-                              got=f"{len(shapes)} tensors", fix="use a decoder by Hugging Face's names")
+        raise CheckpointError("no tensor has the name of a linear layer's weight", who=str(source),
+                              got=f"{len(shapes)} tensors", fix="use a decoder with Hugging Face tensor names")
     left = plain_modules(set(matrices) - set(taken))
-    more = {"quantization_config": {**held.config, "modules_to_not_convert": left}}
+    more = {"quantization_config": {**fp8_format.config, "modules_to_not_convert": left}}
     more |= {key: config[key] for key in ("dtype", "torch_dtype") if key in config}
     before = sum(file.stat().st_size for file in files)
-    export_hf(out, source, quantised(_tensors(source), held), config=more)
+    export_hf(out, source, quantised(_tensors(source), fp8_format), config=more)
     after = sum(file.stat().st_size for file in out.glob("*.safetensors"))
-    return (f"{len(taken)} of {len(shapes)} tensors in FP8 ({held.recipe}), {after / 1e6:,.1f} MB of "
+    return (f"{len(taken)} of {len(shapes)} tensors in FP8 ({fp8_format.recipe}), {after / 1e6:,.1f} MB of "
             f"{before / 1e6:,.1f} MB")
 
 

@@ -74,15 +74,15 @@ def emulate(chunk: torch.nn.Module, emulation: Emulation) -> int:
     Embedding, router, norms and output layer are none of them. Layers for multi-token prediction are rounded with the
     decoder's, whatever `layers` says.
     """
-    found = 0
+    count = 0
     layers = [layer for layer in cast("Any", chunk).decoder.layers if layer.layer_number - 1 in emulation.layers]
     for part in (*layers, *getattr(getattr(chunk, "mtp", None), "layers", ())):
         for name, module in part.named_modules():
             if isinstance(module, ColumnParallelLinear | RowParallelLinear):
                 _round(module, emulation)
-                found += 1
+                count += 1
                 _tell(name, module, emulation)
-    return found
+    return count
 
 
 def _round(module: torch.nn.Module, emulation: Emulation) -> None:
@@ -90,7 +90,7 @@ def _round(module: torch.nn.Module, emulation: Emulation) -> None:
     substitute(module, lambda tensor: _Rounded.apply(tensor, weight))
     if not emulation.activations:
         return
-    module.register_forward_pre_hook(lambda _, given: (_Rounded.apply(given[0], row), *given[1:]))
+    module.register_forward_pre_hook(lambda _, inputs: (_Rounded.apply(inputs[0], row), *inputs[1:]))
     module.register_forward_hook(
         lambda _, __, out: (_RoundedGradient.apply(out[0], row, emulation.gradients), *out[1:]))
 

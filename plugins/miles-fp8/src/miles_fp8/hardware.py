@@ -47,11 +47,12 @@ def emulated(device: Device, fields: dict[str, object], bf16: bool) -> bool:
     """
     recipe = str(fields.get("fp8_recipe") or "delayed")
     if fields.get("fp8_param"):
-        raise ConfigError("parameters that are kept in FP8 cannot be streamed to engines", who="--fp8-param-gather",
-                          got="fp8_param", fix="leave it out: parameters stay in bfloat16, products are in FP8")
+        raise ConfigError("parameters stored in FP8 cannot be streamed to engines", who="--fp8-param-gather",
+                          got="fp8_param", fix="leave it out: parameters stay in bfloat16 and GEMMs run in FP8")
     if device.name is None or fields.get("transformer_impl") == "local":
         if recipe not in ("blockwise", "tensorwise", "mxfp8"):
-            raise ConfigError(f"the recipe {recipe!r} runs in Transformer Engine's kernels alone", got=_without(device),
+            raise ConfigError(f"the recipe {recipe!r} is supported by Transformer Engine's kernels only",
+                              got=_without(device),
                               who="--fp8-recipe", fix="write --fp8-recipe blockwise, tensorwise or mxfp8")
         return True
     if not bf16:

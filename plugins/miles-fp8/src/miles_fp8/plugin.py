@@ -38,7 +38,7 @@ class Fp8Options:
         flags=("--extra-high-precision-layers-hf",),
     )
     first_layers: int = option(0, "Layers at the start that such weights leave as they are, all their modules.")
-    last_layers: int = option(0, "The same at the end.")
+    last_layers: int = option(0, "Layers at the end that such weights leave as they are, all their modules.")
     emulate: Literal["all", "weights"] = option(
         "all", "What training without FP8 kernels rounds: all operands, or weights alone, as the local engine does."
     )
@@ -70,8 +70,8 @@ class Fp8:
         stated: Any = (whole or {}).get("quantization_config") or {}
         served = chosen(config, "engine") == "sglang" and not config.debug.debug_rollout_only
         if served and stated.get("quant_method") == "fp8" and not stated.get("weight_block_size"):
-            raise ConfigError("SGLang rearranges FP8 weights with one scale each when it loads them, and cannot be "
-                              "given new ones", got=f"no weight_block_size in {path}", who="plugin fp8",
+            raise ConfigError("SGLang rearranges FP8 weights with one scale each when it loads them, and cannot load "
+                              "new ones", got=f"no weight_block_size in {path}", who="plugin fp8",
                               fix="serve scales per block: miles convert hf-to-fp8 --recipe blockwise")
         return config
 
@@ -98,8 +98,8 @@ class Fp8:
         from miles_fp8.emulate import Emulation, emulate
 
         layers = cast("int", spec.constants["num_layers"])
-        kept = _kept_layers(fields, layers)
-        made = Emulation(str(fields["fp8_recipe"]), frozenset(range(layers)) - kept,
+        plain_layers = _kept_layers(fields, layers)
+        made = Emulation(str(fields["fp8_recipe"]), frozenset(range(layers)) - plain_layers,
                          torch.float8_e5m2 if fields["fp8"] == "hybrid" else torch.float8_e4m3fn,
                          self.options.emulate == "all")
         count = emulate(chunk, made)
@@ -109,20 +109,20 @@ class Fp8:
     @hookimpl
     def export_weights(self, stream: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """Weights in FP8 with their scales, where the engine holds such."""
-        held = self._held()
-        if held is None:
+        fp8_format = self._held()
+        if fp8_format is None:
             return stream
         from miles_fp8.stream import quantised
 
-        return quantised(stream, held)
+        return quantised(stream, fp8_format)
 
     @hookimpl
     def import_weights(self, stream: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """FP8 weights times their scales, for an engine that has no kernels for them."""
         from miles_fp8.stream import plain
 
-        held = self._held()
-        return plain(stream, held.tiles) if held is not None else plain(stream)
+        fp8_format = self._held()
+        return plain(stream, fp8_format.tiles) if fp8_format is not None else plain(stream)
 
     @hookimpl("convert", name="hf-to-fp8")
     def convert(self, source: Path, out: Path) -> str:
@@ -135,30 +135,30 @@ class Fp8:
     def _held(self) -> Held | None:
         """How the engine holds its weights; None for plain ones."""
         path, whole = config_json(self.config)
-        said: Any = (whole or {}).get("quantization_config")
+        quantization: Any = (whole or {}).get("quantization_config")
         local = chosen(self.config, "engine") == "local"
-        held = of_checkpoint(said, path.parent) if said else None
-        if held is not None or said or not local:
-            return held
-        given = self.config.surface("megatron")
-        if not given.get("fp8"):
+        fp8_format = of_checkpoint(quantization, path.parent) if quantization else None
+        if fp8_format is not None or quantization or not local:
+            return fp8_format
+        megatron = self.config.surface("megatron")
+        if not megatron.get("fp8"):
             return None
-        recipe = self.options.recipe or str(given.get("fp8_recipe"))
+        recipe = self.options.recipe or str(megatron.get("fp8_recipe"))
         if recipe not in RECIPES:
             return None
-        kept = _ends(given) if given.get("first_last_layers_bf16") else (0, 0)
+        plain_ends = _ends(megatron) if megatron.get("first_last_layers_bf16") else (0, 0)
         return self._own(recipe, path.parent, *(max(pair) for pair in zip(
-            kept, (self.options.first_layers, self.options.last_layers), strict=True)))
+            plain_ends, (self.options.first_layers, self.options.last_layers), strict=True)))
 
     def _own(self, recipe: str, folder: Path, first: int, last: int) -> Held:
         """How weights are held where no checkpoint says."""
-        held = Held(WEIGHTS[recipe], recipe, tuple(self.options.keep))
+        fp8_format = Held(WEIGHTS[recipe], recipe, tuple(self.options.keep))
         if not first and not last:
-            return held
-        said: Mapping[str, Any] = config_json(replace(self.config, checkpoint=replace(
+            return fp8_format
+        hf_config: Mapping[str, Any] = config_json(replace(self.config, checkpoint=replace(
             self.config.checkpoint, hf_checkpoint=str(folder))))[1] or {}
-        layers = int(said.get("text_config", said)["num_hidden_layers"])
-        return replace(held, layers=frozenset(range(first, layers - last)))
+        layers = int(hf_config.get("text_config", hf_config)["num_hidden_layers"])
+        return replace(fp8_format, layers=frozenset(range(first, layers - last)))
 
 
 def _ends(fields: Mapping[str, Any]) -> tuple[int, int]:

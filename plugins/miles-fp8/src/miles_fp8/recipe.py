@@ -51,8 +51,8 @@ def linear(name: str) -> bool:
 
 def layer_of(name: str) -> int | None:
     """The number of the decoder layer that a tensor belongs to."""
-    found = re.search(r"(?:^|\.)layers\.(\d+)\.", name)
-    return int(found[1]) if found and not re.search(r"(?:^|\.)mtp\.layers\.", name) else None
+    match = re.search(r"(?:^|\.)layers\.(\d+)\.", name)
+    return int(match[1]) if match and not re.search(r"(?:^|\.)mtp\.layers\.", name) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +62,14 @@ class Held:
     Args:
         tiles: of each weight.
         recipe: which of RECIPES that is, for names and dtypes.
-        kept: modules that stay as they are, by name, by a name that they lie within, or by the end of theirs.
+        excluded: modules that stay as they are, by name, by a name that they lie within, or by the end of theirs.
         scaled: names of all scales, where a checkpoint says them; it is then followed to the letter.
         layers: decoder layers that are quantised; None for all.
     """
 
     tiles: Tiles
     recipe: str = "blockwise"
-    kept: tuple[str, ...] = ()
+    excluded: tuple[str, ...] = ()
     scaled: frozenset[str] | None = None
     layers: frozenset[int] | None = None
 
@@ -86,21 +86,21 @@ class Held:
         layer = layer_of(name)
         if not linear(name) or (self.layers is not None and layer is not None and layer not in self.layers):
             return False
-        return not kept(name.removesuffix(".weight"), self.kept)
+        return not is_excluded(name.removesuffix(".weight"), self.excluded)
 
     @property
     def config(self) -> dict[str, object]:
         """What config.json says of it, but for the modules that are not converted."""
-        said: dict[str, object] = {"quant_method": "mxfp8" if self.recipe == "mxfp8" else "fp8", "fmt": "e4m3",
+        entry: dict[str, object] = {"quant_method": "mxfp8" if self.recipe == "mxfp8" else "fp8", "fmt": "e4m3",
                                    "activation_scheme": "dynamic"}
         if self.recipe != "tensorwise":
-            said["weight_block_size"] = [self.tiles.rows, self.tiles.columns]
+            entry["weight_block_size"] = [self.tiles.rows, self.tiles.columns]
         if self.recipe == "mxfp8":
-            said["scale_fmt"] = "ue8m0"
-        return said
+            entry["scale_fmt"] = "ue8m0"
+        return entry
 
 
-def kept(module: str, modules: Sequence[str]) -> bool:
+def is_excluded(module: str, modules: Sequence[str]) -> bool:
     """Whether a list such as modules_to_not_convert names a module; "model." in front makes no difference."""
     module = module.removeprefix("model.")
     for one in modules:
@@ -110,7 +110,7 @@ def kept(module: str, modules: Sequence[str]) -> bool:
     return False
 
 
-def of_checkpoint(said: Mapping[str, object], folder: Path) -> Held | None:
+def of_checkpoint(quantization: Mapping[str, object], folder: Path) -> Held | None:
     """How a checkpoint holds its weights, by the quantization_config of its config.json and the names of its tensors.
 
     Returns:
@@ -120,23 +120,23 @@ def of_checkpoint(said: Mapping[str, object], folder: Path) -> Held | None:
         ConfigError: FP8 of a kind that this plugin does not write.
         CheckpointError: the index or the headers of its files cannot be read.
     """
-    method = said.get("quant_method")
+    method = quantization.get("quant_method")
     if method not in ("fp8", "mxfp8"):
         return None
-    wrong = {key: said[key] for key, wanted in (("activation_scheme", "dynamic"), ("fmt", "e4m3"))
-             if said.get(key) not in (None, wanted)}
+    wrong = {key: quantization[key] for key, wanted in (("activation_scheme", "dynamic"), ("fmt", "e4m3"))
+             if quantization.get(key) not in (None, wanted)}
     if wrong:
-        raise ConfigError("the engine's checkpoint is FP8 of a kind that is not written here", got=wrong,
-                          who=str(folder / "config.json"), fix="make one with miles convert hf-to-fp8")
-    block: Any = said.get("weight_block_size")
+        raise ConfigError("the engine's checkpoint is in an FP8 format that this plugin does not write", got=wrong,
+                          who=str(folder / "config.json"), fix="create one with miles convert hf-to-fp8")
+    block: Any = quantization.get("weight_block_size")
     if method == "mxfp8":
         recipe, tiles = "mxfp8", WEIGHTS["mxfp8"]
     elif block is None:
         recipe, tiles = "tensorwise", WEIGHTS["tensorwise"]
     else:
         rows, columns = block
-        recipe, tiles = "blockwise", Tiles(rows, columns, powers=said.get("scale_fmt") == "ue8m0")
-    listed: Any = said.get("modules_to_not_convert") or said.get("ignored_layers") or ()
+        recipe, tiles = "blockwise", Tiles(rows, columns, powers=quantization.get("scale_fmt") == "ue8m0")
+    listed: Any = quantization.get("modules_to_not_convert") or quantization.get("ignored_layers") or ()
     return Held(tiles, recipe, tuple(listed), _scaled(folder))
 
 
@@ -146,11 +146,11 @@ def _scaled(folder: Path) -> frozenset[str] | None:
         return None
     from miles_megatron.shards import tensor_files
 
-    found = frozenset(name for name in tensor_files(folder) if name.endswith(SCALES))
-    if not found:
-        raise CheckpointError("config.json says FP8, and no tensor has a scale", who=str(folder),
+    scales = frozenset(name for name in tensor_files(folder) if name.endswith(SCALES))
+    if not scales:
+        raise CheckpointError("config.json says FP8, but no tensor has a scale", who=str(folder),
                               fix="fetch the checkpoint again, or take quantization_config out of config.json")
-    return found
+    return scales
 
 
 def plain_modules(names: Collection[str]) -> list[str]:

@@ -47,8 +47,8 @@ def rounded(x: torch.Tensor, tiles: Tiles, dtype: torch.dtype = torch.float8_e4m
     flat = x.detach().reshape(-1, x.shape[-1])
     if not flat.numel():
         return x.detach()
-    held, scale = quantise(flat, tiles, dtype)
-    return dequantise(held, scale, tiles, x.dtype).view(x.shape)
+    quantised, scale = quantise(flat, tiles, dtype)
+    return dequantise(quantised, scale, tiles, x.dtype).view(x.shape)
 
 
 def to_bytes(scale: torch.Tensor) -> torch.Tensor:

@@ -13,17 +13,17 @@ from miles_fp8.rounding import dequantise, quantise, to_bytes
 Stream = Iterator[tuple[str, torch.Tensor]]
 
 
-def quantised(stream: Stream, held: Held) -> Stream:
-    """Each weight that `held` has in FP8, followed by its scale; every other tensor as it is."""
+def quantised(stream: Stream, fp8_format: Held) -> Stream:
+    """Each weight that `fp8_format` has in FP8, followed by its scale; every other tensor as it is."""
     for name, tensor in stream:
-        if not held.quantises(name, tensor.shape):
+        if not fp8_format.quantises(name, tensor.shape):
             yield name, tensor
             continue
-        weight, scale = quantise(tensor, held.tiles)
-        scale = to_bytes(scale) if held.recipe == "mxfp8" else scale
+        weight, scale = quantise(tensor, fp8_format.tiles)
+        scale = to_bytes(scale) if fp8_format.recipe == "mxfp8" else scale
         vars(scale)["keeps_dtype"] = True  # also where the trainer's float32 is sent as another dtype
         yield name, weight
-        yield held.scale(name), scale
+        yield fp8_format.scale(name), scale
 
 
 def plain(stream: Stream, tiles: Tiles = WEIGHTS["blockwise"]) -> Stream:

@@ -24,10 +24,10 @@ def convert(source: Path, out: Path, group_size: int, targets: str) -> str:
         ConfigError: nothing to pack, or groups do not divide an input axis.
     """
     with reading(str(source / "config.json"), CheckpointError):
-        said = parse_json((source / "config.json").read_text(encoding="utf-8")).get("quantization_config")
-        if said:
-            raise CheckpointError("the weights are quantised already", who=str(source), got=said.get("quant_method"),
-                                  fix="convert the plain weights")
+        quantization = parse_json((source / "config.json").read_text(encoding="utf-8")).get("quantization_config")
+        if quantization:
+            raise CheckpointError("the weights are already quantised", who=str(source),
+                                  got=quantization.get("quant_method"), fix="convert the unquantised weights")
     files = tensor_files(source)
     names = chosen(files, targets)
     if not names:

@@ -52,12 +52,12 @@ def round_weights(chunk: torch.nn.Module, weight_map: WeightMap, names: Collecti
         return fake_quantised(group_size, dtype, *weights) if rounds() else weights
 
     for module in chunk.modules():
-        held = {name: parameter for name, parameter in module._parameters.items()
+        rounded = {name: parameter for name, parameter in module._parameters.items()
                 if parameter is not None and id(parameter) in known}
-        for parameter in held.values():
+        for parameter in rounded.values():
             check_width(known[id(parameter)], parameter.shape[-1], group_size, _cut(parameter))
-        if held:
-            substitute_all(module, partial(function), tuple(held))
+        if rounded:
+            substitute_all(module, partial(function), tuple(rounded))
 
 
 def _cut(parameter: Any) -> int:

@@ -64,25 +64,26 @@ def stated(folder: Path) -> Stated | None:
     """
     path = folder / "config.json"
     with reading(str(path), CheckpointError):
-        said = parse_json(path.read_text(encoding="utf-8")).get("quantization_config")
-        if not said:
+        quantization = parse_json(path.read_text(encoding="utf-8")).get("quantization_config")
+        if not quantization:
             return None
-        groups = list((said.get("config_groups") or {}).values())
+        groups = list((quantization.get("config_groups") or {}).values())
         weights = [group.get("weights") or {} for group in groups]
         kinds = {(one.get("num_bits"), one.get("type", "int"), one.get("symmetric", True), one.get("strategy"),
                   one.get("group_size"), bool(one.get("actorder"))) for one in weights}
         plain = len(kinds) == 1 and not any(group.get("input_activations") for group in groups)
         bits, kind, symmetric, strategy, size, reordered = next(iter(kinds)) if plain else (None,) * 6
-        ours = (said.get("quant_method") == "compressed-tensors" and said.get("format") == "pack-quantized" and plain
+        method, layout = quantization.get("quant_method"), quantization.get("format")
+        ours = (method == "compressed-tensors" and layout == "pack-quantized" and plain
                 and (bits, kind, symmetric, strategy, reordered) == (4, "int", True, "group", False))
         if not ours or not isinstance(size, int):
             raise ConfigError("the checkpoint's weights are quantised in a way that plugin int4-qat does not train",
-                              got=f"{said.get('quant_method')}, format {said.get('format')}, weights {weights}",
+                              got=f"{method}, format {layout}, weights {weights}",
                               who=str(path), fix="use a directory that `miles convert hf-to-int4` wrote")
-        return Stated(size, tuple(said.get("ignore") or ()))
+        return Stated(size, tuple(quantization.get("ignore") or ()))
 
 
-def packed_names(folder: Path, said: Stated, names: Collection[str]) -> frozenset[str]:
+def packed_names(folder: Path, statement: Stated, names: Collection[str]) -> frozenset[str]:
     """The weights that a directory stores as int4: those in its files; without files, what its config.json implies.
 
     Args:
@@ -94,14 +95,14 @@ def packed_names(folder: Path, said: Stated, names: Collection[str]) -> frozense
     from miles_megatron.shards import stored_tensors, tensor_files
 
     if not any(folder.glob("*.safetensors")):
-        return frozenset(name for name in chosen(names, "linears") if not _ignored(name, said.ignore))
+        return frozenset(name for name in chosen(names, "linears") if not _ignored(name, statement.ignore))
     files = tensor_files(folder)
     bases = [name.removesuffix("_packed") for name in files if name.endswith(".weight_packed")]
     if bases:
         packed, scale = (stored_tensors(files[name])[name].shape
                          for name in (f"{bases[0]}_packed", f"{bases[0]}_scale"))
-        if packed[-1] * 8 != scale[-1] * said.group_size:
-            raise CheckpointError(f"config.json says groups of {said.group_size}",
+        if packed[-1] * 8 != scale[-1] * statement.group_size:
+            raise CheckpointError(f"config.json says groups of {statement.group_size}",
                                   got=f"{bases[0]}: {scale[-1]} scales for {packed[-1] * 8} weights", who=str(folder),
                                   fix="convert the checkpoint again")
     return frozenset(bases)
@@ -127,14 +128,14 @@ def ignored(names: Collection[str], packed: Collection[str]) -> list[str]:
     A block without packed weights, such as attention, is one expression: an engine may fuse what is in it.
     """
     quantised = [name.removesuffix(".weight") for name in packed]
-    found = {"lm_head": None}
+    patterns = {"lm_head": None}
     for name in names:
         module = name.removesuffix(".weight")
         if name in packed or not name.endswith(".weight") or ".layers." not in name or "norm" in name.split(".")[-2]:
             continue
-        if not any(re.match(pattern.removeprefix("re:"), module) for pattern in found):
-            found[_pattern(module, quantised)] = None
-    return list(found)
+        if not any(re.match(pattern.removeprefix("re:"), module) for pattern in patterns):
+            patterns[_pattern(module, quantised)] = None
+    return list(patterns)
 
 
 def _pattern(module: str, quantised: Collection[str]) -> str:
@@ -178,13 +179,13 @@ def check_width(name: str, width: int, group_size: int, ranks: int = 1) -> None:
                           who="plugin int4-qat", fix=fix)
 
 
-def differing(option: str, wanted: Collection[str], there: Collection[str], who: str) -> None:
+def differing(option: str, wanted: Collection[str], stored: Collection[str], who: str) -> None:
     """
     Raises:
         ConfigError: the run names other layers than the engine's checkpoint has in int4.
     """
     from miles_megatron.shards import few
 
-    if wanted := set(wanted) ^ set(there):
+    if wanted := set(wanted) ^ set(stored):
         raise ConfigError("the engine's checkpoint has other layers in int4 than the run trains for",
                           got=few(sorted(wanted), 3), who=f"{option}, {who}", fix=f"leave {option} out")

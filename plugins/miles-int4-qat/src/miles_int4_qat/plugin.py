@@ -62,7 +62,7 @@ class Int4Qat:
 
     @hookimpl
     def check(self, config: RunConfig, note: Callable[[str], None]) -> RunConfig:
-        """Group sizes that nobody can serve, and two precisions for one weight."""
+        """Group sizes that no engine can serve, and two precisions for one weight."""
         _check(self.options, config)
         return config
 
@@ -149,10 +149,10 @@ class Int4Qat:
                   if ours.startswith("decoder.") for name in names]
         wanted = chosen(inside, self.options.targets)
         if self._stated is not None:
-            there = packed_names(self._folder, self._stated, inside)
+            stored_names = packed_names(self._folder, self._stated, inside)
             if self.options.targets != "auto":
-                differing("--int4-qat.targets", wanted, there & set(inside), str(self._folder))
-            wanted = there
+                differing("--int4-qat.targets", wanted, stored_names & set(inside), str(self._folder))
+            wanted = stored_names
         if not wanted:
             raise ConfigError("no weight would be rounded to int4", got=f"targets {self.options.targets}",
                               who=str(self._folder), fix="choose other targets, or run without plugin int4-qat")
@@ -163,20 +163,21 @@ def _check(options: Int4QatOptions, config: RunConfig) -> None:
     from miles_int4_qat.names import stated
 
     size = options.group_size
-    if (said := os.environ.get(THEIRS)) not in (None, "", str(size)):
-        raise ConfigError("the environment asks for a group size that the run does not name", got=f"{THEIRS}={said}",
-                          who="plugin int4-qat", fix=f"write --int4-qat.group-size {said}, or unset the variable")
+    if (requested := os.environ.get(THEIRS)) not in (None, "", str(size)):
+        raise ConfigError("the environment variable and the run name different group sizes", who="plugin int4-qat",
+                          got=f"{THEIRS}={requested}",
+                          fix=f"write --int4-qat.group-size {requested}, or unset the variable")
     if config.surface("megatron").get("fp8"):
         raise ConfigError("weights that are rounded to int4 in the forward cannot be rounded to fp8 as well",
                           got=f"fp8 {config.surface('megatron')['fp8']}", who="plugin int4-qat",
                               fix="leave --fp8-format out")
     folder = Path(config.checkpoint.hf_checkpoint or "")
-    if not (folder / "config.json").is_file() or (there := stated(folder)) is None:
+    if not (folder / "config.json").is_file() or (stored := stated(folder)) is None:
         return
-    if size not in (None, there.group_size):
-        raise ConfigError(f"the engine's checkpoint has groups of {there.group_size}", got=f"group_size {size}",
+    if size not in (None, stored.group_size):
+        raise ConfigError(f"the engine's checkpoint has groups of {stored.group_size}", got=f"group_size {size}",
                           who=f"--int4-qat.group-size, {folder}",
-                          fix="leave the option out, or convert the checkpoint anew")
+                          fix="leave the option out, or convert the checkpoint again")
     if part(config, "engine") == "sglang":
         raise ConfigError("SGLang cannot take new weights into layers that it has repacked for its int4 kernels",
                           got=f"--hf-checkpoint {folder}, int4", who="plugin int4-qat",

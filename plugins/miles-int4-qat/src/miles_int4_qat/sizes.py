@@ -57,17 +57,18 @@ def shapes(kind: str, fields: Mapping[str, object]) -> dict[str, tuple[int, ...]
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **fields))
-    found: dict[str, tuple[int, ...]] = {}
+    by_name: dict[str, tuple[int, ...]] = {}
     for name, parameter in model.named_parameters():
         if match := _STACKED.search(name):
             parts = match[2].split("_")
             experts, rows, width = parameter.shape
             for expert in range(experts):
                 prefix = f"{name[: match.end(1)]}.{expert}"
-                found |= dict.fromkeys([f"{prefix}.{part}_proj.weight" for part in parts], (rows // len(parts), width))
+                names = [f"{prefix}.{part}_proj.weight" for part in parts]
+                by_name |= dict.fromkeys(names, (rows // len(parts), width))
         else:
-            found[name] = tuple(parameter.shape)
-    return found
+            by_name[name] = tuple(parameter.shape)
+    return by_name
 
 
 def size(tensors: dict[str, tuple[int, ...]], groups: Sequence[int] = (32, 128)) -> Size:
@@ -92,11 +93,11 @@ def main(folders: list[str]) -> None:
     models = {folder: json.loads(Path(folder, "config.json").read_text(encoding="utf-8")) for folder in folders}
     kinds = {name: (fields.pop("model_type"), fields) for name, fields in models.items()} or KNOWN
     for name, (kind, fields) in kinds.items():
-        found = size(shapes(kind, fields))
-        print(f"{name}: bf16 {found.plain / 1e9:.1f} GB")
-        for (targets, group), packed in found.packed.items():
+        sizes = size(shapes(kind, fields))
+        print(f"{name}: bf16 {sizes.plain / 1e9:.1f} GB")
+        for (targets, group), packed in sizes.packed.items():
             print(f"  int4, targets {targets:<8} groups of {group:<4} {packed / 1e9:7.1f} GB  "
-                  f"{found.plain / packed:.2f}x")
+                  f"{sizes.plain / packed:.2f}x")
 
 
 if __name__ == "__main__":

@@ -44,18 +44,18 @@ def unpacked(stream: Stream) -> Iterator[tuple[str, torch.Tensor]]:
     Raises:
         EngineError: a weight of which a part is missing, or has another shape than the others.
     """
-    held: dict[str, dict[str, torch.Tensor]] = {}
+    pending: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in stream:
         weight, _, kind = name.rpartition("_")
         if not weight.endswith(".weight") or kind not in PARTS:
             yield name, tensor
             continue
-        parts = held.setdefault(weight, {})
-        parts[kind] = tensor.clone()  # a sender may fill its memory anew
+        parts = pending.setdefault(weight, {})
+        parts[kind] = tensor.clone()  # a sender may refill its memory
         if len(parts) == len(PARTS):
-            yield weight, _whole(weight, **held.pop(weight))
-    if held:
-        name, parts = next(iter(held.items()))
+            yield weight, _whole(weight, **pending.pop(weight))
+    if pending:
+        name, parts = next(iter(pending.items()))
         raise EngineError("a packed weight is incomplete", got=f"{name}: {', '.join(parts)} and no "
                           f"{', '.join(kind for kind in PARTS if kind not in parts)}",
                           fix="send all three tensors of a weight")
@@ -65,7 +65,7 @@ def _whole(name: str, packed: torch.Tensor, scale: torch.Tensor, shape: torch.Te
     rows, width = shape.tolist()
     fits = list(packed.shape) == [rows, width // quantise.NIBBLES] and scale.shape[0] == rows
     if not fits or scale.shape[1] == 0 or width % scale.shape[1]:
-        raise EngineError(f"the parts of packed weight {name} do not fit each other",
+        raise EngineError(f"the parts of packed weight {name} do not match",
                           got=f"shape {[rows, width]}, packed {list(packed.shape)}, scales {list(scale.shape)}",
                           fix="convert the checkpoint again")
     return quantise.dequantise(quantise.unpack(packed), scale)

@@ -33,8 +33,8 @@ PREFILL_TOKENS = 4096
 
 
 @dataclass(slots=True, eq=False)
-class Flight:
-    """One request on its way.
+class SequenceState:
+    """A request and what was drawn for it so far.
 
     Args:
         order: ordinal of its arrival; admission follows it, also after a retraction.
@@ -82,8 +82,8 @@ class Batch:
     def __init__(self, decoder: Decoder | ModuleDecoder, max_rows: int, max_context: int):
         self._decoder, self._max_context = decoder, max_context
         self._cache = Cache(max_rows)
-        self.flights: list[Flight] = []
-        self._origins: dict[Origin, list[Flight]] = {}  # running rows by what they began with
+        self.seqs: list[SequenceState] = []
+        self._origins: dict[Origin, list[SequenceState]] = {}  # running rows by what they began with
         self._room = max_rows
         rows = round_up(max_rows)
         scalars = {"key": np.uint64, "drawn": np.int64, "length": np.int64, "last": np.int64, "limit": np.int64,
@@ -94,75 +94,75 @@ class Batch:
             self._of[name] = np.zeros((rows, 0), dtype)
 
     def __len__(self) -> int:
-        return len(self.flights)
+        return len(self.seqs)
 
     @property
     def room(self) -> int:
         """How many more requests fit."""
-        return self._room - len(self.flights)
+        return self._room - len(self.seqs)
 
-    def admit(self, flights: Sequence[Flight], weights: Weights | PreTrainedModel,
-              version: int) -> list[tuple[Flight, str]]:
+    def admit(self, seqs: Sequence[SequenceState], weights: Weights | PreTrainedModel,
+              version: int) -> list[tuple[SequenceState, str]]:
         """Give these requests their rows; returns those that ended with their first token, and why.
 
         A context is computed once: requests that come together share its prefill, and one whose twin runs already, by
         the same weights, copies the twin's keys and values and draws with the next step.
         """
-        for flight in flights:
-            flight.origin = (version, flight.context, flight.wants_routing)
-        ended: list[tuple[Flight, str]] = []
-        for contexts, members in _portions(self._join(flights)):
-            trace = any(flight.wants_routing for flight in members)
+        for seq in seqs:
+            seq.origin = (version, seq.context, seq.wants_routing)
+        ended: list[tuple[SequenceState, str]] = []
+        for contexts, members in _portions(self._join(seqs)):
+            trace = any(seq.wants_routing for seq in members)
             filled = self._decoder.prefill(weights, contexts, trace)
             place = {context: index for index, context in enumerate(contexts)}
-            picks = [place[flight.origin[1]] for flight in members]
-            first = len(self.flights)
+            picks = [place[seq.origin[1]] for seq in members]
+            first = len(self.seqs)
             self._cache.reserve(first + len(members), max(map(len, contexts)) + 1)
-            for flight in members:
-                self._seat(flight)
+            for seq in members:
+                self._seat(seq)
             chosen = torch.tensor(picks)
-            self._cache.put(torch.arange(first, len(self.flights)), chosen, filled)
+            self._cache.put(torch.arange(first, len(self.seqs)), chosen, filled)
             if trace:
                 self._keep_prefill_routing(first, picks, filled)
-            rows = slice(first, len(self.flights))
+            rows = slice(first, len(self.seqs))
             ended += self._take(rows, *draw(filled.logits[chosen], self._draws(rows)), version)
         return ended
 
-    def _join(self, flights: Sequence[Flight]) -> list[Flight]:
+    def _join(self, seqs: Sequence[SequenceState]) -> list[SequenceState]:
         """Seat those whose twin runs, a row that began with the same context by the same weights; returns the others.
 
         The next step feeds them their context's last token, with the bits that a prefill would have given. A state has
-        gone on with its row and does not know the context's any more: then nobody joins.
+        gone on with its row and does not know the context's any more: then no request joins.
         """
         if self._cache.states:
-            return list(flights)
+            return list(seqs)
         pairs, others = [], []
-        for flight in flights:
-            twins = self._origins.get(flight.origin)
-            if twins is None or flight.routing is not None:
-                others.append(flight)
+        for seq in seqs:
+            twins = self._origins.get(seq.origin)
+            if twins is None or seq.routing is not None:
+                others.append(seq)
                 continue
-            pairs.append((self.flights.index(twins[0]), len(self.flights)))
-            self._seat(flight)
+            pairs.append((self.seqs.index(twins[0]), len(self.seqs)))
+            self._seat(seq)
         if pairs:
             twins, rows = np.array(pairs).T
             width = int(self._of["length"][rows].max())
-            self._cache.reserve(len(self.flights), width)
+            self._cache.reserve(len(self.seqs), width)
             self._cache.copy(torch.from_numpy(twins), torch.from_numpy(rows), width)
             if "routing" in self._of:
                 self._of["routing"][rows, :width] = self._of["routing"][twins, :width]
         return others
 
-    def step(self, weights: Weights | PreTrainedModel, version: int) -> list[tuple[Flight, str]]:
+    def step(self, weights: Weights | PreTrainedModel, version: int) -> list[tuple[SequenceState, str]]:
         """Draw one token for every row; returns the requests that ended with it, and why."""
-        count = len(self.flights)
+        count = len(self.seqs)
         rows = round_up(count)
         of = self._of
         of["last"][count:rows] = 0
         of["length"][count:rows] = 1
         positions = of["length"][:rows] - 1
         self._cache.reserve(rows, int(positions.max()) + 1)
-        trace = any(flight.wants_routing for flight in self.flights)
+        trace = any(seq.wants_routing for seq in self.seqs)
         tokens = torch.from_numpy(of["last"][:rows])
         logits, routing = self._decoder.step(weights, self._cache, tokens, torch.from_numpy(positions), trace)
         if routing is not None:
@@ -171,26 +171,27 @@ class Batch:
         live = slice(0, count)
         return self._take(live, *draw(logits[:count], self._draws(live)), version)
 
-    def remove(self, flights: Sequence[Flight]) -> None:
+    def remove(self, seqs: Sequence[SequenceState]) -> None:
         """Take requests out, whatever they have drawn is kept in them; the last rows fill the gaps."""
-        row_of = {flight: row for row, flight in enumerate(self.flights)}
-        gone = {row_of[flight] for flight in flights}
+        row_of = {seq: row for row, seq in enumerate(self.seqs)}
+        gone = {row_of[seq] for seq in seqs}
         for row in gone:
             self._unseat(row)
-        count = len(self.flights) - len(gone)
+        count = len(self.seqs) - len(gone)
         holes = sorted(row for row in gone if row < count)
-        movers = [row for row in range(count, len(self.flights)) if row not in gone]
+        movers = [row for row in range(count, len(self.seqs)) if row not in gone]
         if holes:
             for array in self._of.values():
                 array[holes] = array[movers]
             self._cache.copy(torch.tensor(movers), torch.tensor(holes))
             for hole, mover in zip(holes, movers, strict=True):
-                self.flights[hole] = self.flights[mover]
-        del self.flights[count:]
-        if not self.flights:
+                self.seqs[hole] = self.seqs[mover]
+        del self.seqs[count:]
+        if not self.seqs:
             self._cache.clear()
 
-    def _take(self, rows: slice, tokens: np.ndarray, log_probs: np.ndarray, version: int) -> list[tuple[Flight, str]]:
+    def _take(self, rows: slice, tokens: np.ndarray, log_probs: np.ndarray,
+              version: int) -> list[tuple[SequenceState, str]]:
         """Record one drawn token per row; returns the rows that end with it."""
         of, each = self._of, np.arange(rows.start, rows.stop)
         drawn = of["drawn"][rows]
@@ -202,12 +203,12 @@ class Batch:
         of["length"][rows] += 1
         stopped = (of["stops"][rows] == tokens[:, None]).any(1)
         for index, row in enumerate(each):
-            watch = self.flights[row].watch
+            watch = self.seqs[row].watch
             if watch is not None and watch.hit(int(tokens[index])):
                 stopped[index] = True
         full = of["drawn"][rows] >= of["limit"][rows]
         ended = np.flatnonzero(stopped | full)
-        return [(self.flights[rows.start + i], "stop" if stopped[i] else "length") for i in ended]
+        return [(self.seqs[rows.start + i], "stop" if stopped[i] else "length") for i in ended]
 
     def _draws(self, rows: slice) -> Draws:
         of = self._of
@@ -219,36 +220,36 @@ class Batch:
         uniform = uniforms(of["key"][rows], of["drawn"][rows].astype(np.uint64))
         return Draws(of["temperature"][rows], of["top_p"][rows], of["top_k"][rows], uniform, banned)
 
-    def _seat(self, flight: Flight) -> None:
+    def _seat(self, seq: SequenceState) -> None:
         """Take the next row; write a request's parameters, and what it has drawn before, into it."""
-        sampling, of, row, length = flight.request.sampling, self._of, len(self.flights), len(flight.origin[1])
-        self.flights.append(flight)
-        if flight.routing is None:  # else its row names experts that older weights chose
-            self._origins.setdefault(flight.origin, []).append(flight)
+        sampling, of, row, length = seq.request.sampling, self._of, len(self.seqs), len(seq.origin[1])
+        self.seqs.append(seq)
+        if seq.routing is None:  # else its row names experts that older weights chose
+            self._origins.setdefault(seq.origin, []).append(seq)
         values = {
-            "key": np.uint64(flight.request.key % 2**64), "drawn": len(flight.ids), "length": length,
-            "last": flight.origin[1][-1], "limit": flight.limit, "quiet": sampling.min_new_tokens,
+            "key": np.uint64(seq.request.key % 2**64), "drawn": len(seq.ids), "length": length,
+            "last": seq.origin[1][-1], "limit": seq.limit, "quiet": sampling.min_new_tokens,
             "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k,
         }  # fmt: skip
         for name, value in values.items():
             of[name][row] = value
-        self._columns("stops", len(flight.stops), fill=-1)[row] = -1
-        of["stops"][row, : len(flight.stops)] = flight.stops
+        self._columns("stops", len(seq.stops), fill=-1)[row] = -1
+        of["stops"][row, : len(seq.stops)] = seq.stops
         for name in ("ids", "log_probs", "versions"):
-            self._columns(name, len(flight.ids))[row, : len(flight.ids)] = getattr(flight, name)
+            self._columns(name, len(seq.ids))[row, : len(seq.ids)] = getattr(seq, name)
 
     def _unseat(self, row: int) -> None:
         """The reverse: keep in the request what its row has drawn."""
-        flight, drawn = self.flights[row], self._of["drawn"][row]
-        twins = self._origins.get(flight.origin, [])
-        if flight in twins:
-            twins.remove(flight)
+        seq, drawn = self.seqs[row], self._of["drawn"][row]
+        twins = self._origins.get(seq.origin, [])
+        if seq in twins:
+            twins.remove(seq)
             if not twins:
-                del self._origins[flight.origin]
+                del self._origins[seq.origin]
         for name in ("ids", "log_probs", "versions"):
-            setattr(flight, name, self._of[name][row, :drawn].copy())
-        if flight.wants_routing:
-            flight.routing = self._of["routing"][row, : self._of["length"][row] - 1].copy()
+            setattr(seq, name, self._of[name][row, :drawn].copy())
+        if seq.wants_routing:
+            seq.routing = self._of["routing"][row, : self._of["length"][row] - 1].copy()
 
     def _keep_prefill_routing(self, first: int, picks: list[int], filled: Prefill) -> None:
         """Positions that were computed before a retraction keep the experts that their tokens were drawn with."""
@@ -256,13 +257,13 @@ class Batch:
         buffer = self._columns("routing", new.shape[1])
         for row, pick in enumerate(picks, first):
             buffer[row, : new.shape[1]] = new[pick]
-            if (old := self.flights[row].routing) is not None:
+            if (old := self.seqs[row].routing) is not None:
                 buffer[row, : len(old)] = old
 
     def _columns(self, name: str, width: int, fill: int = 0) -> np.ndarray:
         """The array `name` [rows, columns, ...] with at least `width` columns."""
         shape = self._decoder.shape
-        if name not in self._of:  # routed experts: only once somebody asks for them
+        if name not in self._of:  # routed experts: only once a request asks for them
             self._of[name] = np.full((len(self._of["key"]), 0, shape.layers, shape.topk), -1, np.int16)
         old = self._of[name]
         if width > old.shape[1]:
@@ -273,16 +274,16 @@ class Batch:
         return self._of[name]
 
 
-def _portions(flights: Sequence[Flight]) -> Iterator[tuple[list[tuple[int, ...]], list[Flight]]]:
+def _portions(seqs: Sequence[SequenceState]) -> Iterator[tuple[list[tuple[int, ...]], list[SequenceState]]]:
     """Requests by distinct context, in portions of at most PREFILL_TOKENS padded tokens; similar lengths together."""
-    groups: dict[tuple[int, ...], list[Flight]] = {}
-    for flight in flights:
-        groups.setdefault(flight.origin[1], []).append(flight)
+    groups: dict[tuple[int, ...], list[SequenceState]] = {}
+    for seq in seqs:
+        groups.setdefault(seq.origin[1], []).append(seq)
     contexts: list[tuple[int, ...]] = []
     for context in sorted(groups, key=len):
         if contexts and (len(contexts) + 1) * round_up(len(context)) > PREFILL_TOKENS:
-            yield contexts, [flight for one in contexts for flight in groups[one]]
+            yield contexts, [seq for one in contexts for seq in groups[one]]
             contexts = []
         contexts.append(context)
     if contexts:
-        yield contexts, [flight for one in contexts for flight in groups[one]]
+        yield contexts, [seq for one in contexts for seq in groups[one]]

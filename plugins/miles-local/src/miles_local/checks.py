@@ -1,4 +1,4 @@
-"""What the local engine would compute otherwise than the trainer."""
+"""Settings under which the local engine and the trainer would compute different results."""
 
 from __future__ import annotations
 

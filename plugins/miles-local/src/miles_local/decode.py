@@ -101,8 +101,8 @@ class Cache:
     position p of a row lies in column p. It grows as needed, to at most `max_rows`. Layers whose past is a state have
     that in `states` [rows, ...] (recurrent.py).
 
-    Its memory is mapped, not taken from the allocator: pages that nobody writes cost nothing, and what is let go is the
-    system's again at once, rather than lost to the trainer in another thread's heap.
+    Its memory is mapped, not taken from the allocator: pages that are never written cost nothing, and what is let go is
+    the system's again at once, rather than lost to the trainer in another thread's heap.
     """
 
     def __init__(self, max_rows: int):
@@ -110,7 +110,7 @@ class Cache:
         self.clear()
 
     def clear(self) -> None:
-        """Let the memory go."""
+        """Free the memory."""
         self.rows = self.width = 0
         self.k: list[torch.Tensor] = []
         self.v: list[torch.Tensor] = []

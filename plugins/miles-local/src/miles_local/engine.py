@@ -23,7 +23,7 @@ from miles_core.errors import CheckpointError, EngineError
 from miles_core.hosts import in_daemon_thread
 from miles_core.reading import parse_json, reading
 from miles_core.stages.rollout import PauseMode, Request, Response, check_request
-from miles_local.batch import Batch, Flight
+from miles_local.batch import Batch, SequenceState
 from miles_local.decode import Decoder
 from miles_local.sampling import StopStrings, check
 from miles_local.weights import FAMILIES, ModelShape
@@ -42,7 +42,7 @@ STOP_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """What the thread shall do between two steps, and who waits for it."""
+    """What the thread does between two steps, and the future of the caller."""
 
     run: Callable[[], object]
     done: Future | None = None
@@ -56,7 +56,7 @@ def decoder_for(folder: Path, dtype: torch.dtype,
         CheckpointError: no config.json, or an architecture that this engine does not decode.
     """
     if not (folder / "config.json").is_file():
-        raise CheckpointError("there is no config.json", who=str(folder), fix="name a Hugging Face checkpoint")
+        raise CheckpointError("config.json is missing", who=str(folder), fix="name a Hugging Face checkpoint")
     with reading(f"{folder}/config.json", CheckpointError):
         kind = parse_json((folder / "config.json").read_text(encoding="utf-8")).get("model_type")
         if kind in FAMILIES and (shape := ModelShape.read(folder)) is not None:
@@ -101,8 +101,8 @@ class LocalEngine:
         self._max_batch = max_batch
         self._weights: Weights | PreTrainedModel | None = None
         self._orders = itertools.count()
-        self._flights: dict[str, Flight] = {}  # everything that a call waits for
-        self._arrivals: list[Flight] = []  # not yet handed to the thread
+        self._in_flight: dict[str, SequenceState] = {}  # everything that a call waits for
+        self._arrivals: list[SequenceState] = []  # not yet handed to the thread
         self._commands: deque[Command] = deque()
         self._wake = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -123,7 +123,7 @@ class LocalEngine:
             source = self._decoder.random if self._random_init else self._read
             self._weights = await in_daemon_thread(source)
         self._batch = Batch(self._decoder, self._max_batch, self.max_context)
-        self._waiting: deque[Flight] = deque()
+        self._waiting: deque[SequenceState] = deque()
         self._paused: PauseMode | None = None
         self._failure, self._running = None, True
         ready: Future = Future()
@@ -141,19 +141,19 @@ class LocalEngine:
             EngineError: no room in the context, an impossible parameter, an id already in flight, or the engine failed.
         """
         self._must_run()
-        flight = self._flight(request)
-        self._flights[request.id] = flight
-        self._arrivals.append(flight)
+        seq = self._sequence(request)
+        self._in_flight[request.id] = seq
+        self._arrivals.append(seq)
         # Submitted once every task that is ready now has added its request: a group then shares one prefill.
         asyncio.get_running_loop().call_soon(self._submit)
         try:
-            return await asyncio.wrap_future(flight.answer)
+            return await asyncio.wrap_future(seq.answer)
         except asyncio.CancelledError:
             self._submit()
-            self._post(Command(lambda: self._abort([flight])))
+            self._post(Command(lambda: self._abort([seq])))
             raise
         finally:
-            del self._flights[request.id]
+            del self._in_flight[request.id]
 
     async def abort(self, ids: Iterable[str] | None = None) -> None:
         """End these requests (all when None); their calls return what they have drawn, finish_reason "abort"."""
@@ -168,7 +168,7 @@ class LocalEngine:
         across a weight update. Requests that come while paused wait.
         """
         if mode not in ("abort", "retract", "in_place"):
-            raise EngineError("there is no such pause mode", got=mode, fix="abort, retract or in_place")
+            raise EngineError("unknown pause mode", got=mode, fix="use abort, retract or in_place")
         self._submit()
         await self._ask(lambda: self._pause(mode))
 
@@ -215,11 +215,11 @@ class LocalEngine:
     def _read(self) -> Weights | PreTrainedModel:
         return self._decoder.stage(self._incoming(self._decoder.tensors(self._checkpoint)))
 
-    def _flight(self, request: Request) -> Flight:
+    def _sequence(self, request: Request) -> SequenceState:
         """Check a request and make it ready; see `generate` for the errors."""
         sampling, length, who = request.sampling, len(request.input_ids), f"request {request.id}"
         check(sampling, request.id)
-        if request.id in self._flights:
+        if request.id in self._in_flight:
             raise EngineError(f"{who} is already in flight", fix="give each request an id of its own")
         if not 0 < length < self.max_context:
             raise EngineError(f"{who} leaves no room in a context of {self.max_context} tokens",
@@ -230,13 +230,13 @@ class LocalEngine:
                               fix="give the engine a tokenizer, or use stop_token_ids")
         stops = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else self._eos)
         watch = StopStrings(self._tokenizer, sampling.stop, sampling.skip_special_tokens) if sampling.stop else None
-        flight = Flight(
+        seq = SequenceState(
             order=next(self._orders), request=request, watch=watch,
             stops=np.array(sorted(i for i in stops if 0 <= i < self.shape.vocab), np.int64),
             limit=min(sampling.max_new_tokens, self.max_context - length),
         )  # fmt: skip
-        flight.answer.set_running_or_notify_cancel()  # from here on only the thread resolves it
-        return flight
+        seq.answer.set_running_or_notify_cancel()  # from here on only the thread resolves it
+        return seq
 
     def _submit(self) -> None:
         arrivals, self._arrivals = self._arrivals, []
@@ -252,7 +252,7 @@ class LocalEngine:
         await asyncio.wrap_future(done)
 
     def _post(self, command: Command) -> None:
-        """Queue a command; without a thread to take it, answer everybody."""
+        """Queue a command; without a thread to run it, fail every waiting call."""
         with self._wake:
             self._commands.append(command)
             self._wake.notify()
@@ -312,49 +312,49 @@ class LocalEngine:
             self._commands.popleft()
 
     def _decode(self) -> None:
-        """Admit who waits, as far as there is room, then one token for every row."""
+        """Admit waiting requests as far as there is room, then draw one token for every row."""
         if self._waiting and self._batch.room:
             joining = [self._waiting.popleft() for _ in range(min(len(self._waiting), self._batch.room))]
             self._finish(self._batch.admit(joining, self._weights, self.version))
         if self._batch:
             self._finish(self._batch.step(self._weights, self.version))
 
-    def _finish(self, ended: list[tuple[Flight, str]]) -> None:
+    def _finish(self, ended: list[tuple[SequenceState, str]]) -> None:
         if not ended:
             return
-        self._batch.remove([flight for flight, _ in ended])
-        for flight, reason in ended:
-            flight.answer.set_result(self._response(flight, reason))
+        self._batch.remove([seq for seq, _ in ended])
+        for seq, reason in ended:
+            seq.answer.set_result(self._response(seq, reason))
 
-    def _response(self, flight: Flight, reason: str) -> Response:
+    def _response(self, seq: SequenceState, reason: str) -> Response:
         text = ""
         if self._tokenizer is not None:
-            skip = flight.request.sampling.skip_special_tokens
-            text = self._tokenizer.decode(flight.ids.tolist(), skip_special_tokens=skip)
+            skip = seq.request.sampling.skip_special_tokens
+            text = self._tokenizer.decode(seq.ids.tolist(), skip_special_tokens=skip)
         extra = {}
-        if flight.wants_routing:
-            rows = len(flight.request.input_ids) + len(flight.ids) - 1
-            routing = flight.routing
+        if seq.wants_routing:
+            rows = len(seq.request.input_ids) + len(seq.ids) - 1
+            routing = seq.routing
             if routing is None:  # aborted before anything was computed
                 routing = np.full((rows, self.shape.layers, self.shape.topk), -1)
             extra = {"routed_experts": routing[:rows].astype(np.int32)}
-        return Response(flight.ids, flight.log_probs, flight.versions, reason, text, extra)
+        return Response(seq.ids, seq.log_probs, seq.versions, reason, text, extra)
 
-    def _everyone(self) -> list[Flight]:
-        return [*self._batch.flights, *self._waiting]
+    def _everyone(self) -> list[SequenceState]:
+        return [*self._batch.seqs, *self._waiting]
 
-    def _abort(self, flights: list[Flight]) -> None:
-        """End those of `flights` that have not ended yet."""
-        running = set(self._batch.flights)
-        waiting = set(flights) & set(self._waiting)
-        self._waiting = deque(flight for flight in self._waiting if flight not in waiting)
-        self._finish([(flight, "abort") for flight in flights if flight in running])
-        for flight in waiting:
-            flight.answer.set_result(self._response(flight, "abort"))
+    def _abort(self, seqs: list[SequenceState]) -> None:
+        """End those of `seqs` that have not ended yet."""
+        running = set(self._batch.seqs)
+        waiting = set(seqs) & set(self._waiting)
+        self._waiting = deque(seq for seq in self._waiting if seq not in waiting)
+        self._finish([(seq, "abort") for seq in seqs if seq in running])
+        for seq in waiting:
+            seq.answer.set_result(self._response(seq, "abort"))
 
     def _retract(self) -> None:
-        """Everything that runs waits again, in the order of arrival; its caches are recomputed when it is admitted."""
-        running = sorted(self._batch.flights, key=lambda flight: flight.order)
+        """Running requests wait again, in the order of arrival; its caches are recomputed when it is admitted."""
+        running = sorted(self._batch.seqs, key=lambda seq: seq.order)
         self._batch.remove(running)
         self._waiting.extendleft(reversed(running))
 
@@ -376,11 +376,11 @@ class LocalEngine:
         self._running = False
 
     def _reject(self) -> None:
-        """Nobody may wait for a thread that is gone: fail every call that is left."""
+        """The thread has ended: fail every call that still waits."""
         with self._wake:
             commands, self._commands = self._commands, deque()
             left = [command.done for command in commands if command.done is not None]
-            for future in [*left, *(flight.answer for flight in list(self._flights.values()))]:
+            for future in [*left, *(seq.answer for seq in list(self._in_flight.values()))]:
                 if not future.done():
                     error = self._gone()
                     error.__cause__ = self._failure

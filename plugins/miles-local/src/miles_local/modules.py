@@ -139,7 +139,7 @@ class ModuleDecoder:
         state: dict[str, torch.Tensor] = {}
         for name, tensor in stream:
             if name in state:
-                raise EngineError("a repeated tensor in the weights", got=name, fix="send each name once")
+                raise EngineError("a tensor appears twice in the weights", got=name, fix="send each name once")
             state[name] = tensor.detach().to(self._dtype, copy=True)
             if not torch.isfinite(state[name]).all():
                 raise EngineError(f"tensor {name} holds values that are not finite",
@@ -191,7 +191,7 @@ class ModuleDecoder:
         with self._routing(weights, trace) as routes:
             positions = torch.arange(width).expand(count, -1)
             logits = self._forward(weights, tokens, positions, width, self._filling(result), states)
-        result.logits, result.states = logits[:, -1].float(), states.kept
+        result.logits, result.states = logits[:, -1].float(), states.tensors
         if trace:
             result.routing = self._stacked(routes, count * width).view(count, width, self.shape.layers, -1)
         return result
@@ -218,17 +218,17 @@ class ModuleDecoder:
     @contextmanager
     def _routing(self, weights: PreTrainedModel, trace: bool) -> Iterator[dict[int, torch.Tensor]]:
         """Layer -> [rows, topk] experts of a forward inside, with `trace`."""
-        found: dict[int, torch.Tensor] = {}
+        experts: dict[int, torch.Tensor] = {}
 
         def note(layer: int) -> Callable:
             def hook(module, args, kwargs) -> None:
-                found[layer] = kwargs["top_k_index"] if "top_k_index" in kwargs else args[1]
+                experts[layer] = kwargs["top_k_index"] if "top_k_index" in kwargs else args[1]
             return hook
 
         handles = [module.register_forward_pre_hook(note(layer), with_kwargs=True)
                    for layer, module in _experts(weights).items()] if trace else []
         try:
-            yield found
+            yield experts
         finally:
             for handle in handles:
                 handle.remove()
@@ -240,18 +240,18 @@ class ModuleDecoder:
             result[:, layer] = chosen.view(rows, -1).to(torch.int16)
         return result
 
-    def _next(self, weights: PreTrainedModel, kept: Cache | Prefill, tokens: torch.Tensor, positions: torch.Tensor,
+    def _next(self, weights: PreTrainedModel, cache: Cache | Prefill, tokens: torch.Tensor, positions: torch.Tensor,
               width: int) -> torch.Tensor:
         """Feed one token per row (tokens, positions [R]), write keys, values, states; logits [R, V] float32."""
         rows = torch.arange(len(tokens))
 
         def store(layer: int, *new: torch.Tensor) -> list[torch.Tensor]:
             slot = self._slots[layer]
-            for side, values in zip((kept.k, kept.v), new, strict=True):
+            for side, values in zip((cache.k, cache.v), new, strict=True):
                 side[slot][rows, :, positions] = values[:, :, 0]
-            return [side[slot][: len(rows), :, :width] for side in (kept.k, kept.v)]
+            return [side[slot][: len(rows), :, :width] for side in (cache.k, cache.v)]
 
-        states = States(kept.states, len(tokens))
+        states = States(cache.states, len(tokens))
         return self._forward(weights, tokens[:, None], positions[:, None], width, store, states)[:, -1].float()
 
     def _forward(self, weights, tokens, positions, width, store, states=None) -> torch.Tensor:
@@ -264,7 +264,7 @@ class ModuleDecoder:
         """transformers' own loading, which knows each architecture's names on disk, ties and stacked experts."""
         try:
             with _building, _hushed():
-                module, found = self._class.from_pretrained(
+                module, info = self._class.from_pretrained(
                     None, config=copy.deepcopy(self._config), state_dict=state, dtype=self._dtype,
                     output_loading_info=True, ignore_mismatched_sizes=True,
                 )  # fmt: skip
@@ -273,7 +273,7 @@ class ModuleDecoder:
                               fix="send the complete stream of the checkpoint's tensors") from error
         for kind, what in (("unexpected_keys", "an unknown tensor"), ("mismatched_keys", "a tensor of the wrong shape"),
                            ("missing_keys", "the weights are incomplete: a tensor is missing")):
-            if names := sorted(map(str, found[kind])):
+            if names := sorted(map(str, info[kind])):
                 raise EngineError(f"{what} in the weights", got=f"{len(names)}, such as {names[0]}",
                                   fix="send each tensor of the checkpoint once, as it is on disk")
         return module
@@ -292,7 +292,7 @@ class ModuleDecoder:
                 raise CheckpointError("the local engine cannot decode this architecture", got=str(error),
                                       who=self._config.model_type, fix="use --engine sglang") from error
             if not gap <= TOLERANCE.get(self._dtype, 0.2):
-                raise CheckpointError("this architecture decodes otherwise than its full forward computes",
+                raise CheckpointError("decoding does not match the full forward pass for this architecture",
                                       got=f"logits differ by {gap:.1e} standard deviations",
                                       who=self._config.model_type, fix="use --engine sglang")
             self._checked = True
@@ -316,8 +316,8 @@ class ModuleDecoder:
 
 def _experts(module: PreTrainedModel) -> dict[int, torch.nn.Module]:
     """The decoder's layers' experts, by layer: modules that are told who computes, under transformers' own name."""
-    found = ((re.search(r"\.layers\.(\d+)\.", name), each) for name, each in module.named_modules())
-    return {int(place[1]): each for place, each in found
+    located = ((re.search(r"\.layers\.(\d+)\.", name), each) for name, each in module.named_modules())
+    return {int(place[1]): each for place, each in located
             if place and "top_k_index" in inspect.signature(each.forward).parameters}
 
 
@@ -334,7 +334,7 @@ def _config(folder: Path) -> PreTrainedConfig:
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
-        raise CheckpointError("transformers does not know this architecture", got=str(error).splitlines()[0],
+        raise CheckpointError("transformers does not support this architecture", got=str(error).splitlines()[0],
                               who=str(folder), fix="use --engine sglang, or another checkpoint") from error
     if getattr(config, "quantization_config", None) is not None:
         del config.quantization_config  # `import_weights` makes streams plain; transformers would not expect that

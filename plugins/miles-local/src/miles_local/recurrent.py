@@ -22,24 +22,24 @@ class States:
     """The states of the rows of one forward.
 
     Args:
-        kept: tensors [rows, ...], of which the first `count` rows are read and written; None to begin with empty ones,
-            which `kept` then holds.
+        states: tensors [rows, ...], of which the first `count` rows are read and written; None to begin with empty
+            ones, which `tensors` then holds.
         count: rows that are fed.
     """
 
-    def __init__(self, kept: dict[Key, torch.Tensor] | None, count: int):
-        self.fresh = kept is None
-        self.kept, self._count = {} if kept is None else kept, count
+    def __init__(self, states: dict[Key, torch.Tensor] | None, count: int):
+        self.fresh = states is None
+        self.tensors, self._count = {} if states is None else states, count
 
     def get(self, key: Key) -> torch.Tensor | None:
         """[count, ...] to read and to write in place; None where there is nothing yet."""
-        return None if self.fresh else self.kept[key][: self._count]
+        return None if self.fresh else self.tensors[key][: self._count]
 
     def put(self, key: Key, state: torch.Tensor) -> torch.Tensor:
         """Replace a state [count, ...]; returns what is kept."""
         if self.fresh:
-            self.kept[key] = state.clone()
-            return self.kept[key]
+            self.tensors[key] = state.clone()
+            return self.tensors[key]
         return self.get(key).copy_(state)
 
     def push(self, key: Key, new: torch.Tensor, width: int | None) -> torch.Tensor:
@@ -102,9 +102,9 @@ def by_length(sequences: Sequence[tuple[int, ...]], compute: Callable[[list[tupl
             shape[axis] = width
         whole = torch.full(shape, fill, dtype=of(parts[0][1]).dtype)
         for places, part in parts:
-            found = of(part)
-            target = whole if axis is None else whole.narrow(axis, 0, found.shape[axis])
-            target[places] = found
+            values = of(part)
+            target = whole if axis is None else whole.narrow(axis, 0, values.shape[axis])
+            target[places] = values
         return whole
 
     first = parts[0][1]

@@ -97,7 +97,7 @@ def _draw(logits: torch.Tensor, draws: Draws) -> tuple[np.ndarray, np.ndarray]:
         tokens = torch.where(torch.from_numpy(greedy)[:, None], allowed.argmax(-1, keepdim=True), tokens)
     drawn = log_probs.gather(1, tokens.clamp_(max=logits.shape[1] - 1))[:, 0].numpy()
     if not np.isfinite(drawn).all():
-        raise EngineError("the model's logits are not finite", fix="look at the last weight update; has it diverged?")
+        raise EngineError("the model's logits are not finite", fix="check whether the last weight update diverged")
     return tokens[:, 0].numpy(), drawn
 
 
@@ -129,7 +129,7 @@ def _restrict(log_probs: torch.Tensor, draws: Draws) -> torch.Tensor:
 
 
 def check(sampling: SamplingParams, name: str) -> None:
-    """Refuse parameters that mean nothing.
+    """Reject invalid parameters.
 
     Raises:
         EngineError: naming the parameter.
@@ -143,7 +143,7 @@ def check(sampling: SamplingParams, name: str) -> None:
     }
     for parameter, bad in wrong.items():
         if bad:
-            raise EngineError(f"request {name} has an impossible {parameter}", got=repr(getattr(sampling, parameter)),
+            raise EngineError(f"request {name} has an invalid {parameter}", got=repr(getattr(sampling, parameter)),
                               fix="temperature >= 0, 0 < top_p <= 1, max_new_tokens >= 1, no empty stop string")
 
 
@@ -173,11 +173,11 @@ class StopStrings:
         old = self._decode(self._ids[self._start : self._read])
         new = self._decode(self._ids[self._start :])
         fresh = new[len(old) :]
-        found = any(stop in self._tail + fresh for stop in self._stops)
+        stopped = any(stop in self._tail + fresh for stop in self._stops)
         if not new.endswith("\N{REPLACEMENT CHARACTER}"):
             self._tail = (self._tail + fresh)[-self._keep :] if self._keep else ""
             self._start, self._read = self._read, len(self._ids)
-        return found
+        return stopped
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=self._skip)

@@ -101,7 +101,7 @@ class SharedSender:
                 for _ in range(unread + 1):
                     line.hear()
         except (OSError, EOFError) as error:
-            raise SyncError("the engine did not take the weights", got=f"{type(error).__name__}: {error}",
+            raise SyncError("the engine failed to load the weights", got=f"{type(error).__name__}: {error}",
                             fix="see the engine's error") from error
         return {"tensors": tensors, "bytes": size, "transfer_s": time.perf_counter() - begin}
 
@@ -116,7 +116,8 @@ class SharedSender:
         """
         if index not in self._files or self._files[index][1].numel() < size:
             if (room := shutil.disk_usage(self.folder).free) < size:  # writing beyond it would end the process
-                raise SyncError("there is no room for a bucket of weights", got=f"{room} bytes free", who=self.folder,
+                raise SyncError("not enough shared memory for a bucket of weights",
+                                got=f"{room} bytes free", who=self.folder,
                                 fix="lower --update-weight-buffer-size")
             path = f"{self.folder}/{index}-{size}"
             self._files[index] = path, torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
@@ -145,9 +146,9 @@ class SharedMemory:
             await asyncio.wait({sending, taking}, return_when=asyncio.FIRST_EXCEPTION)
             if sending.done() and sending.exception() is not None:
                 with contextlib.suppress(OSError):
-                    listener.shutdown(socket.SHUT_RDWR)  # nobody will come
+                    listener.shutdown(socket.SHUT_RDWR)  # no peer will connect
             elif taking.done():
-                taken.close()  # nobody will listen
+                taken.close()  # no peer is listening
             results = await asyncio.gather(taking, sending, return_exceptions=True)
         # Whoever failed first left the other without its peer, and only a SyncError may be about that.
         errors = [result for result in results if isinstance(result, BaseException)]
@@ -168,14 +169,14 @@ class SharedMemory:
                     memory, begin = self._mapped(message["file"], message["bytes"]), time.perf_counter()
                     if zlib.crc32(memory[: message["size"]].numpy()) != message["crc"]:
                         raise SyncError("weights changed on their way through shared memory", who=message["file"],
-                                        fix="go on from the last checkpoint, and test the machine's memory")
+                                        fix="resume from the last checkpoint, and test the machine's memory")
                     seconds[0] += time.perf_counter() - begin
                     yield from Bucket(memory, message["tensors"]).views()
                     line.say({})
                 line.say({})
         except (OSError, EOFError) as error:
             raise SyncError("the trainer ended the weight sync early", got=f"{type(error).__name__}: {error}",
-                            fix="see its error") from error
+                            fix="see the trainer's error") from error
 
     def _mapped(self, path: str, size: int) -> torch.Tensor:
         if path not in self._maps:
@@ -231,7 +232,7 @@ class _Line:
             EOFError: the other side has ended.
         """
         if not (text := self._reader.readline()):
-            raise EOFError("the other side closed the line")
+            raise EOFError("the peer closed the connection")
         return json.loads(text)
 
     def __enter__(self) -> _Line:

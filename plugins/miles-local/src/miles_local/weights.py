@@ -111,12 +111,14 @@ def _rotary(config) -> tuple[torch.Tensor, float]:
 
 def eos_ids(config, folder: Path) -> frozenset[int]:
     """generation_config.json has the last word, as in transformers' generate."""
-    found = config.eos_token_id
+    eos = config.eos_token_id
     path = folder / "generation_config.json"
     with reading(str(path), CheckpointError):
         if path.is_file():
-            found = parse_json(path.read_text(encoding="utf-8")).get("eos_token_id", found)
-        return frozenset(map(int, () if found is None else [found] if isinstance(found, int) else found))
+            eos = parse_json(path.read_text(encoding="utf-8")).get("eos_token_id", eos)
+        if eos is None:
+            return frozenset()
+        return frozenset(map(int, [eos] if isinstance(eos, int) else eos))
 
 
 def _matrix(*shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -193,16 +195,16 @@ class Weights:
 
     def slots(self) -> dict[str, tuple[torch.Tensor, tuple[int, ...]]]:
         """Name on disk -> (where it is kept, shape on disk)."""
-        found = {
+        tensors = {
             "model.embed_tokens.weight": (self.embed, tuple(self.embed.shape)),
             "model.norm.weight": (self.norm, tuple(self.norm.shape)),
         }
         if not self.shape.tied:
-            found["lm_head.weight"] = (self.head, tuple(self.head.shape))
+            tensors["lm_head.weight"] = (self.head, tuple(self.head.shape))
         for index, layer in enumerate(self.layers):
             for name, tensor, shape in layer.slots(self.shape):
-                found[f"model.layers.{index}.{name}"] = (tensor, shape)
-        return found
+                tensors[f"model.layers.{index}.{name}"] = (tensor, shape)
+        return tensors
 
     @classmethod
     def from_stream(cls, shape: ModelShape, dtype: torch.dtype, stream: Iterable[tuple[str, torch.Tensor]]) -> Weights:
@@ -224,7 +226,7 @@ class Weights:
             place, expected = slots[name]
             if tuple(tensor.shape) != expected:
                 raise EngineError(f"tensor {name} has the wrong shape, expected {list(expected)}",
-                                  got=list(tensor.shape), fix="send the shapes that the checkpoint has on disk")
+                                  got=list(tensor.shape), fix="send tensors in their on-disk shapes")
             place.copy_(tensor.detach())
             if not torch.isfinite(place).all():
                 raise EngineError(f"tensor {name} holds values that are not finite",
@@ -258,7 +260,7 @@ def read_tensors(folder: Path, skip: Collection[str] = ()) -> Iterator[tuple[str
 
     files = sorted(folder.glob("*.safetensors"))
     if not files:
-        raise CheckpointError("there are no safetensors files", who=str(folder),
+        raise CheckpointError("no safetensors files found", who=str(folder),
                               fix="use a checkpoint with weights, or random_init=True")
     for path in files:
         with safe_open(path, framework="pt") as file:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from miles_megatron import cpu, joins
+from miles_megatron import cpu, tensor_merges
 from miles_megatron.specs import WeightMap
 from miles_megatron.weights import global_parameters, instances
 
@@ -77,14 +77,14 @@ def _place(module: Any, target: Target, name: str) -> Place:
     config: Any = getattr(module, "config", None)
     fix = f"add --exclude-modules {','.join(target.adapted)}"
     if kind is None or getattr(module, "gather_output", False):
-        raise ConfigError(f"a layer of the kind {type(module).__name__} can have no adapter", who=name, fix=fix)
+        raise ConfigError(f"a layer of type {type(module).__name__} cannot have an adapter", who=name, fix=fix)
     if ".shared_experts." in name and config.moe_shared_expert_overlap:
-        raise ConfigError("shared experts that compute beside the dispatcher can have no adapter", who=name,
+        raise ConfigError("shared experts that compute beside the dispatcher cannot have an adapter", who=name,
                           fix=f"{fix}, or leave moe_shared_expert_overlap out")
     place = Place(kind, getattr(module, "tp_group", None) or module._tp_group, bool(target.rule.experts),
                   bool(config.sequence_parallel))
     if target.rule.join == "sections" and place.size > 1:
-        raise ConfigError("a layer of several sections can have an adapter only where tensors are whole",
+        raise ConfigError("a layer of several sections can have an adapter only without tensor parallelism",
                           got=f"tensor_model_parallel_size {place.size}", who=name, fix=fix)
     return place
 
@@ -102,7 +102,7 @@ def _kinds() -> Iterator[tuple[str, type]]:
 def _rows(target: Target, weight: torch.Tensor, place: Place, weight_map: WeightMap) -> list[int]:
     """Of each of its parts on this rank."""
     ranks = place.size if place.kind == COLUMN else 1
-    shapes = joins.hf_shapes(target.rule, [len(weight) * ranks, weight.shape[1]], weight_map)
+    shapes = tensor_merges.hf_shapes(target.rule, [len(weight) * ranks, weight.shape[1]], weight_map)
     return [rows // ranks for rows, *_ in shapes]
 
 
@@ -141,11 +141,11 @@ def _on_group(experts: Any, layers: Mapping[str, Sequence[Adapters]], switch: Sw
             for i, adapters in enumerate(each):
                 offsets = (*sharded_offsets, (len(sharded_offsets), ranks.rank() * count + i, ranks.size() * count))
                 where = f"{prefix}local_experts.{i}."
-                found = adapters.entries(f"{where}{name}.adapters.", offsets, metadata["dp_cp_group"])
-                replace_prefix_for_sharding(found, where, f"{prefix}experts.")
-                for entry in found.values():
+                sharded_entries = adapters.entries(f"{where}{name}.adapters.", offsets, metadata["dp_cp_group"])
+                replace_prefix_for_sharding(sharded_entries, where, f"{prefix}experts.")
+                for entry in sharded_entries.values():
                     entry.replica_id = (*entry.replica_id[:2], _expert_data_rank())
-                own |= found
+                own |= sharded_entries
         return own
 
     experts.sharded_state_dict = entries

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from miles_megatron import cpu, joins
+from miles_megatron import cpu, tensor_merges
 from miles_megatron.specs import WeightMap
 
 from miles_lora.targets import Target
@@ -115,18 +115,18 @@ class Adapters(torch.nn.Module):
             return outputs[0]
         if rule.join == "rows":
             return torch.cat(outputs, -1)
-        return joins.join(rule, [one.movedim(-1, 0) for one in outputs], self.weight_map).movedim(0, -1)
+        return tensor_merges.join(rule, [one.movedim(-1, 0) for one in outputs], self.weight_map).movedim(0, -1)
 
     def entries(self, prefix: str, offsets: tuple[Any, ...], dp_cp_group: Any) -> ShardedStateDict:
         """Where they lie in a torch_dist checkpoint."""
         own: dict[str, Any] = dict(self.named_parameters(recurse=False))
         axes = {name: one.partition_dim for name, one in own.items() if one.tensor_model_parallel}
-        found = make_sharded_tensors_for_checkpoint(self.state_dict(prefix="", keep_vars=True), prefix, axes, offsets,
+        sharded = make_sharded_tensors_for_checkpoint(self.state_dict(prefix="", keep_vars=True), prefix, axes, offsets,
                                                     tp_group=self.place.group, dp_cp_group=dp_cp_group)
         if self.target.rule.join == "halves" and self.place.size > 1:
             for key in (f"{prefix}{part}_B" for part in self.target.adapted):
-                found[key] = apply_swiglu_sharded_factory(found[key], offsets, False)
-        return found
+                sharded[key] = apply_swiglu_sharded_factory(sharded[key], offsets, False)
+        return sharded
 
 
 def _drawn(rank: int, inputs: int, place: Place | None, name: str, like: torch.Tensor) -> torch.Tensor:

@@ -28,13 +28,13 @@ def merge_folder(source: Path, out: Path, adapters: Path | None, alpha: float) -
     """
     base = tensor_files(source)
     files = base if adapters is None else base | tensor_files(adapters)
-    changed = {found[0] for name in files if (found := adapter_of(name)) is not None}
+    changed = {adapter[0] for name in files if (adapter := adapter_of(name)) is not None}
     if not changed:
-        raise CheckpointError("there are no adapters to merge", who=str(source),
+        raise CheckpointError("no adapters to merge", who=str(source),
                               fix="name a PEFT directory with --lora-adapter-path")
     if lost := sorted(changed - base.keys()):
-        raise CheckpointError("the adapters are of another model", got=f"no {lost[0]}", who=str(source),
-                              fix="give the directory that they were trained on")
+        raise CheckpointError("the adapters belong to another model", got=f"no {lost[0]}", who=str(source),
+                              fix="use the base model that they were trained on")
     shape = None if adapters is None else peft.read(adapters)
     with Readers(files) as read:
 

@@ -18,25 +18,25 @@ def merged(stream: Stream, scale: float) -> Stream:
     Raises:
         SyncError: an adapter after its weight, or half of one.
     """
-    held: dict[str, torch.Tensor] = {}
+    adapters: dict[str, torch.Tensor] = {}
     for name, tensor in stream:
         if adapter_of(name) is not None:
-            held[name] = tensor
+            adapters[name] = tensor
             continue
-        yield name, with_adapter(name, tensor, held, scale)
-    if held:
-        raise SyncError("there are adapters without the weights that they change", got=next(iter(held)),
+        yield name, with_adapter(name, tensor, adapters, scale)
+    if adapters:
+        raise SyncError("adapters arrived without the weights that they modify", got=next(iter(adapters)),
                         fix="send an adapter before its weight")
 
 
-def with_adapter(name: str, weight: torch.Tensor, held: dict[str, torch.Tensor], scale: float) -> torch.Tensor:
-    """A weight with its adapter, which is taken out of `held`; the weight itself where there is none."""
+def with_adapter(name: str, weight: torch.Tensor, adapters: dict[str, torch.Tensor], scale: float) -> torch.Tensor:
+    """A weight with its adapter, which is taken out of `adapters`; the weight itself if it has no adapter."""
     names = names_of(name)
-    if not any(one in held for one in names):
+    if not any(one in adapters for one in names):
         return weight
-    if missing := [one for one in names if one not in held]:
-        raise SyncError("half of an adapter is missing", got=missing[0], fix="send A and B")
-    first, second = (held.pop(one) for one in names)
+    if missing := [one for one in names if one not in adapters]:
+        raise SyncError("one half of an adapter is missing", got=missing[0], fix="send both A and B")
+    first, second = (adapters.pop(one) for one in names)
     return merge(weight, first, second, scale)
 
 
@@ -58,16 +58,16 @@ class Base:
         Raises:
             SyncError: adapters alone, and there was no base before.
         """
-        held: dict[str, torch.Tensor] = {}
+        adapters: dict[str, torch.Tensor] = {}
         whole = False
         for name, tensor in stream:
             if adapter_of(name) is not None:
-                held[name] = tensor.detach().clone()  # a view of a buffer that is used again
+                adapters[name] = tensor.detach().clone()  # a view of a buffer that is used again
                 continue
             whole = True
             self._kept[name] = tensor.detach().clone()
-            yield name, with_adapter(name, tensor, held, self.scale)
+            yield name, with_adapter(name, tensor, adapters, self.scale)
         if not whole and not self._kept:
-            raise SyncError("adapters came, and no weights before them", fix="send all weights once")
+            raise SyncError("adapters arrived before any weights", fix="send all weights once")
         for name, tensor in self._kept.items() if not whole else ():
-            yield name, with_adapter(name, tensor, held, self.scale)
+            yield name, with_adapter(name, tensor, adapters, self.scale)

@@ -45,10 +45,11 @@ def shape(rank: int | None, path: str | None, alpha: float) -> Shape:
     """That of a run's adapters: the rank that it says, else that of the folder which it begins with.
 
     Raises:
-        ConfigError: nobody says how large the adapters are.
+        ConfigError: the size of the adapters is not given.
     """
     if rank is None and path is None:
-        raise ConfigError("adapters need a rank", who="plugin lora", fix="add --lora-rank, 32 for instance")
+        raise ConfigError("LoRA adapters need a rank", who="plugin lora", fix="add --lora-rank, for example "
+                                                                              "--lora-rank 32")
     return Shape(read(Path(str(path))).rank if rank is None else rank, alpha)
 
 
@@ -68,8 +69,8 @@ def config(shape: Shape, names: Iterable[str], base: str) -> dict[str, object]:
 
 def modules_of(names: Iterable[str]) -> list[str]:
     """Last words of the names of the layers that have the adapters of these names."""
-    return sorted({found[0].removesuffix(".weight").rpartition(".")[2]
-                   for name in names if (found := adapter_of(name)) is not None})
+    return sorted({adapter[0].removesuffix(".weight").rpartition(".")[2]
+                   for name in names if (adapter := adapter_of(name)) is not None})
 
 
 def read(folder: Path) -> Shape:
@@ -79,15 +80,16 @@ def read(folder: Path) -> Shape:
     """
     path = folder / CONFIG
     try:
-        said = parse_json(path.read_text(encoding="utf-8"))
-        shape = Shape(int(said["r"]), float(said["lora_alpha"]))
-        other = {key: said[key] for key, usual in _OTHER.items() if key in said and said[key] not in usual}
+        adapter_config = parse_json(path.read_text(encoding="utf-8"))
+        shape = Shape(int(adapter_config["r"]), float(adapter_config["lora_alpha"]))
+        other = {key: adapter_config[key] for key, usual in _OTHER.items()
+                 if key in adapter_config and adapter_config[key] not in usual}
     except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
-        raise CheckpointError("this is no PEFT directory", got=str(error), who=str(path),
+        raise CheckpointError("not a PEFT directory", got=str(error), who=str(path),
                               fix=f"give the folder of {CONFIG} and {WEIGHTS}") from error
-    if said.get("peft_type", "LORA") != "LORA" or other:
-        raise CheckpointError("adapters of this kind are not trained here", who=str(path),
-                              got=str(other or said["peft_type"]),
+    if adapter_config.get("peft_type", "LORA") != "LORA" or other:
+        raise CheckpointError("adapters of this kind are not supported", who=str(path),
+                              got=str(other or adapter_config["peft_type"]),
                               fix="use plain LoRA adapters: one rank and one alpha, no DoRA, no biases")
     return shape
 
@@ -120,10 +122,10 @@ def check(folder: Path, shape: Shape) -> None:
     Raises:
         CheckpointError: the adapters of a directory are others than those that the run trains.
     """
-    found = read(folder)
-    said = {"--lora-rank": (found.rank, shape.rank), "--lora-alpha": (found.alpha, shape.alpha)}
-    if wrong := {flag: pair for flag, pair in said.items() if pair[0] != pair[1]}:
-        raise CheckpointError("the adapters to begin with are others than those of the run", who=str(folder),
-                              got="; ".join(f"they have {flag} {there:g}, the run {here:g}"
-                                            for flag, (there, here) in wrong.items()),
-                              fix="write what the directory has")
+    stored = read(folder)
+    pairs = {"--lora-rank": (stored.rank, shape.rank), "--lora-alpha": (stored.alpha, shape.alpha)}
+    if wrong := {flag: pair for flag, pair in pairs.items() if pair[0] != pair[1]}:
+        raise CheckpointError("the initial adapters do not match the run", who=str(folder),
+                              got="; ".join(f"they have {flag} {theirs:g}, the run {ours:g}"
+                                            for flag, (theirs, ours) in wrong.items()),
+                              fix="use the values of the directory")

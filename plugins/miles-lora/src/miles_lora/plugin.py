@@ -35,18 +35,20 @@ class LoraOptions:
     lora_rank: int | None = option(
         None, "Columns of B and rows of A; default: those of --lora-adapter-path.", flags=("--lora-rank",)
     )
-    lora_alpha: float = option(16.0, "Adapters count alpha / rank times.", flags=("--lora-alpha",))
-    lora_dropout: float = option(0.0, "0 alone: what samples and what trains has to be one policy.",
+    lora_alpha: float = option(16.0, "Adapters are scaled by alpha / rank.", flags=("--lora-alpha",))
+    lora_dropout: float = option(0.0, "Only 0 is supported: the sampling and the training policy must be the same.",
                                  flags=("--lora-dropout",))
-    lora_type: str = option("canonical_lora", "canonical_lora alone: q, k, v, gate and up have adapters of their own.",
+    lora_type: str = option("canonical_lora", "Only canonical_lora is supported: q, k, v, gate and up have adapters "
+                                              "of their own.",
                             flags=("--lora-type",))
     target_modules: str = option(
-        "all-linear", "Last words of the names of the layers that get one, with commas; or all-linear.",
+        "all-linear", "Comma-separated last components of the names of the layers that get adapters; or all-linear.",
         flags=("--target-modules",),
     )
-    exclude_modules: str = option("", "Those of them that get none.", flags=("--exclude-modules",))
+    exclude_modules: str = option("",
+                                  "Comma-separated names of layers that get no adapters.", flags=("--exclude-modules",))
     lora_adapter_path: str | None = option(
-        None, "A PEFT directory to begin with; default: A is drawn and B is 0.", flags=("--lora-adapter-path",)
+        None, "PEFT directory to start from; default: A is random and B is 0.", flags=("--lora-adapter-path",)
     )
     lora_base_cpu_backup: bool = option(
         False, "Colocated servers keep the base in host memory while they sleep, so that it travels once.",

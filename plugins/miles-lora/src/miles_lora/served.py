@@ -22,19 +22,21 @@ def modules(checkpoint: Path, wanted: Sequence[str], excluded: Sequence[str]) ->
 
     names = [name for name in tensor_files(checkpoint) if ".layers." in name and name.endswith(".weight")]
     known = {last(name) for name in names if LINEAR.search(last(name))}
-    found = (known if ALL in wanted else set(wanted)) - set(excluded)
-    if experts := sorted(found & {last(name) for name in names if ".experts." in name}):
+    adapted = (known if ALL in wanted else set(wanted)) - set(excluded)
+    if experts := sorted(adapted & {last(name) for name in names if ".experts." in name}):
         # SGLang 0.5.16 wraps the experts, and its loaders then miss their weights by a name, base_layer, in between.
-        raise ConfigError("SGLang takes no new weights for experts that may have adapters", got=", ".join(experts),
+        raise ConfigError("SGLang cannot update the weights of experts that may have adapters", got=", ".join(experts),
                           who="--weight-sync adapter", fix=f"add --exclude-modules {','.join(experts)}, or leave "
                           "--weight-sync out: merged weights reach experts too")
     for group in JOINED:
-        missing = [name for name in group if name in known and name not in found]
-        if missing and found & set(group):
-            raise ConfigError(f"SGLang keeps {', '.join(group)} as one layer, and takes adapters of all or none",
+        missing = [name for name in group if name in known and name not in adapted]
+        if missing and adapted & set(group):
+            raise ConfigError(f"SGLang keeps {', '.join(group)} as one layer, and takes adapters for all of them or "
+                              "for none",
                               got=f"none for {', '.join(missing)}", who="--weight-sync adapter, --target-modules",
-                              fix=f"add {', '.join(missing)}, or leave --weight-sync out: merged weights need no such")
-    return sorted(found)
+                              fix=f"add {', '.join(missing)}, or leave --weight-sync out: merged weights do not need "
+                                  "them")
+    return sorted(adapted)
 
 
 def server_fields(checkpoint: Path, wanted: tuple[Sequence[str], Sequence[str]], rank: int, path: str | None,
@@ -46,10 +48,10 @@ def server_fields(checkpoint: Path, wanted: tuple[Sequence[str], Sequence[str]],
         path: NAME=FOLDER of an adapter that it begins with.
         backup: the base stays in host memory while it sleeps.
     """
-    found: dict[str, object] = {"enable_lora": True, "max_lora_rank": rank, "max_loras_per_batch": 2,
+    fields: dict[str, object] = {"enable_lora": True, "max_lora_rank": rank, "max_loras_per_batch": 2,
                                 "lora_target_modules": modules(checkpoint, *wanted)}
     if path is not None:
-        found["lora_paths"] = [path]
+        fields["lora_paths"] = [path]
     if backup:
-        found["enable_weights_cpu_backup"] = True
-    return found
+        fields["enable_weights_cpu_backup"] = True
+    return fields

@@ -17,17 +17,17 @@ from miles_lora.targets import adapter_of, alone
 
 def saved(stream: Stream, shape: peft.Shape, folder: Path, base: str) -> Stream:
     """The merged model; its end leaves FOLDER-adapter beside it, which PEFT reads."""
-    found: dict[str, torch.Tensor] = {}
+    adapters: dict[str, torch.Tensor] = {}
 
     def seen() -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in stream:
             if adapter_of(name) is not None and dist.get_rank() == 0:
-                found[name] = tensor.to("cpu", copy=True)
+                adapters[name] = tensor.to("cpu", copy=True)
             yield name, tensor
 
     yield from merged(seen(), shape.scale)
     if dist.get_rank() == 0:
-        peft.write(folder.with_name(f"{folder.name}-adapter"), shape, found, base)
+        peft.write(folder.with_name(f"{folder.name}-adapter"), shape, adapters, base)
 
 
 def fill(chunk: torch.nn.Module, weight_map: WeightMap, folder: Path, shape: peft.Shape) -> None:
@@ -37,5 +37,5 @@ def fill(chunk: torch.nn.Module, weight_map: WeightMap, folder: Path, shape: pef
         CheckpointError: adapters of other layers, or of another rank or alpha.
     """
     peft.check(folder, shape)
-    rest = {name for name, one in global_parameters(chunk).items() if not one.requires_grad}
-    load_hf(folder, chunk, alone(weight_map), but=frozenset(rest))
+    frozen = {name for name, one in global_parameters(chunk).items() if not one.requires_grad}
+    load_hf(folder, chunk, alone(weight_map), but=frozenset(frozen))

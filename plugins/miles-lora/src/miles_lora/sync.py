@@ -101,10 +101,10 @@ class AdapterSender:
             for_all(self.targets, self._able)
 
     def send(self, stream: Iterator[tuple[str, torch.Tensor]], version: int) -> dict[str, float]:
-        adapters, rest = self._taken(stream)
+        adapters, weights = self._taken(stream)
         figures: dict[str, float] = {}
         if self._due:
-            figures = self.base.send(rest, version)
+            figures = self.base.send(weights, version)
             self._due = self.always
             if not self.always:
                 self.base.close()
@@ -124,15 +124,15 @@ class AdapterSender:
 
     def _taken(self, stream: Iterator[tuple[str, torch.Tensor]]) -> tuple[dict[str, torch.Tensor], Iterator[Any]]:
         """The adapters, which come first, and what comes after them. Every rank takes as many steps."""
-        found: dict[str, torch.Tensor] = {}
+        adapters: dict[str, torch.Tensor] = {}
         usual, wanted = getattr(torch, self.settings.source), getattr(torch, self.settings.target)
         for name, tensor in itertools.islice(stream, None if self._due else self._count):
             if adapter_of(name) is None:
-                return found, itertools.chain([(name, tensor)], stream)
+                return adapters, itertools.chain([(name, tensor)], stream)
             dtype = wanted if tensor.dtype == usual else tensor.dtype
-            found[name] = tensor.detach().to("cpu", dtype, copy=True) if self._leads else tensor.new_empty(0)
-            self._count = len(found)
-        return found, iter(())
+            adapters[name] = tensor.detach().to("cpu", dtype, copy=True) if self._leads else tensor.new_empty(0)
+            self._count = len(adapters)
+        return adapters, iter(())
 
     def _body(self, adapters: dict[str, torch.Tensor]) -> dict[str, object]:
         return {"lora_name": self.name, "config_dict": peft.config(self.shape, adapters, self.settings.checkpoint),
@@ -147,16 +147,16 @@ class AdapterSender:
         if self.name in _served(target, timeout):
             post(target, "unload_lora_adapter", {"lora_name": self.name}, timeout=timeout)
         post(target, "load_lora_adapter_from_tensors", body, timeout=timeout)
-        if self.name not in (there := _served(target, timeout)):
-            raise SyncError(f"{target.name} does not serve the adapter that it was sent", who=target.url,
-                            got=", ".join(there), fix="look at the engine's log")
+        if self.name not in (served := _served(target, timeout)):
+            raise SyncError(f"{target.name} does not serve the adapter that was sent to it", who=target.url,
+                            got=", ".join(served), fix="look at the engine's log")
 
     def _able(self, target: Target) -> None:
         info = get(target, "server_info", timeout=self.settings.timeout)
         if not info.get("enable_lora"):
             raise SyncError(f"{target.name} was started without LoRA", who=target.url,
                             fix=f"start it with --enable-lora --max-lora-rank {self.shape.rank} --lora-target-modules "
-                            "and the layers' names, or leave --weight-sync out: merged weights need no such")
+                            "and the layers' names, or leave --weight-sync out: merged weights do not need it")
 
 
 def _served(target: Target, timeout: float) -> list[str]:

@@ -44,7 +44,7 @@ class Target:
 
     def rules(self) -> tuple[Rule, ...]:
         """Of the adapters: A of each part and then B."""
-        found = []
+        rules = []
         for part, name in zip(self.parts, self.rule.hf, strict=True):
             if part not in self.adapted:
                 continue
@@ -52,9 +52,9 @@ class Target:
             where: dict[str, Any] = {"layers": self.rule.layers, "experts": self.rule.experts, "optional": OPTIONAL}
             # The rows of B are those of the layer, and a layer of stacked pieces has them cut piece by piece.
             stacked = replace(self.rule, **where) if self.rule.join in _STACKED else Rule("", (), **where)
-            found += [Rule(f"{self.module}.adapters.{part}_A", (f"{stem}.lora_A.weight",), **where),
+            rules += [Rule(f"{self.module}.adapters.{part}_A", (f"{stem}.lora_A.weight",), **where),
                       replace(stacked, megatron=f"{self.module}.adapters.{part}_B", hf=(f"{stem}.lora_B.weight",))]
-        return tuple(found)
+        return tuple(rules)
 
 
 def targets(weight_map: WeightMap, wanted: Sequence[str], excluded: Sequence[str]) -> tuple[Target, ...]:
@@ -67,23 +67,23 @@ def targets(weight_map: WeightMap, wanted: Sequence[str], excluded: Sequence[str
     Raises:
         ConfigError: a name that the model does not have, or nothing is left.
     """
-    there = [rule for rule in weight_map.rules if rule.megatron.startswith("decoder.layers.")
+    linear = [rule for rule in weight_map.rules if rule.megatron.startswith("decoder.layers.")
              and rule.megatron.endswith(".weight") and all(LINEAR.search(last(name)) for name in rule.hf)]
-    known = sorted({last(name) for rule in there for name in rule.hf})
+    known = sorted({last(name) for rule in linear for name in rule.hf})
     for flag, names in (("--target-modules", wanted), ("--exclude-modules", excluded)):
         if unknown := [name for name in names if name not in known and name != ALL]:
             raise ConfigError("the model has no linear layers of this name", got=", ".join(unknown), who=flag,
-                              fix=f"choose of {', '.join(known)}, or write {ALL}")
+                              fix=f"choose from {', '.join(known)}, or write {ALL}")
     chosen = (set(known) if ALL in wanted else set(wanted)) - set(excluded)
     if not chosen:
-        raise ConfigError("no layer is left to have an adapter", who="--target-modules, --exclude-modules",
-                          fix=f"choose of {', '.join(known)}")
-    found = []
-    for rule in there:
+        raise ConfigError("no layer is left to get an adapter", who="--target-modules, --exclude-modules",
+                          fix=f"choose from {', '.join(known)}")
+    matched = []
+    for rule in linear:
         parts = tuple(last(name) for name in rule.hf)
         if adapted := tuple(part for part in parts if part in chosen):
-            found.append(Target(rule, rule.megatron.removesuffix(".weight"), parts, adapted))
-    return tuple(found)
+            matched.append(Target(rule, rule.megatron.removesuffix(".weight"), parts, adapted))
+    return tuple(matched)
 
 
 def added(weight_map: WeightMap, chosen: Sequence[Target]) -> WeightMap:
@@ -100,8 +100,8 @@ def alone(weight_map: WeightMap) -> WeightMap:
 
 def adapter_of(name: str) -> tuple[str, str] | None:
     """(weight that it changes, "A" or "B") of an adapter's tensor; None for any other."""
-    found = _ADAPTER.fullmatch(name)
-    return found and (f"{found[1]}.weight", found[2])
+    match = _ADAPTER.fullmatch(name)
+    return match and (f"{match[1]}.weight", match[2])
 
 
 def names_of(weight: str) -> tuple[str, str]:
@@ -110,9 +110,9 @@ def names_of(weight: str) -> tuple[str, str]:
     return f"{stem}.lora_A.weight", f"{stem}.lora_B.weight"
 
 
-def words(given: str) -> tuple[str, ...]:
+def words(text: str) -> tuple[str, ...]:
     """Of a list with commas."""
-    return tuple(filter(None, (word.strip() for word in given.split(","))))
+    return tuple(filter(None, (word.strip() for word in text.split(","))))
 
 
 def last(name: str) -> str:

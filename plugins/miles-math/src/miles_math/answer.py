@@ -22,7 +22,7 @@ class Box:
 def boxes(text: str) -> list[Box]:
     """Every well-formed box, in the order in which they close; a box in a box closes before it.
 
-    Escaped braces do not count. A box that is never closed is none: the response ended before its answer did.
+    Escaped braces do not count. A box that is never closed does not count: the response ended before its answer did.
     """
     return _scan(text)[0]
 
@@ -34,7 +34,7 @@ def opens_box(text: str) -> bool:
 
 def _scan(text: str) -> tuple[list[Box], int]:
     """The well-formed boxes, and where the last one begins that is opened at all; -1 without any."""
-    found: list[Box] = []
+    boxed: list[Box] = []
     opened = -1
     open_braces: list[tuple[int, int] | None] = []
     for match in _TOKEN.finditer(text):
@@ -47,17 +47,17 @@ def _scan(text: str) -> tuple[list[Box], int]:
         elif token == "}" and open_braces:
             opening = open_braces.pop()
             if opening is not None:
-                found.append(Box(*opening, match.end()))
-    return found, opened
+                boxed.append(Box(*opening, match.end()))
+    return boxed, opened
 
 
 def boxed_answer(text: str) -> str | None:
     """What the last box holds; None without one, or where it is never closed. \\boxed{\\boxed{5}} holds 5."""
-    found, opened = _scan(text)
-    if not any(box.start == opened for box in found):
+    boxed, opened = _scan(text)
+    if not any(box.start == opened for box in boxed):
         return None
-    start, stop = _stripped(text, found[-1])
-    for box in reversed(found[:-1]):
+    start, stop = _stripped(text, boxed[-1])
+    for box in reversed(boxed[:-1]):
         if (box.start, box.end) != (start, stop):
             break
         start, stop = _stripped(text, box)
@@ -78,10 +78,10 @@ def without_end_tokens(text: str) -> str:
 def ends_in_its_only_box(text: str) -> bool:
     """Exactly one \\boxed, well-formed and not empty, with nothing after it but what closes a formula or sentence."""
     text = without_end_tokens(text)
-    found = boxes(text)
-    if len(found) != 1 or text.count("\\boxed") != 1 or not boxed_answer(text):
+    boxed = boxes(text)
+    if len(boxed) != 1 or text.count("\\boxed") != 1 or not boxed_answer(text):
         return False
-    return _CLOSING.fullmatch(text, found[0].end) is not None
+    return _CLOSING.fullmatch(text, boxed[0].end) is not None
 
 
 def _stripped(text: str, box: Box) -> tuple[int, int]:

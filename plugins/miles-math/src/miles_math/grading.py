@@ -100,7 +100,7 @@ class Grader:
             self._idle.put(process)
         if verdict == "label":
             raise RewardError("the label cannot be read as a mathematical expression", got=repr(label), who="math",
-                              fix="mend the row, or check --label-key")
+                              fix="correct the row, or check --label-key")
         return verdict == "equal"
 
 
@@ -133,7 +133,7 @@ class _Process:
         if -status in _ENDED_BY_THE_QUESTION:
             raise Ungradable(signal.Signals(-status).name)
         raise RewardError("a grading process ended", got=f"exit status {status}", who="math",
-                          fix="find out who ended it; an answer that nobody graded is not a wrong one")
+                          fix="find out what ended it; an ungraded answer is not counted as wrong")
 
     def kill(self) -> None:
         self._popen.kill()

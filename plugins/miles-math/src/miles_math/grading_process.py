@@ -60,8 +60,9 @@ def equal(answer: str, label: str, *, boxed: bool) -> bool | None:
     if not gold:
         return None
     plain = [LatexExtractionConfig(boxed_match_priority=-1), ExprExtractionConfig()]
-    found = parse(f"\\boxed{{{answer}}}", parsing_timeout=None) if boxed else parse(answer, plain, parsing_timeout=None)
-    return bool(verify(gold, found, timeout_seconds=None))
+    parsed = (parse(f"\\boxed{{{answer}}}", parsing_timeout=None) if boxed
+              else parse(answer, plain, parsing_timeout=None))
+    return bool(verify(gold, parsed, timeout_seconds=None))
 
 
 def allow(seconds: float) -> None:

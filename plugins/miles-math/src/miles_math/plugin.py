@@ -76,8 +76,8 @@ class Math:
         from miles_math.grading import Ungradable
 
         if sample.prompt.label is None or not sample.prompt.label.strip():
-            raise RewardError(f"{sample.name} has no label to compare its answer with", who="math",
-                              fix="name the dataset's key of the ground truth with --label-key")
+            raise RewardError(f"{sample.name} has no label to compare the answer with", who="math",
+                              fix="set --label-key to the dataset's ground-truth key")
         try:
             return float(self._grader.grade(sample.text, sample.prompt.label, boxed_only=boxed_only))
         except RewardError as error:

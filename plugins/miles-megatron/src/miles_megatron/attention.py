@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from miles_megatron import cpu
-from miles_megatron.plan import Pick, Unpick, plan_of, seen
+from miles_megatron.packed_layout import Pick, Unpick, packed_layout_of, seen
 from miles_megatron.rope import Rope, Rotate
 
 cpu.install()
@@ -48,18 +48,18 @@ class PackedAttention(torch.nn.Module):
         """
         if packed_seq_params is None:
             return self._batched(query, key, value, attention_mask)
-        plan = plan_of(packed_seq_params, query, self.group)
+        layout = packed_layout_of(packed_seq_params, query, self.group)
         if self.rope is not None:
-            tables = plan.tables(self.rope, query.dtype)
+            tables = layout.tables(self.rope, query.dtype)
             query, key = (Rotate.apply(x, *tables, self.rope.interleaved) for x in (query, key))
         if self.group.size() > 1:
             key, value = (gather_from_sequence_parallel_region(x.contiguous(), True, self.group) for x in (key, value))
-        if plan.query_rows is not None:
-            query = Pick.apply(query, plan.query_rows, plan.query_back)
-        if plan.key_rows is not None:
-            key, value = (Pick.apply(x, plan.key_rows, plan.key_back) for x in (key, value))
+        if layout.query_rows is not None:
+            query = Pick.apply(query, layout.query_rows, layout.query_back)
+        if layout.key_rows is not None:
+            key, value = (Pick.apply(x, layout.key_rows, layout.key_back) for x in (key, value))
         out, q, k = [], 0, 0
-        for bucket in plan.buckets:
+        for bucket in layout.buckets:
             end_q, end_k = q + bucket.sequences * bucket.queries, k + bucket.sequences * bucket.keys
             parts = (
                 x[begin:end].unflatten(0, (bucket.sequences, -1)).transpose(1, 2)
@@ -68,7 +68,7 @@ class PackedAttention(torch.nn.Module):
             out.append(self._attend(*parts, bucket.mask(self.window)).transpose(1, 2).reshape(end_q - q, -1))
             q, k = end_q, end_k
         joined = out[0] if len(out) == 1 else torch.cat(out)
-        return joined if plan.query_rows is None else Unpick.apply(joined, plan.query_back)
+        return joined if layout.query_rows is None else Unpick.apply(joined, layout.query_back)
 
     def _attend(self, query, key, value, mask=None):
         """[B, n, q, d], [B, g, k, d], [B, g, k, e] -> [B, n, q, e]; causal where no mask is given."""
@@ -98,7 +98,8 @@ class PackedAttention(torch.nn.Module):
 
     def _batched(self, query, key, value, attention_mask):
         if attention_mask is not None or self.group.size() > 1:
-            raise ValueError("PackedAttention takes packed rows; without packing only a causal batch on one rank")
+            raise ValueError("PackedAttention needs packed rows; without packing it supports only a causal batch on "
+                             "one rank")
         positions = torch.arange(query.shape[0], device=query.device)
         if self.rope is not None:
             cos, sin = (table[:, None, None] for table in self.rope.tables(positions, query.dtype))

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from miles_core.errors import CheckpointError, MilesError
 from miles_core.record.publish import TEMPORARY, aside, publish, write_error, write_text
 from miles_core.types import LOCK, TRACKER
-from miles_megatron import cpu, index, intact
+from miles_megatron import checkpoint_integrity, cpu, index
 from miles_megatron.optimizer import load_state, prepare_state
 from miles_megatron.shards import few
 from miles_megatron.weights import known_by
@@ -80,8 +80,8 @@ def latest(folder: str | Path) -> int:
                               fix=f"write the number of a complete iteration into it, of {_present(folder)}")
     where = iteration_folder(folder, int(text))
     if not where.is_dir():
-        raise CheckpointError(f"the tracker names iteration {text}, which is not there", got=_present(folder),
-                              who=str(tracker), fix="write the number of an iteration that is there into the tracker")
+        raise CheckpointError(f"the tracker names iteration {text}, which does not exist", got=_present(folder),
+                              who=str(tracker), fix="write the number of an existing iteration into the tracker")
     if absent := [part for part in _PARTS if not (where / part).is_file()]:
         raise CheckpointError(f"iteration {text} is incomplete", got="no " + ", ".join(absent), who=str(where),
                               fix=f"write the number of a complete iteration into {TRACKER}, of {_present(folder)}")
@@ -122,9 +122,9 @@ def save(folder: str | Path, iteration: int, parts: Mapping[str, Part],
             files = (state or {}).get("files", {})
             for name, data in files.items():
                 (temporary / name).write_bytes(data)
-            kept = {**(state or {}), **({"files": sorted(files)} if files else {})}
-            (temporary / STATE).write_text(json.dumps({"iteration": iteration, "state": kept,
-                                                       "digest": intact.digest(kept)}))
+            saved_state = {**(state or {}), **({"files": sorted(files)} if files else {})}
+            (temporary / STATE).write_text(json.dumps({"iteration": iteration, "state": saved_state,
+                                                       "digest": checkpoint_integrity.digest(saved_state)}))
         _barrier()
     if first:
         write_text(Path(folder) / TRACKER, f"{iteration}\n")
@@ -152,41 +152,41 @@ def load(folder: str | Path, parts: Mapping[str, Part], iteration: int | None = 
     for (where, part), name in zip(_folders(source, parts), parts, strict=True):
         if not where.is_dir():
             raise CheckpointError(f"the checkpoint holds no {name}", got=f"no folder {name}", who=str(source),
-                                  fix="resume with the plugins that the run had, or start anew with --ref-load")
-        held = index.read(where / ".metadata")
+                                  fix="resume with the plugins that the run had, or start over with --ref-load")
+        stored = index.read(where / ".metadata")
         try:
-            intact.check(where, dist.get_rank(), dist.get_world_size())
-            kept = _state(source)
-            _load_part(where, held, *part)
+            checkpoint_integrity.check(where, dist.get_rank(), dist.get_world_size())
+            saved_state = _state(source)
+            _load_part(where, stored, *part)
         except MilesError:
             raise
         except (Exception, CheckpointException) as error:  # torch's own is a BaseException; a flipped bit raises any
             raise CheckpointError("the checkpoint cannot be read or does not fit this model", got=_first_line(error),
                                   who=str(where), fix="use the checkpoint of a run of the same model and optimizer, or "
                                   "an earlier iteration") from error
-    return iteration, kept
+    return iteration, saved_state
 
 
 def _state(source: Path) -> dict:
     read = json.loads((source / STATE).read_text())
-    intact.check_state(read, source / STATE)
-    kept = read["state"]
-    if "files" in kept:
-        kept["files"] = {name: (source / Path(name).name).read_bytes() for name in kept["files"]}
-    return kept
+    checkpoint_integrity.check_state(read, source / STATE)
+    saved_state = read["state"]
+    if "files" in saved_state:
+        saved_state["files"] = {name: (source / Path(name).name).read_bytes() for name in saved_state["files"]}
+    return saved_state
 
 
-def _load_part(source: Path, held: index.Held, chunks: Sequence[torch.nn.Module], optimizer, scheduler) -> None:
+def _load_part(source: Path, stored: index.Held, chunks: Sequence[torch.nn.Module], optimizer, scheduler) -> None:
     if optimizer is not None:
         prepare_state(optimizer)
     with _frozen_heap():
         sharded = sharded_entries(chunks, optimizer, loading=True)
-    index.check(held, sharded, source)
-    if more := index.unknown(held, sharded):
+    index.check(stored, sharded, source)
+    if more := index.unknown(stored, sharded):
         raise CheckpointError("the checkpoint holds weights that the model does not have", got=few(more),
                               who=str(source), fix=known_by())
     with warnings.catch_warnings():
-        # torch deprecates the ShardedTensor that Megatron still reads with: nothing that the reader could mend.
+        # torch deprecates the ShardedTensor that Megatron still reads with: nothing that the reader could fix.
         warnings.simplefilter("ignore", FutureWarning)
         loaded = dist_checkpointing.load(sharded, str(source))
     for key, chunk in _named(chunks):
@@ -237,7 +237,7 @@ def _named(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Mo
 
 @contextlib.contextmanager
 def write_errors(target: Path) -> Iterator[None]:
-    """Turn what a failed write becomes on its way through torch and Megatron back into what it was.
+    """Translate a failed write, as torch and Megatron report it, back into its original error.
 
     An OSError arrives as the text of a RuntimeError in a collective error; torch's zip writer reports any failed
     write as an "unexpected pos".
@@ -246,11 +246,11 @@ def write_errors(target: Path) -> Iterator[None]:
         yield
     except (CheckpointException, RuntimeError) as error:
         text = str(error)
-        if found := re.search(r"\[Errno (\d+)\][^\n]*", text):
-            raise write_error(target, OSError(int(found[1]), found[0])) from error
+        if errno := re.search(r"\[Errno (\d+)\][^\n]*", text):
+            raise write_error(target, OSError(int(errno[1]), errno[0])) from error
         if "unexpected pos" in text or "PytorchStreamWriter" in text:
             raise CheckpointError("the disk is full or failing", who=str(target),
-                                  fix="free some space; checkpoints that were complete before still are") from error
+                                  fix="free some space; earlier checkpoints are intact") from error
         raise
 
 
@@ -273,14 +273,14 @@ def never_saved(folder: str | Path) -> bool:
 
 def _unnamed(folder: Path) -> int | None:
     """The sole iteration of a folder without a tracker, if it is complete."""
-    found = [path for path in folder.glob("iter_*") if _ITERATION.fullmatch(path.name)]
-    whole = len(found) == 1 and all((found[0] / part).is_file() for part in _PARTS)
-    return int(_ITERATION.fullmatch(found[0].name)[1]) if whole else None
+    iterations = [path for path in folder.glob("iter_*") if _ITERATION.fullmatch(path.name)]
+    whole = len(iterations) == 1 and all((iterations[0] / part).is_file() for part in _PARTS)
+    return int(_ITERATION.fullmatch(iterations[0].name)[1]) if whole else None
 
 
 def _not_a_checkpoint(folder: Path) -> CheckpointError:
     if not folder.is_dir():
-        return CheckpointError("there is no such checkpoint folder", who=str(folder),
+        return CheckpointError("the checkpoint folder does not exist", who=str(folder),
                                fix="correct --load, or leave it out to start from --hf-checkpoint")
     if _ITERATION.fullmatch(folder.name) or (folder / "metadata.json").is_file():
         return CheckpointError("this is one iteration of a checkpoint", who=str(folder),

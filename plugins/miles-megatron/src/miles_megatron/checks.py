@@ -1,4 +1,4 @@
-"""What the trainer would compute in silence otherwise than the engine, or than the run means."""
+"""Settings under which the trainer would silently compute something other than the engine does or the run means."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from miles_core.config.tables import RunConfig
 from miles_core.errors import ConfigError
 
 NOISE = ("hidden_dropout", "attention_dropout", "moe_input_jitter_eps")
-"""Fields that draw anew in every pass: old policy, engine and trained policy would be three models."""
+"""Fields that draw random numbers in every pass: old policy, engine and trained policy would be three models."""
 SCALINGS = ("default", "linear", "llama3", "yarn")
 """How positions can be scaled here."""
 SILU = {"llama", "mistral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "deepseek_v3", "glm4_moe", "minimax_m2"}
@@ -28,30 +28,30 @@ def check_trainer(config: RunConfig, note: Callable[[str], None]) -> RunConfig:
         return config
     for name in NOISE:
         if value := config.surface("megatron").get(name):
-            raise ConfigError(f"{name} makes the old policy's log-probs those of another model than the one that is "
+            raise ConfigError(f"{name} makes the old policy's log-probs those of a different model than the one being "
                               "trained", got=value, who=who(config, f"megatron.{name}"), fix="leave it at 0")
     if config.surface("megatron").get("average_in_collective"):
         raise ConfigError("gradients are sums over tokens that the loss has divided: averaging divides them again",
                           got=True, who=who(config, "megatron.average_in_collective"), fix="leave it out")
-    path, said = config_json(config)
-    _computed(said or {}, str(path))
+    path, hf_config = config_json(config)
+    _computed(hf_config or {}, str(path))
     return config
 
 
-def _computed(said: Mapping[str, object], origin: str) -> None:
+def _computed(hf_config: Mapping[str, object], origin: str) -> None:
     """
     Raises:
-        ConfigError: config.json asks for what the family is not built with.
+        ConfigError: config.json asks for a feature that the family does not implement.
     """
-    family, rope = str(said.get("model_type")), said.get("rope_scaling") or said.get("rope_parameters")
+    family, rope = str(hf_config.get("model_type")), hf_config.get("rope_scaling") or hf_config.get("rope_parameters")
     rope = rope if isinstance(rope, Mapping) else {}
     scaling = rope.get("rope_type", rope.get("type", "default"))
-    kinds = said.get("layer_types")
-    act, factor = said.get("hidden_act"), rope.get("factor", 1 if scaling == "default" else None)
-    theta, other = said.get("rope_theta"), rope.get("rope_theta")
+    kinds = hf_config.get("layer_types")
+    act, factor = hf_config.get("hidden_act"), rope.get("factor", 1 if scaling == "default" else None)
+    theta, other = hf_config.get("rope_theta"), rope.get("rope_theta")
     problems = {
         "hidden_act": (act, family in SILU and act not in (None, "silu")),
-        "use_sliding_window": (True, family in FULL and said.get("use_sliding_window") is True),
+        "use_sliding_window": (True, family in FULL and hf_config.get("use_sliding_window") is True),
         "layer_types": (kinds, family in FULL and isinstance(kinds, list) and {*kinds} - {"full_attention"}),
         "rope_type": (scaling, scaling not in SCALINGS),
         "rope_theta": (theta, None not in (theta, other) and theta != other),

@@ -185,7 +185,8 @@ def architecture(folder: Path, plugins: Sequence[str],
         names = ", ".join(one.manifest.name for one in owners)
         raise OwnerError(f"{'two' if owners else 'no'} plugins build the architecture {name!r}", who=str(path),
                          got=names or None, fix="name one of them" if owners else
-                         "add the family in a plugin of about fifty lines, --plugin ./it.py: docs/model-families.md")
+                         "add the family in a plugin of about fifty lines, --plugin ./my_family.py: "
+                         "docs/model-families.md")
     config = with_values(RunConfig(options=_options(options, selected)), str(path),
                          checkpoint__hf_checkpoint=str(folder))
     hooks = bind.bind(selected, config, "trainer")
@@ -197,17 +198,17 @@ def architecture(folder: Path, plugins: Sequence[str],
     return model_spec, weight_map, tuple(selected), config
 
 
-def _options(given: Sequence[str], selected: Sequence[Selected]) -> dict[str, dict[str, object]]:
+def _options(texts: Sequence[str], selected: Sequence[Selected]) -> dict[str, dict[str, object]]:
     known = {(one.manifest.name, name): option for one in selected for name, option in one.manifest.options.items()}
-    found: dict[str, dict[str, object]] = {}
-    for text in given:
+    options: dict[str, dict[str, object]] = {}
+    for text in texts:
         key, _, value = text.partition("=")
         plugin, _, name = key.partition(".")
         if (plugin, name) not in known:
             raise ConfigError("none of the plugins has this option", got=text, who="--option",
                               fix="write PLUGIN.KEY=VALUE, and name the plugin with --plugin")
-        found.setdefault(plugin, {})[name] = convert(known[plugin, name], value, Origin("flag", f"--option {text}"))
-    return found
+        options.setdefault(plugin, {})[name] = convert(known[plugin, name], value, Origin("flag", f"--option {text}"))
+    return options
 
 
 def _builds(one: Selected, name: str) -> bool:
@@ -249,19 +250,19 @@ def _parameters(job: Job) -> list[Parameter]:
         if hooks.build_model is not None:
             model = hooks.build_model(model, spec, folder, checkpoint.ACTOR, weight_map)
     (entries,) = checkpoint.sharded_entries([model], None, loading=True).values()
-    found = {}
+    by_name = {}
     for ours, rule, names in weights.instances(weight_map):
         if ours in entries:
             shapes = weights.hf_shapes(rule, entries[ours].data, weight_map)
-            found[ours] = Parameter(rule, dict(zip(names, shapes, strict=True)), entries[ours])
-    if unmapped := sorted(entries.keys() - found.keys()):
+            by_name[ours] = Parameter(rule, dict(zip(names, shapes, strict=True)), entries[ours])
+    if unmapped := sorted(entries.keys() - by_name.keys()):
         raise ConfigError("no rule of the weight map fills these parameters", got=shards.few(unmapped),
                           fix="add rules to the family's weight_map")
-    return list(found.values())
+    return list(by_name.values())
 
 
 async def drive(handle: Handle, progress: Callable[[int, int], object]) -> tuple[int, int]:
-    """Have a Conversion done, here or on the ranks behind a handle.
+    """Run a Conversion, here or on the ranks behind a handle.
 
     Args:
         progress: told (bytes written, bytes in all) now and then, of the processes behind the handle.
@@ -273,7 +274,7 @@ async def drive(handle: Handle, progress: Callable[[int, int], object]) -> tuple
         WaitError: a call took longer than WAIT.
     """
     def late() -> WaitError:
-        return WaitError(f"the conversion did not get on within {WAIT:g} s", fix="look at the file systems")
+        return WaitError(f"the conversion made no progress within {WAIT:g} s", fix="check the file systems")
 
     async with within(WAIT, late):
         total, done = sum((await handle.begin()).values()), -1

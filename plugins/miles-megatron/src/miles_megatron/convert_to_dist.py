@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.checkpoint.storage import WriteResult
 
 from miles_core.errors import CheckpointError
-from miles_megatron import checkpoint, cpu, joins, shards, weights
+from miles_megatron import checkpoint, cpu, shards, tensor_merges, weights
 from miles_megatron.convert import Conversion, Parameter, full_shape
 
 cpu.install()
@@ -33,11 +33,11 @@ class ToDist(Conversion):
     def _placed(self, parameters: list[Parameter]) -> list[Parameter]:
         folder, weight_map = self.job.source, self.job.weight_map
         files = shards.tensor_files(folder)
-        held = {file: shards.stored_tensors(file) for file in set(files.values())}
-        if absent := sorted(name for name, file in files.items() if name not in held[file]):
+        stored = {file: shards.stored_tensors(file) for file in set(files.values())}
+        if absent := sorted(name for name, file in files.items() if name not in stored[file]):
             raise CheckpointError("the index places tensors in files that lack them", got=shards.few(absent),
                                   who=str(folder), fix="fetch the checkpoint again")
-        self._stored = {name: held[file][name] for name, file in files.items()}
+        self._stored = {name: stored[file][name] for name, file in files.items()}
         shapes = {name: shape for one in parameters for name, shape in one.hf.items()}
         weights.announce_left(folder, files, shapes, weight_map)
         weights.check_tied(folder, files, weight_map)
@@ -63,7 +63,7 @@ class ToDist(Conversion):
 
     def _read(self, one: Parameter) -> torch.Tensor:
         tensor = torch.empty(one.entry.data.shape, dtype=one.dtype)
-        for name, view in zip(one.hf, joins.hf_views(one.rule, tensor, self.job.weight_map), strict=True):
+        for name, view in zip(one.hf, tensor_merges.hf_views(one.rule, tensor, self.job.weight_map), strict=True):
             shards.read_into(self._stored[name], view)
         return tensor
 
@@ -87,10 +87,10 @@ def _append(file: BinaryIO, name: str, piece: ShardedTensor) -> tuple[WriteItem,
     if data.untyped_storage().nbytes() != data.nbytes:
         data = data.clone()  # torch.save writes the whole storage of a view
     where = MetadataIndex(piece.key, offset)
-    held = TensorWriteData(ChunkStorageMetadata(offset, data.shape), TensorProperties.create_from_tensor(data),
+    tensor_data = TensorWriteData(ChunkStorageMetadata(offset, data.shape), TensorProperties.create_from_tensor(data),
                            torch.Size(piece.global_shape))
     start = file.tell()
     torch.save(data, file)
     length = file.tell() - start
-    return (WriteItem(where, WriteItemType.SHARD, tensor_data=held),
+    return (WriteItem(where, WriteItemType.SHARD, tensor_data=tensor_data),
             WriteResult(where, length, _StorageInfo(name, start, length)))

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.utils import _create_file_view
 
 from miles_core.errors import CheckpointError
-from miles_megatron import cpu, index, joins, shards, weights
+from miles_megatron import cpu, index, shards, tensor_merges, weights
 from miles_megatron.convert import Conversion, Parameter, full_shape
 
 cpu.install()
@@ -31,11 +31,11 @@ class ToHuggingFace(Conversion):
 
     def _placed(self, parameters: list[Parameter]) -> list[Parameter]:
         folder = self.job.source
-        held = index.read(folder / ".metadata")  # before torch reads it
-        index.check(held, {number: one.entry for number, one in enumerate(parameters)}, folder)
+        shapes = index.read(folder / ".metadata")  # before torch reads it
+        index.check(shapes, {number: one.entry for number, one in enumerate(parameters)}, folder)
         pieces = [piece for one in parameters for piece in one.pieces(one.entry.data)]
-        if more := sorted(held.keys() - {piece.key for piece in pieces}
-                          - {name for name in held if name.startswith(index.OPTIMIZER)}):
+        if more := sorted(shapes.keys() - {piece.key for piece in pieces}
+                          - {name for name in shapes if name.startswith(index.OPTIMIZER)}):
             raise CheckpointError("the checkpoint holds weights that the model does not have", got=shards.few(more),
                                   who=str(folder), fix=f"{weights.known_by()}; or give the --hf-checkpoint that the "
                                   "run started from")
@@ -51,9 +51,9 @@ class ToHuggingFace(Conversion):
 
     def _place(self, one: Parameter) -> Parameter:
         piece = one.pieces(one.entry.data)[0]
-        found = self._index.storage_data[self._reads(piece)[0].storage_index]
+        storage = self._index.storage_data[self._reads(piece)[0].storage_index]
         dtype = self.job.dtype or self._index.state_dict_metadata[piece.key].properties.dtype
-        return dataclasses.replace(one, dtype=dtype, place=(found.relative_path, found.offset))
+        return dataclasses.replace(one, dtype=dtype, place=(storage.relative_path, storage.offset))
 
     def _units(self) -> list[_File]:
         return self._files
@@ -74,7 +74,7 @@ class ToHuggingFace(Conversion):
             tensor = torch.empty(one.entry.data.shape, dtype=one.dtype)
             for piece in one.pieces(tensor):
                 piece.data.copy_(self._read(piece))
-        views = joins.hf_views(one.rule, tensor, self.job.weight_map)
+        views = tensor_merges.hf_views(one.rule, tensor, self.job.weight_map)
         for view, shape in zip(views, one.hf.values(), strict=True):
             append(view.reshape(shape))
 
@@ -82,8 +82,8 @@ class ToHuggingFace(Conversion):
         """Which chunks of the files hold parts of a piece; the layout that wrote them may have cut it anyhow."""
         near = self._chunks[piece.key, tuple(piece.global_offset[: piece.prepend_axis_num])]
         wanted = ChunkStorageMetadata(torch.Size(piece.global_offset), torch.Size(full_shape(piece)))
-        found = dataclasses.replace(self._index.state_dict_metadata[piece.key], chunks=near)
-        items = create_read_items_for_chunk_list(piece.key, found, [wanted])
+        candidates = dataclasses.replace(self._index.state_dict_metadata[piece.key], chunks=near)
+        items = create_read_items_for_chunk_list(piece.key, candidates, [wanted])
         if sum(math.prod(item.lengths) for item in items) != math.prod(piece.local_shape):
             raise CheckpointError("the checkpoint lacks a part of a tensor", got=piece.key, who=str(self.job.source),
                                   fix="use another iteration")
@@ -107,8 +107,8 @@ class ToHuggingFace(Conversion):
                 view = _create_file_view(opened, where.offset, where.length)
                 return torch.load(view, map_location="cpu", weights_only=True)
         except Exception as error:
-            said = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise CheckpointError("a file of the checkpoint cannot be read", got=said, who=str(file),
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise CheckpointError("a file of the checkpoint cannot be read", got=reason, who=str(file),
                                   fix="use another iteration") from error
 
     def _conclude(self) -> int:

@@ -1,11 +1,11 @@
-"""Megatron-core where CUDA or Transformer Engine is absent: its source is mended while it is imported.
+"""Megatron-core where CUDA or Transformer Engine is absent: its source is patched while it is imported.
 
 Nothing of torch is patched and nothing on disk is changed. A finder in front of `sys.meta_path` (finder.py) reads each
 `megatron.core` module, applies the rules below and compiles the result, so that line numbers and tracebacks stay those
 of the installed files. Modules that no rule touches keep their bytecode cache.
 
 A rule is a line of a table: what it looks for, what it writes instead, when it applies and why. The table is for
-megatron-core 0.16.1; a test per rule shows that what it mends is still there.
+megatron-core 0.16.1; a test per rule shows that what it patches is still there.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ RULES = (
 )  # fmt: skip
 
 
-def mend(module: str, source: str) -> str:
+def patched(module: str, source: str) -> str:
     """The source of a megatron.core module with every rule that applies.
 
     Raises:
@@ -151,7 +151,7 @@ def mend(module: str, source: str) -> str:
         if rule.applies(module):
             source, count = rule.pattern.subn(rule.replacement, source)
             if rule.module is not None and count == 0:
-                raise ConfigError(f"the adaptation {rule.name!r} finds nothing to mend in {module}",
+                raise ConfigError(f"the adaptation {rule.name!r} finds nothing to adapt in {module}",
                                   who="miles_megatron.cpu", fix="install megatron-core 0.16.1")
     return source
 
@@ -213,7 +213,7 @@ class InProcess:
 
 
 def install() -> None:
-    """Mend megatron.core from now on; call it before the first import of megatron.core. Idempotent.
+    """Patch megatron.core from now on; call it before the first import of megatron.core. Idempotent.
 
     Raises:
         ConfigError: megatron.core was imported before.
@@ -226,7 +226,7 @@ def install() -> None:
     # Megatron warns of every optional package that a CPU host lacks and torch of names that Megatron still uses.
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
-    # Megatron's checkpoints go through older names of torch's: nothing that who resumes a run could mend.
+    # Megatron's checkpoints go through older names of torch's: nothing that a user could fix.
     for source in (r"megatron\.core\.dist_checkpoint", r"torch\.distributed\.checkpoint"):
         warnings.filterwarnings("ignore", category=FutureWarning, module=source)
 
@@ -273,7 +273,7 @@ def _take_gpu(rank: Rank) -> None:
         return
     if rank.local >= seen:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        raise ConfigError(f"there is no GPU {rank.local} for it", who=f"trainer rank {rank.index} on {platform.node()}",
+        raise ConfigError(f"no GPU {rank.local} for it", who=f"trainer rank {rank.index} on {platform.node()}",
                           got=f"{seen} GPUs that torch sees there, CUDA_VISIBLE_DEVICES "
                               f"{'not set' if visible is None else repr(visible)}",
                           fix="look at nvidia-smi and torch.cuda.is_available() there, or ask for fewer GPUs")

@@ -210,22 +210,22 @@ def rotary(
     if parameters is None:
         hf.standardize_rope_params()  # as transformers does when it builds the model, which may move keys in
         parameters = hf.rope_parameters
-    given = dict(parameters or {})
-    scaling = given.get("rope_type", "default")
+    rope = dict(parameters or {})
+    scaling = rope.get("rope_type", "default")
     if scaling not in _SCALINGS:
         raise _unsupported(hf, f"rope_type other than {', '.join(_SCALINGS)}", scaling)
-    said = float(given.get("partial_rotary_factor", 1.0))
-    if said != 1 and not partial:
-        raise _unsupported(hf, "partial_rotary_factor other than 1", said)
-    read = {} if scaling == "default" else _YARN if scaling == "yarn" else _SCALED
-    found = {ours: given[name] for name, ours in read.items() if given.get(name) is not None}
+    partial_factor = float(rope.get("partial_rotary_factor", 1.0))
+    if partial_factor != 1 and not partial:
+        raise _unsupported(hf, "partial_rotary_factor other than 1", partial_factor)
+    read = {"default": {}, "yarn": _YARN}.get(scaling, _SCALED)
+    scaled = {ours: rope[name] for name, ours in read.items() if rope.get(name) is not None}
     if scaling == "yarn":
-        found = {"low": 1.0, "high": 32.0, "original": hf.max_position_embeddings, **found}
-        found.setdefault("factor", hf.max_position_embeddings / found["original"])
-        found["magnitude"] = _magnitude(given, found["factor"])
+        scaled = {"low": 1.0, "high": 32.0, "original": hf.max_position_embeddings, **scaled}
+        scaled.setdefault("factor", hf.max_position_embeddings / scaled["original"])
+        scaled["magnitude"] = _magnitude(rope, scaled["factor"])
     return Rotary(
-        theta=float(given.get("rope_theta") or hf.rope_theta), fraction=fraction or said, interleaved=interleaved,
-        scaling=scaling, **found,
+        theta=float(rope.get("rope_theta") or hf.rope_theta), fraction=fraction or partial_factor,
+        interleaved=interleaved, scaling=scaling, **scaled,
     )  # fmt: skip
 
 
@@ -241,10 +241,10 @@ def yarn_magnitude(factor: float, slope: float = 1.0) -> float:
     return 0.1 * slope * math.log(factor) + 1 if factor > 1 else 1.0
 
 
-def _magnitude(given: Mapping[str, object], factor: float) -> float:
-    if given.get("attention_factor") is not None:
-        return float(given["attention_factor"])
-    slopes = given.get("mscale"), given.get("mscale_all_dim")
+def _magnitude(rope: Mapping[str, object], factor: float) -> float:
+    if rope.get("attention_factor") is not None:
+        return float(rope["attention_factor"])
+    slopes = rope.get("mscale"), rope.get("mscale_all_dim")
     if all(slopes):
         return yarn_magnitude(factor, slopes[0]) / yarn_magnitude(factor, slopes[1])
     return yarn_magnitude(factor)

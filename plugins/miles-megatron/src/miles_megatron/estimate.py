@@ -2,7 +2,7 @@
 and the operations of a sequence.
 
 Layers are Transformer Engine's, micro-batches are packed. What a layer keeps for its backward pass is written out in
-`kept`, name by name; tests/gpu/trainer_speed.py compares the sums with what torch counts. No torch here.
+`saved_activations`, name by name; tests/gpu/trainer_speed.py compares the sums with what torch counts. No torch here.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Model:
+class ModelDimensions:
     """What the plan needs to know of a checkpoint, and how it is laid out.
 
     Args:
@@ -47,18 +47,19 @@ class Model:
         return self.layout.tensor if self.layout.sequence_parallel else 1
 
 
-def model_of(config: RunConfig) -> Model | None:
+def dimensions_of(config: RunConfig) -> ModelDimensions | None:
     """None where config.json leaves out what the plan needs."""
     size = architecture_of(config)
-    said = config_json(config)[1] or {}
+    hf_config = config_json(config)[1] or {}
     if size.uncounted or not size.checkpoint:
         return None
-    return Model(size=size, layout=layout_of(config), value=2 if config.perf.bf16 else FP32,
-                 tied=bool(said.get("tie_word_embeddings")),
-                 qk_norm=bool(said.get("use_qk_norm") or str(said.get("model_type", "")).startswith(_QK_NORM)))
+    family = str(hf_config.get("model_type", ""))
+    return ModelDimensions(size=size, layout=layout_of(config), value=2 if config.perf.bf16 else FP32,
+                 tied=bool(hf_config.get("tie_word_embeddings")),
+                 qk_norm=bool(hf_config.get("use_qk_norm") or family.startswith(_QK_NORM)))
 
 
-def kept(model: Model, sparse: bool) -> dict[str, float]:
+def saved_activations(model: ModelDimensions, sparse: bool) -> dict[str, float]:
     """Bytes per token that one layer keeps until its backward pass, by what they are.
 
     A norm keeps its input and 1 / rms in fp32; a linear layer its input; attention q, k and v after the rope,
@@ -74,7 +75,7 @@ def kept(model: Model, sparse: bool) -> dict[str, float]:
     # Of the average layer; linear attention is computed again from its inputs.
     linear, (keys, inner) = size.linear / size.layers, size.linear_widths
     full = 1 - linear
-    found = {
+    activations = {
         "attention norm: input": hidden + statistic,
         "qkv: input": hidden,
         "norms of q and k: inputs": full * (query + key + FP32 * (size.heads + size.groups) / tensor) * model.qk_norm,
@@ -86,11 +87,11 @@ def kept(model: Model, sparse: bool) -> dict[str, float]:
     }
     if not sparse:
         inner = value * (size.ffn or 0) / tensor
-        return found | {"fc1: input": hidden, "activation: input": 2 * inner, "fc2: input": inner}
+        return activations | {"fc1: input": hidden, "activation: input": 2 * inner, "fc2: input": inner}
     # Copies of a token are those of its experts; expert-tensor-parallel ranks each see all of their tokens.
     copies = size.experts_per_token * model.layout.expert_tensor / model.split
     inner = value * size.expert_ffn / model.layout.expert_tensor
-    return found | {
+    return activations | {
         "router: input": hidden,
         "router: logits, probabilities, choices": (3 * FP32 + 1) * size.experts / model.split,
         "experts' fc1: input": copies * value * size.hidden,
@@ -101,7 +102,7 @@ def kept(model: Model, sparse: bool) -> dict[str, float]:
     }
 
 
-def parameters(model: Model, layers: float, first: bool, last: bool) -> tuple[float, float]:
+def parameters(model: ModelDimensions, layers: float, first: bool, last: bool) -> tuple[float, float]:
     """(dense, experts') parameters of one rank that holds so many layers, and the ends of the model or not."""
     size, tensor = model.size, model.layout.tensor
     sparse = layers * size.sparse / size.layers
@@ -116,25 +117,25 @@ def parameters(model: Model, layers: float, first: bool, last: bool) -> tuple[fl
     return dense, sparse * each * (size.experts or 0) / model.layout.expert
 
 
-def trainer(config: RunConfig, model: Model) -> dict[str, float]:
+def trainer(config: RunConfig, model: ModelDimensions) -> dict[str, float]:
     """Bytes of a rank at its peak, which is in a micro-batch's backward pass; of the pipeline's fullest stage."""
     stages = model.layout.pipeline
     candidates = [_stage(config, model, stage) for stage in {0, stages - 1}]
     return max(candidates, key=lambda parts: sum(parts.values()))
 
 
-def _stage(config: RunConfig, model: Model, stage: int) -> dict[str, float]:
-    size, layout, given = model.size, model.layout, config.surface("megatron")
+def _stage(config: RunConfig, model: ModelDimensions, stage: int) -> dict[str, float]:
+    size, layout, megatron = model.size, model.layout, config.surface("megatron")
     layers, last = size.layers / layout.pipeline, stage == layout.pipeline - 1
     dense, sparse = parameters(model, layers, stage == 0, last)
     each = _optimizer_bytes(config, model.value)
-    sharded = given.get("use_distributed_optimizer", True)
+    sharded = megatron.get("use_distributed_optimizer", True)
     dense_ranks, sparse_ranks = (layout.data * layout.context, layout.expert_data) if sharded else (1, 1)
     activations, passing = _activations(config, model, layers, stage)
     logits = _logits(config, model) if last else 0.0
     return {
         "weights": model.value * (dense + sparse),
-        "gradients": (FP32 if given.get("grad_reduce_in_fp32", True) else model.value) * (dense + sparse),
+        "gradients": (FP32 if megatron.get("grad_reduce_in_fp32", True) else model.value) * (dense + sparse),
         "optimizer": each * (dense / dense_ranks + sparse / sparse_ranks),
         "activations": activations,
         ("logits" if logits > passing else "a layer's gradients"): max(logits, passing) + WORKSPACES,
@@ -146,13 +147,13 @@ def _optimizer_bytes(config: RunConfig, value: int) -> float:
 
     Where moments have fewer bits, the kernel keeps of the master what the bfloat16 weight leaves out of it.
     """
-    given = config.surface("megatron")
+    megatron = config.surface("megatron")
     names = ("exp_avg_dtype", "exp_avg_sq_dtype", *(("main_params_dtype",) if value < FP32 else ()))
-    whole = sum(_BYTES.get(str(given.get(name, "fp32")), FP32) for name in names)
-    remainders = given.get("use_precision_aware_optimizer") and given.get("store_param_remainders", True)
-    if remainders and value < FP32 and given.get("main_params_dtype", "fp32") == "fp32":
+    whole = sum(_BYTES.get(str(megatron.get(name, "fp32")), FP32) for name in names)
+    remainders = megatron.get("use_precision_aware_optimizer") and megatron.get("store_param_remainders", True)
+    if remainders and value < FP32 and megatron.get("main_params_dtype", "fp32") == "fp32":
         whole -= value
-    away = given.get("optimizer_offload_fraction", 1.0) if given.get("optimizer_cpu_offload") else 0.0
+    away = megatron.get("optimizer_offload_fraction", 1.0) if megatron.get("optimizer_cpu_offload") else 0.0
     return whole * (1 - away)
 
 
@@ -166,18 +167,19 @@ def tokens_of(config: RunConfig, layout: Layout) -> int:
     return -(-perf.micro_batch_size * longest // layout.context)
 
 
-def _activations(config: RunConfig, model: Model, layers: float, stage: int) -> tuple[float, float]:
+def _activations(config: RunConfig, model: ModelDimensions, layers: float, stage: int) -> tuple[float, float]:
     """(kept until the backward pass, gradients and scratch of the layer that is being passed)."""
-    size, layout, value, given = model.size, model.layout, model.value, config.surface("megatron")
+    size, layout, value, megatron = model.size, model.layout, model.value, config.surface("megatron")
     tokens = tokens_of(config, layout)
     share = size.sparse / size.layers
-    one = {sparse: sum(kept(model, sparse).values()) for sparse in (False, True) if share != (0.0 if sparse else 1.0)}
+    one = {sparse: sum(saved_activations(model, sparse).values()) for sparse in (False, True)
+           if share != (0.0 if sparse else 1.0)}
     layer = tokens * sum(weight * one.get(sparse, 0.0) for sparse, weight in ((False, 1 - share), (True, share)))
     hidden = tokens * value * size.hidden / model.split
     stored = layers * layer
     passing = _passing(model, tokens)
-    if given.get("recompute_granularity") == "full":
-        unit, method = given.get("recompute_num_layers") or 1, given.get("recompute_method") or "uniform"
+    if megatron.get("recompute_granularity") == "full":
+        unit, method = megatron.get("recompute_num_layers") or 1, megatron.get("recompute_method") or "uniform"
         again = min(layers, unit) if method == "block" else layers
         stored = (layers - again) * layer + again * hidden / (unit if method == "uniform" else 1)
         passing += layer * (unit if method == "uniform" else 1)
@@ -190,7 +192,7 @@ def _activations(config: RunConfig, model: Model, layers: float, stage: int) -> 
     return stored * flying + end, passing
 
 
-def _passing(model: Model, tokens: int) -> float:
+def _passing(model: ModelDimensions, tokens: int) -> float:
     """Gradients of the MLP's or the attention's tensors, whichever are more; cuDNN sums up that of q in fp32."""
     size, value, tensor = model.size, model.value, model.layout.tensor
     dense = (size.ffn or 0) * (size.sparse != size.layers)
@@ -200,7 +202,7 @@ def _passing(model: Model, tokens: int) -> float:
     return max(mlp, tokens * (value * (3 * query + 2 * key) + FP32 * query))
 
 
-def _logits(config: RunConfig, model: Model) -> float:
+def _logits(config: RunConfig, model: ModelDimensions) -> float:
     """Log-probs, forward or backward, whichever is more (miles_megatron/logprob.py).
 
     A chunk's logits exist twice in fp32, under tensor parallelism three times; the gradient of the output layer is

@@ -1,4 +1,4 @@
-"""The way into `megatron.core`: whoever imports it first, a plugin or the trainer, gets it as cpu.py mends it.
+"""The way into `megatron.core`: whoever imports it first, a plugin or the trainer, gets it as patched by cpu.py.
 
 Light, so that the plugin's module can install it before the run's other plugins are imported: cpu.py, with torch, is
 imported along with the first module of megatron.core.
@@ -17,12 +17,14 @@ class _Loader(importlib.machinery.SourceFileLoader):
         from miles_megatron import cpu
 
         if fullname == "megatron.core":
-            cpu.install()  # what it warns of on a CPU concerns nobody
+            cpu.install()  # its warnings about CUDA do not matter on a CPU
         path = self.get_filename(fullname)
         source = importlib.util.decode_source(self.get_data(path))
-        mended = cpu.mend(fullname, source)
-        # An untouched module may use its cache; a mended one must never be written to it.
-        return super().get_code(fullname) if mended == source else compile(mended, path, "exec", dont_inherit=True)
+        source_patched = cpu.patched(fullname, source)
+        # An untouched module may use its cache; a patched one must never be written to it.
+        if source_patched == source:
+            return super().get_code(fullname)
+        return compile(source_patched, path, "exec", dont_inherit=True)
 
 
 class _Finder(importlib.abc.MetaPathFinder):

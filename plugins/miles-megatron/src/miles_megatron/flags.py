@@ -78,8 +78,8 @@ def lookup(flag: str) -> Flag | SurfaceField | None:
 
 def taken() -> list[SurfaceField]:
     """The fields of megatron-core that a run may set: those of the surface that are neither derived nor refused."""
-    found = [(field, lookup("--" + name.replace("_", "-"))) for name, field in surface().items()]
-    return [field for field, entry in found if not isinstance(entry, Flag) or entry.status == "accepted"]
+    entries = [(field, lookup("--" + name.replace("_", "-"))) for name, field in surface().items()]
+    return [field for field, entry in entries if not isinstance(entry, Flag) or entry.status == "accepted"]
 
 
 def layer_pattern(text: str) -> int | list[int]:
@@ -133,5 +133,5 @@ def _flag(name: str, entry: Mapping[str, object]) -> Flag:
             return Flag(name, status, None, None, text, entry.get("switch", False))
     if "value" in entry:
         return Flag(name, "accepted", MappingProxyType({entry["key"]: entry["value"]}), None, "")
-    given = entry.get("set")
-    return Flag(name, "accepted", None if given is None else MappingProxyType(given), entry.get("key"), "")
+    fixed = entry.get("set")
+    return Flag(name, "accepted", None if fixed is None else MappingProxyType(fixed), entry.get("key"), "")

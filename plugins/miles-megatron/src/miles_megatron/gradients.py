@@ -32,7 +32,7 @@ def clip_groups(chunks: Sequence[torch.nn.Module]) -> tuple[str, ...]:
 
 
 class MegatronGradients:
-    """See stages.gradients.Gradients. Made anew for each step, after `optimizer.prepare_grads()`.
+    """See stages.gradients.Gradients. Made for each step, after `optimizer.prepare_grads()`.
 
     Args:
         groups: of `clip_groups`; `update` has each clipped as if its parameters were the whole model.
@@ -64,14 +64,14 @@ class MegatronGradients:
             return
         _ = self.pieces  # while Megatron still counts all parameters
         parameters = [parameter for chunk in self._chunks for parameter in chunk.parameters()]
-        mine = {id(held) for part in _parts(self._optimizer) for parameter, held in _held(part, parameters)
+        mine = {id(updated) for part in _parts(self._optimizer) for parameter, updated in _held(part, parameters)
                 if getattr(parameter, "clip_group", OWN) == group}
         settings = [each for part in _parts(self._optimizer) for each in part.optimizer.param_groups]
         whole = [each["params"] for each in settings]
         try:
             self._group = group
             for each in settings:
-                each["params"] = [held for held in each["params"] if id(held) in mine]
+                each["params"] = [updated for updated in each["params"] if id(updated) in mine]
             yield
         finally:
             self._group = None
@@ -79,8 +79,8 @@ class MegatronGradients:
                 each["params"] = params
 
     def sums(self, values: Mapping[str, torch.Tensor | float]) -> dict[str, float]:
-        found = gathered({name: float(value) for name, value in values.items()})
-        return {name: math.fsum(each) for name, each in found.items()}
+        by_rank = gathered({name: float(value) for name, value in values.items()})
+        return {name: math.fsum(each) for name, each in by_rank.items()}
 
     def clip_by_norm(self) -> float:
         norm = float(self._optimizer.get_grad_norm())
@@ -111,7 +111,7 @@ def update(optimizer: MegatronOptimizer, gradients: MegatronGradients, clip: Cal
         NonFiniteError: the number, or what it left of a gradient, is not finite; the optimizer has not seen it.
     """
     overflow = optimizer.prepare_grads()
-    who, found = f"clip_gradients {name!r}, {gradients.model}", {}
+    who, norms = f"clip_gradients {name!r}, {gradients.model}", {}
     for group in gradients.groups:
         with torch.no_grad(), gradients.only(group):
             answer = None if overflow else clip(gradients)
@@ -123,7 +123,7 @@ def update(optimizer: MegatronOptimizer, gradients: MegatronGradients, clip: Cal
             raise NonFiniteError("the norm of the gradients is not finite", got=norm, who=who,
                                  fix="the weights are unchanged and the last checkpoint is good; look at the learning "
                                  "rate and the precision")
-        found[f"{group}_grad_norm" if group else "grad_norm"] = norm
+        norms[f"{group}_grad_norm" if group else "grad_norm"] = norm
     if name != "norm":  # Megatron's own multiplies by a finite number
         spoilt = gradients.sums({piece.name: 1.0 for piece in gradients.pieces if not torch.isfinite(piece.grad).all()})
         if spoilt:
@@ -131,7 +131,7 @@ def update(optimizer: MegatronOptimizer, gradients: MegatronGradients, clip: Cal
                                  got=f"{len(spoilt)} parameter(s)",
                                  fix="the weights are unchanged; look for a division by a norm that may be 0")
     optimizer.step_with_ready_grads()
-    return found
+    return norms
 
 
 def _parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
@@ -145,12 +145,12 @@ def _decoupled(part: MegatronOptimizer) -> bool:
 
 def _pieces(part: MegatronOptimizer, names: Mapping[torch.nn.Parameter, str]) -> Iterator[Piece]:
     original = _original(part)
-    for parameter, held in _held(part, names):
-        grad = getattr(held, "decoupled_grad" if _decoupled(part) else "grad", None)
+    for parameter, updated in _held(part, names):
+        grad = getattr(updated, "decoupled_grad" if _decoupled(part) else "grad", None)
         if grad is not None:
-            own = param_is_not_shared(held)
-            whole = tensor_parallel.param_is_not_tensor_parallel_duplicate(held, getattr(part, "tp_group", None))
-            yield Piece(names[parameter] if own else EMBEDDING, grad, held.detach(), original and own and whole)
+            own = param_is_not_shared(updated)
+            whole = tensor_parallel.param_is_not_tensor_parallel_duplicate(updated, getattr(part, "tp_group", None))
+            yield Piece(names[parameter] if own else EMBEDDING, grad, updated.detach(), original and own and whole)
 
 
 def _held(part: MegatronOptimizer,
@@ -161,11 +161,11 @@ def _held(part: MegatronOptimizer,
         groups = part.optimizer.param_groups
         yield from ((parameter, groups[group]["params"][index]) for parameter, (group, index) in where.items())
         return
-    mine = {id(held) for held in part.get_parameters()}
+    mine = {id(updated) for updated in part.get_parameters()}
     for parameter in parameters:
-        held = getattr(parameter, "main_param", parameter)
-        if id(held) in mine:
-            yield parameter, held
+        updated = getattr(parameter, "main_param", parameter)
+        if id(updated) in mine:
+            yield parameter, updated
 
 
 def _original(part: MegatronOptimizer) -> bool:

@@ -23,13 +23,13 @@ def tensor_hashes(stream: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
     Args:
         stream: (name, tensor) of any shape, dtype and device; a name comes once.
     """
-    found = {}
+    hashes = {}
     for name, tensor in stream:
         digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)} ".encode())
         # As bytes, because numpy knows no bfloat16; flat, because a scalar cannot be viewed as another dtype.
         digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
-        found[name] = digest.hexdigest()[:DIGITS]
-    return found
+        hashes[name] = digest.hexdigest()[:DIGITS]
+    return hashes
 
 
 def column_hashes(samples: Sequence[Sample]) -> dict[str, str]:
@@ -38,9 +38,9 @@ def column_hashes(samples: Sequence[Sample]) -> dict[str, str]:
     A column that only some samples have is hashed together with who has it.
     """
     names = sorted({name for sample in samples for name in sample.columns})
-    found = {name: _array_hash(sample.columns.get(name) for sample in samples) for name in names}
-    found["reward"] = _array_hash(None if s.reward is None else np.float64(s.reward) for s in samples)
-    return found
+    hashes = {name: _array_hash(sample.columns.get(name) for sample in samples) for name in names}
+    hashes["reward"] = _array_hash(None if s.reward is None else np.float64(s.reward) for s in samples)
+    return hashes
 
 
 def _array_hash(arrays: Iterable[np.ndarray | np.float64 | None]) -> str:

@@ -99,8 +99,8 @@ def read(path: Path) -> Held:
                    for name, entry in index.state_dict_metadata.items()}
     for name, (kind, shape) in entries.items():
         if kind is not _MetadataReader.kinds[_TENSOR] or not all(isinstance(size, int) for size in shape):
-            raise CheckpointError("the checkpoint holds something else than tensors", got=name, who=str(path),
-                                  fix="use a checkpoint that miles wrote")
+            raise CheckpointError("the checkpoint holds something other than tensors", got=name, who=str(path),
+                                  fix="use a checkpoint written by Miles")
     return {name: shape for name, (_, shape) in entries.items()}
 
 
@@ -114,8 +114,8 @@ def places(path: Path) -> list[tuple[Path, int, int]]:
         stored = sorted((str(one.relative_path), max(0, one.offset), max(0, one.length))
                         for one in (index.storage_data or {}).values())
     if wrong := [name for name, _, _ in stored if Path(name).name != name]:
-        raise CheckpointError("the checkpoint's index leads out of its folder", got=wrong[0], who=str(path),
-                              fix="do not load checkpoints from strangers")
+        raise CheckpointError("the checkpoint's index refers to files outside its folder", got=wrong[0], who=str(path),
+                              fix="do not load checkpoints from untrusted sources")
     return [(path.parent / name, begin, size) for name, begin, size in stored]
 
 
@@ -127,10 +127,10 @@ def _reading(path: Path) -> Iterator[Any]:
     except Exception as error:
         raise CheckpointError("the checkpoint's index cannot be trusted or read", who=str(path),
                               got=(str(error).strip() or type(error).__name__).splitlines()[0][:300],
-                              fix="use another iteration; do not load checkpoints from strangers") from error
+                              fix="use another iteration; do not load checkpoints from untrusted sources") from error
 
 
-def check(held: Held, sharded: dict, folder: Path) -> None:
+def check(stored: Held, sharded: dict, folder: Path) -> None:
     """Compare with what a model and its optimizer ask for, before anything is loaded.
 
     Args:
@@ -141,31 +141,32 @@ def check(held: Held, sharded: dict, folder: Path) -> None:
     """
     wrong = {}
     for name, shape in _wanted(sharded):
-        if name not in held:
+        if name not in stored:
             wrong[name] = f"no {name}"
-        elif held[name] != shape:
-            wrong[name] = f"{name} {list(held[name])} where the model has {list(shape)}"
+        elif stored[name] != shape:
+            wrong[name] = f"{name} {list(stored[name])} where the model has {list(shape)}"
     weights = [text for name, text in wrong.items() if not name.startswith(OPTIMIZER)]
     state = [text for name, text in wrong.items() if name.startswith(OPTIMIZER)]
     if weights:
-        raise CheckpointError("the checkpoint is of another architecture", got=_few(weights), who=str(folder),
+        raise CheckpointError("the checkpoint belongs to another architecture", got=_few(weights), who=str(folder),
                               fix="use the checkpoint of a run of this --hf-checkpoint")
-    if state and not any(name.startswith(OPTIMIZER) for name in held):
+    if state and not any(name.startswith(OPTIMIZER) for name in stored):
         raise CheckpointError("the checkpoint holds weights without optimizer state, so nothing can be resumed exactly",
                               who=str(folder), fix="start from its weights with --ref-load in place of --load; save "
                               "without --no-save-optim next time")
     if state:
-        raise CheckpointError("the optimizer state is of another model or optimizer", got=_few(state), who=str(folder),
+        raise CheckpointError("the optimizer state belongs to another model or optimizer",
+                              got=_few(state), who=str(folder),
                               fix="resume with the model and the [optimizer] it was saved with, or start from its "
                               "weights with --ref-load")
 
 
-def unknown(held: Held, sharded: dict) -> list[str]:
+def unknown(stored: Held, sharded: dict) -> list[str]:
     """Weights of the checkpoint that no rank's model has; every rank calls it."""
     ranks: list[set[str]] = [{name for name, _ in _wanted(sharded)}] * dist.get_world_size()
     if len(ranks) > 1:
         dist.all_gather_object(ranks, ranks[0])
-    return sorted(held.keys() - set().union(*ranks) - {name for name in held if name.startswith(OPTIMIZER)})
+    return sorted(stored.keys() - set().union(*ranks) - {name for name in stored if name.startswith(OPTIMIZER)})
 
 
 def _wanted(sharded: dict) -> Iterator[tuple[str, tuple[int, ...]]]:

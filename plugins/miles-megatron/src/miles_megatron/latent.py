@@ -51,11 +51,11 @@ class Latent:
             "kv_channels": (self.turned, self.plain, self.value), "qk_layernorm": (True,), "rotary_percent": (1.0,),
         }  # fmt: skip
 
-    def __call__(self, config, attention, rope, parts):
+    def __call__(self, config, attention, rope, modules):
         """See specs.Attention.mixer."""
         from miles_megatron.latent_attention import spec
 
-        return spec(self, config, attention, rope, parts)
+        return spec(self, config, attention, rope, modules)
 
     def rules(self, layers: tuple[int, ...]) -> tuple[Rule, ...]:
         """Of the layers' attention, under the names that checkpoints share since DeepSeek-V2."""

@@ -11,7 +11,7 @@ import torch
 
 from miles_megatron import cpu
 from miles_megatron.latent import Latent
-from miles_megatron.parts import Parts
+from miles_megatron.module_specs import LayerModules
 from miles_megatron.rope import Rope
 from miles_megatron.specs import Attention
 
@@ -24,9 +24,10 @@ from megatron.core.transformer.module import MegatronModule  # noqa: E402
 from megatron.core.transformer.spec_utils import build_module  # noqa: E402
 
 
-def spec(latent: Latent, config: TransformerConfig, attention: Attention, rope: Rope, parts: Parts) -> ModuleSpec:
+def spec(latent: Latent, config: TransformerConfig, attention: Attention, rope: Rope,
+         modules: LayerModules) -> ModuleSpec:
     """What takes the place of a layer's `self_attention`."""
-    params = {"latent": latent, "parts": parts, "core": parts.attention(config, attention, rope),
+    params = {"latent": latent, "modules": modules, "core": modules.attention(config, attention, rope),
               "attn_mask_type": AttnMaskType.causal}
     return ModuleSpec(module=LatentAttention, params=params)
 
@@ -51,22 +52,22 @@ class LatentAttention(MegatronModule):
     """
 
     def __init__(self, config: TransformerConfig, layer_number: int, attn_mask_type=None, cp_comm_type=None,
-                 pg_collection=None, *, latent: Latent, parts: Parts, core: ModuleSpec):  # fmt: skip
+                 pg_collection=None, *, latent: Latent, modules: LayerModules, core: ModuleSpec):  # fmt: skip
         super().__init__(config)
         self.latent, heads = latent, config.num_attention_heads
         if latent.query_rank is not None:
             self.q_down = Whole(config, config.hidden_size, latent.query_rank, latent.bias)
-            self.q_norm = parts.norm(config=config, hidden_size=latent.query_rank, eps=latent.epsilon)
+            self.q_norm = modules.norm(config=config, hidden_size=latent.query_rank, eps=latent.epsilon)
         self.kv_down = Whole(config, config.hidden_size, latent.rank + latent.turned, latent.bias)
-        self.kv_norm = parts.norm(config=config, hidden_size=latent.rank, eps=latent.epsilon)
+        self.kv_norm = modules.norm(config=config, hidden_size=latent.rank, eps=latent.epsilon)
 
         def up(inputs: int, each: int) -> torch.nn.Module:
-            return parts.column(inputs, heads * each, config=config, init_method=config.init_method,
+            return modules.column(inputs, heads * each, config=config, init_method=config.init_method,
                                 gather_output=False, bias=False, skip_bias_add=False, is_expert=False)
 
         self.q_up = up(latent.query_rank or config.hidden_size, latent.head_dim)
         self.kv_up = up(latent.rank, latent.plain + latent.value)
-        self.linear_proj = parts.row(
+        self.linear_proj = modules.row(
             heads * latent.value, config.hidden_size, config=config, init_method=config.output_layer_init_method,
             bias=latent.bias, input_is_parallel=True, skip_bias_add=True, is_expert=False,
         )  # fmt: skip

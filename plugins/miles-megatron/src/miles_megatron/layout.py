@@ -82,13 +82,14 @@ def layout_of(config: RunConfig) -> Layout:
         BatchError: a size below 1, or ranks that do not divide by the sizes.
     """
     world = config.perf.actor_num_nodes * config.perf.actor_num_gpus_per_node
-    given = {name: config.surface("megatron").get(key) for name, key in KEYS.items()}
-    for name, size in given.items():
+    requested = {name: config.surface("megatron").get(key) for name, key in KEYS.items()}
+    for name, size in requested.items():
         if size is not None and size < 1:
             raise BatchError(f"{KEYS[name]} should be at least 1", got=size, who=_sizes(config, name),
                              fix="raise it, or leave it out")
-    virtual = given.pop("virtual_pipeline")
-    sizes = {"tensor": 1, "pipeline": 1, "context": 1, "expert": 1} | {k: v for k, v in given.items() if v is not None}
+    virtual = requested.pop("virtual_pipeline")
+    stated = {name: size for name, size in requested.items() if size is not None}
+    sizes = {"tensor": 1, "pipeline": 1, "context": 1, "expert": 1} | stated
     sizes.setdefault("expert_tensor", sizes["tensor"])
     shares = {}
     for copies, names in {"data": ("tensor", "pipeline", "context"),
@@ -184,15 +185,15 @@ def _combinations(layout: Layout, config: RunConfig) -> None:
 
 def _heads(layout: Layout, architecture: Architecture, config: RunConfig) -> None:
     """Context parallelism by all-to-all gives each rank some heads of whole sequences."""
-    given = config.surface("megatron").get("cp_comm_type")
-    if layout.context == 1 or "a2a" not in (given if isinstance(given, list) else [given]):
+    comm_type = config.surface("megatron").get("cp_comm_type")
+    if layout.context == 1 or "a2a" not in (comm_type if isinstance(comm_type, list) else [comm_type]):
         return
     ranks = layout.tensor * layout.context
     for constant in ("heads", "groups"):
         if (number := getattr(architecture, constant)) and number % ranks:
             raise BatchError(f"{NAMES[constant][0][0]} {number} does not divide by {KEYS['tensor']} {layout.tensor} x "
-                             f"{KEYS['context']} {layout.context}, which cp_comm_type a2a shares heads over",
-                             got=f"{number} / {ranks}", fix="--cp-comm-type p2p, which shares out tokens",
+                             f"{KEYS['context']} {layout.context}, over which cp_comm_type a2a splits heads",
+                             got=f"{number} / {ranks}", fix="--cp-comm-type p2p, which splits tokens",
                              who=f"{who(config, 'megatron.cp_comm_type')}, {_sizes(config, 'context')}, "
                              f"{architecture.source.get(constant)}")
 
@@ -257,34 +258,34 @@ def _stages(layout: Layout, architecture: Architecture, config: RunConfig) -> No
     counted = [key for key in UNEVEN[3:] if config.surface("megatron").get(key)]
     each = layout.pipeline * (layout.virtual_pipeline or 1)
     if counted and architecture.layers is not None and (total := architecture.layers + len(counted)) % each:
-        raise BatchError(f"{architecture.layers} layers and {len(counted)} that counts as one do not divide by {each} "
+        raise BatchError(f"{architecture.layers} layers and {len(counted)} counted as layers do not divide by {each} "
                          "stages", got=f"{total} / {each}", who=who(config, *(f"megatron.{key}" for key in counted)),
                          fix="leave it out, or name the layers of the first and the last stage")
     fields = config.surface("megatron")
     own = {key: fields[key] for key in UNEVEN[1:3] if fields.get(key) is not None}
     if not own or architecture.layers is None:
         return
-    rest = layout.pipeline - len(own)
+    middle = layout.pipeline - len(own)
     origin = who(config, *(f"megatron.{key}" for key in own), f"megatron.{KEYS['pipeline']}")
-    if rest < 0 or layout.pipeline == 1:
-        raise BatchError("there are no further stages to have the other layers", who=origin, fix="raise "
+    if middle < 0 or layout.pipeline == 1:
+        raise BatchError("no stages are left for the other layers", who=origin, fix="raise "
                          f"{KEYS['pipeline']}, or leave them out", got=f"{KEYS['pipeline']} {layout.pipeline}")
     left = architecture.layers - sum(own.values())
-    unit = rest * (layout.virtual_pipeline or 1)
-    if min(own.values()) < 1 or left < rest or (left % unit if rest else left):
-        raise BatchError(f"the other {rest} stages cannot have {left} layers, the same number each", who=origin,
+    unit = middle * (layout.virtual_pipeline or 1)
+    if min(own.values()) < 1 or left < middle or (left % unit if middle else left):
+        raise BatchError(f"the other {middle} stages cannot have {left} layers, the same number each", who=origin,
                          got=f"{architecture.layers} layers, {', '.join(f'{n} in {key}' for key, n in own.items())}",
-                         fix=f"leave a multiple of {unit} layers to them" if rest else "let them hold all layers")
+                         fix=f"leave a multiple of {unit} layers to them" if middle else "let them hold all layers")
 
 
 def _written(layout: Layout, architecture: Architecture, config: RunConfig) -> None:
     """The stages of --pipeline-model-parallel-layout, such as "Ett|(tt|)*2tL": embedding, layers, loss, all there."""
-    given = config.surface("megatron").get(UNEVEN[0])
-    if not isinstance(given, str):
+    written = config.surface("megatron").get(UNEVEN[0])
+    if not isinstance(written, str):
         return
-    text = given.replace(",", "")
+    text = written.replace(",", "")
     for repeated in (r"\(([^)]+)\)\*(\d{1,4})", r"(.)\*(\d{1,4})"):
-        text = re.sub(repeated, lambda found: found[1] * int(found[2]), text)
+        text = re.sub(repeated, lambda match: match[1] * int(match[2]), text)
     stages, each = text.count("|") + 1, layout.pipeline * (layout.virtual_pipeline or 1)
     what = None
     if not re.fullmatch(r"E[tm|]*L\|*", text):
@@ -294,7 +295,7 @@ def _written(layout: Layout, architecture: Architecture, config: RunConfig) -> N
     elif architecture.layers is not None and text.count("t") != architecture.layers:
         what = f"the pipeline's layout has {text.count('t')} layers, and the model {architecture.layers}"
     if what is not None:
-        raise BatchError(what, got=given, who=f"{who(config, f'megatron.{UNEVEN[0]}')}, {_sizes(config, 'pipeline')}",
+        raise BatchError(what, got=written, who=f"{who(config, f'megatron.{UNEVEN[0]}')}, {_sizes(config, 'pipeline')}",
                          fix="name every layer once, or leave it out for stages of the same number of layers")
 
 

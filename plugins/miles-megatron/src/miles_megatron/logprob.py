@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from miles_megatron.plan import ROWS
+from miles_megatron.packed_layout import ROWS
 
 CHUNK_BYTES = 16 * 2**20
 """Logits of one chunk take about this much by default: near the cache, and wide enough for the GEMM."""
@@ -69,12 +69,12 @@ def log_probs_at(
 ) -> torch.Tensor:
     """log p of K tokens a row: tokens [N, K] int64 -> [N, K], without gradient; otherwise as `token_log_probs`."""
     hidden, chunk_size, group = _prepared(hidden, weight, temperature, chunk_size, group)
-    found = hidden.new_empty(tokens.shape, dtype=_wide(hidden))
+    log_probs = hidden.new_empty(tokens.shape, dtype=_wide(hidden))
     for here, log_p in _normalised(hidden, weight, (temperature, softcap, rounded), chunk_size, group):
-        found[here] = _pick(log_p, tokens[here], group)
+        log_probs[here] = _pick(log_p, tokens[here], group)
         if group is not None:
-            dist.all_reduce(found[here], group=group)
-    return found
+            dist.all_reduce(log_probs[here], group=group)
+    return log_probs
 
 
 @torch.no_grad()
@@ -102,12 +102,12 @@ class _TokenLogProbs(torch.autograd.Function):
         normaliser = torch.empty_like(log_probs) if group is not None else log_probs.new_empty(0)
         for begin in range(0, hidden.shape[0], chunk_size):
             here = slice(begin, begin + chunk_size)
-            found = _scored_chunk(hidden[here], weight, targets[here], shape, want_entropy, group)
-            log_probs[here] = found[0]
+            scored = _scored_chunk(hidden[here], weight, targets[here], shape, want_entropy, group)
+            log_probs[here] = scored[0]
             if want_entropy:
-                entropy[here] = found[1]
+                entropy[here] = scored[1]
             if group is not None:
-                normaliser[here] = found[2]
+                normaliser[here] = scored[2]
         ctx.save_for_backward(hidden, weight, targets, entropy, normaliser)
         ctx.shape, ctx.chunk_size, ctx.entropy_gradient, ctx.group = shape, chunk_size, entropy_gradient, group
         if not entropy_gradient:
@@ -124,8 +124,8 @@ class _TokenLogProbs(torch.autograd.Function):
         for begin in range(0, hidden.shape[0], ctx.chunk_size):
             here = slice(begin, begin + ctx.chunk_size)
             gradients = grad[here], grad_entropy[here] if ctx.entropy_gradient else None
-            kept = targets[here], entropy[here] if ctx.entropy_gradient else None, normaliser[here]
-            d = _logits_gradient(hidden[here], weight, *kept, *gradients, ctx.shape, ctx.group)
+            saved = targets[here], entropy[here] if ctx.entropy_gradient else None, normaliser[here]
+            d = _logits_gradient(hidden[here], weight, *saved, *gradients, ctx.shape, ctx.group)
             if want_hidden:
                 torch.mm(d, weight, out=grad_hidden[here])
             if want_weight and hidden.dtype == d.dtype == grad_weight.dtype:

@@ -15,7 +15,7 @@ from miles_core.config.hardware import gpus
 from miles_core.config.load import quantised, who
 from miles_core.config.tables import RunConfig
 from miles_core.errors import ConfigError
-from miles_megatron.estimate import Model, model_of, parameters, tokens_of, trainer
+from miles_megatron.estimate import ModelDimensions, dimensions_of, parameters, tokens_of, trainer
 from miles_megatron.layout import layout_of
 
 GIB = 2**30
@@ -24,7 +24,7 @@ TOLERANCE = 0.1
 """How far the estimate may be off; only a run that is beyond it is refused."""
 
 
-def engine(config: RunConfig, model: Model) -> tuple[float, float | None]:
+def engine(config: RunConfig, model: ModelDimensions) -> tuple[float, float | None]:
     """Bytes of an engine's weights on one GPU, and the share of it that they and the KV cache fill, if that is set."""
     whole = replace(model.layout, tensor=1, pipeline=1, expert=1, expert_tensor=1)
     count = sum(parameters(replace(model, layout=whole), model.size.layers, True, True))
@@ -38,7 +38,7 @@ def check_memory(config: RunConfig, note: Callable[[str], None]) -> RunConfig:
     Raises:
         ConfigError: trainer or engine cannot fit the GPUs, however generously the estimate is read.
     """
-    model, capacity = model_of(config), capacity_of(config)
+    model, capacity = dimensions_of(config), capacity_of(config)
     if model is None or capacity is None:
         return config
     _weights(config, model, capacity)
@@ -59,7 +59,7 @@ def check_memory(config: RunConfig, note: Callable[[str], None]) -> RunConfig:
     return config
 
 
-def _weights(config: RunConfig, model: Model, capacity: float) -> None:
+def _weights(config: RunConfig, model: ModelDimensions, capacity: float) -> None:
     """
     Raises:
         ConfigError: an engine's weights leave no room for its KV cache.
@@ -70,13 +70,13 @@ def _weights(config: RunConfig, model: Model, capacity: float) -> None:
     weights, fraction = engine(config, model)
     room = (fraction or 1) * capacity
     if weights * (1 - TOLERANCE) > room:
-        raise ConfigError("an engine's weights alone fill the memory that it may have",
+        raise ConfigError("an engine's weights alone exceed its memory limit",
                           got=f"about {weights / GIB:.1f} of {room / GIB:.1f} GiB",
                           who=who(config, "server.mem_fraction_static", "perf.rollout_num_gpus_per_engine"),
                           fix="raise --sglang-mem-fraction-static, or --rollout-num-gpus-per-engine")
 
 
-def _share(config: RunConfig, model: Model, needed: float, capacity: float) -> None:
+def _share(config: RunConfig, model: ModelDimensions, needed: float, capacity: float) -> None:
     """
     Raises:
         ConfigError: trainer and engine share the GPU, neither makes room, and together they are too large.
@@ -87,13 +87,13 @@ def _share(config: RunConfig, model: Model, needed: float, capacity: float) -> N
     engine_, room = fraction * capacity, capacity - OUTSIDE
     if needed * (1 - TOLERANCE) + engine_ > room:
         raise ConfigError(
-            "trainer and engine share the GPU, both stay in its memory, and it does not hold both",
+            "trainer and engine share the GPU, both stay in its memory, and both do not fit",
             got=f"about {needed / GIB:.0f} + {engine_ / GIB:.0f} of {room / GIB:.0f} GiB",
             who=who(config, "server.mem_fraction_static", "perf.offload_train", "perf.offload_rollout"),
-            fix="let them take turns (--offload-rollout, --offload-train), or lower --sglang-mem-fraction-static")
+            fix="alternate them (--offload-rollout, --offload-train), or lower --sglang-mem-fraction-static")
 
 
-def peak(config: RunConfig, model: Model) -> float:
+def peak(config: RunConfig, model: ModelDimensions) -> float:
     """Bytes of the trainer that torch's allocator counts."""
     return sum(trainer(config, model).values())
 
@@ -113,7 +113,7 @@ def _remedies(config: RunConfig, capacity: float) -> Iterator[str]:
         "megatron", tensor_model_parallel_size=2 * tensor, sequence_parallel=True)
     named = set()
     for text, other in tries.items():
-        needed, flag = peak(other, model_of(other)), text.partition(" ")[0]
+        needed, flag = peak(other, dimensions_of(other)), text.partition(" ")[0]
         if needed < capacity - OUTSIDE and flag not in named:  # of the token limits the largest that fits
             named.add(flag)
             yield f"{text} ({needed / GIB:.0f} GiB)"
@@ -126,22 +126,22 @@ def _serves(config: RunConfig) -> bool:
 
 def lines(config: RunConfig) -> list[str]:
     """What the plan says about the memory of a GPU; nothing for a run without GPUs."""
-    model, capacity = model_of(config), capacity_of(config)
+    model, capacity = dimensions_of(config), capacity_of(config)
     served = _serves(config)
     if model is None or (capacity is None and not served):
         return []
     of = f" of {capacity / GIB:.1f}" if capacity else ""
-    found = []
+    rows = []
     if not config.debug.debug_rollout_only:
         parts = trainer(config, model)
-        found.append(f"  trainer  {sum(parts.values()) / GIB:.1f}{of} GiB at {tokens_of(config, model.layout)} tokens: "
+        rows.append(f"  trainer  {sum(parts.values()) / GIB:.1f}{of} GiB at {tokens_of(config, model.layout)} tokens: "
                      f"{_sum(parts)}")
     if served and not config.debug.debug_train_only:
         weights, fraction = engine(config, model)
         whole = f"{fraction * capacity / GIB:.1f}{of} GiB" if fraction and capacity else "SGLang's mem_fraction_static"
         cache = f" {max(0.0, fraction * capacity - weights) / GIB:.1f}" if fraction and capacity else " the rest"
-        found.append(f"  engine   {whole}: weights {weights / GIB:.1f}, KV cache{cache}")
-    return ["", "memory of a GPU, estimated", *found] if found else []
+        rows.append(f"  engine   {whole}: weights {weights / GIB:.1f}, KV cache{cache}")
+    return ["", "memory of a GPU, estimated", *rows] if rows else []
 
 
 def _sum(parts: Mapping[str, float]) -> str:
@@ -150,8 +150,10 @@ def _sum(parts: Mapping[str, float]) -> str:
 
 def capacity_of(config: RunConfig) -> float | None:
     """Bytes of a GPU: --gpu-memory-gib, else those of this machine's smallest; None without either."""
-    given = config.perf.gpu_memory_gib
-    return given * GIB if given is not None else _smallest() if gpus() else None
+    stated = config.perf.gpu_memory_gib
+    if stated is not None:
+        return stated * GIB
+    return _smallest() if gpus() else None
 
 
 @functools.cache

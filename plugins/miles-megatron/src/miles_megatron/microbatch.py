@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from miles_core.columns import Columns, Packed, split
 from miles_core.types import Sample
-from miles_megatron.plan import ROWS
+from miles_megatron.packed_layout import ROWS
 
 
 @dataclass(slots=True)
@@ -79,7 +79,7 @@ def assemble(columns: Columns, samples: Sequence[Sample], *, group: dist.Process
         device: where the model computes; the CPU by default.
     """
     size, rank = (1, 0) if group is None else (group.size(), group.rank())
-    # Whole rows of kernels: the engine's bits (plan.py).
+    # Whole rows of kernels: the engine's bits (packed_layout.py).
     total = math.lcm(ROWS, sequence_parallel) * size
     packed = columns.pack(samples, multiple=2 * size if size > 1 else 1, total_multiple=total)
     boundaries = packed.cu_seqlens

@@ -80,10 +80,11 @@ class Mixture:
             f"{self.chosen} experts out of {self.of_groups} groups (Megatron ranks groups by their best "
             f"{self.chosen // self.of_groups})": self.groups > 1 and self.chosen // self.of_groups != 2,
         }
-        for what, there in problems.items():
-            if there:
+        for what, present in problems.items():
+            if present:
                 raise ConfigError(f"a router with {what} is not supported", who="the checkpoint's config.json",
-                                  fix="use another checkpoint: Megatron's router would choose or weigh otherwise")
+                                  fix="use another checkpoint: Megatron's router would select or weight experts "
+                                      "differently")
 
     @property
     def constants(self) -> dict[str, object]:
@@ -113,10 +114,10 @@ class Mixture:
     @property
     def also(self) -> dict[str, tuple[object, ...]]:
         """Options that say the same in other words; see ModelSpec."""
-        found = {"moe_router_pre_softmax": (True, False)} if self.score == "sigmoid" else {}
+        options = {"moe_router_pre_softmax": (True, False)} if self.score == "sigmoid" else {}
         if self.groups == 1:
-            found |= {"moe_router_num_groups": (1,), "moe_router_group_topk": (1,)}
-        return found if self.scale != 1 else {**found, "moe_router_topk_scaling_factor": (1.0,)}
+            options |= {"moe_router_num_groups": (1,), "moe_router_group_topk": (1,)}
+        return options if self.scale != 1 else {**options, "moe_router_topk_scaling_factor": (1.0,)}
 
     def rules(self) -> tuple[Rule, ...]:
         """Of the MLPs of all layers."""

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 
 from miles_core.errors import ConfigError, UnknownKeyError
 from miles_megatron import cpu
-from miles_megatron.given import defaults_for
-from miles_megatron.parts import LOCAL, TRANSFORMER_ENGINE, implementation, layer, parts_of
+from miles_megatron.config_overrides import defaults_for
+from miles_megatron.module_specs import LOCAL, TRANSFORMER_ENGINE, implementation, layer, modules_of
 from miles_megatron.rope import Rope
 from miles_megatron.specs import ModelSpec
 
@@ -58,11 +58,11 @@ class LanguageModel(GPTModel):
     """As in ModelSpec; `build` sets it."""
 
     def _preprocess(self, *args, **kwargs):
-        embedded, *rest = super()._preprocess(*args, **kwargs)
+        embedded, *others = super()._preprocess(*args, **kwargs)
         if self.pre_process and self.embedding_scale != 1:
             # Rounded to the embedding's dtype first, as Hugging Face's Gemma does.
             embedded = embedded * torch.tensor(self.embedding_scale, dtype=embedded.dtype, device=embedded.device)
-        return (embedded, *rest)
+        return (embedded, *others)
 
     def _postprocess(self, hidden_states: torch.Tensor, **_) -> torch.Tensor:
         return hidden_states
@@ -110,7 +110,7 @@ def transformer_config(
         layout |= _INTERLEAVED
         for name, value in _INTERLEAVED.items():
             if overrides.get(name, value) != value:
-                logger.warning("%s is %s: a virtual pipeline is wrong without", name, value)
+                logger.warning("%s is %s: a virtual pipeline computes wrong results without it", name, value)
     ours = {**_DEFAULTS, **_OF_LAYERS[chosen], "activation_func": _ACTIVATIONS[spec.activation]}
     values = {**defaults_for(TransformerConfig), **ours, **spec.defaults, **spec.constants, **overrides, **layout,
               "transformer_impl": chosen}  # fmt: skip
@@ -124,7 +124,7 @@ def transformer_config(
     try:
         return TransformerConfig(**values)
     except (ValueError, AssertionError, ImportError, TypeError, ZeroDivisionError) as error:
-        raise ConfigError("Megatron refuses this model or layout", got=str(error).strip() or type(error).__name__,
+        raise ConfigError("Megatron rejects this model or layout", got=str(error).strip() or type(error).__name__,
                           who=spec.source, fix="change the [model] or [perf] keys that it names") from error
 
 
@@ -134,7 +134,7 @@ def _checked(spec: ModelSpec, overrides: Mapping[str, object], chosen: str) -> d
     overrides = {name: value for name, value in overrides.items() if value not in spec.also.get(name, ())}
     for name, value in overrides.items():
         if name not in known:
-            raise UnknownKeyError("Megatron's TransformerConfig has no such field", got=name,
+            raise UnknownKeyError("unknown field of Megatron's TransformerConfig", got=name,
                                   fix="see the fields of megatron.core.transformer.TransformerConfig")
         if name == "moe_layer_freq" and isinstance(value, int):
             value = [int(layer % value == 0) for layer in range(spec.constants["num_layers"])]
@@ -150,7 +150,7 @@ def _checked(spec: ModelSpec, overrides: Mapping[str, object], chosen: str) -> d
 
 _INTERLEAVED = {"overlap_p2p_comm": True, "batch_p2p_comm": False, "deallocate_pipeline_outputs": False}
 """With two stages both neighbours are the same rank, and batched p2p mixes them up. What overlapping sends still read,
-Megatron-core 0.16 would free (its pull request 4047 mends that): the next stage got whatever came to lie there."""
+Megatron-core 0.16 would free (its pull request 4047 fixes that): the next stage got whatever came to lie there."""
 
 _ACTIVATIONS = {"silu": F.silu, "gelu_pytorch_tanh": F.gelu}
 """Of ModelSpec.activation: the function that Megatron's config names; Transformer Engine's GELU is the tanh one."""
@@ -162,7 +162,7 @@ _DEFAULTS = {
     "moe_token_dispatcher_type": "alltoall",
     "moe_router_load_balancing_type": "none",
     **dict.fromkeys(ALWAYS_OFF, False),
-    # Megatron's MLP then calls the module that the layer names, which is one pass (parts.py).
+    # Megatron's MLP then calls the module that the layer names, which is one pass (module_specs.py).
     "use_te_activation_func": True,
 }
 
@@ -181,9 +181,9 @@ def layer_spec(config: TransformerConfig, spec: ModelSpec, vp_stage: int | None 
     mine = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
     ropes = {one.rotary: Rope(config.kv_channels, one.rotary) for one in spec.attention}
     kinds = [(bool(pattern[number]), spec.attention[number]) for number in mine]
-    parts = parts_of(config)
-    made = {kind: layer(config, spec, *kind, ropes[kind[1].rotary], parts) for kind in set(kinds)}
-    return TransformerBlockSubmodules(layer_specs=[made[kind] for kind in kinds], layer_norm=parts.norm)
+    modules = modules_of(config)
+    made = {kind: layer(config, spec, *kind, ropes[kind[1].rotary], modules) for kind in set(kinds)}
+    return TransformerBlockSubmodules(layer_specs=[made[kind] for kind in kinds], layer_norm=modules.norm)
 
 
 def build(config: TransformerConfig, spec: ModelSpec, vp_stage: int | None = None,
@@ -206,7 +206,7 @@ def build(config: TransformerConfig, spec: ModelSpec, vp_stage: int | None = Non
         layer_spec(config, spec, vp_stage),
         vocab_size=spec.vocab_size,
         max_sequence_length=spec.max_positions,
-        # The core attention turns q and k itself (parts.py).
+        # The core attention turns q and k itself (module_specs.py).
         position_embedding_type="none",
         share_embeddings_and_output_weights=spec.tied,
         pre_process=parallel_state.is_pipeline_first_stage(**where),

@@ -23,11 +23,11 @@ from miles_core.stages.step import Resume
 from miles_core.types import Rank
 from miles_megatron import cpu, weights
 from miles_megatron.layout import layout_of
-from miles_megatron.resident import Resident, architecture, checkpoints
+from miles_megatron.model_on_rank import ModelOnRank, architecture, checkpoints
 
 
 class Models:
-    """Builds what is resident; `load` fills it.
+    """Builds the models of this rank; `load` fills it.
 
     Raises:
         ConfigError: the layout does not fit the number of ranks.
@@ -44,30 +44,30 @@ class Models:
         )  # fmt: skip
         if hooks.megatron_init:
             hooks.megatron_init(config)
-        given = config.checkpoint
+        paths = config.checkpoint
         self.has_reference = needs_reference(config)
-        declared = {"ref": Model(given.ref_load or given.hf_checkpoint)} if self.has_reference else {}
+        declared = {"ref": Model(paths.ref_load or paths.hf_checkpoint)} if self.has_reference else {}
         for name, model in (hooks.models() if hooks.models else {}).items():
             if name in ("actor", "ref"):
-                raise HookError(f"a plugin declares the model {name!r}, which is the core's", fix="rename it")
+                raise HookError(f"a plugin declares the model {name!r}, which is reserved", fix="rename it")
             declared[name] = model
-        start = given.ref_load or given.hf_checkpoint
-        self.actor = Resident("actor", Model(start, trainable=True), config, hooks, layout)
-        self.residents = {"actor": self.actor}
+        start = paths.ref_load or paths.hf_checkpoint
+        self.actor = ModelOnRank("actor", Model(start, trainable=True), config, hooks, layout)
+        self.on_rank = {"actor": self.actor}
         self._swapped: dict[str, str] = {}
         for name, model in declared.items():
             folder = Path(model.source)
             other = (folder / "config.json").is_file() and self.actor.spec != architecture(folder, config, hooks)[0]
             if model.trainable or model.head == "value" or other:
-                self.residents[name] = Resident(name, model, config, hooks, layout)
+                self.on_rank[name] = ModelOnRank(name, model, config, hooks, layout)
             else:
                 self._swapped[name] = model.source
         self._copies: dict[str, list[torch.Tensor]] = {}
 
     @property
-    def trained(self) -> dict[str, Resident]:
+    def trained(self) -> dict[str, ModelOnRank]:
         """The models that have an optimizer."""
-        return {name: one for name, one in self.residents.items() if one.declared.trainable}
+        return {name: one for name, one in self.on_rank.items() if one.declared.trainable}
 
     def load(self) -> Resume:
         """--load, else --ref-load, else --hf-checkpoint; and the others from where they are declared to come.
@@ -75,15 +75,15 @@ class Models:
         Raises:
             CheckpointError: names the folder and what is wrong with it.
         """
-        given = self.config.checkpoint
-        resume = given.load and not checkpoints().never_saved(given.load)
-        held = None  # the source whose weights the actor's place holds
+        paths = self.config.checkpoint
+        resume = paths.load and not checkpoints().never_saved(paths.load)
+        source_in_actor = None  # the source whose weights the actor's place holds
         for name, source in self._swapped.items():
             self.actor.fill(source)
-            self._copies[name], held = self.actor.copy(moving=self._shares(name)), source
-        for one in self.residents.values():
-            there = one is self.actor and held == one.declared.source
-            if not there and not (resume and one.declared.trainable):
+            self._copies[name], source_in_actor = self.actor.copy(moving=self._shares(name)), source
+        for one in self.on_rank.values():
+            filled = one is self.actor and source_in_actor == one.declared.source
+            if not filled and not (resume and one.declared.trainable):
                 one.fill(one.declared.source)
             if one.declared.trainable:
                 # Before a checkpoint is loaded, for the state to have a place; else after the weights, which it copies.
@@ -91,36 +91,36 @@ class Models:
         if not resume:
             return Resume(0, None, self.actor.declared.source)
         parts = {name: (one.wrapped, one.optimizer, one.scheduler) for name, one in self.trained.items()}
-        iteration, state = checkpoints().load(given.load, parts)
-        return Resume(iteration, state, f"{given.load} (rollout {iteration})")
+        iteration, state = checkpoints().load(paths.load, parts)
+        return Resume(iteration, state, f"{paths.load} (rollout {iteration})")
 
-    def place(self, name: str) -> Resident:
-        """The resident that is a model, or the actor, into whose place it is swapped for its passes.
+    def place(self, name: str) -> ModelOnRank:
+        """The ModelOnRank of a name, or the actor, into whose place that model is swapped for its passes.
 
         Raises:
             ConfigError: there is no such model.
         """
-        if name not in self.residents and name not in self._swapped:
-            raise ConfigError(f"there is no model {name!r}", got=", ".join([*self.residents, *self._swapped]),
+        if name not in self.on_rank and name not in self._swapped:
+            raise ConfigError(f"no model is named {name!r}", got=", ".join([*self.on_rank, *self._swapped]),
                               fix="declare it in the hook `models`, or add --use-kl-loss for the reference")
-        return self.residents.get(name, self.actor)
+        return self.on_rank.get(name, self.actor)
 
     @contextmanager
-    def at(self, name: str) -> Iterator[Resident]:
-        """The resident that holds the weights of `name` inside.
+    def at(self, name: str) -> Iterator[ModelOnRank]:
+        """The ModelOnRank that holds the weights of `name` inside.
 
         Raises:
             ConfigError: there is no such model.
         """
         place = self.place(name)
-        if name in self.residents:
+        if name in self.on_rank:
             yield place
             return
         moving = self._shares(name)
-        kept = "the actor's moving weights" if moving else "the actor"
-        actor = self.actor.copy(self._copies.get(kept), moving)
+        key = "the actor's moving weights" if moving else "the actor"
+        actor = self.actor.copy(self._copies.get(key), moving)
         if not cpu.no_cuda():  # pinning takes longer than the copy itself; without a GPU it is only memory
-            self._copies[kept] = actor
+            self._copies[key] = actor
         self.actor.put(self._copies[name], moving)
         try:
             yield self.actor
@@ -133,14 +133,14 @@ class Models:
 
     def offload(self, tags: Sequence[str]) -> None:
         """See stages/step.py. Models that are swapped in are in host memory anyhow."""
-        for one in self.residents.values():
+        for one in self.on_rank.values():
             one.memory.offload(tags)
         if not cpu.no_cuda():
             torch.cuda.empty_cache()  # for other processes on this GPU
 
     def onload(self, tags: Sequence[str]) -> None:
         """See stages/step.py."""
-        for one in self.residents.values():
+        for one in self.on_rank.values():
             one.memory.onload(tags)
 
     def save(self, folder: Path, rollout_id: int, state: dict) -> None:

@@ -18,7 +18,7 @@ Shares = dict[str, torch.Tensor]
 
 
 class Objective:
-    """What an optimizer step of one model descends.
+    """The objective of one model's optimizer step.
 
     Args:
         policy_loss: of the actor's objective the run's own by default, with its terms and token weights; another
@@ -103,9 +103,9 @@ class Objective:
         if self._token_weights is None:
             return per_token, {}
         ones = torch.ones_like(per_token)
-        found = self._token_weights(TokenWeights(ones, ones > 0, {}), inputs)
-        kept = torch.where(found.keep, per_token * found.weight.detach(), torch.zeros_like(per_token))
-        return kept, found.metrics
+        weights = self._token_weights(TokenWeights(ones, ones > 0, {}), inputs)
+        weighted = torch.where(weights.keep, per_token * weights.weight.detach(), torch.zeros_like(per_token))
+        return weighted, weights.metrics
 
     def _inputs(self, scored: Scored, batch: MicroBatch) -> LossInputs:
         rows = batch.rows()

@@ -1,4 +1,4 @@
-"""A model's memory handed over and taken back: weights, gradients and optimizer state leave the device as storages.
+"""Offload and onload a model: weights, gradients and optimizer state leave the device as storages.
 
 The storage of a tensor is copied to the host and given up; the tensors stay what they are, views of one another
 included, and see the same bytes once the storage has some again. Megatron's buffers, the parameters in them, the shards
@@ -58,21 +58,21 @@ def synchronise() -> None:
 
 
 class Offload:
-    """What one resident model has on the device and what is away.
+    """What one model holds on the device, and what is offloaded.
 
     Host copies are made at the first `offload` and kept for the next.
 
     Args:
-        resident: a models.Resident; its optimizer may come later.
+        model: the model on this rank; its optimizer may come later.
     """
 
-    def __init__(self, resident):
-        self._resident = resident
+    def __init__(self, model):
+        self._model = model
         self._away: dict[str, list[tuple[torch.UntypedStorage, int, torch.Tensor | None]]] = {}
         self._copies: dict[int, torch.Tensor] = {}
 
     def offload(self, tags: Sequence[str]) -> None:
-        """Let go of what the tags name; what is away stays away.
+        """Move what the tags name off the device; what is already offloaded stays so.
 
         Raises:
             ConfigError: an unknown tag.
@@ -81,18 +81,19 @@ class Offload:
             if tag in self._away:
                 continue
             if tag == WEIGHTS:
-                self._resident.settle()
-            if tag == GRADIENTS and self._resident.optimizer is not None:
-                self._resident.optimizer.zero_grad()  # gradients of the masters, where these are tensors of their own
-            found = list(self._storages(tag))
-            kept = [None if tag == GRADIENTS else self._keep(storage) for storage in found]
+                self._model.settle()
+            if tag == GRADIENTS and self._model.optimizer is not None:
+                self._model.optimizer.zero_grad()  # gradients of the masters, where these are tensors of their own
+            storages = list(self._storages(tag))
+            host_copies = [None if tag == GRADIENTS else self._keep(storage) for storage in storages]
             synchronise()
-            self._away[tag] = [(storage, storage.nbytes(), copy) for storage, copy in zip(found, kept, strict=True)]
-            for storage in found:
+            self._away[tag] = [(storage, storage.nbytes(), copy)
+                               for storage, copy in zip(storages, host_copies, strict=True)]
+            for storage in storages:
                 storage.resize_(0)
 
     def onload(self, tags: Sequence[str]) -> None:
-        """Take back what the tags name; gradients are zero.
+        """Move what the tags name back to the device; gradients are zero.
 
         Raises:
             ConfigError: an unknown tag.
@@ -134,15 +135,15 @@ class Offload:
                 yield storage
 
     def _weights(self) -> Iterator[torch.Tensor]:
-        yield from (parameter.data for parameter in self._resident.parameters())
+        yield from (parameter.data for parameter in self._model.parameters())
 
     def _gradients(self) -> Iterator[torch.Tensor]:
-        for chunk in self._resident.wrapped if self._resident.declared.trainable else ():
+        for chunk in self._model.wrapped if self._model.declared.trainable else ():
             for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
                 yield buffer.grad_data
 
     def _optimizer(self) -> Iterator[torch.Tensor]:
-        whole = self._resident.optimizer
+        whole = self._model.optimizer
         for part in () if whole is None else getattr(whole, "chained_optimizers", None) or [whole]:
             inner = part.optimizer
             for group in inner.param_groups if inner is not None else ():
@@ -157,6 +158,6 @@ def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
 
 def _known(tags: Sequence[str]) -> Sequence[str]:
     if unknown := [tag for tag in tags if tag not in TAGS]:
-        raise ConfigError("there is no such part of a trainer to move", got=", ".join(unknown), who="Trainer.offload",
-                          fix=f"name some of {', '.join(TAGS)}")
+        raise ConfigError("unknown part of the trainer to offload", got=", ".join(unknown), who="Trainer.offload",
+                          fix=f"use one or more of {', '.join(TAGS)}")
     return tags

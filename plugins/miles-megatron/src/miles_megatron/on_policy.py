@@ -28,7 +28,7 @@ Problem = tuple[str, object, str, str]
 
 
 def check_on_policy(config: RunConfig, note: Callable[[str], None]) -> RunConfig:
-    """Refuse what --true-on-policy-mode cannot hold; bound the context where nobody did.
+    """Refuse what --true-on-policy-mode cannot hold; bound the context where the run does not.
 
     Raises:
         ConfigError: the first thing outside of the contract.

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from miles_core.errors import ConfigError
 from miles_megatron import cpu
 from miles_megatron.adam import step_in_slices
-from miles_megatron.given import defaults_for, given_for
+from miles_megatron.config_overrides import defaults_for, overrides_for
 
 cpu.install()
 
@@ -71,7 +71,7 @@ class OptimizerOptions:
     def __post_init__(self):
         """
         Raises:
-            ConfigError: a style or number that cannot be meant.
+            ConfigError: an unknown style or an invalid number.
         """
         if self.lr_decay_style not in STYLES:
             raise ConfigError("unknown learning-rate schedule", got=self.lr_decay_style, who="--lr-decay-style",
@@ -85,7 +85,7 @@ class OptimizerOptions:
                 raise ConfigError(f"{name} is above lr = {self.lr}", got=getattr(self, name),
                                   who="--" + name.replace("_", "-"), fix="write at most lr")
         if self.lr_decay_style != "constant" and self.lr_warmup_iters >= self.decay_iters:
-            raise ConfigError("the warmup leaves no step to decay in", who="--lr-warmup-iters",
+            raise ConfigError("the warmup leaves no steps for the decay", who="--lr-warmup-iters",
                               got=f"{self.lr_warmup_iters} of {self.decay_iters}", fix="shorten the warmup")
 
     @property
@@ -98,10 +98,10 @@ def rounded(config: TransformerConfig, chunk: torch.nn.Module) -> Float16Module:
 
     Megatron rounds them too, and widens what is left of the bias again when the router is next called.
     """
-    kept = [(module, name, buffer) for module in chunk.modules() for name, buffer in module.named_buffers(recurse=False)
-            if buffer.is_floating_point()]
+    buffers = [(module, name, buffer) for module in chunk.modules()
+               for name, buffer in module.named_buffers(recurse=False) if buffer.is_floating_point()]
     whole = Float16Module(config, chunk)
-    for module, name, buffer in kept:
+    for module, name, buffer in buffers:
         module._buffers[name] = buffer
     return whole
 
@@ -133,18 +133,18 @@ def wrap(
     return wrapped
 
 
-def _fields(kind: type, given: Mapping[str, object], **ours: object) -> dict[str, object]:
-    """Megatron-LM's defaults, ours, then what somebody set."""
-    return {**defaults_for(kind), **ours, **given_for(kind, given)}
+def _fields(kind: type, overrides: Mapping[str, object], **ours: object) -> dict[str, object]:
+    """Megatron-LM's defaults, ours, then the run's options."""
+    return {**defaults_for(kind), **ours, **overrides_for(kind, overrides)}
 
 
 @contextmanager
 def _refusals(who: str) -> Iterator[None]:
-    """What Megatron refuses becomes an error of the configuration."""
+    """Turn Megatron's rejection into a ConfigError."""
     try:
         yield
     except (AssertionError, ValueError, ImportError, TypeError, NotImplementedError) as error:
-        raise ConfigError("Megatron refuses these options", got=str(error).strip() or type(error).__name__, who=who,
+        raise ConfigError("Megatron rejects these options", got=str(error).strip() or type(error).__name__, who=who,
                           fix="change the keys that it names") from error
 
 
@@ -152,12 +152,12 @@ def make_optimizer(
     chunks: Sequence[DistributedDataParallel], options: OptimizerOptions
 ) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
     """The optimizer of wrapped chunks and its schedule, which already set the first step's learning rate."""
-    config, given = chunks[0].config, dict(options.megatron)
-    if cpu.no_cuda() and given.pop("optimizer_cpu_offload", False):
+    config, overrides = chunks[0].config, dict(options.megatron)
+    if cpu.no_cuda() and overrides.pop("optimizer_cpu_offload", False):
         logger.warning("optimizer_cpu_offload has nothing to do: without a GPU the optimizer is on the CPU already")
     with _refusals("[optimizer]"):
         settings = OptimizerConfig(**_fields(
-            OptimizerConfig, given,
+            OptimizerConfig, overrides,
             optimizer=options.optimizer, lr=options.lr, min_lr=options.min_lr, weight_decay=options.weight_decay,
             adam_beta1=options.adam_beta1, adam_beta2=options.adam_beta2, adam_eps=options.adam_eps,
             clip_grad=options.clip_grad, bf16=config.bf16, params_dtype=config.params_dtype,
@@ -272,10 +272,10 @@ def _regrouped(optimizer: MegatronOptimizer, state: dict) -> dict:
         return {**numbered.get(0, {}), **common} if numbered else state
     if "optimizer" not in common:
         return state
-    found = {}
+    by_optimizer = {}
     for number, part in enumerate(parts):
         expert = any(group.get("is_expert_parallel") for group in part.optimizer.param_groups)
         one = {**common, **numbered.get(number, {})}
         groups = [{**group, "is_expert_parallel": expert} for group in one["optimizer"]["param_groups"]]
-        found[number] = {**one, "optimizer": {**one["optimizer"], "param_groups": groups}}
-    return found
+        by_optimizer[number] = {**one, "optimizer": {**one["optimizer"], "param_groups": groups}}
+    return by_optimizer

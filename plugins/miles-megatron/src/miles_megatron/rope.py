@@ -65,7 +65,7 @@ class Rope:
     def angles(self, count: int, device: torch.device) -> torch.Tensor:
         """[count or more, 1, 1, r] fp32 of the positions from 0, each pair's angle twice: Transformer Engine's form.
 
-        Kept, and made anew for a longer sequence only.
+        Cached, and recomputed only for a longer sequence.
         """
         if self._angles is None or len(self._angles) < count or self._angles.device != device:
             angles = torch.outer(torch.arange(count, device=device).float(), self.inverse_frequency.to(device))

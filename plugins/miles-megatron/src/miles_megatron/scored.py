@@ -10,7 +10,7 @@ from miles_core.config.tables import RunConfig
 from miles_core.errors import HookError
 from miles_megatron import cpu, logprob
 from miles_megatron.microbatch import MicroBatch
-from miles_megatron.resident import Resident
+from miles_megatron.model_on_rank import ModelOnRank
 
 cpu.install()
 
@@ -39,7 +39,7 @@ class Scored:
         hidden: [T, 1, H], under sequence parallelism [T / tensor, 1, H].
     """
 
-    def __init__(self, model: Resident, hidden: torch.Tensor, batch: MicroBatch, temperature: Temperature):
+    def __init__(self, model: ModelOnRank, hidden: torch.Tensor, batch: MicroBatch, temperature: Temperature):
         self.model, self.batch, self.temperature = model, batch, temperature
         self._hidden = _whole(hidden, model)[:, 0].index_select(0, batch.index)
 
@@ -79,7 +79,7 @@ class Scored:
                 "rounded": self.temperature.rounded}  # fmt: skip
 
 
-def _whole(hidden: torch.Tensor, model: Resident) -> torch.Tensor:
+def _whole(hidden: torch.Tensor, model: ModelOnRank) -> torch.Tensor:
     """All of this rank's rows, from the part that sequence parallelism leaves it.
 
     Backward, an output layer whose vocabulary is cut gives each rank a share of the gradient, to be summed; a value

@@ -53,18 +53,18 @@ def stored_tensors(file: Path) -> dict[str, Stored]:
             header = parse_json(opened.read(size) if size <= _MOST else "")
         header.pop("__metadata__", None)
         first, end = 8 + size, file.stat().st_size
-        found = {name: (str(one["dtype"]), [operator.index(edge) for edge in one["shape"]],
+        entries = {name: (str(one["dtype"]), [operator.index(edge) for edge in one["shape"]],
                         *map(operator.index, one["data_offsets"])) for name, one in header.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise _unreadable(file, str(error)) from error
-    for name, (dtype, shape, start, stop) in found.items():
+    for name, (dtype, shape, start, stop) in entries.items():
         if dtype not in _BY_NAME:
             raise CheckpointError(f"the tensor {name} is stored as {dtype}", who=str(file),
                                   fix=f"use a checkpoint of these: {', '.join(_BY_NAME)}")
         if stop - start != math.prod(shape) * _BY_NAME[dtype].itemsize or not 0 <= start <= stop <= end - first:
-            raise _unreadable(file, f"{name} is said to lie outside of the file, or to have another size")
+            raise _unreadable(file, f"{name} lies outside of the file or has another size, by the header")
     return {name: Stored(file, _BY_NAME[dtype], shape, first + start)
-            for name, (dtype, shape, start, _) in found.items()}
+            for name, (dtype, shape, start, _) in entries.items()}
 
 
 def read_into(stored: Stored, target: torch.Tensor) -> None:
@@ -146,7 +146,7 @@ def tensor_files(folder: Path) -> dict[str, Path]:
         return where
     files = sorted(folder.glob("*.safetensors"))
     if not files:
-        raise CheckpointError("there are no .safetensors files", who=str(folder),
+        raise CheckpointError("no .safetensors files found", who=str(folder),
                               got="a folder" if folder.is_dir() else "no such folder",
                               fix="give a Hugging Face directory with weights in safetensors")
     return {name: file for file in files for name in stored_tensors(file)}

@@ -103,9 +103,9 @@ def _parameters(node: ast.ClassDef):
     init = next(n for n in node.body if isinstance(n, ast.FunctionDef) and n.name == "__init__")
     text = ast.get_docstring(node) or ""
     about = dict(re.findall(r"^ +(\w+) \([^\n]*?\): *(.*?)(?=^ +\w+ \(|\Z)", text, re.MULTILINE | re.DOTALL))
-    given = init.args.args
-    defaults = [None] * (len(given) - len(init.args.defaults)) + init.args.defaults
-    for parameter, value in zip(given, defaults, strict=True):
+    arguments = init.args.args
+    defaults = [None] * (len(arguments) - len(init.args.defaults)) + init.args.defaults
+    for parameter, value in zip(arguments, defaults, strict=True):
         if parameter.arg in PARAMETERS[node.name] and parameter.annotation is not None:
             yield parameter.arg, parameter.annotation, value, about.get(parameter.arg, "")
 
@@ -123,7 +123,7 @@ def _field(owner, name, annotation, value, text, enums) -> SurfaceField | None:
 
 
 def _types(node: ast.expr, enums: dict[str, list[str]]) -> list[str]:
-    """The alternatives of an annotation that a flag can express; empty when there is none."""
+    """The alternatives of an annotation that a flag can express; empty if there are none."""
     text = ast.unparse(node)
     if text == "None" or text in SCALARS:
         return [text]
@@ -152,16 +152,16 @@ def _types(node: ast.expr, enums: dict[str, list[str]]) -> list[str]:
 
 
 def _default(node: ast.expr | None) -> tuple[bool, object]:
-    """Whether there is a default, and it: plain data, or the text of an expression that is none."""
+    """Whether there is a default, and it: plain data, or the text of any other expression."""
     if node is None:
         return False, None
     if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] == "field":
-        given = {keyword.arg: keyword.value for keyword in node.keywords}
-        if "default_factory" in given:
+        keywords = {keyword.arg: keyword.value for keyword in node.keywords}
+        if "default_factory" in keywords:
             empty = {"list": [], "dict": {}, "tuple": []}
-            factory = ast.unparse(given["default_factory"])
+            factory = ast.unparse(keywords["default_factory"])
             return True, empty.get(factory, f"{factory}()")
-        return _default(given.get("default"))
+        return _default(keywords.get("default"))
     if isinstance(node, ast.BinOp) and type(node.op) in ARITHMETIC:
         (_, left), (_, right) = _default(node.left), _default(node.right)
         return True, ARITHMETIC[type(node.op)](left, right)

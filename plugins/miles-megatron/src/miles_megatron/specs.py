@@ -50,8 +50,8 @@ class Attention:
         window: keys that a query sees, its own included; None for all before it.
         softcap: scores become softcap x tanh(scores / softcap) before the mask (Gemma 2, arXiv:2408.00118).
         mixer: makes the layer's token mixer where it is not Megatron's SelfAttention: latent attention, linear
-            attention. Called with (config, this, rope, parts), all of parts.py; returns the ModuleSpec that takes
-            the place of `self_attention`. A function of a module, which may import torch when it is called.
+            attention. Called with (config, this, rope, modules), all of module_specs.py; returns the ModuleSpec that
+            takes the place of `self_attention`. A function of a module, which may import torch when it is called.
     """
 
     rotary: Rotary

@@ -24,17 +24,17 @@ from miles_core.stages.on_policy import FRESH
 from miles_core.stages.step import Resume, ScoredRows
 from miles_core.stages.sync import Sender
 from miles_core.types import Batch, Rank, Sample
-from miles_megatron import cpu, estimate, hashes, memory, unread
+from miles_megatron import cpu, estimate, forward_backward, hashes, memory, unread
+from miles_megatron.forward_backward import ColumnScatter
 from miles_megatron.gradients import gathered
 from miles_megatron.layout import layout_of
+from miles_megatron.model_on_rank import ModelOnRank
 from miles_megatron.models import Models
 from miles_megatron.objective import Objective
 from miles_megatron.on_policy import check_equal
-from miles_megatron.passes import Found, run
+from miles_megatron.oom import explained
 from miles_megatron.profiler import Profiler
-from miles_megatron.resident import Resident
 from miles_megatron.scored import Scored, Temperature
-from miles_megatron.shortage import explained
 
 cpu.install()
 
@@ -114,11 +114,11 @@ class MegatronTrainer:
         return metrics | {"perf/actor_train_time": time.perf_counter() - begin}
 
     def _started(self) -> None:
-        """A step has been made: what nobody has looked at so far has no effect."""
+        """A step has been made: options that nothing has read so far have no effect."""
         self._starting = False
         names = self.models.actor.without_effect(unread.end())
         if names and self.rank.index == 0:
-            logger.warning("%s: no effect here, nothing that runs reads it", ", ".join(
+            logger.warning("%s: no effect, as nothing in this run reads it", ", ".join(
                 f"{who(self.config, f'megatron.{name}')} = {self.config.surface('megatron')[name]}" for name in names))
 
     def end_batch(self) -> Batch | None:
@@ -204,8 +204,8 @@ class MegatronTrainer:
         capacity = None if limit is None else limit * self.layout.context
         if gradient and self.rank.index == 0:
             for i in packing.oversized(lengths, capacity):
-                logger.warning("%s has %d tokens, more than the %d of a micro-batch: it rides alone and takes more "
-                               "memory than planned", samples[i].name, lengths[i], capacity)
+                logger.warning("%s has %d tokens, more than the %d of a micro-batch: it gets one of its own and "
+                               "takes more memory than planned", samples[i].name, lengths[i], capacity)
         plan = packing.schedule(
             lengths, data=self.layout.data, capacity=capacity, micro_batch_size=perf.micro_batch_size,
             multiple=self.layout.micro_batch_multiple, balance=perf.balance_data, loads=self._loads(lengths),
@@ -232,7 +232,7 @@ class MegatronTrainer:
         left_out = set(zero[fill:])
         return [sample for i, sample in enumerate(samples) if i not in left_out]
 
-    def train(self, model: Resident, samples: Sequence[Sample], objective: Objective) -> dict[str, float]:
+    def train(self, model: ModelOnRank, samples: Sequence[Sample], objective: Objective) -> dict[str, float]:
         """One optimizer step of a model."""
         reduce = self.hooks.reduction[chosen(self.config, "reduction")]
         with read_only(samples, getattr(reduce, "who", "reduction")):
@@ -253,32 +253,32 @@ class MegatronTrainer:
         taken = self.worth(samples) if self.skips and objective is self.objective else samples
         tokens = sum(sample.length for sample in taken)
         with self.profiler.range("forward/backward"), model.router_losses(tokens):
-            run(model, self.columns, self.micro_batches(taken), loss_of, name=model.name,
-                around=self.hooks.microbatch)
+            forward_backward.run(model, self.columns, self.micro_batches(taken), loss_of, name=model.name,
+                                 around=self.hooks.microbatch)
         # Metrics are means also where the reduction's weights do not add up to 1 (constant); the loss is what it is.
         total = float(sum(w * s.columns["loss_mask"].sum() for s, w in zip(samples, reduced, strict=True))) or 1.0
         with self.profiler.range("optimizer"):
-            found = {key: value / (1.0 if key in ("loss", "pg_loss") else total)
+            metrics = {key: value / (1.0 if key in ("loss", "pg_loss") else total)
                      for key, value in _totals(shares).items()} | model.step()
         if len(taken) < len(samples):
-            found["skipped_samples"] = 1 - len(taken) / len(samples)
+            metrics["skipped_samples"] = 1 - len(taken) / len(samples)
         prefix = "train" if objective.actor else model.name
-        return {f"{prefix}/{key}": value for key, value in found.items()}
+        return {f"{prefix}/{key}": value for key, value in metrics.items()}
 
     def scoring_pass(self, name: str, samples: Sequence[Sequence[Sample]],
                      read: Callable[[ScoredRows], Mapping[str, torch.Tensor]]) -> None:
         """Fill columns from a pass of a model without gradient, over steps' samples one after the other."""
-        found = Found([sample for part in samples for sample in part])
+        columns = ColumnScatter([sample for part in samples for sample in part])
         with self.models.at(name) as model, torch.no_grad():
 
             def fill(hidden: torch.Tensor, batch) -> torch.Tensor:
-                found.put(batch, read(Scored(model, hidden, batch, self.temperature)))
+                columns.put(batch, read(Scored(model, hidden, batch, self.temperature)))
                 return hidden.new_zeros(())
 
             for part in samples:
-                run(model, self.columns, self.micro_batches(part, gradient=False), fill, name=name,
-                    around=self.hooks.microbatch, forward_only=True)
-        found.spread()
+                forward_backward.run(model, self.columns, self.micro_batches(part, gradient=False), fill, name=name,
+                                     around=self.hooks.microbatch, forward_only=True)
+        columns.scatter()
 
     def _score(self, access: Access) -> dict[str, float]:
         algorithm, metrics = self.config.algorithm, {}
@@ -334,17 +334,17 @@ class Access:
 
     def step(self, model: str, loss: PolicyLoss) -> dict[str, float]:
         trainer = self._trainer
-        with trainer.models.at(model) as resident:
-            return trainer.train(resident, self.samples, Objective(trainer.config, trainer.hooks, loss))
+        with trainer.models.at(model) as model_on_rank:
+            return trainer.train(model_on_rank, self.samples, Objective(trainer.config, trainer.hooks, loss))
 
     def chunks(self, model: str) -> Sequence[torch.nn.Module]:
         return self._trainer.models.place(model).chunks
 
     def optimizer(self, model: str) -> object:
-        return self._trainer.models.residents[model].optimizer
+        return self._trainer.models.on_rank[model].optimizer
 
     def scheduler(self, model: str) -> object:
-        return self._trainer.models.residents[model].scheduler
+        return self._trainer.models.on_rank[model].scheduler
 
 
 def _totals(shares: dict[str, float]) -> dict[str, float]:

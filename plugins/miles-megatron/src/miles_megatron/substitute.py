@@ -56,8 +56,8 @@ def _reading(module: torch.nn.Module) -> Callable:
     def forward(*args, **kwargs):
         values: dict[str, torch.Tensor] = {}
         for function, names in steps:
-            given = [values.get(name, module._parameters[name]) for name in names]
-            values.update(zip(names, function(*given), strict=True))
+            inputs = [values.get(name, module._parameters[name]) for name in names]
+            values.update(zip(names, function(*inputs), strict=True))
         # An entry of __dict__ is found before a parameter of the same name.
         module.__dict__.update(values)
         try:

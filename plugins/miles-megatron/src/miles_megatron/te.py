@@ -1,7 +1,7 @@
 """The layers on GPUs: Transformer Engine's linear layers, norms, activations, grouped experts and fused attention.
 
 Norms are submodules of their own instead of being fused into the linear layer behind them: the names of parameters stay
-those of the local layers (parts.py). Imported only where there is a GPU.
+those of the local layers (module_specs.py). Imported only where there is a GPU.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 from miles_core.errors import ConfigError
 from miles_megatron import cpu
-from miles_megatron.parts import Parts, fits, packed_attention
+from miles_megatron.module_specs import LayerModules, fits, packed_attention
 from miles_megatron.rope import Rope
 from miles_megatron.specs import Attention
 
@@ -27,7 +27,7 @@ from megatron.core.transformer.moe.experts import TEGroupedMLP  # noqa: E402
 
 
 @functools.cache
-def parts() -> Parts:
+def layer_modules() -> LayerModules:
     """Transformer Engine's.
 
     Raises:
@@ -37,7 +37,7 @@ def parts() -> Parts:
         raise ConfigError("Transformer Engine is installed, but importing it fails", who="transformer_engine",
                           fix="see why with python -c 'import transformer_engine.pytorch', or write "
                           "--transformer-impl local")
-    return Parts(
+    return LayerModules(
         te.TEColumnParallelLinear, te.TERowParallelLinear, te.TENorm,
         {"silu": Activation, "gelu_pytorch_tanh": Activation}, attention,
         (TEGroupedMLP, te.TEColumnParallelGroupedLinear, te.TERowParallelGroupedLinear),
@@ -88,7 +88,7 @@ class FusedAttention(te.TEDotProductAttention):
             ValueError: rows that are not packed.
         """
         if packed_seq_params is None:
-            raise ValueError("Transformer Engine's layers take packed rows")
+            raise ValueError("Transformer Engine's layers need packed rows")
         group = parallel_state.get_context_parallel_group()
         rows = packed_seq_params.on_device(query.device, query.shape[0] * group.size(), group.size())
         angles = self.rope.angles(rows.max_seqlen_q, query.device)

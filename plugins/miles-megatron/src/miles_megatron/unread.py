@@ -1,4 +1,4 @@
-"""Options of Megatron-core that somebody set and that nothing here reads: a run names them instead of ignoring them.
+"""Options of Megatron-core that the run sets and that nothing here reads: a run names them instead of ignoring them.
 
 Which fields are read depends on the layers, the layout and the other options, and changes with every release. So reads
 of Megatron-core's configurations are noted while the models are made and through the first step.
@@ -52,13 +52,13 @@ def end() -> frozenset[str]:
     return frozenset(_read)
 
 
-def unread(given: Mapping[str, object], read: frozenset[str]) -> list[str]:
-    """The options among `given` that say something else than the default and were not read.
+def unread(options: Mapping[str, object], read: frozenset[str]) -> list[str]:
+    """The options among `options` that say something else than the default and were not read.
 
     Sizes of the layout are left out: groups of ranks are made of them before there is a configuration.
     """
     defaults = megatron_lm_defaults()
-    return [name for name, value in given.items() if name in NAMES - read - {*KEYS.values(), "sequence_parallel"}
+    return [name for name, value in options.items() if name in NAMES - read - {*KEYS.values(), "sequence_parallel"}
             and value != defaults.get(name, surface()[name].default)]
 
 

@@ -49,11 +49,11 @@ def weight_map(policy: WeightMap) -> WeightMap:
                                ignored=policy.ignored | {"lm_head.weight"}, tied=False)
 
 
-def load(folder: Path, chunks: Sequence[torch.nn.Module], found: WeightMap, *, seed: int, fresh: bool) -> None:
+def load(folder: Path, chunks: Sequence[torch.nn.Module], mapping: WeightMap, *, seed: int, fresh: bool) -> None:
     """Fill the model from a Hugging Face directory.
 
     Args:
-        found: of `weight_map`.
+        mapping: of `weight_map`.
         fresh: the folder is a policy's and need not have a head: then it is drawn from N(0, STD^2) by the seed.
 
     Raises:
@@ -62,8 +62,9 @@ def load(folder: Path, chunks: Sequence[torch.nn.Module], found: WeightMap, *, s
     missing = HEAD not in weights.tensor_files(folder)
     if missing and not fresh:
         raise CheckpointError("the checkpoint has no value head", got=f"no tensor {HEAD}", who=str(folder),
-                              fix="name a checkpoint that has one, or none: --hf-checkpoint with a fresh head")
-    weights.load_hf(folder, chunks, found, but=frozenset({"value_head.weight"}) if missing else frozenset())
+                              fix="name a checkpoint that has one, or leave it out to start from --hf-checkpoint with "
+                                  "a new head")
+    weights.load_hf(folder, chunks, mapping, but=frozenset({"value_head.weight"}) if missing else frozenset())
     if missing and chunks[-1].post_process:
         head = chunks[-1].value_head.weight
         with torch.no_grad():

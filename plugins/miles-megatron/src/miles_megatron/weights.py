@@ -17,7 +17,7 @@ from miles_core.errors import CheckpointError, ConfigError
 from miles_core.plugins.scan import offering
 from miles_core.reading import parse_json, reading
 from miles_core.record.publish import publish
-from miles_megatron import cpu, joins
+from miles_megatron import cpu, tensor_merges
 from miles_megatron.readers import Readers
 from miles_megatron.shards import few, shard_name, tensor_files, write_index, writing
 from miles_megatron.specs import Rule, WeightMap
@@ -64,7 +64,8 @@ def load_hf(folder: str | Path, model: Model, weight_map: WeightMap, *, but: fro
     parameters = global_parameters(model)
     if fresh := lacking(weight_map, files) - but:
         if dist.get_rank() == 0:
-            logger.warning("%s holds no tensors for %s: these start as they were drawn", folder, few(sorted(fresh), 4))
+            logger.warning("%s holds no tensors for %s: these keep their random initialisation",
+                           folder, few(sorted(fresh), 4))
         but |= fresh
     rules = {ours: (rule, names) for ours, rule, names in instances(weight_map) if ours not in but}
     expected = {name for _, names in rules.values() for name in names}
@@ -83,8 +84,9 @@ def load_hf(folder: str | Path, model: Model, weight_map: WeightMap, *, but: fro
         with torch.no_grad():
             for ours, (rule, names) in wanted.items():
                 parameter = parameters[ours]
-                parts = [_shard(piece, parameter) for name in names for piece in joins.pieces(rule, read.tensor(name))]
-                parameter.copy_(joins.join(rule, parts, weight_map))
+                shards = [_shard(piece, parameter)
+                          for name in names for piece in tensor_merges.pieces(rule, read.tensor(name))]
+                parameter.copy_(tensor_merges.join(rule, shards, weight_map))
 
 
 def refuse_quantised(folder: Path) -> None:
@@ -94,11 +96,12 @@ def refuse_quantised(folder: Path) -> None:
     """
     path = folder / "config.json"
     with reading(str(path), CheckpointError):
-        said = parse_json(path.read_text(encoding="utf-8")).get("quantization_config") if path.is_file() else None
-        if said:
-            raise CheckpointError("training cannot start from quantised weights", got=said.get("quant_method", said),
-                                  who=str(path), fix="name the plain checkpoint with --ref-load; --hf-checkpoint may "
-                                  "stay, for the engine")
+        hf_config = parse_json(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        quantization = hf_config.get("quantization_config")
+        if quantization:
+            raise CheckpointError("training cannot start from quantised weights", who=str(path),
+                                  got=quantization.get("quant_method", quantization), fix="name the plain checkpoint "
+                                  "with --ref-load; --hf-checkpoint may stay, for the engine")
 
 
 def lacking(weight_map: WeightMap, present: Collection[str]) -> frozenset[str]:
@@ -107,7 +110,8 @@ def lacking(weight_map: WeightMap, present: Collection[str]) -> frozenset[str]:
     for ours, rule, names in instances(weight_map):
         if rule.optional:
             kinds.setdefault(rule.optional, {})[ours] = any(name in present for name in names)
-    return frozenset(ours for there in kinds.values() if not any(there.values()) for ours in there)
+    absent = [parameters for parameters in kinds.values() if not any(parameters.values())]
+    return frozenset(ours for parameters in absent for ours in parameters)
 
 
 def check_fit(folder: str | Path, present: Collection[str], expected: Collection[str], weight_map: WeightMap,
@@ -142,7 +146,7 @@ def announce_left(folder: str | Path, present: Collection[str], expected: Collec
     """Say once which tensors of a checkpoint the model leaves there; an export of the run will not have them."""
     names = sorted({name for name in present if name.startswith(weight_map.left)} - {*expected, *weight_map.ignored})
     if names and dist.get_rank() == 0:
-        logger.warning("%s: the model has no use for %d tensors, such as %s; %s", folder, len(names), names[0],
+        logger.warning("%s: the model does not use %d tensors, such as %s; %s", folder, len(names), names[0],
                        known_by())
 
 
@@ -187,8 +191,8 @@ def hf_stream(model: Model, weight_map: WeightMap) -> Iterator[tuple[str, torch.
         owner = owners[ours]
         if ours in parameters:
             parameter = parameters[ours]
-            pieces = joins.split(rule, parameter.detach(), weight_map, _tensor_size(parameter))
-            parts = joins.whole(rule, [_gather(piece, parameter) for piece in pieces])
+            pieces = tensor_merges.split(rule, parameter.detach(), weight_map, _tensor_size(parameter))
+            parts = tensor_merges.whole(rule, [_gather(piece, parameter) for piece in pieces])
         else:
             device = next(iter(parameters.values())).device
             parts = [torch.empty(shape, dtype=owner.dtype, device=device) for shape in owner.shapes]
@@ -221,7 +225,7 @@ def export_hf(
     """
     source = Path(source_folder)
     if not (source / "config.json").is_file():
-        raise CheckpointError("there is no config.json to copy", who=str(source),
+        raise CheckpointError("config.json is missing, so it cannot be copied", who=str(source),
                               fix="give the Hugging Face directory that the run started from")
     with publish(Path(folder)) as target:
         written = _write_shards(target, stream, dtype, shard_bytes)
@@ -246,27 +250,27 @@ def _write_shards(
 ) -> torch.dtype | None:
     """Returns the dtype of most bytes that are not quantised; a few small tensors may be wider than the rest."""
     shards: list[list[str]] = []
-    held: dict[str, torch.Tensor] = {}
+    pending: dict[str, torch.Tensor] = {}
     size = total = 0
     lengths: dict[torch.dtype, int] = {}
 
     def flush() -> None:
-        layout = {name: (tensor.dtype, tensor.shape) for name, tensor in held.items()}
+        layout = {name: (tensor.dtype, tensor.shape) for name, tensor in pending.items()}
         with writing(target / f"part-{len(shards)}", layout) as append:
-            for tensor in held.values():
+            for tensor in pending.values():
                 append(tensor)
-        shards.append(list(held))
-        held.clear()
+        shards.append(list(pending))
+        pending.clear()
 
     for name, tensor in stream:
         written = dtype or tensor.dtype
         length = tensor.numel() * written.itemsize
         if written.itemsize > 1 and written.is_floating_point:
             lengths[written] = lengths.get(written, 0) + length
-        if held and size + length > limit:
+        if pending and size + length > limit:
             flush()
             size = 0
-        held[name] = tensor.to(device="cpu", dtype=written)
+        pending[name] = tensor.to(device="cpu", dtype=written)
         size, total = size + length, total + length
     flush()
     for i in range(len(shards)):
@@ -289,7 +293,7 @@ def global_parameters(model: Model) -> dict[str, torch.Tensor]:
 
     A layer knows its own number; expert-parallel rank r of e holds experts r n/e up to (r+1) n/e.
     """
-    found = {}
+    parameters = {}
     for chunk in [model] if isinstance(model, torch.nn.Module) else model:
         chunk = unwrap_model(chunk)
         numbers = [layer.layer_number - 1 for layer in chunk.decoder.layers]
@@ -298,8 +302,8 @@ def global_parameters(model: Model) -> dict[str, torch.Tensor]:
         for name, parameter in (*chunk.named_parameters(), *kept_buffers(chunk)):
             name = _GROUPED.sub(r".experts.local_experts.\3.\1.\2", name)
             name = _LAYER.sub(lambda match: f"decoder.layers.{numbers[int(match[1])]}.", name)  # noqa: B023 - used here
-            found[_EXPERT.sub(lambda match: f".local_experts.{first + int(match[1])}.", name)] = parameter  # noqa: B023
-    return found
+            parameters[_EXPERT.sub(lambda match: f".local_experts.{first + int(match[1])}.", name)] = parameter  # noqa: B023
+    return parameters
 
 
 def kept_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -337,7 +341,7 @@ def _owners(parameters: dict[str, torch.nn.Parameter], weight_map: WeightMap) ->
     """The owner of every parameter of the model, agreed between stages and expert-parallel ranks."""
     stage = parallel_state.get_pipeline_model_parallel_rank()
     rules = {ours: rule for ours, rule, _ in instances(weight_map)}
-    found = {
+    owners = {
         name: _Owner(stage, parallel_state.get_expert_model_parallel_rank() if rules[name].experts else 0,
                      tuple(map(tuple, hf_shapes(rules[name], parameter, weight_map))), parameter.dtype,
                      not isinstance(parameter, torch.nn.Parameter))
@@ -346,9 +350,9 @@ def _owners(parameters: dict[str, torch.nn.Parameter], weight_map: WeightMap) ->
     for group in (parallel_state.get_expert_model_parallel_group(), parallel_state.get_pipeline_model_parallel_group()):
         if group.size() > 1:
             parts: list[dict[str, _Owner]] = [{}] * group.size()
-            dist.all_gather_object(parts, found, group=group)
-            found = {name: owner for part in parts for name, owner in part.items()}
-    return found
+            dist.all_gather_object(parts, owners, group=group)
+            owners = {name: owner for part in parts for name, owner in part.items()}
+    return owners
 
 
 def _tensor_group(parameter: torch.nn.Parameter) -> dist.ProcessGroup:
@@ -369,7 +373,7 @@ def hf_shapes(rule: Rule, parameter: torch.Tensor, weight_map: WeightMap) -> lis
     full = list(parameter.shape)
     if (size := _tensor_size(parameter)) > 1:
         full[parameter.partition_dim] *= size
-    return joins.hf_shapes(rule, full, weight_map)
+    return tensor_merges.hf_shapes(rule, full, weight_map)
 
 
 def _shard(tensor: torch.Tensor, parameter: torch.nn.Parameter) -> torch.Tensor:

@@ -11,8 +11,8 @@ import torch
 from miles_megatron import cpu
 from miles_megatron.logprob import token_log_probs
 from miles_megatron.model import LanguageModel, layer_spec
-from miles_megatron.parts import parts_of
-from miles_megatron.plan import packed_rows
+from miles_megatron.module_specs import modules_of
+from miles_megatron.packed_layout import packed_rows
 from miles_megatron.specs import ModelSpec
 
 from miles_core.columns import Packed
@@ -62,15 +62,15 @@ class Predictors(MultiTokenPredictionBlock):
     """
 
     def __init__(self, chunk: LanguageModel, spec: ModelSpec, hidden_first: bool, seed: int):
-        config, parts = chunk.config, parts_of(chunk.config)
+        config, modules = chunk.config, modules_of(chunk.config)
         last = layer_spec(config, spec, chunk.vp_stage).layer_specs[-1]
         if "attn_mask_type" not in last.submodules.self_attention.params:
-            raise ConfigError("multi-token-prediction layers are made like the model's last layer, and that has no "
-                              "attention", who=f"plugin mtp, {spec.source}", fix="run without the plugin")
+            raise ConfigError("multi-token-prediction layers copy the model's last layer, which has no attention",
+                              who=f"plugin mtp, {spec.source}", fix="run without the plugin")
         layer = ModuleSpec(
             module=HiddenFirst if hidden_first else EmbeddingFirst,
             submodules=MultiTokenPredictionLayerSubmodules(
-                enorm=parts.norm, hnorm=parts.norm, eh_proj=parts.column, layer_norm=parts.norm,
+                enorm=modules.norm, hnorm=modules.norm, eh_proj=modules.column, layer_norm=modules.norm,
                 transformer_layer=last,
             ),
         )  # fmt: skip
@@ -115,10 +115,10 @@ def token_losses(predictors: Predictors, hidden: torch.Tensor, packed: Packed) -
             packed_seq_params=rows, embedding=functools.partial(_embedded, chunk),
         )  # fmt: skip
         at = index - depth
-        there = at >= begin
-        found, _ = token_log_probs(_whole(hidden, chunk)[:, 0].index_select(0, at.clamp(min=0)), weight, targets,
+        inside = at >= begin
+        log_probs, _ = token_log_probs(_whole(hidden, chunk)[:, 0].index_select(0, at.clamp(min=0)), weight, targets,
                                    softcap=predictors.softcap, group=parallel_state.get_tensor_model_parallel_group())
-        total = total - torch.where(there, found, torch.zeros_like(found))
+        total = total - torch.where(inside, log_probs, torch.zeros_like(log_probs))
     return total / len(predictors.layers)
 
 

@@ -24,7 +24,7 @@ class Names:
         projection: of both, side by side.
         final_norm: before the output layer.
         hidden_first: the projection takes the hidden state before the embedding.
-        copies: of the model's own embedding and output layer, which layers share with it and nobody reads.
+        copies: of the model's own embedding and output layer, which layers share with it and which are not read.
     """
 
     layer: str
@@ -40,22 +40,22 @@ class Names:
         layers = _depth(weight_map)
         # What a checkpoint need not have is another plugin's, for instance an adapter.
         last = [rule for rule in weight_map.rules if rule.layers and layers - 1 in rule.layers and not rule.optional]
-        found = []
+        rules = []
         for k in range(count):
             ours, place = f"mtp.layers.{k}.", {"k": k, "n": layers + k}
             own = {"enorm": self.embedding_norm, "hnorm": self.hidden_norm, "eh_proj": self.projection}
             if self.hidden_first:  # Megatron's first norm is that of the projection's first half (layers.HiddenFirst)
                 own |= {"enorm": self.hidden_norm, "hnorm": self.embedding_norm}
-            found += [Rule(f"{ours}{name}.weight", (theirs.format(**place),), optional=True)
+            rules += [Rule(f"{ours}{name}.weight", (theirs.format(**place),), optional=True)
                       for name, theirs in own.items()]
             prefix = self.layer.format(**place)
-            found += [
+            rules += [
                 replace(rule, megatron=f"{ours}transformer_layer.{_inside(rule.megatron)}", layers=None, optional=True,
                         hf=tuple(prefix + _inside(name) for name in rule.hf))
                 for rule in last
             ]
-            found.append(Rule(f"{ours}final_layernorm.weight", (self.final_norm.format(**place),), optional=True))
-        return tuple(found)
+            rules.append(Rule(f"{ours}final_layernorm.weight", (self.final_norm.format(**place),), optional=True))
+        return tuple(rules)
 
     def unread(self, weight_map: WeightMap, count: int) -> frozenset[str]:
         """The copies' names."""
@@ -85,7 +85,7 @@ class Layers:
 
     count: int
     scheme: str
-    there: bool
+    stored: bool
 
     @property
     def names(self) -> Names:
@@ -110,15 +110,16 @@ def layers_of(folder: Path, number: int | None, scheme: str) -> Layers:
     """
     present, layers = _present(folder), _own_layers(folder)
     counts = {name: _count(names, present, layers) for name, names in SCHEMES.items()}
-    there = next((name for name, count in counts.items() if count), None)
-    if there is not None:
-        if number not in (None, counts[there]):
-            raise ConfigError("the checkpoint has another number of multi-token-prediction layers", got=counts[there],
+    stored = next((name for name, count in counts.items() if count), None)
+    if stored is not None:
+        if number not in (None, counts[stored]):
+            raise ConfigError("the checkpoint has a different number of multi-token-prediction layers",
+                              got=counts[stored],
                               who=f"--mtp-num-layers {number}, {folder}", fix="leave --mtp-num-layers out")
-        if scheme not in ("auto", there):
-            raise ConfigError("the checkpoint names its multi-token-prediction layers otherwise", got=there,
+        if scheme not in ("auto", stored):
+            raise ConfigError("the checkpoint uses other names for its multi-token-prediction layers", got=stored,
                               who=f"mtp.names {scheme}, {folder}", fix="leave mtp.names out")
-        return Layers(counts[there], there, True)
+        return Layers(counts[stored], stored, True)
     number = number or 1
     scheme = ("mtp" if number == 1 else "nextn") if scheme == "auto" else scheme
     if scheme == "mtp" and number > 1:

@@ -34,7 +34,7 @@ class MtpOptions:
         flags=("--mtp-num-layers",),
     )
     enable_training: bool = option(
-        False, "Train the layers; without it they are kept as they are.", flags=("--enable-mtp-training",)
+        False, "Train the layers; otherwise they stay unchanged.", flags=("--enable-mtp-training",)
     )
     loss_scaling_factor: float = option(
         0.2, "Weight of their loss beside the policy's.", flags=("--mtp-loss-scaling-factor",)
@@ -129,19 +129,19 @@ class Mtp:
 
 def _check(options: MtpOptions, config: RunConfig) -> None:
     if options.num_layers is not None and options.num_layers < 1:
-        raise ConfigError("there should be at least one layer", got=options.num_layers, who="--mtp-num-layers",
+        raise ConfigError("at least one layer is needed", got=options.num_layers, who="--mtp-num-layers",
                           fix="leave it out to keep those of the checkpoint, or run without plugin mtp")
     if options.loss_scaling_factor < 0:
         raise ConfigError("the weight of a loss should not be negative", got=options.loss_scaling_factor,
-                          who="--mtp-loss-scaling-factor", fix="0.2 is usual")
+                          who="--mtp-loss-scaling-factor", fix="use 0.2, for example")
     sync = str(config.perf.weight_sync)
     layered = config.surface("server").get("enable_multi_layer_eagle")
     if options.enable_training and layered and not sync.startswith("disk"):
-        raise ConfigError("SGLang brings a draft of several layers up to date from files alone", got=sync,
+        raise ConfigError("SGLang can update a draft of several layers only from files", got=sync,
                           who="plugin mtp, --weight-sync", fix="--weight-sync disk")
     layout = layout_of(config)
     if layout.pipeline > 1:
-        raise ConfigError("multi-token-prediction layers need the embedding and the output layer on one stage",
+        raise ConfigError("multi-token-prediction layers need the embedding and the output layer on the same stage",
                           got=f"pipeline_model_parallel_size {layout.pipeline}", who="plugin mtp",
                           fix="train with one pipeline stage, or without the plugin")
     if layout.context > 1 and options.enable_training:

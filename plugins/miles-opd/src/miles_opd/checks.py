@@ -31,7 +31,7 @@ def checked(options: OpdOptions, config: RunConfig) -> OpdOptions:
 def _kind(options: OpdOptions) -> Literal["megatron", "sglang"]:
     load, urls = options.opd_teacher_load is not None, bool(options.opd_teacher_urls)
     if load and urls:
-        raise ConfigError("a teacher is in the trainer or behind a server", who="[opd]",
+        raise ConfigError("a teacher is either in the trainer or behind a server, not both", who="[opd]",
                           got="opd_teacher_load and opd_teacher_urls", fix="drop one of them")
     kind = options.opd_type or ("megatron" if load else "sglang" if urls else None)
     if kind is None:
@@ -55,7 +55,7 @@ def _use(options: OpdOptions, config: RunConfig) -> None:
                           f"--advantage-estimator {ESTIMATOR}, or leave the plugin out")
     if alone and options.opd_kl_coef == 0:
         raise ConfigError("the advantages are the reverse KL, and its weight is 0", got=0, who="opd.opd_kl_coef",
-                          fix="1.0 is usual")
+                          fix="use 1.0, for example")
     if options.use_opd and algorithm.loss_type == "sft_loss":
         raise ConfigError("the loss of demonstrations does not look at advantages, off which the reverse KL is taken",
                           who="opd.use_opd, algorithm.loss_type", fix="drop one of them")
@@ -71,25 +71,25 @@ def _teacher(options: OpdOptions, config: RunConfig) -> None:
             raise ConfigError(f"scorer {SCORER!r} asks a server, and the teacher is in the trainer",
                               who="rollout.rm_type", fix="leave the scorer out, or name --opd-teacher-urls")
         if not Path(str(options.opd_teacher_load)).is_dir():
-            raise ConfigError("there is no such teacher", got=options.opd_teacher_load, who="opd.opd_teacher_load",
+            raise ConfigError("the teacher does not exist", got=options.opd_teacher_load, who="opd.opd_teacher_load",
                               fix="name a Hugging Face directory or a folder that a run saved into")
         return
     if not asks:
-        raise ConfigError(f"nobody would ask the teacher's server: that is what scorer {SCORER!r} does",
+        raise ConfigError(f"the teacher's server would never be queried: that is what scorer {SCORER!r} does",
                           who="rollout.rm_type", fix=f"add {SCORER} to --rm-type; it counts 0 in the reward")
     if config.rollout.rollout_temperature != 1:
         raise ConfigError("a server scores at temperature 1, and the student samples at another",
                           got=config.rollout.rollout_temperature, who="rollout.rollout_temperature",
                           fix="--rollout-temperature 1, or a teacher in the trainer (--opd-teacher-load)")
     if options.opd_log_prob_top_k and options.opd_top_k_strategy != "only-teacher":
-        raise ConfigError("of a server's teacher only its own likeliest tokens are known when it is asked",
+        raise ConfigError("a teacher's server returns only its own most likely tokens",
                           got=f"opd_top_k_strategy {options.opd_top_k_strategy!r}", who="opd.opd_top_k_strategy",
                           fix="--opd-top-k-strategy only-teacher, or a teacher in the trainer (--opd-teacher-load)")
 
 
 def _numbers(options: OpdOptions) -> None:
     if options.opd_top_k_baseline and not options.opd_log_prob_top_k:
-        raise ConfigError("there is no baseline without top-k", who="opd.opd_top_k_baseline",
+        raise ConfigError("the baseline needs top-k", who="opd.opd_top_k_baseline",
                           fix="add --opd-log-prob-top-k 20, or write --normalize-advantages")
     for key, least in (("opd_kl_coef", 0), ("opd_log_prob_top_k", 0), ("opd_teacher_concurrency", 1)):
         if not getattr(options, key) >= least:

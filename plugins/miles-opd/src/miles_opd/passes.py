@@ -76,12 +76,12 @@ def penalty(sample: Sample, student: str, *, baseline: bool) -> np.ndarray:
 
 def metrics(samples: Sequence[Sample]) -> dict[str, float]:
     """Means over the trained tokens: rollout/opd_reverse_kl and, for sampled tokens, rollout/teacher_log_probs."""
-    found = {}
+    means = {}
     for name in ("opd_reverse_kl", "teacher_log_probs"):
         rows = [s.columns[name][s.columns["loss_mask"] > 0] for s in samples if name in s.columns]
         if values := [row for row in rows if row.size]:
-            found[f"rollout/{name}"] = float(np.concatenate(values).mean(dtype=np.float64))
-    return found
+            means[f"rollout/{name}"] = float(np.concatenate(values).mean(dtype=np.float64))
+    return means
 
 
 class _TopK:

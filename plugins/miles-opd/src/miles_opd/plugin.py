@@ -115,9 +115,9 @@ class Opd:
         """After the log-probs, the teacher's, and the reverse KL of every trained token."""
         from miles_opd.passes import fill, metrics
 
-        found, begin = proceed(), time.perf_counter()
+        figures, begin = proceed(), time.perf_counter()
         fill(access, self.options, self._student)
-        return found | metrics(access.samples) | {"perf/teacher_log_probs_time": time.perf_counter() - begin}
+        return figures | metrics(access.samples) | {"perf/teacher_log_probs_time": time.perf_counter() - begin}
 
     @hookimpl(name="on_policy_distillation")
     def advantage(self, batch: Batch) -> Values:

@@ -42,7 +42,7 @@ class Servers:
         concurrency: requests under way at once.
 
     Raises:
-        ConfigError: an address that is none, or two of one name.
+        ConfigError: an invalid address, or two of one name.
     """
 
     def __init__(self, urls: Sequence[str], *, key: str, timeout: float, top_k: int, concurrency: int):
@@ -68,25 +68,25 @@ class Servers:
     def _url(self, sample: Sample) -> str:
         name = str({**sample.prompt.metadata, **sample.metadata}.get(self._key, DEFAULT))
         if name not in self.urls:
-            raise RewardError(f"{sample.name} has a teacher that nobody named", got=name, who="opd.opd_teacher_urls",
-                              fix=f"add {name}=URL; there are {', '.join(self.urls)}")
+            raise RewardError(f"{sample.name} names an unknown teacher", got=name, who="opd.opd_teacher_urls",
+                              fix=f"add {name}=URL; known: {', '.join(self.urls)}")
         return self.urls[name]
 
 
-def addresses(given: Sequence[str]) -> dict[str, str]:
+def addresses(texts: Sequence[str]) -> dict[str, str]:
     """NAME=URL, or one URL for the teacher called default -> URL of /generate by name."""
-    found: dict[str, str] = {}
-    for text in given:
+    urls: dict[str, str] = {}
+    for text in texts:
         match = re.fullmatch(r"(?:([\w.-]+)=)?(https?://\S+)", text)
         if match is None:
-            raise ConfigError("this is no address of a teacher", got=text, who="opd.opd_teacher_urls",
+            raise ConfigError("not the address of a teacher", got=text, who="opd.opd_teacher_urls",
                               fix="write http://HOST:PORT, or NAME=http://HOST:PORT")
         name, url = match[1] or DEFAULT, match[2].rstrip("/").removesuffix("/generate")
-        if name in found:
+        if name in urls:
             raise ConfigError(f"two addresses for the teacher {name!r}", got=text, who="opd.opd_teacher_urls",
                               fix="give each teacher its own name: NAME=URL")
-        found[name] = f"{url}/generate"
-    return found
+        urls[name] = f"{url}/generate"
+    return urls
 
 
 def post(url: str, payload: dict[str, Any], timeout: float) -> dict[str, Any]:
@@ -100,13 +100,13 @@ def post(url: str, payload: dict[str, Any], timeout: float) -> dict[str, Any]:
     while True:
         try:
             with urllib.request.urlopen(request, timeout=max(0.01, deadline - time.monotonic())) as answer:
-                found: dict[str, Any] = json.load(answer)
-                return found
+                parsed: dict[str, Any] = json.load(answer)
+                return parsed
         except (OSError, ValueError) as error:  # URLError and HTTPError are OSErrors
             refused = isinstance(error, ValueError) or getattr(error, "code", 500) < 500
             if refused or time.monotonic() + pause >= deadline:
                 detail = error.read()[:200].decode(errors="replace") if hasattr(error, "read") else ""
-                raise RewardError("the teacher's server gave no answer", who=url, got=f"{error} {detail}".strip(),
+                raise RewardError("the teacher's server returned no answer", who=url, got=f"{error} {detail}".strip(),
                                   fix=f"look at its log; it had {timeout:g} s (opd_teacher_timeout)") from error
         time.sleep(pause)
         pause *= 2
@@ -123,17 +123,18 @@ def read(answer: dict[str, Any], sample: Sample, top_k: int, url: str) -> dict[s
         scored = answer["meta_info"]["input_token_logprobs"]
         if [entry[1] for entry in scored] != sample.tokens.tolist():
             raise ValueError(f"log-probs of {len(scored)} other tokens than the {sample.length} that were sent")
-        found: dict[str, np.ndarray] = {
+        columns: dict[str, np.ndarray] = {
             "teacher_log_probs": np.array([entry[0] for entry in scored[rows]], np.float32).reshape(size),
         }
         if top_k:
             best = [entries[:top_k] for entries in answer["meta_info"]["input_top_logprobs"][rows]]
-            found["opd_teacher_top"] = np.array([[e[0] for e in row] for row in best], np.float32).reshape(size, top_k)
-            found["opd_teacher_tokens"] = np.array([[e[1] for e in row] for row in best], np.int32).reshape(size, top_k)
-        if not all(np.isfinite(values).all() for values in found.values()):
+            log_probs, tokens = ([[entry[i] for entry in row] for row in best] for i in (0, 1))
+            columns["opd_teacher_top"] = np.array(log_probs, np.float32).reshape(size, top_k)
+            columns["opd_teacher_tokens"] = np.array(tokens, np.int32).reshape(size, top_k)
+        if not all(np.isfinite(values).all() for values in columns.values()):
             raise ValueError("log-probs that are not finite")
     except (KeyError, IndexError, TypeError, ValueError) as error:
         raise RewardError(f"the teacher's answer for {sample.name} cannot be used", who=url,
                           got=f"{type(error).__name__}: {error}"[:200],
-                          fix="it has to be an SGLang server with the student's tokenizer") from error
-    return found
+                          fix="use an SGLang server with the student's tokenizer") from error
+    return columns

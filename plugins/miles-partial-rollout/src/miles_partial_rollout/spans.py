@@ -19,7 +19,7 @@ def called_back(group: Group, *, mask: bool) -> Group:
     """What of a group goes on later: all of its samples, finished ones included, or none.
 
     None where no token was drawn, where a sample failed, and, with `mask`, where all have finished, since every token
-    would be masked: sampling the prompt anew loses nothing then that could be trained on.
+    would be masked: sampling the prompt again then loses nothing that could be trained on.
 
     Args:
         mask: set the loss mask of all tokens so far to 0, also of samples that have finished: their tokens are of the

@@ -33,10 +33,10 @@ Estimate = Callable[[np.ndarray, np.ndarray, float, float], np.ndarray]
 def vanilla_gae(rewards: np.ndarray, values: np.ndarray, gamma: float, lambd: float) -> np.ndarray:
     """The recursion, token by token from the end."""
     deltas = _deltas(rewards, values, gamma)
-    found, following = np.empty_like(deltas), 0.0
+    advantages, following = np.empty_like(deltas), 0.0
     for t in range(len(deltas) - 1, -1, -1):
-        found[t] = following = deltas[t] + gamma * lambd * following
-    return found
+        advantages[t] = following = deltas[t] + gamma * lambd * following
+    return advantages
 
 
 def chunked_gae(rewards: np.ndarray, values: np.ndarray, gamma: float, lambd: float) -> np.ndarray:
@@ -51,11 +51,11 @@ def chunked_gae(rewards: np.ndarray, values: np.ndarray, gamma: float, lambd: fl
     deltas.reshape(-1)[:size] = _deltas(rewards, values, gamma)
     powers = (gamma * lambd) ** np.arange(CHUNK + 1)
     apart = np.arange(CHUNK) - np.arange(CHUNK)[:, None]
-    found = deltas @ np.where(apart >= 0, powers[np.abs(apart)], 0.0).T
+    advantages = deltas @ np.where(apart >= 0, powers[np.abs(apart)], 0.0).T
     carry = powers[CHUNK - np.arange(CHUNK)]
-    for chunk in range(len(found) - 2, -1, -1):
-        found[chunk] += carry * found[chunk + 1, 0]
-    return found.reshape(-1)[:size]
+    for chunk in range(len(advantages) - 2, -1, -1):
+        advantages[chunk] += carry * advantages[chunk + 1, 0]
+    return advantages.reshape(-1)[:size]
 
 
 ESTIMATORS: Mapping[str, Estimate] = MappingProxyType({"vanilla": vanilla_gae, "chunked": chunked_gae})
@@ -64,13 +64,13 @@ ESTIMATORS: Mapping[str, Estimate] = MappingProxyType({"vanilla": vanilla_gae, "
 def advantages_and_returns(batch: Batch, algorithm: Algorithm, estimate: Estimate) -> list[np.ndarray]:
     """Each sample's advantages, [R] float64, 0 where it is not trained on; its column `returns` is filled.
 
-    A sample without a trained token has advantages of 0, and its reward is nobody's. A truncated answer ends like any
-    other: what might have followed counts as 0.
+    A sample without a trained token has advantages of 0, and its reward goes to no token. A truncated answer ends like
+    any other: what might have followed counts as 0.
 
     Raises:
         TrainError, RewardError: see `stages.advantage.rollout_rewards`.
     """
-    found = []
+    per_sample = []
     for sample, rewards in zip(batch.samples, token_rewards(batch, algorithm), strict=True):
         trained = np.flatnonzero(sample.columns["loss_mask"])
         values = sample.columns["values"][trained].astype(np.float64)
@@ -78,8 +78,8 @@ def advantages_and_returns(batch: Batch, algorithm: Algorithm, estimate: Estimat
         advantages[trained] = estimate(rewards[trained], values, algorithm.gamma, algorithm.lambd)
         returns[trained] = advantages[trained] + values
         sample.columns["returns"] = returns
-        found.append(advantages)
-    return found
+        per_sample.append(advantages)
+    return per_sample
 
 
 def _deltas(rewards: np.ndarray, values: np.ndarray, gamma: float) -> np.ndarray:

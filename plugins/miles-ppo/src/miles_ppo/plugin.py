@@ -28,10 +28,11 @@ class PpoOptions:
     """The critic. Discount, lambda, KL, clip band and whitening are options of [algorithm]."""
 
     gae: Literal["chunked", "vanilla"] = option(
-        "chunked", "How advantages are computed: 128 tokens at once, or one by one.", flags=("--gae",)
+        "chunked", "How advantages are computed: in chunks of 128 tokens, or one by one.", flags=("--gae",)
     )
     value_clip: float = option(
-        0.2, "How far a value may move from the old one before its loss stops caring.", flags=("--value-clip",)
+        0.2, "Clip range: how far a value may move from the old one before its loss becomes constant.",
+        flags=("--value-clip",)
     )
     num_critic_only_steps: int = option(
         0, "Rollouts at the start in which the critic trains alone.", flags=("--num-critic-only-steps",)
@@ -49,21 +50,21 @@ class PpoOptions:
 def _check(options: PpoOptions, config: RunConfig) -> None:
     """
     Raises:
-        ConfigError: a critic that nobody asks, or that would not learn.
+        ConfigError: a critic that no estimator uses, or that would not learn.
     """
     algorithm, last = config.algorithm, config.rollout.num_rollout
     if algorithm.advantage_estimator != "ppo" or algorithm.loss_type == "sft_loss":
-        raise ConfigError("plugin ppo would train a critic that nobody asks", got=algorithm.advantage_estimator,
+        raise ConfigError("plugin ppo would train a critic that no estimator uses", got=algorithm.advantage_estimator,
                           who="algorithm.advantage_estimator, algorithm.loss_type",
                           fix="write --advantage-estimator ppo, or leave the plugin and its options out")
     if not options.value_clip > 0:
         raise ConfigError("value_clip should be above 0: the critic's loss would not move it", got=options.value_clip,
-                          who="ppo.value_clip", fix="0.2 is usual")
+                          who="ppo.value_clip", fix="use 0.2, for example")
     if options.critic_lr is not None and options.critic_lr != 0 and not 1e-12 <= options.critic_lr <= 0.1:
         raise ConfigError("critic_lr should be 0, or from 1e-12 to 0.1", got=options.critic_lr, who="ppo.critic_lr",
-                          fix="1e-5 is usual")
+                          fix="use 1e-5, for example")
     if last and options.num_critic_only_steps >= last and config.checkpoint.save is None:
-        raise ConfigError("the critic would train alone until the run ends, and nothing would be kept of it",
+        raise ConfigError("the critic would train alone until the run ends, and no result of it would be saved",
                           got=f"{options.num_critic_only_steps} of {last} rollouts", who="ppo.num_critic_only_steps",
                           fix="lower --num-critic-only-steps, or add --save")
 

@@ -6,13 +6,18 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from miles_core.config.load import config_json
 from miles_core.config.tables import RunConfig
 from miles_core.errors import DataError
 from miles_core.reading import parse_json
 from miles_preflight.checkpoint_files import SPECIAL
+
+if TYPE_CHECKING:
+    from jinja2.nodes import Node
+    from jinja2.parser import Parser
+    from jinja2.sandbox import SandboxedEnvironment
 
 FIRST = 16
 """Rows of a file that are rendered."""
@@ -73,7 +78,7 @@ def token_text(token: object) -> str | None:
 
 
 def check_rendered(config: RunConfig, template: ChatTemplate | None, origin: str,
-                   prompts: Sequence[tuple[int, str | list[dict]]]) -> None:
+                   prompts: Sequence[tuple[int, str | list[dict[str, Any]]]]) -> None:
     """
     Args:
         template: the run's; None where rows are not rendered.
@@ -103,7 +108,7 @@ def check_rendered(config: RunConfig, template: ChatTemplate | None, origin: str
                             "it; a prompt that is meant so can be a row's text, without --apply-chat-template")
 
 
-def _whole(messages: Sequence[Mapping], text: str, where: str) -> None:
+def _whole(messages: Sequence[Mapping[str, Any]], text: str, where: str) -> None:
     """Of the system's, a tool's and the last user's message the longest word is in the text."""
     for place, message in enumerate(messages):
         role, content = str(message["role"]), message.get("content")
@@ -133,8 +138,8 @@ class ChatTemplate:
         source = source.get("default") if isinstance(source, Mapping) else source
         self.text = source if isinstance(source, str) else None
         tokens = {**read(folder / "special_tokens_map.json"), **said}
-        self._arguments = {name: token_text(value) for name, value in tokens.items()
-                           if name.endswith("_token") and value}
+        self._arguments: dict[str, object] = {name: token_text(value) for name, value in tokens.items()
+                                              if name.endswith("_token") and value}
         self._arguments |= {"tools": None, "documents": None, "add_generation_prompt": True}
         self._arguments |= rollout.apply_chat_template_kwargs or {}
         if self.text is None:
@@ -149,7 +154,7 @@ class ChatTemplate:
                             who=str(path) if path.is_file() else f"--hf-checkpoint {folder}",
                             fix="correct it, or name another with --chat-template-path FILE") from None
 
-    def render(self, messages: Sequence[Mapping], where: str) -> str:
+    def render(self, messages: Sequence[Mapping[str, Any]], where: str) -> str:
         """The text, with the answer's opening where the run does not say otherwise.
 
         Raises:
@@ -163,18 +168,18 @@ class ChatTemplate:
                             fix="check the roles and contents, and `miles check-template`") from None
 
 
-def _environment():
+def _environment() -> SandboxedEnvironment:
     import jinja2.ext
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(jinja2.ext.Extension):
         tags = {"generation"}
 
-        def parse(self, parser):
+        def parse(self, parser: Parser) -> list[Node]:
             next(parser.stream)
             return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
-    def refuse(message):
+    def refuse(message: str) -> NoReturn:
         raise jinja2.TemplateError(message)
 
     made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True,
@@ -185,7 +190,7 @@ def _environment():
     return made
 
 
-def read(path: Path) -> Mapping:
+def read(path: Path) -> Mapping[str, Any]:
     """A JSON object; nothing where there is none that can be read."""
     try:
         said = parse_json(path.read_text(encoding="utf-8"))

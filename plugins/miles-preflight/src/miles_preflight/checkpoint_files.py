@@ -157,7 +157,7 @@ def _header(path: Path) -> Tensors:
     return found
 
 
-def _named(folder: Path, tensors: Tensors, said: Mapping) -> None:
+def _named(folder: Path, tensors: Tensors, said: Mapping[str, object]) -> None:
     """Names and kinds of tensors that are those of the family, and plain where config.json says nothing else."""
     if wrapped := next((name for name in tensors if _WRAPPED.search(name)), None):
         raise _error(folder, "the tensors have names that a wrapper around the model gave them", wrapped,
@@ -177,7 +177,7 @@ def _named(folder: Path, tensors: Tensors, said: Mapping) -> None:
                          part if there else f"no {part}", "both files have to be of one checkpoint")
 
 
-def _sizes(folder: Path, shapes: Mapping[str, tuple[int, ...]], model: Architecture, said: Mapping) -> None:
+def _sizes(folder: Path, shapes: Mapping[str, tuple[int, ...]], model: Architecture, said: Mapping[str, object]) -> None:
     values, heads = (model.groups or 0) * (model.head_dim or 0), (model.heads or 0) * (model.value_dim or 0)
     stated = {"embed_tokens.weight": (model.vocab, model.hidden), "lm_head.weight": (model.vocab, model.hidden),
               "layers.0.mlp.gate_proj.weight": (model.ffn, model.hidden),
@@ -227,7 +227,7 @@ def _parts(folder: Path, shapes: Mapping[str, tuple[int, ...]], model: Architect
             raise _misshapen(folder, name, shapes[name], size)
 
 
-def _special_tokens(folder: Path, said: Mapping) -> None:
+def _special_tokens(folder: Path, said: Mapping[str, object]) -> None:
     """Tokens that end an answer or pad are the model's. Special tokens stand at the start of tokenizer.json."""
     vocab, ids = said.get("vocab_size"), said.get("eos_token_id")
     found = {("config.json", one) for one in (ids if isinstance(ids, list) else [ids]) if isinstance(one, int)}
@@ -252,7 +252,7 @@ def _special_tokens(folder: Path, said: Mapping) -> None:
                          "tokenizer, config.json and weights have to be of one checkpoint")
 
 
-def _misshapen(folder: Path, name: str, shape: tuple, wanted: tuple) -> CheckpointError:
+def _misshapen(folder: Path, name: str, shape: tuple[int, ...], wanted: tuple[int | None, ...]) -> CheckpointError:
     return _error(folder, "the tensors do not fit the sizes that config.json states",
                   f"misshapen {name}: {shape}, not {wanted}", "both files have to be of one checkpoint")
 

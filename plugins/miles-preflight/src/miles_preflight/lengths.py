@@ -78,8 +78,8 @@ def _pairs(config: RunConfig) -> Iterator[tuple[int | None, int | None, tuple[st
         elif eval_.eval_max_prompt_len is not None:
             yield longest, rollout.rollout_max_response_len, (prompt, answer)
     for dataset in eval_.datasets:
-        if isinstance(dataset.get("max_response_len"), int):
-            yield longest, dataset["max_response_len"], (prompt, "eval.datasets")
+        if isinstance(own := dataset.get("max_response_len"), int):
+            yield longest, own, (prompt, "eval.datasets")
 
 
 def _least(config: RunConfig) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from miles_core.config.load import config_json, who
 from miles_core.config.tables import RunConfig
@@ -48,7 +49,7 @@ def check_model(config: RunConfig) -> None:
         _reference(config, said)
 
 
-def _kinds(path: Path, said: Mapping[str, object]) -> None:
+def _kinds(path: Path, said: Mapping[str, Any]) -> None:
     """
     Raises:
         ConfigError: a value of config.json is of no kind that its key can have, or two keys name two models.
@@ -88,7 +89,7 @@ def _reference(config: RunConfig, said: Mapping[str, object]) -> None:
                               fix="name a checkpoint of the model that is trained with --ref-load")
 
 
-def _constants(said: Mapping[str, object]) -> Iterator[tuple[str, str, object]]:
+def _constants(said: Mapping[str, Any]) -> Iterator[tuple[str, str, object]]:
     """(field, key of config.json, value) of what it states."""
     latent = isinstance(said.get("kv_lora_rank"), int)
     for field, key in PLAIN.items():

@@ -47,7 +47,7 @@ def _said(path: Path, _changed: int, _size: int) -> object:
         return parse_json(file.read(min(size, LARGEST)))
 
 
-def found_in(path: Path, keys: Sequence[str]) -> list:
+def found_in(path: Path, keys: Sequence[str]) -> list[Any]:
     """Values of a JSON file, or of the header of a *.safetensors file, along keys; * in a key stands for any text."""
     try:
         kept = path.stat()

@@ -77,5 +77,10 @@ def _stated(one: Selected, config: RunConfig, rows: Mapping[str, str]) -> Iterat
             fields = {f"megatron.{name}": value for name, value in config.surface("megatron").items()}
             found = {name: (fields if name.startswith("megatron.") else values).get(name) for name in names}
             if all(value is not None for value in found.values()):
-                yield row, _BRACES.sub(lambda match, found=found: str(found[match[1]]), text)
+                yield row, _filled(text, found)
                 break
+
+
+def _filled(text: str, values: Mapping[str, object]) -> str:
+    """The text with each word in braces replaced by its value."""
+    return _BRACES.sub(lambda match: str(values[match[1]]), text)

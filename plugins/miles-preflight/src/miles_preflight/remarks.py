@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from typing import cast
 
 from miles_core.config.tables import RunConfig
 from miles_preflight.chat_template import Tokenizer, read, token_text
@@ -21,7 +22,8 @@ def remark(config: RunConfig, files: Sequence[Looked], tokenizer: Tokenizer, not
         note("lr 0: no step changes a weight")
     _ends(tokenizer, note)
     (origin, prompts, whole), *evaluations = files
-    different, batch = set(prompts), config.rollout.rollout_batch_size
+    different = set(prompts)
+    batch = cast("int", config.rollout.rollout_batch_size)  # a plan that lacks it is refused
     if len(different) < len(prompts):
         note(f"{len(prompts) - len(different)} of the first {len(prompts)} prompts repeat another one ({origin})")
     if whole and 0 < len(prompts) < batch:

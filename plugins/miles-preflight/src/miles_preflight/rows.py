@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, cast
 
 from miles_core.config.load import who
 from miles_core.config.tables import RunConfig
@@ -105,8 +106,9 @@ def _files(config: RunConfig) -> Iterator[File]:
     rollout, eval_ = config.rollout, config.eval
     yield File("rollout.prompt_data", str(rollout.prompt_data), rollout.input_key, rollout.label_key)
     pairs = eval_.eval_prompt_data
-    named = [("eval.eval_prompt_data", {"path": path}) for path in (pairs if len(pairs) == 1 else pairs[1::2])]
-    for key, dataset in [*named, *(("eval.datasets", one) for one in eval_.datasets)]:
+    datasets: list[tuple[str, Mapping[str, Any]]] = [
+        ("eval.eval_prompt_data", {"path": path}) for path in (pairs if len(pairs) == 1 else pairs[1::2])]
+    for key, dataset in [*datasets, *(("eval.datasets", one) for one in eval_.datasets)]:
         yield File(key, str(dataset["path"]), dataset.get("input_key") or eval_.eval_input_key or rollout.input_key,
                    dataset.get("label_key") or eval_.eval_label_key or rollout.label_key, eval=True)
 
@@ -116,7 +118,7 @@ class _File:
         self._config, self._file = config, file
         self._name, _, self._cut = file.path.partition("@")
         self.origin = f"{who(config, file.key)}, {self._name}"
-        self.rows: list[tuple[int, dict]] = []
+        self.rows: list[tuple[int, dict[str, Any]]] = []
         self.whole = False
 
     @property
@@ -172,7 +174,7 @@ class _File:
         check_rendered(self._config, template, self.origin, [(number, row[self._file.input_key])
                                                              for number, row in self.rows])
 
-    def check_need(self, number: int, row: Mapping, name: str, key: str | None, generates: bool) -> None:
+    def check_need(self, number: int, row: Mapping[str, Any], name: str, key: str | None, generates: bool) -> None:
         """
         Raises:
             DataError: see `check_needs`.
@@ -194,7 +196,7 @@ class _File:
             raise self._error("the slice should be @[a:b]", self._cut, "for instance data.jsonl@[0:1000]")
         return slice(*(int(edge) if edge else None for edge in span.groups())) if span else slice(None)
 
-    def _row(self, number: int, line: bytes) -> dict:
+    def _row(self, number: int, line: bytes) -> dict[str, Any]:
         try:
             row = parse_json(line.strip().decode("utf-8"))
         except UnicodeDecodeError as error:
@@ -212,7 +214,7 @@ class _File:
             raise self._error("the line is not a JSON object", type(row).__name__, "one JSON object a line", number)
         return row
 
-    def _check_row(self, number: int, row: Mapping) -> None:
+    def _check_row(self, number: int, row: Mapping[str, Any]) -> None:
         file = self._file
         flags = ("--eval-input-key", "--eval-label-key") if file.eval else ("--input-key", "--label-key")
         for key, flag in zip((file.input_key, file.label_key), flags, strict=True):
@@ -240,7 +242,7 @@ class _File:
             raise self._error(f"{file.input_key!r} holds what a chat template made, and would pass through one again",
                               found[1], "drop --apply-chat-template, or give the messages themselves", number)
 
-    def _check_rest(self, row: Mapping, number: int) -> None:
+    def _check_rest(self, row: Mapping[str, Any], number: int) -> None:
         """What stands beside the prompt."""
         file, rollout = self._file, self._config.rollout
         metadata = row.get(rollout.metadata_key)
@@ -252,7 +254,7 @@ class _File:
                               ", ".join(row[file.label_key]), "give the ground truth a key of its own in the row; "
                               "what else scorers need is read from --metadata-key", number)
 
-    def _check_chat(self, prompt: list[dict], number: int) -> None:
+    def _check_chat(self, prompt: list[dict[str, Any]], number: int) -> None:
         """A message is text, maybe in parts; a call of tools needs none."""
         key = self._file.input_key
         if not self._config.rollout.apply_chat_template:
@@ -275,7 +277,7 @@ class _File:
             raise self._error(f"{key!r} ends with an answer, and the model is to give one", "assistant",
                               "leave the last message out: what it says may be the label", number)
 
-    def _all(self, rows: list[dict], counted: int | Path | None) -> None:
+    def _all(self, rows: list[dict[str, Any]], counted: int | Path | None) -> None:
         """What some rows may lack, but not all of those that were looked at; and how many there are."""
         if counted is not None and not self._file.eval:
             self._enough(counted)
@@ -296,9 +298,10 @@ class _File:
             return
         if isinstance(counted, Path):
             counted = counted.read_bytes().count(b"\n{") + 1 if counted.stat().st_size < COUNTED else 2**63
-        if rollout.num_epoch * counted < rollout.rollout_batch_size:
-            raise self._error("there are too few prompts for one rollout", f"{counted} rows x {rollout.num_epoch} "
-                              f"epochs, rollout_batch_size {rollout.rollout_batch_size}",
+        epochs, batch = cast("int", rollout.num_epoch), cast("int", rollout.rollout_batch_size)  # the plan has both
+        if epochs * counted < batch:
+            raise self._error("there are too few prompts for one rollout", f"{counted} rows x {epochs} "
+                              f"epochs, rollout_batch_size {batch}",
                               "lower --rollout-batch-size, or write --num-rollout in place of --num-epoch")
 
     def _no_jsonl(self, kind: str) -> DataError:

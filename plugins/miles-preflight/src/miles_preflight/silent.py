@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from miles_core.config.load import who
 from miles_core.config.tables import RunConfig
@@ -43,7 +44,7 @@ def _refuse(config: RunConfig, what: str, fix: str, *keys: str) -> None:
     raise ConfigError(what, got=values, who=who(config, *keys), fix=fix)
 
 
-def _value(config: RunConfig, key: str) -> object:
+def _value(config: RunConfig, key: str) -> Any:
     table, _, name = key.partition(".")
     return getattr(getattr(config, table), name)
 

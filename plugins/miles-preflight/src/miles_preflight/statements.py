@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import cast
 
 from miles_core.config.load import who
 from miles_core.config.tables import RunConfig
@@ -41,8 +42,8 @@ def check_statements(selected: Sequence[Selected], config: RunConfig) -> None:
 
 def _words(selected: Sequence[Selected], *kinds: str) -> list[tuple[Selected, str, str, list[str]]]:
     """(plugin, kind, name, what follows) of the words of these kinds."""
-    split = [(one, *word.split(":")) for one in selected for word in one.manifest.provides if ":" in word]
-    return [(one, kind, name, rest) for one, kind, name, *rest in split if kind in kinds]
+    split = [(one, word.split(":")) for one in selected for word in one.manifest.provides if ":" in word]
+    return [(one, kind, name, rest) for one, (kind, name, *rest) in split if kind in kinds]
 
 
 def _option(one: Selected, name: str, config: RunConfig) -> object:

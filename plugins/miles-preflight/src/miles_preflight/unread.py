@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
 from miles_core import hookspecs
+from miles_core.config.options import Origin
 from miles_core.config.tables import RunConfig
 from miles_core.plugins.resolve import choices
 from miles_core.plugins.select import Selected
@@ -42,7 +43,8 @@ APART = ("speculative_algorithm",)
 
 def unread(config: RunConfig, selected: Sequence[Selected]) -> list[str]:
     """The note, where there is anything to say."""
-    said = [key for key, origin in config.origin.items() if origin.kind in ("file", "preset", "flag")]
+    said = [key for key, origin in config.origin.items()
+            if isinstance(origin, Origin) and origin.kind in ("file", "preset", "flag")]
     idle = {one.manifest.name for one in selected if one.manifest.options and not _called(one, config)}
     found = [key for key in said if key.partition(".")[0] in idle or _idle(config, key)]
     return [f"nothing that is enabled reads {', '.join(found)}"] if found else []

@@ -28,20 +28,20 @@ def routes_of(sample: Sample, response: Response, sizes: Sizes, stale: int = 2) 
     Raises:
         EngineError: the answer has none, or not the model's number of layers and of experts, or others than it has.
     """
-    found = response.extra.get("routed_experts")
+    experts = response.extra.get("routed_experts")
     who = f"the engine's answer to {sample.name}"
-    if found is None:
+    if experts is None:
         raise EngineError("the engine returns no routed experts", who=who,
                           fix="give SGLang --sglang-enable-return-routed-experts and --router smg or none; an engine "
                           "of a plugin's has to fill Response.extra, or run without plugin r3")
     shape = (sample.length - 1, sizes.layers, sizes.topk)
-    if found.ndim != 3 or any(size not in (None, got) for size, got in zip(shape, found.shape, strict=True)):
+    if experts.ndim != 3 or any(size not in (None, got) for size, got in zip(shape, experts.shape, strict=True)):
         raise EngineError(f"routed experts should have shape {list(shape)}: positions, layers, experts of a token",
-                          got=list(found.shape), who=who, fix=LAYERS)
-    if found.size and (found.min() < -1 or found.max() >= min(sizes.experts or 2**15, 2**15)):
-        raise EngineError(f"routed experts should be below {sizes.experts}", got=f"{found.min()} to {found.max()}",
+                          got=list(experts.shape), who=who, fix=LAYERS)
+    if experts.size and (experts.min() < -1 or experts.max() >= min(sizes.experts or 2**15, 2**15)):
+        raise EngineError(f"routed experts should be below {sizes.experts}", got=f"{experts.min()} to {experts.max()}",
                           who=who, fix=LAYERS)
-    routes, again = found.astype(np.int16), response.extra.get("computed_again")
+    routes, again = experts.astype(np.int16), response.extra.get("computed_again")
     if again is not None:
         routes[np.asarray(again) >= stale] = -1
     return routes

@@ -31,7 +31,7 @@ class R3Options:
     """Whose routing is replayed; the engine's unless the options say otherwise."""
 
     use_rollout_routing_replay: bool = option(
-        False, "Replay the engine's routing; what the plugin does unless use_routing_replay alone is set.",
+        False, "Replay the engine's routing; the default unless only use_routing_replay is set.",
         flags=("--use-rollout-routing-replay",),
     )
     use_routing_replay: bool = option(
@@ -44,7 +44,7 @@ class R3Options:
         "weights.",
     )
     compare_every: int = option(
-        0, "Every so many rollouts, log-probs without replay as well, for a metric: one more pass; 0 never."
+        0, "Every so many rollouts, log-probs without replay as well, for a metric: one more pass; 0: never."
     )
 
 
@@ -61,7 +61,7 @@ class R3:
 
     @hookimpl
     def columns(self) -> list[Column]:
-        """The routes of every position that predicts a token; -1 where nobody knows them."""
+        """The routes of every position that predicts a token; -1 where they are unknown."""
         return [Column(ROUTES, Align.PREDICTION, "int16", axes=("layer", "topk"), pad=-1, missing="pad", owner="r3"),
                 Column(PLACE, Align.PREDICTION, "int32", pad=-1, missing="pad", owner="r3")]
 
@@ -129,7 +129,7 @@ class R3:
 
     @hookimpl
     def train_step(self, proceed: Callable[[], dict[str, float]], access: TrainerAccess) -> dict[str, float]:
-        """Replay in forward and recompute; what nobody recomputed is forgotten."""
+        """Replay in forward and recompute; records that no recompute used are dropped."""
         routers = self._adopted()
         with routers.counting() as counts, routers.stepping():
             metrics = proceed()
@@ -172,14 +172,14 @@ def _check(options: R3Options, config: RunConfig, records: bool) -> Sizes:
                               fix=f"leave {key} out, or run without the plugin")
     if not records and config.rollout.engine == "sglang" and (
             config.surface("server").get("enable_return_routed_experts") is False):
-        raise ConfigError("the engine's routing is to be replayed, and the engine would not tell it", got=False,
+        raise ConfigError("the engine's routing is to be replayed, but the engine would not return it", got=False,
                           who=f"plugin r3, {who(config, 'server.enable_return_routed_experts')}",
                           fix="leave it out, or write --use-routing-replay alone")
     if options.compare_every < 0:
         raise ConfigError("compare_every counts rollouts", got=options.compare_every, who="[r3]",
                           fix="0 for never, 10 for every tenth")
     if records and (options.compare_every or algorithm.use_rollout_logprobs or algorithm.skip_actor_forward_only):
-        raise ConfigError("the routing that is replayed is that of the log-prob pass, and there is none" if
+        raise ConfigError("the routing that is replayed is that of the log-prob pass, which this run does not have" if
                           not options.compare_every else "compare_every is about the engine's routing",
                           who="--use-routing-replay", fix="write --use-rollout-routing-replay, or leave "
                           + ("compare_every out" if options.compare_every else

@@ -62,32 +62,32 @@ class Replay(RouterReplay):
             if under_way.gradient and not torch.is_grad_enabled():
                 self.replay_backward_list.append(None)
             return values, free
-        given = under_way.routes[:, self.layer]
+        recorded = under_way.routes[:, self.layer]
         if under_way.gradient and not torch.is_grad_enabled():  # a checkpointed layer, which is computed again
-            self.replay_backward_list.append(given)
-        return self._replayed(scores, free, given, under_way)
+            self.replay_backward_list.append(recorded)
+        return self._replayed(scores, free, recorded, under_way)
 
     def _again(self, scores: torch.Tensor, values: torch.Tensor, free: torch.Tensor) -> Chosen:
         """A recompute, in a backward pass."""
         if self.replay_backward_list:
-            given = self.replay_backward_list.pop(0)
-            return (values, free) if given is None else self._replayed(scores, free, given, None)
+            recorded = self.replay_backward_list.pop(0)
+            return (values, free) if recorded is None else self._replayed(scores, free, recorded, None)
         if self.routers.in_step:
-            raise TrainError(f"layer {self.layer} is computed again, and its routing was not kept", who="plugin r3",
+            raise TrainError(f"layer {self.layer} is recomputed, but its routing was not recorded", who="plugin r3",
                              fix="use Megatron's own recomputation (--recompute-granularity)")
         return values, free
 
-    def _replayed(self, scores: torch.Tensor, free: torch.Tensor, given: torch.Tensor,
+    def _replayed(self, scores: torch.Tensor, free: torch.Tensor, recorded: torch.Tensor,
                   under_way: Forward | None) -> Chosen:
-        if given.shape != free.shape:
+        if recorded.shape != free.shape:
             raise TrainError(f"the router of layer {self.layer} has other rows than its micro-batch", who="plugin r3",
-                             got=f"{list(free.shape)} scores, {list(given.shape)} routes",
-                             fix="tell the authors the layout of this run; the plugin does not know its order of rows")
-        given = given.to(torch.int64)
-        known = ((given >= 0) & (given < scores.shape[1])).all(-1)
+                             got=f"{list(free.shape)} scores, {list(recorded.shape)} routes",
+                             fix="report the layout of this run; the plugin does not support its order of rows")
+        recorded = recorded.to(torch.int64)
+        known = ((recorded >= 0) & (recorded < scores.shape[1])).all(-1)
         if under_way is not None and under_way.counts is not None and under_way.place is not None:
-            under_way.counts.add(given, free, known, under_way.place >= 0)
-        chosen = torch.where(known[:, None], given, free)
+            under_way.counts.add(recorded, free, known, under_way.place >= 0)
+        chosen = torch.where(known[:, None], recorded, free)
         return scores.gather(1, chosen), chosen
 
 
@@ -115,19 +115,19 @@ class Forward:
 @dataclass(slots=True, eq=False)
 class Counts:
     """Token-layers of a pass on this rank: all, replayed, those whose free choice is another set of experts, and those
-    whose routes name an expert twice or one that there is not."""
+    whose routes name an expert twice or one that does not exist."""
 
-    found: torch.Tensor | None = None
+    totals: torch.Tensor | None = None
 
-    def add(self, given: torch.Tensor, free: torch.Tensor, known: torch.Tensor, real: torch.Tensor) -> None:
+    def add(self, recorded: torch.Tensor, free: torch.Tensor, known: torch.Tensor, real: torch.Tensor) -> None:
         """One layer's of a micro-batch: [T, topk] experts, [T] masks."""
-        ours, theirs = free.sort(-1).values, given.sort(-1).values
+        ours, theirs = free.sort(-1).values, recorded.sort(-1).values
         known = known & real
         twice = (theirs[:, 1:] == theirs[:, :-1]).any(-1) & known
-        beyond = (given >= 0).all(-1) & real & ~known
+        beyond = (recorded >= 0).all(-1) & real & ~known
         each = (real, known, (ours != theirs).any(-1) & known, twice | beyond)
-        found = torch.stack([one.sum() for one in each])
-        self.found = found if self.found is None else self.found + found
+        counts = torch.stack([one.sum() for one in each])
+        self.totals = counts if self.totals is None else self.totals + counts
 
     def metrics(self, prefix: str) -> dict[str, float]:
         """Of all ranks, each of which has to call it.
@@ -135,19 +135,20 @@ class Counts:
         Raises:
             TrainError: routes that no router can have chosen.
         """
-        total = torch.zeros(4, dtype=torch.int64) if self.found is None else self.found.cpu()
+        total = torch.zeros(4, dtype=torch.int64) if self.totals is None else self.totals.cpu()
         if dist.get_world_size() > 1:
             dist.all_reduce(total)
         whole, replayed, differ, broken = total.tolist()
         if broken:
-            raise TrainError(f"{broken} of {whole} routed token-layers name an expert twice, or one that there is not",
+            raise TrainError(f"{broken} of {whole} routed token-layers name an expert twice, or one that does not "
+                             "exist",
                              who="plugin r3", fix="the engine serves another model than the trainer trains")
         if not whole:
             return {}
-        found = {"replayed": replayed / whole, "fallback": (whole - replayed) / whole}
+        shares = {"replayed": replayed / whole, "fallback": (whole - replayed) / whole}
         if replayed:
-            found["routes_differ"] = differ / replayed
-        return {f"{prefix}/{name}": value for name, value in found.items()}
+            shares["routes_differ"] = differ / replayed
+        return {f"{prefix}/{name}": value for name, value in shares.items()}
 
 
 class Routers:
@@ -209,7 +210,7 @@ class Routers:
         if routes is None:  # of samples none of which has any
             routes = np.full((len(place), self.config.num_layers, self.config.moe_router_topk), -1, np.int16)
         elif routes.shape[1:] != (self.config.num_layers, self.config.moe_router_topk):
-            raise TrainError("the routes of the rollout are of another model", who="plugin r3",
+            raise TrainError("the routes of the rollout come from another model", who="plugin r3",
                              got=f"{routes.shape[1]} layers of {routes.shape[2]} experts",
                              fix=f"the trainer has {self.config.num_layers} and {self.config.moe_router_topk}")
         return Forward(self._mine(routes), own, gradient, counts=self._counts)
@@ -274,12 +275,12 @@ class Recorded:
     """What routers chose in a pass: on this rank, by layer, for some of the rollout's positions."""
 
     config: TransformerConfig
-    found: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = field(default_factory=dict)
+    by_layer: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = field(default_factory=dict)
 
     def put(self, layer: int, place: torch.Tensor, experts: torch.Tensor) -> None:
         """[T] positions and their experts [T, topk]."""
         real = place >= 0
-        self.found.setdefault(layer, []).append((place[real].cpu(), experts[real].to("cpu", torch.int16)))
+        self.by_layer.setdefault(layer, []).append((place[real].cpu(), experts[real].to("cpu", torch.int16)))
 
     def spread(self, samples: Sequence[Sample], rows: int) -> None:
         """Into the column of every sample, on all ranks, each of which has to call it.
@@ -290,19 +291,19 @@ class Recorded:
         sizes = [sample.length - 1 for sample in samples]
         whole = np.full((rows, self.config.num_layers, self.config.moe_router_topk), -1, np.int16)
         for layer in range(self.config.num_layers):
-            found = self.found.get(layer, [])
+            pairs = self.by_layer.get(layer, [])
             for first in range(0, rows, PIECE):
-                whole[first : first + PIECE, layer] = _exchanged(found, first, min(PIECE, rows - first),
+                whole[first : first + PIECE, layer] = _exchanged(pairs, first, min(PIECE, rows - first),
                                                                  whole.shape[2])
         parts = np.split(whole, np.cumsum(sizes)[:-1])
         for sample, part in zip(samples, parts, strict=True):
             sample.columns[ROUTES] = part
 
 
-def _exchanged(found: Sequence[tuple[torch.Tensor, torch.Tensor]], first: int, count: int, topk: int) -> np.ndarray:
+def _exchanged(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], first: int, count: int, topk: int) -> np.ndarray:
     """[count, topk] of the positions from `first` on, by whichever rank has them; -1 where none has."""
     values = torch.zeros(count, topk, dtype=torch.int32)  # one more than the expert, and 0 for none
-    for place, experts in found:
+    for place, experts in pairs:
         here = (place >= first) & (place < first + count)
         values[place[here] - first] = experts[here].to(torch.int32) + 1
     if dist.get_world_size() > 1:

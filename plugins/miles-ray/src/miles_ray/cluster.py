@@ -82,9 +82,9 @@ def join(address: str | None, *, places: int, who: str) -> Joined:
         _reach(address)
         ray.init(address=address, log_to_driver=False, configure_logging=False, **own)
     except (OSError, RuntimeError, ValueError, ray.exceptions.AuthenticationError) as error:
-        raise ConfigError("the Ray cluster cannot be joined", who=f"Ray at {address or 'this machine'}",
+        raise ConfigError("cannot connect to the Ray cluster", who=f"Ray at {address or 'this machine'}",
                           got=str(error).splitlines()[0].partition(". ")[0],
-                          fix="start one with ray start --head, or leave the address out to have one here; "
+                          fix="start one with ray start --head, or leave the address out to start one here; "
                               f"{TOKEN}") from None
     return Joined(ours=True, alone=not address)
 
@@ -93,7 +93,7 @@ def _reach(address: str | None) -> None:
     """Connect to HOST:PORT, and leave again: Ray itself tries for many minutes.
 
     Raises:
-        OSError: nobody listens there, or nobody answers within 10 s.
+        OSError: no process listens there, or none answers within 10 s.
     """
     host, _, port = (address or "").rpartition(":")
     if host and port.isdigit() and "/" not in host:
@@ -136,9 +136,9 @@ def nodes() -> list[dict]:
     return [node for node in ray.nodes() if node["Alive"]]
 
 
-def capacity(found: Sequence[Mapping], bundle: Mapping[str, float], labels: Mapping[str, str]) -> int:
+def capacity(alive: Sequence[Mapping], bundle: Mapping[str, float], labels: Mapping[str, str]) -> int:
     """How many bundles fit on nodes with these labels when nothing else runs."""
-    fitting = [node for node in found if labels.items() <= node.get("Labels", {}).items()]
+    fitting = [node for node in alive if labels.items() <= node.get("Labels", {}).items()]
     return sum(min(int(node["Resources"].get(kind, 0) // size) for kind, size in bundle.items()) for node in fitting)
 
 
@@ -147,11 +147,11 @@ def too_small(count: int, bundle: Mapping[str, float], labels: Mapping[str, str]
     """The error that says which bundle does not fit."""
     import ray
 
-    found = nodes()
-    room = capacity(found, bundle, labels)
+    alive = nodes()
+    room = capacity(alive, bundle, labels)
     what = " and ".join(f"{size} {kind}" for kind, size in bundle.items())
     what += f" on a node with {', '.join(f'{key}={value}' for key, value in labels.items())}" if labels else ""
-    has = "; ".join(f"{node['NodeManagerAddress']}: {_amounts(node['Resources'])}" for node in found)
+    has = "; ".join(f"{node['NodeManagerAddress']}: {_amounts(node['Resources'])}" for node in alive)
     if room < count:
         text = f"bundle {room + 1} of {count} ({what}) does not fit into the Ray cluster"
         fix = "add nodes, or ask for fewer GPUs: --actor-num-nodes, --actor-num-gpus-per-node, --rollout-num-gpus"
@@ -174,10 +174,10 @@ def bundles(group: Any, rack_label: str | None) -> list[Bundle]:
     on_gpus = "GPU" in group.bundle_specs[0]
     look = ray.remote(num_cpus=0.1, num_gpus=0.1 if on_gpus else 0, max_retries=0,
                       runtime_env={"env_vars": VISIBLE})(_look)
-    asked = [look.options(scheduling_strategy=PlacementGroupSchedulingStrategy(
+    pending = [look.options(scheduling_strategy=PlacementGroupSchedulingStrategy(
         group, placement_group_bundle_index=index)).remote() for index in range(group.bundle_count)]
     try:
-        found = ray.get(asked, timeout=LOOK_TIMEOUT)
+        places = ray.get(pending, timeout=LOOK_TIMEOUT)
     except (ray.exceptions.GetTimeoutError, ray.exceptions.RayError) as error:
         raise ConfigError("a node of the Ray cluster does not start processes", who="--placement ray",
                           got=str(error).splitlines()[0], fix="look at `ray status`, and at the nodes' disks and "
@@ -186,7 +186,7 @@ def bundles(group: Any, rack_label: str | None) -> list[Bundle]:
     seen: dict[str, int] = {}
     ordered = []
     for index, (node, host, gpu, local) in sorted(
-            enumerate(found), key=lambda item: (racks.get(item[1][0], ""), _octets(item[1][1]), item[1][0],
+            enumerate(places), key=lambda item: (racks.get(item[1][0], ""), _octets(item[1][1]), item[1][0],
                                                 -1 if item[1][2] is None else item[1][2], item[0])):
         place = seen[node] = seen.get(node, -1) + 1
         ordered.append(Bundle(index, host, gpu, place if gpu is None else local, racks.get(node, "")))
@@ -201,8 +201,8 @@ def _look() -> tuple[str, str, int | None, int]:
     host = ray.util.get_node_ip_address()
     if not ids:
         return context.get_node_id(), host, None, 0
-    given = os.environ.get("CUDA_VISIBLE_DEVICES")
-    local = given.split(",").index(str(ids[0])) if given else int(ids[0])
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    local = visible.split(",").index(str(ids[0])) if visible else int(ids[0])
     return context.get_node_id(), host, int(ids[0]), local
 
 

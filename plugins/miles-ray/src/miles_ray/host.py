@@ -54,10 +54,10 @@ class Actor:
         if log is not None and log.parent.is_dir():
             write_to(log)
         try:
-            *rest, last = args
+            *others, last = args
             if isinstance(last, Rank) and last.rendezvous is None:
                 last = replace(last, rendezvous=meet)
-            self._hosted = factory(*rest, last)
+            self._hosted = factory(*others, last)
         except BaseException as error:  # noqa: BLE001 - whatever it is, every call raises it
             self._failure = error
         return versions.here(plugins)
@@ -104,7 +104,7 @@ class RayHost(Handle):
 
         async with self._turn:
             try:
-                installed, found = await in_daemon_thread(
+                installed, result = await in_daemon_thread(
                     lambda: ray.get([self._made, self._actor.ask.remote(method, args)]))
             except ray.exceptions.RayError as error:
                 log = "its log in Ray's session folder" if self._log is None else f"the end of {self._log}"
@@ -113,7 +113,7 @@ class RayHost(Handle):
         if not self._alike:
             versions.check(self._name, versions.here(self._plugins), installed)
             self._alike = True
-        return unpacked(self._name, *found)
+        return unpacked(self._name, *result)
 
     async def close(self) -> None:
         """Ask it to finish, for seconds, then end it."""
@@ -151,7 +151,7 @@ def ray_group(name: str, ranks: int, factory: Callable, *args: object) -> Handle
     except ray.exceptions.GetTimeoutError:
         raise ConfigError(f"Ray placed no rank within {START_TIMEOUT:g} s", who="--host ray",
                           got=f"{ray.available_resources().get('CPU', 0):g} CPUs free for {ranks} ranks",
-                          fix="free some, or ask for fewer ranks") from None
+                          fix="free some resources, or ask for fewer ranks") from None
     hosts = [RayHost(f"{name} rank {i}", actor, factory, (*args, Rank(i, ranks, i, at)))
              for i, actor in enumerate(actors)]
 

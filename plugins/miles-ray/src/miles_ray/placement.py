@@ -122,7 +122,7 @@ def seats(places: Sequence[Bundle], size: int) -> list[tuple[Seat, Bundle]]:
     Raises:
         ConfigError: an engine's nodes would hold different numbers of its GPUs.
     """
-    found = []
+    placed = []
     for engine, begin in enumerate(range(0, len(places), size)):
         mine = places[begin : begin + size]
         nodes = [list(group) for _, group in itertools.groupby(mine, key=lambda place: place.host)]
@@ -132,12 +132,12 @@ def seats(places: Sequence[Bundle], size: int) -> list[tuple[Seat, Bundle]]:
                               fix="choose sizes of trainer and engines that divide a node's GPUs")
         for index, node in enumerate(nodes):
             gpus = tuple(place.gpu for place in node if place.gpu is not None)
-            found.append((Seat(engine, index, len(nodes), node[0].host, gpus), node[0]))
-    return found
+            placed.append((Seat(engine, index, len(nodes), node[0].host, gpus), node[0]))
+    return placed
 
 
-def _labels(given: Sequence[str]) -> dict[str, str]:
-    found = dict(text.partition("=")[::2] for text in given)
-    if bad := [text for text in given if "=" not in text]:
-        raise ConfigError("a label is KEY=VALUE", got=bad[0], who="--placement-labels", fix=f"{bad[0]}=VALUE")
-    return found
+def _labels(texts: Sequence[str]) -> dict[str, str]:
+    labels = dict(text.partition("=")[::2] for text in texts)
+    if bad := [text for text in texts if "=" not in text]:
+        raise ConfigError("a label should be KEY=VALUE", got=bad[0], who="--placement-labels", fix=f"{bad[0]}=VALUE")
+    return labels

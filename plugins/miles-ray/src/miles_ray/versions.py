@@ -28,14 +28,15 @@ def here(plugins: Sequence[str] = ()) -> dict[str, str]:
     Args:
         plugins: as the run names them.
     """
-    found = {"host": platform.node(), "python": ".".join(platform.python_version_tuple()[:2])}
-    found |= {name: _version(name) for name in (*NEEDED, *WHERE_PRESENT)}
-    found |= _source()
+    installed_versions = {"host": platform.node(), "python": ".".join(platform.python_version_tuple()[:2])}
+    installed_versions |= {name: _version(name) for name in (*NEEDED, *WHERE_PRESENT)}
+    installed_versions |= _source()
     named = {one.name: f"{one.distribution} {one.version}" for one in installed()}
     for plugin in plugins:
         short = plugin.rpartition(":")[2].removeprefix("miles-plugin-").removeprefix("miles-")
-        found[f"plugin {plugin}"] = _digest(Path(plugin)) if plugin.endswith(".py") else named.get(short, ABSENT)
-    return found
+        version = _digest(Path(plugin)) if plugin.endswith(".py") else named.get(short, ABSENT)
+        installed_versions[f"plugin {plugin}"] = version
+    return installed_versions
 
 
 def check(name: str, ours: Mapping[str, str], theirs: Mapping[str, str]) -> None:
@@ -54,13 +55,13 @@ def check(name: str, ours: Mapping[str, str], theirs: Mapping[str, str]) -> None
         if pair[0] != pair[1] and package != "host" and not (package in WHERE_PRESENT and ABSENT in pair):
             differing.append((package, *pair))
     if differing:
-        rest = f" and {len(differing) - SHOWN} more" if len(differing) > SHOWN else ""
+        more = f" and {len(differing) - SHOWN} more" if len(differing) > SHOWN else ""
         verb = "are" if len(differing) > 1 else "is"
         raise ConfigError(
-            f"{', '.join(package for package, *_ in differing[:SHOWN])}{rest} {verb} not the same on every host",
+            f"{', '.join(package for package, *_ in differing[:SHOWN])}{more} {verb} not the same on every host",
             who=f"{name} on {theirs.get('host', '?')}", fix="install the same packages on every node",
-            got="; ".join(f"{package}: {there} there, {here} at the driver"
-                          for package, there, here in differing[:SHOWN]))
+            got="; ".join(f"{package}: {remote} there, {local} at the driver"
+                          for package, remote, local in differing[:SHOWN]))
 
 
 def _version(name: str) -> str:

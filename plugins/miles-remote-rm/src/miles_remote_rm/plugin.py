@@ -25,7 +25,7 @@ class RemoteRmOptions:
 
     rm_url: str | None = option(None, "Address of the service, http://HOST:PORT/PATH.", flags=("--rm-url",))
     rm_send_metadata: bool = option(False, "Send the row's metadata with each sample.")
-    rm_concurrency: int = option(64, "Requests that are under way at once.")
+    rm_concurrency: int = option(64, "Largest number of concurrent requests.")
     rm_connect_timeout: float = option(5.0, "Seconds that one connection may take.")
     rm_request_timeout: float | None = option(
         None, "Seconds for one request, waiting for its turn and all attempts included; default: 0.9 x rm_timeout."
@@ -84,13 +84,13 @@ class RemoteRm:
 def _check_options(options: RemoteRmOptions, config: RunConfig) -> None:
     """
     Raises:
-        ConfigError: no address, one that is none, nobody who asks, or numbers that cannot be.
+        ConfigError: no address, an invalid one, no scorer that uses it, or invalid numbers.
     """
     rollout = config.rollout
-    asked = bool(set(SCORERS) & set(rollout.rm_type))
+    wanted = bool(set(SCORERS) & set(rollout.rm_type))
     if options.rm_url is None:
-        if asked:
-            raise ConfigError("nobody says where the reward service is", who="remote-rm.rm_url",
+        if wanted:
+            raise ConfigError("the address of the reward service is not set", who="remote-rm.rm_url",
                               fix="--rm-url http://HOST:PORT/PATH")
         return
     try:
@@ -99,10 +99,11 @@ def _check_options(options: RemoteRmOptions, config: RunConfig) -> None:
     except ValueError:  # a port that is no number below 65536, or half an IPv6 address
         good = False
     if not good or options.rm_url != options.rm_url.strip():
-        raise ConfigError("this is no address of a reward service", got=options.rm_url, who="remote-rm.rm_url",
+        raise ConfigError("not the address of a reward service", got=options.rm_url, who="remote-rm.rm_url",
                           fix="write http://HOST:PORT/PATH, or https://...")
-    if not asked:
-        raise ConfigError("nobody would ask the reward service", got=f"rm_type {', '.join(rollout.rm_type) or 'none'}",
+    if not wanted:
+        raise ConfigError("the reward service would never be queried", got="rm_type "
+                                                                           f"{', '.join(rollout.rm_type) or 'none'}",
                           who="remote-rm.rm_url, rollout.rm_type", fix="add remote_rm to --rm-type, or drop --rm-url")
     for key, least in (("rm_concurrency", 1), ("rm_retries", 0)):
         if getattr(options, key) < least:
@@ -118,7 +119,7 @@ def _check_options(options: RemoteRmOptions, config: RunConfig) -> None:
 def _check_connection(options: RemoteRmOptions) -> None:
     """
     Raises:
-        ConfigError: nobody listens there.
+        ConfigError: no process listens there.
     """
     parts = urlsplit(str(options.rm_url))
     where = parts.hostname, parts.port or {"http": 80, "https": 443}[parts.scheme]
@@ -127,5 +128,5 @@ def _check_connection(options: RemoteRmOptions) -> None:
     except OSError as error:
         raise ConfigError("the reward service cannot be reached", got=str(error) or type(error).__name__,
                           who=f"--rm-url, {where[0]} port {where[1]}",
-                          fix="start it first, or mend the address; --remote-rm.no-rm-check starts without it"
+                          fix="start it first, or correct the address; --remote-rm.no-rm-check starts without it"
                           ) from None

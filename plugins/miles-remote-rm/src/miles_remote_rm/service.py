@@ -20,7 +20,7 @@ from miles_core.errors import RewardError
 from miles_core.waits import within
 
 AGAIN = (502, 503, 504)
-"""Statuses with which a proxy says that it reached nobody."""
+"""Statuses with which a proxy reports that it reached no server."""
 PAUSE, LONGEST_PAUSE = 0.25, 8.0
 """Seconds before the second attempt; twice as many before each further one, up to the longest."""
 LARGEST = 2**20
@@ -43,7 +43,7 @@ class Answer:
         """The error for an answer that holds no reward."""
         return RewardError(f"the reward service's answer for {self.name} {why}", who=self.url,
                            got=f"HTTP {self.status}: {self.begins}",
-                           fix="mend the service; a failure is not a reward of 0")
+                           fix="fix the service; a failure is not a reward of 0")
 
 
 class Service:
@@ -76,7 +76,8 @@ class Service:
         last = "no turn yet: others are being asked"
 
         def late() -> RewardError:
-            return RewardError(f"the reward service gave {name} no reward within {self._timeout:g} s", who=self._shown,
+            return RewardError(f"the reward service returned no reward for {name} within {self._timeout:g} s",
+                               who=self._shown,
                                got=last, fix="look at its log, or raise --rm-timeout")
 
         async with within(self._timeout, late), self._turns:
@@ -90,13 +91,14 @@ class Service:
                     last = f"{type(error).__name__}: {error}"
                     continue
                 except aiohttp.ClientError as error:
-                    raise RewardError(f"what answered for {name} does not speak HTTP", who=self._shown,
+                    raise RewardError(f"the answer for {name} is not HTTP", who=self._shown,
                                       got=f"{type(error).__name__}: {error}"[:SHOWN],
-                                      fix="mend the address, or the service") from None
+                                      fix="correct the address, or fix the service") from None
                 last = f"HTTP {status}: {_beginning(body)}"
                 if status not in AGAIN:
                     return self._read(status, body, name)
-        raise RewardError(f"the reward service gave {name} no reward in {self._retries + 1} attempts", who=self._shown,
+        raise RewardError(f"the reward service returned no reward for {name} in {self._retries + 1} attempts",
+                          who=self._shown,
                           got=last, fix="look at its log")
 
     def close(self) -> None:
@@ -139,7 +141,7 @@ def number(answer: Answer) -> float:
     """The reward in an answer for one sample: a number, or the number under "reward" or "score".
 
     Raises:
-        RewardError: there is none, or it is not finite.
+        RewardError: no reward, or one that is not finite.
     """
     value = _under(answer.value, "reward", "score")
     if not _is_number(value):

@@ -45,11 +45,11 @@ class Record:
 
         A rollout that was done again stands there twice, and the last one counts.
         """
-        found: dict[str, dict[str, str]] = {}
+        hashes: dict[str, dict[str, str]] = {}
         for line in read(self.directory.hashes, everything=True) if self.directory.hashes.is_file() else ():
             if line["rollout_id"] == rollout_id:
-                found = line
-        return {part: found.get(part, {}) for part in ("weights", "batch")}
+                hashes = line
+        return {part: hashes.get(part, {}) for part in ("weights", "batch")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +116,8 @@ def load(path: str | os.PathLike[str]) -> Record:
             case "hashes":
                 record.totals[event["rollout_id"]] = {key: event.get(key) for key in ("batch", "weights", "grad_norm")}
             case "metrics":
-                kept = {name: value for name, value in event["metrics"].items() if not name.startswith("perf/")}
-                record.metrics[event["rollout_id"]] = kept
+                metrics = {name: value for name, value in event["metrics"].items() if not name.startswith("perf/")}
+                record.metrics[event["rollout_id"]] = metrics
     record.facts = _facts(record.directory, versions)
     return record
 
@@ -134,7 +134,7 @@ def compare(one: Record, other: Record) -> Comparison:
     if not common:
         raise RunDirectoryError("these runs have no rollout in common", who=f"{one.directory}, {other.directory}",
                                 got=f"rollouts {span(left)} and {span(right)}",
-                                fix="let both do the same rollouts, with --debug-determinism")
+                                fix="run both for the same rollouts, with --debug-determinism")
     facts = [(label, *pair) for label, *pair in _pairs(one.facts, other.facts) if pair[0] != pair[1]]
     parting = next((rollout_id for rollout_id in common if left[rollout_id] != right[rollout_id]), None)
     if parting is None:
@@ -148,8 +148,10 @@ def compare(one: Record, other: Record) -> Comparison:
 
 def span(rollouts: Iterable[int]) -> str:
     """Rollouts for people: "0 to 9", or "none"."""
-    found = sorted(rollouts)
-    return "none" if not found else str(found[0]) if len(found) == 1 else f"{found[0]} to {found[-1]}"
+    ordered = sorted(rollouts)
+    if not ordered:
+        return "none"
+    return str(ordered[0]) if len(ordered) == 1 else f"{ordered[0]} to {ordered[-1]}"
 
 
 def _by_hashes(rollout_id: int, one: Record, other: Record) -> Difference:
@@ -165,7 +167,7 @@ def _by_hashes(rollout_id: int, one: Record, other: Record) -> Difference:
     if part == "weights":
         return _difference(rollout_id, part, "step", left, right)
     order = sorted(left.keys() | right.keys(), key=lambda name: (SIDES.index(_side(name)), _place(name)))
-    left, right = ({name: found[name] for name in order if name in found} for found in (left, right))
+    left, right = ({name: hashes[name] for name in order if name in hashes} for hashes in (left, right))
     return _difference(rollout_id, part, _side(next(n for n in order if left.get(n) != right.get(n))), left, right)
 
 
@@ -195,15 +197,15 @@ def _facts(directory: RunDirectory, versions: Mapping[str, str]) -> dict[str, ob
         plan = json.loads(directory.plan_json.read_text("utf-8")) if directory.plan_json.is_file() else {}
         options = dict(plan.get("options", {}))
         run_dir = options.pop("checkpoint.run_dir", None)
-        found = {f"plugin {one['name']}": f"{one['source']} {one['version']}" for one in plan.get("plugins", ())}
+        facts = {f"plugin {one['name']}": f"{one['source']} {one['version']}" for one in plan.get("plugins", ())}
         for hook, name, plugin, _ in plan.get("owners", ()):
-            found[f"owner of {hook}"] = [*found.get(f"owner of {hook}", ()), f"{name} ({plugin})"]
-        found |= {f"order of {hook}": names for hook, names in plan.get("order", {}).items()}
+            facts[f"owner of {hook}"] = [*facts.get(f"owner of {hook}", ()), f"{name} ({plugin})"]
+        facts |= {f"order of {hook}": names for hook, names in plan.get("order", {}).items()}
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise RunDirectoryError("plan.json is damaged", got=str(error), who=str(directory),
                                 fix="remove it to compare the results alone") from None
     for key, value in options.items():
         within = run_dir and isinstance(value, str) and (value == run_dir or value.startswith(f"{run_dir}/"))
-        found[key] = "{run_dir}" + value[len(run_dir):] if within else value
-    return found | {f"version of {name}": version for name, version in versions.items()
-                    if f"plugin {name}" not in found}
+        facts[key] = "{run_dir}" + value[len(run_dir):] if within else value
+    return facts | {f"version of {name}": version for name, version in versions.items()
+                    if f"plugin {name}" not in facts}

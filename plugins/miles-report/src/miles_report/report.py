@@ -36,9 +36,9 @@ def collect(run: RunDirectory, limits: Limits) -> dict[str, object]:
     Raises:
         RunDirectoryError: a file of the run is damaged.
     """
-    held = run.holder() is not None
+    was_held = run.holder() is not None
     history = Follower(run.events).advance()
-    data = document(run, history, limits, status_of(run, history, held))
+    data = document(run, history, limits, status_of(run, history, was_held))
     data["samples"], notes = _samples(run, history, limits)
     data["notes"] = notes + data["notes"]
     return data
@@ -51,10 +51,10 @@ def _samples(run: RunDirectory, history: History, limits: Limits) -> tuple[list[
     embedded = [excerpt(item, limits, len(shown)) for item in shown]
     if len(shown) < len(files):
         notes.append(f"{len(shown)} of {len(files)} recorded rollouts and evaluations are in this page.")
-    kept = sum(len(file["samples"]) for file in embedded)
-    total = kept + sum(file["samples_left"] for file in embedded)
-    if kept < total:
-        notes.append(f"{kept:,} of the {total:,} samples in the files shown fit, in whole groups where possible.")
+    fit = sum(len(file["samples"]) for file in embedded)
+    total = fit + sum(file["samples_left"] for file in embedded)
+    if fit < total:
+        notes.append(f"{fit:,} of the {total:,} samples in the files shown fit, in whole groups where possible.")
     if any(file["recorded"] < file["groups"] for file in embedded):
         notes.append("The run recorded the first groups of each rollout only.")
     cut = sum("cut" in sample for file in embedded for sample in file["samples"])

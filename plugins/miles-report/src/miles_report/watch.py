@@ -4,7 +4,7 @@
     /data?after=PLACE   the document, or what is to be added to the one that a page has
     /samples?name=..&rollout=..   one of the sample files that the document offers
 
-What is served holds prompts and answers, so it is for the person who asked and nobody else: GET only, on loopback
+What is served holds prompts and answers, so it is only for the user who started it: GET only, on loopback
 unless told otherwise, for requests that name this host (a page elsewhere may let its own name lead here), and to
 documents of this origin.
 """
@@ -61,13 +61,13 @@ class Watched:
             after: "after" of the document that a page has; empty, or one that nothing can be added to, gives all.
         """
         with self._mutex:
-            held, trouble = self.run.holder() is not None, None
+            was_held, trouble = self.run.holder() is not None, None
             try:
                 self._follower.advance()
             except RunDirectoryError as error:  # what came before the damage is shown
                 trouble = str(error)
             history = self._follower.history
-            status = status_of(self.run, history, held)
+            status = status_of(self.run, history, was_held)
             if status == "not started" and not self.run.plan_json.is_file():
                 status = "waiting"
             lineage, _, offset = after.rpartition(".")
@@ -99,13 +99,13 @@ class Watched:
             return None
 
     def _offered(self) -> dict[Item, int]:
-        """The files that a page may ask for -> when they were written. Listed anew only when something has changed."""
+        """The files that a page may ask for -> when they were written. Listed again only when something has changed."""
         try:
             seen = (self.run.samples.stat().st_mtime_ns, self._follower.lineage)
             if seen != self._listed[0]:
                 files = chosen(surviving(list_samples(self.run), self._follower.history), self.limits, NEWEST)
                 self._listed = (seen, {item: item[2].stat().st_mtime_ns // 1000 for item in files})
-        except FileNotFoundError:  # there is none yet, or it was removed meanwhile
+        except FileNotFoundError:  # not written yet, or removed meanwhile
             self._listed = (None, {})
         return self._listed[1]
 
@@ -117,7 +117,7 @@ class Server(ThreadingHTTPServer):
         host, port: to listen at; port 0 takes a free one.
 
     Raises:
-        ConfigError: it cannot listen there.
+        ConfigError: it cannot listen on this address.
     """
 
     daemon_threads = True
@@ -128,9 +128,10 @@ class Server(ThreadingHTTPServer):
         try:
             super().__init__((host, port), _Handler)
         except (OSError, OverflowError) as error:
-            raise ConfigError("cannot listen there", got=getattr(error, "strerror", None) or error,
+            raise ConfigError("cannot listen on this address", got=getattr(error, "strerror", None) or error,
                               who=f"--host {host} --port {port}",
-                              fix="leave --port out for a free one, and --host for this machine alone") from error
+                              fix="leave out --port to use a free one, and --host to listen on this machine "
+                                  "only") from error
         self.loopback = ipaddress.ip_address(self.server_address[0]).is_loopback
 
     def server_bind(self) -> None:
@@ -145,8 +146,8 @@ class Server(ThreadingHTTPServer):
 
     def is_meant(self, host: str | None) -> bool:
         """Whether a request's Host is this one. The port is left out: a tunnel has another at its near end."""
-        found = re.fullmatch(r"(\[[^]]+\]|[^]:@/]+)(:\d*)?", host or "")
-        name = found[1].strip("[]").lower() if found else ""
+        match = re.fullmatch(r"(\[[^]]+\]|[^]:@/]+)(:\d*)?", host or "")
+        name = match[1].strip("[]").lower() if match else ""
         if name in ("localhost", self.host.lower()) or (not self.loopback and name == socket.gethostname().lower()):
             return True
         try:
@@ -166,7 +167,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         url = urlsplit(self.path)
-        asked = {name: values[-1] for name, values in parse_qs(url.query).items()}
+        query = {name: values[-1] for name, values in parse_qs(url.query).items()}
         origin = self.headers.get("Sec-Fetch-Site", "none")
         if not self.server.is_meant(self.headers.get("Host")) or (url.path != "/" and origin == "cross-site"):
             return self._error(403, "this is not the address of the page")
@@ -174,17 +175,17 @@ class _Handler(BaseHTTPRequestHandler):
             if url.path == "/":
                 return self._page()
             if url.path == "/data":
-                return self._json(200, self.server.watched.document(asked.get("after", "")))
+                return self._json(200, self.server.watched.document(query.get("after", "")))
             if url.path == "/samples":
-                found = self.server.watched.samples(asked.get("name", ""), asked.get("rollout", ""))
-                return self._error(404, "there is no such file") if found is None else self._json(200, found)
+                samples = self.server.watched.samples(query.get("name", ""), query.get("rollout", ""))
+                return self._error(404, "no such file") if samples is None else self._json(200, samples)
             if url.path == "/favicon.ico":
                 return self._answer(204, b"", "image/x-icon")
         except ConnectionError:
             raise
         except Exception as error:  # noqa: BLE001 - the page says it, and asks again
             return self._error(500, str(error) if isinstance(error, RunDirectoryError) else repr(error))
-        return self._error(404, "there is nothing here")
+        return self._error(404, "not found")
 
     def _refuse(self) -> None:
         self.close_connection = True  # what may come with it is not read

@@ -3,7 +3,7 @@
 With `{% generation %}` blocks the chat template says itself which tokens those are. Without them, answer i lies between
 two renderings: of messages[:i] with the opening of an answer, and of messages[:i+1]. Both must be beginnings of the
 whole conversation's text, which is verified; a template that rewrites earlier turns, such as one that strips their
-reasoning, is refused with a sentence instead of training on tokens that nobody would generate. Two ways around:
+reasoning, is refused with an error instead of training on tokens that would never be generated. Two ways around:
 
 - A template whose opening of an answer ends with a tag, such as <think>, and that shows a finished answer without it:
   the last answer is written behind the opening, as a model would have to, its reasoning and the end of the tag first.
@@ -26,7 +26,7 @@ _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 @dataclass(slots=True)
-class Turns:
+class EncodedConversation:
     """Token ids of a conversation, and 1 for each that is trained on: both [T]."""
 
     ids: list[int]
@@ -34,7 +34,7 @@ class Turns:
 
 
 def encode(tokenizer: Any, messages: Sequence[Mapping[str, object]], arguments: Mapping[str, object], where: str,
-           *, last_only: bool = False, alone: bool = False) -> Turns:
+           *, last_only: bool = False, alone: bool = False) -> EncodedConversation:
     """Tokens and mask of a conversation that ends with an answer; end tokens are trained on, what follows them is not.
 
     Args:
@@ -51,8 +51,8 @@ def encode(tokenizer: Any, messages: Sequence[Mapping[str, object]], arguments: 
         raise DataError("the tokenizer has no chat template", who=where,
                         fix="pass --chat-template-path FILE, or give the prompt as text")
     if isinstance(template, str) and _GENERATION.search(template):
-        turns = _by_generation_blocks(tokenizer, messages, arguments, where)
-        return _last_answer(turns) if last_only else turns
+        encoded = _by_generation_blocks(tokenizer, messages, arguments, where)
+        return _last_answer(encoded) if last_only else encoded
     answers = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
     if alone:
         return _each_alone(tokenizer, messages, answers[-1:] if last_only else answers, arguments, where)
@@ -60,39 +60,40 @@ def encode(tokenizer: Any, messages: Sequence[Mapping[str, object]], arguments: 
 
 
 def _by_prefixes(tokenizer: Any, messages: Sequence[Mapping[str, object]], answers: Sequence[int],
-                 arguments: Mapping[str, object], where: str) -> Turns:
+                 arguments: Mapping[str, object], where: str) -> EncodedConversation:
     whole = _render(tokenizer, messages, arguments, where, opening=False)
-    turns, at = Turns([], []), 0
+    encoded, at = EncodedConversation([], []), 0
     for i in answers:
         before = _render(tokenizer, messages[:i], arguments, where, opening=True)
         after = _render(tokenizer, messages[: i + 1], arguments, where, opening=False)
         written = _behind_tag(messages[i], before, whole) if i == len(messages) - 1 else ""
         if written and before[:at] == whole[:at]:
-            _append(turns, tokenizer, before[at:], trained=False)
-            _append(turns, tokenizer, written, trained=True)
-            return turns
+            _append(encoded, tokenizer, before[at:], trained=False)
+            _append(encoded, tokenizer, written, trained=True)
+            return encoded
         if not (whole.startswith(before) and whole.startswith(after) and at <= len(before) < len(after)):
             raise DataError(
-                f"the chat template renders message {i} differently when others follow: where is the answer?",
+                f"the chat template renders message {i} differently when others follow, so the answer cannot be "
+                "located",
                 who=where,
                 fix="--loss-mask-type qwen3 renders each answer alone, --sft-last-turn-only trains on the last; or "
                 "--chat-template-path with a template that has {% generation %} blocks",
             )
-        _append(turns, tokenizer, whole[at : len(before)], trained=False)
-        _append(turns, tokenizer, whole[len(before) : len(after)], trained=True)
+        _append(encoded, tokenizer, whole[at : len(before)], trained=False)
+        _append(encoded, tokenizer, whole[len(before) : len(after)], trained=True)
         at = len(after)
-    return turns
+    return encoded
 
 
 def _each_alone(tokenizer: Any, messages: Sequence[Mapping[str, object]], trained: Sequence[int],
-                arguments: Mapping[str, object], where: str) -> Turns:
+                arguments: Mapping[str, object], where: str) -> EncodedConversation:
     """Runs of messages between answers, and each answer, as they are rendered behind a user's message."""
     user = {"role": "user", "content": "."}
 
     def behind(some: Sequence[Mapping[str, object]], *, opening: bool) -> str:
         return _render(tokenizer, [user, *some], arguments, where, opening=opening)
 
-    first, turns, begun = behind([], opening=False), Turns([], []), 0
+    first, encoded, begun = behind([], opening=False), EncodedConversation([], []), 0
     for i, message in enumerate(messages):
         if message.get("role") != "assistant":
             continue
@@ -104,10 +105,10 @@ def _each_alone(tokenizer: Any, messages: Sequence[Mapping[str, object]], traine
         if not answer:
             raise DataError(f"the chat template does not open answers as it renders message {i}", who=where,
                             fix="--chat-template-path with a template that has {% generation %} blocks")
-        _append(turns, tokenizer, context, trained=False)
-        _append(turns, tokenizer, answer, trained=i in trained)
+        _append(encoded, tokenizer, context, trained=False)
+        _append(encoded, tokenizer, answer, trained=i in trained)
         begun = i + 1
-    return turns
+    return encoded
 
 
 def _behind_tag(message: Mapping[str, object], opened: str, whole: str) -> str:
@@ -120,20 +121,20 @@ def _behind_tag(message: Mapping[str, object], opened: str, whole: str) -> str:
     if tag is None or whole.startswith(opened) or message.get("tool_calls") or not content:
         return ""
     close = f"</{tag[1]}>"
-    said = content.rpartition(close)[2].strip()
+    answer = content.rpartition(close)[2].strip()
     if close in content:
         written = content.removeprefix(f"<{tag[1]}>").lstrip("\n")
     else:
         reasoning = str(message.get("reasoning_content") or "").strip()
         written = f"{reasoning}\n{close}\n\n{content}"
-    return written + whole[whole.rfind(said) + len(said):] if said and said in whole else ""
+    return written + whole[whole.rfind(answer) + len(answer):] if answer and answer in whole else ""
 
 
-def _append(turns: Turns, tokenizer: Any, text: str, *, trained: bool) -> None:
+def _append(encoded: EncodedConversation, tokenizer: Any, text: str, *, trained: bool) -> None:
     ids = list(tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []
-    kept = without_trailing_space(tokenizer, ids) if trained else 0
-    turns.ids += ids
-    turns.mask += [1] * kept + [0] * (len(ids) - kept)
+    trained_count = without_trailing_space(tokenizer, ids) if trained else 0
+    encoded.ids += ids
+    encoded.mask += [1] * trained_count + [0] * (len(ids) - trained_count)
 
 
 def without_trailing_space(tokenizer: Any, ids: Sequence[int]) -> int:
@@ -146,23 +147,23 @@ def without_trailing_space(tokenizer: Any, ids: Sequence[int]) -> int:
 
 
 def _by_generation_blocks(tokenizer: Any, messages: Sequence[Mapping[str, object]], arguments: Mapping[str, object],
-                          where: str) -> Turns:
+                          where: str) -> EncodedConversation:
     try:
         encoded = tokenizer.apply_chat_template(list(messages), tokenize=True, return_dict=True,
                                                 return_assistant_tokens_mask=True,
                                                 **{**arguments, "add_generation_prompt": False})
     except Exception as error:
         raise _refused(error, where) from error
-    return Turns(list(encoded["input_ids"]), [int(bit) for bit in encoded["assistant_masks"]])
+    return EncodedConversation(list(encoded["input_ids"]), [int(bit) for bit in encoded["assistant_masks"]])
 
 
-def _last_answer(turns: Turns) -> Turns:
+def _last_answer(encoded: EncodedConversation) -> EncodedConversation:
     """The same with the last run of trained tokens only."""
-    stop = max((i + 1 for i, bit in enumerate(turns.mask) if bit), default=0)
+    stop = max((i + 1 for i, bit in enumerate(encoded.mask) if bit), default=0)
     start = stop
-    while start and turns.mask[start - 1]:
+    while start and encoded.mask[start - 1]:
         start -= 1
-    return Turns(turns.ids, [int(start <= i < stop) for i in range(len(turns.ids))])
+    return EncodedConversation(encoded.ids, [int(start <= i < stop) for i in range(len(encoded.ids))])
 
 
 def _render(tokenizer: Any, messages: Sequence[Mapping[str, object]], arguments: Mapping[str, object], where: str,
@@ -175,5 +176,5 @@ def _render(tokenizer: Any, messages: Sequence[Mapping[str, object]], arguments:
 
 
 def _refused(error: Exception, where: str) -> DataError:
-    return DataError("the chat template refuses the messages", got=f"{type(error).__name__}: {error}", who=where,
+    return DataError("the chat template rejects the messages", got=f"{type(error).__name__}: {error}", who=where,
                      fix="check the roles and contents of the row")

@@ -13,7 +13,7 @@ import numpy as np
 
 from miles_core.errors import ConfigError, DataError
 from miles_core.types import Prompt, Sample, Status
-from miles_sft.conversation import Turns, encode
+from miles_sft.conversation import EncodedConversation, encode
 
 if TYPE_CHECKING:
     from miles_core.config import RunConfig
@@ -53,44 +53,45 @@ def to_sample(prompt: Prompt, tokenizer: Any, options: SftOptions, config: RunCo
         version: the engine's weight version, which the sample's tokens are stamped with.
 
     Raises:
-        DataError: no answer, nothing to train on, or a conversation that cannot be cut into turns.
+        DataError: no answer, nothing to train on, or a conversation that cannot be cut into encoded.
     """
     where = f"{prompt.stream} row {prompt.row}"
     if prompt.messages and prompt.messages[-1].get("role") == "assistant":
-        turns = encode(tokenizer, prompt.messages, config.rollout.apply_chat_template_kwargs or {}, where,
+        encoded = encode(tokenizer, prompt.messages, config.rollout.apply_chat_template_kwargs or {}, where,
                        last_only=options.sft_last_turn_only or options.sft_loss_mask_type == "distill_qwen",
                        alone=options.sft_loss_mask_type == "qwen3")
     else:
         response = _response(prompt, options.sft_response_key, where)
         ids = list(tokenizer(response, add_special_tokens=False)["input_ids"])
-        turns = Turns([*prompt.token_ids, *ids], [0] * len(prompt.token_ids) + [1] * len(ids))
-    _close(turns, tokenizer, options.sft_append_eos)
+        encoded = EncodedConversation([*prompt.token_ids, *ids], [0] * len(prompt.token_ids) + [1] * len(ids))
+    _close(encoded, tokenizer, options.sft_append_eos)
     status = Status.COMPLETED
     limit = config.rollout.rollout_max_context_len
-    if limit is not None and len(turns.ids) > limit:
-        turns, status = Turns(turns.ids[:limit], turns.mask[:limit]), Status.TRUNCATED
-    if 1 not in turns.mask:
-        raise DataError("nothing of the row is left to train on", who=where, got=f"{len(turns.ids)} tokens",
+    if limit is not None and len(encoded.ids) > limit:
+        encoded, status = EncodedConversation(encoded.ids[:limit], encoded.mask[:limit]), Status.TRUNCATED
+    if 1 not in encoded.mask:
+        raise DataError("nothing of the row is left to train on", who=where, got=f"{len(encoded.ids)} tokens",
                         fix="check that the answer is not empty, and --rollout-max-context-len")
-    start = turns.mask.index(1)
+    start = encoded.mask.index(1)
     if start == 0:
-        raise DataError("the answer has nothing before it, so its first token cannot be predicted", who=where,
+        raise DataError("no tokens precede the answer, so its first token cannot be predicted", who=where,
                         fix="give the row a prompt")
-    return _sample(prompt, turns, start, status, version, tokenizer)
+    return _sample(prompt, encoded, start, status, version, tokenizer)
 
 
-def _sample(prompt: Prompt, turns: Turns, start: int, status: Status, version: int, tokenizer: Any) -> Sample:
-    length = len(turns.ids) - start
+def _sample(prompt: Prompt, encoded: EncodedConversation, start: int, status: Status, version: int,
+            tokenizer: Any) -> Sample:
+    length = len(encoded.ids) - start
     return Sample(
         prompt=prompt,
         index=0,
         response_length=length,
-        text=tokenizer.decode(turns.ids[start:]),
+        text=tokenizer.decode(encoded.ids[start:]),
         status=status,
         reward=0.0,
         columns={
-            "tokens": np.array(turns.ids, np.int32),
-            "loss_mask": np.array(turns.mask[start:], np.uint8),
+            "tokens": np.array(encoded.ids, np.int32),
+            "loss_mask": np.array(encoded.mask[start:], np.uint8),
             "rollout_log_probs": np.zeros(length, np.float32),
             "versions": np.full(length, version, np.int32),
         },
@@ -100,23 +101,23 @@ def _sample(prompt: Prompt, turns: Turns, start: int, status: Status, version: i
 def _response(prompt: Prompt, key: str, where: str) -> str:
     response = prompt.metadata.get(key, prompt.label)
     if not isinstance(response, str):
-        raise DataError("the row holds no answer to learn from", who=where,
+        raise DataError("the row has no answer to train on", who=where,
                         got=f"no text under {key!r} and no label" if response is None else type(response).__name__,
                         fix="name its key with --sft-response-key or --label-key, or let the conversation end with it")
     return response
 
 
-def _close(turns: Turns, tokenizer: Any, append_eos: bool) -> None:
+def _close(encoded: EncodedConversation, tokenizer: Any, append_eos: bool) -> None:
     """Cut what follows the last trained token, and end the answer with eos unless a special token ends it already."""
-    if 1 not in turns.mask:
+    if 1 not in encoded.mask:
         return
-    stop = len(turns.mask) - turns.mask[::-1].index(1)
+    stop = len(encoded.mask) - encoded.mask[::-1].index(1)
     special = set(tokenizer.all_special_ids)
-    following = turns.ids[stop] if stop < len(turns.ids) else None
-    del turns.ids[stop:], turns.mask[stop:]
-    if not append_eos or turns.ids[-1] in special:
+    following = encoded.ids[stop] if stop < len(encoded.ids) else None
+    del encoded.ids[stop:], encoded.mask[stop:]
+    if not append_eos or encoded.ids[-1] in special:
         return
     end = following if following in special else tokenizer.eos_token_id
     if end is not None:
-        turns.ids.append(end)
-        turns.mask.append(1)
+        encoded.ids.append(end)
+        encoded.mask.append(1)

@@ -32,19 +32,19 @@ def command(config: RunConfig, seat: Seat, port: int, meeting: str | None) -> li
 
 def environment(config: RunConfig, seat: Seat) -> dict[str, str]:
     """What a server's environment has beyond that of the process which starts it."""
-    found = {
+    variables = {
         # Without it a weight group between trainer and server fails with "invalid argument"; SGLang sets the same.
         "NCCL_CUMEM_ENABLE": "0",
         "PYTHONPATH": os.pathsep.join([str(SERVED), *filter(None, [os.environ.get("PYTHONPATH")])]),
     }
     if seat.gpus:
-        found["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, seat.gpus))
+        variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, seat.gpus))
     if config.perf.colocate:
         # The trainer's ranks need not hold the same amount on every GPU while servers start.
-        found["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] = "false"
+        variables["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] = "false"
     if "context_length" in config.surface("server"):
-        found["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
-    return found
+        variables["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
+    return variables
 
 
 def tensor_parallel(config: RunConfig) -> int:
@@ -64,7 +64,7 @@ def _placed(config: RunConfig, seat: Seat, port: int, meeting: str | None) -> di
 
 
 def _usual(config: RunConfig) -> dict[str, object]:
-    """Fields that every server of the run has, unless somebody says otherwise.
+    """Fields that every server of the run has, unless the run says otherwise.
 
     trust_remote_code is not among them: a checkpoint's own code runs only where the run asks for it.
     """
@@ -72,7 +72,7 @@ def _usual(config: RunConfig) -> dict[str, object]:
     if not config.debug.debug_rollout_only:  # else the weights on disk are those to serve
         fields |= {"custom_weight_loader": [LOADER], "load_format": "dummy"}
     if method := quantised(config):
-        # Beside weights and scales an engine of such has numbers that it derives when it loads, and that nobody sends.
+        # Beside weights and scales an engine of such has numbers that it derives when it loads and that are never sent.
         fields["load_format"] = "auto"
     if config.perf.colocate and config.perf.offload_rollout:
         fields["enable_memory_saver"] = True

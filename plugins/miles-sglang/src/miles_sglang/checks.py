@@ -1,4 +1,4 @@
-"""What SGLang's servers would do in silence otherwise than the run means. What they refuse by themselves is theirs."""
+"""Settings that SGLang's servers would silently interpret differently from the run; what they reject is not checked."""
 
 from __future__ import annotations
 
@@ -71,6 +71,6 @@ def _weights(config: RunConfig) -> Iterator[Problem]:
     own = ("modelopt_quant", "quantize_and_serve", *(() if quantised(config) else ("quantization",)))
     for name in own if not config.debug.debug_rollout_only else ():
         if server.get(name):
-            yield (name, "the engine would quantise plain weights by itself, and cannot be given new ones after that",
+            yield (name, "the engine would quantise plain weights by itself, and cannot load new ones after that",
                    "serve a checkpoint that is quantised (`miles convert --help` lists what writes one) as "
                    "--hf-checkpoint with the plain one as --ref-load, or leave it out")

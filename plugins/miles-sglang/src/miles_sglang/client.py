@@ -1,7 +1,7 @@
 """Client: what Miles asks of one address that speaks SGLang's HTTP, a server or a router in front of several.
 
 Requests carry token ids and no text. Three kinds of failure are told apart: `Failed`, after which the same call may be
-sent again because nothing of it was delivered; EngineError for what a repetition would not mend; and no answer in time,
+sent again because nothing of it was delivered; EngineError for what a retry would not fix; and no answer in time,
 an EngineError that names who was waited for.
 """
 
@@ -95,7 +95,7 @@ class Client:
         raise Failed(f"{self.name}: the stream ended early")
 
     async def call(self, path: str, body: dict | None = None, *, timeout: float, method: str | None = None) -> dict:
-        """A control call: GET without a body, else POST. Returns the JSON answer, {} where there is none.
+        """A control call: GET without a body, else POST. Returns the JSON answer, {} if there is no JSON.
 
         Raises:
             EngineError: refused, failed, or not answered within `timeout` seconds; names the server and the path.
@@ -105,7 +105,7 @@ class Client:
             return await self._exchange(method, path, body, timeout)
         except Failed as error:
             raise EngineError(f"{path} failed", got=str(error), who=f"{self.name} at {self.url}",
-                              fix="look at its log") from error
+                              fix="see its log") from error
 
     async def abort(self, rid: str | None = None) -> None:
         """End one request, or all; their own calls return with what was drawn until then."""
@@ -136,7 +136,7 @@ class Client:
         await self.call("/health", timeout=timeout)
 
     async def reset(self) -> None:
-        """Drop all connections; calls that wait for an answer end with Failed. The next call connects anew."""
+        """Drop all connections; calls that wait for an answer end with Failed. The next call reconnects."""
         session, self._session = self._session, None
         if session is not None:
             await session.close()
@@ -159,7 +159,7 @@ class Client:
             if timeout is None:
                 raise Failed(f"{self.name}: no connection within {CONNECT_TIMEOUT:g} s") from error
             raise EngineError(f"no answer to {path} within {timeout:g} s", who=f"{self.name} at {self.url}",
-                              fix="look at its log") from error
+                              fix="see its log") from error
         except (aiohttp.ClientError, OSError) as error:
             raise Failed(f"{self.name}: {_says(error)}") from error
         if response.status >= 300:
@@ -170,8 +170,8 @@ class Client:
         text = message_of(data)
         if status in RETRIED or "model_not_found" in data.decode(errors="replace"):  # smg's word for no worker
             raise Failed(f"{self.name}: HTTP {status} from {path}: {text}")
-        raise EngineError(f"{path} is refused with HTTP {status}", got=text, who=f"{self.name} at {self.url}",
-                          fix="what was asked does not fit this server; look at its log")
+        raise EngineError(f"{path} was rejected with HTTP {status}", got=text, who=f"{self.name} at {self.url}",
+                          fix="the request does not fit this server; see its log")
 
 
 def parse(body: Any, seen: int) -> Answer:
@@ -210,9 +210,9 @@ def parse(body: Any, seen: int) -> Answer:
 
 async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
     """Lines of any length; aiohttp's own reader refuses long ones."""
-    rest = b""
+    buffered = b""
     async for data in content.iter_any():
-        *lines, rest = (rest + data).split(b"\n")
+        *lines, buffered = (buffered + data).split(b"\n")
         for line in lines:
             yield line
 
@@ -221,10 +221,10 @@ def message_of(data: bytes) -> str:
     """What an error body says, without its wrapping."""
     text = data.decode(errors="replace").strip()
     try:
-        found = json.loads(text)
-        while isinstance(found, dict):
-            found = found.get("error", found.get("message", found.get("detail", str(found))))
-        return str(found)[:500]
+        detail = json.loads(text)
+        while isinstance(detail, dict):
+            detail = detail.get("error", detail.get("message", detail.get("detail", str(detail))))
+        return str(detail)[:500]
     except ValueError:
         return text[:500] or "no text"
 

@@ -64,8 +64,8 @@ def draft_drift(run: Record) -> Iterator[Finding]:
 
 def _less(run: Record) -> float:
     """A memory fraction below the run's own: 0.7, then 0.6."""
-    given = run.option("mem_fraction_static")
-    return 0.6 if isinstance(given, (int, float)) and given <= 0.7 else 0.7
+    fraction = run.option("mem_fraction_static")
+    return 0.6 if isinstance(fraction, (int, float)) and fraction <= 0.7 else 0.7
 
 
 def rules() -> list[Rule]:

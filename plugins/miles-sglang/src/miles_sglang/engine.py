@@ -1,4 +1,4 @@
-"""SglangEngine: the contract of an engine over a fleet of SGLang servers.
+"""SglangEngine: the contract of an engine over a pool of SGLang servers.
 
 The gate is here and not in the servers: from a pause to the next resume no request leaves, so nothing can reach a
 server between the first byte of an update and the version that it is confirmed to have. A retraction ends what runs,
@@ -23,11 +23,11 @@ from miles_core.errors import EngineError, MilesError
 from miles_core.stages.placement import Placement, engines
 from miles_core.stages.rollout import PauseMode, Request, Response
 from miles_sglang.client import Answer, Client, Failed
-from miles_sglang.fleet import Fleet
-from miles_sglang.flight import Flight, ModelFacts
+from miles_sglang.in_flight import InFlightRequest, ModelFacts
 from miles_sglang.launch import Server
 from miles_sglang.plugin import sglang_options
-from miles_sglang.traffic import Traffic
+from miles_sglang.request_scheduler import RequestScheduler
+from miles_sglang.server_pool import ServerPool
 
 if TYPE_CHECKING:
     import torch
@@ -55,10 +55,10 @@ class SglangEngine:
 
     def __init__(self, config: RunConfig, tokenizer, placement: Placement):
         self._config, self._tokenizer, rollout = config, tokenizer, config.rollout
-        self._fleet = Fleet(config, placement)
-        self._traffic = Traffic(self._fleet.lanes)
-        self._fleet.admit = self._traffic.admit
-        self._flights: dict[str, Flight] = {}
+        self._pool = ServerPool(config, placement)
+        self._scheduler = RequestScheduler(self._pool.endpoints)
+        self._pool.admit = self._scheduler.admit
+        self._in_flight: dict[str, InFlightRequest] = {}
         self._orders = itertools.count()
         self._open, self._released = True, set()
         self._mode: PauseMode = "retract"
@@ -73,30 +73,30 @@ class SglangEngine:
     @property
     def version(self) -> int:
         """Of the weights that every server in use was seen to have."""
-        return self._fleet.version
+        return self._pool.version
 
     @property
     def servers(self) -> list[Server]:
         """All of them, alive or not."""
-        return self._fleet.servers
+        return self._pool.servers
 
     @property
     def recover(self) -> Callable[[], Awaitable]:
         """Called while there is a live server with other weights than the rest."""
-        return self._fleet.recover
+        return self._pool.recover
 
     @recover.setter
     def recover(self, value: Callable[[], Awaitable]) -> None:
-        self._fleet.recover = value
+        self._pool.recover = value
 
     @property
     def event(self) -> Callable[..., None]:
         """Called with a kind and fields."""
-        return self._fleet.event
+        return self._pool.event
 
     @event.setter
     def event(self, value: Callable[..., None]) -> None:
-        self._fleet.event = value
+        self._pool.event = value
 
     @property
     def path(self) -> str:
@@ -120,16 +120,16 @@ class SglangEngine:
         Raises:
             EngineError: a request that does not fit, one that failed RETRIES times, or no server is left.
         """
-        if request.id in self._flights:
+        if request.id in self._in_flight:
             raise EngineError(f"request {request.id} is already in flight", fix="give each request an id of its own")
-        flight = Flight(request, next(self._orders), self._facts, self._decode)
-        self._flights[request.id] = flight
+        inflight = InFlightRequest(request, next(self._orders), self._facts, self._decode)
+        self._in_flight[request.id] = inflight
         try:
-            while flight.reason is None:
-                await self._advance(flight)
-            return flight.response()
+            while inflight.reason is None:
+                await self._advance(inflight)
+            return inflight.response()
         finally:
-            del self._flights[request.id]
+            del self._in_flight[request.id]
 
     async def abort(self, ids: Iterable[str] | None = None) -> None:
         """End these requests (all when None); their calls return what they have drawn, finish_reason "abort".
@@ -137,11 +137,11 @@ class SglangEngine:
         Raises:
             EngineError: requests do not come back within DRAIN_SECONDS seconds.
         """
-        chosen = list(self._flights.values()) if ids is None else [
-            self._flights[name] for name in set(ids) if name in self._flights]
-        self._traffic.end(chosen)
+        chosen = list(self._in_flight.values()) if ids is None else [
+            self._in_flight[name] for name in set(ids) if name in self._in_flight]
+        self._scheduler.end(chosen)
         if not self._open and self._mode == "in_place":
-            await self._fleet.abort([flight.rid for flight in chosen])  # servers that stand still tell no result
+            await self._pool.abort([inflight.rid for inflight in chosen])  # paused servers return no result
         else:
             await self._bring_back(chosen)
 
@@ -156,12 +156,12 @@ class SglangEngine:
             EngineError: requests do not come back within DRAIN_SECONDS seconds.
         """
         if mode not in ("abort", "retract", "in_place"):
-            raise EngineError("there is no such pause mode", got=mode, fix="abort, retract or in_place")
+            raise EngineError("unknown pause mode", got=mode, fix="use abort, retract or in_place")
         async with self._control:
             self._open, self._mode = False, mode
-            self._fleet.serving = False
+            self._pool.serving = False
             if mode == "abort":
-                self._traffic.end(list(self._flights.values()))
+                self._scheduler.end(list(self._in_flight.values()))
             await self._halt(mode)
 
     async def resume(self) -> None:
@@ -177,22 +177,22 @@ class SglangEngine:
             EngineError: requests are in flight.
         """
         async with self._control:
-            if air := len(self._traffic.air):
-                raise EngineError("memory is released under requests in flight", got=f"{air} of them",
+            if count := len(self._scheduler.sent):
+                raise EngineError("memory cannot be released while requests are in flight", got=f"{count} of them",
                                   fix="pause() first, or wait for them")
             self._released |= set(tags)
-            self._fleet.serving = self._fleet.memory = False
+            self._pool.serving = self._pool.memory = False
             await self._halt("abort")
-            await self._fleet.each(lambda server: server.client.call(
+            await self._pool.each(lambda server: server.client.call(
                 "/release_memory_occupation", {"tags": list(tags)}, timeout=MEMORY_SECONDS))
 
     async def occupy(self, tags: Sequence[str]) -> None:
-        """Take released memory again; a server that cannot is started anew."""
+        """Take released memory again; a server that cannot is restarted."""
         async with self._control:
-            await self._fleet.each(lambda server: server.client.call(
+            await self._pool.each(lambda server: server.client.call(
                 "/resume_memory_occupation", {"tags": list(tags)}, timeout=MEMORY_SECONDS))
             self._released -= set(tags)
-            self._fleet.memory = not self._released
+            self._pool.memory = not self._released
             await self._let_go()
 
     # Weights.
@@ -209,7 +209,7 @@ class SglangEngine:
         """
         # Paused in place, requests keep a cache that cannot be emptied; new ones share none of it (see `_ask`).
         flush = self._mode != "in_place" and "kv_cache" not in self._released
-        await self._fleet.confirm(servers, version, flush=flush)
+        await self._pool.confirm(servers, version, flush=flush)
         async with self._control:
             await self._let_go()
 
@@ -218,9 +218,9 @@ class SglangEngine:
         Raises:
             EngineError: always. A weight sync sends them to the servers, between `pause` and `confirm`.
         """
-        raise EngineError("weights do not reach SGLang servers through the driver",
+        raise EngineError("weights cannot be sent to SGLang servers through the driver",
                           got=f"weight_sync {self._config.perf.weight_sync}", who="--weight-sync",
-                          fix="ipc, broadcast, disk or disk-delta")
+                          fix="use ipc, broadcast, disk or disk-delta")
 
     # Start and end.
 
@@ -234,97 +234,97 @@ class SglangEngine:
             return
         self._started, self._stopping = True, False
         try:
-            await self._fleet.open()
+            await self._pool.open()
         except BaseException:
             await self.stop()
             raise
         self._facts = self._facts.of_servers([server.info for server in self.servers])
-        self._open = self._fleet.serving = True
+        self._open = self._pool.serving = True
         for server in self.servers:
-            self._spawn(self._guarded(self._fleet.watch(server)))
-        if self._fleet.router is not None:
-            self._spawn(self._guarded(self._fleet.watch_router()))
-        self._traffic.admit()
+            self._spawn(self._guarded(self._pool.watch(server)))
+        if self._pool.router is not None:
+            self._spawn(self._guarded(self._pool.watch_router()))
+        self._scheduler.admit()
 
     async def stop(self) -> None:
         """End all that we started, within seconds; requests in flight return as aborted."""
-        self._stopping, self._open, self._fleet.serving = True, False, False
+        self._stopping, self._open, self._pool.serving = True, False, False
         tasks, self._tasks = self._tasks, set()
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        flights = list(self._flights.values())
-        self._traffic.end(flights)
-        if self._traffic.air:
-            await asyncio.wait([asyncio.ensure_future(self._fleet.abort(None))], timeout=STOP_SECONDS)
-            await self._traffic.landing(flights, STOP_SECONDS)
-        await self._fleet.close()
+        requests = list(self._in_flight.values())
+        self._scheduler.end(requests)
+        if self._scheduler.sent:
+            await asyncio.wait([asyncio.ensure_future(self._pool.abort(None))], timeout=STOP_SECONDS)
+            await self._scheduler.wait_released(requests, STOP_SECONDS)
+        await self._pool.close()
         self._started = False
 
     # What a request meets.
 
-    async def _advance(self, flight: Flight) -> None:
-        """One call for a flight: what it draws is added, or it is left for another try."""
+    async def _advance(self, inflight: InFlightRequest) -> None:
+        """One call for a request: what it draws is added, or it is left for another try."""
         if self._failure is not None:
             raise self._failure
-        lane = await self._traffic.place(flight)
-        if lane is None:
-            flight.reason = "abort"
+        endpoint = await self._scheduler.acquire(inflight)
+        if endpoint is None:
+            inflight.reason = "abort"
             return
         try:
-            flight.take(*await self._ask(lane.client, flight))
-            if flight.reason is None and self._fleet.serving:
-                raise Failed(f"{lane.client.name}: somebody else ended the request")
+            inflight.take(*await self._ask(endpoint.client, inflight))
+            if inflight.reason is None and self._pool.serving:
+                raise Failed(f"{endpoint.client.name}: the request was ended by another client")
             return
         except Failed as error:
             failed = error
         except asyncio.CancelledError:
-            self._spawn(self._fleet.abort([flight.rid]))
+            self._spawn(self._pool.abort([inflight.rid]))
             raise
         finally:
-            self._traffic.land(flight)
-        await self._again(flight, failed)
+            self._scheduler.release(inflight)
+        await self._again(inflight, failed)
 
-    async def _again(self, flight: Flight, why: Failed) -> None:
+    async def _again(self, inflight: InFlightRequest, why: Failed) -> None:
         """Wait before another try; nothing of the failed call counts, and all of the calls before it does.
 
         Raises:
             EngineError: it was the last try.
         """
-        if self._stopping or flight.aborted:
-            flight.reason = "abort"
+        if self._stopping or inflight.aborted:
+            inflight.reason = "abort"
             return
-        flight.failures += 1
-        if flight.failures > RETRIES:
-            raise EngineError(f"request {flight.request.id} failed {flight.failures} times", got=str(why),
+        inflight.failures += 1
+        if inflight.failures > RETRIES:
+            raise EngineError(f"request {inflight.request.id} failed {inflight.failures} times", got=str(why),
                               fix="look at the logs of the engines and the router") from why
-        self.event("request_failed", request=flight.request.id, attempt=flight.failures, why=str(why)[:300])
-        self._spawn(self._fleet.abort([flight.rid]))  # a server may still draw for a call that was cut off
+        self.event("request_failed", request=inflight.request.id, attempt=inflight.failures, why=str(why)[:300])
+        self._spawn(self._pool.abort([inflight.rid]))  # a server may still draw for a call that was cut off
         with suppress(TimeoutError):
-            await asyncio.wait_for(flight.stop.wait(), min(LONGEST_DELAY, 0.1 * 2 ** (flight.failures - 1)))
+            await asyncio.wait_for(inflight.stop.wait(), min(LONGEST_DELAY, 0.1 * 2 ** (inflight.failures - 1)))
 
-    async def _ask(self, client: Client, flight: Flight) -> tuple[list[Answer], list[int]]:
+    async def _ask(self, client: Client, inflight: InFlightRequest) -> tuple[list[Answer], list[int]]:
         """The answer of one call, its pieces with the version of each."""
         sent = self.version
         if not self._streams:
-            answer = await client.generate(flight.body())
+            answer = await client.generate(inflight.body())
             self._check_version(answer, sent, newest=sent)
             return [answer], [sent]
         answers, versions, version = [], [], sent
-        # Caches are shared among equal keys: a prefix of older weights is nobody's who came later.
-        async for piece in client.stream(flight.body(cache_key=str(sent))):
+        # Caches are shared among equal keys: a prefix computed by older weights is not shared with later requests.
+        async for piece in client.stream(inflight.body(cache_key=str(sent))):
             answers.append(piece)
             versions.append(version)
             version = self._check_version(piece, sent)
         return answers, versions
 
     def _check_version(self, answer: Answer, oldest: int, newest: int | None = None) -> int:
-        """The version that an answer says; before the first sync a server may call its weights anything."""
+        """The version stated in an answer; before the first sync a server may call its weights anything."""
         if self.version == 0:
             return 0
         if answer.version.isdecimal() and oldest <= int(answer.version) <= (newest or int(answer.version)):
             return int(answer.version)
-        self._spawn(self._fleet.recheck())
+        self._spawn(self._pool.recheck())
         raise Failed(f"an answer from weights of version {answer.version!r} where {oldest} was expected")
 
     def _decode(self, ids: list[int], skip_special_tokens: bool) -> str:
@@ -334,40 +334,40 @@ class SglangEngine:
 
     async def _halt(self, mode: PauseMode) -> None:
         if mode != "in_place":
-            await self._bring_back(list(self._traffic.air))
+            await self._bring_back(list(self._scheduler.sent))
         how = "in_place" if mode == "in_place" else "abort"
-        await self._fleet.each(lambda server: server.client.pause(how, DRAIN_SECONDS))
+        await self._pool.each(lambda server: server.client.pause(how, DRAIN_SECONDS))
 
     async def _let_go(self) -> None:
         if self._open and not self._released and not self._stopping:
-            await self._fleet.each(lambda server: server.client.resume(), filter(self._fleet.usable, self.servers))
-            await self._fleet.route()
-            self._fleet.serving = True
-            self._traffic.admit()
+            await self._pool.each(lambda server: server.client.resume(), filter(self._pool.usable, self.servers))
+            await self._pool.route()
+            self._pool.serving = True
+            self._scheduler.admit()
 
-    async def _bring_back(self, flights: Sequence[Flight]) -> None:
-        """End the calls of these flights at the servers, and wait for what they have drawn."""
+    async def _bring_back(self, requests: Sequence[InFlightRequest]) -> None:
+        """End the calls of these requests at the servers, and wait for what they have drawn."""
         for _ in range(int(DRAIN_SECONDS)):
-            if not (left := [flight for flight in flights if flight in self._traffic.air]):
+            if not (left := [inflight for inflight in requests if inflight in self._scheduler.sent]):
                 return
-            everything = len(left) == len(self._traffic.air)
+            everything = len(left) == len(self._scheduler.sent)
             # Again and again: a request may have been on its way to the server.
-            await self._fleet.abort(None if everything else [flight.rid for flight in left])
-            if await self._traffic.landing(left, 1.0):
+            await self._pool.abort(None if everything else [inflight.rid for inflight in left])
+            if await self._scheduler.wait_released(left, 1.0):
                 return
         raise EngineError(f"{len(left)} requests did not come back within {DRAIN_SECONDS:g} s",
-                          who=", ".join(sorted({lane.client.name for lane in self._traffic.air.values()})),
+                          who=", ".join(sorted({endpoint.client.name for endpoint in self._scheduler.sent.values()})),
                           fix="look at its log")
 
     async def _guarded(self, watch: Coroutine) -> None:
-        """A watch that cannot go on ends the run: whoever waits for an answer gets its error."""
+        """Run a watch; if it fails, every waiting request gets its error."""
         try:
             await watch
-        except Exception as error:  # noqa: BLE001 - whatever it is, nobody would look after the servers any more
+        except Exception as error:  # noqa: BLE001 - whatever it is, otherwise no task would watch the servers
             own = isinstance(error, MilesError)
-            self._failure = error if own else EngineError("the watch over the servers failed", got=repr(error))
+            self._failure = error if own else EngineError("the server watchdog failed", got=repr(error))
             self._failure.__cause__ = None if own else error
-            self._traffic.end(list(self._flights.values()), self._failure)
+            self._scheduler.end(list(self._in_flight.values()), self._failure)
 
     def _spawn(self, work: Coroutine) -> None:
         if self._stopping:  # nothing is left to look after

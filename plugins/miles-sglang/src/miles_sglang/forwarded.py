@@ -77,7 +77,7 @@ def from_flag(one: Given) -> list[Assignment]:
         name, off = name[3:], True
     option = _field(table, f"--{name}", origin).option(table)
     if off and not option.is_bool:
-        raise UnknownKeyError(f"there is no flag {one.flag}", fix=f"write --{prefix}-{name} VALUE")
+        raise UnknownKeyError(f"unknown flag {one.flag}", fix=f"write --{prefix}-{name} VALUE")
     return [Assignment(option.key, value_of(one, option, off), origin)]
 
 
@@ -96,17 +96,17 @@ def typed(one: Assignment) -> tuple[str, object]:
     option = field.option(table)
     value = convert(option, _read(one.value, field, option, one.origin), one.origin)
     if value is False and field.form == "switch" and field.default is not False:
-        raise ConfigError(f"{option.key} can be switched on and not off", who=str(one.origin), fix="leave it out")
+        raise ConfigError(f"{option.key} can only be switched on", who=str(one.origin), fix="leave it out")
     return option.key, value
 
 
 def words(table: str, values: Mapping[str, object]) -> list[str]:
     """The words of a command line that say `values`; what is None is left out."""
-    fields, found = surface_of(table).fields, []
+    fields, argv = surface_of(table).fields, []
     for name, value in values.items():
         if value is not None:
-            found += _words(fields[name], value)
-    return found
+            argv += _words(fields[name], value)
+    return argv
 
 
 def _words(field: Field, value: object) -> list[str]:
@@ -135,11 +135,11 @@ def _field(table: str, flag: str, origin: Origin) -> Field:
             dashed = option.name.replace("_", "-")
             bare[dashed] = [f"--{dashed}", *option.flags][-1] if as_flag else option.name
         near = difflib.get_close_matches(flag[2:], bare, 1, 0.6)
-        what = f"there is no flag {shown}" if as_flag else f"[sglang] has no key {shown!r}"
+        what = f"unknown flag {shown}" if as_flag else f"[sglang] has no key {shown!r}"
         raise UnknownKeyError(f"{what}; checked against {known}", who=None if as_flag else str(origin),
                               fix=f"did you mean {bare[near[0]]}?" if near else "`miles flags` lists what there is")
     if (reason := OWNED[table].get(field.name)) is not None:
-        raise UnknownKeyError(f"{shown} has no place here", who=str(origin), fix=reason)
+        raise UnknownKeyError(f"{shown} does not apply here", who=str(origin), fix=reason)
     return field
 
 

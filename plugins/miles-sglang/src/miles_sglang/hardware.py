@@ -35,44 +35,45 @@ def _engine(config: RunConfig, note: Note) -> RunConfig:
         return with_values(config, "--rollout-external", rollout__engine="sglang")
     if gpus() and folder_of("sglang") and not config.algorithm.true_on_policy_mode:
         if _alone(config):
-            note("trainer and SGLang have no GPU each: the engine is local; --engine sglang --colocate shares this one")
+            note("there are not enough GPUs for both the trainer and SGLang, so the engine is local; --engine sglang "
+                 "--colocate shares this GPU")
             return config
         return with_values(config, "a GPU and SGLang are here", rollout__engine="sglang")
     return config
 
 
 def _alone(config: RunConfig) -> bool:
-    """Whether the trainer takes the only GPU and nobody has said a word of SGLang or of other GPUs."""
+    """Whether the trainer takes the only GPU and the run names neither SGLang nor other GPUs."""
     perf, tables = config.perf, {key.partition(".")[0] for key in config.origin}
-    said = tables & {"sglang", "server", "router"} or perf.rollout_num_gpus or perf.ray_address or perf.colocate
-    return gpus() == 1 == trainer_gpus(config) and not said and not config.debug.debug_rollout_only
+    stated = tables & {"sglang", "server", "router"} or perf.rollout_num_gpus or perf.ray_address or perf.colocate
+    return gpus() == 1 == trainer_gpus(config) and not stated and not config.debug.debug_rollout_only
 
 
 def _external(config: RunConfig, note: Note) -> RunConfig:
     """Servers and routers that run already."""
     options = sglang_options(config)
-    given, addresses = options.rollout_external, options.rollout_external_engine_addrs
+    external, addresses = options.rollout_external, options.rollout_external_engine_addrs
     origin = who(config, "sglang.rollout_external", "sglang.rollout_external_engine_addrs")
-    if bool(given) != bool(addresses):
-        raise ConfigError("servers that run already are named by two flags", who=origin,
+    if bool(external) != bool(addresses):
+        raise ConfigError("servers that already run need both flags", who=origin,
                           fix="write --rollout-external --rollout-external-engine-addrs HOST:PORT ...")
     for address in addresses:
         if not re.fullmatch(r"(https?://)?([\w.-]+|\[[\da-fA-F:]+\]):[1-9]\d*/?", address):
-            raise ConfigError("the address of a server is HOST:PORT", got=address, who=origin,
+            raise ConfigError("the address of a server should be HOST:PORT", got=address, who=origin,
                               fix="for instance 10.0.0.7:30000")
     plain = [address.partition("://")[2].rstrip("/") or address for address in addresses]
     plain += [f"{options.router_ip}:{options.router_port}"] if options.router_ip else []
     if twice := next((address for address in plain if plain.count(address) > 1), None):
-        raise ConfigError("one address is that of two servers, or of a server and the router", got=twice,
+        raise ConfigError("two servers, or a server and the router, have the same address", got=twice,
                           who=f"{origin}, {who(config, 'sglang.router_ip')}", fix="name each server once")
-    if given and config.perf.colocate:
-        raise ConfigError("servers that run already cannot hand their GPUs over",
+    if external and config.perf.colocate:
+        raise ConfigError("servers that already run cannot hand over their GPUs",
                           who=who(config, "sglang.rollout_external", "perf.colocate"), fix="drop --colocate")
-    if given and config.rollout.engine != "sglang":
+    if external and config.rollout.engine != "sglang":
         raise ConfigError("--rollout-external is for the engine sglang", got=f"engine {config.rollout.engine}",
                           who=who(config, "rollout.engine"), fix="leave --engine out")
     if options.router_ip is not None and options.router_port is None:
-        raise ConfigError("a router that runs already has a port", who=who(config, "sglang.router_ip"),
+        raise ConfigError("a router that already runs needs a port", who=who(config, "sglang.router_ip"),
                           fix="add --sglang-router-port PORT")
     return _running(config, options)
 
@@ -92,8 +93,8 @@ def _running(config: RunConfig, options: SglangOptions) -> RunConfig:
 
 
 def _gpus(config: RunConfig, note: Note) -> RunConfig:
-    """The engines' GPUs: the trainer's with --colocate, else one engine's worth, unless somebody says otherwise."""
-    perf, each, given = config.perf, config.perf.rollout_num_gpus_per_engine, config.perf.rollout_num_gpus
+    """The engines' GPUs: the trainer's with --colocate, else one engine's worth, unless the run says otherwise."""
+    perf, each, requested = config.perf, config.perf.rollout_num_gpus_per_engine, config.perf.rollout_num_gpus
     if "servers" not in config.understood:
         return config
     shared, origin = trainer_gpus(config), who(config, "perf.rollout_num_gpus", "perf.rollout_num_gpus_per_engine")
@@ -102,13 +103,14 @@ def _gpus(config: RunConfig, note: Note) -> RunConfig:
         number, reason = len(addresses) * each, "--rollout-external-engine-addrs"
     else:
         number, reason = (shared, "--colocate") if perf.colocate else (each, "one engine")
-    if given is not None and perf.colocate:
-        if given > shared:
-            raise ConfigError("with --colocate the engines are on the trainer's GPUs, which are fewer", got=given,
+    if requested is not None and perf.colocate:
+        if requested > shared:
+            raise ConfigError("with --colocate the engines are on the trainer's GPUs, which are fewer", got=requested,
                               who=origin, fix=f"leave --rollout-num-gpus out; the trainer has {shared}")
-        idle = f", and {shared - given} of the trainer's {shared} GPUs rest while engines sample" * (given < shared)
+        left = shared - requested
+        idle = f", and {left} of the trainer's {shared} GPUs are idle while engines sample" if left else ""
         note(f"--rollout-num-gpus is not needed with --colocate{idle}")
-    number = number if given is None else given
+    number = number if requested is None else requested
     if number % each or number < each:
         raise ConfigError(f"{number} GPUs do not divide into engines of {each}", who=origin,
                           fix="rollout_num_gpus is a multiple of rollout_num_gpus_per_engine")
@@ -147,11 +149,11 @@ def lines(config: RunConfig) -> list[tuple[str, str]]:
     running = " that run already" * options.rollout_external
     router = "no router" if options.router == "none" else f"router {options.router}"
     computed = config.surface("server").get("dtype", engine_dtype(config))
-    said = [f"{number} SGLang engine{'s'[:number != 1]} of {each} GPU{'s'[:each != 1]}{running}, {computed}; {router}"]
+    texts = [f"{number} SGLang engine{'s'[:number != 1]} of {each} GPU{'s'[:each != 1]}{running}, {computed}; {router}"]
     whose = f"{trainer_gpus(config)} for the trainer" + f", {perf.rollout_num_gpus} for engines" * (not running)
     if perf.colocate:
-        whose = f"trainer and engines take turns on {trainer_gpus(config)}"
-    said.append(f"placement {perf.placement}, GPUs: {whose}")
+        whose = f"trainer and engines alternate on {trainer_gpus(config)}"
+    texts.append(f"placement {perf.placement}, GPUs: {whose}")
     size = perf.update_weight_buffer_size / 1024**2
-    said.append(f"weights travel by {perf.weight_sync}, in buckets of at most {size:g} MiB")
-    return [("layout", line) for line in said]
+    texts.append(f"weights travel by {perf.weight_sync}, in buckets of at most {size:g} MiB")
+    return [("layout", line) for line in texts]

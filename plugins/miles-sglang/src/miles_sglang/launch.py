@@ -1,4 +1,4 @@
-"""Launch: how one server comes up and goes down, on the hosts that the placement gave or where it runs already."""
+"""Launching and ending one server, on the hosts of the placement or where it is already running."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Server:
         version: of the weights that it is known to serve; 0 at a start.
         alive: it answers, as far as is known.
         fault: why it counts as dead, until it is revived.
-        load: its requests in the air.
+        load: its requests in flight.
         info: what it said about itself when it came up.
         seen, next_look: when it last answered a health check, and when the next is due, by `awake`.
         waited: it does not answer and is waited for, because kernels are compiled.
@@ -65,7 +65,7 @@ class Server:
         return self.client.url
 
     def answers(self) -> None:
-        """It has come up, with weights that nobody knows."""
+        """It has come up, with unknown weights."""
         self.alive, self.fault, self.version, self.seen = True, None, 0, awake()
 
 
@@ -93,7 +93,7 @@ async def launch(server: Server, config: RunConfig) -> None:
 
 
 async def attach(server: Server, config: RunConfig, timeout: float = 30.0) -> None:
-    """Reach a server that runs already; it has `timeout` seconds to answer.
+    """Connect to a server that is already running; it has `timeout` seconds to answer.
 
     Raises:
         EngineError: it does not answer, or cannot take weights from this run.
@@ -104,8 +104,8 @@ async def attach(server: Server, config: RunConfig, timeout: float = 30.0) -> No
         await server.client.abort()  # an earlier run may have left it paused and with requests, or we did, when it hung
         await server.client.resume()
     except MilesError as error:
-        raise EngineError("no SGLang server answers there", got=error.got or error.what, who=who,
-                          fix="start it, or mend the address") from error
+        raise EngineError("no SGLang server answers at this address", got=error.got or error.what, who=who,
+                          fix="start it, or correct the address") from error
     if not config.debug.debug_rollout_only and LOADER not in (info.get("custom_weight_loader") or ()):
         raise EngineError("the server cannot verify the weights that it is sent", who=who,
                           got=f"custom_weight_loader {info.get('custom_weight_loader')}",
@@ -129,7 +129,7 @@ async def exited(server: Server) -> str | None:
 
 
 async def compilers(server: Server) -> set[str]:
-    """Names of the compilers that its processes run; of a server that is not ours nobody can tell."""
+    """Names of the compilers that its processes run; unknown for a server that the run did not start."""
     return {name for handle in server.handles for name in await handle.compilers()}
 
 

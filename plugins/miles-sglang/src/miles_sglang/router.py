@@ -1,4 +1,4 @@
-"""Router: what stands in front of several servers and spreads requests over them.
+"""The router in front of several servers, which spreads requests over them.
 
 Our own is a process beside the driver, smg or sglang-router, that is started again at the same port when it ends. One
 that runs already is used by either of two protocols: /workers, or /add_worker, /remove_worker and /list_workers.
@@ -65,14 +65,14 @@ class Router:
         """Start it, or reach the one that runs; no worker is in it then.
 
         Raises:
-            EngineError: it ends, does not answer, speaks neither protocol, or has workers of somebody else.
+            EngineError: it ends, does not answer, speaks neither protocol, or has workers of another run.
         """
         if self.own:
             await self._launch()
         await self._learn_protocol()
-        if strangers := set(await self._list()) - self._workers:
-            raise EngineError("the router has workers that this run does not know, with weights of their own",
-                              got=sorted(strangers), who=f"the router at {self.client.url}",
+        if unknown := set(await self._list()) - self._workers:
+            raise EngineError("the router has workers that this run does not know, with other weights",
+                              got=sorted(unknown), who=f"the router at {self.client.url}",
                               fix="remove them from the router, or use one of its own for this run")
         self.alive = True
 
@@ -109,7 +109,7 @@ class Router:
         await self._until(url, listed=False)
 
     async def ill(self, timeout: float | None) -> str | None:
-        """Why it counts as dead, None while it does not; with a `timeout` it is asked, too."""
+        """Why it counts as dead; None otherwise. With a `timeout` it is also queried."""
         if self.own and (code := self._process.exit_code()) is not None:
             return f"its process ended with code {code}"
         if timeout is None:
@@ -155,7 +155,7 @@ class Router:
                 try:
                     await self.remove(url)
                 except MilesError:
-                    break  # it is gone, and nobody is left to care
+                    break  # it is gone, and no request needs it any more
         await self.client.reset()
 
     async def _launch(self) -> None:
@@ -182,21 +182,21 @@ class Router:
         """The port that was asked for, while it is free, else any.
 
         Raises:
-            EngineError: somebody listens on the port that was asked for.
+            EngineError: another process listens on the port that was asked for.
         """
-        given = self._options.router_port
-        if given is None:
+        port = self._options.router_port
+        if port is None:
             return self._process.free_ports(1)[0]
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
-                probe.bind(("127.0.0.1", given))
+                probe.bind(("127.0.0.1", port))
             except OSError as error:
                 raise EngineError("the router's port cannot be used", got=error.strerror,
-                                  who=f"--sglang-router-port {given}",
-                                  fix="name a free port, or none and any is taken; a router that runs already needs "
+                                  who=f"--sglang-router-port {port}",
+                                  fix="name a free port, or leave it out to use any; a router that already runs needs "
                                       "--sglang-router-ip too") from None
-        return given
+        return port
 
     async def _learn_protocol(self) -> None:
         errors = []
@@ -216,12 +216,12 @@ class Router:
         return await (self._list_old(timeout) if self._old_protocol else self._list_new(timeout))
 
     async def _list_new(self, timeout: float = 10.0) -> dict[str, str]:
-        found = await self.client.call("/workers", timeout=timeout)
-        return {worker["url"].rstrip("/"): worker["id"] for worker in found.get("workers", ())}
+        listing = await self.client.call("/workers", timeout=timeout)
+        return {worker["url"].rstrip("/"): worker["id"] for worker in listing.get("workers", ())}
 
     async def _list_old(self, timeout: float = 10.0) -> dict[str, str]:
-        found = await self.client.call("/list_workers", timeout=timeout)
-        return {url.rstrip("/"): url for url in found.get("urls", ())}
+        listing = await self.client.call("/list_workers", timeout=timeout)
+        return {url.rstrip("/"): url for url in listing.get("urls", ())}
 
     async def _ask(self, path: str, body: dict | None = None, method: str | None = None) -> dict:
         return await self.client.call(path, body, timeout=10.0, method=method)

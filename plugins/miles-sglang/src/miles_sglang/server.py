@@ -42,7 +42,7 @@ except OSError as error:
 
 CAUSES = (
     (r"unrecognized arguments|error: argument|invalid choice", "it does not take these flags",
-     "mend the --sglang-* flag that it names"),
+     "correct the --sglang-* flag that it names"),
     (r"address already in use", "its port is in use",
      "end what listens there, or leave the choice of the port to Miles"),
     (r"(?i)out ?of ?memory|not enough memory|leave no GPU memory|memory pool size is too small",
@@ -53,7 +53,7 @@ CAUSES = (
      r"unrecognized model|SafetensorError|cannot find any model weights", "it cannot load this model",
      "use a checkpoint that is whole and that the installed SGLang serves"),
     (r"No module named ['\"]?(sglang|smg|sglang_router)", "it is not installed", "pip install 'miles-sglang[server]'"),
-    (r"cannot start |can't open file", "its command cannot be run", "mend --sglang-server-command"),
+    (r"cannot start |can't open file", "its command cannot be run", "correct --sglang-server-command"),
 )
 """What a log says -> what that means -> what to do."""
 
@@ -80,9 +80,9 @@ class ServerProcess:
         return self.seat
 
     def free_ports(self, count: int) -> list[int]:
-        """Ports of this machine that nobody listens on."""
-        with contextlib.ExitStack() as held:
-            sockets = [held.enter_context(socket.socket()) for _ in range(count)]
+        """Ports of this machine that no process listens on."""
+        with contextlib.ExitStack() as stack:
+            sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
             for each in sockets:
                 each.bind((self.seat.host, 0))
             return [each.getsockname()[1] for each in sockets]
@@ -91,15 +91,16 @@ class ServerProcess:
         """Start it and return its process id. Its output is appended to `log`.
 
         Raises:
-            EngineError: it runs already, a GPU of its seat is not there, or the log cannot be written.
+            EngineError: it is already running, a GPU of its seat is missing, or the log cannot be written.
         """
-        there = visible_gpus()
-        if missing := [gpu for gpu in self.seat.gpus if gpu not in there]:
-            raise EngineError(f"there is no GPU {missing[0]} for it", got=f"{len(there)} GPUs there: {list(there)}",
+        visible = visible_gpus()
+        if missing := [gpu for gpu in self.seat.gpus if gpu not in visible]:
+            raise EngineError(f"GPU {missing[0]} is not available", got=f"{len(visible)} GPUs: {list(visible)}",
                               who=f"engine {self.seat.engine}, node {self.seat.node}, on {platform.node()}",
                               fix="look at nvidia-smi and CUDA_VISIBLE_DEVICES there")
         if self._process is not None and self._process.poll() is None:
-            raise EngineError("the server runs already", got=f"process {self._process.pid}", fix="stop() it first")
+            raise EngineError("the server is already running", got=f"process {self._process.pid}", fix="stop() it "
+                                                                                                       "first")
         self._log, self._children = Path(log), {}
         try:
             self._log.parent.mkdir(parents=True, exist_ok=True)
@@ -176,13 +177,13 @@ class ServerProcess:
 
     def _left(self) -> list[psutil.Process]:
         """Children that were seen and are still there."""
-        found = []
+        children = []
         for pid, made in self._children.items():
             with contextlib.suppress(psutil.Error):
                 child = psutil.Process(pid)
                 if child.create_time() == made:
-                    found.append(child)
-        return found
+                    children.append(child)
+        return children
 
 
 def ended(who: str, code: int | None, lines: Sequence[str], log: Path, seconds: float | None = None) -> EngineError:
@@ -193,18 +194,18 @@ def ended(who: str, code: int | None, lines: Sequence[str], log: Path, seconds: 
     """
     if code is None:
         what, got = f"it did not answer within {seconds:g} s", None
-        fix = "raise --server-start-timeout, or see what keeps it"
+        fix = "raise --server-start-timeout, or check what delays it"
     else:
         what, got, fix = "it ended while it started", f"exit code {code}", "see its log"
         if code < 0:
-            fix = "a negative code is a signal; -9 is often a lack of memory of the machine"
-    said = [line for line in lines if not line.startswith("$ ")]
-    raised = [line for line in said if re.match(r"[\w.]+(Error|Exception)\b", line)]
+            fix = "a negative code is a signal; -9 is often a lack of memory on the machine"
+    output = [line for line in lines if not line.startswith("$ ")]
+    raised = [line for line in output if re.match(r"[\w.]+(Error|Exception)\b", line)]
     if raised:  # SGLang kills itself with a signal when a child raises, so the code says nothing then
         got, fix = raised[-1][:300], "see its log"
     for pattern, meaning, remedy in CAUSES:
-        if found := [line for line in said if re.search(pattern, line)]:
-            what, got, fix = f"{what}: {meaning}", found[-1].strip()[:300], remedy
+        if matching := [line for line in output if re.search(pattern, line)]:
+            what, got, fix = f"{what}: {meaning}", matching[-1].strip()[:300], remedy
             break
     text = "\n  ".join(line[:300] for line in lines[-10:])
     return EngineError(what, got=got, who=who, fix=f"{fix}. The end of {log}:\n  {text}")

@@ -41,14 +41,14 @@ def server_args(file: Path) -> tuple[dict[str, Field], dict[str, list]]:
             if field is not None:
                 (fields if shown else hidden)[field.name] = field
     old: dict[str, list] = {}
-    for call, given in _add_argument_calls(_method(kind, "add_cli_args", file)):
+    for call, keywords in _add_argument_calls(_method(kind, "add_cli_args", file)):
         flag = _flag(call.args[0])
-        name = _evaluate(given["dest"], constants) if "dest" in given else flag[2:].replace("-", "_")
+        name = _evaluate(keywords["dest"], constants) if "dest" in keywords else flag[2:].replace("-", "_")
         if name in hidden:
-            fields[name] = replace(hidden.pop(name), flag=flag, help=_help(given.get("help")))
-        elif name in fields and "const_value" in given:
-            old[flag] = [name, _word(given["const_value"])]
-        elif name in fields and "new_flag" in given:
+            fields[name] = replace(hidden.pop(name), flag=flag, help=_help(keywords.get("help")))
+        elif name in fields and "const_value" in keywords:
+            old[flag] = [name, _word(keywords["const_value"])]
+        elif name in fields and "new_flag" in keywords:
             fields[name] = replace(fields[name], also=(*fields[name].also, flag))
     return fields, old
 
@@ -62,42 +62,43 @@ def router_args(file: Path) -> tuple[dict[str, Field], dict[str, list]]:
     constants, kind = _constants(tree), _class(tree, "RouterArgs", file)
     defaults = {node.target.id: node.value for node in kind.body if isinstance(node, ast.AnnAssign)}
     fields: dict[str, Field] = {}
-    for call, given in _add_argument_calls(_method(kind, "add_cli_args", file)):
+    for call, keywords in _add_argument_calls(_method(kind, "add_cli_args", file)):
         flags = [_flag(word) for word in call.args]
         name = flags[0][2:].replace("-", "_")
-        action, several = ast.unparse(given["action"]).strip("'\"") if "action" in given else "", "nargs" in given
+        action = ast.unparse(keywords["action"]).strip("'\"") if "action" in keywords else ""
+        several = "nargs" in keywords
         if flags[0].startswith("--router-") and isinstance(call.args[0], ast.Constant) or (
                 action == "append" and several):
             continue
-        said = given.get("default", defaults.get(name))
-        if isinstance(said, ast.Attribute):  # RouterArgs.policy
-            said = defaults.get(said.attr)
-        default = _default(said, constants)
+        expression = keywords.get("default", defaults.get(name))
+        if isinstance(expression, ast.Attribute):  # RouterArgs.policy
+            expression = defaults.get(expression.attr)
+        default = _default(expression, constants)
         form = {"store_true": "switch", "append": "repeat"}.get(action, "words")
         form = "pair" if action.endswith("BooleanOptionalAction") else form
-        text = "bool" if form in ("switch", "pair") else PARSERS.get(ast.unparse(given.get("type", ast.Name("str"))),
+        text = "bool" if form in ("switch", "pair") else PARSERS.get(ast.unparse(keywords.get("type", ast.Name("str"))),
                                                                      "str")
-        text = _with_choices(text, given.get("choices"), constants)
+        text = _with_choices(text, keywords.get("choices"), constants)
         if several or action in ("append", "extend"):
             text, default = f"list[{text}]", default or []
         elif form != "switch" and (default is None or isinstance(default, list)):  # a list in one word, by commas
             text, default = f"{text} | None", None
         default = bool(default) if form == "switch" else default
-        fields[name] = Field(name, text, default, flags[0], form, tuple(flags[1:]), _help(given.get("help")))
+        fields[name] = Field(name, text, default, flags[0], form, tuple(flags[1:]), _help(keywords.get("help")))
     return fields, {}
 
 
 def _declared(node: ast.AnnAssign, constants: Mapping[str, object]) -> tuple[Field | None, bool]:
     """The field of one declaration, and whether its annotation gives it a flag."""
-    name, annotation, given = node.target.id, node.annotation, {}
+    name, annotation, keywords = node.target.id, node.annotation, {}
     shown = isinstance(annotation, ast.Subscript) and ast.unparse(annotation.value) == "A"
     if shown:
         annotation, about = annotation.slice.elts
         call = isinstance(about, ast.Call)
-        given = {keyword.arg: keyword.value for keyword in about.keywords} if call else {"help": about}
-        shown = "no_cli" not in given
-    parser = ast.unparse(given["type_parser"]) if "type_parser" in given else ""
-    several = "nargs" in given and _evaluate(given["nargs"], constants) != "?" or "action_kwargs" in given
+        keywords = {keyword.arg: keyword.value for keyword in about.keywords} if call else {"help": about}
+        shown = "no_cli" not in keywords
+    parser = ast.unparse(keywords["type_parser"]) if "type_parser" in keywords else ""
+    several = "nargs" in keywords and _evaluate(keywords["nargs"], constants) != "?" or "action_kwargs" in keywords
     kinds = _kinds(annotation, json=parser == "json.loads")
     none = "None" in kinds
     text = " | ".join(kind for kind in kinds if kind != "None")
@@ -105,17 +106,17 @@ def _declared(node: ast.AnnAssign, constants: Mapping[str, object]) -> tuple[Fie
         form = "json"
         text = text if "list" in text else "dict[str, object]"
     elif text == "bool":
-        form = "pair" if "action" in given else "switch"
+        form = "pair" if "action" in keywords else "switch"
     else:
         form = "words"
         text = "list[str]" if several else PARSERS.get(parser, text)
     if not text:
         return None, False
-    text = _with_choices(text, given.get("choices"), constants)
-    flag = _evaluate(given["cli_name"], constants) if "cli_name" in given else "--" + name.replace("_", "-")
-    also = tuple(_evaluate(given["aliases"], constants)) if "aliases" in given else ()
+    text = _with_choices(text, keywords.get("choices"), constants)
+    flag = _evaluate(keywords["cli_name"], constants) if "cli_name" in keywords else "--" + name.replace("_", "-")
+    also = tuple(_evaluate(keywords["aliases"], constants)) if "aliases" in keywords else ()
     field = Field(name, text + " | None" * none, _default(node.value, constants), flag, form, also,
-                  _help(given.get("help")))
+                  _help(keywords.get("help")))
     return field, shown
 
 
@@ -189,14 +190,14 @@ def _evaluate(node: ast.expr, constants: Mapping[str, object]) -> object:
 
 def _constants(tree: ast.Module) -> dict[str, object]:
     """The module's names for plain data, which choices and defaults refer to."""
-    found: dict[str, object] = {}
+    constants: dict[str, object] = {}
     for node in tree.body:
         if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
             try:
-                found[node.targets[0].id] = _evaluate(node.value, found)
+                constants[node.targets[0].id] = _evaluate(node.value, constants)
             except (ValueError, TypeError):
                 continue
-    return found
+    return constants
 
 
 def _add_argument_calls(method: ast.FunctionDef) -> Iterator[tuple[ast.Call, dict[str, ast.expr]]]:
@@ -268,11 +269,11 @@ def bundle(site: Path) -> str:
 
 def _entry(entry: Mapping[str, object]) -> str:
     """One field as an inline table, without its help and without what `usual` says."""
-    said = {key: value for key, value in entry.items() if key not in ("name", "help")}
+    shown = {key: value for key, value in entry.items() if key not in ("name", "help")}
     for key, plain in usual(entry["name"], entry["type"]).items():
-        if said[key] in (plain, ()):
-            del said[key]
-    return "{ " + ", ".join(f"{key} = {json.dumps(value)}" for key, value in said.items()) + " }"
+        if shown[key] in (plain, ()):
+            del shown[key]
+    return "{ " + ", ".join(f"{key} = {json.dumps(value)}" for key, value in shown.items()) + " }"
 
 
 if __name__ == "__main__":

@@ -109,8 +109,8 @@ def folder_of(package: str) -> Path | None:
 def version_of(folder: Path) -> str:
     """The version of the distribution that a package in site-packages is from."""
     name = folder.name.replace("_", "-")
-    found = importlib.metadata.Distribution.discover(name=name, path=[str(folder.parent)])
-    return next((one.version for one in found), "of unknown version")
+    distributions = importlib.metadata.Distribution.discover(name=name, path=[str(folder.parent)])
+    return next((one.version for one in distributions), "of unknown version")
 
 
 @functools.cache

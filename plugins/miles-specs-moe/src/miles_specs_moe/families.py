@@ -79,11 +79,11 @@ def _latent(hf: Any, sparse: tuple[int, ...]) -> Decoder:
         value=hf.v_head_dim, bias=bool(hf.attention_bias),
     )  # fmt: skip
     rope = rotary(hf, fraction=latent.turned / latent.head_dim, interleaved=bool(hf.rope_interleave))
-    said, layers = hf.rope_parameters, tuple(range(hf.num_hidden_layers))
-    stretched = (said.get("mscale_all_dim") or 0) * (rope.scaling != "default")
+    parameters, layers = hf.rope_parameters, tuple(range(hf.num_hidden_layers))
+    stretched = (parameters.get("mscale_all_dim") or 0) * (rope.scaling != "default")
     scale = latent.head_dim**-0.5 * yarn_magnitude(rope.factor, stretched) ** 2
     also = {"rope_type": ("yarn" if rope.scaling == "yarn" else "rope",)} | {
-        ours: (said[theirs],) for ours, theirs in _ROPE.items() if theirs in said}
+        ours: (parameters[theirs],) for ours, theirs in _ROPE.items() if theirs in parameters}
     return Decoder(
         hf=hf, attention=every_layer(hf, Attention(rope, mixer=latent)), mixing=latent.rules(layers),
         mixture=_mixture(hf, sparse), softmax_scale=scale, constants={"kv_channels": latent.head_dim},

@@ -87,8 +87,8 @@ class Again(torch.autograd.Function):
                   for x, wanted in zip(ctx.saved_tensors, ctx.needs_input_grad[1:], strict=True)]
         with torch.enable_grad():
             out = ctx.function(*inputs)
-        found = iter(torch.autograd.grad(out, [x for x in inputs if x.requires_grad], grad))
-        return None, *(next(found) if x.requires_grad else None for x in inputs)
+        grads = iter(torch.autograd.grad(out, [x for x in inputs if x.requires_grad], grad))
+        return None, *(next(grads) if x.requires_grad else None for x in inputs)
 
 
 def _chunked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor) -> torch.Tensor:
@@ -120,8 +120,8 @@ def _chunked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor,
         new = values[:, :, :, i]
         if state is not None:
             new = new - reads[:, :, :, i] @ state
-        found = within[:, :, :, i] @ new
-        out.append(found if state is None else found + asks[:, :, :, i] @ state)
+        local = within[:, :, :, i] @ new
+        out.append(local if state is None else local + asks[:, :, :, i] @ state)
         written = keys[:, :, :, i].mT @ new
         state = written if state is None else state * fades[:, :, :, i] + written
     joined = torch.cat(out, -2)[..., :length, :]  # [B, key heads, shared, L, dv]

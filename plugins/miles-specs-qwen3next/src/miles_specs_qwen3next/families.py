@@ -39,16 +39,16 @@ def qwen3_next(hf: Any) -> Decoder:
     )  # fmt: skip
 
 
-def gated_delta_net(config: Any, attention: Attention, rope: Any, parts: Any) -> Any:
+def gated_delta_net(config: Any, attention: Attention, rope: Any, modules: Any) -> Any:
     """The mixer of the layers without attention; see specs.Attention. It has no rope."""
     from megatron.core.transformer import ModuleSpec
 
     from miles_specs_qwen3next.mixer import GatedDeltaNet
 
-    return ModuleSpec(module=GatedDeltaNet, params={"column": parts.column, "row": parts.row})
+    return ModuleSpec(module=GatedDeltaNet, params={"column": modules.column, "row": modules.row})
 
 
-def gated_attention(config: Any, attention: Attention, rope: Any, parts: Any) -> Any:
+def gated_attention(config: Any, attention: Attention, rope: Any, modules: Any) -> Any:
     """The mixer of the layers with attention; see specs.Attention."""
     from megatron.core.transformer import ModuleSpec
     from megatron.core.transformer.attention import SelfAttentionSubmodules
@@ -59,8 +59,8 @@ def gated_attention(config: Any, attention: Attention, rope: Any, parts: Any) ->
     return ModuleSpec(
         module=GatedAttention, params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
-            linear_qkv=parts.column, core_attention=parts.attention(config, attention, rope), linear_proj=parts.row,
-            q_layernorm=parts.norm, k_layernorm=parts.norm,
+            linear_qkv=modules.column, core_attention=modules.attention(config, attention, rope),
+            linear_proj=modules.row, q_layernorm=modules.norm, k_layernorm=modules.norm,
         ),
     )  # fmt: skip
 

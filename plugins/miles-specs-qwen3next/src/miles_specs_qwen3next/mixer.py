@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from miles_megatron import cpu
-from miles_megatron.plan import Pick, Plan, Unpick, plan_of
+from miles_megatron.packed_layout import PackedLayout, Pick, Unpick, packed_layout_of
 
 from miles_core.errors import ConfigError
 from miles_specs_qwen3next.delta import Again, causal_convolution, gated_delta_rule, gated_norm
@@ -50,12 +50,12 @@ def _gated(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
 class GatedDeltaNet(MegatronModule):
     """Projections, a short causal convolution over queries, keys and values, the gated delta rule, a gated norm.
 
-    Heads are cut among tensor-parallel ranks. Sequences are computed apart, in the buckets of the attention's plan:
+    Heads are cut among tensor-parallel ranks. Sequences are computed apart, in the buckets of the attention's layout:
     neither state nor convolution goes from one to the next. Context-parallel ranks each gather all rows of their
     heads and keep the results of their own, which repeats work but changes no result.
 
     Args:
-        column, row: linear layers cut along their outputs and along their inputs (parts.Parts).
+        column, row: linear layers cut along their outputs and along their inputs (module_specs.LayerModules).
 
     Raises:
         ConfigError: key heads that do not divide among tensor-parallel ranks.
@@ -113,27 +113,27 @@ class GatedDeltaNet(MegatronModule):
             (self.key_size, self.key_size, each * self.size, each * self.size), 2)
         b, a = ba.unflatten(1, (self.key_heads, -1)).split((each, each), 2)
         rows = torch.cat([x.flatten(1) for x in (q, k, v, b, a)], 1)
-        mixed = self._by_sequence(rows, plan_of(packed_seq_params, rows, self.context_group))
+        mixed = self._by_sequence(rows, packed_layout_of(packed_seq_params, rows, self.context_group))
         # A rank's heads give a part of the gradient of the norm that all heads share; this sums them.
         weight = copy_to_tensor_model_parallel_region(self.norm_weight, self.tensor_group)
         gate = gate.reshape(len(rows), self.heads, self.size)
         normed = Again.apply(self._norm, mixed.view_as(gate), gate, weight)
         return self.out_proj(normed.flatten(1)[:, None])
 
-    def _by_sequence(self, rows: torch.Tensor, plan: Plan) -> torch.Tensor:
+    def _by_sequence(self, rows: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
         """[T, q | k | v | b | a] of this rank's rows -> [T, heads x size], each sequence from an empty state."""
         if self.context_group.size() > 1:
             rows = gather_from_sequence_parallel_region(rows, True, self.context_group)
-        if plan.key_rows is not None:
-            rows = Pick.apply(rows, plan.key_rows, plan.key_back)
+        if layout.key_rows is not None:
+            rows = Pick.apply(rows, layout.key_rows, layout.key_back)
         out, end = [], 0
-        for bucket in plan.buckets:
+        for bucket in layout.buckets:
             start, end = end, end + bucket.sequences * bucket.keys
-            found = Again.apply(self._mix, rows[start:end].unflatten(0, (bucket.sequences, -1)), self.conv_weight,
+            mixed = Again.apply(self._mix, rows[start:end].unflatten(0, (bucket.sequences, -1)), self.conv_weight,
                                 self.A_log, self.dt_bias)
-            out.append((found if bucket.whole else found[:, bucket.positions]).flatten(0, 1))
+            out.append((mixed if bucket.whole else mixed[:, bucket.positions]).flatten(0, 1))
         joined = out[0] if len(out) == 1 else torch.cat(out)
-        return joined if plan.query_rows is None else Unpick.apply(joined, plan.query_back)
+        return joined if layout.query_rows is None else Unpick.apply(joined, layout.query_back)
 
     def _norm(self, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return gated_norm(x, gate, weight, self.config.layernorm_epsilon)
@@ -152,16 +152,16 @@ class GatedDeltaNet(MegatronModule):
         """Megatron's: what a checkpoint keeps, independent of the layout."""
         own: dict[str, torch.Tensor] = {}
         self._save_to_state_dict(own, "", keep_vars=True)
-        found: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+        entries: dict[str, Any] = make_sharded_tensors_for_checkpoint(
             own, prefix, dict.fromkeys(_CUT, 0), sharded_offsets, tp_group=self.tensor_group,
             dp_cp_group=metadata["dp_cp_group"],
         )  # fmt: skip
         name = prefix + "conv_weight"
-        found[name] = _apart(found[name], self.sections)
+        entries[name] = _apart(entries[name], self.sections)
         for child, module in self.named_children():
-            found |= sharded_state_dict_default(module, f"{prefix}{child}.", sharded_offsets, metadata,
+            entries |= sharded_state_dict_default(module, f"{prefix}{child}.", sharded_offsets, metadata,
                                                 tp_group=self.tensor_group)
-        return found
+        return entries
 
 
 def _apart(entry: ShardedTensor, sections: tuple[int, ...]) -> ShardedTensorFactory:

@@ -16,7 +16,6 @@ if TYPE_CHECKING:  # for checkers of types, which do not see what __getattr__ gi
     from miles_testing.advantages import advantage_contract
     from miles_testing.batches import make_batch, make_sample
     from miles_testing.buffers import buffer_contract
-    from miles_testing.canned import canned_samples
     from miles_testing.contract import plugin_contract
     from miles_testing.engines import engine_contract
     from miles_testing.filters import filter_contract
@@ -24,13 +23,14 @@ if TYPE_CHECKING:  # for checkers of types, which do not see what __getattr__ gi
     from miles_testing.losses import loss_contract
     from miles_testing.rewards import reward_contract
     from miles_testing.runs import toy_run
+    from miles_testing.sample_inputs import canned_samples
     from miles_testing.syncs import sync_contract
     from miles_testing.tiny import tiny_checkpoint
     from miles_testing.toy import toy_group
     from miles_testing.trainers import trainer_contract
 
 _WHERE = {
-    "advantage_contract": "advantages", "buffer_contract": "buffers", "canned_samples": "canned",
+    "advantage_contract": "advantages", "buffer_contract": "buffers", "canned_samples": "sample_inputs",
     "engine_contract": "engines", "filter_contract": "filters", "generator_contract": "generators",
     "loss_contract": "losses", "make_batch": "batches", "make_sample": "batches",
     "plugin_contract": "contract", "reward_contract": "rewards", "sync_contract": "syncs", "tiny_checkpoint": "tiny",

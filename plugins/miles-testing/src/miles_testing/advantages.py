@@ -15,8 +15,8 @@ import numpy as np
 
 from miles_core.stages import advantage as stage
 from miles_core.types import Batch, Group, Sample
-from miles_testing import canned
-from miles_testing.canned import canned_samples, grouped
+from miles_testing import sample_inputs
+from miles_testing.sample_inputs import canned_samples, grouped
 
 Estimator = Callable[[Batch], Sequence[Any]]
 Placed = dict[tuple[int, int], np.ndarray]
@@ -41,18 +41,18 @@ def advantage_contract(estimator: Estimator, *, samples: Callable[[], list[Sampl
 
 def one_value_for_each_sample(estimator: Estimator, samples: Callable[[], list[Sample]]) -> None:
     """A finite number or [R] array for each of batch.samples, also of one sample and of none."""
-    for found in (samples(), samples()[:1], []):
-        batch = Batch(0, grouped(found))
+    for some in (samples(), samples()[:1], []):
+        batch = Batch(0, grouped(some))
         stage.fill(batch, estimator(batch), "in its contract")
 
 
 def nothing_drawn_changes(estimator: Estimator, samples: Callable[[], list[Sample]]) -> None:
     """Tokens, log-probs, masks and rewards stay as they are."""
     batch = Batch(0, grouped(samples()))
-    before = [(canned.told(sample.columns), sample.reward) for sample in batch.samples]
+    before = [(sample_inputs.frozen(sample.columns), sample.reward) for sample in batch.samples]
     names = [set(sample.columns) for sample in batch.samples]
     estimator(batch)
-    after = [(canned.told({name: sample.columns[name] for name in own}), sample.reward)
+    after = [(sample_inputs.frozen({name: sample.columns[name] for name in own}), sample.reward)
              for sample, own in zip(batch.samples, names)]
     assert before == after, "an estimator changes no column and no reward of a sample; work on copies"
 
@@ -72,10 +72,10 @@ def groups_stand_alone(estimator: Estimator, samples: Callable[[], list[Sample]]
 
 def equal_rewards_are_finite(estimator: Estimator, samples: Callable[[], list[Sample]]) -> None:
     """A group whose answers all score the same has finite advantages: its deviation is 0."""
-    found = samples()
-    for sample in found:
+    flat = samples()
+    for sample in flat:
         sample.reward = 1.0
-    batch = Batch(0, grouped(found))
+    batch = Batch(0, grouped(flat))
     stage.fill(batch, estimator(batch), "in its contract, all rewards equal")
 
 

@@ -1,4 +1,4 @@
-"""A clock that only moves when everybody waits: hours of schedule in milliseconds, the same every time."""
+"""A clock that only moves when every task waits: hours of schedule in milliseconds, the same every time."""
 
 from __future__ import annotations
 

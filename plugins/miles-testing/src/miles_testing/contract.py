@@ -5,8 +5,8 @@
     TestContract = plugin_contract("my-plugin")
 
 Each check is a method of the class, so that pytest names what fails. Hooks that are called with data are called on
-canned inputs (testing/canned.py); parts that play a role of their own (engines, generators, trainers, weight syncs,
-model families) have kits beside this one.
+the inputs of sample_inputs.py; parts that play a role of their own (engines, generators, trainers, weight syncs, model
+families) have kits beside this one.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from miles_core.plugins import bind, fit, load, manifest, state
 from miles_core.plugins.bind import Hooks
 from miles_core.plugins.select import all_specs
 from miles_core.types import Sample
-from miles_testing import bare, canned
-from miles_testing.canned import Inputs
-from miles_testing.subject import Subject
+from miles_testing import fresh_process, sample_inputs
+from miles_testing.plugin_under_test import PluginUnderTest
+from miles_testing.sample_inputs import Inputs
 
 
 class Contract:
     """The checks; `plugin_contract` gives a class of its own for each plugin."""
 
-    subject: Subject
+    subject: PluginUnderTest
     import_seconds: float
     call_seconds: float
     old_states: Mapping[int, dict[str, Any]]
@@ -56,7 +56,7 @@ class Contract:
         where = fit.definition(kind)
         for word in (*manifest.WORDS, *manifest.STATED):
             stated, has = getattr(one.manifest, word), getattr(kind, word, type(getattr(one.manifest, word))())
-            self._that(canned.told(_listed(stated)) == canned.told(_listed(has)),
+            self._that(sample_inputs.frozen(_listed(stated)) == sample_inputs.frozen(_listed(has)),
                        f"its manifest states {word} = {stated!r}, and {where} has {has!r}; run "
                        "`miles plugins manifest --write`")
         made = load.options_class(kind)
@@ -73,24 +73,24 @@ class Contract:
 
     def test_light_listing(self) -> None:
         """Listing, planning and importing its own module bring in neither torch nor anything as heavy."""
-        found = self.subject.imports
+        seen = self.subject.imports
         for step, words in (("listed", "listing it imports"), ("planned", "planning with it imports"),
                             ("loaded", "importing its module imports")):
-            self._that(not found[step], f"{words} {', '.join(found[step])}; import them inside the functions that need "
+            self._that(not seen[step], f"{words} {', '.join(seen[step])}; import them inside the functions that need "
                        "them")
-        self._that(not found["early"], f"planning imports {', '.join(found['early'])} of it")
+        self._that(not seen["early"], f"planning imports {', '.join(seen['early'])} of it")
 
     def test_idempotent_load(self) -> None:
         """It may be loaded and made more than once in a process, and a load starts nothing."""
-        found = self.subject.imports
-        self._that(found["same"], "a second load gives another class")
-        self._that(found["again"] is None, f"it loads once only: {found['again']}")
-        self._that(not found["threads"], f"importing it starts {found['threads']} threads; start them in a hook")
+        seen = self.subject.imports
+        self._that(seen["same"], "a second load gives another class")
+        self._that(seen["again"] is None, f"it loads once only: {seen['again']}")
+        self._that(not seen["threads"], f"importing it starts {seen['threads']} threads; start them in a hook")
 
     def test_spawn_safe(self) -> None:
         """What is selected goes to another process, which loads it and binds it for each role, more than once."""
         sent = [pickle.dumps(item) for item in (self.subject.selected, self.subject.plan.config)]
-        first, second = bare.ask(bare.binds, self.subject.selected.manifest.name, *sent)["offers"]
+        first, second = fresh_process.ask(fresh_process.binds, self.subject.selected.manifest.name, *sent)["offers"]
         self._that(first == second, f"bound again it offers {second}, and at first {first}")
         roles, table = self.subject.roles(), all_specs()
         with _ended(roles):
@@ -98,32 +98,33 @@ class Contract:
         self._that(first == here, f"in another process it offers {first}, and here {here}")
 
     def test_no_input_mutation(self) -> None:
-        """A hook changes nothing of what it is given, but the value that a chain hands on; nobody what was drawn."""
+        """A hook changes nothing that it is given but the value that a chain passes on, and never what was drawn."""
         table = all_specs()
         with _ended(self.subject.roles()) as roles:
             declared = {column.name for column in CORE} | {column.name for hooks in roles.values() if hooks.columns
                                                            for column in hooks.columns()}
             for where, call, one in self.subject.calls(roles):
                 hook = where.partition(" ")[0]
-                found = canned.reached(list(one.arguments))
-                drawn = canned.drawn(found)
-                kept = list(one.arguments[1:] if table[hook].kind == "chain" else one.arguments)
-                before, known = canned.told(kept), [_known(sample) for sample in found]
+                samples = sample_inputs.reached(list(one.arguments))
+                drawn = sample_inputs.drawn(samples)
+                read_only = list(one.arguments[1:] if table[hook].kind == "chain" else one.arguments)
+                before, known = sample_inputs.frozen(read_only), [_known(sample) for sample in samples]
                 call(one.arguments)
-                self._that(canned.drawn(found) == drawn,
+                self._that(sample_inputs.drawn(samples) == drawn,
                            f"{where} changes tokens, log-probs, versions or prompt of a sample")
-                strange = sorted({name for sample, (there, _) in zip(found, known) for name in sample.columns
-                                  if name not in there} - declared)
+                strange = sorted({name for sample, (columns_before, _) in zip(samples, known) for name in sample.columns
+                                  if name not in columns_before} - declared)
                 self._that(not strange, f"{where} adds the columns {strange}, which its hook `columns` lacks")
-                _forget_additions(found, known)
-                self._that(canned.told(kept) == before, f"{where} changes what it is given; work on copies")
+                _forget_additions(samples, known)
+                self._that(sample_inputs.frozen(read_only) == before,
+                           f"{where} changes what it is given; work on copies")
 
     def test_empty_and_one_sample(self) -> None:
         """Batches of nothing, groups of one answer and answers of no token are answered like any other."""
         with _ended(self.subject.roles()) as roles:
             for where, call, one in self.subject.calls(roles):
                 try:
-                    wrong = canned.problem(where.partition(" ")[0], one.arguments, call(one.arguments))
+                    wrong = sample_inputs.problem(where.partition(" ")[0], one.arguments, call(one.arguments))
                 except Exception as error:
                     raise AssertionError(f"{self.subject.who}: {where} raises "
                                          f"{type(error).__name__}: {error}") from error
@@ -156,14 +157,14 @@ class Contract:
             version = state.version_of(own[0])
             self._that(type(version) is int and version >= 1, f"state_version is {version!r}, not 1 or more")
             self.subject.answers(roles)
-            kept = state.collect(tuple(roles.values()))
-            frozen = copy.deepcopy(kept)
-            state.restore(tuple(others.values()), json.loads(json.dumps(kept)))
+            collected = state.collect(tuple(roles.values()))
+            frozen = copy.deepcopy(collected)
+            state.restore(tuple(others.values()), json.loads(json.dumps(collected)))
             self._that(state.collect(tuple(others.values())) == frozen, f"a new instance that loaded {frozen} has "
                        f"{state.collect(tuple(others.values()))}")
             self._same(self.subject.answers(roles), self.subject.answers(others), "from a state that was loaded",
                        "keep in state_dict all that an answer depends on")
-            self._that(kept == frozen, "a state changes after it was taken; copy what you give")
+            self._that(collected == frozen, "a state changes after it was taken; copy what you give")
         for old, saved in self.old_states.items():
             with _ended(self.subject.roles()) as new:
                 name = self.subject.selected.manifest.name
@@ -178,7 +179,7 @@ class Contract:
             for where, call, inputs in self.subject.calls(roles, all=True):
                 if inputs.kind != "typical":
                     continue
-                hook, traps = where.partition(" ")[0], [canned.Trap() for _ in inputs.arguments]
+                hook, traps = where.partition(" ")[0], [sample_inputs.Trap() for _ in inputs.arguments]
                 try:
                     call(traps)
                 except Exception as error:  # noqa: BLE001 - whatever it is, it is looked at
@@ -221,7 +222,7 @@ class Contract:
 
 
 def plugin_contract(plugin: str, *, options: Mapping[str, object] | None = None, flags: Sequence[str] = (),
-                    samples: Callable[[], list[Sample]] = canned.canned_samples,
+                    samples: Callable[[], list[Sample]] = sample_inputs.canned_samples,
                     response: Callable[[Sample], Any] | None = None,
                     checkpoint: Path | None = None, old_states: Mapping[int, dict[str, Any]] | None = None,
                     without: Sequence[str] = (), import_seconds: float = 1.0, call_seconds: float = 0.5) -> type:
@@ -240,7 +241,7 @@ def plugin_contract(plugin: str, *, options: Mapping[str, object] | None = None,
         import_seconds, call_seconds: of the CPU: what its import and one call may take.
     """
     folder = Path(tempfile.gettempdir())
-    subject = Subject(plugin, options or {}, flags, Inputs(samples, response, folder), checkpoint,
+    subject = PluginUnderTest(plugin, options or {}, flags, Inputs(samples, response, folder), checkpoint,
                       without)
     return type("Contract", (Contract,), {
         "__doc__": f"The contract of {plugin}.", "subject": subject, "import_seconds": import_seconds,
@@ -269,12 +270,12 @@ def _known(sample: Sample) -> tuple[set[str], set[str]]:
     return set(sample.columns), set(sample.metadata)
 
 
-def _forget_additions(found: Sequence[Sample], known: Sequence[tuple[set[str], set[str]]]) -> None:
+def _forget_additions(samples: Sequence[Sample], known: Sequence[tuple[set[str], set[str]]]) -> None:
     """Leave out of sight what hooks may put beside what there was: columns of their own, words in the metadata."""
-    for sample, (columns, words) in zip(found, known):
-        for there, names in ((sample.columns, columns), (sample.metadata, words)):
-            for name in set(there) - names:
-                del there[name]
+    for sample, (columns, words) in zip(samples, known):
+        for mapping, names in ((sample.columns, columns), (sample.metadata, words)):
+            for name in set(mapping) - names:
+                del mapping[name]
 
 
 @contextmanager

@@ -75,9 +75,9 @@ def request(index: int, vocabulary: int, tokens: int = 6, **sampling: object) ->
 
 async def _answers(engine: Engine, weights: Callable[..., Any], vocabulary: int) -> None:
     """Many requests at once; each gets its own answer, of the version that serves."""
-    asked = [request(index, vocabulary, 1 + index % 7) for index in range(12)]
-    got = await asyncio.gather(*(engine.generate(one) for one in asked))
-    for one, answer in zip(asked, got):
+    requests = [request(index, vocabulary, 1 + index % 7) for index in range(12)]
+    got = await asyncio.gather(*(engine.generate(one) for one in requests))
+    for one, answer in zip(requests, got):
         check_response(one, answer, vocabulary, 1, 1)
         drawn, wanted = len(answer.output_ids), one.sampling.max_new_tokens
         assert drawn == wanted, f"asked for {wanted} tokens whatever they are, it draws {drawn}"
@@ -89,12 +89,12 @@ async def _answers(engine: Engine, weights: Callable[..., Any], vocabulary: int)
 
 async def _repeats(engine: Engine, weights: Callable[..., Any], vocabulary: int) -> None:
     """A key gives the same tokens and log-probs, alone and among others; another key gives others."""
-    asked = [request(index, vocabulary, 8) for index in range(6)]
-    alone = [await engine.generate(one) for one in asked]
-    together = await asyncio.gather(*(engine.generate(one) for one in asked))
+    requests = [request(index, vocabulary, 8) for index in range(6)]
+    alone = [await engine.generate(one) for one in requests]
+    together = await asyncio.gather(*(engine.generate(one) for one in requests))
     for one, other in zip(alone, together):
         assert _bits(one) == _bits(other), "the same request among others gives other tokens or log-probs"
-    again = await engine.generate(replace(asked[0], id="other", key=77))
+    again = await engine.generate(replace(requests[0], id="other", key=77))
     assert _bits(again) != _bits(alone[0]), "another key gives the same answer"
 
 

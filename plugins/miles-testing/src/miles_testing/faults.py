@@ -97,12 +97,12 @@ class Faults:
 
 def operations(log: Path) -> list[Operation]:
     """What a process recorded; the last one is where it was killed, if it was."""
-    found: dict[int, Operation] = {}
+    by_number: dict[int, Operation] = {}
     for number, kind, path, size in _records(log):
         if number is not None:
-            before = found[number].size if number in found else 0
-            found[number] = Operation(number, kind, path, before + size)
-    return list(found.values())
+            before = by_number[number].size if number in by_number else 0
+            by_number[number] = Operation(number, kind, path, before + size)
+    return list(by_number.values())
 
 
 def untraced(log: Path) -> list[str]:
@@ -233,12 +233,12 @@ class _Tracer:
         return traced
 
     def _sendfile(self, real: Callable[..., Any]) -> Callable[..., Any]:
-        def traced(out, source, offset, count, *rest):
+        def traced(out, source, offset, count, *further):
             if (inside := self.inside(out)) is not None:
                 size = min(count, os.fstat(source).st_size - (offset or 0))
                 if size > 0:  # the last call only finds that nothing is left
-                    self.at("copy", inside, size, lambda part: real(out, source, offset, part, *rest))
-            return real(out, source, offset, count, *rest)
+                    self.at("copy", inside, size, lambda part: real(out, source, offset, part, *further))
+            return real(out, source, offset, count, *further)
 
         return traced
 

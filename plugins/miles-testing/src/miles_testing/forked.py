@@ -40,9 +40,9 @@ def context() -> multiprocessing.context.ForkServerContext:
     """The fork server's context; its one process has done the imports of PRELOAD and holds no threads."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    found = multiprocessing.get_context("forkserver")
-    found.set_forkserver_preload(PRELOAD)
-    return found
+    forkserver = multiprocessing.get_context("forkserver")
+    forkserver.set_forkserver_preload(PRELOAD)
+    return forkserver
 
 
 def miles(argv: Sequence[str | Path], cwd: Path, *, timeout: float = 120.0, before: Callable[[], None] | None = None,
@@ -64,11 +64,11 @@ def miles(argv: Sequence[str | Path], cwd: Path, *, timeout: float = 120.0, befo
     if process.is_alive():
         process.kill()
         process.join()
-    said, complained = (path.read_text(errors="replace") if path.exists() else "" for path in (out, err))
+    printed, complained = (path.read_text(errors="replace") if path.exists() else "" for path in (out, err))
     for path in (out, err):
         path.unlink(missing_ok=True)
     assert process.exitcode is not None, "it was waited for"
-    return Outcome(process.exitcode, said, complained, time.monotonic() - begin)
+    return Outcome(process.exitcode, printed, complained, time.monotonic() - begin)
 
 
 def _main(argv: list[str], cwd: str, out: str, err: str, before: Callable[[], None] | None) -> None:

@@ -22,8 +22,8 @@ from miles_core.columns import Column, Columns
 from miles_core.errors import MilesError
 from miles_core.stages.rollout import Engine, Generation, Request, Response, SamplingParams, attended
 from miles_core.types import Prompt, Recall, Sample, Status
-from miles_testing import canned
-from miles_testing.canned import canned_samples, grouped
+from miles_testing import sample_inputs
+from miles_testing.sample_inputs import canned_samples, grouped
 
 Generate = Callable[[Prompt, Generation], Awaitable[list[Sample]]]
 
@@ -50,7 +50,7 @@ class KeyedEngine:
     async def generate(self, request: Request) -> Response:
         self.requests.append(request)
         if self.fails:
-            raise canned.Planted("planted by the conformance kit")
+            raise sample_inputs.Planted("planted by the conformance kit")
         if self.hangs:
             event = self.waiting[request.id] = asyncio.Event()
             await event.wait()
@@ -82,22 +82,24 @@ def generator_contract(generate: Generate, *, prompts: Callable[[], Sequence[Pro
     Raises:
         AssertionError, MilesError: names what is wrong.
     """
-    given = prompts or (lambda: [group.prompt for group in grouped(canned_samples())])
+    make_prompts = prompts or (lambda: [group.prompt for group in grouped(canned_samples())])
     carried = Columns(columns)
 
     def group(prompt: Prompt, engine: KeyedEngine, recall: Recall | None = None) -> list[Sample]:
         return asyncio.run(_group(generate, prompt, engine, samples, max_new_tokens, carried, recall,
                                   tokenizer))
 
-    for prompt in given():
-        before = canned.told(prompt)
-        found = group(prompt, KeyedEngine())
-        for sample in found:
+    for prompt in make_prompts():
+        before = sample_inputs.frozen(prompt)
+        group_samples = group(prompt, KeyedEngine())
+        for sample in group_samples:
             _whole(sample, prompt, carried)
-        assert canned.told(prompt) == before, "it changes its prompt"
-        assert len({sample.index for sample in found}) == len(found), "two samples of a group have one index"
+        assert sample_inputs.frozen(prompt) == before, "it changes its prompt"
+        indices = {sample.index for sample in group_samples}
+        assert len(indices) == len(group_samples), "two samples of a group have one index"
         other = group(prompt, KeyedEngine(order=1))
-        assert _told(found) == _told(other), "samples depend on when the engine answers; take keys from generation.key"
+        assert _frozen(group_samples) == _frozen(other), (
+            "samples depend on when the engine answers; take keys from generation.key")
         if asks:
             _recalled(group, prompt)
             _blames_the_engine(group, prompt)
@@ -119,12 +121,12 @@ async def _group(generate: Generate, prompt: Prompt, engine: KeyedEngine, sample
         await engine.abort(list(recall.ids))
     try:
         async with asyncio.timeout(PATIENCE):
-            found = await work
+            answered = await work
     except TimeoutError:
         raise AssertionError(f"a group takes more than {PATIENCE:g} s") from None
-    assert isinstance(found, list) and found and all(isinstance(sample, Sample) for sample in found), (
-        f"a list of samples comes back, at least one, not {found!r}")
-    return found
+    assert isinstance(answered, list) and answered and all(isinstance(sample, Sample) for sample in answered), (
+        f"a list of samples comes back, at least one, not {answered!r}")
+    return answered
 
 
 def _whole(sample: Sample, prompt: Prompt, columns: Columns) -> None:
@@ -133,19 +135,19 @@ def _whole(sample: Sample, prompt: Prompt, columns: Columns) -> None:
     start = len(prompt.token_ids)
     assert sample.tokens[:start].tolist() == list(prompt.token_ids), f"{sample.name} does not begin with its prompt"
     assert len(sample.tokens) == start + sample.response_length, f"{sample.name}: response_length is not what it has"
-    assert sample.status.finished, f"{sample.name} ended as {sample.status}, and nobody called it back"
+    assert sample.status.finished, f"{sample.name} ended as {sample.status}, and it was not called back"
     assert set(np.unique(sample.columns["loss_mask"])) <= {0, 1}, f"{sample.name} has masks other than 0 and 1"
 
 
-def _told(found: Sequence[Sample]) -> list[object]:
-    return [canned.told((sample.index, sample.columns, sample.text, sample.status)) for sample in found]
+def _frozen(answered: Sequence[Sample]) -> list[object]:
+    return [sample_inputs.frozen((sample.index, sample.columns, sample.text, sample.status)) for sample in answered]
 
 
 def _recalled(group: Callable[..., Any], prompt: Prompt) -> None:
     """A group that is called back ends at once, its samples aborted; the engine is not asked any more."""
     engine, recall = KeyedEngine(hangs=True), Recall()
-    found = group(prompt, engine, recall)
-    assert any(sample.status is Status.ABORTED for sample in found), "called back, no sample of it is aborted"
+    group_samples = group(prompt, engine, recall)
+    assert any(sample.status is Status.ABORTED for sample in group_samples), "called back, no sample of it is aborted"
     assert not recall.ids, f"requests are left under way: {recall.ids}; ask by `call_engine`"
 
 
@@ -153,6 +155,6 @@ def _blames_the_engine(group: Callable[..., Any], prompt: Prompt) -> None:
     """The engine's error is the group's: no sample is made of a failure."""
     try:
         group(prompt, KeyedEngine(fails=True))
-    except (canned.Planted, MilesError, ExceptionGroup):
+    except (sample_inputs.Planted, MilesError, ExceptionGroup):
         return
     raise AssertionError("the engine failed, and samples came back; let its error out")

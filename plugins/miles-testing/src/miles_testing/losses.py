@@ -94,14 +94,14 @@ def evaluate(loss: PolicyLoss, case: Case, parts: Sequence[Sequence[np.ndarray]]
     values, total = np.zeros(len(leaf)), torch.zeros((), dtype=leaf.dtype)
     metrics: dict[str, np.ndarray] = {}
     for ranks in parts or [[np.arange(len(leaf))]]:
-        for rows, (value, found) in zip(ranks, _together(loss, case, leaf, ranks), strict=True):
+        for rows, (value, named) in zip(ranks, _together(loss, case, leaf, ranks), strict=True):
             assert value.shape == (len(rows),), "one value for each token; only the core reduces"
-            for name, metric in found.items():
+            for name, metric in named.items():
                 assert metric.shape == (len(rows),), f"metric {name} has one value for each token"
                 assert not metric.requires_grad, f"metric {name} has no gradient; detach it"
             total = total + (value * torch.as_tensor(case.weights[case.sample[rows]])).sum()
             values[rows] = value.detach()
-            for name, metric in found.items():
+            for name, metric in named.items():
                 metrics.setdefault(name, np.zeros(len(leaf)))[rows] = metric
     gradient, = torch.autograd.grad(total, leaf)
     return Outcome(values, gradient.numpy(), metrics)
@@ -171,8 +171,9 @@ def masked_rows_do_nothing(loss: PolicyLoss, case: Case) -> None:
     assert not dirty.values[masked].any(), "a masked row has a loss"
     assert not dirty.gradient[masked].any(), "a masked row has a gradient"
     trained = np.flatnonzero(~masked)
-    kept = Outcome(clean.values[trained], clean.gradient[trained], {k: v[trained] for k, v in clean.metrics.items()})
-    same(kept, dirty, "what masked rows hold reaches others", trained)
+    metrics = {name: values[trained] for name, values in clean.metrics.items()}
+    unmasked = Outcome(clean.values[trained], clean.gradient[trained], metrics)
+    same(unmasked, dirty, "what masked rows hold reaches others", trained)
 
 
 def a_masked_sample_changes_nothing(loss: PolicyLoss, case: Case) -> None:

@@ -15,8 +15,8 @@ from typing import Any
 
 from miles_core.stages.reward import Scoring
 from miles_core.types import Group, Prompt, Sample
-from miles_testing import canned
-from miles_testing.canned import canned_samples, empty, grouped
+from miles_testing import sample_inputs
+from miles_testing.sample_inputs import canned_samples, empty, grouped
 
 
 def reward_contract(scorer: Callable[..., Any], *, right: Mapping[str, float] | None = None, label: str | None = None,
@@ -33,20 +33,20 @@ def reward_contract(scorer: Callable[..., Any], *, right: Mapping[str, float] | 
         AssertionError, RewardError: names what is wrong.
     """
     groups = [*grouped(samples()), *(Group(group.prompt, [empty(group.samples[0])]) for group in grouped(samples()))]
-    before = [canned.told([(s.columns, s.text, s.reward, s.status) for s in group.samples]) for group in groups]
+    before = [_scored(group) for group in groups]
     scores = asyncio.run(_side_by_side(scorer, groups))
-    after = [canned.told([(s.columns, s.text, s.reward, s.status) for s in group.samples]) for group in groups]
+    after = [_scored(group) for group in groups]
     for group, one, other in zip(groups, before, after):
         assert _kept(one, other), f"scoring changes {group.samples[0].name}: its columns, text, reward or status"
     again = asyncio.run(_in_turn(scorer, groups))
     assert scores == again, f"scored side by side {scores}, and one after the other {again}"
     if "samples" not in inspect.signature(scorer).parameters:
         alone = asyncio.run(_in_turn(scorer, [Group(g.prompt, [s]) for g in groups for s in g.samples]))
-        one, other = ([number for group in found for number in group] for found in (scores, alone))
+        one, other = ([number for group in each for number in group] for each in (scores, alone))
         assert one == other, f"a sample's score depends on others: {one} together, {other} alone"
     for text, wanted in (right or {}).items():
         prompt = Prompt(9, 9, "", tuple(b"?"), label)
-        sample = canned._sample(prompt, 0, text, 0.0)
+        sample = sample_inputs._sample(prompt, 0, text, 0.0)
         (got,), = asyncio.run(_in_turn(scorer, [Group(prompt, [sample])]))
         assert abs(got - wanted) <= tolerance, f"{text!r} for label {label!r} scores {got}, and should {wanted}"
 
@@ -59,14 +59,19 @@ async def _in_turn(scorer: Callable[..., Any], groups: list[Group]) -> list[list
     return [await _score(scorer, group) for group in groups]
 
 
+def _scored(group: Group) -> object:
+    """What scoring may not change."""
+    return sample_inputs.frozen([(s.columns, s.text, s.reward, s.status) for s in group.samples])
+
+
 async def _score(scorer: Callable[..., Any], group: Group) -> list[float]:
     """By the core's own stage, which refuses what is no finite number."""
-    kept = [(sample.reward, dict(sample.rewards)) for sample in group.samples]
+    before = [(sample.reward, dict(sample.rewards)) for sample in group.samples]
     await Scoring({"scorer": scorer}, {"scorer": 1.0}, lambda sample, weights: sample.rewards["scorer"], 60.0)(group)
-    found = [sample.rewards["scorer"] for sample in group.samples]
-    for sample, (reward, rewards) in zip(group.samples, kept):
+    scores = [sample.rewards["scorer"] for sample in group.samples]
+    for sample, (reward, rewards) in zip(group.samples, before):
         sample.reward, sample.rewards = reward, rewards
-    return found
+    return scores
 
 
 def _kept(before: object, after: object) -> bool:

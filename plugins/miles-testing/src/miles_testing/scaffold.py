@@ -38,20 +38,20 @@ def new(name: str, *, template: str | None, out: Path | None, answers: Mapping[s
         name: the plugin's, or its distribution's: miles-sapo is the plugin sapo in the distribution miles-sapo.
 
     Raises:
-        ConfigError: an answer that makes no plugin, or a folder that is there already.
-        HookError: a hook that there is not.
+        ConfigError: an invalid answer, or a folder that already exists.
+        HookError: an unknown hook.
         PluginError: copier is missing or fails.
     """
     if not re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", name):
-        raise ConfigError("that is no name for a plugin", got=name, fix="lower-case letters and digits, with single "
-                          "dashes between: my-reward")
+        raise ConfigError("not a valid plugin name", got=name, fix="use lower-case letters and digits, "
+                          "separated by single dashes: my-reward")
     if (plain := short(name)) != name:
         name, answers = plain, {"distribution": name, **answers}
     for hook in filter(None, re.split(r"[\s,]+", str(answers.get("hooks", "")))):
         check_hook(hook)
     folder = out or Path(str(answers.get("distribution") or f"miles-plugin-{name}"))
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError("there is something already", who=str(folder), fix="name another folder with --out")
+        raise ConfigError("the target already exists", who=str(folder), fix="name another folder with --out")
     _render(template or str(template_folder()), folder, {"name": name, **answers})
     return folder
 
@@ -75,7 +75,7 @@ def _template_of(version: str, folder: Path) -> str:
     wheel = next(folder.glob("miles_core-*.whl"), None)
     if wheel is None:
         raise PluginError(f"the template of miles-core {version} cannot be fetched", got=done.stderr.strip()[-200:],
-                          fix="look at what pip says; its index is set by PIP_INDEX_URL or PIP_FIND_LINKS")
+                          fix="see the output of pip; its index is set by PIP_INDEX_URL or PIP_FIND_LINKS")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(folder / "wheel")
     return str(folder / "wheel" / "miles_core" / "template")
@@ -116,10 +116,10 @@ def update(project: Path, template: str | None) -> str:
     path = project / ANSWERS
     if not path.is_file():
         raise ConfigError(f"the project has no {ANSWERS}, by which its template is known", who=str(project),
-                          fix="make it anew with miles plugins new, and copy your code over")
+                          fix="recreate it with miles plugins new, and copy your code over")
     if _git(project, "status", "--porcelain"):
-        raise ConfigError("there are changes that are not committed", who=str(project),
-                          fix="commit them, so that nothing can be lost")
+        raise ConfigError("there are uncommitted changes", who=str(project),
+                          fix="commit them first")
     import yaml  # copier's
 
     answers = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -152,11 +152,11 @@ def _copier(words: Sequence[str]) -> None:
                               check=False)
     except subprocess.TimeoutExpired:
         raise PluginError(f"copier did not end within {SECONDS:g} s", got=" ".join(words),
-                          fix="see whether the template can be reached") from None
+                          fix="check that the template can be reached") from None
     wrong = re.search(r"Validation error for question '(\w+)': (.+)", done.stderr)
     if wrong:
         raise ConfigError(wrong[2].rstrip("."), who=wrong[1], fix="give another answer")
     if done.returncode:
-        said = [line for line in done.stderr.splitlines() if line.strip()]
-        raise PluginError("the template cannot be rendered", got=said[-1].strip() if said else done.returncode,
+        output = [line for line in done.stderr.splitlines() if line.strip()]
+        raise PluginError("the template cannot be rendered", got=output[-1].strip() if output else done.returncode,
                           fix="see what copier says of the template: copier copy " + words[-2])

@@ -17,7 +17,7 @@ from miles_core.hosts import Handle, ThreadHost
 from miles_core.stages.rollout import Engine, PauseMode
 from miles_core.stages.sync import Sender, WeightSync
 from miles_core.types import Rank
-from miles_testing.canned import Planted
+from miles_testing.sample_inputs import Planted
 
 if TYPE_CHECKING:
     import torch
@@ -39,8 +39,8 @@ class Weights:
 
         draw = torch.Generator().manual_seed(version)
         shapes = {"embed.weight": (40, 8), "layer.0.weight": (8, 3), "layer.0.bias": (3,), "norm.weight": (1,)}
-        found = {name: torch.randn(shape, generator=draw) for name, shape in shapes.items()}
-        return found | {"half.weight": torch.randn(5, 5, generator=draw).to(torch.bfloat16)}
+        tensors = {name: torch.randn(shape, generator=draw) for name, shape in shapes.items()}
+        return tensors | {"half.weight": torch.randn(5, 5, generator=draw).to(torch.bfloat16)}
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The stream; breaks off in the middle where it shall."""
@@ -73,7 +73,7 @@ class Shelf:
 
     def __init__(self) -> None:
         self.version, self.paused = 0, False
-        self.held: dict[str, torch.Tensor] = {}
+        self.received: dict[str, torch.Tensor] = {}
         self.served: list[int] = []
 
     async def pause(self, mode: PauseMode = "retract") -> None:
@@ -85,12 +85,12 @@ class Shelf:
 
     async def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         if not self.paused:
-            raise EngineError("weights come in while it serves", fix="pause it before the first byte")
+            raise EngineError("weights arrive while the engine serves", fix="pause it before the first byte")
         if version <= self.version:
-            raise EngineError("the version is not newer", got=version, fix="count up")
+            raise EngineError("the version is not newer", got=version, fix="increase the version")
         from miles_core.hosts import in_daemon_thread
 
-        self.held = await in_daemon_thread(lambda: {name: tensor.clone() for name, tensor in weights})
+        self.received = await in_daemon_thread(lambda: {name: tensor.clone() for name, tensor in weights})
         self.version = version
 
 
@@ -124,9 +124,9 @@ async def _arrives(sync: WeightSync) -> None:
             sent = Weights().tensors(version)
             assert engine.version == version, f"asked for version {version}, it gave version {engine.version}"
             assert not engine.paused, "after a sync the engine serves; it is still paused"
-            assert engine.held.keys() == sent.keys(), f"names differ: {engine.held.keys() ^ sent.keys()}"
+            assert engine.received.keys() == sent.keys(), f"names differ: {engine.received.keys() ^ sent.keys()}"
             differ = [name for name, tensor in sent.items()
-                      if not torch.equal(engine.held[name].to(tensor.dtype), tensor)]
+                      if not torch.equal(engine.received[name].to(tensor.dtype), tensor)]
             assert not differ, f"tensors that are not what was sent: {differ}"
             assert figures["tensors"] == len(sent), f"figures count {figures['tensors']} of {len(sent)} tensors"
             odd = {name: value for name, value in figures.items() if not isinstance(value, int | float)}

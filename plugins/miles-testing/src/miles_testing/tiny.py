@@ -77,7 +77,7 @@ def tiny_checkpoint(folder: Path | None = None, *, experts: bool = False) -> Pat
 
 def run_file(path: Path, plugins: Sequence[str], tables: Mapping[str, Mapping[str, object]],
              options: Mapping[str, object], table: str = "", checkpoint: Path | None = None) -> Path:
-    """Write a run file of a tiny run; beside it toy.py, whose scorer and estimator count where nobody names others.
+    """Write a run file of a tiny run; beside it toy.py, whose scorer and estimator count unless the run names others.
 
     Args:
         tables: of the run file, beside what every tiny run has.
@@ -116,7 +116,7 @@ def _shared(experts: bool) -> Path:
 def _shapes(config: dict[str, Any], experts: bool) -> dict[str, tuple[int, ...]]:
     wide, head = config["hidden_size"], config["head_dim"]
     queries, keys = head * config["num_attention_heads"], head * config["num_key_value_heads"]
-    found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config["vocab_size"], wide),
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config["vocab_size"], wide),
                                          "model.norm.weight": (wide,)}
     for layer in range(config["num_hidden_layers"]):
         own = {"input_layernorm": (wide,), "post_attention_layernorm": (wide,),
@@ -128,8 +128,8 @@ def _shapes(config: dict[str, Any], experts: bool) -> dict[str, tuple[int, ...]]
             own |= {f"{part}.gate_proj": (inner, wide), f"{part}.up_proj": (inner, wide),
                     f"{part}.down_proj": (wide, inner)}
         own |= {"mlp.gate": (config["num_experts"], wide)} if experts else {}
-        found |= {f"model.layers.{layer}.{name}.weight": shape for name, shape in own.items()}
-    return found
+        shapes |= {f"model.layers.{layer}.{name}.weight": shape for name, shape in own.items()}
+    return shapes
 
 
 def _tokenizer(folder: Path) -> None:

@@ -73,10 +73,10 @@ class FinishOrder(Buffer):
     """The mutant that tests of the order have to catch: it takes what finished first, whatever waits longer."""
 
     def _cut(self) -> tuple[Taken, list[Slot]] | None:
-        kept = [slot for slot in self._slots if isinstance(slot.outcome, Group)]
-        if len(kept) < self.batch_size:
+        complete = [slot for slot in self._slots if isinstance(slot.outcome, Group)]
+        if len(complete) < self.batch_size:
             return None
-        first = kept[: self.batch_size]
+        first = complete[: self.batch_size]
         groups = [slot.outcome for slot in first if isinstance(slot.outcome, Group)]
         return Taken(groups), [slot for slot in self._slots if slot not in first]
 

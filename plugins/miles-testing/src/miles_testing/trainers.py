@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 
 from miles_core.types import Batch, Rank
-from miles_testing.canned import canned_samples, grouped
 from miles_testing.forked import apart
+from miles_testing.sample_inputs import canned_samples, grouped
 from miles_testing.tiny import run_file
 
 STATE = {"prompts": {"next": 6}, "plugins": {}}
@@ -79,13 +79,13 @@ def _all(folder: Path, trainer: str, plugins: list[str], options: dict[str, Any]
 
 
 def _batch(rollout_id: int) -> Batch:
-    found = canned_samples()
-    for sample in found:
+    flat = canned_samples()
+    for sample in flat:
         for name in ("log_probs", "ref_log_probs", "advantages"):
             del sample.columns[name]
         sample.columns["versions"][:] = rollout_id
         sample.columns["rollout_log_probs"] += np.float32(-0.1 * rollout_id)
-    return Batch(rollout_id, grouped(found), rollout_id)
+    return Batch(rollout_id, grouped(flat), rollout_id)
 
 
 def _trains(trainer: Any, fresh: dict[str, Any]) -> None:
@@ -138,12 +138,12 @@ def _refuses(trainer: Any) -> None:
 
 
 def _weights(trainer: Any) -> dict[str, np.ndarray]:
-    found = {}
+    weights = {}
     for name, tensor in trainer.weights():
-        assert name not in found, f"the stream of weights has {name} twice"
-        found[name] = tensor.detach().cpu().double().numpy().copy()
-    assert found, "the stream of weights is empty"
-    return found
+        assert name not in weights, f"the stream of weights has {name} twice"
+        weights[name] = tensor.detach().cpu().double().numpy().copy()
+    assert weights, "the stream of weights is empty"
+    return weights
 
 
 def _same(one: dict[str, Any], other: dict[str, Any], what: str) -> None:

@@ -49,7 +49,8 @@ class TisOptions:
     use_opsm: bool = option(
         False, "Leave out samples of negative advantage that the policy has moved away from.", flags=("--use-opsm",)
     )
-    opsm_delta: float = option(1e-4, "Mean old minus new log-prob above which that is so.", flags=("--opsm-delta",))
+    opsm_delta: float = option(1e-4, "Mean old minus new log-prob above which a sample counts as moved away "
+                                     "from.", flags=("--opsm-delta",))
 
 
 class Tis:
@@ -85,16 +86,16 @@ def _check(options: TisOptions, config: RunConfig) -> None:
                                 ("rs_lower_bound and rs_upper_bound", low, high)):
         if not 0 <= lower < upper:
             raise ConfigError(f"{names} should be bounds of a ratio, the lower one first", got=f"{lower} and {upper}",
-                              who="[tis]", fix="0.5 and 2.0 are usual")
+                              who="[tis]", fix="use 0.5 and 2.0, for example")
     if options.use_tis and not options.tis_clip_low <= 1 <= options.tis_clip or options.use_rs and not low <= 1 <= high:
         raise ConfigError("the ratio is 1 where engine and trainer agree, and it should lie within its bounds",
                           got=f"{options.tis_clip_low} to {options.tis_clip}, {low} to {high}", who="[tis]",
-                          fix="0.5 and 2.0 are usual")
+                          fix="use 0.5 and 2.0, for example")
     if options.use_tis and options.tis_clip_low > 0 and options.tis_mode == "truncate":
-        raise ConfigError("truncating bounds weights from above alone", got=f"tis_clip_low {options.tis_clip_low}",
+        raise ConfigError("truncation only bounds weights from above", got=f"tis_clip_low {options.tis_clip_low}",
                           who="tis.tis_clip_low, tis.tis_mode", fix="leave --tis-clip-low out, or --tis-mode clip")
     if (options.use_tis or options.use_rs) and algorithm.loss_type == "sft_loss":
-        raise ConfigError("demonstrations were not sampled, and there is no probability of an engine to weight them by",
+        raise ConfigError("demonstrations were not sampled, so there are no engine probabilities to weight them by",
                           who="[tis], algorithm.loss_type", fix="leave --use-tis and --use-rs out")
     if options.use_tis and algorithm.use_rollout_logprobs:
         raise ConfigError("use_tis and use_rollout_logprobs correct the same gap twice", who="[tis], [algorithm]",

@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 SMALLEST_MEAN = 1e-8
 
 
-def corrected(given: TokenWeights, inputs: LossInputs, options: TisOptions, mean: float = 1.0) -> TokenWeights:
+def corrected(weights: TokenWeights, inputs: LossInputs, options: TisOptions, mean: float = 1.0) -> TokenWeights:
     """The weights and mask of N tokens, and the metrics of the gap.
 
     Args:
-        given: what stands so far; the correction is multiplied on it.
+        weights: what stands so far; the correction is multiplied on it.
         mean: of the bounded weights over the whole optimizer step, where they are normalised.
     """
     with torch.no_grad():
@@ -52,7 +52,7 @@ def corrected(given: TokenWeights, inputs: LossInputs, options: TisOptions, mean
             metrics["mis_is_ratio_mean_after_tis_rs"] = torch.where(keep, weight, 0)
         if options.use_opsm:
             keep = keep & _on_policy(inputs, options.opsm_delta, metrics)
-        return TokenWeights(given.weight * weight, given.keep & keep, {**given.metrics, **metrics})
+        return TokenWeights(weights.weight * weight, weights.keep & keep, {**weights.metrics, **metrics})
 
 
 def step_mean(samples: Sequence[Sample], options: TisOptions) -> float:
@@ -61,15 +61,15 @@ def step_mean(samples: Sequence[Sample], options: TisOptions) -> float:
     Over tokens, or over samples where the level is the sequence. The columns are those of the whole step, so the mean
     does not depend on how it is cut.
     """
-    found = []
+    distances = []
     for sample in samples:
         trained = torch.as_tensor(sample.columns["loss_mask"]) > 0
         if trained.any():
             trainer, engine = (torch.as_tensor(sample.columns[name], dtype=torch.float64)[trained]
                                for name in ("log_probs", "rollout_log_probs"))
             distance = trainer - engine
-            found.append(distance if options.tis_level == "token" else distance.sum(0, keepdim=True))
-    mean = float(_bounded(bounded_exp(torch.cat(found)), options).mean()) if found else 1.0
+            distances.append(distance if options.tis_level == "token" else distance.sum(0, keepdim=True))
+    mean = float(_bounded(bounded_exp(torch.cat(distances)), options).mean()) if distances else 1.0
     return mean if mean > SMALLEST_MEAN else 1.0
 
 

@@ -34,7 +34,7 @@ def check(options: ToolsOptions, config: RunConfig) -> None:
         ConfigError: none is named, or two, one that is not there, or numbers that cannot be.
     """
     if (options.agent is None) == (not options.agent_command):
-        raise ConfigError("the generator agent needs one agent", who="tools.agent, tools.agent_command",
+        raise ConfigError("the generator agent needs exactly one agent", who="tools.agent, tools.agent_command",
                           got="neither" if options.agent is None else "a function and a program",
                           fix="--agent FILE.py:FUNCTION, or --agent-command PROGRAM ARGUMENT ...")
     if options.agent is not None:
@@ -43,7 +43,7 @@ def check(options: ToolsOptions, config: RunConfig) -> None:
         raise ConfigError("agent_timeout should be above 0, and agent_concurrency at least 1", who="[tools]",
                           got=f"{options.agent_timeout:g} and {options.agent_concurrency}", fix="leave them out")
     if not config.rollout.rollout_temperature > 0:
-        raise ConfigError("an agent's tokens are drawn at the run's temperature, which is 0 here",
+        raise ConfigError("an agent's tokens are drawn at the run's temperature, which is 0",
                           who="rollout.rollout_temperature", fix="--rollout-temperature 1")
 
 
@@ -109,7 +109,7 @@ class Agents:
 
     async def _in_session(self, prompt: Prompt, session: Session,
                           recall: Recall) -> tuple[dict[str, Any], Failure | None]:
-        """(what the agent told, why it failed). An agent that runs out of context may fail of it: its answers stand."""
+        """(what the agent returned, why it failed). An agent that fails for lack of context keeps its answers."""
         key = self._server.open(session)
         agent = asyncio.ensure_future(self._call(prompt, key))
         broken = asyncio.ensure_future(session.broken())
@@ -123,7 +123,7 @@ class Agents:
                 raise session.error
             if not agent.done():
                 return {}, Failure("agent_timeout", f"the agent took longer than {self._options.agent_timeout:g} s")
-            return told(agent.result()), None
+            return figures_of(agent.result()), None
         except AgentFailed as failed:
             return {}, None if session.full and session.turns else Failure(failed.reason, failed.detail)
         finally:
@@ -150,7 +150,7 @@ class Agents:
         sample.metadata["figures"] |= {f"agent/{name}": value for name, value in result.items() if name != "reward"}
         if "reward" in result:
             if scorers and SCORER not in scorers:
-                raise RewardError(f"the agent gave {sample.name} a reward that no scorer asks for", who=self._who,
+                raise RewardError(f"the agent gave {sample.name} a reward that no scorer uses", who=self._who,
                                   got=f"rm_type {', '.join(scorers)}",
                                   fix=f"add {SCORER} to --rm-type, or let the agent return none")
             sample.rewards[SCORER] = sample.reward = result["reward"]
@@ -175,16 +175,19 @@ def reward_of(sample: Sample) -> float:
     return sample.rewards[SCORER]
 
 
-def told(result: object) -> dict[str, float]:
+def figures_of(result: object) -> dict[str, float]:
     """What an agent returned, as numbers by name: nothing, its reward, or a dict with "reward" and other figures.
 
     Raises:
         AgentFailed: anything else, or a number that is not finite.
     """
-    found = {} if result is None else result if isinstance(result, Mapping) else {"reward": result}
+    figures = result if isinstance(result, Mapping) else {"reward": result}
+    if result is None:
+        figures = {}
     try:
-        numbers = {str(name): float(value) for name, value in found.items() if hasattr(value, "__float__")}
-        fine = len(numbers) == len(found) and all(map(math.isfinite, numbers.values())) and is_unicode("".join(numbers))
+        numbers = {str(name): float(value) for name, value in figures.items() if hasattr(value, "__float__")}
+        finite = len(numbers) == len(figures) and all(map(math.isfinite, numbers.values()))
+        fine = finite and is_unicode("".join(numbers))
     except Exception:  # noqa: BLE001 - a number beyond all floats, or whatever an object of the agent's does
         fine = False
     if not fine:

@@ -62,7 +62,7 @@ def load_function(path: str) -> Callable[..., Any]:
     """The function that FILE.py:FUNCTION or MODULE:FUNCTION names.
 
     Raises:
-        ConfigError: there is none, its module cannot be imported, or it takes other arguments than a Task has.
+        ConfigError: it does not exist, its module cannot be imported, or it takes other arguments than a Task has.
     """
     where, _, name = path.rpartition(":")
     who = f"--agent {path}"
@@ -70,18 +70,18 @@ def load_function(path: str) -> Callable[..., Any]:
         module = import_file(Path(where).resolve()) if where.endswith(".py") else importlib.import_module(where)
         function: Callable[..., Any] = getattr(module, name)
     except AttributeError:
-        raise ConfigError(f"{where} has no {name!r}", who=who, fix="name a function of it") from None
+        raise ConfigError(f"{where} has no {name!r}", who=who, fix="name one of its functions") from None
     except (Exception, SystemExit) as error:
         raise ConfigError("the agent cannot be imported", got=f"{type(error).__name__}: {error}", who=who,
-                          fix="mend it, or install what it needs") from error
+                          fix="fix the import, or install what it needs") from error
     if not callable(function):
-        raise ConfigError("the agent is no function", got=type(function).__name__, who=who, fix="name a function")
+        raise ConfigError("the agent is not a function", got=type(function).__name__, who=who, fix="name a function")
     known = tuple(Task.__dataclass_fields__)
     parameters = inspect.signature(function).parameters.values()
     strange = [p.name for p in parameters if p.name not in known and p.default is p.empty
                and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
     if strange:
-        raise ConfigError(f"the agent takes {strange[0]!r}, which no agent is given", who=who,
+        raise ConfigError(f"the agent takes {strange[0]!r}, which is not passed to agents", who=who,
                           fix=f"it may take {', '.join(known)}")
     return function
 
@@ -94,14 +94,14 @@ def find_function(path: str) -> None:
     """
     where, _, name = path.rpartition(":")
     if not where or not name.isidentifier():
-        raise ConfigError("this names no function", got=path, who="tools.agent",
+        raise ConfigError("not the name of a function", got=path, who="tools.agent",
                           fix="write FILE.py:FUNCTION or MODULE:FUNCTION")
     if where.endswith(".py"):
-        there = Path(where).is_file()
+        exists = Path(where).is_file()
     else:  # the top-level package only: a submodule would import it
-        there = importlib.util.find_spec(where.partition(".")[0]) is not None
-    if not there:
-        raise ConfigError("there is no such file or package", got=where, who="tools.agent", fix="check --agent")
+        exists = importlib.util.find_spec(where.partition(".")[0]) is not None
+    if not exists:
+        raise ConfigError("no such file or package", got=where, who="tools.agent", fix="check --agent")
 
 
 async def call_function(function: Callable[..., Any], task: Task) -> object:
@@ -115,17 +115,17 @@ async def call_function(function: Callable[..., Any], task: Task) -> object:
     """
     parameters = inspect.signature(function).parameters
     open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    given = {name: getattr(task, name) for name in Task.__dataclass_fields__ if open_ended or name in parameters}
+    arguments = {name: getattr(task, name) for name in Task.__dataclass_fields__ if open_ended or name in parameters}
     running: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = []
     ended = threading.Event()
 
     async def coroutine() -> object:
         running.append((asyncio.get_running_loop(), cast("asyncio.Task[Any]", asyncio.current_task())))
-        return await function(**given)
+        return await function(**arguments)
 
     def work() -> object:
         try:
-            return asyncio.run(coroutine()) if inspect.iscoroutinefunction(function) else function(**given)
+            return asyncio.run(coroutine()) if inspect.iscoroutinefunction(function) else function(**arguments)
         except BaseException as error:  # whatever it is, it is the agent's
             raise AgentFailed("agent_raised", f"the agent raised {describe(error)}") from error
         finally:
@@ -152,10 +152,10 @@ async def call_program(command: Sequence[str], task: Task) -> object:
     Raises:
         AgentFailed: it cannot be started, or ended with another code than 0.
     """
-    given = json.dumps({"messages": task.messages, "metadata": task.metadata, "label": task.label})
+    payload = json.dumps({"messages": task.messages, "metadata": task.metadata, "label": task.label})
     environment = {**os.environ, "OPENAI_BASE_URL": task.base_url, "OPENAI_API_KEY": task.api_key}
-    with tempfile.TemporaryFile() as stdin:  # a file, so that a program that does not read it holds nobody up
-        stdin.write(given.encode())
+    with tempfile.TemporaryFile() as stdin:  # a file: a program that does not read it blocks nothing
+        stdin.write(payload.encode())
         stdin.seek(0)
         try:
             transport, watched = await asyncio.get_running_loop().subprocess_exec(
@@ -168,8 +168,8 @@ async def call_program(command: Sequence[str], task: Task) -> object:
     finally:
         await _end(transport, watched)
     if code != 0:
-        said = watched.outputs[2].decode(errors="replace").strip()[-500:] or "nothing on stderr"
-        raise AgentFailed("agent_exit", f"the agent ended with code {code}: {said}")
+        complaint = watched.outputs[2].decode(errors="replace").strip()[-500:] or "nothing on stderr"
+        raise AgentFailed("agent_exit", f"the agent ended with code {code}: {complaint}")
     return result_of(watched.outputs[1].decode(errors="replace"))
 
 
@@ -177,14 +177,14 @@ def result_of(output: str) -> object:
     """What a program tells of itself: the JSON object in the last line of its output, None where there is none."""
     lines = output.strip().splitlines()
     try:
-        found = loads(lines[-1]) if lines else None
+        result = loads(lines[-1]) if lines else None
     except ValueError:
         return None
-    return found if isinstance(found, Mapping) else None
+    return result if isinstance(result, Mapping) else None
 
 
 class _Watched(asyncio.SubprocessProtocol):
-    """Keeps the end of what a program writes, and knows when it has ended and when nobody can write any more."""
+    """Keeps the end of what a program writes, and knows when it has ended and when no process can write any more."""
 
     def __init__(self) -> None:
         self.outputs = {1: bytearray(), 2: bytearray()}

@@ -41,12 +41,12 @@ def parse(text: str, format: str = "hermes", names: Sequence[str] = ()) -> tuple
         format: "hermes", "tag" or "fenced".
         names: of the tools that there are; "tag" and "fenced" find calls by them.
     """
-    thought, ended, said = text.rpartition(THINKING_ENDS)
+    thought, ended, answer = text.rpartition(THINKING_ENDS)
     pattern = _HERMES if format == "hermes" else _pattern(format, names)
     if pattern is None:
         return text, []
-    calls = [_hermes(found) if format == "hermes" else _text_call(found) for found in pattern.finditer(said)]
-    return thought + ended + pattern.sub("", said), calls
+    calls = [_hermes(match) if format == "hermes" else _text_call(match) for match in pattern.finditer(answer)]
+    return thought + ended + pattern.sub("", answer), calls
 
 
 def _pattern(format: str, names: Sequence[str]) -> re.Pattern[str] | None:
@@ -58,8 +58,8 @@ def _pattern(format: str, names: Sequence[str]) -> re.Pattern[str] | None:
     return re.compile(rf"^```({either})[ \t]*\n(.*?)(^```[ \t]*$|\Z)", re.DOTALL | re.MULTILINE)
 
 
-def _hermes(found: re.Match[str]) -> Call:
-    body, closed = found.groups()
+def _hermes(match: re.Match[str]) -> Call:
+    body, closed = match.groups()
     if not closed:
         return Call("", {}, "the call is not closed: write </tool_call> after it")
     try:
@@ -75,6 +75,6 @@ def _hermes(found: re.Match[str]) -> Call:
     return Call(call["name"], call.get("arguments", {}))
 
 
-def _text_call(found: re.Match[str]) -> Call:
-    name, body, closed = found.groups()
+def _text_call(match: re.Match[str]) -> Call:
+    name, body, closed = match.groups()
     return Call(name, body.strip("\n"), None if closed else f"the call of {name} is not closed")

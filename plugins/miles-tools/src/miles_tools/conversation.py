@@ -66,7 +66,7 @@ class Conversations:
         """
         where = f"{prompt.stream} row {prompt.row}"
         if prompt.messages is None:
-            raise DataError("the prompt is text that was rendered before", who=where, fix="add --apply-chat-template")
+            raise DataError("the prompt is already rendered text", who=where, fix="add --apply-chat-template")
         text = self.template.text(prompt.messages, where)
         ids = tuple(self.template.encode(text))
         if len(ids) >= self.context:
@@ -92,9 +92,9 @@ class _Conversation:
                  begun: Sample | None):
         self._shared, self._prompt, self._index, self._generation = shared, prompt, index, generation
         self._transcript = Transcript.begin(prompt.token_ids) if begun is None else Transcript.resume(begun)
-        told = {} if begun is None else begun.metadata["begun"]
-        self._draws = told.get("draws", 0)
-        self._figures = {name: told.get(name, 0) for name in FIGURES}
+        saved = {} if begun is None else begun.metadata["begun"]
+        self._draws = saved.get("draws", 0)
+        self._figures = {name: saved.get(name, 0) for name in FIGURES}
         self._most = min(generation.sampling.max_new_tokens, shared.context - len(prompt.token_ids))
         self._begun = begun
         self._last: Response | None = None
@@ -122,8 +122,8 @@ class _Conversation:
 
     async def _answered(self) -> Status | None:
         options, transcript = self._shared.options, self._transcript
-        said = self._text(self._shared.template.without_end(transcript.last_turn))
-        calls = parse(said, options.tool_format, tuple(self._shared.toolbox.tools))[1]
+        text = self._text(self._shared.template.without_end(transcript.last_turn))
+        calls = parse(text, options.tool_format, tuple(self._shared.toolbox.tools))[1]
         if not calls:
             return Status.COMPLETED
         if any(call.name in options.ending_tools and call.error is None for call in calls):
@@ -184,8 +184,8 @@ def check(options: ToolsOptions, config: RunConfig) -> None:
     """
     tools = load_tools(options.tools)
     if unknown := [name for name in options.ending_tools if name not in tools]:
-        raise ConfigError("a tool that there is not cannot end a conversation", got=unknown, who="tools.ending_tools",
-                          fix=f"one of {', '.join(tools)}")
+        raise ConfigError("an unknown tool cannot end a conversation", got=unknown, who="tools.ending_tools",
+                          fix=f"use one of {', '.join(tools)}")
     arguments = config.rollout.apply_chat_template_kwargs or {}
     template = Template(load_tokenizer(config), arguments, [tool.schema for tool in tools.values()])
     template.check(options.tool_role, rewriting=options.allow_rewriting_template)

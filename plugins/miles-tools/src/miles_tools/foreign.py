@@ -53,5 +53,5 @@ def describe(value: object) -> str:
     name, failed = type(value).__name__, isinstance(value, BaseException)
     try:
         return readable(f"{name}: {value}"[:1000] if failed else repr(value)[:200])
-    except BaseException:  # noqa: BLE001 - a stranger's __repr__, or a number of too many digits
+    except BaseException:  # noqa: BLE001 - a foreign __repr__, or a number of too many digits
         return name if failed else f"{name} that cannot be printed"

@@ -12,13 +12,13 @@ def statement(code: str, test: str, passed: str) -> str:
     return passed
 
 
-def program(code: str, given: str) -> str:
+def program(code: str, stdin: str) -> str:
     """A test that is an input: what the program prints."""
     import contextlib
     import io
     import sys
 
-    sys.stdin, printed = io.StringIO(given), io.StringIO()
+    sys.stdin, printed = io.StringIO(stdin), io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
         exec(compile(code, "answer.py", "exec"), {"__name__": "__main__"})
     return printed.getvalue()

@@ -174,12 +174,12 @@ def descendants(root: int) -> list[int]:
                 continue
             if state not in (b"Z", b"X"):
                 parents[int(name)] = int(parent)
-    found: list[int] = []
+    pids: list[int] = []
     below = {root}
     while below:
-        below = {pid for pid, parent in parents.items() if parent in below and pid not in found}
-        found += below
-    return found
+        below = {pid for pid, parent in parents.items() if parent in below and pid not in pids}
+        pids += below
+    return pids
 
 
 def tasks_of(user: int) -> int:

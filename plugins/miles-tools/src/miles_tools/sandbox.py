@@ -127,8 +127,8 @@ def candidates(wanted: str) -> list[Isolation]:
     """
     root = os.getuid() == 0
     kinds = {"auto": (True, False), "namespaces": (True,), "plain": (False,)}[wanted]
-    found = [Isolation(namespaces, unprivileged) for namespaces in kinds for unprivileged in (True, False)]
-    return [one for one in found if one.unprivileged <= root
+    kinds_tried = [Isolation(namespaces, unprivileged) for namespaces in kinds for unprivileged in (True, False)]
+    return [one for one in kinds_tried if one.unprivileged <= root
             and not (root and wanted == "auto" and one == Isolation(namespaces=False, unprivileged=False))]
 
 
@@ -231,7 +231,7 @@ class Sandbox:
                     supervisor.close()
         raise ConfigError("the sandbox cannot be set up here", got="; ".join(reasons), who="tools.sandbox_isolation",
                           fix="allow unprivileged user namespaces, raise tools.sandbox_memory, or run as another user "
-                          "than root; --tools.sandbox-isolation plain goes without namespaces")
+                          "than root; --tools.sandbox-isolation plain works without namespaces")
 
 
 class _UnderWay(SandboxError):
@@ -308,7 +308,8 @@ class _Supervisor:
             answer: dict[str, Any] = json.loads(line)
             return answer
         except ValueError:
-            raise SandboxError("a sandbox process answered with what is no JSON", got=repr(line[:100])) from None
+            raise SandboxError("a sandbox process answered with something other than JSON",
+                               got=repr(line[:100])) from None
 
 
 def _private() -> str:

@@ -106,21 +106,21 @@ def tell(answer: dict[str, object]) -> None:
 
 
 def lines(parent: int) -> Iterator[bytes]:
-    """Lines of stdin, until it ends or this process is somebody else's child."""
-    rest = b""
+    """Lines of stdin, until it ends or this process has another parent."""
+    buffered = b""
     while True:
-        line, found, rest = rest.partition(b"\n")
-        if found:
+        line, newline, buffered = buffered.partition(b"\n")
+        if newline:
             yield line
             continue
-        rest = line
+        buffered = line
         while not select.select([0], [], [], 1.0)[0]:
             if os.getppid() != parent:
                 return
         data = os.read(0, 1 << 16)
         if not data:
             return
-        rest += data
+        buffered += data
 
 
 def serve(call: dict[str, object], settings: types.SimpleNamespace) -> dict[str, object]:
@@ -210,7 +210,7 @@ def held(folder: str, enough: int) -> int:
                     if entry.is_dir(follow_symlinks=False):
                         folders.append(entry.path)
         except OSError as error:
-            if error.errno == errno.ENAMETOOLONG:  # so deep that nobody can look
+            if error.errno == errno.ENAMETOOLONG:  # too deep to list
                 return enough + 1
     return total
 
@@ -263,7 +263,7 @@ def _open_up(folder: str) -> list[str]:
 
 
 def drain(texts: dict[int, bytes], most: int) -> None:
-    """What is left in the pipes, now that nobody writes any more."""
+    """What is left in the pipes, now that no process writes any more."""
     for pipe in texts:
         while len(texts[pipe]) <= most and select.select([pipe], [], [], 0)[0]:
             data = os.read(pipe, 1 << 16)

@@ -100,7 +100,7 @@ class Session:
         """Wait for `error`; whoever calls bounds it."""
         await self._broken.wait()
 
-    async def complete(self, asked: Asked) -> Completion:
+    async def complete(self, chat: Asked) -> Completion:
         """Answer one request.
 
         A call that is cancelled, or that the engine did not answer, leaves the conversation as it was.
@@ -115,8 +115,8 @@ class Session:
                           "conflict", again=True)
         self._busy = True
         try:
-            ids, new = self._next_ids(asked)
-            return await self._draw(asked, ids, new)
+            ids, new = self._next_ids(chat)
+            return await self._draw(chat, ids, new)
         except Exception as error:
             if not isinstance(error, Refused):
                 self.error = error
@@ -147,17 +147,17 @@ class Session:
                                        "agent/ignored_parameters": float(self.ignored)}
         return self._generation.on_response(sample, last)
 
-    def _next_ids(self, asked: Asked) -> tuple[list[int], list[int]]:
+    def _next_ids(self, chat: Asked) -> tuple[list[int], list[int]]:
         """The ids that the engine is given, and those of them that this request adds to a begun conversation."""
         if self.failure is not None:
             raise self._over(self.failure)
         try:
             if self._transcript is None:
-                self._template = self._make_template(asked.tools)
-                ids = self._template.prompt(self._rendered(asked.messages), self.name)
+                self._template = self._make_template(chat.tools)
+                ids = self._template.prompt(self._rendered(chat.messages), self.name)
                 suffix: list[int] = []
             else:
-                new = self._rendered(self._continued(asked))
+                new = self._rendered(self._continued(chat))
                 suffix = cast("Template", self._template).suffix(new, self._transcript.ids[-1])
                 ids = self._transcript.ids + suffix
         except DataError as error:
@@ -179,41 +179,41 @@ class Session:
         return [{**message, "content": template.harmless(message["content"])}
                 for message in for_template(messages)]
 
-    def _continued(self, asked: Asked) -> Sequence[Message]:
+    def _continued(self, chat: Asked) -> Sequence[Message]:
         """The messages that a request adds; a request that does not begin with what was there fails the session."""
         size, problem = len(self.messages), None
-        came = dict(enumerate(asked.messages))
+        came = dict(enumerate(chat.messages))
         differs = next((i for i, old in enumerate(self.messages) if came.get(i) != old), None)
-        if asked.tools != self._tools:
+        if chat.tools != self._tools:
             problem = "the tools are not those of the first request"
-        elif differs is not None and differs >= len(asked.messages):
-            problem = f"there were {size} messages, the last answer included, and {len(asked.messages)} came back"
+        elif differs is not None and differs >= len(chat.messages):
+            problem = f"there were {size} messages, the last answer included, and {len(chat.messages)} came back"
         elif differs is not None:
             own = self.messages[differs]["role"] == "assistant"
             problem = f"messages[{differs}] is not {'the answer that was given' if own else 'what it was'}"
-        elif any(message["role"] == "assistant" for message in asked.messages[size:]):
+        elif any(message["role"] == "assistant" for message in chat.messages[size:]):
             problem = "a new message is the assistant's, and the model did not write it"
         if problem is not None:
             raise self._over(Failure("agent_rewrote_history", problem))
-        if size == len(asked.messages):
+        if size == len(chat.messages):
             raise Refused(400, "nothing follows the last answer: add a message, or end")
-        return asked.messages[size:]
+        return chat.messages[size:]
 
     def _over(self, failure: Failure) -> Refused:
         """End the conversation; what an agent that goes on is told."""
         self.failure = failure
         if failure is CALLED_BACK:
-            return Refused(503, "the run has called this conversation back; it will begin anew", "aborted")
-        return Refused(409, f"{failure.detail}. A conversation is only ever appended to here; this one is over and "
+            return Refused(503, "the run has aborted this conversation; it will start over", "aborted")
+        return Refused(409, f"{failure.detail}. A conversation is only ever appended to here; this one has ended and "
                             "will not be trained on", "conflict")
 
-    async def _draw(self, asked: Asked, ids: list[int], suffix: list[int]) -> Completion:
+    async def _draw(self, chat: Asked, ids: list[int], suffix: list[int]) -> Completion:
         generation, sampling, room = self._generation, self.sampling, self._room(ids)
-        bound = min(room, asked.max_tokens or room)
+        bound = min(room, chat.max_tokens or room)
         request = generation.on_request(Request(
             id=f"{self._prompt.stream}-{self._prompt.uid}-{self._index}-{self.turns}", input_ids=tuple(ids),
             sampling=replace(sampling, max_new_tokens=bound, min_new_tokens=min(sampling.min_new_tokens, bound),
-                             stop=tuple(dict.fromkeys((*sampling.stop, *asked.stop)))),
+                             stop=tuple(dict.fromkeys((*sampling.stop, *chat.stop)))),
             key=generation.key(self._index, self.turns)))
         begin = time.monotonic()
         response = await call_engine(generation, request)
@@ -222,31 +222,31 @@ class Session:
             raise self._over(CALLED_BACK)
         if not len(response.output_ids):
             raise EngineError(f"the engine drew nothing for request {request.id}", fix="look at the engine's log")
-        return self._commit(asked, ids, suffix, response)
+        return self._commit(chat, ids, suffix, response)
 
-    def _commit(self, asked: Asked, ids: list[int], suffix: list[int], response: Response) -> Completion:
+    def _commit(self, chat: Asked, ids: list[int], suffix: list[int], response: Response) -> Completion:
         if self._transcript is None:
-            self._transcript, self._tools = Transcript.begin(ids), asked.tools
+            self._transcript, self._tools = Transcript.begin(ids), chat.tools
         else:
             self._transcript.append_suffix(suffix)
         self._transcript.append_drawn(response)
-        message, called = self._message(asked, response)
-        self.messages = [*asked.messages, message]
+        message, called = self._message(chat, response)
+        self.messages = [*chat.messages, message]
         self._last, self.turns = response, self.turns + 1
-        self.ignored += bool(asked.ignored)
+        self.ignored += bool(chat.ignored)
         reason = "tool_calls" if called and response.finish_reason == "stop" else response.finish_reason
         return Completion(message, reason, len(ids), len(response.output_ids), self.turns - 1)
 
-    def _message(self, asked: Asked, response: Response) -> tuple[Message, bool]:
+    def _message(self, chat: Asked, response: Response) -> tuple[Message, bool]:
         """The answer as a message, without its end token and the stop text; whether it calls tools."""
         text = self._generation.decode(response.output_ids.tolist(), True)
-        cuts = [at for stop in asked.stop if (at := text.find(stop)) >= 0]
+        cuts = [at for stop in chat.stop if (at := text.find(stop)) >= 0]
         text = text[: min(cuts, default=None)]
         calls: Sequence[Call] = ()
-        if asked.tools and asked.calls:
-            said, found = parse(text)
-            if not any(call.error for call in found):  # else the agent gets to see what the model wrote
-                text, calls = said, found
+        if chat.tools and chat.calls:
+            content, parsed = parse(text)
+            if not any(call.error for call in parsed):  # else the agent gets to see what the model wrote
+                text, calls = content, parsed
         message: Message = {"role": "assistant", "content": text}
         if calls:
             message["tool_calls"] = [

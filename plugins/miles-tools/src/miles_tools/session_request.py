@@ -97,14 +97,15 @@ def readable(message: object, where: str) -> Message:
     """
     if not isinstance(message, dict) or message.get("role") not in ROLES:
         raise Refused(400, f"{where} should be an object with a role: {', '.join(ROLES)}")
-    found: Message = {"role": message["role"], "content": _text(message.get("content"), where)}
+    cleaned: Message = {"role": message["role"], "content": _text(message.get("content"), where)}
     if message["role"] == "assistant":
         if message.get("function_call"):
             raise Refused(400, f"{where} has a function_call; write tool_calls")
         if calls := message.get("tool_calls"):
-            found["tool_calls"] = _calls(calls, where)
-        return found
-    return found | {key: value for key, value in message.items() if key not in found and value not in (None, [], {})}
+            cleaned["tool_calls"] = _calls(calls, where)
+        return cleaned
+    return cleaned | {key: value for key, value in message.items()
+                      if key not in cleaned and value not in (None, [], {})}
 
 
 def _text(content: object, where: str) -> str:
@@ -119,15 +120,15 @@ def _text(content: object, where: str) -> str:
 
 def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
     try:
-        found = [{"id": call.get("id"), "type": "function",
+        calls_read = [{"id": call.get("id"), "type": "function",
                   "function": {"name": call["function"]["name"], "arguments": call["function"]["arguments"]}}
                  for call in calls]
-        if not all(isinstance(call["function"][key], str) for call in found for key in ("name", "arguments")):
+        if not all(isinstance(call["function"][key], str) for call in calls_read for key in ("name", "arguments")):
             raise TypeError
     except (KeyError, TypeError, AttributeError):
         raise Refused(400, f"tool_calls of {where} should be a list of {{id, function: {{name, arguments}}}}, "
                            "arguments as text") from None
-    return found
+    return calls_read
 
 
 def _tools(tools: object) -> tuple[Mapping[str, object], ...]:
@@ -139,10 +140,10 @@ def _tools(tools: object) -> tuple[Mapping[str, object], ...]:
 
 
 def _stop(stop: object) -> tuple[str, ...]:
-    found = [stop] if isinstance(stop, str) else stop or []
-    if not isinstance(found, list) or len(found) > 16 or not all(isinstance(one, str) and one for one in found):
+    stops = [stop] if isinstance(stop, str) else stop or []
+    if not isinstance(stops, list) or len(stops) > 16 or not all(isinstance(one, str) and one for one in stops):
         raise Refused(400, "stop should be a text or a list of at most 16 of them")
-    return tuple(found)
+    return tuple(stops)
 
 
 def _count(data: Mapping[str, object], key: str) -> int:
@@ -165,7 +166,7 @@ def _refuse_others(data: Mapping[str, object]) -> None:
         raise Refused(400, "a forced tool would change what tokens are drawn from: tool_choice is auto or none",
                       "unsupported_parameter")
     if data.get("functions") or data.get("function_call"):
-        raise Refused(400, "functions have become tools: write tools", "unsupported_parameter")
+        raise Refused(400, "functions are replaced by tools: use tools", "unsupported_parameter")
 
 
 def _ignored(data: Mapping[str, object], sampling: SamplingParams) -> tuple[str, ...]:
@@ -178,14 +179,14 @@ def _ignored(data: Mapping[str, object], sampling: SamplingParams) -> tuple[str,
 
 def for_template(messages: Sequence[Message]) -> list[Message]:
     """The same messages as chat templates take them: arguments of tool calls as objects, where their text is one."""
-    found = []
+    converted = []
     for message in messages:
         if calls := message.get("tool_calls"):
             message = {**message, "tool_calls": [
                 {**call, "function": {**call["function"], "arguments": _object(call["function"]["arguments"])}}
                 for call in calls]}
-        found.append(message)
-    return found
+        converted.append(message)
+    return converted
 
 
 def _object(text: str) -> object:

@@ -5,7 +5,7 @@
     POST /v1/chat/completions    the next answer of the session whose token the request bears
 
 A token is the session's alone and stops working when it ends. Requests whose Host is not this address are refused: a
-page in somebody's browser can reach loopback addresses under a name of its own.
+page in a browser can reach loopback addresses under a name of its own.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class SessionServer:
             "/health": ("GET", self._health), "/v1/models": ("GET", self._models),
             "/v1/chat/completions": ("POST", self._complete)}
         if request.path not in handlers:
-            raise Refused(404, f"there is no {request.path}; there are {', '.join(handlers)}", "not_found")
+            raise Refused(404, f"no such path {request.path}; known: {', '.join(handlers)}", "not_found")
         method, handler = handlers[request.path]
         if request.method != method:
             raise Refused(405, f"{request.path} takes {method}", "method_not_allowed")
@@ -137,19 +137,19 @@ class SessionServer:
 
     async def _complete(self, request: web.BaseRequest) -> web.StreamResponse:
         session = self._session(request)
-        asked = parse(await _body(request), session.sampling)
+        chat = parse(await _body(request), session.sampling)
         self._session(request)  # it may have ended meanwhile
-        calls, call = self._calls[session], asyncio.ensure_future(session.complete(asked))
+        calls, call = self._calls[session], asyncio.ensure_future(session.complete(chat))
         calls.add(call)
         try:
             completion = await call
         finally:
             call.cancel()
             calls.discard(call)
-        headers = {"x-miles-ignored": ", ".join(asked.ignored)} if asked.ignored else {}
-        if not asked.stream:
+        headers = {"x-miles-ignored": ", ".join(chat.ignored)} if chat.ignored else {}
+        if not chat.stream:
             return web.json_response(_whole(completion), headers=headers)
-        return await _stream(request, completion, asked, headers)
+        return await _stream(request, completion, chat, headers)
 
     def _session(self, request: web.BaseRequest) -> Session:
         """
@@ -158,8 +158,9 @@ class SessionServer:
         """
         scheme, _, key = request.headers.get("Authorization", "").partition(" ")
         name, _, secret = key.strip().partition(".")
-        kept, session = self._sessions.get(name, (b"", None))
-        if scheme.lower() != "bearer" or not hmac.compare_digest(kept, secret.encode(errors="replace")) or not session:
+        expected, session = self._sessions.get(name, (b"", None))
+        matches = hmac.compare_digest(expected, secret.encode(errors="replace"))
+        if scheme.lower() != "bearer" or not matches or not session:
             raise Refused(401, "the token is missing or of no session under way; send the session's key as "
                                "Authorization: Bearer KEY", "invalid_api_key")
         return session
@@ -176,9 +177,9 @@ async def _body(request: web.BaseRequest) -> bytes:
             async for piece in request.content.iter_any():
                 data += piece
                 if len(data) > LARGEST:
-                    raise Refused(413, f"a request may have {LARGEST} bytes", "request_too_large")
+                    raise Refused(413, f"a request may have at most {LARGEST} bytes", "request_too_large")
     except TimeoutError:
-        raise Refused(408, f"the request was not there within {PATIENCE:g} s", "timeout") from None
+        raise Refused(408, f"the request did not arrive within {PATIENCE:g} s", "timeout") from None
     return bytes(data)
 
 
@@ -212,23 +213,23 @@ def _usage(completion: Completion) -> dict[str, int]:
             "total_tokens": completion.prompt_tokens + completion.completion_tokens}
 
 
-def _pieces(completion: Completion, asked: Asked) -> Iterator[dict[str, Any]]:
+def _pieces(completion: Completion, chat: Asked) -> Iterator[dict[str, Any]]:
     """An answer as the events of a stream: the message, its end, and how many tokens it has."""
     head, message = _head(completion, "chat.completion.chunk"), _shown(completion)
     if calls := message.get("tool_calls"):
         message["tool_calls"] = [{"index": i, **call} for i, call in enumerate(calls)]
     for delta, reason in ((message, None), ({}, completion.finish_reason)):
         yield {**head, "choices": [{"index": 0, "delta": delta, "logprobs": None, "finish_reason": reason}]}
-    if asked.include_usage:
+    if chat.include_usage:
         yield {**head, "choices": [], "usage": _usage(completion)}
 
 
-async def _stream(request: web.BaseRequest, completion: Completion, asked: Asked,
+async def _stream(request: web.BaseRequest, completion: Completion, chat: Asked,
                   headers: dict[str, Any]) -> web.StreamResponse:
     response = web.StreamResponse(headers={**headers, "Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     async with asyncio.timeout(PATIENCE):
         await response.prepare(request)
-        for piece in _pieces(completion, asked):
+        for piece in _pieces(completion, chat):
             await response.write(f"data: {json.dumps(piece)}\n\n".encode())
         await response.write(b"data: [DONE]\n\n")
         await response.write_eof()

@@ -81,7 +81,7 @@ class Template:
         return list(drawn[:-1] if drawn and drawn[-1] in self._special else drawn)
 
     def harmless(self, text: str) -> str:
-        """A text of somebody else's with a space in whatever would be tokenised as a special token."""
+        """A text that the model did not write, with a space in whatever would be tokenised as a special token."""
         for token in self.tokenizer.all_special_tokens:
             text = text.replace(token, f"{token[0]} {token[1:]}")
         return text

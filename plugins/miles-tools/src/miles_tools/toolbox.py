@@ -53,17 +53,17 @@ def load(wanted: Sequence[str]) -> dict[str, Tool]:
         ConfigError: none wanted, no such tool or file, a file that does not run, a function without type hints or
             docstring, two tools of one name.
     """
-    found: dict[str, Tool] = {}
+    tools: dict[str, Tool] = {}
     for item in wanted:
         for tool in _tools(item):
-            if tool.name in found:
+            if tool.name in tools:
                 raise ConfigError(f"two tools are called {tool.name!r}", who="tools.tools",
-                                  got=f"{found[tool.name].file}, {tool.file}", fix="rename one of the functions")
-            found[tool.name] = tool
-    if not found:
-        raise ConfigError("generator tools has no tool", who="tools.tools",
+                                  got=f"{tools[tool.name].file}, {tool.file}", fix="rename one of the functions")
+            tools[tool.name] = tool
+    if not tools:
+        raise ConfigError("the generator tools needs at least one tool", who="tools.tools",
                           fix="--tools.tools calc, or a file of functions: --tools.tools FILE.py")
-    return found
+    return tools
 
 
 def _tools(item: str) -> list[Tool]:
@@ -71,21 +71,21 @@ def _tools(item: str) -> list[Tool]:
     known = [name for name, _ in _functions(vars(builtin), builtin.__name__)]
     if not file.endswith(".py"):
         if item not in known:
-            raise ConfigError("there is no such built-in tool", got=item, who="tools.tools",
-                              fix=f"one of {', '.join(known)}, or a path to a file: FILE.py")
+            raise ConfigError("no such built-in tool", got=item, who="tools.tools",
+                              fix=f"use one of {', '.join(known)}, or a path to a file: FILE.py")
         source, scope = inspect.getsource(builtin), vars(builtin)
         return [_tool(item, scope[item], f"{item} (built-in)", source)]
     try:
         source = Path(file).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError("the file of tools cannot be read", got=getattr(error, "strerror", None) or error,
-                          who=f"tools.tools {file}", fix="check the path; files of Python are UTF-8") from None
+                          who=f"tools.tools {file}", fix="check the path; Python files are UTF-8") from None
     scope = {"__name__": "miles_tools_file", "__file__": file}
     try:
         exec(compile(source, file, "exec"), scope)
     except Exception as error:
         raise ConfigError("the file of tools does not run", got=f"{type(error).__name__}: {error}",
-                          who=f"tools.tools {file}", fix="mend the file") from error
+                          who=f"tools.tools {file}", fix="fix the error in the file") from error
     functions = dict(_functions(scope, "miles_tools_file"))
     chosen = {name: functions[name]} if name in functions else functions
     if not functions or (name and name not in functions):
@@ -132,7 +132,7 @@ class Toolbox:
         """The text that the model is told. Whatever the call or the tool does wrong is told as well.
 
         Raises:
-            SandboxError: the sandbox failed twice, so that nobody knows what the tool would have said.
+            SandboxError: the sandbox failed twice, so the tool's answer is unknown.
         """
         if call.error is not None:
             return Answer(f"error: {call.error}", failed=True)
@@ -152,5 +152,7 @@ class Toolbox:
             return Answer("\n".join(filter(None, (outcome.output.rstrip(), explain(outcome, self._sandbox.limits)))),
                           failed=True, seconds=outcome.seconds)
         value = outcome.value
-        said = "" if value is None else value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-        return Answer((outcome.output + said).rstrip("\n"), seconds=outcome.seconds)
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        if value is None:
+            text = ""
+        return Answer((outcome.output + text).rstrip("\n"), seconds=outcome.seconds)

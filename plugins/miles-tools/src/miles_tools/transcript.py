@@ -3,9 +3,9 @@
     prompt | drawn | suffix | drawn | suffix | drawn
     -      | 1     | 0      | 1     | 0      | 1        loss_mask
 
-What the engine drew stays as it was drawn and is never tokenised again; a suffix is what somebody else wrote, such as a
-tool's answer in the chat template's form. The ids of one turn's request are therefore how those of the next one begin,
-and each log-prob and version stays beside the token it belongs to.
+What the engine drew stays as it was drawn and is never tokenised again; a suffix is text that the model did not write,
+such as a tool's answer in the chat template's form. The ids of one turn's request are therefore how those of the next
+one begin, and each log-prob and version stays beside the token it belongs to.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class Transcript:
     def resume(cls, begun: Sample) -> Transcript:
         """A conversation that was called back, with all that it had."""
         columns = begun.columns
-        rest = (columns[name].tolist() for name in ("loss_mask", "rollout_log_probs", "versions"))
-        return cls(begun.tokens.tolist(), begun.length - begun.response_length, *rest)
+        columns_read = (columns[name].tolist() for name in ("loss_mask", "rollout_log_probs", "versions"))
+        return cls(begun.tokens.tolist(), begun.length - begun.response_length, *columns_read)
 
     @property
     def last_turn(self) -> list[int]:
@@ -78,7 +78,7 @@ class Transcript:
             self.figures.setdefault(name, []).append(float(value))
 
     def append_suffix(self, ids: Sequence[int]) -> None:
-        """What somebody else wrote after a drawn turn.
+        """Text that the model did not write, after a drawn turn.
 
         Raises:
             EngineError: nothing was drawn yet, so the ids would belong to the prompt.

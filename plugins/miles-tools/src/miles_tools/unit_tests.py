@@ -45,31 +45,31 @@ def tests_of(sample: Sample, key: str) -> list[Test]:
     Raises:
         RewardError: there are none, or none of a form that is known.
     """
-    given = sample.prompt.metadata.get(key, sample.prompt.label)
+    tests = sample.prompt.metadata.get(key, sample.prompt.label)
     who = f"unit-tests, {sample.prompt.stream} row {sample.prompt.row}"
-    if isinstance(given, str) and given.lstrip()[:1] in ("[", "{"):
+    if isinstance(tests, str) and tests.lstrip()[:1] in ("[", "{"):
         try:
-            given = loads(given)
+            tests = loads(tests)
         except ValueError as error:
-            raise RewardError("the tests are not JSON", got=str(error), who=who, fix="mend the row") from None
-    if isinstance(given, str) and given.strip():
-        return [Test(given)]
-    if isinstance(given, list) and given and all(isinstance(item, str) for item in given):
-        return [Test(item) for item in given]
-    if isinstance(given, dict):
-        inputs, outputs = given.get("inputs"), given.get("outputs")
+            raise RewardError("the tests are not JSON", got=str(error), who=who, fix="correct the row") from None
+    if isinstance(tests, str) and tests.strip():
+        return [Test(tests)]
+    if isinstance(tests, list) and tests and all(isinstance(item, str) for item in tests):
+        return [Test(item) for item in tests]
+    if isinstance(tests, dict):
+        inputs, outputs = tests.get("inputs"), tests.get("outputs")
         if isinstance(inputs, list) and isinstance(outputs, list) and len(inputs) == len(outputs) > 0 and all(
                 isinstance(item, str) for item in (*inputs, *outputs)):
             return [Test(*pair) for pair in zip(inputs, outputs, strict=True)]
-    raise RewardError("the row has no tests", got=type(given).__name__ if given else None, who=who,
+    raise RewardError("the row has no tests", got=type(tests).__name__ if tests else None, who=who,
                       fix=f'write statements, or {{"inputs": [...], "outputs": [...]}}, under {key!r} of the metadata '
                       "or in the label")
 
 
 def code_of(text: str) -> str:
-    """The last block of Python in an answer, reasoning left out; "" where there is none."""
-    found = _BLOCK.findall(text.rpartition(THINKING_ENDS)[2])
-    return found[-1] if found else ""
+    """The last block of Python in an answer, reasoning left out; "" without one."""
+    blocks = _BLOCK.findall(text.rpartition(THINKING_ENDS)[2])
+    return blocks[-1] if blocks else ""
 
 
 class UnitTests:
@@ -106,7 +106,7 @@ class UnitTests:
 
     async def _problem(self, code: str, test: Test, sample: Sample) -> str | None:
         if test.printed is not None:
-            outcome = await self._run(sample, "program", code=code, given=test.text)
+            outcome = await self._run(sample, "program", code=code, stdin=test.text)
             printed = outcome.value if isinstance(outcome.value, str) else ""  # code may write another answer itself
             right = outcome.kind == "ok" and printed.split() == test.printed.split()
         else:
@@ -126,4 +126,4 @@ class UnitTests:
             return await self._sandbox.call(SOURCE, "harness.py", function, arguments)
         except SandboxError as error:
             raise RewardError(f"the sandbox could not run the tests of {sample.name}", got=str(error), who="unit-tests",
-                              fix="an answer that nobody tested is not a wrong one: see to the sandbox") from error
+                              fix="an untested answer is not counted as wrong: check the sandbox") from error

@@ -30,7 +30,7 @@ MOST = 512
 
 
 @dataclass(eq=False)
-class Flight:
+class InFlight:
     """A request and what has been drawn for it.
 
     Args:
@@ -63,8 +63,8 @@ class HfEngine:
         self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().requires_grad_(False)
         self._tokenizer = tokenizer
         self._longest = longest or self._model.config.max_position_embeddings
-        self._waiting: list[Flight] = []
-        self._under_way: dict[str, Flight] = {}
+        self._waiting: list[InFlight] = []
+        self._under_way: dict[str, InFlight] = {}
         self._serving, self._some, self._free = asyncio.Event(), asyncio.Event(), asyncio.Lock()
         self._halt = False
         self._loop: asyncio.Task[None] | None = None
@@ -78,7 +78,7 @@ class HfEngine:
         if len(request.input_ids) >= self._longest:
             raise EngineError(f"request {request.id} leaves no room for an answer", got=len(request.input_ids),
                               fix=f"keep prompts below {self._longest} tokens")
-        flight = Flight(request, asyncio.get_running_loop().create_future())
+        flight = InFlight(request, asyncio.get_running_loop().create_future())
         self._under_way[request.id] = flight
         self._waiting.append(flight)
         self._some.set()
@@ -166,7 +166,7 @@ class HfEngine:
         if not self._waiting:
             self._some.clear()
 
-    def _draw(self, flights: Sequence[Flight]) -> None:
+    def _draw(self, flights: Sequence[InFlight]) -> None:
         """One call of `generate`, until all have come to their end or the engine halts."""
         longest = max(len(flight.context) for flight in flights)
         ids = torch.zeros(len(flights), longest, dtype=torch.int64)
@@ -182,7 +182,7 @@ class HfEngine:
             ids, attention_mask=attended, logits_processor=draw, stopping_criteria=end,
             generation_config=GenerationConfig(max_new_tokens=most, do_sample=False, eos_token_id=None, pad_token_id=0))
 
-    def _drawn(self, flights: Sequence[Flight], logits: torch.Tensor) -> torch.Tensor:
+    def _drawn(self, flights: Sequence[InFlight], logits: torch.Tensor) -> torch.Tensor:
         """A token for each row, noted in its flight; logits that leave `generate` no other choice."""
         chosen = torch.zeros(len(flights), dtype=torch.int64)
         for row, flight in enumerate(flights):
@@ -194,7 +194,7 @@ class HfEngine:
                 flight.reason = self._finished(flight)
         return torch.full_like(logits, -torch.inf).scatter_(1, chosen[:, None], 0.0)
 
-    def _token(self, flight: Flight, logits: torch.Tensor) -> tuple[int, float]:
+    def _token(self, flight: InFlight, logits: torch.Tensor) -> tuple[int, float]:
         """Draw one of [vocabulary] logits by Gumbel noise: (token, its log-prob before anything is cut off)."""
         sampling, place = flight.request.sampling, len(flight.tokens)
         log_probs = torch.log_softmax(logits / (sampling.temperature or 1.0), 0)
@@ -213,7 +213,7 @@ class HfEngine:
         token = int(scores.argmax())
         return token, float(log_probs[token])
 
-    def _finished(self, flight: Flight) -> str | None:
+    def _finished(self, flight: InFlight) -> str | None:
         sampling = flight.request.sampling
         if flight.tokens[-1] in self._stops(flight.request):
             return "stop"
@@ -225,10 +225,10 @@ class HfEngine:
         eos = self._tokenizer.eos_token_id
         return {*request.sampling.stop_token_ids, *(() if request.sampling.ignore_eos or eos is None else (eos,))}
 
-    def _room(self, flight: Flight) -> int:
+    def _room(self, flight: InFlight) -> int:
         """Tokens that it may still draw."""
         return min(flight.request.sampling.max_new_tokens - len(flight.tokens), self._longest - len(flight.context))
 
-    def _text(self, flight: Flight) -> str:
+    def _text(self, flight: InFlight) -> str:
         skip = flight.request.sampling.skip_special_tokens
         return self._tokenizer.decode(flight.tokens, skip_special_tokens=skip) if flight.tokens else ""

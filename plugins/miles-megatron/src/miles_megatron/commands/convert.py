@@ -33,20 +33,20 @@ class Bytes(click.ParamType):
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
         if isinstance(value, int):
             return value
-        found = _SIZE.fullmatch(str(value))
-        size = int(float(found[1]) * 1000 ** " KMGT".index(found[2].upper() or " ")) if found else 0
-        return size or self.fail(f"{value!r} is no size such as 5GB or 500MB", param, ctx)
+        match = _SIZE.fullmatch(str(value))
+        size = int(float(match[1]) * 1000 ** " KMGT".index(match[2].upper() or " ")) if match else 0
+        return size or self.fail(f"{value!r} is not a size such as 5GB or 500MB", param, ctx)
 
 
 def _shared(function: Callable) -> Callable:
     """The options of both directions."""
     for option in (
         click.option("--host", type=click.Choice(["process", "ray"]), default="process", show_default=True,
-                     help="What several processes are."),
+                     help="How several processes run."),
         click.option("--processes", type=click.IntRange(1), default=1, show_default=True, metavar="N",
-                     help="Share the work among so many. Under torchrun: its processes."),
+                     help="Number of processes that share the work. Under torchrun: its processes."),
         click.option("--plugin", "plugins", multiple=True, metavar="NAME", shell_complete=plugins,
-                     help="Where the architecture comes from, if from no official plugin; may be repeated."),
+                     help="Plugin that builds the architecture, if it is not an official one; may be repeated."),
         click.option("--option", "options", multiple=True, metavar="PLUGIN.KEY=VALUE",
                      help="An option that the run gave one of these plugins; may be repeated."),
         click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float16"]),
@@ -82,7 +82,7 @@ def hf_to_dist(source: Path, out: Path, dtype: str | None, plugins: tuple[str, .
     ranks = _Ranks(processes, host)
     if not (source / "config.json").is_file():
         other = "convert it with miles convert dist-to-hf" if _is_dist(source) else "give the folder of config.json"
-        raise CheckpointError("this is no Hugging Face directory", got="no config.json", who=str(source), fix=other)
+        raise CheckpointError("not a Hugging Face directory", got="no config.json", who=str(source), fix=other)
     from miles_core.record import publish
     from miles_megatron import checkpoint
     from miles_megatron.convert import Job, architecture
@@ -114,10 +114,10 @@ def dist_to_hf(source: Path, out: Path, hf_checkpoint: Path, shard_size: int, dt
     """
     ranks = _Ranks(processes, host)
     if (source / "config.json").is_file():
-        raise CheckpointError("this is a Hugging Face directory already", who=str(source),
+        raise CheckpointError("already a Hugging Face directory", who=str(source),
                               fix="give a torch_dist checkpoint, or convert this one with miles convert hf-to-dist")
     if not (hf_checkpoint / "config.json").is_file():
-        raise CheckpointError("there is no config.json", who=f"--hf-checkpoint {hf_checkpoint}",
+        raise CheckpointError("config.json is missing", who=f"--hf-checkpoint {hf_checkpoint}",
                               fix="give the Hugging Face directory that the run started from")
     from miles_core.record import publish
     from miles_megatron import checkpoint
@@ -147,7 +147,7 @@ class _Ranks:
         self.rank = Rank()
         if self.torchrun:
             if processes > 1 or host != "process":
-                raise ConfigError("torchrun has started the processes already", who="--processes, --host",
+                raise ConfigError("torchrun has already started the processes", who="--processes, --host",
                                   fix="leave them out, or start the command without torchrun")
             index, size, local = (int(os.environ.get(name, 0)) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
             self.rank = Rank(index, size, local, "env://")
@@ -200,12 +200,12 @@ def _bar(shown: bool) -> Iterator[Callable[[int, int], object]]:
 
 @contextlib.contextmanager
 def _made(out: Path) -> Iterator[None]:
-    """A folder that is made inside for nothing does not stay."""
-    there = out.exists()
+    """Remove a folder created inside if the block fails."""
+    existed = out.exists()
     try:
         yield
     except BaseException:
-        if not there:
+        if not existed:
             with contextlib.suppress(OSError):
                 out.rmdir()
         raise

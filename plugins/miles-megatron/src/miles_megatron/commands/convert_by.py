@@ -19,21 +19,21 @@ HOOK = "convert"
 
 def offered() -> dict[str, str]:
     """Name -> plugin, of official plugins and of those that are installed and can be read."""
-    found = {offer.partition(":")[2]: plugin for plugin, offers in KNOWN.items() for offer in offers
+    official = {offer.partition(":")[2]: plugin for plugin, offers in KNOWN.items() for offer in offers
              if offer.startswith(f"{HOOK}:")}
-    return found | {offer.name: manifest.name for manifest in select.readable() for offer in manifest.offers
+    return official | {offer.name: manifest.name for manifest in select.readable() for offer in manifest.offers
                     if offer.hook == HOOK}
 
 
 def taken(out: Path) -> CheckpointError:
-    """What to say of a target that is there already."""
-    return CheckpointError("there is something already", who=str(out), fix="give a folder that is not there yet")
+    """The error for a target that already exists."""
+    return CheckpointError("the target already exists", who=str(out), fix="give a folder that does not exist yet")
 
 
 def check_free(out: Path) -> None:
     """
     Raises:
-        CheckpointError: the target is something else than an empty folder.
+        CheckpointError: the target exists and is not an empty folder.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise taken(out)
@@ -60,10 +60,10 @@ def _command(name: str, plugin: str) -> click.Command:
     except MilesError as error:  # not installed: said when it is called, and in the help
         refusal, options, about = error, (), str(error)
 
-    def run(source: Path, out: Path, **given: object) -> None:
+    def run(source: Path, out: Path, **values: object) -> None:
         if refusal is not None:
             raise refusal
-        click.echo(f"Wrote {out}: {_convert(one, name, source, out, given)}")
+        click.echo(f"Wrote {out}: {_convert(one, name, source, out, values)}")
 
     parameters = [click.Argument(["source"], metavar="SRC", type=click.Path(exists=True, file_okay=False,
                                                                             path_type=Path)),
@@ -76,7 +76,7 @@ def _command(name: str, plugin: str) -> click.Command:
     return click.Command(name, params=parameters, callback=run, help=about)
 
 
-def _convert(one: Selected, name: str, source: Path, out: Path, given: dict[str, object]) -> str:
+def _convert(one: Selected, name: str, source: Path, out: Path, flags: dict[str, object]) -> str:
     """
     Raises:
         CheckpointError: a source that is no Hugging Face directory, or a target that is there already.
@@ -88,12 +88,12 @@ def _convert(one: Selected, name: str, source: Path, out: Path, given: dict[str,
     from miles_core.plugins import bind
 
     if not (source / "config.json").is_file():
-        raise CheckpointError("this is no Hugging Face directory", got="no config.json", who=str(source),
+        raise CheckpointError("not a Hugging Face directory", got="no config.json", who=str(source),
                               fix="give the folder of config.json and *.safetensors")
     check_free(out)
     options = one.manifest.options
     values = {key: convert(options[key], value, Origin("flag", f"--{key.replace('_', '-')}"))
-              for key, value in given.items() if value is not None}
+              for key, value in flags.items() if value is not None}
     config = with_values(RunConfig(options={one.manifest.name: values}), f"miles convert {name}",
                          checkpoint__hf_checkpoint=str(source))
     return bind.bind([one], config, "driver").convert[name](source, out)

@@ -119,8 +119,8 @@ def cases(path: Path) -> list[Case]:
     TOML has no null: a key of `config` that is null in config.json is the text "null".
     """
     tables = tomllib.loads(path.read_text(encoding="utf-8"))
-    found = [Case(family, **one) for family, entries in tables.items() for one in entries]
-    return [replace(case, config={k: None if v == "null" else v for k, v in case.config.items()}) for case in found]
+    parsed = [Case(family, **one) for family, entries in tables.items() for one in entries]
+    return [replace(case, config={k: None if v == "null" else v for k, v in case.config.items()}) for case in parsed]
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +155,7 @@ def model_parity(case: Case, folder: Path, family: Family | None = None) -> Pari
         family: by default what the installed plugins offer under the case's model_type.
 
     Raises:
-        ConfigError: nobody offers the family, or the family refuses the case.
+        ConfigError: no installed package provides the family, or the family refuses the case.
         CheckpointError: the family's weight map does not fit the checkpoint.
     """
     import torch
@@ -200,8 +200,8 @@ def random_model(case: Case) -> Any:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(_config(case), attn_implementation="eager").eval()
     with torch.no_grad():
-        kept = model.state_dict(keep_vars=True)  # with a router's bias, which is no parameter
-        for tensor in (*model.parameters(), *(x for x in kept.values() if not isinstance(x, torch.nn.Parameter))):
+        state = model.state_dict(keep_vars=True)  # with a router's bias, which is no parameter
+        for tensor in (*model.parameters(), *(x for x in state.values() if not isinstance(x, torch.nn.Parameter))):
             if tensor.dim() == 1:
                 tensor.add_(0.2 * torch.randn_like(tensor))
     return model
@@ -217,7 +217,7 @@ def packed_logits(model: LanguageModel, sequences: Sequence[torch.Tensor], softc
     """[total, V] of the sequences, packed into one micro-batch of a Megatron model."""
     import torch
 
-    from miles_megatron.plan import packed_rows
+    from miles_megatron.packed_layout import packed_rows
 
     bounds = torch.tensor([0, *map(len, sequences)]).cumsum(0)
     hidden = model(torch.cat(list(sequences))[None], None, None, packed_seq_params=packed_rows(bounds))
@@ -252,8 +252,8 @@ def builder(model_type: str) -> tuple[Selected, str]:
 
     official = [name for name, offers in KNOWN.items() if f"model_spec:{model_type}" in offers]
     named = [(name, "the parity kit") for name in official or [each.name for each in installed()]]
-    for found in offered(select.built_in()) or offered(select.select(named, ())):
-        return found
+    for family in offered(select.built_in()) or offered(select.select(named, ())):
+        return family
     raise ConfigError("no installed plugin builds this architecture", got=model_type, fix="see docs/model-families.md")
 
 
@@ -264,8 +264,8 @@ def matrix(results: Iterable[tuple[Parity, Sequence[Cut]]]) -> str:
     titles = ["family", "model type", "plugin", "logits", "gradients", *CUTS, "round trip", "notes"]
     rows, official = ["| " + " | ".join(titles) + " |", "|---" * len(titles) + "|"], _plugins()
     for one, cuts in results:
-        exact, found = one.exact and all(cut.exact for cut in cuts), {cut.layout: cut for cut in cuts}
-        differences = (f"{found[name].gradient:.1e}" if name in found else "–" for name in CUTS)
+        exact, by_layout = one.exact and all(cut.exact for cut in cuts), {cut.layout: cut for cut in cuts}
+        differences = (f"{by_layout[name].gradient:.1e}" if name in by_layout else "–" for name in CUTS)
         cells = [one.case.name, f"`{one.case.family}`", official.get(one.case.family, "own"), f"{one.logits:.1e}",
                  f"{one.gradients:.1e}", *differences, "exact" if exact else "differs",
                  one.case.notes]
@@ -345,8 +345,8 @@ def main(root: Path, paths: Sequence[str]) -> int:
         print(matrix(results), end="")
     else:
         page = root / "docs" / "model-families.md"
-        before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
-        page.write_text(before + BEGIN + matrix(results) + END + rest.partition(END)[2], encoding="utf-8")
+        before, _, after = page.read_text(encoding="utf-8").partition(BEGIN)
+        page.write_text(before + BEGIN + matrix(results) + END + after.partition(END)[2], encoding="utf-8")
     return int(bool(failed))
 
 

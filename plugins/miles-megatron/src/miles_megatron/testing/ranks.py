@@ -23,7 +23,7 @@ TIMEOUT = 300.0
 
 
 class Ranks:
-    """`size` processes, each of which makes the trainer of its rank anew for every question.
+    """`size` processes, each of which makes a new trainer of its rank for every question.
 
     with Ranks(2) as ranks:
         losses, weights = ranks.train(plan, batches)
@@ -50,19 +50,19 @@ class Ranks:
             save: where to write a checkpoint after the last batch.
             turns: whether everything is off the device between two calls, and all but the weights while these stream.
         """
-        found = self.ask("train", list(plan.selected), plan.config, list(batches), save, turns)
+        results = self.ask("train", list(plan.selected), plan.config, list(batches), save, turns)
         count = len(batches) * cast("int", plan.config.rollout.num_steps_per_rollout)
         # A key of its own for each metric of each step: the last pipeline stage knows some, and dicts are merged.
-        steps = [{key[1]: value for key, value in found.items() if key[0] == i} for i in range(count)]
-        return {"steps": steps, "weights": found["weights"], "batch": found["batch"]}
+        steps = [{key[1]: value for key, value in results.items() if key[0] == i} for i in range(count)]
+        return {"steps": steps, "weights": results["weights"], "batch": results["batch"]}
 
     def gradients(self, plan: Plan, batch: Batch) -> tuple[float, dict[str, np.ndarray]]:
         """Loss of one step on the batch, and its whole gradient by HF name.
 
         The plan says --no-use-distributed-optimizer, which leaves every rank the sum of all.
         """
-        found = self.ask("gradients", list(plan.selected), plan.config, batch)
-        return found["train/loss"], found["gradients"]
+        results = self.ask("gradients", list(plan.selected), plan.config, batch)
+        return results["train/loss"], results["gradients"]
 
     def ask(self, method: str, *args: object) -> Any:
         """Any method of Trial, on all ranks; after an error the next question starts new ones."""
@@ -115,7 +115,7 @@ class Trial:
         """See `Ranks.train`."""
         steps, batch = [], None
         with self._trainer(selected, config) as whole:
-            trainer = Turns(whole) if turns else whole
+            trainer = OffloadedBetweenCalls(whole) if turns else whole
             for batch in copy.deepcopy(batches):
                 trainer.take_batch(batch)
                 scores = trainer.score() | trainer.advantage()
@@ -125,8 +125,8 @@ class Trial:
             weights = self._weights(trainer)
             if save is not None:
                 trainer.save(save, len(batches), {})
-        found = {(i, key): value for i, step in enumerate(steps) for key, value in step.items()}
-        return found if weights is None else found | {"weights": weights, "batch": batch}
+        results = {(i, key): value for i, step in enumerate(steps) for key, value in step.items()}
+        return results if weights is None else results | {"weights": weights, "batch": batch}
 
     def gradients(self, selected: Sequence[Selected], config: RunConfig, batch: Batch) -> dict[str, Any]:
         """See `Ranks.gradients`."""
@@ -143,11 +143,11 @@ class Trial:
 
     def _weights(self, trainer: Any) -> dict[str, np.ndarray] | None:
         """The actor's in float32, which holds every bfloat16, by HF name; on the first rank."""
-        found = {name: tensor.float().to("cpu", copy=True).numpy() for name, tensor in trainer.models.stream()}
-        return found if self.rank.index == 0 else None
+        weights = {name: tensor.float().to("cpu", copy=True).numpy() for name, tensor in trainer.models.stream()}
+        return weights if self.rank.index == 0 else None
 
 
-class Turns:
+class OffloadedBetweenCalls:
     """A trainer that holds its device during a call only."""
 
     TAGS = ("weights", "gradients", "optimizer")
@@ -159,10 +159,10 @@ class Turns:
     def __getattr__(self, method: str) -> Callable[..., Any]:
         def call(*args: object) -> Any:
             self._trainer.onload(self.TAGS)
-            found = getattr(self._trainer, method)(*args)
+            result = getattr(self._trainer, method)(*args)
             self._trainer.offload(self.TAGS)
             self._trainer.offload(self.TAGS)  # what is off stays off
-            return found
+            return result
 
         return call
 

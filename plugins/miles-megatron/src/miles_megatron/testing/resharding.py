@@ -52,7 +52,7 @@ def reshard_parity(case: Case, folder: Path, one: Ranks, two: Ranks) -> Iterator
         if layout == "EP2" and not sparse:
             continue
         plan = prepare(None, [*argv, "--actor-num-gpus-per-node", "2", *flags])
-        found = two.ask("gradients", list(plan.selected), plan.config, batch)
-        off = sum(np.square(found["gradients"][k] - g, dtype=np.float64).sum() for k, g in expected.items())
-        yield Cut(case, layout, float(np.sqrt(off) / size), found["hashes"].items() <= saved.items()
-                  and found["hashes"].keys() == expected.keys())
+        sharded = two.ask("gradients", list(plan.selected), plan.config, batch)
+        off = sum(np.square(sharded["gradients"][k] - g, dtype=np.float64).sum() for k, g in expected.items())
+        yield Cut(case, layout, float(np.sqrt(off) / size), sharded["hashes"].items() <= saved.items()
+                  and sharded["hashes"].keys() == expected.keys())

@@ -85,7 +85,7 @@ def command(model_dir: Path, chat_template_path: Path | None, messages: Path | N
     raise SystemExit(1 if failed else 0)
 
 
-def all_checks(tokenizer: Any, conversation: Sequence[Mapping], arguments: Mapping[str, object],
+def all_checks(tokenizer: Any, conversation: Sequence[Mapping[str, Any]], arguments: Mapping[str, object],
                own: Any | None = None) -> list[Check]:
     """Every check of a template, in the order shown.
 
@@ -118,7 +118,7 @@ def all_checks(tokenizer: Any, conversation: Sequence[Mapping], arguments: Mappi
     return checks + (_against(view, _View(own, arguments), whole, answers[0]) if own is not None else [])
 
 
-def _against(view: _View, own: _View, conversation: Sequence[Mapping], answer: int) -> list[Check]:
+def _against(view: _View, own: _View, conversation: Sequence[Mapping[str, Any]], answer: int) -> list[Check]:
     """The template given against the model's own; what it makes of earlier turns may well differ on purpose."""
     if not own.tokenizer.chat_template:
         return []
@@ -139,24 +139,24 @@ class _View:
     def __init__(self, tokenizer: Any, arguments: Mapping[str, object]):
         self.tokenizer, self.arguments = tokenizer, dict(arguments)
 
-    def ids(self, messages: Sequence[Mapping], opening: bool = False) -> list[int]:
+    def ids(self, messages: Sequence[Mapping[str, Any]], opening: bool = False) -> list[int]:
         """What the template itself gives."""
         self.text(messages, opening)  # for its errors
         return list(self.tokenizer.apply_chat_template(list(messages), tokenize=True, return_dict=False,
                                                        **{**self.arguments, "add_generation_prompt": opening}))
 
-    def text(self, messages: Sequence[Mapping], opening: bool) -> str:
+    def text(self, messages: Sequence[Mapping[str, Any]], opening: bool) -> str:
         """What a run renders."""
         from miles_core.stages.prompts import render
 
         return render(self.tokenizer, messages, {**self.arguments, "add_generation_prompt": opening},
                       f"messages 1 to {len(messages)}")
 
-    def of_text(self, messages: Sequence[Mapping], opening: bool) -> list[int]:
+    def of_text(self, messages: Sequence[Mapping[str, Any]], opening: bool) -> list[int]:
         """What a run makes of the rendered text."""
         return list(self.tokenizer(self.text(messages, opening), add_special_tokens=False)["input_ids"])
 
-    def bos(self, messages: Sequence[Mapping]) -> list[Check]:
+    def bos(self, messages: Sequence[Mapping[str, Any]]) -> list[Check]:
         """One BOS at most; and a note where a plain call of the tokenizer would add one to the template's."""
         bos, ids = self.tokenizer.bos_token_id, self.ids(messages, True)
         if bos is None:
@@ -179,7 +179,7 @@ def _tokenizer(folder: Path, template: Path | None) -> Any:
                                     rollout=Rollout(chat_template_path=str(template) if template else None)))
 
 
-def _read(path: Path) -> list[dict]:
+def _read(path: Path) -> list[dict[str, Any]]:
     who = f"--messages {path}"
     fix = 'write [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]'
     try:
@@ -224,11 +224,11 @@ def _show(checks: Sequence[Check], tokenizer: Any) -> None:
         table.add_row(check.name, sizes, _verdict(check))
     console.print(table)
     for check in checks:
-        if check.differs is not None:
-            console.print(Text(f"{check.name}: differs at token {check.differs}", "bold"))
+        if (at := check.differs) is not None:
+            console.print(Text(f"{check.name}: differs at token {at}", "bold"))
             if check.note:
                 console.print(Text(check.note))
-            console.print(_difference(check, tokenizer))
+            console.print(_difference(check, at, tokenizer))
 
 
 def _verdict(check: Check) -> Any:
@@ -240,13 +240,12 @@ def _verdict(check: Check) -> Any:
     return Text(f"note: {text}", "yellow") if check.note else Text(text, "bold red")
 
 
-def _difference(check: Check, tokenizer: Any) -> Any:
-    """The tokens around the first difference, one position a row."""
+def _difference(check: Check, at: int, tokenizer: Any) -> Any:
+    """The tokens around the first difference, at position `at`; one position a row."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
-    at = check.differs
     table = Table("position", *check.titles, box=box.SIMPLE_HEAD, pad_edge=False)
     for place in range(max(0, at - BEFORE), min(at + AFTER, max(len(check.left), len(check.right)))):
         style = "bold red" if place == at else "dim" if place < at else ""

@@ -43,56 +43,57 @@ def diff(a: Path, b: Path, as_json: bool) -> None:
 
     with reading(f"{a}/ or {b}/", RunDirectoryError):
         records = load(a), load(b)
-        found = compare(*records)
+        comparison = compare(*records)
     if as_json:
-        click.echo(json.dumps({**dataclasses.asdict(found), "compared": found.common, "exit_code": found.exit_code}))
+        click.echo(json.dumps({**dataclasses.asdict(comparison), "compared": comparison.common,
+                               "exit_code": comparison.exit_code}))
     else:
-        click.echo("\n".join(_text(found, records)))
-    raise SystemExit(found.exit_code)
+        click.echo("\n".join(_text(comparison, records)))
+    raise SystemExit(comparison.exit_code)
 
 
-def _text(found: Comparison, records: tuple[Record, Record]) -> Iterator[str]:
+def _text(comparison: Comparison, records: tuple[Record, Record]) -> Iterator[str]:
     from miles_report.diff import span
 
-    for letter, record, rollouts in zip("AB", records, found.rollouts, strict=True):
+    for letter, record, rollouts in zip("AB", records, comparison.rollouts, strict=True):
         yield f"{letter}  {record.directory}  rollouts {span(rollouts)}  {record.status or 'running, or killed'}"
     yield ""
-    yield "plan and versions: " + ("the same" if not found.facts else f"{len(found.facts)} differ")
-    for label, left, right in found.facts[:SHOWN]:
+    yield "plan and versions: " + ("the same" if not comparison.facts else f"{len(comparison.facts)} differ")
+    for label, left, right in comparison.facts[:SHOWN]:
         yield f"  {label}: {_short(left)} | {_short(right)}"
-    if len(found.facts) > SHOWN:
-        yield f"  and {len(found.facts) - SHOWN} more; --json has all"
+    if len(comparison.facts) > SHOWN:
+        yield f"  and {len(comparison.facts) - SHOWN} more; --json has all"
     yield ""
-    if found.by == "metrics":
+    if comparison.by == "metrics":
         lacking = " and ".join(str(record.directory) for record in records if not record.totals)
         yield f"no hashes on record in {lacking}: comparing metrics. Run both with --debug-determinism to compare all."
-    yield from _first(found) if found.first else _equal(found)
-    last_a, last_b = (rollouts[-1] for rollouts in found.rollouts)
+    yield from _first(comparison) if comparison.first else _equal(comparison)
+    last_a, last_b = (rollouts[-1] for rollouts in comparison.rollouts)
     if last_a != last_b:
         yield f"{'A' if last_a > last_b else 'B'} is longer: it goes on to rollout {max(last_a, last_b)}"
-    elif found.rollouts[0] != found.rollouts[1]:
+    elif comparison.rollouts[0] != comparison.rollouts[1]:
         yield "one lacks rollouts that the other has"
 
 
-def _equal(found: Comparison) -> Iterator[str]:
+def _equal(comparison: Comparison) -> Iterator[str]:
     from miles_report.diff import span
 
-    yield f"rollouts {span(found.common)}: {found.by} are the same"
-    if found.by == "metrics":
+    yield f"rollouts {span(comparison.common)}: {comparison.by} are the same"
+    if comparison.by == "metrics":
         yield "equal metrics do not prove equal runs"
 
 
-def _first(found: Comparison) -> Iterator[str]:
-    first = found.first
+def _first(comparison: Comparison) -> Iterator[str]:
+    first = comparison.first
     what = " ".join([first.part, *(first.names[:1] if first.part != "grad_norm" else ())])
     what += "" if first.names else " (the names are not on record)"
     more = f" (and {len(first.names) - 1} more of {first.of})" if len(first.names) > 1 else ""
     values = f": {first.values[0]} | {first.values[1]}" if first.part in ("metrics", "grad_norm") else ""
     yield f"rollout {first.rollout_id}: first difference: {what}{more}{values}"
     if sentence := _sentence(first):
-        known = first.rollout_id - 1 in found.common or first.side not in ("rollout", "score")
+        known = first.rollout_id - 1 in comparison.common or first.side not in ("rollout", "score")
         yield f"  {sentence}" + ("" if known else "; the weights before it are not on record")
-    before = [rollout_id for rollout_id in found.common if rollout_id < first.rollout_id]
+    before = [rollout_id for rollout_id in comparison.common if rollout_id < first.rollout_id]
     if before:
         yield f"  the same before: rollouts {before[0]} to {before[-1]}"
 

@@ -39,14 +39,14 @@ def doctor(run: Path | None, as_json: bool, bundle: Path | None, with_samples: b
     run = newest() if run is None else run
     with reading(f"{run}/", RunDirectoryError):
         record = Record.load(run)
-        found = examine(record)
-    click.echo(json.dumps(found.to_json()) if as_json else "\n".join(found.text()))
+        diagnosis = examine(record)
+    click.echo(json.dumps(diagnosis.to_json()) if as_json else "\n".join(diagnosis.text()))
     if bundle is not None:
         from miles_report.doctor.bundle import write_bundle
 
-        left = write_bundle(record, found, bundle, samples=with_samples)
+        left = write_bundle(record, diagnosis, bundle, samples=with_samples)
         click.echo(f"Wrote {bundle} ({bundle.stat().st_size / 1e3:.0f} kB). {left}", err=True)
-    raise SystemExit(found.exit_code)
+    raise SystemExit(diagnosis.exit_code)
 
 
 command = doctor

@@ -10,7 +10,7 @@ import click
 @click.command()
 @click.argument("run", type=click.Path(path_type=Path))
 @click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
-              help="Where to write it; default: RUN/report.html.")
+              help="Output file; default: RUN/report.html.")
 @click.option("--open/--no-open", "show", default=False, show_default=True, help="Open it in the web browser.")
 def report(run: Path, output: Path | None, show: bool) -> None:
     """Write a report of RUN, the folder that --run-dir named: curves, time, samples, log and plan.

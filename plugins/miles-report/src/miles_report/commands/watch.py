@@ -10,9 +10,9 @@ import click
 @click.command()
 @click.argument("run", type=click.Path(path_type=Path))
 @click.option("--port", type=click.IntRange(0, 65535), default=0, metavar="N",
-              help="Where to listen; default: a port that is free.")
+              help="Port to listen on; default: any free port.")
 @click.option("--host", default="127.0.0.1", show_default=True,
-              help="Address to listen at. Others can be reached from elsewhere, and show prompts and answers.")
+              help="Address to listen on. Other addresses are reachable from outside and show prompts and answers.")
 @click.option("--open/--no-open", "show", default=False, show_default=True, help="Open it in the web browser.")
 def watch(run: Path, port: int, host: str, show: bool) -> None:
     """Look at RUN, the folder that --run-dir named, while it goes on: the page of `miles report`, kept up to date.

@@ -1,4 +1,4 @@
-"""The bundle: what somebody else needs to see of a run, as one file without secrets.
+"""The bundle: what others need to see of a run, as one file without secrets.
 
     doctor.txt, doctor.json   the answer of miles doctor
     plan.txt, plan.json       what the run was resolved to
@@ -35,7 +35,7 @@ SAMPLE = re.compile(r"^rollout \d+: .* -> |GenerateReqInput\(|EmbeddingReqInput\
 LEFT_OUT = "(a line with a sample's text is left out)"
 
 
-def write_bundle(run: Record, found: Diagnosis, path: str | os.PathLike[str], *, samples: bool = False,
+def write_bundle(run: Record, diagnosis: Diagnosis, path: str | os.PathLike[str], *, samples: bool = False,
                  redactor: Redactor | None = None) -> str:
     """Pack a run; whatever stood at `path` is replaced, whole or not at all. Returns a sentence about what is in it.
 
@@ -47,7 +47,7 @@ def write_bundle(run: Record, found: Diagnosis, path: str | os.PathLike[str], *,
     root = f"{run.directory.path.resolve().name}-doctor"
     names = []
     with publishing(path) as temporary, tarfile.open(temporary, "w:gz", compresslevel=6) as archive:
-        for name, text in _files(run, found, redactor, samples):
+        for name, text in _files(run, diagnosis, redactor, samples):
             data = text.encode("utf-8", "backslashreplace")
             entry = tarfile.TarInfo(f"{root}/{name}")  # no owner and no time: they tell of the machine
             entry.size, entry.mode = len(data), 0o644
@@ -57,10 +57,10 @@ def write_bundle(run: Record, found: Diagnosis, path: str | os.PathLike[str], *,
     return f"{len(names)} files; secrets were taken out, and {texts}. Look into it before you send it"
 
 
-def _files(run: Record, found: Diagnosis, redactor: Redactor, samples: bool) -> Iterator[tuple[str, str]]:
+def _files(run: Record, diagnosis: Diagnosis, redactor: Redactor, samples: bool) -> Iterator[tuple[str, str]]:
     """(name, text) of everything in the bundle."""
-    yield "doctor.txt", redactor.text("\n".join(found.text())) + "\n"
-    yield "doctor.json", _json(redactor.value(found.to_json()))
+    yield "doctor.txt", redactor.text("\n".join(diagnosis.text())) + "\n"
+    yield "doctor.json", _json(redactor.value(diagnosis.to_json()))
     if run.plan:
         yield "plan.json", _json(redactor.value(run.plan))
     if run.directory.plan_text.is_file():
@@ -86,13 +86,13 @@ def _versions(run: Record) -> dict[str, object]:
 
 
 def _installed() -> dict[str, str]:
-    found = {str(one.metadata["Name"]): one.version for one in importlib.metadata.distributions()}
-    return dict(sorted(found.items()))
+    versions = {str(one.metadata["Name"]): one.version for one in importlib.metadata.distributions()}
+    return dict(sorted(versions.items()))
 
 
 def _without_texts(event: dict) -> dict:
-    kept = {key: value for key, value in event.items() if key != "line"}
-    return {**kept, "text": LEFT_OUT} if SAMPLE.search(str(event.get("text", ""))) else kept
+    plain = {key: value for key, value in event.items() if key != "line"}
+    return {**plain, "text": LEFT_OUT} if SAMPLE.search(str(event.get("text", ""))) else plain
 
 
 def _head(path: Path) -> str:
@@ -101,9 +101,9 @@ def _head(path: Path) -> str:
         text = file.read(SIZE)
         lines = text.split("\n")
         more = len(lines) > LINES + 1 or bool(file.read(1))
-    kept = (LEFT_OUT if SAMPLE.search(line) else line if len(line) <= WIDTH else f"{line[:WIDTH]} ..."
+    lines_shown = (LEFT_OUT if SAMPLE.search(line) else line if len(line) <= WIDTH else f"{line[:WIDTH]} ..."
             for line in lines[:LINES])
-    return "\n".join(kept) + (f"\n(the first {LINES} lines)\n" if more else "\n" * (len(lines) > LINES))
+    return "\n".join(lines_shown) + (f"\n(the first {LINES} lines)\n" if more else "\n" * (len(lines) > LINES))
 
 
 def _json(value: object) -> str:

@@ -21,7 +21,7 @@ def engine_restarts(run: Record) -> Iterator[Finding]:
         yield Finding(
             "error" if last_word and name in run.error else "warning" if len(events) > 1 else "note",
             f"{name} was lost {len(events)} time{'s' if len(events) > 1 else ''}; last: {events[-1].get('why')}",
-            "each time its requests are sampled anew and its weights sent again"
+            "each time its requests are sampled again and its weights sent again"
             + ("; the run ended when it may not restart once more" if last_word and name in run.error else ""),
             f"read the end of {_log(name)}; the limit is --max-engine-restarts", run.where(events[-1]))
 
@@ -47,7 +47,7 @@ def silent_worker(run: Record) -> Iterator[Finding]:
     age = run.now - last["time"]
     if run.holder is not None and run.end is None and age > SILENT * every:
         yield Finding("error", f"the run goes on, and its worker's last sign of life is {age:.0f} s old",
-                      f"it tells every {every:g} s that it lives: it hangs, or its process is stopped",
+                      f"it reports every {every:g} s that it is alive: it hangs, or its process is stopped",
                       "look at the end of logs/run.log and of logs/engine-*.log; py-spy dump --pid "
                       f"{run.holder.get('pid')} shows where it is", run.where(last))
     starts = {event["line"] for event in run.of("run_start", "run_end")}

@@ -27,11 +27,11 @@ EACH, ALL = 16 << 20, 96 << 20
 
 ENDINGS: dict[str, tuple[str, ...]] = {
     "starved": ("filters dropped",),
-    "scorer": ("scorer ", "nobody scored", "has no finite reward"),
+    "scorer": ("scorer ", "nobody scored", "no scorer scored", "has no finite reward"),
     "non-finite": ("not finite",),
     "out-of-memory": ("out of memory", "too little memory"),
     "disk": ("disk is full", "No space left on device"),
-    "stuck": ("did not finish", "did not answer", "did not get on"),
+    "stuck": ("did not finish", "did not answer", "did not get on", "made no progress"),
     "died": ("died", "RaySystemError", "WorkerCrashed", "it ended while it started"),
 }
 """Kinds of ends -> words of the error; the first that fits is the kind."""
@@ -52,7 +52,7 @@ class Record:
 
     Args:
         now: unix seconds at which it is looked at.
-        plan: content of plan.json; empty where there is none.
+        plan: content of plan.json; empty if the file is missing.
         events: those of the surviving lineage, each with its "line" in events.jsonl.
         damage: why events.jsonl could not be read in order; the whole lines of it are there all the same.
         holder: who writes here right now; None when nobody does.
@@ -168,14 +168,14 @@ class Record:
     def architecture(self) -> dict:
         """config.json of the checkpoint, that of its text model; empty where it cannot be read from here."""
         try:
-            found = json.loads(Path(str(self.option("hf_checkpoint")), "config.json").read_text("utf-8"))
-            return {**found, **found.get("text_config", {})}
+            hf_config = json.loads(Path(str(self.option("hf_checkpoint")), "config.json").read_text("utf-8"))
+            return {**hf_config, **hf_config.get("text_config", {})}
         except (OSError, ValueError, TypeError, RecursionError):
             return {}
 
     @cached_property
     def experts(self) -> int:
-        """Routed experts of the model; 0 for a dense one, or when nobody says."""
+        """Routed experts of the model; 0 for a dense one, or when the configuration does not say."""
         names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
         return next((int(self.architecture[name]) for name in names if self.architecture.get(name)), 0)
 
@@ -183,16 +183,16 @@ class Record:
         """The first answers of a rollout; none where the file is gone or damaged."""
         from miles_core.record.samples import read_samples, sample_file
 
-        found, tokens = [], 0
+        samples, tokens = [], 0
         try:
             for sample in read_samples(sample_file(self.directory, "rollout", rollout_id)):
-                found.append(sample)
+                samples.append(sample)
                 tokens += len(sample.get("token_ids") or ())
-                if len(found) >= MAX_SAMPLES or tokens >= MAX_TOKENS:
+                if len(samples) >= MAX_SAMPLES or tokens >= MAX_TOKENS:
                     break
         except (OSError, RunDirectoryError):
             return []
-        return found
+        return samples
 
     def logs(self, begin: str = "") -> list[Path]:
         """Files under logs/ whose name begins so."""
@@ -243,13 +243,13 @@ def newest(folder: str | os.PathLike[str] = "runs") -> Path:
     """The run that was written to last, of those in a folder.
 
     Raises:
-        RunDirectoryError: there is none.
+        RunDirectoryError: no run in the folder.
     """
-    found = [(events.stat().st_mtime, events.parent) for events in Path(folder).glob("*/events.jsonl")]
-    if not found:
-        raise RunDirectoryError("there is no run in here", who=f"{folder}/",
-                                fix="name the folder that --run-dir named: miles doctor RUN")
-    return max(found)[1]
+    runs = [(events.stat().st_mtime, events.parent) for events in Path(folder).glob("*/events.jsonl")]
+    if not runs:
+        raise RunDirectoryError("no run in this folder", who=f"{folder}/",
+                                fix="name the run's folder (--run-dir): miles doctor RUN")
+    return max(runs)[1]
 
 
 def shown(values: Sequence[float]) -> str:
@@ -269,17 +269,17 @@ def _events(path: Path) -> tuple[list[dict], str | None]:
     """Events with their line numbers, and what was wrong with the file."""
     if not path.is_file():
         return [], None
-    found, damage = [], None
+    events, damage = [], None
     try:
         surviving = read(path)
         wanted = next(surviving, None)
         for number, event in enumerate(read(path, everything=True), 1):
             if event == wanted:  # events of superseded rollouts are passed over
-                found.append({**event, "line": number})
+                events.append({**event, "line": number})
                 wanted = next(surviving, None)
     except RunDirectoryError as error:
-        found, damage = list(_whole(path)), str(error)
-    return found, damage
+        events, damage = list(_whole(path)), str(error)
+    return events, damage
 
 
 def _whole(path: Path) -> Iterator[dict]:

@@ -78,8 +78,8 @@ class Redactor:
 
     def learn(self, options: Mapping[str, object]) -> None:
         """Take out the values of these options as well, wherever they appear, where their names say so."""
-        self._take_out({str(value) for name, given in options.items() if is_secret(name)
-                        for value in (given if isinstance(given, list) else [given])
+        self._take_out({str(value) for name, option in options.items() if is_secret(name)
+                        for value in (option if isinstance(option, list) else [option])
                         if isinstance(value, str) and len(value) >= 6})
 
     def _take_out(self, values: set[str]) -> None:
@@ -131,26 +131,26 @@ def is_secret(name: str) -> bool:
 
 def _pairs(text: str) -> str:
     """A text without the values of names that speak of a secret."""
-    kept, at = [], 0
+    pieces, at = [], 0
     for name in NAME.finditer(text):
-        found = _value(text, name)
-        if found is None or found.end() <= at:
+        secret = _value(text, name)
+        if secret is None or secret.end() <= at:
             continue
         # What was taken for a value may be the next name: "--key HF_TOKEN: x".
-        begin = max(at, found.start("value"))
-        quote = re.match(r"\\?['\"]", found["value"]) if begin == found.start("value") else None
-        kept += [text[at:begin], quote[0] if quote else "", GONE, quote[0] if quote else ""]
-        at = found.end()
-    return "".join([*kept, text[at:]])
+        begin = max(at, secret.start("value"))
+        quote = re.match(r"\\?['\"]", secret["value"]) if begin == secret.start("value") else None
+        pieces += [text[at:begin], quote[0] if quote else "", GONE, quote[0] if quote else ""]
+        at = secret.end()
+    return "".join([*pieces, text[at:]])
 
 
 def _value(text: str, name: re.Match) -> re.Match | None:
     """The value that follows a name, if the name speaks of a secret."""
-    found = VALUE.match(text, name.end()) if is_secret(name[0]) else None
-    if found is None or _counts(name[0], found["value"]):
+    match = VALUE.match(text, name.end()) if is_secret(name[0]) else None
+    if match is None or _counts(name[0], match["value"]):
         return None
-    given = set("=:").intersection(found["between"]) or name[0].startswith("-")
-    return found if given else None  # else it is prose: "the key value"
+    assigned = set("=:").intersection(match["between"]) or name[0].startswith("-")
+    return match if assigned else None  # else it is prose: "the key value"
 
 
 def _counts(name: str, value: str) -> bool:

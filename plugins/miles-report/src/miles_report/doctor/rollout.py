@@ -42,14 +42,15 @@ def gibberish(run: Record) -> Iterator[Finding]:
             "error", f"the first rollout is gibberish: {', '.join(seen)}",
             "the trainer gives these tokens the same log-probs, so the engine has the trainer's weights: parameters "
             "were not loaded, or were mapped to wrong names",
-            'see which checkpoint "Loaded checkpoint from" in logs/ names; mend --hf-checkpoint, --ref-load or --load, '
+            'see which checkpoint "Loaded checkpoint from" in logs/ names; correct --hf-checkpoint, --ref-load or '
+            '--load, '
             "and try the instruct version of the same architecture", _first_line(run), 0, side="training")
         return
     differs = "" if gap is None else f", while the trainer's log-probs differ from the engine's by up to {gap:.3g}"
     yield Finding(
         "error", f"the first rollout is gibberish: {', '.join(seen)}{differs}",
-        "an engine that lost weights or buffers, or a prompt that the model never saw the like of, gives noise that "
-        "training cannot mend",
+        "an engine that lost weights or buffers, or a prompt unlike anything the model has seen, gives noise that "
+        "training cannot repair",
         "run one rollout with --check-weight-update-equal, check the template with miles check-template, and lower "
         "--rollout-temperature if it is above 1", _first_line(run), 0)
 
@@ -128,13 +129,13 @@ def starved(run: Record) -> Iterator[Finding]:
                       "no batch could be filled from what the filters kept",
                       run.remedy("then see --max-over-sampling-waves and the filter's options"), run.where(run.end))
         return
-    drops, kept = Counter(), len(run.metrics) * int(run.option("rollout_batch_size") or 0)
+    drops, trained = Counter(), len(run.metrics) * int(run.option("rollout_batch_size") or 0)
     for event in run.of("drop"):
         drops[str(event.get("reason"))] += int(event.get("count") or 1)
     total = sum(drops.values())
-    if kept and total > 4 * kept:
+    if trained and total > 4 * trained:
         reasons = ", ".join(f"{reason} {count}" for reason, count in drops.most_common(3))
-        yield Finding("warning", f"filters dropped {total} groups ({reasons}) for {kept} that were trained on",
+        yield Finding("warning", f"filters dropped {total} groups ({reasons}) for {trained} that were trained on",
                       "most of what is sampled is thrown away, and the run ends when a batch cannot be filled",
                       "look at the reward and at how hard the prompts are; --over-sampling-batch-size hides the wait",
                       run.where(run.of("drop")[-1]))

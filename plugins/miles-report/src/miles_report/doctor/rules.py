@@ -44,9 +44,9 @@ RULES = (
     Rule("inductor-cache", "both", "`JSONDecodeError` from inductor", system.inductor_cache),
     Rule("imbalance", "both", "one stage takes most of the time", system.imbalance),
     Rule("killed", "neither", "the run neither goes on nor ended", system.killed),
-    Rule("interrupted", "neither", "somebody stopped the run", system.interrupted),
+    Rule("interrupted", "neither", "the run was interrupted", system.interrupted),
     Rule("disk", "neither", "the disk is full", system.disk),
-    Rule("damaged", "neither", "`events.jsonl` has a line that is none", system.damaged),
+    Rule("damaged", "neither", "`events.jsonl` has a damaged line", system.damaged),
     Rule("told", "neither", "the run itself warned of something", system.told),
     Rule("failed", "neither", "an error that no other rule speaks of", system.failed),
 )
@@ -84,7 +84,9 @@ class Diagnosis:
             return "neither"
         worst = self.findings[0].severity
         sides = {finding.side for finding in self.findings if finding.severity == worst} - {"neither"}
-        return "neither" if not sides else sides.pop() if len(sides) == 1 else "both"
+        if not sides:
+            return "neither"
+        return sides.pop() if len(sides) == 1 else "both"
 
     @property
     def exit_code(self) -> int:
@@ -116,14 +118,14 @@ class Diagnosis:
 
 def examine(run: Record) -> Diagnosis:
     """Ask every rule about a run."""
-    found = [replace(finding, rule=rule.name, side=finding.side or rule.side)
+    findings = [replace(finding, rule=rule.name, side=finding.side or rule.side)
              for rule in rules() for finding in rule.check(run)]
-    wrong = {finding.rule for finding in found if finding.severity == "error"}
+    wrong = {finding.rule for finding in findings if finding.severity == "error"}
     follows = {name for rule in rules() if rule.name in wrong for name in rule.causes}
-    found = [replace(one, severity="warning") if one.rule in follows and one.severity == "error" else one
-             for one in found]
-    found.sort(key=lambda finding: SEVERITIES.index(finding.severity))
-    return Diagnosis(os.fspath(run.directory), _state(run), found)
+    findings = [replace(one, severity="warning") if one.rule in follows and one.severity == "error" else one
+             for one in findings]
+    findings.sort(key=lambda finding: SEVERITIES.index(finding.severity))
+    return Diagnosis(os.fspath(run.directory), _state(run), findings)
 
 
 def _state(run: Record) -> str:
@@ -131,6 +133,7 @@ def _state(run: Record) -> str:
     if run.end is not None:
         status = str(run.end.get("status"))
     else:
-        status = "running" if run.holder is not None else "killed" if starts else "not started"
+        ended = "killed" if starts else "not started"
+        status = "running" if run.holder is not None else ended
     of = starts[-1].get("rollouts") if starts else None
     return f"{status}, {len(run.metrics)}{f' of {of}' if of else ''} rollouts done"

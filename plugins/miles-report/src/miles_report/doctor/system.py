@@ -42,7 +42,7 @@ def hang(run: Record) -> Iterator[Finding]:
                       run.remedy(debug, f"the limit is {limit}"), run.where(run.end),
                       side="both" if sync else "rollout" if engine else "training")
     for line in lines:
-        yield Finding("error", f"a wait ran out: {line.text}", "one rank waits for another that does not come",
+        yield Finding("error", f"a wait ran out: {line.text}", "one rank waits for another that never arrives",
                       f"{debug}; the first rank that says something else is the culprit", line.where,
                       side=_side(line.where))
 
@@ -76,7 +76,7 @@ def killed(run: Record) -> Iterator[Finding]:
         return
     age, done, of = run.now - run.events[-1]["time"], len(run.metrics), run.of("run_start")[-1].get("rollouts")
     yield Finding("error", f"the run was killed: {done} of {of} rollouts are done, its last word is {age:.0f} s old, "
-                  "and nobody writes here any more",
+                  "and no process writes to it any more",
                   "it had no time to say why: kill -9, a lack of memory, a time limit of the cluster, a machine that "
                   "went down", f"see dmesg and the scheduler; {_go_on(run)}", run.where(run.events[-1]))
 
@@ -118,10 +118,10 @@ def inductor_cache(run: Record) -> Iterator[Finding]:
 
 def imbalance(run: Record) -> Iterator[Finding]:
     """One stage takes most of the time."""
-    took = [stage_seconds(event["metrics"]) for event in list(run.metrics.values())[1:][-4 * WINDOW:]]
-    if len(took) < WINDOW:
+    seconds = [stage_seconds(event["metrics"]) for event in list(run.metrics.values())[1:][-4 * WINDOW:]]
+    if len(seconds) < WINDOW:
         return
-    mean = {stage: fmean(one.get(stage, 0.0) for one in took) for stage in ("rollout", "score", "train", "sync")}
+    mean = {stage: fmean(one.get(stage, 0.0) for one in seconds) for stage in ("rollout", "score", "train", "sync")}
     total = sum(mean.values())
     stage, most = max(mean.items(), key=lambda item: item[1])
     if total < SHORT or most < DOMINATES * total:
@@ -146,7 +146,8 @@ def told(run: Record) -> Iterator[Finding]:
         if event.get("level") in ("warning", "error"):
             texts.setdefault(str(event.get("text")), event)
     for text, event in list(texts.items())[:5]:
-        yield Finding("note", f"the run warned: {text[:300]}", "whoever wrote that saw something odd", "read on there",
+        yield Finding("note", f"the run warned: {text[:300]}", "the code that wrote it saw something "
+                                                               "unexpected", "see the log around that line",
                       run.where(event), event["rollout_id"])
 
 
@@ -167,7 +168,7 @@ def _go_on(run: Record) -> str:
         return "nothing was saved: with --save FOLDER and --save-interval N a run can be resumed"
     if not run.of("checkpoint"):
         interval = run.option("save_interval")
-        return f"no checkpoint was reached with --save-interval {interval}: the same command starts anew"
+        return f"no checkpoint was reached with --save-interval {interval}: the same command starts over"
     last = run.of("checkpoint")[-1]
     again = "the same command" if load == save else f"the same command with --load {save}"
     return f"{again} goes on after rollout {last['rollout_id']}, whose checkpoint is the last"

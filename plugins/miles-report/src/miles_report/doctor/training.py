@@ -22,9 +22,9 @@ def not_loaded(run: Record) -> Iterator[Finding]:
     trains = run.owner("trainer") == "megatron" and not run.option("debug_rollout_only")
     if run.first is None or not trains or not run.logs("run.log"):
         return
-    told = any(run.find("Loaded checkpoint from")) or any(
+    loaded = any(run.find("Loaded checkpoint from")) or any(
         "Loaded checkpoint from" in str(event.get("text")) for event in run.of("message"))
-    if not told:
+    if not loaded:
         yield Finding("error", 'no log has a line "Loaded checkpoint from"',
                       "the trainer's weights may be those that it was initialised with",
                       "give --hf-checkpoint, and --load or --ref-load where the weights lie", "logs/run.log:1")
@@ -35,18 +35,18 @@ def first_kl(run: Record) -> Iterator[Finding]:
     if run.first is None or not _starts_from_reference(run):
         return
     metrics, single = run.first["metrics"], run.option("num_steps_per_rollout") in (None, 1)
-    found = {}
+    gaps = {}
     if single and not run.option("use_rollout_logprobs"):
-        found["train/ppo_kl"] = metrics.get("train/ppo_kl")
+        gaps["train/ppo_kl"] = metrics.get("train/ppo_kl")
     reference = metrics.get("rollout/ref_log_probs")
     if single and reference is not None:
-        found["train/kl_loss"] = metrics.get("train/kl_loss")
+        gaps["train/kl_loss"] = metrics.get("train/kl_loss")
     if reference is not None and metrics.get("rollout/log_probs") is not None:
-        found["rollout/log_probs - rollout/ref_log_probs"] = metrics["rollout/log_probs"] - reference
-    found = {name: abs(value) for name, value in found.items() if value}
-    if not found:
+        gaps["rollout/log_probs - rollout/ref_log_probs"] = metrics["rollout/log_probs"] - reference
+    gaps = {name: abs(value) for name, value in gaps.items() if value}
+    if not gaps:
         return
-    name, worst = max(found.items(), key=lambda item: item[1])
+    name, worst = max(gaps.items(), key=lambda item: item[1])
     severity = "note" if worst < JITTER else "error" if worst > WRONG else "warning"
     why = "both are the same weights then, so it has to be 0" + (" on a CPU" if run.on_cpu else "")
     if severity == "note":

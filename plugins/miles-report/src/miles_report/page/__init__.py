@@ -30,11 +30,11 @@ def render(title: str, data: object, *, live: bool = False) -> tuple[str, str]:
     filled = {"POLICY": policy, "TITLE": html.escape(title), "STYLE": (FOLDER / "page.css").read_text("utf-8"),
               "DATA": _embedded(data), "SCRIPT": script}
     # Cut at the placeholders once rather than replace: a run's own text is never searched for them.
-    page, rest = [], (FOLDER / "page.html").read_text("utf-8")
+    page, template = [], (FOLDER / "page.html").read_text("utf-8")
     for name, text in filled.items():
-        before, _, rest = rest.partition(f"__{name}__")
+        before, _, template = template.partition(f"__{name}__")
         page += [before, text]
-    return "".join((*page, rest)), policy
+    return "".join((*page, template)), policy
 
 
 def _embedded(data: object) -> str:

@@ -74,16 +74,16 @@ def addition(run: RunDirectory, history: History, later: History, limits: Limits
     return {"part": True, **_now(run, history, status), **_grown(later, later.log[-limits.messages:], limits)}
 
 
-def status_of(run: RunDirectory, history: History, held: bool) -> str:
+def status_of(run: RunDirectory, history: History, was_held: bool) -> str:
     """How the run stands.
 
     Args:
-        held: whether somebody wrote here just before the events were read. So a run that has ended meanwhile has
+        was_held: whether a process wrote here just before the events were read. So a run that has ended meanwhile has
             either said so or was killed.
     """
     if history.end is not None:
         return str(history.end.get("status"))
-    if held or run.holder() is not None:  # the second look: it may have begun meanwhile
+    if was_held or run.holder() is not None:  # the second look: it may have begun meanwhile
         return "running" if history.starts else "starting"
     return "killed" if history.starts else "not started"
 
@@ -162,20 +162,20 @@ def _plain(value: float, digits: int) -> float | int:
 
 def _bars(stages: dict[int, dict[str, float]], bars: int) -> list[dict]:
     """Mean seconds per stage of neighbouring rollouts; "other" is what a step took beyond its stages."""
-    xs = sorted(at for at, took in stages.items() if any(took.values()))
-    stride, found = max(1, math.ceil(len(xs) / bars)), []
+    xs = sorted(at for at, seconds in stages.items() if any(seconds.values()))
+    stride, rows = max(1, math.ceil(len(xs) / bars)), []
     for begin in range(0, len(xs), stride):
         bar = xs[begin:begin + stride]
         mean = {stage: sum(stages[at].get(stage, 0.0) for at in bar) / len(bar) for stage in STAGES}
         mean["other"] = sum(_beyond(stages[at]) for at in bar) / len(bar)
-        found.append({"from": bar[0], "to": bar[-1], "n": len(bar),
+        rows.append({"from": bar[0], "to": bar[-1], "n": len(bar),
                       "took": {stage: round(seconds, 4) for stage, seconds in mean.items() if seconds > 0}})
-    return found
+    return rows
 
 
-def _beyond(took: dict[str, float]) -> float:
+def _beyond(seconds_of: dict[str, float]) -> float:
     """Seconds that a step took beyond its stages; 0 where these overlap."""
-    return max(0.0, took["step"] - sum(seconds for stage, seconds in took.items() if stage != "step"))
+    return max(0.0, seconds_of["step"] - sum(seconds for stage, seconds in seconds_of.items() if stage != "step"))
 
 
 def _scores(names: Iterable[str]) -> list[str]:
@@ -190,14 +190,14 @@ def _hooks(curves: dict[str, Series]) -> list[dict[str, object]]:
     def total(name: str) -> float:
         return math.fsum(value for value in curves[name].y if math.isfinite(value)) if name in curves else 0.0
 
-    step, found = total("perf/step_time"), []
+    step, rows = total("perf/step_time"), []
     for name in curves:
         if name.startswith("perf/hooks/"):
             plugin, hook = name.split("/")[2:]
             seconds, calls = total(name), total(f"perf/hook_calls/{plugin}/{hook}")
-            found.append({"plugin": plugin, "hook": hook, "calls": int(calls), "seconds": round(seconds, 6),
+            rows.append({"plugin": plugin, "hook": hook, "calls": int(calls), "seconds": round(seconds, 6),
                           "share": round(seconds / step, 6) if step else None})
-    return sorted(found, key=lambda row: -row["seconds"])
+    return sorted(rows, key=lambda row: -row["seconds"])
 
 
 def _syncs(syncs: list[dict]) -> dict[str, object] | None:

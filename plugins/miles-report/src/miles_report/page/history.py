@@ -119,7 +119,7 @@ class History:
         """Forget the rollouts from `begin` on, and evaluations from `evals` on."""
         self._forget(self.curves, begin)
         self._forget(self.evals, evals)
-        self.stages = {at: took for at, took in self.stages.items() if at < begin}
+        self.stages = {at: seconds for at, seconds in self.stages.items() if at < begin}
         self.drops = Counter({key: count for key, count in self.drops.items() if key[0] is None or key[0] < begin})
         self.syncs, self.beats = ([event for event in events if _stands(event["rollout_id"], begin)]
                                   for events in (self.syncs, self.beats))
@@ -136,9 +136,9 @@ class History:
         at, metrics = event["rollout_id"] or 0, event["metrics"]
         for name, value in metrics.items():
             self.curves.setdefault(name, Series()).add(at, value)
-        took = self.stages.setdefault(at, {})
+        totals = self.stages.setdefault(at, {})
         for stage, seconds in {**stage_seconds(metrics), "step": metrics.get("perf/step_time") or 0.0}.items():
-            took[stage] = took.get(stage, 0.0) + seconds
+            totals[stage] = totals.get(stage, 0.0) + seconds
         self.ends.append(event["time"])
 
     def _eval(self, event: dict) -> None:

@@ -27,14 +27,14 @@ def surviving(files: Sequence[Item], history: History) -> list[Item]:
 
 def chosen(files: Sequence[Item], limits: Limits, newest: int = 0) -> list[Item]:
     """Of each name as many as the limits allow: the newest, and of the others some that are spread evenly."""
-    names, found = list(dict.fromkeys(name for name, _, _ in files)), []
+    names, items = list(dict.fromkeys(name for name, _, _ in files)), []
     evals = sum(name != "rollout" for name in names)
     for name in names:
         mine = [item for item in files if item[0] == name]
         count = limits.rollouts if name == "rollout" else max(2, limits.evals // evals)
         late = min(newest, count - 1, len(mine))
-        found += spread(mine[:len(mine) - late], count - late) + mine[len(mine) - late:]
-    return found
+        items += spread(mine[:len(mine) - late], count - late) + mine[len(mine) - late:]
+    return items
 
 
 def excerpt(item: Item, limits: Limits, files: int = 1) -> dict[str, object]:
@@ -45,19 +45,19 @@ def excerpt(item: Item, limits: Limits, files: int = 1) -> dict[str, object]:
     """
     name, rollout_id, path = item
     share, room = max(1, limits.samples // files), limits.megabytes * 1e6 / files
-    kept, left, seen, total, full = [], 0, set(), 0, False
+    shown, left, seen, total, full = [], 0, set(), 0, False
     for sample in read_samples(path):
         new = sample["prompt_uid"] not in seen
         seen.add(sample["prompt_uid"])
         total = sample.get("groups") or 0
         # A group that was begun is finished, up to twice the share: groups are what one compares.
-        if full or (kept and (room <= 0 or len(kept) >= (share if new else 2 * share))):
+        if full or (shown and (room <= 0 or len(shown) >= (share if new else 2 * share))):
             full, left = True, left + 1
             continue
         compact = _compact(sample, limits)
         room -= len(json.dumps(compact, ensure_ascii=False))
-        kept.append(compact)
-    return {"name": name, "rollout": rollout_id, "samples": kept, "samples_left": left,
+        shown.append(compact)
+    return {"name": name, "rollout": rollout_id, "samples": shown, "samples_left": left,
             "recorded": len(seen), "groups": max(total, len(seen))}
 
 

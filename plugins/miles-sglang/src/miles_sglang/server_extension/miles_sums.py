@@ -49,7 +49,7 @@ def sums(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         for at in range(0, len(same), 64):
             part = same[at : at + 64]
             pieces.append(([i for i, _ in part], torch.stack([lanes for _, lanes in part])))
-    found = torch.zeros(sum(len(owners) for owners, _ in pieces), 2, dtype=torch.int64, device=device)
+    partial_sums = torch.zeros(sum(len(owners) for owners, _ in pieces), 2, dtype=torch.int64, device=device)
     scratch, row = {}, 0
     for owners, lanes in pieces:
         if (mixed := scratch.get(lanes.dtype)) is None or mixed.numel() < lanes.numel():
@@ -57,11 +57,11 @@ def sums(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         mixed = mixed[: lanes.numel()].view(lanes.shape)
         torch.bitwise_right_shift(lanes, 7 if lanes.dtype == torch.int16 else 3, out=mixed)
         mixed.mul_(lanes)
-        torch.sum(lanes, 1, dtype=torch.int64, out=found[row : row + len(owners), 0])
-        torch.sum(mixed, 1, dtype=torch.int64, out=found[row : row + len(owners), 1])
+        torch.sum(lanes, 1, dtype=torch.int64, out=partial_sums[row : row + len(owners), 0])
+        torch.sum(mixed, 1, dtype=torch.int64, out=partial_sums[row : row + len(owners), 1])
         row += len(owners)
     owners = torch.tensor([i for owners, _ in pieces for i in owners], dtype=torch.int64, device=device)
-    return torch.zeros(len(tensors), 2, dtype=torch.int64, device=device).index_add_(0, owners, found)
+    return torch.zeros(len(tensors), 2, dtype=torch.int64, device=device).index_add_(0, owners, partial_sums)
 
 
 CHUNK, BLOCK = 1 << 16, 1 << 12
@@ -76,7 +76,7 @@ def _sums_at_once(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def tables(tensors: Sequence[torch.Tensor]) -> list[tuple]:
     """What the kernel is told of contiguous tensors; it may be told again while they stay where they are."""
-    found = []
+    launches = []
     for narrow in (False, True):
         where = [i for i, tensor in enumerate(tensors) if (tensor.element_size() == 1) == narrow]
         flat, width = [tensors[i] for i in where], 1 if narrow else 2
@@ -84,24 +84,24 @@ def tables(tensors: Sequence[torch.Tensor]) -> list[tuple]:
         ends = list(accumulate((size + CHUNK - 1) // CHUNK for size in sizes))
         if ends and ends[-1]:
             table = torch.frombuffer(array("q", starts + sizes + ends + where), dtype=torch.int64)
-            found.append((ends[-1], table.to(flat[0].device, non_blocking=True), len(flat),
+            launches.append((ends[-1], table.to(flat[0].device, non_blocking=True), len(flat),
                           reduce(or_, starts + sizes) % 16 == 0, narrow))
-    return found
+    return launches
 
 
-def _launched(told: Sequence[tuple], rows: int, device: torch.device) -> torch.Tensor:
-    found = torch.zeros(rows, 2, dtype=torch.int64, device=device)
-    for programs, table, count, aligned, narrow in told:
-        _add_up[(programs,)](table, found, count, CHUNK, BLOCK, aligned, narrow)
-    return found
+def _launched(launches: Sequence[tuple], rows: int, device: torch.device) -> torch.Tensor:
+    totals = torch.zeros(rows, 2, dtype=torch.int64, device=device)
+    for programs, table, count, aligned, narrow in launches:
+        _add_up[(programs,)](table, totals, count, CHUNK, BLOCK, aligned, narrow)
+    return totals
 
 
-def _add_up(table, found, tensors, CHUNK: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr,
+def _add_up(table, totals, tensors, CHUNK: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr,
             NARROW: tl.constexpr):
     """One chunk of lanes, added to its tensor's two sums.
 
     Args:
-        table: [4, tensors] int64: where each begins, its lanes, the chunks of those up to it, and its row of `found`.
+        table: [4, tensors] int64: where each begins, its lanes, the chunks of those up to it, and its row of `totals`.
         NARROW: lanes are int8, else int16.
     """
     chunk = tl.program_id(0).to(tl.int64)
@@ -125,8 +125,8 @@ def _add_up(table, found, tensors, CHUNK: tl.constexpr, BLOCK: tl.constexpr, ALI
         one += x
         two += ((x * (x >> (3 if NARROW else 7))) << (24 if NARROW else 16)) >> (24 if NARROW else 16)
     row = tl.load(table + 3 * tensors + owner)
-    tl.atomic_add(found + 2 * row, tl.sum(one.to(tl.int64)))
-    tl.atomic_add(found + 2 * row + 1, tl.sum(two.to(tl.int64)))
+    tl.atomic_add(totals + 2 * row, tl.sum(one.to(tl.int64)))
+    tl.atomic_add(totals + 2 * row + 1, tl.sum(two.to(tl.int64)))
 
 
 if triton is not None:
@@ -155,22 +155,22 @@ class Held:
     """Every parameter of a model, and every buffer that a checkpoint would hold, once and by name.
 
     Args:
-        asked: dtype, dtypes and kinds. dtype: what the sender sent; a wider parameter is cast back to it, which is
-            exact. dtypes: by name, for tensors that were sent in another one. kinds: the same by how names end, which
-            engines leave as it is when they join tensors: the longest end counts.
+        dtypes_asked: dtype, dtypes and kinds. dtype: what the sender sent; a wider parameter is cast back to it, which
+            is exact. dtypes: by name, for tensors that were sent in another one. kinds: the same by how names end,
+            which engines leave as it is when they join tensors: the longest end counts.
     """
 
-    def __init__(self, model: torch.nn.Module, asked: tuple):
-        self.asked, self.tensors, self._places, self._modules = asked, {}, [], []
+    def __init__(self, model: torch.nn.Module, dtypes_asked: tuple):
+        self.dtypes_asked, self.tensors, self._places, self._modules = dtypes_asked, {}, [], []
         self._visit("", model, set())
         self.names = list(self.tensors)
         self._empty, self._places = [one for one in self._places if not one], list(filter(None, self._places))
         self._seen, self._starts = self._look(), self._begins()
-        dtype, dtypes, kinds = asked
+        dtype, dtypes, kinds = dtypes_asked
         ends, self._casts = sorted(kinds, key=len, reverse=True), {}
         for i, (name, tensor) in enumerate(self.tensors.items()):
-            said = dtypes.get(name) or next((kinds[end] for end in ends if name.endswith(end)), dtype)
-            sent = getattr(torch, said) if said else tensor.dtype
+            name_of_dtype = dtypes.get(name) or next((kinds[end] for end in ends if name.endswith(end)), dtype)
+            sent = getattr(torch, name_of_dtype) if name_of_dtype else tensor.dtype
             if sent != tensor.dtype and tensor.is_floating_point() and tensor.element_size() > sent.itemsize:
                 self._casts[i] = sent
         self._told = None

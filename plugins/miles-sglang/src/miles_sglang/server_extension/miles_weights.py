@@ -42,7 +42,7 @@ _groups: dict[str, dist.ProcessGroup] = {}
 _stores: dict[tuple[str, int], dist.TCPStore] = {}
 """The connection to the sender, by its address: to connect takes longer than to report."""
 _buckets: list[torch.Tensor] = []
-"""Memory of the sender that is open here: opening it anew for every bucket would cost more than reading it."""
+"""Memory of the sender that is open here: reopening it for every bucket would cost more than reading it."""
 
 
 def load(model, named_tensors) -> None:
@@ -76,7 +76,7 @@ def load(model, named_tensors) -> None:
             model.load_weights(split(flat, plan["tensors"]))
             if flat.is_cuda:
                 _buckets.append(flat)
-                torch.cuda.current_stream().synchronize()  # the sender fills the bucket anew after the answer
+                torch.cuda.current_stream().synchronize()  # the sender refills the bucket after the answer
     except Exception as error:  # noqa: BLE001 - whatever it is, it would end the server
         _errors.append(f"{type(error).__name__}: {error}"[:2000])
     if "report" in plan:
@@ -147,19 +147,19 @@ def split(flat: torch.Tensor, tensors: Sequence[Sequence]) -> Iterator[tuple[str
         yield name, flat[offset : offset + _bytes(dtype, shape)].view(getattr(torch, dtype)).view(shape)
 
 
-def held(model, asked: tuple) -> tuple[Held, Coming]:
+def held(model, dtypes_asked: tuple) -> tuple[Held, Coming]:
     """What the model holds and the sums of it, which may still be on their way; see `Held`.
 
-    It is found anew only where anything has changed. Whether it has is looked at while the device adds up what the
+    It is determined again only where anything has changed. Whether it has is checked while the device adds up what the
     model held before, and so is the sender's memory closed.
     """
-    kept = _held.get(id(model))
-    sums = kept.sums() if kept is not None and kept.asked == asked and kept.lasts() else None
+    cached = _held.get(id(model))
+    sums = cached.sums() if cached is not None and cached.dtypes_asked == dtypes_asked and cached.lasts() else None
     _buckets.clear()
-    if sums is None or not kept.same():
-        kept = _held[id(model)] = Held(model, asked)
-        sums = kept.sums()
-    return kept, sums
+    if sums is None or not cached.same():
+        cached = _held[id(model)] = Held(model, dtypes_asked)
+        sums = cached.sums()
+    return cached, sums
 
 
 def _report(model, store: Sequence | None = None, key: str = "", names_only: bool = False, dtype: str | None = None,
@@ -167,21 +167,21 @@ def _report(model, store: Sequence | None = None, key: str = "", names_only: boo
     """Tell the sender, under `key`/rank: sums as the hexadecimal bytes of int64, `changed` as positions in `names`."""
     if store is None:
         return
-    begin, kept = time.perf_counter(), None
+    begin, weights = time.perf_counter(), None
     answer: dict[str, object] = {"error": _errors[0] if _errors else None}
     _errors.clear()
     try:
         if names_only:
             answer["names"] = [name for name, _ in model.named_parameters()]
         elif answer["error"] is None:
-            kept, sums = held(model, (dtype, dtypes or {}, kinds or {}))
+            weights, sums = held(model, (dtype, dtypes or {}, kinds or {}))
     except Exception as error:  # noqa: BLE001 - as in `load`
         answer["error"] = f"{type(error).__name__}: {error}"[:2000]
     key = f"{key}/{dist.get_rank() if dist.is_initialized() else 0}"
     try:
         client = connected(tuple(store), key)  # while the device adds up
-        if kept is not None:
-            answer |= _told(kept.names, sums.arrived(), _first.setdefault(id(model), {}))
+        if weights is not None:
+            answer |= _told(weights.names, sums.arrived(), _first.setdefault(id(model), {}))
         answer["seconds"] = time.perf_counter() - begin
         client.queue_push(key, json.dumps(answer))  # the sender takes it out again
     except Exception as error:  # noqa: BLE001 - a sender that hears nothing does not let the weights serve
@@ -200,7 +200,7 @@ def connected(store: tuple[str, int], key: str) -> dist.TCPStore:
     """To a sender's store. To push into a queue does not notice that a connection was lost; to ask for one does."""
     try:
         _stores[store].queue_len(key)
-    except Exception:  # noqa: BLE001 - there is none yet, or the one that is kept was lost
+    except Exception:  # noqa: BLE001 - no client yet, or its connection was lost
         _stores.clear()
         _stores[store] = dist.TCPStore(*store, is_master=False, timeout=timedelta(seconds=STORE_SECONDS))
     return _stores[store]

@@ -50,7 +50,7 @@ class BroadcastSender:
             return
         self._backend = "nccl" if torch.cuda.is_available() else "gloo"
         if self._backend == "nccl" and os.environ.get("NCCL_CUMEM_ENABLE") != "0":
-            raise SyncError("NCCL_CUMEM_ENABLE has to be 0 where weights are broadcast from, as SGLang has it",
+            raise SyncError("NCCL_CUMEM_ENABLE must be 0 in the trainer for weight broadcasts, as in SGLang",
                             got=os.environ.get("NCCL_CUMEM_ENABLE", "unset"),
                             fix="start the trainer with NCCL_CUMEM_ENABLE=0")
         self._device = torch.cuda.current_device() if self._backend == "nccl" else None
@@ -68,16 +68,16 @@ class BroadcastSender:
         meter, ledger, reports, self._turn = Meter(), Ledger(), self._servers.reports, self._turn + 1
         key, timeout = f"buckets/{self._turn}", self.settings.timeout
         plan = {"receive": {"name": self._name, "store": reports.store, "key": key, "seconds": timeout}}
-        plans, asked, before = [plan] * len(self.targets), None, self._before
+        plans, requests, before = [plan] * len(self.targets), None, self._before
         if before is not None:  # a report with the last bucket spares a call of its own
-            asked = [{"store": reports.store, "key": f"with {key}/{i}", **before} for i in range(len(self.targets))]
-            plans = [{**plan, "report": one} for one in asked]
+            requests = [{"store": reports.store, "key": f"with {key}/{i}", **before} for i in range(len(self.targets))]
+            plans = [{**plan, "report": one} for one in requests]
         taking = [beside(lambda target=target, plan=plan: load(target, plain(plan), timeout=timeout))
                   for target, plan in zip(self.targets, plans, strict=True)]
         sending = beside(lambda: self._carry(stream, key, ledger))
         _together(sending, taking, self.targets, timeout, "taken all buckets")
         self._before = ledger.expectation()
-        return meter.figures(ledger, self._servers.verify(ledger, asked if before == self._before else None))
+        return meter.figures(ledger, self._servers.verify(ledger, requests if before == self._before else None))
 
     def close(self) -> None:
         """The group is left on both sides; a server that is gone has left it."""
@@ -152,6 +152,6 @@ def _together(ours: Future, theirs: Sequence[Future], targets: Sequence[Target],
         return ours.result()
     late = [target.name for target, future in zip(targets, theirs, strict=True) if not future.done()]
     cause = ours.exception() if ours.done() else None
-    raise SyncError(f"{', '.join(late) or 'the trainer'} has not {what} within {timeout:g} s",
+    raise SyncError(f"{', '.join(late) or 'the trainer'} had not {what} within {timeout:g} s",
                     got=None if cause is None else str(cause)[:300],
                     fix="look at the engine's log; its hosts and the trainer's have to reach each other")

@@ -123,17 +123,17 @@ class DeltaSender(DiskSender):
 
         tally = Tally()
         with publish(folder) as at:
-            held: dict[str, torch.Tensor] = {}
+            pending: dict[str, torch.Tensor] = {}
 
             def flush() -> None:
-                if held:
-                    save_file(held, at / f"changes-{tally.files:05d}.safetensors")
+                if pending:
+                    save_file(pending, at / f"changes-{tally.files:05d}.safetensors")
                     tally.files += 1
-                    held.clear()
+                    pending.clear()
 
             for name, tensor in stream:
-                held |= change(name, self._held[name], tensor.to("cpu").contiguous(), tally)
-                if sum(one.numel() * one.element_size() for one in held.values()) > self.settings.limit:
+                pending |= change(name, self._held[name], tensor.to("cpu").contiguous(), tally)
+                if sum(one.numel() * one.element_size() for one in pending.values()) > self.settings.limit:
                     flush()
             flush()
         return {"bytes": tally.bytes, "density": tally.changed / tally.elements}
@@ -166,9 +166,9 @@ def change(name: str, old: torch.Tensor, new: torch.Tensor, tally: Tally) -> dic
     if not positions.numel():
         return {}
     if positions.numel() * (4 + new.element_size()) >= new.numel() * new.element_size() or new.numel() >= 2**31:
-        found = {name: new.clone()}
+        written = {name: new.clone()}
     else:
-        found = {f"{name}#positions": positions.int(), f"{name}#values": new.view(-1)[positions]}
+        written = {f"{name}#positions": positions.int(), f"{name}#values": new.view(-1)[positions]}
     before.copy_(after)
-    tally.bytes += sum(one.numel() * one.element_size() for one in found.values())
-    return found
+    tally.bytes += sum(one.numel() * one.element_size() for one in written.values())
+    return written

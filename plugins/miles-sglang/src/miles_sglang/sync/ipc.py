@@ -55,7 +55,7 @@ class IpcSender:
             if not target.gpus:
                 continue
             if ranks[-1] >= rank.size:
-                raise SyncError(f"{target.name} sits on GPUs that no rank of the trainer has", got=list(target.gpus),
+                raise SyncError(f"{target.name} runs on GPUs that no trainer rank uses", got=list(target.gpus),
                                 fix="use --weight-sync broadcast, or as many trainer ranks as GPUs of engines")
             group = dist.new_group(ranks, timedelta(seconds=self.settings.timeout), "gloo") if len(ranks) > 1 else None
             if rank.index in ranks:
@@ -78,19 +78,19 @@ class IpcSender:
             for _ in stream:
                 pass
             return {}
-        meter, ledger, under_way, bucket, count, asked = Meter(), Ledger(), None, None, 0, None
+        meter, ledger, under_way, bucket, count, request = Meter(), Ledger(), None, None, 0, None
         self._turn += 1
         for bucket in self.settings.cutter()(self.settings.stream(stream, self._names)):
             if under_way is not None:
                 under_way.result()
-            count, asked = count + 1, self._request(count + 1)
-            packed = self._gathered(bucket, asked)  # the others wait here for the answer to the bucket before
+            count, request = count + 1, self._request(count + 1)
+            packed = self._gathered(bucket, request)  # the others wait here for the answer to the bucket before
             if self._leads:
                 under_way = self._post(packed)
             ledger.add(bucket.views(), sums_too=self._leads)
         ledger.total()  # before the answer: the servers load and add up
         before, self._before = self._before, (count, ledger.expectation())
-        early = [asked] if self._leads and asked and before == self._before else None
+        early = [request] if self._leads and request and before == self._before else None
         if under_way is not None and early is None:
             under_way.result()
         verified = self._servers.verify(ledger, early, under_way) if self._leads else {}

@@ -1,4 +1,4 @@
-"""What all senders to SGLang servers do alike: settings, looking at the servers, the last call that verifies."""
+"""What all senders to SGLang servers share: settings, looking at the servers, the last call that verifies."""
 
 from __future__ import annotations
 
@@ -86,9 +86,9 @@ class Servers:
 
     def __post_init__(self) -> None:
         self.reports = Reports(self.targets, self.settings.timeout)
-        found = for_all(self.targets, lambda target: describe(self.reports, target, self.settings.timeout))
-        self._info = {target.name: info for target, (info, _) in zip(self.targets, found, strict=True)}
-        self.names = frozenset.union(*(names for _, names in found))
+        described = for_all(self.targets, lambda target: describe(self.reports, target, self.settings.timeout))
+        self._info = {target.name: info for target, (info, _) in zip(self.targets, described, strict=True)}
+        self.names = frozenset.union(*(names for _, names in described))
 
     def load(self, target: Target, packed: str | Sequence[str], sent: Callable[[], object] = lambda: None) -> None:
         """A bucket for one of them; see `servers.load`."""
@@ -103,12 +103,12 @@ class Servers:
         drafts = info.get("speculative_algorithm") is not None and not info.get("enable_multi_layer_eagle")
         return drafts and info.get("speculative_draft_model_path") in (None, info.get("model_path"))
 
-    def verify(self, ledger: verify.Ledger, asked: Sequence[dict] | None = None,
+    def verify(self, ledger: verify.Ledger, requests: Sequence[dict] | None = None,
                under_way: Future | None = None) -> dict[str, float]:
         """Ask every rank of every server what it holds, and compare.
 
         Args:
-            asked: the requests that went to the targets with their last bucket.
+            requests: those that went to the targets with their last bucket.
             under_way: that bucket, if the servers have not answered yet: what they hold they tell before.
 
         Returns:
@@ -118,9 +118,9 @@ class Servers:
             SyncError: a server that holds something else.
         """
         sent, timeout, begin = ledger.total(), self.settings.timeout, time.perf_counter()
-        if asked is not None:
+        if requests is not None:
             answers = [self.reports.read(target, one, under_way)
-                       for target, one in zip(self.targets, asked, strict=True)]
+                       for target, one in zip(self.targets, requests, strict=True)]
             begin = time.perf_counter()
         else:
             answers = for_all(self.targets, lambda target: self.reports.ask(target, timeout, **ledger.expectation()))

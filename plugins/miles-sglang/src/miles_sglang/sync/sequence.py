@@ -90,7 +90,7 @@ class ServerSync:
         infos = await self._all(targets, partial(get, path="server_info"))
         for target, info in zip(targets, infos, strict=True):
             if info.get("load_format") == "dummy":
-                raise SyncError(f"{target.name} started with random weights: there is nothing to compare with",
+                raise SyncError(f"{target.name} started with random weights: there are no weights to compare with",
                                 who="--check-weight-update-equal", fix="add --sglang-load-format auto")
         for action in ("snapshot", "reset_tensors"):
             await self._all(targets, partial(post, path="weights_checker", body={"action": action}))

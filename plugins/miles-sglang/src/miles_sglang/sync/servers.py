@@ -72,13 +72,13 @@ def post(target: Target, path: str, body: dict | None = None, *, timeout: float,
         raise SyncError(f"the connection to {target.name} was lost in /{path}", who=target.url,
                         got=f"{type(error).__name__}: {error}", fix="look at the engine's log") from error
     try:
-        found = json.loads(text)
+        reply = json.loads(text)
     except ValueError:
-        found = {}
-    if status != 200 or (isinstance(found, dict) and found.get("success") is False):
+        reply = {}
+    if status != 200 or (isinstance(reply, dict) and reply.get("success") is False):
         raise SyncError(f"{target.name} refused /{path}", who=target.url, got=text.strip()[:1000],
                         fix="look at the engine's log")
-    return found if isinstance(found, dict) else {}
+    return reply if isinstance(reply, dict) else {}
 
 
 def get(target: Target, path: str, *, timeout: float) -> dict:
@@ -183,19 +183,19 @@ class Reports:
         Raises:
             SyncError: a rank that could not load, or that said nothing; what the request itself raises.
         """
-        found = []
+        reports = []
         for rank in range(target.size):
             try:
-                found.append(json.loads(self._said(f"{request['key']}/{rank}", under_way)))
+                reports.append(json.loads(self._said(f"{request['key']}/{rank}", under_way)))
             except dist.QueueEmptyError:
                 raise SyncError(f"rank {rank} of {target.name} did not report what it loaded", who=target.url,
                                 fix=f"the engine's hosts have to reach {self.address} at port {self._store.port}; "
                                 "see the engine's log") from None
-        errors = [f"rank {i}: {one['error']}" for i, one in enumerate(found) if one["error"]]
+        errors = [f"rank {i}: {one['error']}" for i, one in enumerate(reports) if one["error"]]
         if errors:
             raise SyncError(f"{target.name} could not load the weights", who=target.url, got="; ".join(errors[:3]),
                             fix="look at the engine's log; the engine stays paused")
-        return found
+        return reports
 
     def _said(self, key: str, under_way: Future | None) -> bytes:
         while True:

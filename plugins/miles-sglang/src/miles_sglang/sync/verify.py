@@ -76,7 +76,7 @@ class Ledger:
     def expectation(self) -> dict[str, object]:
         """What a report has to be asked with: the usual dtype, that of kinds of tensors (the last part of their names)
         which all came in another, and of single tensors which did. One byte is never held wider."""
-        kinds = {part: found[0] for part, found in self._kinds.items() if found != [self.dtype] and len(found) == 1}
+        kinds = {part: dtypes[0] for part, dtypes in self._kinds.items() if dtypes != [self.dtype] and len(dtypes) == 1}
         single = {name: dtype for name, dtype in self.dtypes.items()
                   if name.rpartition(".")[2] not in kinds and getattr(torch, dtype).itemsize > 1}
         return {"dtype": self.dtype, "dtypes": single, "kinds": kinds}
@@ -97,15 +97,15 @@ def check(who: str, url: str, sent: Sums, ranks: Sequence[Mapping], *, layers: i
     Raises:
         SyncError: names what differs, or what was never sent.
     """
-    plan = Plan.of(sent.names, tuple(tuple(rank["names"]) for rank in ranks), layers, copies)
-    if problems := plan.differences(sent.values, [_values(rank) for rank in ranks]):
+    comparison = SumComparison.of(sent.names, tuple(tuple(rank["names"]) for rank in ranks), layers, copies)
+    if problems := comparison.differences(sent.values, [_values(rank) for rank in ranks]):
         raise SyncError(f"{who} does not hold the weights that were sent", who=url, got=_few(problems),
                         fix="it stays paused and serves nothing; report this with the engine's log")
-    if plan.unsent and random:
-        raise SyncError(f"{who} has weights that the trainer never sends; they are random there", who=url,
-                        got=_few(plan.unsent), fix="start the engine with --sglang-load-format auto, so that they come "
-                        "from the checkpoint, or add them to the family's weight_map")
-    if changed := {rank["names"][i] for rank in ranks for i in rank["changed"]} & set(plan.unsent):
+    if comparison.unsent and random:
+        raise SyncError(f"{who} has weights that the trainer never sends; they are random in the engine", who=url,
+                        got=_few(comparison.unsent), fix="start the engine with --sglang-load-format auto, so that "
+                        "they come from the checkpoint, or add them to the family's weight_map")
+    if changed := {rank["names"][i] for rank in ranks for i in rank["changed"]} & set(comparison.unsent):
         raise SyncError(f"{who} has weights that the trainer never sends and that changed since its first sync",
                         who=url, got=_few(sorted(changed)), fix="keep them when memory is released, or send them")
 
@@ -115,7 +115,7 @@ def _values(rank: Mapping) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class Plan:
+class SumComparison:
     """Which sums have to be equal. It follows from the names alone, which stay from sync to sync.
 
     Args:
@@ -135,23 +135,24 @@ class Plan:
 
     @staticmethod
     @lru_cache(maxsize=64)
-    def of(sent: tuple[str, ...], held: tuple[tuple[str, ...], ...], layers: int, copies: int) -> Plan:
+    def of(sent: tuple[str, ...], names_by_rank: tuple[tuple[str, ...], ...], layers: int,
+           copies: int) -> SumComparison:
         """A tensor of both sides is a unit; all others of a layer are one."""
         ours = {name: i for i, name in enumerate(sent) if not _predicts(name, layers)}
-        theirs = {name: i for i, name in enumerate(dict.fromkeys(chain(*held)))}
-        found: dict[str, tuple[list[str], list[str]]] = {}
+        theirs = {name: i for i, name in enumerate(dict.fromkeys(chain(*names_by_rank)))}
+        sides: dict[str, tuple[list[str], list[str]]] = {}
         for side, names in enumerate((ours, theirs)):
             for name in sorted(names):
                 unit = name if name in ours and name in theirs else _layer(name)
-                found.setdefault(unit, ([], []))[side].append(name)
-        units = tuple((what, *names) for what, names in found.items() if names[0])
-        parts = [[(ours[name], i) for i, (_, names, there) in enumerate(units) for name in names
-                  for _ in range(copies if names != there and _KEY_VALUE.search(name) else 1)],
+                sides.setdefault(unit, ([], []))[side].append(name)
+        units = tuple((what, *names) for what, names in sides.items() if names[0])
+        parts = [[(ours[name], i) for i, (_, names, held_names) in enumerate(units) for name in names
+                  for _ in range(copies if names != held_names and _KEY_VALUE.search(name) else 1)],
                  [(theirs[name], i) for i, (_, _, names) in enumerate(units) for name in names]]
-        unsent = tuple(sorted(name for mine, names in found.values() if not mine for name in names))
-        places = tuple(torch.tensor([theirs[name] for name in names], dtype=torch.int64) for names in held)
-        return Plan(units, unsent, *(torch.tensor(pairs, dtype=torch.int64).view(-1, 2).t() for pairs in parts),
-                    places, len(theirs))
+        unsent = tuple(sorted(name for mine, names in sides.values() if not mine for name in names))
+        places = tuple(torch.tensor([theirs[name] for name in names], dtype=torch.int64) for names in names_by_rank)
+        ours_by_unit, theirs_by_unit = (torch.tensor(pairs, dtype=torch.int64).view(-1, 2).t() for pairs in parts)
+        return SumComparison(units, unsent, ours_by_unit, theirs_by_unit, places, len(theirs))
 
     def differences(self, sent: torch.Tensor, ranks: Sequence[torch.Tensor]) -> list[str]:
         """What differs, in words.
@@ -162,20 +163,20 @@ class Plan:
                 different parts.
         """
         each = sent.new_zeros(len(ranks), self.size, 2)
-        for held, places, values in zip(each, self.places, ranks, strict=True):
-            held[places] = values
+        for row, places, values in zip(each, self.places, ranks, strict=True):
+            row[places] = values
         whole = each[0].clone()
         for i in range(1, len(each)):
             whole += each[i] * (each[:i] != each[i]).any(2).all(0)[:, None]
         differs = (self._added(sent, self.ours) != self._added(whole, self.theirs)).any(1).tolist()
-        return [self._said(unit) for unit, other in zip(self.units, differs, strict=True) if other or not unit[2]]
+        return [self._described(unit) for unit, other in zip(self.units, differs, strict=True) if other or not unit[2]]
 
     def _added(self, values: torch.Tensor, parts: torch.Tensor) -> torch.Tensor:
         """[units, 2], modulo 2^64."""
         return values.new_zeros(len(self.units), 2).index_add_(0, parts[1], values[parts[0]])
 
     @staticmethod
-    def _said(unit: tuple[str, list[str], list[str]]) -> str:
+    def _described(unit: tuple[str, list[str], list[str]]) -> str:
         what, ours, theirs = unit
         if not theirs:
             return f"{what}: the engine has no place for {_few(ours)}"

@@ -39,10 +39,10 @@ def manifest(projects: tuple[Path, ...], write: bool) -> None:
 
 @click.command("new")
 @click.argument("name")
-@click.option("--hooks", default="reward", show_default=True, metavar="NAME,NAME...", help="Hooks to begin with.")
+@click.option("--hooks", default="reward", show_default=True, metavar="NAME,NAME...", help="Hooks to start with.")
 @click.option("--distribution", help="Default: miles-plugin-NAME.")
 @click.option("--summary", default="One sentence that says what it does.", help="What it does.")
-@click.option("--author", default="Its Author", help="Who writes it.")
+@click.option("--author", default="Its Author", help="The author.")
 @click.option("--part", help="Name of the part that named hooks offer; default: NAME.")
 @click.option("--state", is_flag=True, help="It has state that checkpoints keep.")
 @click.option("--gpu-tests", is_flag=True, help="It needs tests on GPUs.")

@@ -131,10 +131,10 @@ def _offers(hook: str) -> str:
     from miles_core.plugins.scan import KNOWN
     from miles_core.plugins.select import built_in, readable
 
-    found = []
+    offers = []
     official = {one.name: one for one in readable() if one.name in KNOWN}
     for manifest in ({one.manifest.name: one.manifest for one in built_in()} | official).values():
         names = [f"`{offer.name}`" for offer in manifest.offers if offer.hook == hook]
         if names:
-            found.append(manifest.name if names == [f"`{manifest.name}`"] else f"{manifest.name} ({', '.join(names)})")
-    return ", ".join(found) or "no official plugin yet"
+            offers.append(manifest.name if names == [f"`{manifest.name}`"] else f"{manifest.name} ({', '.join(names)})")
+    return ", ".join(offers) or "no official plugin yet"

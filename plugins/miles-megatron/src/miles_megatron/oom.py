@@ -1,5 +1,4 @@
-"""What fails in a phase of training, in words: which rank had too little memory, and what of the options Megatron-core
-cannot do."""
+"""Errors of a training phase explained: the rank that ran out of memory, or what Megatron-core does not support."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ STATE = ("load", "onload")
 
 @contextmanager
 def explained(phase: str, rank: int, config: RunConfig, *, starting: bool = False) -> Iterator[None]:
-    """Name the phase and the rank of a shortage of memory inside; and the options that Megatron-core stumbles over.
+    """Name the phase and rank of an out-of-memory error inside, and the options that Megatron-core fails on.
 
     Args:
         starting: no step has been made yet, so that an error in Megatron-core is taken for one of its options.
@@ -36,17 +35,17 @@ def explained(phase: str, rank: int, config: RunConfig, *, starting: bool = Fals
         yield
     except (AssertionError, AttributeError, ImportError, KeyError, NotImplementedError, TypeError, ValueError,
             RuntimeError) as error:
-        asked = _ASKED.search(str(error))
-        if not isinstance(error, torch.OutOfMemoryError) and (asked is None or "allocator" not in str(error).lower()):
+        size = _ASKED.search(str(error))
+        if not isinstance(error, torch.OutOfMemoryError) and (size is None or "allocator" not in str(error).lower()):
             if starting and config.surface("megatron") and _raised_in_megatron(error):
                 raise ConfigError(
                     f"Megatron-core fails in {phase} with these options", got=f"{type(error).__name__}: {error}"[:500],
                     who=who(config, *(f"megatron.{name}" for name in config.surface("megatron"))),
-                    fix="leave out, or change, the one that its text is about",
+                    fix="remove or change the option that the message names",
                 ) from error
             raise
         raise OutOfMemoryError(
-            f"out of memory in {phase}", got=f"an allocation of {asked[1]}" if asked else None,
+            f"out of memory in {phase}", got=f"an allocation of {size[1]}" if size else None,
             who=f"trainer rank {rank}", fix=f"try, in this order: {', '.join(remedies(phase, config))}",
         ) from error
 
@@ -59,16 +58,17 @@ def _raised_in_megatron(error: BaseException) -> bool:
 
 def remedies(phase: str, config: RunConfig) -> list[str]:
     """Flags with values that take less memory than the run's, what costs least first."""
-    perf, given = config.perf, config.surface("megatron")
-    tensor = given.get("tensor_model_parallel_size") or 1
-    state = ["--optimizer-cpu-offload"] * (not given.get("optimizer_cpu_offload"))
+    perf, megatron = config.perf, config.surface("megatron")
+    tensor = megatron.get("tensor_model_parallel_size") or 1
+    state = ["--optimizer-cpu-offload"] * (not megatron.get("optimizer_cpu_offload"))
     state += [f"--tensor-model-parallel-size {2 * tensor}, or more ranks"]
     if phase in STATE:
         return state
     batch = []
     if perf.log_probs_chunk_size > 128:
         batch.append(f"--log-probs-chunk-size {perf.log_probs_chunk_size // 2}")
-    if given.get("recompute_granularity") != "full" and "log_probs" not in phase:  # a pass without gradient keeps none
+    # A pass without gradient keeps no activations.
+    if megatron.get("recompute_granularity") != "full" and "log_probs" not in phase:
         batch.append("--recompute-granularity full")
     if perf.use_dynamic_batch_size:
         limit = perf.max_tokens_per_gpu

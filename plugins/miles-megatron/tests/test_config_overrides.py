@@ -31,13 +31,13 @@ def parts(megatron, hf_model):
     """(Megatron fields) -> (TransformerConfig, DDP config, OptimizerConfig) as the trainer makes them."""
     from megatron.core.transformer import TransformerConfig
     from miles_megatron import families, model, optimizer
-    from miles_megatron.given import given_for
+    from miles_megatron.config_overrides import overrides_for
 
     hf = hf_model().config
     spec = families.FAMILIES[hf.model_type].model_spec(hf)
 
     def make(**given):
-        layout = model.transformer_config(spec, given_for(TransformerConfig, given))
+        layout = model.transformer_config(spec, overrides_for(TransformerConfig, given))
         options = optimizer.OptimizerOptions(megatron=given)
         forget()
         chunk = model.build(layout, spec)
@@ -96,7 +96,7 @@ def test_every_accepted_field_has_a_class_that_takes_it(megatron):
 ], ids=lambda given: next(iter(given)))  # fmt: skip
 def test_what_the_checkpoint_decides_cannot_be_set_otherwise(hf_model, given):
     from miles_megatron import families
-    from miles_megatron.given import check_architecture
+    from miles_megatron.config_overrides import check_architecture
 
     hf = hf_model(False, False).config
     with pytest.raises(ConfigError, match=next(iter(given))):
@@ -106,7 +106,7 @@ def test_what_the_checkpoint_decides_cannot_be_set_otherwise(hf_model, given):
 def test_what_agrees_with_the_checkpoint_is_accepted(hf_model):
     """The architecture section of a Megatron-LM launch script, as it is usually written."""
     from miles_megatron import families
-    from miles_megatron.given import check_architecture
+    from miles_megatron.config_overrides import check_architecture
 
     hf = hf_model(False, False).config
     spec = families.FAMILIES[hf.model_type].model_spec(hf)

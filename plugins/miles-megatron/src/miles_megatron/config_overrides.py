@@ -1,4 +1,4 @@
-"""Megatron-core's options that somebody set, handed to the classes that take them.
+"""Megatron-core's options that the run sets, handed to the classes that take them.
 
 An option that several classes have (use_distributed_optimizer) means the same in each and reaches each. Where
 Megatron-LM's scripts hand megatron-core another value than the dataclass's default, theirs is the default here too.
@@ -32,13 +32,13 @@ def defaults_for(kind: type) -> dict[str, object]:
     return {name: value for name, value in megatron_lm_defaults().items() if name in names}
 
 
-def given_for(kind: type, given: Mapping[str, object]) -> dict[str, object]:
-    """The fields of a dataclass of megatron-core that somebody set, as values that it takes."""
+def overrides_for(kind: type, options: Mapping[str, object]) -> dict[str, object]:
+    """The fields of a dataclass of megatron-core that the run sets, as values that it takes."""
     names = _names(kind)
-    return {name: _value(name, value) for name, value in given.items() if name in names}
+    return {name: _value(name, value) for name, value in options.items() if name in names}
 
 
-def check_architecture(given: Mapping[str, object], spec: ModelSpec) -> None:
+def check_architecture(options: Mapping[str, object], spec: ModelSpec) -> None:
     """Options that no configuration takes, because the checkpoint's architecture decides them.
 
     Raises:
@@ -52,7 +52,7 @@ def check_architecture(given: Mapping[str, object], spec: ModelSpec) -> None:
         "seq_len_interpolation_factor": rotary.factor if rotary.scaling == "linear" else None,
         "activation_func": spec.activation,
     }  # fmt: skip
-    for name, value in given.items():
+    for name, value in options.items():
         if value in spec.also.get(name, ()):
             continue
         if name in fixed and value != fixed[name]:
@@ -60,7 +60,8 @@ def check_architecture(given: Mapping[str, object], spec: ModelSpec) -> None:
                               who=spec.source, fix=f"leave {name} out, or use a checkpoint with that value")
         owner = surface()[name].owner
         if owner == "MLATransformerConfig" or (owner == "GPTModel" and name not in fixed):
-            raise ConfigError(f"{name} is of an architecture that this checkpoint is not", got=value, who=spec.source,
+            raise ConfigError(f"{name} does not apply to the architecture of this checkpoint",
+                              got=value, who=spec.source,
                               fix="leave it out")
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from miles_megatron.shortage import explained, remedies
+from miles_megatron.oom import explained, remedies
 
 from miles_core.config.tables import Perf, RunConfig
 from miles_core.errors import OutOfMemoryError

@@ -14,13 +14,13 @@ TINY = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "nu
 
 @pytest.fixture
 def host(megatron, monkeypatch):
-    """(gpu, transformer_engine) -> the module parts, on a host that has them or not."""
-    from miles_megatron import cpu, parts
+    """(gpu, transformer_engine) -> module_specs, on a host that has them or not."""
+    from miles_megatron import cpu, module_specs
 
     def make(gpu: bool, engine: bool):
         monkeypatch.setattr(cpu, "no_cuda", lambda: not gpu)
         monkeypatch.setattr(cpu, "no_transformer_engine", lambda: not engine)
-        return parts
+        return module_specs
 
     return make
 
@@ -66,7 +66,7 @@ def test_every_part_of_a_layer_is_the_sets(architecture):
     """A layer holds no linear layer, norm or activation but those of the set it was asked for."""
     from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer.moe.experts import TEGroupedMLP
-    from miles_megatron import layers, parts
+    from miles_megatron import layers, module_specs
     from miles_megatron.rope import Rope
 
     class Column(ColumnParallelLinear): ...
@@ -82,13 +82,13 @@ def test_every_part_of_a_layer_is_the_sets(architecture):
     class Fc2: ...
 
     spec, config = architecture
-    mine = replace(parts.OURS, column=Column, row=Row, norm=Norm, activations={"silu": Gate},
+    mine = replace(module_specs.OURS, column=Column, row=Row, norm=Norm, activations={"silu": Gate},
                    grouped=(TEGroupedMLP, Fc1, Fc2))
     rope = Rope(32, spec.attention[0].rotary)
 
     def made(sparse, config, post_norms=False):
         other = replace(spec, post_norms=post_norms)
-        return parts.layer(config, other, sparse, spec.attention[0], rope, mine).submodules
+        return module_specs.layer(config, other, sparse, spec.attention[0], rope, mine).submodules
 
     dense = made(False, config, post_norms=True)
     inner = dense.self_attention.submodules
@@ -105,7 +105,7 @@ def test_every_part_of_a_layer_is_the_sets(architecture):
 
 def test_fused_attention_is_for_what_it_can_compute(architecture):
     from megatron.core.transformer.enums import AttnBackend
-    from miles_megatron.parts import fits
+    from miles_megatron.module_specs import fits
 
     spec, config = architecture
     plain = spec.attention[0]
@@ -121,7 +121,7 @@ def test_fused_attention_is_for_what_it_can_compute(architecture):
 def test_boundaries_for_fused_attention_cover_every_row(megatron):
     """One more sequence for the rows behind the last one; padded boundaries under context parallelism only."""
     import torch
-    from miles_megatron.plan import packed_rows
+    from miles_megatron.packed_layout import packed_rows
 
     cpu = torch.device("cpu")
     rows = packed_rows([0, 5, 6, 24]).on_device(cpu, 32)

@@ -1,4 +1,4 @@
-"""Flight: a request on its way, over as many calls as it takes.
+"""A request in flight, over as many calls as it takes.
 
 A call that is retracted comes back with what it has drawn; the next one goes on from there, with prompt and tokens so
 far as its input. So every token has the one version that its call was answered with, and a response is the exact
@@ -63,7 +63,7 @@ class ModelFacts:
                 topk=int(text.get("num_experts_per_tok") or 0), context=context, longest=context - 1,
             )  # fmt: skip
         except Exception as error:
-            raise CheckpointError("its constants cannot be read", got=f"{type(error).__name__}: {error}",
+            raise CheckpointError("config.json cannot be read", got=f"{type(error).__name__}: {error}",
                                   who=f"{folder}/config.json", fix="name a Hugging Face checkpoint") from error
 
     def of_servers(self, infos: Sequence[Mapping[str, Any]]) -> ModelFacts:
@@ -74,7 +74,7 @@ class ModelFacts:
                        seeded=bool(infos) and all(info.get("enable_deterministic_inference") for info in infos))
 
 
-class Flight:
+class InFlightRequest:
     """One request until it is answered.
 
     Args:
@@ -91,7 +91,7 @@ class Flight:
         self.aborted = False
         self.failures = 0
         self.reason: str | None = None
-        self.go: asyncio.Future | None = None  # resolved with a lane once the request may leave
+        self.admission: asyncio.Future | None = None  # resolved with a endpoint once the request may leave
         self.stop = asyncio.Event()  # it shall not wait for another try
         self.ids = np.zeros(0, np.int32)
         self._log_probs: list[np.ndarray] = []
@@ -101,7 +101,7 @@ class Flight:
         self._counts: dict[str, int] = {}
         self._calls = 0
 
-    def __lt__(self, other: Flight) -> bool:
+    def __lt__(self, other: InFlightRequest) -> bool:
         return self.order < other.order
 
     def body(self, cache_key: str | None = None) -> dict[str, Any]:
@@ -136,7 +136,7 @@ class Flight:
         """Add what one call drew: its pieces, and the version of each.
 
         Raises:
-            Failed: routed experts were asked for and did not come; nothing is added.
+            Failed: routed experts were requested but not returned; nothing is added.
         """
         self._calls += 1
         last = answers[-1]
@@ -145,7 +145,7 @@ class Flight:
             if last.experts is None:
                 if last.reason == "abort":  # in the waiting queue; the tokens are drawn again
                     return
-                raise Failed("routed experts were asked for and did not come; --router smg keeps them")
+                raise Failed("routed experts were requested but not returned; --router smg keeps them")
             self._experts.append(self._read_experts(last.experts, count))
             again = _computed_again(answers, versions)
             self._again.append(np.concatenate([np.zeros(len(self._experts[-1]) - count, np.int8), again]))
@@ -243,7 +243,7 @@ def _check(request: Request, facts: ModelFacts) -> None:
                           got=f"a prompt of {length} tokens", fix="shorten the prompt, or raise the context length")
     check_request(request, facts.vocab, facts.topk > 0, "SGLang")
     if not 0 <= sampling.min_new_tokens <= sampling.max_new_tokens or sampling.max_new_tokens < 1:
-        raise EngineError(f"{who} has impossible lengths",
+        raise EngineError(f"{who} has invalid lengths",
                           got=f"min_new_tokens {sampling.min_new_tokens}, max_new_tokens {sampling.max_new_tokens}",
                           fix="at least one new token, and not fewer than min_new_tokens")
 
@@ -255,14 +255,16 @@ def _computed_again(answers: Sequence[Answer], versions: Sequence[int]) -> np.nd
     A streamed piece says how often the request was retracted until then, so tokens of later pieces are safe; without
     pieces all of them are in doubt.
     """
-    said = [answer.counts.get(RETRACTIONS, 0) for answer in answers]
-    last = said.index(said[-1]) if said[-1] else -1
+    retractions = [answer.counts.get(RETRACTIONS, 0) for answer in answers]
+    last = retractions.index(retractions[-1]) if retractions[-1] else -1
     kinds = [0 if i > last else 1 + (versions[i] < versions[last]) for i in range(len(answers))]
     return np.repeat(np.array(kinds, np.int8), [len(answer.ids) for answer in answers])
 
 
 def _ids(value: Any) -> list[int]:
-    return [] if value is None else list(value) if isinstance(value, list) else [value]
+    if value is None:
+        return []
+    return list(value) if isinstance(value, list) else [value]
 
 
 def _joined(parts: list[np.ndarray], dtype: type) -> np.ndarray:

@@ -15,13 +15,13 @@ from miles_core.plugins import bind, manifest
 from miles_core.plugins.bind import Hooks
 from miles_core.plugins.plan import Plan, prepare
 from miles_core.plugins.select import Selected, all_specs, select, short
-from miles_testing import bare, canned
-from miles_testing.canned import Canned, Inputs
+from miles_testing import fresh_process, sample_inputs
+from miles_testing.sample_inputs import Inputs, SampleInput
 from miles_testing.tiny import run_file
 
 
-class Subject:
-    """A plugin and how it is enabled; everything about it is found out when it is first asked for.
+class PluginUnderTest:
+    """A plugin and how it is enabled; its properties are computed on first access.
 
     Args:
         plugin: its name, or the path of its file.
@@ -77,25 +77,25 @@ class Subject:
     @functools.cached_property
     def imports(self) -> dict[str, Any]:
         """What a fresh process saw of its import."""
-        return bare.ask(bare.imports, self.selected.manifest.name, self.run_file, self.flags)
+        return fresh_process.ask(fresh_process.imports, self.selected.manifest.name, self.run_file, self.flags)
 
     def calls(self, roles: Mapping[str, Hooks], *, all: bool = False,
-              ) -> Iterator[tuple[str, Callable[..., Any], Canned]]:
+              ) -> Iterator[tuple[str, Callable[..., Any], SampleInput]]:
         """(hook, what is bound, inputs) for everything that it offers and that can be called with canned inputs.
 
         Args:
             all: also what is left out, because it needs what is not there.
         """
-        for hook in canned.HOOKS if all else (hook for hook in canned.HOOKS if hook not in self.without):
+        for hook in sample_inputs.HOOKS if all else (hook for hook in sample_inputs.HOOKS if hook not in self.without):
             hooks = roles[all_specs()[hook].role]
-            for name, bound in canned.callables(hooks, hook).items():
+            for name, bound in sample_inputs.callables(hooks, hook).items():
                 for one in self.inputs.of(hook):
-                    yield f"{hook} {name!r} ({one.kind})", functools.partial(canned.call, hook, bound), one
+                    yield f"{hook} {name!r} ({one.kind})", functools.partial(sample_inputs.call, hook, bound), one
 
     def answers(self, roles: Mapping[str, Hooks]) -> list[tuple[str, object]]:
         """Every canned call and what came of it."""
-        found = []
+        answers = []
         for where, call, one in self.calls(roles):
             answer = call(one.arguments)
-            found.append((where, canned.told(answer)))
-        return found
+            answers.append((where, sample_inputs.frozen(answer)))
+        return answers

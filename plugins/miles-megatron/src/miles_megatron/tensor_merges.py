@@ -32,8 +32,8 @@ def pieces(rule: Rule, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     if rule.join not in _STACKED:
         return (tensor,)
     shares = rule.sections or (1, 1)
-    sizes, rest = zip(*(divmod(share * len(tensor), sum(shares)) for share in shares), strict=True)
-    if any(rest):
+    sizes, remainders = zip(*(divmod(share * len(tensor), sum(shares)) for share in shares), strict=True)
+    if any(remainders):
         raise ValueError(f"{len(tensor)} rows of {rule.megatron} do not divide into the sections {shares}")
     return tensor.split(sizes)
 

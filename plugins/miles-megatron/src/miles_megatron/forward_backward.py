@@ -1,4 +1,4 @@
-"""Passes: micro-batches through Megatron-core's own schedule, and the columns that they fill.
+"""Forward and backward: micro-batches through Megatron-core's own schedule, and the columns that passes fill.
 
 Every rank holds the whole rollout and runs its data-parallel share of it. What a pass finds is put into one buffer over
 all response tokens of the rollout, in which each token is written by one rank only, and the buffers are added up: after
@@ -18,8 +18,8 @@ from miles_core.columns import Columns
 from miles_core.types import Sample
 from miles_megatron import cpu
 from miles_megatron.microbatch import MicroBatch, assemble
-from miles_megatron.plan import packed_rows
-from miles_megatron.resident import Resident
+from miles_megatron.model_on_rank import ModelOnRank
+from miles_megatron.packed_layout import packed_rows
 
 cpu.install()
 
@@ -30,7 +30,7 @@ LossOf = Callable[[torch.Tensor, MicroBatch], torch.Tensor]
 """(hidden states, micro-batch) -> its share of the loss; called on the last pipeline stage."""
 
 
-def run(model: Resident, columns: Columns, parts: Sequence[Sequence[Sample]], loss_of: LossOf, *, name: str,
+def run(model: ModelOnRank, columns: Columns, parts: Sequence[Sequence[Sample]], loss_of: LossOf, *, name: str,
         around: Callable | None = None, forward_only: bool = False) -> None:
     """One pass of Megatron's schedule over micro-batches.
 
@@ -74,8 +74,8 @@ def run(model: Resident, columns: Columns, parts: Sequence[Sequence[Sample]], lo
     )  # fmt: skip
 
 
-class Found:
-    """What a pass finds out about the trained rows, on its way into the columns of all samples on all ranks.
+class ColumnScatter:
+    """Scatters what a pass computes for the trained rows into the columns of all samples on all ranks.
 
     Args:
         samples: all that any rank's share is of, in one order on every rank.
@@ -97,7 +97,7 @@ class Found:
                 self._buffers[name] = torch.zeros(self._total, *rows.shape[1:], dtype=rows.dtype)
             self._buffers[name][where] = rows.detach().to(self._buffers[name])
 
-    def spread(self) -> None:
+    def scatter(self) -> None:
         """Into the columns of every sample; rows that are not trained on hold 0. Every rank calls it."""
         if dist.get_world_size() > 1:
             self._exchange()

@@ -1,4 +1,4 @@
-"""Survival: whether a run that was killed and resumed is the run that was not."""
+"""Kill and resume: whether a killed and resumed run gives the same result as one that was never killed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from miles_testing.forked import Outcome, miles
 LEFTOVERS = ("*.publishing", ".tmp-*", "*.tmp")
 
 
-class Course:
+class KillResume:
     """One command in many folders below `path`, each time into the run directory "run" there.
 
     Args:
@@ -109,10 +109,10 @@ class Course:
         outcome = self.start(name, *more)
         if outcome.code != 0:
             return [f"the resumed run ends with exit code {outcome.code}: {outcome.err[-2000:]}"]
-        found = self.judge(self.path / name / "run")
-        if not found:
+        differences = self.judge(self.path / name / "run")
+        if not differences:
             shutil.rmtree(self.path / name)
-        return found
+        return differences
 
 
 def problems(run: Path, reference: Path, *, rollouts: int, ends: int = 1) -> list[str]:
@@ -123,17 +123,17 @@ def problems(run: Path, reference: Path, *, rollouts: int, ends: int = 1) -> lis
         ends: starts of the run that came to their end.
     """
     ours, theirs = list(read(run / "events.jsonl")), list(read(reference / "events.jsonl"))
-    found = _whole(run, ours, rollouts, ends)
-    told: tuple[tuple[str, Callable[[Any], dict[int, Any]]], ...] = (("metrics", metrics), ("drops", drops))
-    for name, of in told:
+    differences = _whole(run, ours, rollouts, ends)
+    compared: tuple[tuple[str, Callable[[Any], dict[int, Any]]], ...] = (("metrics", metrics), ("drops", drops))
+    for name, of in compared:
         if of(ours) != of(theirs):
-            found.append(f"{name} differ: {_first_difference(of(ours), of(theirs))}")
-    found += _evals(ours, theirs)
-    for name, kept in (("samples", samples), ("checkpoint", checkpoint), ("export", export)):
-        mine, other = kept(run), kept(reference)
+            differences.append(f"{name} differ: {_first_difference(of(ours), of(theirs))}")
+    differences += _evals(ours, theirs)
+    for name, read_of in (("samples", samples), ("checkpoint", checkpoint), ("export", export)):
+        mine, other = read_of(run), read_of(reference)
         if wrong := [key for key in other if mine.get(key) != other[key]]:
-            found.append(f"{name} differ: {wrong}")
-    return found
+            differences.append(f"{name} differ: {wrong}")
+    return differences
 
 
 def problems_ahead(run: Path, *, rollouts: int, max_lag: int, surplus: bool = False, ends: int = 1) -> list[str]:
@@ -150,7 +150,7 @@ def problems_ahead(run: Path, *, rollouts: int, max_lag: int, surplus: bool = Fa
             had a smaller max_lag.
         ends: starts of the run that came to their end.
     """
-    found = _whole(run, list(read(run / "events.jsonl")), rollouts, ends) + lost_or_doubled(run)
+    broken = _whole(run, list(read(run / "events.jsonl")), rollouts, ends) + lost_or_doubled(run)
     batches = [load_batch(str(run / "debug/{rollout_id}.safetensors"), rollout) for rollout in range(rollouts)]
     reported = [path.read_text().splitlines() for path in sorted(run.glob("samples/rollout_*.jsonl"))]
     for batch, lines in zip(batches, reported, strict=True):
@@ -158,10 +158,10 @@ def problems_ahead(run: Path, *, rollouts: int, max_lag: int, surplus: bool = Fa
                  for line in map(json.loads, lines)]
         if shown != [(s.prompt.uid, s.index, s.tokens[-s.response_length:].tolist(), s.columns["versions"].tolist())
                      for s in batch.samples]:
-            found.append(f"rollout {batch.rollout_id} was trained on other samples than were handed over")
-        versions = {version for _, _, _, held in shown for version in held}
+            broken.append(f"rollout {batch.rollout_id} was trained on other samples than were handed over")
+        versions = {version for _, _, _, versions_of_sample in shown for version in versions_of_sample}
         if not batch.rollout_id + 1 - max_lag <= min(versions) <= max(versions) <= batch.rollout_id + 1:
-            found.append(f"rollout {batch.rollout_id} was trained on versions {sorted(versions)}")
+            broken.append(f"rollout {batch.rollout_id} was trained on versions {sorted(versions)}")
     trained = {group.prompt.uid: group for batch in batches for group in batch.groups}
     for done, groups in finished(run):
         for group in groups:
@@ -170,8 +170,8 @@ def problems_ahead(run: Path, *, rollouts: int, max_lag: int, surplus: bool = Fa
                 continue
             anew = all(s.columns["versions"].min() > done for s in later.samples)
             if not (surplus and anew):
-                found.append(f"prompt {group.prompt.uid} was finished at checkpoint {done} and trained on otherwise")
-    return found
+                broken.append(f"prompt {group.prompt.uid} was finished at checkpoint {done} and trained on otherwise")
+    return broken
 
 
 def finished(run: Path) -> Iterator[tuple[int, list[Group]]]:
@@ -202,12 +202,12 @@ def metrics(events: list[dict[str, Any]]) -> dict[int, dict[str, float]]:
 
 def drops(events: list[dict[str, Any]]) -> dict[int, dict[str, int]]:
     """Of each rollout, by reason."""
-    found: dict[int, dict[str, int]] = {}
+    counts_by_rollout: dict[int, dict[str, int]] = {}
     for event in events:
         if event["event"] == "drop":
-            counts = found.setdefault(event["rollout_id"], {})
+            counts = counts_by_rollout.setdefault(event["rollout_id"], {})
             counts[event["reason"]] = counts.get(event["reason"], 0) + event["count"]
-    return found
+    return counts_by_rollout
 
 
 def samples(run: Path) -> dict[str, str]:
@@ -227,7 +227,7 @@ def checkpoint(run: Path) -> dict[str, str]:
                for path in sorted(last.rglob("common.pt"))}
     files = (path for path in last.rglob("*") if path.is_file() and path.name not in names)
     state = json.loads((last / "miles.json").read_text())["state"]
-    numbers["miles.json"] = json.dumps({key: kept for key, kept in state.items() if key != "lock"})
+    numbers["miles.json"] = json.dumps({key: value for key, value in state.items() if key != "lock"})
     return {"name": last.name} | numbers | _digests(last, files)
 
 
@@ -246,18 +246,18 @@ def lost_or_doubled(run: Path) -> list[str]:
     """Whether each prompt that the final checkpoint says was handed out was trained on once, dropped, or is to come."""
     folder = run / "checkpoints"
     last = int((folder / "latest_checkpointed_iteration.txt").read_text())
-    kept = json.loads((folder / f"iter_{last:07d}" / "miles.json").read_text())["state"]
-    state = kept["prompts"]
+    saved = json.loads((folder / f"iter_{last:07d}" / "miles.json").read_text())["state"]
+    state = saved["prompts"]
     times = Counter(uid for rollout in trained(run) for uid in rollout)
     dropped = sum(sum(counts.values()) for counts in drops(list(read(run / "events.jsonl"))).values())
-    found = [f"prompt {uid} was trained on {count} times" for uid, count in times.items() if count > 1]
-    found += [f"prompt {uid} was trained on and is to come again" for uid in state["again"] if uid in times]
-    under_way = [slot["prompt"]["uid"] for slot in kept.get("flow", {}).get("slots", ())]
-    found += [f"prompt {uid} was trained on and is still under way" for uid in under_way if uid in times]
-    known = len(times) + dropped + len(state["again"]) + len(under_way) + len(kept.get("flow", {}).get("begun", ()))
+    broken = [f"prompt {uid} was trained on {count} times" for uid, count in times.items() if count > 1]
+    broken += [f"prompt {uid} was trained on and is to come again" for uid in state["again"] if uid in times]
+    under_way = [slot["prompt"]["uid"] for slot in saved.get("flow", {}).get("slots", ())]
+    broken += [f"prompt {uid} was trained on and is still under way" for uid in under_way if uid in times]
+    known = len(times) + dropped + len(state["again"]) + len(under_way) + len(saved.get("flow", {}).get("begun", ()))
     if known != state["next"]:
-        found.append(f"{state['next']} prompts were handed out, and {known} are accounted for")
-    return found
+        broken.append(f"{state['next']} prompts were handed out, and {known} are accounted for")
+    return broken
 
 
 def _whole(run: Path, events: list[dict[str, Any]], rollouts: int, ends: int) -> list[str]:

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from miles_megatron import joins
+from miles_megatron import tensor_merges
 from miles_megatron.specs import Rule, WeightMap
 
 WEIGHTS = WeightMap((), heads=4, groups=2, head_dim=3)
@@ -22,7 +22,8 @@ def made(rows, *trailing):
 
 
 def whole(rule, tensors):
-    return joins.join(rule, [piece for tensor in tensors for piece in joins.pieces(rule, tensor)], WEIGHTS)
+    pieces = [piece for tensor in tensors for piece in tensor_merges.pieces(rule, tensor)]
+    return tensor_merges.join(rule, pieces, WEIGHTS)
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -31,10 +32,10 @@ def test_what_is_joined_comes_apart(name, trailing):
     rule, rows = RULES[name]
     tensors = made(rows, *trailing)
     parameter = whole(rule, tensors)
-    assert joins.hf_shapes(rule, parameter.shape, WEIGHTS) == [list(tensor.shape) for tensor in tensors]
-    back = joins.whole(rule, list(joins.split(rule, parameter, WEIGHTS, 1)))
+    assert tensor_merges.hf_shapes(rule, parameter.shape, WEIGHTS) == [list(tensor.shape) for tensor in tensors]
+    back = tensor_merges.whole(rule, list(tensor_merges.split(rule, parameter, WEIGHTS, 1)))
     assert all(torch.equal(a, b) for a, b in zip(back, tensors, strict=True))
-    views = joins.hf_views(rule, parameter, WEIGHTS)
+    views = tensor_merges.hf_views(rule, parameter, WEIGHTS)
     assert all(torch.equal(view.reshape(tensor.shape), tensor) for view, tensor in zip(views, tensors, strict=True))
     assert all(view.untyped_storage().data_ptr() == parameter.untyped_storage().data_ptr() for view in views)
 
@@ -44,10 +45,10 @@ def test_ranks_hold_parts_that_come_together(name):
     """Each rank joins its part of every piece; gathered piece by piece, the tensors are whole."""
     rule, rows = RULES[name]
     tensors = made(rows, 5)
-    pieces = [piece for tensor in tensors for piece in joins.pieces(rule, tensor)]
-    ranks = [joins.join(rule, [piece.chunk(2)[rank] for piece in pieces], WEIGHTS) for rank in range(2)]
-    parts = [joins.split(rule, rank, WEIGHTS, 2) for rank in ranks]
-    gathered = joins.whole(rule, [torch.cat(both) for both in zip(*parts, strict=True)])
+    pieces = [piece for tensor in tensors for piece in tensor_merges.pieces(rule, tensor)]
+    ranks = [tensor_merges.join(rule, [piece.chunk(2)[rank] for piece in pieces], WEIGHTS) for rank in range(2)]
+    parts = [tensor_merges.split(rule, rank, WEIGHTS, 2) for rank in ranks]
+    gathered = tensor_merges.whole(rule, [torch.cat(both) for both in zip(*parts, strict=True)])
     assert all(torch.equal(a, b) for a, b in zip(gathered, tensors, strict=True))
 
 
@@ -55,10 +56,10 @@ def test_a_gate_follows_the_queries_of_its_group():
     """q0 g0 q1 g1 | q2 g2 q3 g3 of a checkpoint are q0 q1 g0 g1 k0 v0 | q2 q3 g2 g3 k1 v1 of Megatron's."""
     heads = WeightMap((), heads=4, groups=2, head_dim=1)
     rule, _ = RULES["qkv_gate"]
-    parameter = joins.join(rule, [torch.arange(8), torch.tensor([10, 11]), torch.tensor([20, 21])], heads)
+    parameter = tensor_merges.join(rule, [torch.arange(8), torch.tensor([10, 11]), torch.tensor([20, 21])], heads)
     assert parameter.tolist() == [0, 2, 1, 3, 10, 20, 4, 6, 5, 7, 11, 21]
 
 
 def test_sections_that_do_not_divide_are_an_error():
     with pytest.raises(ValueError, match="15 rows of p do not divide"):
-        joins.pieces(RULES["sections"][0], torch.zeros(15))
+        tensor_merges.pieces(RULES["sections"][0], torch.zeros(15))

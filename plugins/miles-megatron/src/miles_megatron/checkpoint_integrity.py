@@ -37,7 +37,7 @@ def check(folder: Path, rank: int = 0, ranks: int = 1) -> None:
         if size is not None and len(data) != size or data.startswith(ZIP) and _damaged(data):
             raise CheckpointError("the checkpoint cannot be read: bytes of it are not those that were written",
                                   got=f"{len(data)} bytes from {begin} on", who=str(path),
-                                  fix="look at the disk, and use an earlier iteration")
+                                  fix="check the disk, and use an earlier iteration")
 
 
 def _damaged(data: bytes) -> bool:
@@ -52,11 +52,11 @@ def digest(state: Mapping[str, object]) -> str:
     return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
 
 
-def check_state(kept: Mapping[str, object], path: Path) -> None:
+def check_state(saved: Mapping[str, object], path: Path) -> None:
     """
     Raises:
         CheckpointError: the state is not what was written. A file without a digest, as others write, is taken as it is.
     """
-    if "digest" in kept and kept["digest"] != digest(kept["state"]):
+    if "digest" in saved and saved["digest"] != digest(saved["state"]):
         raise CheckpointError("the run's own state cannot be read: it is not what was written", who=str(path),
-                              fix="look at the disk, and use an earlier iteration")
+                              fix="check the disk, and use an earlier iteration")

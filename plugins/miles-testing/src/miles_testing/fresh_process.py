@@ -22,14 +22,14 @@ from pathlib import Path
 from typing import IO, Any
 
 HEAVY = ("torch", "megatron", "transformers", "ray", "sglang")
-"""Packages that nobody wants to wait for who lists or plans."""
+"""Packages too slow to import for listing or planning."""
 
 SECONDS = 60.0
 """How long a job may take."""
 
 
 def ask(job: Callable[..., dict[str, Any]], *args: object) -> dict[str, Any]:
-    """What a job of this module gives in a fork of the bare process.
+    """What a job of this module gives in a fork of the fresh process.
 
     Raises:
         AssertionError: the job raised, died or took too long; shows its traceback.
@@ -45,7 +45,7 @@ def ask(job: Callable[..., dict[str, Any]], *args: object) -> dict[str, Any]:
 
 @functools.cache
 def _process() -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-c", "from miles_testing.bare import serve; serve()"]
+    command = [sys.executable, "-c", "from miles_testing.fresh_process import serve; serve()"]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)  # ends when its input does
     atexit.register(_end, process)
     return process
@@ -78,20 +78,20 @@ def imports(name: str, run_file: Path, argv: list[str]) -> dict[str, Any]:
     plan = prepare(run_file, argv)
     manifest = next(one.manifest for one in plan.selected if one.manifest.name == name)
     own = re.compile(re.escape(manifest.plugin.partition(":")[0].partition(".")[0]) + r"(\.|$)|miles_plugin_file_")
-    asked = any(all_specs()[offer.hook].role == "plan" for offer in manifest.offers)
-    planned, early = _heavy(), [] if asked else sorted(m for m in set(sys.modules) - before if own.match(m))
+    planning = any(all_specs()[offer.hook].role == "plan" for offer in manifest.offers)
+    planned, early = _heavy(), [] if planning else sorted(m for m in set(sys.modules) - before if own.match(m))
     begin, threads = time.process_time(), threading.active_count()
     kind = load.load(manifest)
     seconds = time.process_time() - begin
-    found = {"listed": listed, "planned": planned, "early": early, "loaded": _heavy(), "seconds": seconds,
+    seen = {"listed": listed, "planned": planned, "early": early, "loaded": _heavy(), "seconds": seconds,
              "threads": threading.active_count() - threads, "same": load.load(manifest) is kind, "again": None}
     for module in [m for m in sys.modules if own.match(m)]:
         del sys.modules[module]
     try:
         load.load(manifest)
     except Exception as error:  # noqa: BLE001 - told by whoever asked
-        found["again"] = str(error)
-    return found
+        seen["again"] = str(error)
+    return seen
 
 
 def binds(name: str, selected: bytes, config: bytes) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from miles_core.plugins.resolve import chosen
 from miles_core.reading import reading
 from miles_core.stages.models import Model
 from miles_megatron import cpu, gradients, optimizer, unread, value, weights
-from miles_megatron.given import check_architecture, given_for
+from miles_megatron.config_overrides import check_architecture, overrides_for
 from miles_megatron.layout import Layout
 from miles_megatron.model import ALWAYS_OFF, LOCAL_ONLY_OFF, build, transformer_config
 from miles_megatron.offload import Offload, host_copy, synchronise
@@ -28,7 +28,7 @@ from megatron.core.distributed import finalize_model_grads  # noqa: E402 - after
 from megatron.core.transformer import TransformerConfig  # noqa: E402
 
 
-class Resident:
+class ModelOnRank:
     """A model that is in memory, and its optimizer if it trains.
 
     Args:
@@ -41,7 +41,7 @@ class Resident:
         self.folder = _architecture(declared, config)
         self.spec, self.weight_map = architecture(self.folder, config, hooks)
         check_architecture(config.surface("megatron"), self.spec)
-        fields = given_for(TransformerConfig, config.surface("megatron"))
+        fields = overrides_for(TransformerConfig, config.surface("megatron"))
         if hooks.transformer_config is not None:
             fields = hooks.transformer_config(fields, self.folder, name)
         self.fields, self.layout = fields, layout
@@ -78,7 +78,7 @@ class Resident:
         )  # fmt: skip
 
     def without_effect(self, read: frozenset[str]) -> list[str]:
-        """Options of Megatron-core that somebody set and that change nothing, going by what was read of them."""
+        """Options of Megatron-core that the run sets and that change nothing, going by what was read of them."""
         stated = {*self.spec.constants, *ALWAYS_OFF, *LOCAL_ONLY_OFF}  # compared with the checkpoint, or warned of
         names = [name for name in unread.unread(self.config.surface("megatron"), read) if name not in stated]
         return [name for name in names if name not in self.fields or not unread.shapes(
@@ -134,9 +134,9 @@ class Resident:
                                  fix="the weights are unchanged and the last checkpoint is good; "
                                  "look at the step's samples, the learning rate and the precision")
         rate = self.optimizer.param_groups[0]["lr"]
-        found = gradients.MegatronGradients(self.name, self.optimizer, self.chunks, self.options.clip_grad,
+        clipped = gradients.MegatronGradients(self.name, self.optimizer, self.chunks, self.options.clip_grad,
                                              self.clip_groups)
-        norms = gradients.update(self.optimizer, found, self.clip, self.clipping)
+        norms = gradients.update(self.optimizer, clipped, self.clip, self.clipping)
         self.scheduler.step(1)
         return {**norms, "lr-pg_0": rate}
 
@@ -148,14 +148,14 @@ class Resident:
         end of the step; here nothing is divided at the end.
         """
         names = ("moe_aux_loss_coeff", "moe_z_loss_coeff")
-        given = {name: getattr(self.settings, name) for name in names if getattr(self.settings, name)}
-        for name, whole in given.items():
+        coefficients = {name: getattr(self.settings, name) for name in names if getattr(self.settings, name)}
+        for name, whole in coefficients.items():
             share = [one / tokens for one in whole] if isinstance(whole, list) else whole / tokens
             setattr(self.settings, name, share)
         try:
             yield
         finally:
-            for name, whole in given.items():
+            for name, whole in coefficients.items():
                 setattr(self.settings, name, whole)
 
     def settle(self) -> None:
@@ -232,12 +232,13 @@ def _architecture(declared: Model, config: RunConfig) -> Path:
 
 
 def _options(config: RunConfig, declared: Model) -> optimizer.OptimizerOptions:
-    given = dataclasses.replace(config.optimizer, **declared.optimizer)
+    optimizer_ = dataclasses.replace(config.optimizer, **declared.optimizer)
     rollouts = config.rollout.num_rollout or 1
     return optimizer.OptimizerOptions(
-        lr=given.lr, min_lr=given.min_lr, lr_decay_style=given.lr_decay_style, lr_warmup_iters=given.lr_warmup_iters,
-        lr_decay_iters=given.lr_decay_iters, train_iters=max(1, rollouts * config.rollout.num_steps_per_rollout),
-        optimizer=given.optimizer, weight_decay=given.weight_decay,
-        adam_beta1=given.adam_beta1, adam_beta2=given.adam_beta2,
-        adam_eps=given.adam_eps, clip_grad=given.clip_grad, megatron=config.surface("megatron"),
+        lr=optimizer_.lr, min_lr=optimizer_.min_lr, lr_decay_style=optimizer_.lr_decay_style,
+        lr_warmup_iters=optimizer_.lr_warmup_iters, lr_decay_iters=optimizer_.lr_decay_iters,
+        train_iters=max(1, rollouts * config.rollout.num_steps_per_rollout),
+        optimizer=optimizer_.optimizer, weight_decay=optimizer_.weight_decay,
+        adam_beta1=optimizer_.adam_beta1, adam_beta2=optimizer_.adam_beta2,
+        adam_eps=optimizer_.adam_eps, clip_grad=optimizer_.clip_grad, megatron=config.surface("megatron"),
     )  # fmt: skip

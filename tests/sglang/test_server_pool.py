@@ -38,7 +38,7 @@ def routers(config, monkeypatch):
     monkeypatch.setenv("PATH", f"{os.environ['PATH']}:{Path(launcher[0]).parent}")
 
 
-class Fleet:
+class Pool:
     """An engine of two servers behind smg, and a trainer that brings them weights."""
 
     def __init__(self, config, tokenizer, models, run_dir):
@@ -109,47 +109,47 @@ def test_two_servers_behind_smg_share_work_and_weights_and_may_die(config, token
         os.kill(min(victims, key=lambda process: process.create_time()).pid, signal.SIGKILL)
         return time.monotonic()
 
-    async def shared(fleet, version, name):
+    async def shared(pool, version, name):
         """A rollout in which both servers take part equally."""
-        earlier = fleet.served()
-        await fleet.answers(fleet.ask(24, 16), 16, version, name)
+        earlier = pool.served()
+        await pool.answers(pool.ask(24, 16), 16, version, name)
         await asyncio.sleep(0.2)
-        assert [now - then for now, then in zip(fleet.served(), earlier, strict=True)] == [12, 12]
+        assert [now - then for now, then in zip(pool.served(), earlier, strict=True)] == [12, 12]
 
     async def story():
-        async with Fleet(config, tokenizer, models, tmp_path).running() as fleet:
-            assert (await fleet.bring("ipc", 1, "new"))["tensors"]
-            await shared(fleet, 1, "new")
-            assert (await fleet.bring("broadcast", 2, "old"))["tensors"]
-            await shared(fleet, 2, "old")
+        async with Pool(config, tokenizer, models, tmp_path).running() as pool:
+            assert (await pool.bring("ipc", 1, "new"))["tensors"]
+            await shared(pool, 1, "new")
+            assert (await pool.bring("broadcast", 2, "old"))["tensors"]
+            await shared(pool, 2, "old")
 
-            calls = fleet.ask(16, 400)
+            calls = pool.ask(16, 400)
             await asyncio.sleep(1.0)
             assert not any(call.done() for call in calls)
             begin = kill("sglang_cpu")
-            await fleet.answers(calls, 400, 2, "old")
+            await pool.answers(calls, 400, 2, "old")
             figures["server: answered"] = round(time.monotonic() - begin, 1)
-            figures["server: detected"] = await fleet.since(begin, "engine_lost", 1)
+            figures["server: detected"] = await pool.since(begin, "engine_lost", 1)
             assert figures["server: detected"] < 5
-            restarted = await fleet.since(begin, "engine_restarted", 300)
+            restarted = await pool.since(begin, "engine_restarted", 300)
             assert figures["server: answered"] < restarted, "the other took over"
-            figures["server: in use again"] = await fleet.since(begin, "weights_brought", 60)
-            await shared(fleet, 2, "old")
+            figures["server: in use again"] = await pool.since(begin, "weights_brought", 60)
+            await shared(pool, 2, "old")
 
-            calls = fleet.ask(16, 400)
+            calls = pool.ask(16, 400)
             await asyncio.sleep(1.0)
             begin = kill("smg")
-            await fleet.answers(calls, 400, 2, "old")
+            await pool.answers(calls, 400, 2, "old")
             figures["router: answered"] = round(time.monotonic() - begin, 1)
-            figures["router: detected"] = await fleet.since(begin, "router_lost", 1)
-            figures["router: restarted"] = await fleet.since(begin, "router_restarted", 1)
+            figures["router: detected"] = await pool.since(begin, "router_lost", 1)
+            figures["router: restarted"] = await pool.since(begin, "router_restarted", 1)
             assert figures["router: detected"] < 5
 
-            await fleet.engine.pause()
+            await pool.engine.pause()
             begin = kill("smg")  # while the servers draw no token, which a router asks them for
-            await fleet.since(begin, "router_restarted", 30)
-            await fleet.bring("broadcast", 3, "new")
-            await shared(fleet, 3, "new")
+            await pool.since(begin, "router_restarted", 30)
+            await pool.bring("broadcast", 3, "new")
+            await shared(pool, 3, "new")
 
     asyncio.run(story())
     print(figures)

@@ -1,4 +1,4 @@
-"""Fleet: the servers of an engine and the router in front of them; who is in use, who is dead, who is started again."""
+"""The servers of an engine and the router in front of them: which are in use, dead, or being restarted."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from miles_core.waits import awake
 from miles_sglang.client import Client
 from miles_sglang.launch import Server, attach, compilers, end, exited, launch, log_of, together
 from miles_sglang.plugin import sglang_options
+from miles_sglang.request_scheduler import Endpoint
 from miles_sglang.router import Router
 from miles_sglang.server import ServerProcess
-from miles_sglang.traffic import Lane
 
 LOOK = 0.5
 """Seconds between looks at exit codes."""
@@ -27,10 +27,10 @@ HOST_TIMEOUT = 60.0
 
 
 async def _nothing() -> None:
-    """Nobody brings weights to restarted servers."""
+    """Restarted servers get no weights."""
 
 
-class Fleet:
+class ServerPool:
     """All servers of the run.
 
     Attributes:
@@ -85,12 +85,12 @@ class Fleet:
             await self.route()
 
     def usable(self, server: Server) -> bool:
-        """Its answers are from the weights that they should be from."""
+        """Whether a server is alive and serves the current weights."""
         trained = self.version > 0 or self._config.debug.debug_rollout_only
         return server.alive and server.version == self.version and trained
 
-    def lanes(self) -> list[tuple[Lane, int]]:
-        """Where requests may be sent now, and the most that may be in the air there."""
+    def endpoints(self) -> list[tuple[Endpoint, int]]:
+        """Where requests may be sent now, and the most that may be in flight there."""
         most = self._options.server_concurrency
         usable = [server for server in self.servers if self.usable(server)] if self.serving else []
         if self.router is None:
@@ -98,7 +98,7 @@ class Fleet:
         return [(self.router, most * len(usable))] if self.router.alive else []
 
     async def each(self, call: Callable[[Server], Coroutine], servers: Iterable[Server] | None = None) -> None:
-        """Tell servers something; one that does not obey is ended, and its watch starts it again."""
+        """Call servers concurrently; one whose call fails is ended, and its watch restarts it."""
         async def tell(server: Server) -> None:
             try:
                 await call(server)
@@ -110,14 +110,14 @@ class Fleet:
         await asyncio.gather(*(tell(server) for server in chosen if server.alive))
 
     async def abort(self, rids: Sequence[str] | None) -> None:
-        """End these requests, or all. Behind a router nobody knows which server has one, so all are told; a server that
+        """End these requests, or all. Behind a router it is unknown which server has one, so all are told; one that
         does not answer is left to its watch."""
         clients = [server.client for server in self.servers if server.alive]
         each = [None] if rids is None else rids
         await asyncio.gather(*(client.abort(rid) for client in clients for rid in each), return_exceptions=True)
 
     async def confirm(self, servers: Sequence[Server], version: int, *, flush: bool) -> None:
-        """See that servers have these weights, empty their caches, and take them into use.
+        """Verify that servers have these weights, flush their caches, and put them into use.
 
         One whose process has ended meanwhile holds nothing: its watch starts it again, and it is brought up to date.
 
@@ -131,7 +131,7 @@ class Fleet:
                 server.version = version
 
     async def route(self) -> None:
-        """Have the router know every server in use; they have to draw tokens, for it asks them for one.
+        """Register every server in use with the router, which probes each for one token.
 
         Raises:
             EngineError: the router lives and does not take one.
@@ -150,15 +150,15 @@ class Fleet:
         """After an answer from other weights: a server that has them is not used until it is brought up to date."""
         for server in filter(self.usable, self.servers):
             with suppress(MilesError):
-                said = (await server.client.model_info()).get("weight_version")
-                if self.usable(server) and str(said) != str(server.version):
-                    self.event("engine_stale", engine=server.name, says=said, expected=server.version)
+                reported = (await server.client.model_info()).get("weight_version")
+                if self.usable(server) and str(reported) != str(server.version):
+                    self.event("engine_stale", engine=server.name, says=reported, expected=server.version)
                     server.version = 0
                     if self.router is not None:
                         await self.router.remove(server.url)
 
     async def watch(self, server: Server) -> None:
-        """Look after a server for ever: revive it when it is dead, bring it weights when it has others.
+        """Watch a server forever: restart it when it dies, and update it when its weights are stale.
 
         Raises:
             EngineError: it cannot be revived.
@@ -174,7 +174,7 @@ class Fleet:
                         await self.recover()
 
     async def watch_router(self) -> None:
-        """Look after the router for ever.
+        """Watch the router forever.
 
         Raises:
             EngineError: it cannot be started again.
@@ -213,7 +213,7 @@ class Fleet:
                                        self._config.perf.rollout_num_gpus_per_engine))
 
     async def _ill(self, server: Server) -> str | None:
-        """Why a server counts as dead, None while it does not. Looks at exit codes; at times asks it, too."""
+        """Why a server counts as dead; None otherwise. Checks exit codes and, at intervals, queries the server."""
         if server.fault is not None:
             return server.fault
         if (why := await exited(server)) is not None:
@@ -278,7 +278,7 @@ class Fleet:
                                       fix=f"look at {log_of(self._config, server)}, or raise --max-engine-restarts")
             server.restarts += 1
             await launch(server, self._config)
-        while not server.alive:  # somebody else's: whoever waits for an answer has a bound of their own
+        while not server.alive:  # not started by us: whoever waits for an answer has a timeout of their own
             with suppress(EngineError):
                 await attach(server, self._config, self._options.health_check_timeout)
             await asyncio.sleep(LOOK)
@@ -289,8 +289,8 @@ class Fleet:
 
     async def _has(self, server: Server, version: int, flush: bool) -> bool:
         try:
-            said = (await server.client.model_info()).get("weight_version")
-            right = str(said) == str(version)
+            reported = (await server.client.model_info()).get("weight_version")
+            right = str(reported) == str(version)
             if right and flush:
                 await server.client.flush()
         except MilesError as error:
@@ -302,6 +302,6 @@ class Fleet:
             raise SyncError(f"version {version} is not in use: {error.what}", got=error.got, who=server.name,
                             fix=error.fix) from error
         if not right:
-            raise SyncError(f"the server does not have weights of version {version}", got=repr(said), who=server.name,
-                            fix="see what its log says about the update")
+            raise SyncError(f"the server does not have weights of version {version}", who=server.name,
+                            got=repr(reported), fix="see what its log says about the update")
         return True

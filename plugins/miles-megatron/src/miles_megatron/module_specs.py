@@ -31,7 +31,7 @@ LOCAL, TRANSFORMER_ENGINE = "local", "transformer_engine"
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class LayerModules:
     """The modules of a layer.
 
     Args:
@@ -56,7 +56,7 @@ def packed_attention(_config: TransformerConfig, attention: Attention, rope: Rop
                       params={"rope": rope, "window": attention.window, "softcap": attention.softcap})
 
 
-OURS = Parts(ColumnParallelLinear, RowParallelLinear, layers.Norm,
+OURS = LayerModules(ColumnParallelLinear, RowParallelLinear, layers.Norm,
              {"silu": layers.SwiGLU, "gelu_pytorch_tanh": layers.GeGLU}, packed_attention)
 
 
@@ -74,20 +74,22 @@ def implementation(wanted: str | None, bf16: bool) -> str:
     if wanted not in (None, LOCAL, TRANSFORMER_ENGINE):
         raise ConfigError("transformer_impl should be local or transformer_engine", got=wanted,
                           who="--transformer-impl", fix="write one of them, or leave it out")
-    missing = "a GPU" if cpu.no_cuda() else "the package transformer_engine" if cpu.no_transformer_engine() else None
+    missing = "the package transformer_engine" if cpu.no_transformer_engine() else None
+    if cpu.no_cuda():
+        missing = "a GPU"
     if missing is not None and wanted == TRANSFORMER_ENGINE:
         logger.warning("transformer_impl = transformer_engine needs %s: Megatron's local layers train instead", missing)
     default = TRANSFORMER_ENGINE if bf16 else LOCAL
     return LOCAL if missing is not None else wanted or default
 
 
-def parts_of(config: TransformerConfig) -> Parts:
+def modules_of(config: TransformerConfig) -> LayerModules:
     """The modules that a model's config names."""
     if config.transformer_impl == LOCAL:
         return OURS
     from miles_megatron import te
 
-    return te.parts()
+    return te.layer_modules()
 
 
 def fits(config: TransformerConfig, attention: Attention) -> bool:
@@ -102,7 +104,7 @@ def fits(config: TransformerConfig, attention: Attention) -> bool:
 
 
 def layer(config: TransformerConfig, spec: ModelSpec, sparse: bool, attention: Attention, rope: Rope,
-          parts: Parts) -> ModuleSpec:
+          modules: LayerModules) -> ModuleSpec:
     """A layer of one kind.
 
     Args:
@@ -114,31 +116,31 @@ def layer(config: TransformerConfig, spec: ModelSpec, sparse: bool, attention: A
         normalization=config.normalization,
     )  # fmt: skip
     inside = made.submodules
-    inside.input_layernorm = inside.pre_mlp_layernorm = parts.norm
+    inside.input_layernorm = inside.pre_mlp_layernorm = modules.norm
     if spec.post_norms:
-        params = {"config": config, "norm": parts.norm}
+        params = {"config": config, "norm": modules.norm}
         inside.self_attn_bda = inside.mlp_bda = ModuleSpec(module=layers.NormThenAdd, params=params)
     if attention.mixer is not None:
-        inside.self_attention = attention.mixer(config, attention, rope, parts)
+        inside.self_attention = attention.mixer(config, attention, rope, modules)
     else:
         inner = inside.self_attention.submodules
-        inner.linear_qkv, inner.linear_proj = parts.column, parts.row
-        inner.core_attention = parts.attention(config, attention, rope)
+        inner.linear_qkv, inner.linear_proj = modules.column, modules.row
+        inner.core_attention = modules.attention(config, attention, rope)
         if config.qk_layernorm:
-            inner.q_layernorm = inner.k_layernorm = parts.norm
+            inner.q_layernorm = inner.k_layernorm = modules.norm
         if spec.wide_qk_norm:
             inner.q_layernorm, inner.k_layernorm = (
                 ModuleSpec(module=WideNorm, params={"heads": heads})
                 for heads in (config.num_attention_heads, config.num_query_groups))
-    activation = parts.activations[spec.activation]
-    dense = MLPSubmodules(linear_fc1=parts.column, linear_fc2=parts.row, activation_func=activation)
+    activation = modules.activations[spec.activation]
+    dense = MLPSubmodules(linear_fc1=modules.column, linear_fc2=modules.row, activation_func=activation)
     if not sparse:
         inside.mlp.submodules = dense
         return made
     mixture = inside.mlp.submodules
     mixture.experts.submodules = mixture.shared_experts.submodules = dense
-    if config.moe_grouped_gemm and parts.grouped is not None:
-        together, fc1, fc2 = parts.grouped
+    if config.moe_grouped_gemm and modules.grouped is not None:
+        together, fc1, fc2 = modules.grouped
         grouped = MLPSubmodules(linear_fc1=fc1, linear_fc2=fc2, activation_func=activation)
         mixture.experts = ModuleSpec(module=together, submodules=grouped)
     return made

@@ -23,7 +23,7 @@ HOOKS = ("reward", "filter_group", "unfinished", "select_from_buffer", "shape_re
 """What is called, in loop order."""
 
 DRAWN = ("tokens", "rollout_log_probs", "versions")
-"""Columns that say what was drawn, which nobody may change."""
+"""Columns that hold what was drawn, which must not change."""
 
 
 def canned_samples(*, columns: Mapping[str, float] | None = None, metadata: Mapping[str, object] | None = None,
@@ -37,17 +37,17 @@ def canned_samples(*, columns: Mapping[str, float] | None = None, metadata: Mapp
     """
     rows = [(0, "1+3=", "4", [("\\boxed{4}", 1.0), ("It is \\boxed{5}.", 0.0), ("four", 0.25)]),
             (1, "2+5=", "7", [("\\boxed{7}", 1.0), ("7", 1.0), ("The answer is \\boxed{8}", 0.0)])]
-    found = []
+    samples = []
     for uid, text, label, answers in rows:
-        asked = ({"role": "user", "content": text},)
-        prompt = Prompt(uid, uid, text, tuple(text.encode()), label, dict(row or {}), asked)
+        messages = ({"role": "user", "content": text},)
+        prompt = Prompt(uid, uid, text, tuple(text.encode()), label, dict(row or {}), messages)
         for index, (answer, reward) in enumerate(answers):
             one = _sample(prompt, index, answer, reward)
             one.metadata.update(copy.deepcopy(dict(metadata or {})))
             one.columns |= {name: np.full(len(answer), value, np.float32) for name, value in (columns or {}).items()}
             one.rewards |= rewards or {}
-            found.append(one)
-    return found
+            samples.append(one)
+    return samples
 
 
 def _sample(prompt: Prompt, index: int, text: str, reward: float) -> Sample:
@@ -70,14 +70,14 @@ def empty(sample: Sample) -> Sample:
     return dataclasses.replace(sample, columns=columns, response_length=0, text="")
 
 
-def grouped(found: Sequence[Sample]) -> list[Group]:
+def grouped(flat: Sequence[Sample]) -> list[Group]:
     """Samples by prompt."""
-    prompts = {sample.prompt.uid: sample.prompt for sample in found}
-    return [Group(prompt, [s for s in found if s.prompt.uid == uid]) for uid, prompt in prompts.items()]
+    prompts = {sample.prompt.uid: sample.prompt for sample in flat}
+    return [Group(prompt, [s for s in flat if s.prompt.uid == uid]) for uid, prompt in prompts.items()]
 
 
 @dataclass(frozen=True)
-class Canned:
+class SampleInput:
     """One way to call a hook.
 
     Args:
@@ -102,42 +102,42 @@ class Inputs:
     response: Callable[[Sample], Any] | None = None
     folder: Path = field(default_factory=Path)
 
-    def of(self, hook: str) -> Iterator[Canned]:
+    def of(self, hook: str) -> Iterator[SampleInput]:
         """New inputs for every way in which a hook is called here."""
         for kind in ("typical", "one", "empty"):
-            found = self.make()
+            flat = self.make()
             if kind != "typical":
-                found = found[:1] if kind == "one" or hook in _EACH else []
+                flat = flat[:1] if kind == "one" or hook in _EACH else []
             if kind == "empty" and hook in _EACH:
                 if not _EACH[hook]:
                     continue
-                found = [empty(found[0])]
-            yield Canned(kind, tuple(self._arguments(hook, found)))
+                flat = [empty(flat[0])]
+            yield SampleInput(kind, tuple(self._arguments(hook, flat)))
 
-    def _arguments(self, hook: str, found: list[Sample]) -> list[object]:
-        groups = grouped(found)
+    def _arguments(self, hook: str, flat: list[Sample]) -> list[object]:
+        groups = grouped(flat)
         if hook == "reward":
-            return [found[0], found]
+            return [flat[0], flat]
         if hook in ("filter_group", "unfinished"):
             return [_called_back(groups[0]) if hook == "unfinished" else groups[0]]
         if hook in ("select_from_buffer", "shape_rewards"):
-            kept = [_called_back(group) for group in groups] if hook == "select_from_buffer" else groups
-            return [kept, 4] if hook == "select_from_buffer" else [kept]
+            handed = [_called_back(group) for group in groups] if hook == "select_from_buffer" else groups
+            return [handed, 4] if hook == "select_from_buffer" else [handed]
         if hook in ("generate_request", "generate_response"):
-            request = _request(found[0])
-            return [request, found[0].prompt] if hook == "generate_request" else [found[0], self._response(found[0])]
+            request = _request(flat[0])
+            return [request, flat[0].prompt] if hook == "generate_request" else [flat[0], self._response(flat[0])]
         if hook in ("advantage", "shape_advantages"):
             return [Batch(4, groups, 3)]
         if hook == "reduction":
-            return [found]
+            return [flat]
         if hook == "metrics":
-            return [4, {"rollout/raw_reward": 0.5} if found else {}, self.folder]
+            return [4, {"rollout/raw_reward": 0.5} if flat else {}, self.folder]
         if hook == "begin":
             plan = {"name": "canned", "digest": "0", "options": {"rollout.num_rollout": 5}}
             return [plan, "canned", None, self.folder]
         if hook == "samples":
-            return [4, None, found, self.folder]
-        inputs = loss_inputs(found)
+            return [4, None, flat, self.folder]
+        inputs = loss_inputs(flat)
         return [_weights(len(inputs.mask)), inputs] if hook == "token_weights" else [inputs]
 
     def _response(self, sample: Sample) -> object:
@@ -175,18 +175,18 @@ def _weights(rows: int) -> object:
     return TokenWeights(torch.ones(rows), torch.ones(rows, dtype=torch.bool), {})
 
 
-def loss_inputs(found: Sequence[Sample]) -> Any:
+def loss_inputs(flat: Sequence[Sample]) -> Any:
     """LossInputs of the response tokens of some samples, the first token of each masked."""
     import torch
 
     from miles_core.stages.loss import LossInputs
 
     def rows(name: str) -> torch.Tensor:
-        parts = [sample.columns[name] for sample in found]
+        parts = [sample.columns[name] for sample in flat]
         return torch.tensor(np.concatenate(parts) if parts else np.zeros(0), dtype=torch.float32)
 
-    sizes = torch.tensor([sample.response_length for sample in found], dtype=torch.int64)
-    sample = torch.repeat_interleave(torch.arange(len(found)), sizes)
+    sizes = torch.tensor([sample.response_length for sample in flat], dtype=torch.int64)
+    sample = torch.repeat_interleave(torch.arange(len(flat)), sizes)
     mask = rows("loss_mask")
     mask[(sizes.cumsum(0) - sizes)[sizes > 0]] = 0
     old = rows("log_probs")
@@ -194,15 +194,17 @@ def loss_inputs(found: Sequence[Sample]) -> Any:
         log_probs=(old + 0.1 * torch.sin(torch.arange(len(old)))).requires_grad_(), entropy=None, old_log_probs=old,
         rollout_log_probs=rows("rollout_log_probs"), ref_log_probs=rows("ref_log_probs"),
         advantages=rows("advantages"), mask=mask, sample=sample,
-        segment_sum=lambda values: values.new_zeros(len(found), *values.shape[1:]).index_add(0, sample, values),
+        segment_sum=lambda values: values.new_zeros(len(flat), *values.shape[1:]).index_add(0, sample, values),
         eps_clip=0.2, eps_clip_high=0.28, eps_clip_c=None, rows={"log_probs": old, "loss_mask": mask},
-        samples=tuple(found))
+        samples=tuple(flat))
 
 
 def callables(hooks: Hooks, hook: str) -> dict[str, Callable[..., Any]]:
     """Name -> what a role has bound for a hook; for hooks without names, one called like the hook."""
     bound = getattr(hooks, hook)
-    return bound if isinstance(bound, dict) else {hook: bound} if bound else {}
+    if isinstance(bound, dict):
+        return bound
+    return {hook: bound} if bound else {}
 
 
 def call(hook: str, bound: Callable[..., Any], arguments: Sequence[object]) -> object:
@@ -261,7 +263,7 @@ def _rows(hook: str, answer: Any, count: int) -> str | None:
     return wrong[0] if wrong else None
 
 
-def told(value: object) -> object:
+def frozen(value: object) -> object:
     """A value as plain, comparable data: equal for values that are equal bit for bit, however deep."""
     if isinstance(value, np.ndarray):
         return "array", str(value.dtype), value.shape, value.tobytes()
@@ -269,11 +271,11 @@ def told(value: object) -> object:
         plain = value.detach().cpu()
         return "tensor", str(plain.dtype), tuple(plain.shape), plain.double().numpy().tobytes()
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return type(value).__name__, tuple((f.name, told(getattr(value, f.name))) for f in dataclasses.fields(value))
+        return type(value).__name__, tuple((f.name, frozen(getattr(value, f.name))) for f in dataclasses.fields(value))
     if isinstance(value, Mapping):
-        return "mapping", tuple(sorted(((repr(key), told(item)) for key, item in value.items()), key=lambda x: x[0]))
+        return "mapping", tuple(sorted(((repr(key), frozen(item)) for key, item in value.items()), key=lambda x: x[0]))
     if isinstance(value, list | tuple):
-        return type(value).__name__, tuple(told(item) for item in value)
+        return type(value).__name__, tuple(frozen(item) for item in value)
     if isinstance(value, set | frozenset):
         return "set", tuple(sorted(map(repr, value)))
     if isinstance(value, str | bytes | int | float | bool | None | Enum | Path | np.generic):
@@ -290,9 +292,10 @@ def reached(value: object) -> list[Sample]:
     return [sample for item in value for sample in reached(item)] if isinstance(value, list | tuple) else []
 
 
-def drawn(found: Sequence[Sample]) -> list[object]:
+def drawn(flat: Sequence[Sample]) -> list[object]:
     """What was drawn and asked, of each sample."""
-    return [told((sample.prompt, sample.index, {name: sample.columns.get(name) for name in DRAWN})) for sample in found]
+    return [frozen((sample.prompt, sample.index, {name: sample.columns.get(name) for name in DRAWN}))
+            for sample in flat]
 
 
 class Planted(Exception):

@@ -94,7 +94,7 @@ class Bucket:
 
 
 @dataclass(slots=True)
-class Plan:
+class PackedLayout:
     """How packed rows become buckets and come back; made once per micro-batch and used by every layer.
 
     Args:
@@ -119,18 +119,18 @@ class Plan:
             self._tables[rope, dtype] = cos[:, None], sin[:, None]
         return self._tables[rope, dtype]
 
-    def to(self, device: torch.device) -> Plan:
-        """Plans are made on the CPU; there this copies nothing."""
+    def to(self, device: torch.device) -> PackedLayout:
+        """Layouts are made on the CPU; there this copies nothing."""
         tensors = (self.query_rows, self.query_back, self.key_rows, self.key_back)
         buckets = [replace(b, positions=b.positions.to(device)) for b in self.buckets]
-        return Plan(self.positions.to(device), buckets, *(t if t is None else t.to(device) for t in tensors))
+        return PackedLayout(self.positions.to(device), buckets, *(t if t is None else t.to(device) for t in tensors))
 
 
 @dataclass
 class PackedRows(PackedSeqParams):
     """Megatron's PackedSeqParams that remembers what the layers made of it."""
 
-    plan: Plan | None = field(default=None, repr=False, compare=False)
+    layout: PackedLayout | None = field(default=None, repr=False, compare=False)
     _on_device: PackedSeqParams | None = field(default=None, repr=False, compare=False)
 
     def on_device(self, device: torch.device, total: int, ranks: int = 1) -> PackedSeqParams:
@@ -173,19 +173,20 @@ def packed_rows(cu_seqlens) -> PackedRows:
     )  # fmt: skip
 
 
-def plan_of(params: PackedSeqParams, rows: torch.Tensor, group: dist.ProcessGroup) -> Plan:
-    """The plan of a micro-batch, which the first layer that asks makes and all others share.
+def packed_layout_of(params: PackedSeqParams, rows: torch.Tensor, group: dist.ProcessGroup) -> PackedLayout:
+    """The layout of a micro-batch, which the first layer that asks makes and all others share.
 
     Args:
-        rows: [T, ...] of this rank, on the device where the plan is wanted.
+        rows: [T, ...] of this rank, on the device where the layout is wanted.
         group: the context-parallel ranks.
     """
-    plan = getattr(params, "plan", None)
-    if plan is None:
+    layout = getattr(params, "layout", None)
+    if layout is None:
         cu = params.cu_seqlens_q_padded if params.cu_seqlens_q_padded is not None else params.cu_seqlens_q
-        plan = make_plan(cu.tolist(), rows.shape[0] * group.size(), group.rank(), group.size()).to(rows.device)
-        params.plan = plan
-    return plan
+        total = rows.shape[0] * group.size()
+        layout = make_packed_layout(cu.tolist(), total, group.rank(), group.size()).to(rows.device)
+        params.layout = layout
+    return layout
 
 
 def _padded(length: int) -> int:
@@ -194,12 +195,12 @@ def _padded(length: int) -> int:
     return -(-length // step) * step
 
 
-def make_plan(cu_seqlens: list[int], total: int, rank: int = 0, size: int = 1) -> Plan:
+def make_packed_layout(cu_seqlens: list[int], total: int, rank: int = 0, size: int = 1) -> PackedLayout:
     """Sort sequences into buckets.
 
     Args:
         cu_seqlens: boundaries over all ranks.
-        total: rows of all ranks; rows after the last boundary are one more sequence, which nobody looks at.
+        total: rows of all ranks; rows after the last boundary are one more sequence, which is ignored.
         rank, size: of the context-parallel group. With size > 1 a rank holds of each sequence the chunks r and
             2 size - 1 - r of 2 size (Megatron-core's layout), and a bucket holds sequences of one length.
     """
@@ -230,7 +231,7 @@ def make_plan(cu_seqlens: list[int], total: int, rank: int = 0, size: int = 1) -
         buckets.append(Bucket(len(members), mine, padded, size == 1))
     query = _there_and_back(torch.cat(query_rows), total // size)
     keys = _there_and_back(torch.cat(key_rows), total) if size > 1 else query
-    return Plan(positions, buckets, *query, *keys)
+    return PackedLayout(positions, buckets, *query, *keys)
 
 
 def _there_and_back(rows: torch.Tensor, total: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
