@@ -145,9 +145,10 @@ def generate_response(sample: Sample, response: Response) -> Sample:
 
 
 @hookspec("named", role="rollout", per="sample")
-def reward(sample: Sample, samples: Sequence[Sample]) -> float | list[float]:
+def reward(sample: Sample, samples: Sequence[Sample]) -> float | dict[str, float] | list:
     """3: a scorer, chosen by --rm-type. Takes `sample` and returns one number, or takes `samples`, a whole group, and
-    returns a list. Plain or async; plain ones run in a thread. It changes no column. (--custom-rm-path, --group-rm)"""
+    returns a list. Plain or async; plain ones run in a thread. It changes no column. In place of a number it may return
+    a dict: --reward-key names the reward, the rest are figures. (--custom-rm-path, --group-rm)"""
 
 
 @hookspec("named", role="rollout", per="sample")

@@ -40,6 +40,7 @@ def choices(config: RunConfig) -> list[tuple[str, str, str]]:
         ("engine", rollout.engine or "local", "rollout.engine"),
         ("generate", rollout.generate, "rollout.generate"),
         *(("reward", name, "rollout.rm_type") for name in rollout.rm_type),
+        *(("reward", name, "eval.datasets") for name in own_scorers(config) if name not in rollout.rm_type),
         ("combine_rewards", rollout.combine_rewards, "rollout.combine_rewards"),
         ("placement", perf.placement, "perf.placement"),
     ]
@@ -55,6 +56,11 @@ def choices(config: RunConfig) -> list[tuple[str, str, str]]:
             *((("model_spec", config.model.model_name, "model.model_name"),) if config.model.model_name else ()),
         ]
     return picked
+
+
+def own_scorers(config: RunConfig) -> list[str]:
+    """Those that eval datasets name."""
+    return sorted({str(dataset["rm_type"]) for dataset in config.eval.datasets if dataset.get("rm_type")})
 
 
 def chosen(config: RunConfig, hook: str) -> str:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
-from miles_core.types import Batch
+from miles_core.types import Batch, Sample
 
 
 def rollout_metrics(batch: Batch) -> dict[str, float]:
@@ -24,8 +26,15 @@ def rollout_metrics(batch: Batch) -> dict[str, float]:
         "rollout/staleness/mean": behind.mean() if len(behind) else 0, "rollout/staleness/max": max(behind, default=0),
         "rollout/off_policy_tokens": np.mean(behind > 0) if len(behind) else 0,
     }  # fmt: skip
-    for name in sorted({name for s in samples for name in s.metadata.get("figures", ())}):
-        found[f"rollout/{name}"] = np.mean([s.metadata["figures"][name] for s in samples
-                                            if name in s.metadata.get("figures", ())])
+    found |= {f"rollout/{name}": mean for name, mean in figures(samples).items()}
     found |= {f"rollout/reward/{name}": np.mean([s.rewards[name] for s in samples]) for name in samples[0].rewards}
     return {key: float(value) for key, value in found.items()}
+
+
+def figures(samples: Sequence[Sample]) -> dict[str, float]:
+    """The mean of each figure over the samples that have it."""
+    found: dict[str, list[float]] = {}
+    for sample in samples:
+        for name, value in sample.metadata.get("figures", {}).items():
+            found.setdefault(name, []).append(value)
+    return {name: float(np.mean(values)) for name, values in sorted(found.items())}
