@@ -32,17 +32,24 @@ class Rewards:
 
     def __init__(self, options: RewardsOptions, config: RunConfig):
         from miles_rewards.deepscaler import Comparison
-        from miles_rewards.ifbench import INSTALL, Checkers, installed
+        from miles_rewards.ifbench import Checkers
 
         for name in ("grading_timeout", "grading_processes"):
             if not getattr(options, name) > 0:
                 raise ConfigError(f"{name} should be positive", got=getattr(options, name), who=f"rewards.{name}")
-        asked = {"ifbench", "boxed_ifbench"} & set(config.rollout.rm_type)
-        if asked and not installed():
-            raise ConfigError("the checkers of IFBench are not installed", who="rollout.rm_type", fix=INSTALL)
         self._seed = config.rollout.rollout_seed
         self._comparison = Comparison(options.grading_timeout, options.grading_processes)
         self._checkers = Checkers(options.grading_timeout, options.grading_processes)
+
+    @hookimpl
+    def check(self, config: RunConfig, note: Callable[[str], None]) -> RunConfig:
+        """IFBench's checkers are here, where they are asked: without them the first rollout would be for nothing."""
+        from miles_rewards.ifbench import INSTALL, installed
+
+        scorers = {*config.rollout.rm_type, *(dataset.get("rm_type") for dataset in config.eval.datasets)}
+        if scorers & {"ifbench", "boxed_ifbench"} and not installed():
+            raise ConfigError("the checkers of IFBench are not installed", who="rollout.rm_type", fix=INSTALL)
+        return config
 
     @hookimpl("reward", name="deepscaler")
     def deepscaler(self, sample: Sample) -> float:
