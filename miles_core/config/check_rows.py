@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,7 +46,7 @@ class File:
     Args:
         key: the option that names it.
         keys: of the prompt and of the label, with the flags that say them.
-        rm_type: what scores the answers of an eval dataset, where it says so.
+        scorers: of its answers.
     """
 
     key: str
@@ -54,7 +54,7 @@ class File:
     input_key: str
     label_key: str | None
     eval: bool = False
-    rm_type: str | None = None
+    scorers: Sequence[str] = ()
 
 
 def check_rows(config: RunConfig, note: Callable[[str], None]) -> RunConfig:
@@ -92,10 +92,8 @@ def check_needs(config: RunConfig, name: str, key: str | None = None, *, generat
     """
     if config.debug.debug_train_only or config.rollout.prompt_source != "jsonl":
         return
-    for one in _files(config):
-        if one.eval if generates else name not in ([one.rm_type] if one.rm_type else config.rollout.rm_type):
-            continue
-        file = _File(config, one)
+    files = (file for file in _files(config) if (not file.eval if generates else name in file.scorers))
+    for file in (_File(config, file) for file in files):
         file.check()
         for number, row in file.rows:
             file.check_need(number, row, name, key, generates)
@@ -109,13 +107,14 @@ def present(config: RunConfig) -> bool:
 
 def _files(config: RunConfig) -> Iterator[File]:
     rollout, eval_ = config.rollout, config.eval
-    yield File("rollout.prompt_data", str(rollout.prompt_data), rollout.input_key, rollout.label_key)
+    yield File("rollout.prompt_data", str(rollout.prompt_data), rollout.input_key, rollout.label_key,
+               scorers=rollout.rm_type)
     pairs = eval_.eval_prompt_data
     named = [("eval.eval_prompt_data", {"path": path}) for path in (pairs if len(pairs) == 1 else pairs[1::2])]
     for key, dataset in [*named, *(("eval.datasets", one) for one in eval_.datasets)]:
         yield File(key, str(dataset["path"]), dataset.get("input_key") or eval_.eval_input_key or rollout.input_key,
                    dataset.get("label_key") or eval_.eval_label_key or rollout.label_key, eval=True,
-                   rm_type=dataset.get("rm_type"))
+                   scorers=[dataset["rm_type"]] if dataset.get("rm_type") else rollout.rm_type)
 
 
 class _File:

@@ -40,7 +40,8 @@ def choices(config: RunConfig) -> list[tuple[str, str, str]]:
         ("engine", rollout.engine or "local", "rollout.engine"),
         ("generate", rollout.generate, "rollout.generate"),
         *(("reward", name, "rollout.rm_type") for name in rollout.rm_type),
-        *(("reward", name, "eval.datasets") for name in own_scorers(config) if name not in rollout.rm_type),
+        *(("reward", name, "eval.datasets") for name in sorted(
+            {str(one["rm_type"]) for one in config.eval.datasets if one.get("rm_type")} - {*rollout.rm_type})),
         ("combine_rewards", rollout.combine_rewards, "rollout.combine_rewards"),
         ("placement", perf.placement, "perf.placement"),
     ]
@@ -56,11 +57,6 @@ def choices(config: RunConfig) -> list[tuple[str, str, str]]:
             *((("model_spec", config.model.model_name, "model.model_name"),) if config.model.model_name else ()),
         ]
     return picked
-
-
-def own_scorers(config: RunConfig) -> list[str]:
-    """Those that eval datasets name."""
-    return sorted({str(dataset["rm_type"]) for dataset in config.eval.datasets if dataset.get("rm_type")})
 
 
 def chosen(config: RunConfig, hook: str) -> str:

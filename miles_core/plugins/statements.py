@@ -22,7 +22,7 @@ from miles_core.config.hf_files import check_other, check_whole
 from miles_core.config.load import who
 from miles_core.config.tables import RunConfig
 from miles_core.errors import ConfigError
-from miles_core.plugins.resolve import choices, own_scorers
+from miles_core.plugins.resolve import choices
 from miles_core.plugins.scan import BUILT_IN, KNOWN
 from miles_core.plugins.select import Selected
 
@@ -58,13 +58,13 @@ def _scored(selected: Sequence[Selected], config: RunConfig) -> None:
             rollout.num_rollout != 0 and present(config) and not others):
         raise ConfigError("nobody scores the answers", who=who(config, "rollout.rm_type"),
                           fix="name a scorer with --rm-type: math compares with the row's --label-key")
-    scorers = [*rollout.rm_type, *own_scorers(config)]
+    scorers = [name for hook, name, _ in choices(config) if hook == "reward"]
     chosen = {"labels": scorers, "rows": scorers, "answers": [rollout.generate]}
     for one, kind, name, rest in _words(selected, *chosen):
         if name not in chosen[kind]:
             continue
-        if (kind, rollout.label_key, rollout.prompt_source) == ("labels", None, "jsonl") and (
-                name in rollout.rm_type and present(config)):
+        unread = rollout.label_key is None and rollout.prompt_source == "jsonl" and name in rollout.rm_type
+        if kind == "labels" and unread and present(config):
             raise ConfigError(f"the scorer {name!r} compares with labels, and none are read",
                               who=who(config, "rollout.rm_type", "rollout.label_key"),
                               fix="name the rows' key of the ground truth with --label-key")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from miles_core.types import Batch, Sample
@@ -31,10 +29,7 @@ def rollout_metrics(batch: Batch) -> dict[str, float]:
     return {key: float(value) for key, value in found.items()}
 
 
-def figures(samples: Sequence[Sample]) -> dict[str, float]:
+def figures(samples: list[Sample]) -> dict[str, float]:
     """The mean of each figure over the samples that have it."""
-    found: dict[str, list[float]] = {}
-    for sample in samples:
-        for name, value in sample.metadata.get("figures", {}).items():
-            found.setdefault(name, []).append(value)
-    return {name: float(np.mean(values)) for name, values in sorted(found.items())}
+    given = [sample.metadata.get("figures", {}) for sample in samples]
+    return {name: float(np.mean([one[name] for one in given if name in one])) for name in sorted(set().union(*given))}

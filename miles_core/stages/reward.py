@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
-import math
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
 from typing import Any
@@ -25,11 +24,11 @@ class Scoring:
 
     Args:
         scorers: name -> implementation, which takes `sample` and returns a number, or takes `samples`, a whole group,
-            and returns a list; plain or async. A number may be a dict, of which `key` names the number.
+            and returns a list; plain or async.
         weights: name -> weight.
         combine: (sample, weights) -> reward.
         timeout: seconds that one scorer may take for one group.
-        key: where a scorer gives a dict, the reward among its numbers; the others are figures of the sample.
+        key: of a dict, which a scorer may give for a number, the reward; its other numbers are figures of the sample.
     """
 
     def __init__(self, scorers: Mapping[str, Callable[..., Any]], weights: Mapping[str, float],
@@ -57,15 +56,15 @@ class Scoring:
         return group
 
     def _picked(self, name: str, sample: Sample, value: object) -> object:
-        """What of a scorer's answer is the reward; the other numbers of a dict become figures of the sample."""
+        """A number, or of a dict the one that is the reward; its others become figures of the sample."""
         if not isinstance(value, Mapping):
             return value
         if self._key not in value:
             raise RewardError(f"scorer {name!r} gave {sample.name} a dict without {self._key!r}",
                               got=", ".join(map(str, value)) or "an empty one", fix="name its reward with --reward-key")
-        sample.metadata["figures"] = {**sample.metadata.get("figures", {}), **{
+        sample.metadata["figures"] = sample.metadata.get("figures", {}) | {
             f"reward/{name}/{key}": float(one) for key, one in value.items()
-            if key != self._key and isinstance(one, Real) and math.isfinite(one)}}
+            if key != self._key and isinstance(one, Real) and abs(one) <= LARGEST_REWARD}
         return value[self._key]
 
     async def _ask(self, name: str, scorer: Callable[..., Any], samples: Sequence[Sample]) -> list[object]:

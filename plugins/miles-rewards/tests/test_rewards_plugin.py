@@ -1,5 +1,6 @@
 """The scorers as the core calls them: rows that do not fit, hostile answers, dicts, draws, and IFBench's process."""
 
+import asyncio
 import subprocess
 import sys
 import time
@@ -10,9 +11,11 @@ from miles_rewards.deepscaler import Comparison
 from miles_rewards.ifbench import installed, question
 from miles_rewards.plugin import Rewards, RewardsOptions
 
-from miles_core.config.tables import RunConfig
+from miles_core.config.tables import Eval, Rollout, RunConfig
 from miles_core.errors import ConfigError, RewardError
-from miles_core.types import Prompt, Sample
+from miles_core.stages.metrics import figures
+from miles_core.stages.reward import Scoring, weighted_sum
+from miles_core.types import Group, Prompt, Sample
 
 
 @pytest.fixture
@@ -157,8 +160,6 @@ def test_a_process_asks_the_checkers(scorers, tmp_path, monkeypatch):
 @pytest.mark.parametrize("config", [{"rollout": {"rm_type": ["ifbench"]}},
                                     {"eval": {"datasets": [{"name": "a", "path": "a", "rm_type": "ifbench"}]}}])
 def test_without_the_checkers_the_plan_says_what_installs_them(scorers, config):
-    from miles_core.config.tables import Eval, Rollout
-
     tables = {"rollout": Rollout, "eval": Eval}
     run = RunConfig(**{name: tables[name](**given) for name, given in config.items()})
     with pytest.raises(ConfigError, match=r"pip install 'miles-rewards\[ifbench\]'"):
@@ -178,3 +179,16 @@ def test_the_plugin_module_imports_nothing_heavy():
         "assert not {'torch', 'sympy', 'pylatexenc', 'ifbench', 'nltk'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_a_group_of_hostile_answers_has_scores_within_its_time():
+    """The core gives a whole group rm_timeout, and ends the run when that is over."""
+    run = RunConfig(rollout=Rollout(n_samples_per_prompt=3, rm_timeout=3.0))
+    plugin = Rewards(RewardsOptions(grading_timeout=60.0, grading_processes=1), run)
+    prompt = Prompt(7, 5, "", (1,), "x/2")
+    group = Group(prompt, [Sample(prompt, index, text=r"</think>\boxed{9**9**9**9}") for index in range(3)])
+    scoring = Scoring({"deepscaler": plugin.deepscaler}, {"deepscaler": 1.0}, weighted_sum, 120.0)  # for a busy machine
+    rewards = [one.reward for one in asyncio.run(scoring(group)).samples]
+    plugin.finish()
+    assert rewards == [0.0] * 3
+    assert figures(group.samples) == {"deepscaler_ungraded": 1.0}

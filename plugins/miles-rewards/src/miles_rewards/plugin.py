@@ -20,7 +20,9 @@ T = TypeVar("T")
 class RewardsOptions:
     """What the graders in processes of their own may take."""
 
-    grading_timeout: float = option(3.0, "CPU seconds for one answer; what needs more scores 0 and is counted.")
+    grading_timeout: float = option(
+        3.0, "CPU seconds for one answer, of all to a prompt half of rm_timeout; what needs more scores 0."
+    )
     grading_processes: int = option(2, "Most processes that compare by SymPy, and most that check instructions.")
 
 
@@ -38,8 +40,10 @@ class Rewards:
             if not getattr(options, name) > 0:
                 raise ConfigError(f"{name} should be positive", got=getattr(options, name), who=f"rewards.{name}")
         self._seed = config.rollout.rollout_seed
-        self._comparison = Comparison(options.grading_timeout, options.grading_processes)
-        self._checkers = Checkers(options.grading_timeout, options.grading_processes)
+        group = max(config.rollout.n_samples_per_prompt, config.eval.n_samples_per_eval_prompt)
+        seconds = min(options.grading_timeout, config.rollout.rm_timeout / 2 / group)  # a whole group has rm_timeout
+        self._comparison = Comparison(seconds, options.grading_processes)
+        self._checkers = Checkers(seconds, options.grading_processes)
 
     @hookimpl
     def check(self, config: RunConfig, note: Callable[[str], None]) -> RunConfig:
