@@ -64,7 +64,7 @@ class Scoring:
                               got=", ".join(map(str, value)) or "an empty one", fix="name its reward with --reward-key")
         sample.metadata["figures"] = sample.metadata.get("figures", {}) | {
             f"reward/{name}/{key}": float(one) for key, one in value.items()
-            if key != self._key and isinstance(one, Real) and abs(one) <= LARGEST_REWARD}
+            if key != self._key and isinstance(one, Real) and one <= LARGEST_REWARD and not one < -LARGEST_REWARD}
         return value[self._key]
 
     async def _ask(self, name: str, scorer: Callable[..., Any], samples: Sequence[Sample]) -> list[object]:
