@@ -132,7 +132,7 @@ INSTRUCTION_DICT = {name: Checker for name in ("count:numbers", "about", "hangs"
 
 @pytest.mark.skipif(installed(), reason="the real checkers are here: test_parity.py asks them")
 def test_a_process_asks_the_checkers(scorers, tmp_path, monkeypatch):
-    """A package of IFBench's form in place of the real one, which no index of every machine has."""
+    """A package of IFBench's form in place of the real one, which not every package index has."""
     (tmp_path / "ifbench").mkdir()
     (tmp_path / "ifbench" / "__init__.py").touch()
     (tmp_path / "ifbench" / "instructions_registry.py").write_text(CHECKERS)
