@@ -110,16 +110,14 @@ async def _assembled(parts: Parts, journal: Journal, placement: Placement, train
         last = min(last, first + config.debug.debug_exit_after_rollout)
     buffer = Replay(config.debug.load_debug_rollout_data, first) if only_train else _buffer(
         config, max(last - first, 0), keeps=parts.rollout.unfinished is not None)
-    combine = parts.rollout.combine_rewards[rollout.combine_rewards]
-    scorers = {name: parts.rollout.reward[name] for name in rollout.rm_type}
-    scoring = Scoring(scorers, dict(zip(rollout.rm_type, rollout.rm_weights, strict=True)), combine, rollout.rm_timeout)
+    scoring = _scoring(parts, rollout.reward_key)
     sync = Unsynced() if only_rollout or only_train else parts.driver.weight_sync[config.perf.weight_sync](config)
     run = Run(
         config=config, first=first, last=last, steps=0 if only_rollout else rollout.num_steps_per_rollout,
         prompts=prompts, generate=_from_slots(parts, engine),
         scoring=scoring, chain=parts.rollout.filter_group, shape=parts.rollout.shape_rewards, buffer=buffer,
         engine=engine, trainer=trainer, weight_sync=sync, placement=placement,
-        evaluation=Evaluation([] if only_train else _datasets(parts, engine), scoring, config.eval.eval_interval,
+        evaluation=Evaluation([] if only_train else _datasets(parts, engine), config.eval.eval_interval,
                               config.eval.skip_eval_before_train),
         journal=journal, state=lambda: state.collect((parts.driver, parts.rollout)),
         took=lambda: parts.driver.took() | parts.rollout.took(),
@@ -245,6 +243,14 @@ def _generator(parts: Parts, engine: Engine | None, params: SamplingParams, stre
     return generate
 
 
+def _scoring(parts: Parts, key: str, own: str | None = None) -> Scoring:
+    """The run's scorers; of an eval dataset that names one the sole scorer."""
+    rollout, hooks = parts.config.rollout, parts.rollout
+    weights = {own: 1.0} if own else dict(zip(rollout.rm_type, rollout.rm_weights, strict=True))
+    return Scoring({name: hooks.reward[name] for name in weights}, weights,
+                   hooks.combine_rewards[rollout.combine_rewards], rollout.rm_timeout, key)
+
+
 def _datasets(parts: Parts, engine: Engine | None) -> list[Dataset]:
     config = parts.config
     pairs = config.eval.eval_prompt_data
@@ -263,7 +269,9 @@ def _datasets(parts: Parts, engine: Engine | None) -> list[Dataset]:
         )  # fmt: skip
         samples = dataset.get("n_samples") or config.eval.n_samples_per_eval_prompt
         generate = _generator(parts, engine, sampling(config, dataset), stream, samples)
-        found.append(Dataset(dataset["name"], JsonlPrompts(rows, parts.tokenizer), generate, samples))
+        key = config.eval.eval_reward_key or config.rollout.reward_key
+        found.append(Dataset(dataset["name"], JsonlPrompts(rows, parts.tokenizer), generate, samples,
+                             _scoring(parts, key, dataset.get("rm_type"))))
     return found
 
 

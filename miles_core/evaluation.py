@@ -15,6 +15,7 @@ import numpy as np
 
 from miles_core.errors import RolloutError
 from miles_core.stages.filter import unfinished
+from miles_core.stages.metrics import figures
 from miles_core.stages.prompts import JsonlPrompts
 from miles_core.stages.reward import Scoring
 from miles_core.stages.rollout import Engine
@@ -23,12 +24,13 @@ from miles_core.types import Group, Prompt, Sample
 
 @dataclass(frozen=True, slots=True)
 class Dataset:
-    """One eval dataset: its prompts, and prompt -> group with its own sampling parameters."""
+    """One eval dataset: its prompts, prompt -> group with its own sampling parameters, and what scores its answers."""
 
     name: str
     prompts: JsonlPrompts
     generate: Callable[[Prompt], Awaitable[Group]]
     samples: int
+    scoring: Scoring
 
 
 @dataclass(slots=True)
@@ -41,7 +43,6 @@ class Evaluation:
     """
 
     datasets: Sequence[Dataset]
-    scoring: Scoring
     interval: int | None
     skip_first: bool = False
 
@@ -76,7 +77,7 @@ class Evaluation:
     async def _group(self, dataset: Dataset, uid: int) -> Group:
         """Scored, unless it was not finished: a failure is no answer that scores 0."""
         group = await dataset.generate(dataset.prompts[uid])
-        return group if unfinished(group) else await self.scoring(group)
+        return group if unfinished(group) else await dataset.scoring(group)
 
 
 def told(group: Group) -> str | None:
@@ -96,6 +97,7 @@ def metrics_of(name: str, groups: Sequence[Group]) -> dict[str, float]:
     }
     for scorer in samples[0].rewards:
         found[f"eval/{name}/reward/{scorer}"] = np.mean([sample.rewards[scorer] for sample in samples])
+    found |= {f"eval/{name}/{figure}": mean for figure, mean in figures(samples).items()}
     count, k = len(groups[0].samples), 1
     while count > 1 and k <= count:
         found[f"eval/{name}-pass@{k}"] = np.mean([pass_at_k(group, k) for group in groups])

@@ -146,9 +146,9 @@ def generate_response(sample: Sample, response: Response) -> Sample:
 
 
 @hookspec("named", role="rollout", per="sample")
-def reward(sample: Sample, samples: Sequence[Sample]) -> float | list[float]:
-    """3: a scorer, chosen by --rm-type. Takes `sample` and returns one number, or takes `samples`, a whole group, and
-    returns a list. Plain or async; plain ones run in a thread. It changes no column. (--custom-rm-path, --group-rm)"""
+def reward(sample: Sample, samples: Sequence[Sample]) -> float | dict[str, float] | list[float | dict[str, float]]:
+    """3: a scorer, chosen by --rm-type: of `sample`, or of `samples`, a whole group. Returns a number each, or a dict
+    whose number --reward-key names. Plain ones run in a thread. It changes no column. (--custom-rm-path, --group-rm)"""
 
 
 @hookspec("named", role="rollout", per="sample")

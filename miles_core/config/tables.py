@@ -112,6 +112,7 @@ class Rollout:
     rm_type: list[str] = option([], "Scorers by name; several may stand side by side.")
     rm_weights: list[float] = option([], "One weight per scorer; default: 1 each.")
     combine_rewards: str = option("weighted-sum", "How the scores of a sample become its reward.")
+    reward_key: str = option("score", "Which number is the reward where a scorer gives a dict; others are metrics.")
     rm_timeout: float = option(60.0, "Seconds that scoring one group may take.")
 
 
@@ -135,6 +136,7 @@ class Eval:
     eval_top_k: int | None = option(None, "Top-k sampling.")
     eval_max_response_len: int | None = option(None, "Most response tokens.", within=(1,))
     eval_max_prompt_len: int | None = option(None, "Leave out longer prompts.")
+    eval_reward_key: str | None = option(None, "The same for evaluation.")
     eval_min_new_tokens: int | None = option(None, "Stop tokens are not drawn before this many tokens.")
 
 

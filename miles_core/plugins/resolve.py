@@ -40,6 +40,8 @@ def choices(config: RunConfig) -> list[tuple[str, str, str]]:
         ("engine", rollout.engine or "local", "rollout.engine"),
         ("generate", rollout.generate, "rollout.generate"),
         *(("reward", name, "rollout.rm_type") for name in rollout.rm_type),
+        *(("reward", name, "eval.datasets") for name in sorted(
+            {str(one["rm_type"]) for one in config.eval.datasets if one.get("rm_type")} - {*rollout.rm_type})),
         ("combine_rewards", rollout.combine_rewards, "rollout.combine_rewards"),
         ("placement", perf.placement, "perf.placement"),
     ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from miles_core.types import Batch
+from miles_core.types import Batch, Sample
 
 
 def rollout_metrics(batch: Batch) -> dict[str, float]:
@@ -24,8 +24,12 @@ def rollout_metrics(batch: Batch) -> dict[str, float]:
         "rollout/staleness/mean": behind.mean() if len(behind) else 0, "rollout/staleness/max": max(behind, default=0),
         "rollout/off_policy_tokens": np.mean(behind > 0) if len(behind) else 0,
     }  # fmt: skip
-    for name in sorted({name for s in samples for name in s.metadata.get("figures", ())}):
-        found[f"rollout/{name}"] = np.mean([s.metadata["figures"][name] for s in samples
-                                            if name in s.metadata.get("figures", ())])
+    found |= {f"rollout/{name}": mean for name, mean in figures(samples).items()}
     found |= {f"rollout/reward/{name}": np.mean([s.rewards[name] for s in samples]) for name in samples[0].rewards}
     return {key: float(value) for key, value in found.items()}
+
+
+def figures(samples: list[Sample]) -> dict[str, float]:
+    """The mean of each figure over the samples that have it."""
+    given = [sample.metadata.get("figures", {}) for sample in samples]
+    return {name: float(np.mean([one[name] for one in given if name in one])) for name in sorted(set().union(*given))}

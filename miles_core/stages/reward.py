@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Real
 from typing import Any
 
 from miles_core.columns import read_only
@@ -27,11 +28,13 @@ class Scoring:
         weights: name -> weight.
         combine: (sample, weights) -> reward.
         timeout: seconds that one scorer may take for one group.
+        key: of a dict, which a scorer may give for a number, the reward; its other numbers are figures of the sample.
     """
 
     def __init__(self, scorers: Mapping[str, Callable[..., Any]], weights: Mapping[str, float],
-                 combine: Callable[..., Any], timeout: float):
+                 combine: Callable[..., Any], timeout: float, key: str = "score"):
         self._scorers, self._weights, self._combine, self._timeout = dict(scorers), dict(weights), combine, timeout
+        self._key = key
 
     async def __call__(self, group: Group) -> Group:
         """Score every sample of a group.
@@ -42,7 +45,7 @@ class Scoring:
         """
         for name, scorer in self._scorers.items():
             for sample, value in zip(group.samples, await self._ask(name, scorer, group.samples), strict=True):
-                sample.rewards[name] = _number(name, sample, value)
+                sample.rewards[name] = _number(name, sample, self._picked(name, sample, value))
         with read_only(group.samples, getattr(self._combine, "who", "combine_rewards")):
             for sample in group.samples if self._scorers else ():
                 sample.reward = _number("combine_rewards", sample, self._combine(sample, self._weights))
@@ -51,6 +54,18 @@ class Scoring:
                 raise RewardError(f"nobody scored {sample.name}",
                                   fix="name a scorer with --rm-type, or let the generator set sample.reward")
         return group
+
+    def _picked(self, name: str, sample: Sample, value: object) -> object:
+        """A number, or of a dict the one that is the reward; its others become figures of the sample."""
+        if not isinstance(value, Mapping):
+            return value
+        if self._key not in value:
+            raise RewardError(f"scorer {name!r} gave {sample.name} a dict without {self._key!r}",
+                              got=", ".join(map(str, value)) or "an empty one", fix="name its reward with --reward-key")
+        sample.metadata["figures"] = sample.metadata.get("figures", {}) | {
+            f"reward/{name}/{key}": float(one) for key, one in value.items()
+            if key != self._key and isinstance(one, Real) and one <= LARGEST_REWARD and not one < -LARGEST_REWARD}
+        return value[self._key]
 
     async def _ask(self, name: str, scorer: Callable[..., Any], samples: Sequence[Sample]) -> list[object]:
         whole = "samples" in inspect.signature(scorer).parameters

@@ -24,6 +24,7 @@ name = "greedy"
 path = "{tiny}/eval.jsonl@[0:4]"
 temperature = 0.0
 n_samples = 2
+rm_type = "dapo"
 
 [perf]"""
 
@@ -52,6 +53,8 @@ def test_both_ends_by_interval_each_dataset_its_own_way_and_repeatable(run_file,
     short, greedy = ([metrics for _, metrics in found if f"eval/{name}" in metrics] for name in ("short", "greedy"))
     assert all("eval/short-pass@4" in one and one["eval/short/response_len/max"] <= 3 for one in short)
     assert all("eval/greedy-pass@2" in one and "eval/greedy-pass@4" not in one for one in greedy)
+    assert all({"eval/greedy/reward/dapo", "eval/greedy/reward/dapo/acc"} <= {*one} for one in greedy), "a scorer's own"
+    assert not any("dapo" in name for one in short for name in one)
     assert all(one == short[0] for one in short) and all(one == greedy[0] for one in greedy)
 
     for name, count in (("short", 8 * 4), ("greedy", 4 * 2)):

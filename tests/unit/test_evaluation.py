@@ -47,14 +47,14 @@ def test_one_answer_per_prompt_has_no_pass_at_k():
     (2, False, ["before", 2, 4, 5]), (5, False, ["before", 5]), (1, True, [1, 2, 3, 4, 5]), (None, False, []),
 ])  # fmt: skip
 def test_due_at_both_ends_and_by_interval(interval, skip, expected):
-    evaluation = Evaluation([object()], None, interval, skip)
+    evaluation = Evaluation([object()], interval, skip)
     found = ["before"] * evaluation.due(0, 5, before=True)
     found += [n for n in range(1, 6) if evaluation.due(n, 5, before=False)]
     assert found == expected
 
 
 def test_without_a_dataset_nothing_is_due():
-    assert not Evaluation([], None, 1).due(0, 5, before=True)
+    assert not Evaluation([], 1).due(0, 5, before=True)
 
 
 def test_every_prompt_of_every_dataset_is_generated_and_scored_once():
@@ -64,9 +64,12 @@ def test_every_prompt_of_every_dataset_is_generated_and_scored_once():
         seen.append((prompt.stream, prompt.uid))
         return toy_group(prompt, 1)
 
-    datasets = [Dataset(name, [Prompt(i, i, "", (1,), stream=name) for i in range(3)], generate, 2) for name in "ab"]
-    scoring = Scoring({"one": lambda sample: 1.0}, {"one": 1.0}, weighted_sum, 5.0)
-    found = asyncio.run(Evaluation(datasets, scoring, 1)(None))
+    scorings = {name: Scoring({"one": lambda sample, one=one: one}, {"one": 1.0}, weighted_sum, 5.0)
+                for name, one in (("a", 1.0), ("b", {"score": 0.5, "acc": True}))}
+    datasets = [Dataset(name, [Prompt(i, i, "", (1,), stream=name) for i in range(3)], generate, 2, scorings[name])
+                for name in "ab"]
+    found = asyncio.run(Evaluation(datasets, 1)(None))
     assert sorted(seen) == [(name, uid) for name in "ab" for uid in range(3)]
     figures = [(name, metrics[f"eval/{name}"], len(samples)) for name, metrics, samples in found]
-    assert figures == [("a", 1.0, 6), ("b", 1.0, 6)]
+    assert figures == [("a", 1.0, 6), ("b", 0.5, 6)]
+    assert found[1][1]["eval/b/reward/one/acc"] == 1.0

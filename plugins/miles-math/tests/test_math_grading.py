@@ -8,8 +8,9 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from miles_math.answer import boxed_answer
-from miles_math.grading import Grader, Ungradable, obvious
+from miles_math.grading import Grader, obvious
 from miles_math.grading_process import equal
+from miles_math.processes import Ungradable
 
 from miles_core.errors import RewardError
 
@@ -171,10 +172,10 @@ def test_many_threads(grader):
 
 def test_a_process_that_ended_while_idle_is_replaced(lone):
     assert lone.grade(r"\boxed{x+1}", "1+x")
-    process = lone._idle.get()
+    process = lone._processes._idle.get()
     process._popen.terminate()
     process._popen.wait()
-    lone._idle.put(process)
+    lone._processes._idle.put(process)
     assert lone.grade(r"\boxed{x+1}", "1+x")
 
 
@@ -185,7 +186,7 @@ def test_a_label_that_is_no_expression_is_an_error(grader):
 
 def test_close_ends_the_processes(lone):
     lone.grade(r"\boxed{x+1}", "1+x")
-    process = lone._idle.get()
-    lone._idle.put(process)
+    process = lone._processes._idle.get()
+    lone._processes._idle.put(process)
     lone.close()
     assert not process.alive()

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from miles_core.config.tables import RunConfig
-from miles_core.errors import ConfigError
+from miles_core.errors import ConfigError, DataError
 from miles_core.plugins import bind
 
 
@@ -52,3 +52,23 @@ def test_plugins_refuse_when_they_are_made(plan, flags):
     with pytest.raises(ConfigError) as caught:
         bind.bind(made.selected, made.config, "driver")
     assert caught.value.who and caught.value.fix
+
+
+def test_an_eval_dataset_may_have_a_scorer_of_its_own(plan, tmp_path):
+    """It enables its plugin, and only its own rows need what it compares with."""
+    train, held_out = tmp_path / "train.jsonl", tmp_path / "choices.jsonl"
+    train.write_text(json.dumps({"input": "1+1=", "label": "2"}) + "\n")
+    held_out.write_text("".join(json.dumps({"input": "A or B?", "label": label}) + "\n" for label in ("", "B")))
+    table = f'[eval]\neval_interval = 1\n[[eval.datasets]]\nname = "a"\npath = "{held_out}"\n'
+
+    def planned(own):
+        return plan("--prompt-data", train, "--label-key", "label", "--n-samples-per-prompt", 4,
+                    **{"[optimizer]": f"{table}{own}\n[optimizer]"})
+
+    with pytest.raises(DataError, match="'math' needs the answer of every row"):
+        planned("")
+    with pytest.raises(DataError, match="'f1' needs the answer of every row"):
+        planned('rm_type = "f1"')
+    made = planned('rm_type = "gpqa"')
+    assert "rewards" in {one.manifest.name for one in made.selected}
+    assert ("reward", "gpqa") in {(choice.hook, choice.name) for choice in made.choices}

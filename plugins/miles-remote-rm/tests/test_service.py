@@ -15,7 +15,8 @@ from miles_remote_rm.plugin import RemoteRm, RemoteRmOptions
 from miles_remote_rm.service import Service
 from miles_testing.forked import miles
 
-from miles_core.config.tables import Debug, Rollout, RunConfig
+from miles_core.config.options import Origin
+from miles_core.config.tables import Debug, Eval, Rollout, RunConfig
 from miles_core.errors import ConfigError, RewardError
 from miles_core.record.events import read
 from miles_core.stages.reward import Scoring, weighted_sum
@@ -364,3 +365,20 @@ def test_a_service_that_fails_ends_the_run_with_one_sentence(tmp_path):
         outcome = miles([*RUN, "--rm-url", server.url, "--run-dir", "runs/a"], tmp_path)
     assert outcome.code == 1 and "HTTP 500: out of memory" in outcome.err and server.url in outcome.err
     assert outcome.err.count("Error:") == 1 and "Traceback" not in outcome.err and "nclosed" not in outcome.err
+
+
+@pytest.mark.parametrize(("stream", "reward"), [("train", 0.25), ("eval/sums", 0.75)])
+def test_the_reward_keys_name_the_number(stream, reward):
+    run = RunConfig(rollout=Rollout(rm_type=["remote_rm"], reward_key="soft"), eval=Eval(eval_reward_key="hard"),
+                    origin={"rollout.reward_key": Origin("flag", "--reward-key")})
+    one = Sample(Prompt(0, 0, "", (1,), stream=stream), 0)
+
+    async def asked(url):
+        plugin = RemoteRm(RemoteRmOptions(rm_url=url, rm_check=False), run)
+        try:
+            return await plugin.one(one)
+        finally:
+            plugin.finish()
+
+    with serving(answers({"reward": 0.0, "soft": 0.25, "hard": 0.75})) as server:
+        assert asyncio.run(asked(server.url)) == reward

@@ -9,19 +9,20 @@ import pytest
 from miles_testing.toy import toy_group
 
 from miles_core.errors import ColumnError, RewardError
+from miles_core.stages.metrics import figures
 from miles_core.stages.reward import Scoring, weighted_sum
 from miles_core.types import Prompt
 
 PROMPT = Prompt(3, 9, "", (1,))
 
 
-def score(scorers, weights=None, combine=weighted_sum, timeout=5.0, samples=3):
+def score(scorers, weights=None, combine=weighted_sum, timeout=5.0, samples=3, key="score"):
     """The group after the scorers."""
     group = toy_group(PROMPT, 1, samples=samples)
     for sample in group.samples:
         sample.reward = None
     weights = weights or dict.fromkeys(scorers, 1.0)
-    return asyncio.run(Scoring(scorers, weights, combine, timeout)(group))
+    return asyncio.run(Scoring(scorers, weights, combine, timeout, key)(group))
 
 
 async def async_sample(sample):
@@ -153,3 +154,24 @@ def test_without_a_scorer_the_generator_has_to_have_set_the_reward():
         return await Scoring({}, {}, weighted_sum, 5.0)(group)
 
     assert [sample.reward for sample in asyncio.run(main()).samples] == [0.25, 0.25]
+
+
+VERDICT = {"score": -1.0, "acc": False, "pred": "46", "length": np.float32(2.5), "lost": math.nan}
+
+
+def test_of_a_dict_one_number_is_the_reward_and_the_others_are_figures():
+    group = score({"dapo": lambda sample: VERDICT, "plain": lambda samples: [0.5] * len(samples)})
+    assert [(sample.rewards, sample.reward) for sample in group.samples] == [({"dapo": -1.0, "plain": 0.5}, -0.5)] * 3
+    assert group.samples[0].metadata["figures"] == {"reward/dapo/acc": 0.0, "reward/dapo/length": 2.5}
+    assert figures(group.samples) == {"reward/dapo/acc": 0.0, "reward/dapo/length": 2.5}
+
+
+def test_the_key_names_the_reward_of_a_dict():
+    group = score({"dapo": lambda samples: [VERDICT] * len(samples)}, key="acc")
+    assert group.samples[0].reward == 0.0 and group.samples[0].metadata["figures"]["reward/dapo/score"] == -1.0
+
+
+@pytest.mark.parametrize(("key", "words"), [("value", "--reward-key"), ("pred", "finite"), ("lost", "finite")])
+def test_a_dict_without_the_number_is_an_error(key, words):
+    with pytest.raises(RewardError, match=words):
+        score({"dapo": lambda sample: VERDICT}, key=key)

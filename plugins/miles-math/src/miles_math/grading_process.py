@@ -1,26 +1,16 @@
-"""The program of a grading process: reads questions from stdin, answers with equal, different or label on stdout.
+"""The program of a grading process: math-verify's verdict on a question is equal, different or label.
 
-The kernel ends the process when a question takes more CPU seconds than it may: SIGPROF with its default action, which
-unlike a handler also ends what is deep in C code, and CPU time, so that a busy machine makes no answer wrong. It gets
-no more memory than MEMORY, and ends with its input. math-verify's own timeouts, which are Python's handlers, are off.
+math-verify's own timeouts, which are Python's handlers, are off: serving.py bounds the time.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
-import logging
-import os
 import re
-import resource
-import signal
-import sys
 from decimal import Decimal
+from typing import Any
 
-MEMORY = 4 << 30
-START_SECONDS = 120.0
-WALL = 10
-"""Wall seconds per CPU second, for a question that waits instead of working (SIGALRM)."""
+from miles_math.serving import serve
+
 WARM_UP = (("1", "2", True), ("1", "2", False), ("x+1", "1+x", True), ("\\frac{1}{2}", "0.5", True))
 """Questions that import and compile what the first real one should not pay for."""
 
@@ -65,39 +55,14 @@ def equal(answer: str, label: str, *, boxed: bool) -> bool | None:
     return bool(verify(gold, parsed, timeout_seconds=None))
 
 
-def allow(seconds: float) -> None:
-    """Let the process live for so many CPU seconds more; 0 means for ever."""
-    signal.setitimer(signal.ITIMER_PROF, seconds)
-    signal.setitimer(signal.ITIMER_REAL, seconds * WALL)
-
-
-def main() -> None:
-    """Serve until the input ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for clock in (signal.SIGPROF, signal.SIGALRM):  # whatever the parent made of them
-        signal.signal(clock, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [clock])
-    allow(START_SECONDS)
-    with contextlib.suppress(ValueError, OSError):  # not every system can
-        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, resource.getrlimit(resource.RLIMIT_AS)[1]))
-    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
-    logging.disable(logging.CRITICAL)
-    for answer, label, boxed in WARM_UP:
-        equal(answer, label, boxed=boxed)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
-    allow(0)
-    answers.write("ready\n")
-    for line in sys.stdin:
-        question = json.loads(line)
-        allow(question["seconds"])
-        try:
-            verdict = equal(question["answer"], question["label"], boxed=question["boxed"])
-        except Exception:  # noqa: BLE001 - SymPy raises anything; what it cannot compare is not equal
-            verdict = False
-        allow(0)
-        answers.write({True: "equal", False: "different", None: "label"}[verdict] + "\n")
+def word(question: dict[str, Any]) -> str:
+    """The answer to a question."""
+    try:
+        verdict = equal(question["answer"], question["label"], boxed=question["boxed"])
+    except Exception:  # noqa: BLE001 - SymPy raises anything; what it cannot compare is not equal
+        verdict = False
+    return {True: "equal", False: "different", None: "label"}[verdict]
 
 
 if __name__ == "__main__":
-    main()
+    serve(word, lambda: [equal(answer, label, boxed=boxed) for answer, label, boxed in WARM_UP])

@@ -73,7 +73,7 @@ class Math:
         self._grader.close()
 
     def _score(self, sample: Sample, *, boxed_only: bool) -> float:
-        from miles_math.grading import Ungradable
+        from miles_math.processes import Ungradable
 
         if sample.prompt.label is None or not sample.prompt.label.strip():
             raise RewardError(f"{sample.name} has no label to compare the answer with", who="math",

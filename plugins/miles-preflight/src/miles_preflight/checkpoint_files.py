@@ -177,7 +177,8 @@ def _named(folder: Path, tensors: Tensors, said: Mapping[str, object]) -> None:
                          part if there else f"no {part}", "both files have to be of one checkpoint")
 
 
-def _sizes(folder: Path, shapes: Mapping[str, tuple[int, ...]], model: Architecture, said: Mapping[str, object]) -> None:
+def _sizes(folder: Path, shapes: Mapping[str, tuple[int, ...]], model: Architecture,
+           said: Mapping[str, object]) -> None:
     values, heads = (model.groups or 0) * (model.head_dim or 0), (model.heads or 0) * (model.value_dim or 0)
     stated = {"embed_tokens.weight": (model.vocab, model.hidden), "lm_head.weight": (model.vocab, model.hidden),
               "layers.0.mlp.gate_proj.weight": (model.ffn, model.hidden),

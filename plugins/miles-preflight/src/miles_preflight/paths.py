@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from miles_core.config.load import config_json, quantised, who
 from miles_core.config.tables import RunConfig

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -47,6 +47,7 @@ class File:
     Args:
         key: the option that names it.
         keys: of the prompt and of the label, with the flags that say them.
+        scorers: of its answers.
     """
 
     key: str
@@ -54,6 +55,7 @@ class File:
     input_key: str
     label_key: str | None
     eval: bool = False
+    scorers: Sequence[str] = ()
 
 
 def check_rows(config: RunConfig, note: Callable[[str], None]) -> None:
@@ -90,7 +92,8 @@ def check_needs(config: RunConfig, name: str, key: str | None = None, *, generat
     """
     if config.debug.debug_train_only or config.rollout.prompt_source != "jsonl":
         return
-    for file in (_File(config, file) for file in _files(config) if not (generates and file.eval)):
+    files = (file for file in _files(config) if (not file.eval if generates else name in file.scorers))
+    for file in (_File(config, file) for file in files):
         file.check()
         for number, row in file.rows:
             file.check_need(number, row, name, key, generates)
@@ -104,13 +107,15 @@ def present(config: RunConfig) -> bool:
 
 def _files(config: RunConfig) -> Iterator[File]:
     rollout, eval_ = config.rollout, config.eval
-    yield File("rollout.prompt_data", str(rollout.prompt_data), rollout.input_key, rollout.label_key)
+    yield File("rollout.prompt_data", str(rollout.prompt_data), rollout.input_key, rollout.label_key,
+               scorers=rollout.rm_type)
     pairs = eval_.eval_prompt_data
     datasets: list[tuple[str, Mapping[str, Any]]] = [
         ("eval.eval_prompt_data", {"path": path}) for path in (pairs if len(pairs) == 1 else pairs[1::2])]
     for key, dataset in [*datasets, *(("eval.datasets", one) for one in eval_.datasets)]:
         yield File(key, str(dataset["path"]), dataset.get("input_key") or eval_.eval_input_key or rollout.input_key,
-                   dataset.get("label_key") or eval_.eval_label_key or rollout.label_key, eval=True)
+                   dataset.get("label_key") or eval_.eval_label_key or rollout.label_key, eval=True,
+                   scorers=[dataset["rm_type"]] if dataset.get("rm_type") else rollout.rm_type)
 
 
 class _File:

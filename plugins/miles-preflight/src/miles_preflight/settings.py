@@ -74,7 +74,7 @@ def _evaluation(config: RunConfig, note: Note) -> None:
         note("nothing is evaluated: there is no --eval-interval")
     text, whole, number = "a text", "a whole number from 1 on", "a number"
     allowed = {"name": text, "path": text, "input_key": text, "label_key": text, "n_samples": whole, "top_k": whole,
-               "max_response_len": whole, "temperature": number, "top_p": number}
+               "max_response_len": whole, "temperature": number, "top_p": number, "rm_type": text}
     for dataset in eval_.datasets:
         if unknown := sorted({*dataset} - {*allowed}):
             raise ConfigError(f"[[eval.datasets]] has no key {unknown[0]!r}", who=who(config, "eval.datasets"),

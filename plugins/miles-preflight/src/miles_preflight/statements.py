@@ -46,8 +46,10 @@ def _words(selected: Sequence[Selected], *kinds: str) -> list[tuple[Selected, st
     return [(one, kind, name, rest) for one, (kind, name, *rest) in split if kind in kinds]
 
 
-def _option(one: Selected, name: str, config: RunConfig) -> object:
-    return config.options.get(one.manifest.name, {}).get(name, one.manifest.options[name].default)
+def _option(one: Selected, name: str, config: RunConfig) -> str | None:
+    """The key of a row that the plugin's option names."""
+    value = config.options.get(one.manifest.name, {}).get(name, one.manifest.options[name].default)
+    return cast("str | None", value)  # options that rows: and answers: name are text
 
 
 def _scored(selected: Sequence[Selected], config: RunConfig) -> None:
@@ -59,11 +61,13 @@ def _scored(selected: Sequence[Selected], config: RunConfig) -> None:
             rollout.num_rollout != 0 and present(config) and not others):
         raise ConfigError("nobody scores the answers", who=who(config, "rollout.rm_type"),
                           fix="name a scorer with --rm-type: math compares with the row's --label-key")
-    chosen = {"labels": rollout.rm_type, "rows": rollout.rm_type, "answers": [rollout.generate]}
+    scorers = [name for hook, name, _ in choices(config) if hook == "reward"]
+    chosen = {"labels": scorers, "rows": scorers, "answers": [rollout.generate]}
     for one, kind, name, rest in _words(selected, *chosen):
         if name not in chosen[kind]:
             continue
-        if kind == "labels" and rollout.label_key is None and rollout.prompt_source == "jsonl" and present(config):
+        unread = rollout.label_key is None and rollout.prompt_source == "jsonl" and name in rollout.rm_type
+        if kind == "labels" and unread and present(config):
             raise ConfigError(f"the scorer {name!r} compares with labels, and none are read",
                               who=who(config, "rollout.rm_type", "rollout.label_key"),
                               fix="name the rows' key of the ground truth with --label-key")
@@ -87,9 +91,10 @@ def _compared(selected: Sequence[Selected], config: RunConfig) -> None:
 
 def _folders(selected: Sequence[Selected], config: RunConfig) -> None:
     for one, kind, name, head in _words(selected, "files", "weights"):
-        key, folder = f"{one.manifest.name}.{name}", config.options.get(one.manifest.name, {}).get(name)
-        if folder is None:
+        key, value = f"{one.manifest.name}.{name}", config.options.get(one.manifest.name, {}).get(name)
+        if value is None:
             continue
+        folder = cast("str", value)  # options that files: and weights: name are paths
         check_apart(config, {key: folder})
         if kind == "files":
             check_whole(Path(folder))

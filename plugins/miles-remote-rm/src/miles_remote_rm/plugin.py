@@ -44,6 +44,8 @@ class RemoteRm:
         _check_options(options, config)
         self.options = options
         self._service: Service | None = None
+        named = config.rollout.reward_key if "rollout.reward_key" in config.origin else None
+        self._keys = {"train": named, "eval": config.eval.eval_reward_key or named}
         if options.rm_url is None:  # and nobody would ask
             return
         if options.rm_check and not config.debug.debug_train_only:
@@ -57,7 +59,8 @@ class RemoteRm:
         """The service's number for one sample."""
         from miles_remote_rm.service import number
 
-        return number(await cast("Service", self._service).ask(self._payload(sample), sample.name))
+        key = self._keys["train" if sample.prompt.stream == "train" else "eval"]
+        return number(await cast("Service", self._service).ask(self._payload(sample), sample.name), key)
 
     @hookimpl("reward", name="remote_group_rm")
     async def group(self, samples: Sequence[Sample]) -> list[float]:

@@ -137,13 +137,13 @@ class Service:
             raise answer(None).useless("is not JSON") from None
 
 
-def number(answer: Answer) -> float:
-    """The reward in an answer for one sample: a number, or the number under "reward" or "score".
+def number(answer: Answer, key: str | None = None) -> float:
+    """The reward in an answer for one sample: a number, or the number under `key`, "reward" or "score".
 
     Raises:
         RewardError: no reward, or one that is not finite.
     """
-    value = _under(answer.value, "reward", "score")
+    value = _under(answer.value, *([key] if key else []), "reward", "score")
     if not _is_number(value):
         raise answer.useless("holds no number")
     if not math.isfinite(value):

@@ -237,7 +237,8 @@ def plugin_contract(plugin: str, *, options: Mapping[str, object] | None = None,
         response: what an engine answered a sample with, for the hook generate_response.
         checkpoint: a Hugging Face directory with train.jsonl; by default a tiny random one.
         old_states: a recorded state of each older `state_version`.
-        without: hooks that are not called, because they need what a test has not got, such as a server.
+        without: hooks, or parts such as "reward:mine", that are not called, because they need what a test has not got,
+            such as a server.
         import_seconds, call_seconds: of the CPU: what its import and one call may take.
     """
     folder = Path(tempfile.gettempdir())

@@ -86,9 +86,10 @@ class PluginUnderTest:
         Args:
             all: also what is left out, because it needs what is not there.
         """
-        for hook in sample_inputs.HOOKS if all else (hook for hook in sample_inputs.HOOKS if hook not in self.without):
-            hooks = roles[all_specs()[hook].role]
-            for name, bound in sample_inputs.callables(hooks, hook).items():
+        without = frozenset() if all else self.without
+        for hook in (hook for hook in sample_inputs.HOOKS if hook not in without):
+            parts = sample_inputs.callables(roles[all_specs()[hook].role], hook)
+            for name, bound in ((name, bound) for name, bound in parts.items() if f"{hook}:{name}" not in without):
                 for one in self.inputs.of(hook):
                     yield f"{hook} {name!r} ({one.kind})", functools.partial(sample_inputs.call, hook, bound), one
 

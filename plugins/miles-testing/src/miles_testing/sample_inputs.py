@@ -228,6 +228,8 @@ def problem(hook: str, arguments: Sequence[Any], answer: Any) -> str | None:
         numbers = answer if isinstance(answer, Sequence) else [answer]
         if isinstance(answer, Sequence) and len(answer) != len(arguments[1]):
             return f"{len(answer)} rewards for {len(arguments[1])} samples"
+        numbers = [number for one in numbers for number in (one.values() if isinstance(one, Mapping) else [one])
+                   if not isinstance(number, str)]  # a dict has texts beside its numbers
         bad = [number for number in numbers if not (hasattr(number, "__float__") and np.isfinite(float(number)))]
         return f"{bad[0]!r} is no finite number" if bad else None
     if hook == "advantage":

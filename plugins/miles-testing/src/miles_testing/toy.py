@@ -183,7 +183,7 @@ def toy_run(*, rollouts: int, batch_size: int, max_lag: int, duration: Callable[
         buffer=buffer(batch_size, max_lag, batches=rollouts, credit=credit, most_drops=most_drops, **flow),
         engine=None, trainer=cast("Handle", ToyTrainer(train)), weight_sync=ToySync(),
         placement=placement or Local(RunConfig()),
-        evaluation=Evaluation([], scoring, None), journal=cast("Journal", ToyJournal()),
+        evaluation=Evaluation([], None), journal=cast("Journal", ToyJournal()),
         clock=lambda: asyncio.get_running_loop().time(),
     )  # fmt: skip
     run.buffer.take_back, run.buffer.too_stale = run.take_back, run.too_stale

@@ -1,0 +1,1 @@
+"""The rule-based scorers that launch scripts of radixark Miles and slime name with --rm-type."""

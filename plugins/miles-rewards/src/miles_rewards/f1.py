@@ -1,0 +1,26 @@
+"""Token F1 of an answer and a label, as SQuAD's evaluation defines it (arXiv:1606.05250, section 6.1)."""
+
+from __future__ import annotations
+
+import re
+import string
+from collections import Counter
+
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+_ARTICLES = re.compile(r"\b(?:a|an|the)\b")
+_WHOLE = (["yes"], ["no"], ["noanswer"])
+"""What is right or wrong as a whole: "no" is no part of a longer answer."""
+
+
+def tokens(text: str) -> list[str]:
+    """The words that count: in lower case, without ASCII punctuation and articles."""
+    return _ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split()
+
+
+def f1(answer: str, label: str) -> float:
+    """The harmonic mean of precision and recall over the two multisets of tokens, 0 to 1."""
+    said, wanted = tokens(answer), tokens(label)
+    if said != wanted and (said in _WHOLE or wanted in _WHOLE):
+        return 0.0
+    shared = sum((Counter(said) & Counter(wanted)).values())
+    return 2 * shared / (len(said) + len(wanted)) if shared else 0.0
