@@ -31,14 +31,14 @@ CONTRACTS, SGLANG = "tests/contracts", "tests/sglang"
 EVERYTHING = ("plugins", "tests")
 MAINS = ("upstream/main", "origin/main")
 
-WHOLE = (".ci/", ".gitignore", "AGENTS.md", "MANIFEST.in", "Makefile", "conftest.py", "constraints/", "cookiecutter/", "miles_core/",
-         "pyproject.toml", "setup.py", "tests/contracts/")
+WHOLE = (".ci/", ".gitignore", "MANIFEST.in", "Makefile", "conftest.py", "constraints/", "cookiecutter/",
+         "miles_core/", "pyproject.toml", "setup.py", "tests/contracts/")
 """What every package stands on, or what decides which tests run: both tiers, whole."""
 MATERIAL = ("examples/",)
 """Models, prompts and run files that tests of every kind use: the whole gate."""
 DISTRIBUTED = ("LICENSE", "miles/", "release/")
 """What only the tests of archives and releases look at."""
-PAGES = ("docs/", "CHANGELOG.md", "CONTRIBUTING.md", "README.md", "mkdocs.yml")
+PAGES = ("docs/", "AGENTS.md", "CHANGELOG.md", "CONTRIBUTING.md", "README.md", "mkdocs.yml")
 SCRIPTS = ("bench/", "tests/gpu/")
 """Started by tests/contracts, which run anyway."""
 
@@ -121,8 +121,8 @@ class Repository:
             if path.relative_to(self.root).as_posix().startswith((CONTRACTS, SGLANG, "tests/gpu")):
                 continue
             text = path.read_text(encoding="utf-8")
-            beside = [other for other in path.parent.glob("*.py")
-                      if not other.name.startswith("test_") and re.search(rf"import.*\b{other.stem}\b|\b{other.stem} import", text)]
+            beside = [other for other in path.parent.glob("*.py") if not other.name.startswith("test_")
+                      and re.search(rf"import.*\b{other.stem}\b|\b{other.stem} import", text)]
             found[path.relative_to(self.root).as_posix()] = "\n".join(
                 [text, *(other.read_text(encoding="utf-8") for other in beside)])
         return found
@@ -156,7 +156,8 @@ class Repository:
         words = {package, package.replace("-", "_"), plugin, plugin.replace("-", "_")}
         for path in self.root.glob(f"plugins/{package}/src/*/miles-plugin.toml"):
             manifest = tomllib.loads(path.read_text(encoding="utf-8"))
-            named = {offer["name"] for offer in manifest.get("offers", ()) if "name" in offer} | set(manifest.get("options", ()))
+            named = {offer["name"] for offer in manifest.get("offers", ()) if "name" in offer}
+            named |= set(manifest.get("options", ()))
             words |= named | {name.replace("_", "-") for name in named}
         return words
 
@@ -248,7 +249,8 @@ def changed_since(base: str | None, root: Path) -> list[str] | None:
                 if not base and common == _git(root, "rev-parse", "HEAD").strip():
                     return None  # main itself: no one says since when
                 names = _git(root, "diff", "--name-only", "--no-renames", "-z", common)
-                return [name for name in (names + _git(root, "ls-files", "-z", "--others", "--exclude-standard")).split("\0") if name]
+                names += _git(root, "ls-files", "-z", "--others", "--exclude-standard")
+                return [name for name in names.split("\0") if name]
     except (OSError, subprocess.CalledProcessError):
         return None  # no git, no history, a shallow clone, or no such base
     return None
@@ -262,7 +264,7 @@ def selection(base: str | None, root: Path = ROOT) -> Selection:
     """What runs for the change since the base."""
     changed = changed_since(base, root)
     if not changed:
-        return everything("everything: it is not known what changed" if changed is None else "everything: nothing changed")
+        return everything(f"everything: {'it is not known what' if changed is None else 'nothing'} changed")
     return select(changed, Repository(root))
 
 

@@ -73,8 +73,9 @@ class CpuBudget:
         used = cpu_seconds(os.getpid()) - self.start - self.shared
         exempt = item.get_closest_marker("full") or item.get_closest_marker("slow") or first_costs() != self.paid
         if used > LIMIT and not exempt:
-            pytest.fail(f"{item.nodeid} used {used:.1f} s of CPU, and a test of the gate may use {LIMIT:g}. Make it cheaper, let tests "
-                        "share a fixture, or mark it `full`: then it runs with `make test-full`.", pytrace=False)
+            pytest.fail(f"{item.nodeid} used {used:.1f} s of CPU, and a test of the gate may use {LIMIT:g}. Make it "
+                        "cheaper, let tests share a fixture, or mark it `full`: then it runs with `make test-full`.",
+                        pytrace=False)
         return outcome
 
 

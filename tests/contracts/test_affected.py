@@ -24,8 +24,9 @@ def covers(paths: list[str], wanted: str) -> bool:
 
 @pytest.mark.parametrize("changed", [
     "miles_core/loop.py", "miles_core/stages/loss.py", "constraints/cpu.txt", ".ci/run", ".ci/affected.py", "Makefile",
-    "pyproject.toml", "setup.py", "conftest.py", "tests/conftest.py", "tests/cpu_budget.py", "tests/contracts/source.py",
-    "cookiecutter/README.md", "plugins/miles-gone/src/miles_gone/plugin.py", "a_new_folder/x.py",
+    "pyproject.toml", "setup.py", "conftest.py", "tests/conftest.py", "tests/cpu_budget.py",
+    "tests/contracts/source.py", "cookiecutter/README.md", "plugins/miles-gone/src/miles_gone/plugin.py",
+    "a_new_folder/x.py",
 ])
 def test_what_all_stands_on_runs_everything(changed):
     chosen = affected.select(["docs/log.md", changed], REPOSITORY)
@@ -39,7 +40,8 @@ def test_what_all_stands_on_runs_everything(changed):
     ("plugins/miles-fp8/src/miles_fp8/plugin.py", ["plugins/miles-fp8/tests", "plugins/miles-int4-qat/tests"],
      ["plugins/miles-r3/tests", "tests/integration/test_resume.py"]),
     ("plugins/miles-megatron/src/miles_megatron/step.py",
-     ["plugins/miles-r3/tests", "plugins/miles-specs-gemma/tests", "plugins/miles-testing/tests", "tests/integration/test_layouts.py"],
+     ["plugins/miles-r3/tests", "plugins/miles-specs-gemma/tests", "plugins/miles-testing/tests",
+      "tests/integration/test_layouts.py"],
      ["plugins/miles-tis/tests", "plugins/miles-ppo/tests"]),
     ("plugins/miles-sglang/src/miles_sglang/engine.py",
      ["plugins/miles-sglang/tests", "plugins/miles-lora/tests", "tests/integration/test_faults.py"],
@@ -49,7 +51,8 @@ def test_what_all_stands_on_runs_everything(changed):
     ("plugins/miles-remote-rm/src/miles_remote_rm/plugin.py",
      ["plugins/miles-remote-rm/tests", "tests/integration/test_subsets.py"], ["plugins/miles-math/tests"]),
     ("plugins/miles-fp8/tests/test_fp8_run.py", ["plugins/miles-fp8/tests"], ["plugins/miles-int4-qat/tests"]),
-    ("docs/tutorials/loss.md", ["tests/integration/test_tutorials.py"], ["plugins/miles-tis/tests", "tests/unit/test_loop.py"]),
+    ("docs/tutorials/loss.md", ["tests/integration/test_tutorials.py"],
+     ["plugins/miles-tis/tests", "tests/unit/test_loop.py"]),
     ("release/release.py", ["tests/packages"], ["tests/unit/test_loop.py"]),
     ("tests/unit/test_loop.py", ["tests/unit/test_loop.py"], ["tests/unit/test_rng.py"]),
     ("tests/unit/test_gone.py", ["tests/unit"], ["tests/integration/test_run.py"]),
@@ -69,8 +72,8 @@ def test_the_full_tier_of_a_leaf_is_its_own():
 
 
 @pytest.mark.parametrize(("changed", "runs"), [
-    ("plugins/miles-sglang/src/miles_sglang/engine.py", True), ("plugins/miles-megatron/src/miles_megatron/step.py", True),
-    ("miles_core/run.py", True), ("tests/sglang/test_sync.py", True),
+    ("plugins/miles-sglang/src/miles_sglang/engine.py", True), ("miles_core/run.py", True),
+    ("plugins/miles-megatron/src/miles_megatron/step.py", True), ("tests/sglang/test_sync.py", True),
     ("plugins/miles-lora/src/miles_lora/plugin.py", False), ("plugins/miles-local/src/miles_local/engine.py", False),
     ("docs/sglang.md", False), ("tests/unit/test_loop.py", False),
 ])
@@ -79,7 +82,8 @@ def test_a_real_server_is_set_up_only_where_it_can_matter(changed, runs):
 
 
 def tracked() -> list[str]:
-    return subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True).stdout.split("\0")[:-1]
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    return [path for path in listed.split("\0") if path]
 
 
 def test_every_file_of_the_repository_selects_something_that_is_there():
@@ -99,7 +103,7 @@ def test_every_file_of_the_repository_selects_something_that_is_there():
 
 def test_every_test_file_runs_when_it_changes():
     for path in tracked():
-        if path.rpartition("/")[2].startswith("test_") and path.startswith(("tests/", "plugins/")) and not path.startswith("tests/gpu"):
+        if re.match(r"(?!tests/gpu/)(tests|plugins)/.*/test_\w+\.py$", path):
             chosen = affected.select([path], REPOSITORY)
             assert covers(chosen.paths("gate") + chosen.paths("sglang"), path), path
 
@@ -117,7 +121,8 @@ def checkout(tmp_path):
 
     def git(*words: str) -> str:
         identity = ("-c", "user.name=a", "-c", "user.email=a@b.c", "-c", "init.defaultBranch=main")
-        return subprocess.run(["git", *identity, *words], cwd=tmp_path / "here", check=True, capture_output=True, text=True).stdout
+        return subprocess.run(["git", *identity, *words], cwd=tmp_path / "here", check=True, capture_output=True,
+                              text=True).stdout
 
     (tmp_path / "here").mkdir()
     git("init", "-q")

@@ -1,4 +1,4 @@
-"""A test of the gate that uses too much CPU fails with its name and its seconds; its children count, its fixtures do not."""
+"""A test of the gate that uses too much CPU fails, with its name and seconds: children count, shared fixtures not."""
 
 import os
 import re
@@ -52,8 +52,9 @@ def test_who_uses_too_much_is_named(tmp_path):
     (tmp_path / "conftest.py").write_text(CONFTEST)
     (tmp_path / "test_them.py").write_text(TESTS)
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n  full\n  slow\n")
-    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_them.py"], cwd=tmp_path, text=True,
-                          capture_output=True, timeout=300, check=False, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_them.py"],
+                          cwd=tmp_path, text=True, capture_output=True, timeout=300, check=False,
+                          env={**os.environ, "PYTHONPATH": str(ROOT)})
     named = re.findall(r"^test_them.py::(\w+) used (\d+\.\d) s of CPU", done.stdout, re.MULTILINE)
     assert [name for name, _ in named] == ["test_here", "test_child", "test_child_that_goes_on"], done.stdout
     assert all(0.5 < float(seconds) < 30 for _, seconds in named)

@@ -11,6 +11,7 @@ import ast
 import importlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -20,8 +21,9 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 STARTS = Path(__file__).parent / "starts"
-FOUND = sorted(path.relative_to(ROOT).as_posix() for folder in ("bench", "tests/gpu") for path in
-               ROOT.joinpath(folder).rglob("*.py") if "__main__" in path.read_text(encoding="utf-8"))
+SOURCES = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8")
+           for folder in ("bench", "tests/gpu") for path in ROOT.joinpath(folder).rglob("*.py")}
+FOUND = sorted(path for path, text in SOURCES.items() if "__main__" in text)
 TESTS = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("tests/gpu/test_*.py"))
 
 CASES = [  # script, its words, how many plans it makes
@@ -54,6 +56,17 @@ UNREAD = ("tests/gpu/probe.py", "tests/gpu/sync_speed.py")
 
 def test_every_script_has_a_case():
     assert sorted({script for script, _, _ in CASES}) == FOUND
+
+
+@pytest.mark.parametrize("path", sorted(SOURCES.keys() - {*FOUND, *TESTS}))
+def test_what_is_neither_a_script_nor_a_test_is_used_by_one(path):
+    stem = re.compile(rf"\b{Path(path).stem}\b")
+    assert any(stem.search(SOURCES[other]) for other in (*FOUND, *TESTS)), f"nothing starts {path}"
+
+
+def test_the_set_up_of_a_gpu_host_can_be_read():
+    for path in (ROOT / "tests" / "gpu").glob("*.sh"):
+        subprocess.run(["bash", "-n", path], check=True)
 
 
 def material(folder: Path) -> None:

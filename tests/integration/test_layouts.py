@@ -101,7 +101,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def ranks():
-    """size -> Ranks, started when first asked for."""
+    """size -> Ranks; more than two are started when first asked for."""
     started: dict[int, Ranks] = {}
 
     def start(size: int) -> Ranks:
@@ -109,6 +109,7 @@ def ranks():
             started[size] = Ranks(size).__enter__()
         return started[size]
 
+    start(1), start(2)
     yield start
     with ThreadPoolExecutor() as pool:  # after dozens of trainers each takes its 5 s
         list(pool.map(Ranks.__exit__, started.values()))

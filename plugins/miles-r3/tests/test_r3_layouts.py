@@ -95,7 +95,7 @@ def batch(folder):
 
 @pytest.fixture(scope="module")
 def ranks():
-    """size -> Ranks, started when first asked for."""
+    """size -> Ranks; more than two are started when first asked for."""
     started: dict[int, Ranks] = {}
 
     def start(size: int) -> Ranks:
@@ -103,6 +103,7 @@ def ranks():
             started[size] = Ranks(size).__enter__()
         return started[size]
 
+    start(1), start(2)
     yield start
     for group in started.values():
         group.__exit__()
