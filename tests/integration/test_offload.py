@@ -46,6 +46,7 @@ def test_one_rank_trains_to_the_same_bits(run_file):
             same(prepare(run_file(), [*SMALL, *flags]), ranks)
 
 
+@pytest.mark.full
 def test_two_ranks_train_to_the_same_bits(run_file):
     """Weights on their way from the other rank arrive before they leave; experts have buffers of their own."""
     with Ranks(2) as ranks:

@@ -167,9 +167,9 @@ DRAWS = 8
 
 @pytest.mark.parametrize(("kind", "layout"), [
     ("dense", ("--tensor-model-parallel-size", "2", "--sequence-parallel")),
-    ("moe", ("--expert-model-parallel-size", "2")),
+    pytest.param("moe", ("--expert-model-parallel-size", "2"), marks=pytest.mark.full),
     pytest.param("dense", ("--pipeline-model-parallel-size", "2"), marks=pytest.mark.slow),
-    ("dense", ("--recompute-granularity", "full")),
+    pytest.param("dense", ("--recompute-granularity", "full"), marks=pytest.mark.full),
 ], ids=["TP2", "EP2", "PP2", "recompute"])
 def test_a_layout_rounds_as_one_rank(kind, layout, gradients):
     """To float32's accuracy, on a batch where no value is so near a boundary of rounding that a sum's order decides.
