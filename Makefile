@@ -68,16 +68,17 @@ release: $(READY)  ## Release VERSION=X.Y.Z of all distributions; DRY=1 only sho
 
 venv: $(READY)  ## Only set up the environment.
 
-# torch goes first and alone: with it in place nothing pulls another build, least of all one with CUDA. What tests need goes last:
-# pip before 24 does not see that a package with an extra is the one in this tree, but takes what is installed.
+# torch goes first: with it in place nothing pulls another build, least of all one with CUDA. With setuptools in place pip builds
+# the packages without an environment for each, which is most of the time. What tests need goes last: pip before 24 does not see
+# that a package with an extra is the one in this tree, but takes what is installed.
 $(READY): pyproject.toml $(CONSTRAINTS) $(PLUGINS:%=%/pyproject.toml)
 	@command -v $(PYTHON) >/dev/null || { echo "missing: $(PYTHON), version 3.11 or newer. Name another with PYTHON=..."; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "missing: Python 3.11 or newer ($(PYTHON) is older). Name another with PYTHON=..."; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "missing: Python's venv module (on Debian: apt-get install python3-venv)"; exit 1; }
 	@echo "setting up $(VENV)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q --disable-pip-version-check -c $(CONSTRAINTS) torch
-	$(BIN)/pip install -q --disable-pip-version-check -c $(CONSTRAINTS) -e . $(PLUGINS:%=-e ./%)
+	$(BIN)/pip install -q --disable-pip-version-check -c $(CONSTRAINTS) torch 'setuptools>=77'
+	$(BIN)/pip install -q --disable-pip-version-check -c $(CONSTRAINTS) --no-build-isolation -e . $(PLUGINS:%=-e ./%)
 	$(BIN)/pip install -q --disable-pip-version-check -c $(CONSTRAINTS) 'miles-core[dev]' $(PLUGINS:plugins/%='%[test]')
 	@touch $@
 
