@@ -42,6 +42,7 @@ def differences(ours: Path, theirs: Path) -> list[str]:
     return survival.problems(ours, theirs, rollouts=ROLLOUTS)
 
 
+@pytest.mark.full
 def test_a_resume_says_what_is_another_than_before(course, tiny, tmp_path):
     """In one note of the record: values, data, and the source of a plugin; nothing where all is as it was."""
     data = tmp_path / "train.jsonl"

@@ -209,6 +209,7 @@ def test_an_older_project_with_edits_of_its_own_is_brought_up(tmp_path):
     assert "return 2.0 * float(" in plugin.read_text() and "<<<<<<<" not in plugin.read_text() + readme.read_text()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("make", [by_copier, by_cookiecutter])
 def test_a_project_of_the_template_that_miles_ships_is_brought_up(tmp_path, monkeypatch, make):
     """At once there is nothing to do; of an older miles-core pip fetches the template, here from a folder."""

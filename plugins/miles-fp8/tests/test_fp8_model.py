@@ -204,6 +204,7 @@ def test_every_recipe_trains(recipe, gradients):
     assert 0.005 < distance(*found) < 0.7 and all(np.isfinite(grad).all() for grad in found[0].values())
 
 
+@pytest.mark.full
 def test_hybrid_rounds_gradients_otherwise(gradients):
     one, other = gradients("dense", "--plugin", "fp8"), gradients("dense", "--fp8-format", "hybrid")
     assert 0.005 < distance(other, one) < 0.5

@@ -138,7 +138,8 @@ def test_adapters_move_and_the_base_stays_to_the_bit(checkpoint, plan, two, kind
     assert all(not tensor.any() for name, tensor in started.items() if "lora_B" in name)
 
 
-@pytest.mark.parametrize(("flags", "later"), [((), ()), pytest.param(("--use-kl-loss",), (), marks=pytest.mark.full),
+@pytest.mark.full
+@pytest.mark.parametrize(("flags", "later"), [((), ()), (("--use-kl-loss",), ()),
                                               pytest.param((*TENSOR, "--sequence-parallel"), TWO,
                                                            marks=pytest.mark.slow)],
                          ids=["one", "reference", "tp2-to-dp2"])

@@ -120,6 +120,7 @@ class Adds:
 '''
 
 
+@pytest.mark.full
 def test_what_a_plugin_adds_is_kept_and_nothing_is_lost_without_it(convert, source, tmp_path):
     """The hooks weight_map, transformer_config and build_model, in processes of their own too."""
     from safetensors.torch import save_file

@@ -233,6 +233,7 @@ def one():
         yield ranks
 
 
+@pytest.mark.full
 def test_routes_of_another_model_end_the_run(folder, one):
     """Columns that no engine of this run filled, such as saved rollouts of another one."""
     batch = mixture.rollout(folder)
