@@ -1,9 +1,9 @@
 """A test of the gate that uses more than LIMIT seconds of CPU fails; the conftest.py of the root loads this for all.
 
 Counted is the CPU time of pytest's process and of every process below it, from the test's set-up to the end of its
-teardown: unlike wall time that is nearly the same on busy cores. Not counted are fixtures which tests share, and tests
-marked `full` or `slow`. Whichever test comes first in a process pays for imports and for the fork server, so it is not
-judged: in another order it will be.
+teardown. A busy machine may double it, where wall time grows tenfold. Not counted are fixtures which tests share, and
+tests marked `full` or `slow`. Whichever test comes first in a process pays for imports and for the fork server, so it
+is not judged: in another order it will be.
 """
 
 from __future__ import annotations

@@ -78,7 +78,13 @@ def material(folder: Path) -> None:
         shutil.copy(ROOT / "examples/arithmetic" / name, folder)
 
 
-@pytest.mark.parametrize("script, words, plans", CASES, ids=[f"{script} {words}".strip() for script, words, _ in CASES])
+COSTLY = ("bench/convert_memory.py",)
+"""These measure even the smallest piece of work in processes of their own."""
+
+
+@pytest.mark.parametrize("script, words, plans", [
+    pytest.param(*case, id=" ".join(case[:2]).strip(), marks=[pytest.mark.full] if case[0] in COSTLY else [])
+    for case in CASES])
 def test_it_starts(tmp_path, script, words, plans):
     material(tmp_path)
     starts = tmp_path / "starts.jsonl"

@@ -95,6 +95,7 @@ def cut(course: Course, disk: Disk, run: Path, states: int, draw: random.Random)
     return count, wrong
 
 
+@pytest.mark.full
 def test_a_power_cut_leaves_what_is_published_whole(course):
     run, disk = recorded(course)
     states = -(-500 // len(disk.steps))

@@ -74,6 +74,7 @@ def starts(run: Path) -> list[int | None]:
     return [event["resumed_from"] for event in events if event["event"] == "run_start"]
 
 
+@pytest.mark.full
 def test_a_killed_trainer_goes_on_from_the_last_checkpoint_by_itself(run_file, tmp_path, session):
     (tmp_path / "dies.py").write_text(DIES)
     common = [run_file(), "--threads", "1", "--save-interval", "2"]

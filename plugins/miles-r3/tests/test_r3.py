@@ -328,8 +328,9 @@ SPANS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.integration
-@pytest.mark.parametrize("how", ["called back", pytest.param("retracted", marks=pytest.mark.full)])
+@pytest.mark.parametrize("how", SPANS)
 def test_an_answer_of_several_versions_keeps_the_routes_of_each(run, how, tmp_path):
     """Tokens that were drawn before a sync keep the routes that they were drawn with, though all before them is
     computed again. Every row is replayed, and answers of the weights of now agree as they do without any of it."""

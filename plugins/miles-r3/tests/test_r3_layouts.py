@@ -55,8 +55,8 @@ LAYOUTS = {
     "cp2-dp2": (4, CP, 2),
     "pp2-cp2-recompute": (4, PP, 2, CP, 2, *RECOMPUTE),
 }  # fmt: skip
-GATE = {"one", "tp2-sp-recompute"}
-FULL = {"one-recompute", "one-recompute-some", "pp2-recompute", "pp2-vpp2-recompute-experts", "cp2", "ep2"}
+GATE = {"one", "ep2"}
+FULL = {"one-recompute", "one-recompute-some", "tp2-sp-recompute", "pp2-recompute", "pp2-vpp2-recompute-experts", "cp2"}
 
 
 def tiers(gate, full, names=LAYOUTS):

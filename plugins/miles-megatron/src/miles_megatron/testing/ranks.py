@@ -97,6 +97,8 @@ class Trial:
 
     def ready(self) -> dict[Any, Any]:
         """Imports what every trainer needs."""
+        import transformers.models.auto  # noqa: F401
+
         import miles_megatron.step  # noqa: F401
 
         return {}
