@@ -9,7 +9,7 @@ READY  := $(VENV)/.ready
 export OMP_WAIT_POLICY ?= PASSIVE
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help demo test test-slow test-sglang lint bench reliability reliability-sglang support-matrix site models next release venv sglang-cpu clean
+.PHONY: help demo test test-full test-slow test-sglang lint bench reliability reliability-sglang support-matrix site models next release venv sglang-cpu clean
 
 help:  ## Show this list.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -20,8 +20,14 @@ demo: $(READY)  ## Train a tiny Qwen3 with GRPO on sums until it gets them right
 	$(BIN)/miles report runs/demo
 	@echo "open runs/demo/report.html to look at it"
 
-test: $(READY)  ## Run the tests (about twenty minutes on two cores).
-	$(BIN)/pytest -q -n 2
+# TESTS names files or folders, instead of all. SEED runs modules, and the tests of each, in an order drawn from a number.
+PYTEST = $(BIN)/pytest -q -n 2 $(SEED:%=--random-order-bucket=module --random-order-seed=%)
+
+test: $(READY)  ## Run the gate: unit tests, contracts and whole runs of every kind (eight minutes on two cores).
+	$(PYTEST) -m "not slow and not full" $(TESTS)
+
+test-full: $(READY)  ## Run what the gate leaves out and is not slow (twenty minutes on two cores).
+	$(PYTEST) -m "full and not slow" $(TESTS) || test $$? = 5 # 5: nothing of TESTS is marked
 
 test-slow: $(READY)  ## Run the tests that take longer (an hour): kills at every file operation, controls.
 	$(BIN)/pytest -q -n 2 -m slow
@@ -62,21 +68,22 @@ release: $(READY)  ## Release VERSION=X.Y.Z of all distributions; DRY=1 only sho
 
 venv: $(READY)  ## Only set up the environment.
 
-# torch goes first and alone: with it in place nothing pulls another build, least of all one with CUDA. What tests need goes last:
-# pip before 24 does not see that a package with an extra is the one in this tree, but takes what is installed.
+# torch goes first: with it in place nothing pulls another build, least of all one with CUDA. With setuptools in place pip builds
+# the packages without an environment for each, which is most of the time. What tests need goes last: pip before 24 does not see
+# that a package with an extra is the one in this tree, but takes what is installed.
 $(READY): pyproject.toml $(CONSTRAINTS) $(PLUGINS:%=%/pyproject.toml)
 	@command -v $(PYTHON) >/dev/null || { echo "missing: $(PYTHON), version 3.11 or newer. Name another with PYTHON=..."; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "missing: Python 3.11 or newer ($(PYTHON) is older). Name another with PYTHON=..."; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "missing: Python's venv module (on Debian: apt-get install python3-venv)"; exit 1; }
 	@echo "setting up $(VENV)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q --disable-pip-version-check -c $(CONSTRAINTS) torch
-	$(BIN)/pip install -q --disable-pip-version-check -c $(CONSTRAINTS) -e . $(PLUGINS:%=-e ./%)
+	$(BIN)/pip install -q --disable-pip-version-check -c $(CONSTRAINTS) torch 'setuptools>=77'
+	$(BIN)/pip install -q --disable-pip-version-check -c $(CONSTRAINTS) --no-build-isolation -e . $(PLUGINS:%=-e ./%)
 	$(BIN)/pip install -q --disable-pip-version-check -c $(CONSTRAINTS) 'miles-core[dev]' $(PLUGINS:plugins/%='%[test]')
 	@touch $@
 
 test-sglang: $(READY) .venv-sglang/.ready  ## Run the quick tests against a real SGLang server on the CPU (two minutes).
-	$(BIN)/pytest -q tests/sglang
+	$(BIN)/pytest -q -m "not slow" tests/sglang
 
 sglang-cpu: .venv-sglang/.ready  ## Set up a real SGLang for the CPU in .venv-sglang, for tests/sglang (3 GB).
 

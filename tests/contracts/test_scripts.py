@@ -11,6 +11,7 @@ import ast
 import importlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -20,8 +21,9 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 STARTS = Path(__file__).parent / "starts"
-FOUND = sorted(path.relative_to(ROOT).as_posix() for folder in ("bench", "tests/gpu") for path in
-               ROOT.joinpath(folder).rglob("*.py") if "__main__" in path.read_text(encoding="utf-8"))
+SOURCES = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8")
+           for folder in ("bench", "tests/gpu") for path in ROOT.joinpath(folder).rglob("*.py")}
+FOUND = sorted(path for path, text in SOURCES.items() if "__main__" in text)
 TESTS = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("tests/gpu/test_*.py"))
 
 CASES = [  # script, its words, how many plans it makes
@@ -36,6 +38,7 @@ CASES = [  # script, its words, how many plans it makes
     ("bench/peers/make_model.py", "--workload large --out {folder}", 0),
     ("bench/peers/run_miles.py", "--workload large --model {folder}/warm", 1),
     ("bench/peers/trl_grpo.py", "--help", 0),  # TRL has an environment of its own
+    ("bench/selection.py", "--commits 1", 0),
     ("tests/gpu/drafts.py", "other kept --folder {folder}", 2),
     ("tests/gpu/fp8.py", "--tiny --parts train --recipes bf16", 1),
     ("tests/gpu/int4.py", "--help", 0),
@@ -56,6 +59,17 @@ def test_every_script_has_a_case():
     assert sorted({script for script, _, _ in CASES}) == FOUND
 
 
+@pytest.mark.parametrize("path", sorted(SOURCES.keys() - {*FOUND, *TESTS}))
+def test_what_is_neither_a_script_nor_a_test_is_used_by_one(path):
+    stem = re.compile(rf"\b{Path(path).stem}\b")
+    assert any(stem.search(SOURCES[other]) for other in (*FOUND, *TESTS)), f"nothing starts {path}"
+
+
+def test_the_set_up_of_a_gpu_host_can_be_read():
+    for path in (ROOT / "tests" / "gpu").glob("*.sh"):
+        subprocess.run(["bash", "-n", path], check=True)
+
+
 def material(folder: Path) -> None:
     """What scripts want to find: a model with prompts, a calculator's data."""
     shutil.copytree(ROOT / "examples/arithmetic/tiny-qwen3", folder / "warm")
@@ -64,7 +78,13 @@ def material(folder: Path) -> None:
         shutil.copy(ROOT / "examples/arithmetic" / name, folder)
 
 
-@pytest.mark.parametrize("script, words, plans", CASES, ids=[f"{script} {words}".strip() for script, words, _ in CASES])
+COSTLY = ("bench/convert_memory.py",)
+"""These measure even the smallest piece of work in processes of their own."""
+
+
+@pytest.mark.parametrize("script, words, plans", [
+    pytest.param(*case, id=" ".join(case[:2]).strip(), marks=[pytest.mark.full] if case[0] in COSTLY else [])
+    for case in CASES])
 def test_it_starts(tmp_path, script, words, plans):
     material(tmp_path)
     starts = tmp_path / "starts.jsonl"

@@ -13,7 +13,9 @@ def go(argv, folder):
     return list(read(folder / "runs/a/events.jsonl"))
 
 
-@pytest.mark.parametrize(("family", "coefficient"), [("qwen3", "0"), ("qwen3", "0.1"), ("qwen3_moe", "0.1")])
+@pytest.mark.parametrize(("family", "coefficient"), [
+    pytest.param("qwen3", "0", marks=pytest.mark.full), ("qwen3", "0.1"),
+    pytest.param("qwen3_moe", "0.1", marks=pytest.mark.full)])
 def test_log_probs_ratio_and_kl_of_a_run(run_file, tmp_path, family, coefficient):
     """Each rollout has one step, so its first ratio is 1; the reference is the initial policy, so its first KL is 0."""
     events = go([run_file(family), "--use-kl-loss", "--kl-loss-coef", coefficient], tmp_path)
@@ -67,7 +69,7 @@ class Watched:
 '''
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["qwen3", pytest.param("qwen3_moe", marks=pytest.mark.full)])
 def test_the_engine_starts_from_random_weights_and_then_has_the_trainers_bits(run_file, tiny, tmp_path, family):
     """Nothing of the engine's own weights is left, and each sync brings what the trainer exports, bit for bit."""
     (tmp_path / "watched.py").write_text(WATCHED)

@@ -39,8 +39,8 @@ def interrupt(place, process, number: int = signal.SIGINT, after: str = "checkpo
     os.killpg(process.pid, number)
 
 
-@pytest.mark.parametrize(("number", "host"), [(signal.SIGINT, "thread"), (signal.SIGINT, "process"),
-                                              (signal.SIGTERM, "thread")])  # fmt: skip
+@pytest.mark.parametrize(("number", "host"), [(signal.SIGINT, "thread"), *(
+    pytest.param(*case, marks=pytest.mark.full) for case in ((signal.SIGINT, "process"), (signal.SIGTERM, "thread")))])
 def test_interrupted_run_goes_on(place, quiet, number, host):
     """It says how, its record ends as interrupted, and the checkpoint it leaves is where the next run begins."""
     outcome = place.run("--save", "ckpt", "--save-interval", "1", "--num-rollout", "1000", "--trainer-host", host,
@@ -82,6 +82,7 @@ def test_interrupt_while_a_scorer_hangs(place, quiet):
     place.clean()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("numbers", [(signal.SIGTERM, signal.SIGTERM), (signal.SIGINT, signal.SIGTERM)])
 def test_signals_while_a_plugin_blocks_the_event_loop(place, quiet, numbers):
     """The one who blocks is named meanwhile, heartbeats go on, and a second signal ends the run cleanly."""
@@ -132,6 +133,7 @@ class Bad:
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("signals", [1, 2])
 def test_interrupt_during_a_long_backward(place, signals):
     """An interpreter torn down under a thread in the middle of C++ aborts; only a process of its own shows it."""
@@ -192,6 +194,7 @@ def test_disk_full_while_saving(place, small_disk):
     assert (place.path / "ckpt/latest_checkpointed_iteration.txt").read_text() == "2\n"
 
 
+@pytest.mark.full
 def test_disk_full_while_recording(place, small_disk):
     """The record holds whole lines up to where the disk was full, and goes on after them."""
     small_disk(place.path / "runs", 1 << 20)
@@ -211,6 +214,7 @@ def limit(size: int):
     return functools.partial(resource.setrlimit, resource.RLIMIT_FSIZE, (size, size))
 
 
+@pytest.mark.full
 def test_file_limit_while_saving(place):
     place.saved()
     place.refused(1, "ckpt/iter_0000002: the disk is full ... complete before still are",
@@ -218,6 +222,7 @@ def test_file_limit_while_saving(place):
     place.clean("--load", "ckpt", "--num-rollout", "2")
 
 
+@pytest.mark.full
 def test_file_limit_while_recording(place):
     place.refused(1, "runs/a/ ... the disk is full", "--num-rollout", "1000", before=limit(25_000))
     list(read(place.path / "runs/a/events.jsonl"))
@@ -265,6 +270,7 @@ def test_two_runs_in_one_directory(place, quiet):
     place.clean()
 
 
+@pytest.mark.full
 def test_two_runs_that_save_into_one_folder(place, quiet):
     """Each in a run directory of its own: the second is refused, as long as the first lives."""
     seen = []
@@ -300,6 +306,7 @@ class Bad:
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("mark", "define", "arguments", "body", "flags", "words"), [
     ("", "def filter_group", "group", "Drop('dull', 'too easy')", ["--max-over-sampling-waves", "2"],
      "filters dropped ... groups (dull ... and kept 0 of the 4 ... too easy ... look at the reward"),

@@ -80,12 +80,14 @@ def test_load_of_one_iteration(place):
     place.refuses(2, "iter_0000001: this is one iteration of a checkpoint ... ckpt", "--load", "ckpt/iter_0000001")
 
 
+@pytest.mark.full
 def test_tracker_of_a_missing_iteration(place):
     (place.saved() / "latest_checkpointed_iteration.txt").write_text("7\n")
     place.refuses(2, "latest_checkpointed_iteration.txt: the tracker names iteration 7, which is not there "
                   "... iter_0000001", "--load", "ckpt")
 
 
+@pytest.mark.full
 def test_incomplete_iteration(place):
     (place.saved() / "iter_0000001/common.pt").unlink()
     place.refuses(2, "iteration 1 is incomplete (got no common.pt)", "--load", "ckpt")
@@ -108,6 +110,7 @@ def test_load_of_another_model(place):
                   "--hf-checkpoint", str(place.tiny / "qwen3_moe"))
 
 
+@pytest.mark.full
 def test_unpublished_iteration_is_ignored(place):
     """A kill in the middle of a save leaves a folder that nobody reads and that the next save clears."""
     ckpt = place.saved()
@@ -206,16 +209,17 @@ class Bad:
      " ... in plugin bad ... (file), hook reward ... logs/traceback.txt"),
     ("return float('nan')", "sample",
      "scorer 'bad' gave train prompt 0 (row 0), sample 0 no finite number ... (got nan)"),
-    ("return None if sample.index >= 0 else 0.0", "sample",
-     "scorer 'bad' gave train prompt 0 (row 0), sample 0 no finite number ... (got None)"),
-    ("time.sleep(1000); return 0.0", "sample",
-     "scorer 'bad' took longer than 0.5 s for train prompt 0 ... --rm-timeout"),
-    ("return [1.0]", "samples", "scorer 'bad' should answer with one number for each of 4 samples (got [1.0])"),
-    ("return 1.0", "samples", "scorer 'bad' should answer with one number for each of 4 samples (got 1.0)"),
-    ("raise SystemExit(3)", "sample",
-     "scorer 'bad' failed on train prompt 0 ... SystemExit: 3 ... in plugin bad ... logs/traceback.txt"),
+    *(pytest.param(*case, marks=pytest.mark.full) for case in (
+        ("return None if sample.index >= 0 else 0.0", "sample",
+         "scorer 'bad' gave train prompt 0 (row 0), sample 0 no finite number ... (got None)"),
+        ("time.sleep(1000); return 0.0", "sample",
+         "scorer 'bad' took longer than 0.5 s for train prompt 0 ... --rm-timeout"),
+        ("return [1.0]", "samples", "scorer 'bad' should answer with one number for each of 4 samples (got [1.0])"),
+        ("return 1.0", "samples", "scorer 'bad' should answer with one number for each of 4 samples (got 1.0)"),
+        ("raise SystemExit(3)", "sample",
+         "scorer 'bad' failed on train prompt 0 ... SystemExit: 3 ... in plugin bad ... logs/traceback.txt"))),
 ], ids=["raises", "nan", "nothing", "hangs", "too-few", "no-list", "exits"])  # fmt: skip
-@pytest.mark.parametrize("define", ["def", "async def"])
+@pytest.mark.parametrize("define", ["def", pytest.param("async def", marks=pytest.mark.full)])
 def test_bad_reward(place, define, body, argument, words):
     if define == "async def":
         if body not in ("return 1 / 0", "time.sleep(1000); return 0.0"):
@@ -248,10 +252,11 @@ class Bad:
 @pytest.mark.parametrize(("loss", "words"), [
     ("torch.where(inputs.sample == 1, float('inf'), inputs.log_probs)",
      "policy loss 'bad': the loss of train prompt ... is not finite (got inf ... last checkpoint is good"),
-    ("(inputs.log_probs - inputs.log_probs.detach()).abs().sqrt()",
-     "optimizer step of the actor: the gradient of ... is not finite ... last checkpoint is good"),
-    ("inputs.log_probs.sum()", "policy loss 'bad': the loss should have one value for each token (got shape [])"),
-    ("inputs.log_probs.detach()", "policy loss 'bad': the loss has no gradient"),
+    *(pytest.param(*case, marks=pytest.mark.full) for case in (
+        ("(inputs.log_probs - inputs.log_probs.detach()).abs().sqrt()",
+         "optimizer step of the actor: the gradient of ... is not finite ... last checkpoint is good"),
+        ("inputs.log_probs.sum()", "policy loss 'bad': the loss should have one value for each token (got shape [])"),
+        ("inputs.log_probs.detach()", "policy loss 'bad': the loss has no gradient"))),
 ], ids=["loss", "gradient", "shape", "detached"])  # fmt: skip
 def test_bad_loss(place, loss, words):
     flags = ["--policy-loss", "bad", "--save", "ckpt", "--load", "ckpt"]

@@ -131,11 +131,13 @@ def test_plugin_without_a_hook(place):
 
 @pytest.mark.parametrize(("body", "words"), [
     ("1 / 0", "plugin bad ... (file), hook filter_group: ZeroDivisionError: division by zero"),
-    ("exit(3)", "plugin bad ... (file), hook filter_group: SystemExit: 3"),
-    ("raise StopIteration", "StopIteration"),
-    ("if group: return",
-     "plugin bad ... filter_group should return what it is given, a Group, changed or not (got NoneType)"),
-    ("return True", "plugin bad ... filter_group should return what it is given, a Group, changed or not (got bool)"),
+    *(pytest.param(*case, marks=pytest.mark.full) for case in (
+        ("exit(3)", "plugin bad ... (file), hook filter_group: SystemExit: 3"),
+        ("raise StopIteration", "StopIteration"),
+        ("if group: return",
+         "plugin bad ... filter_group should return what it is given, a Group, changed or not (got NoneType)"),
+        ("return True",
+         "plugin bad ... filter_group should return what it is given, a Group, changed or not (got bool)"))),
 ], ids=["raises", "exits", "stops", "forgets", "boolean"])  # fmt: skip
 def test_plugin_that_fails_in_the_run(place, body, words):
     """The terminal gets plugin, version and hook; the traceback, with the plugin's own line, is in the run's logs."""
@@ -145,6 +147,7 @@ def test_plugin_that_fails_in_the_run(place, body, words):
         assert "bad.py" in (place.path / "runs/a/logs/traceback.txt").read_text()
 
 
+@pytest.mark.full
 def test_trainer_plugin_that_fails_in_a_worker_process(place):
     """The same from another process, with an error that cannot be pickled; its traceback is in the logs."""
     error = "class Odd(Exception):\n    def __init__(self, one, two):\n        super().__init__(f'{one} and {two}')\n"

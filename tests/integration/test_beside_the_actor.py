@@ -116,6 +116,7 @@ def test_the_critic_and_the_teachers_say_what_transformers_says(run_file, tiny, 
         assert not [column for column in samples[0].columns if column.startswith("opd_") and "kl" not in column]
 
 
+@pytest.mark.full
 def test_a_critic_learns_what_there_is_to_know(run_file, one_rank):
     """Forty steps on one and the same rollout: it explains almost all of the returns."""
     flags = ["--advantage-estimator", "ppo", "--num-critic-only-steps", "40", "--critic-lr", "3e-3",
@@ -127,6 +128,7 @@ def test_a_critic_learns_what_there_is_to_know(run_file, one_rank):
     assert not [name for step in steps for name in step if name.startswith("train/") and "rollout" not in name]
 
 
+@pytest.mark.full
 def test_every_layout_trains_like_one_rank(run_file, teachers, one_rank):
     """Six steps: losses of actor and critic to 2e-6, weights to 1e-5; the critic's are behind its later values."""
     kinds = {"critic": PPO, "swapped": [*OPD, "--opd-teacher-load", str(teachers["same"]), *top_k("union")],
@@ -158,6 +160,7 @@ def test_every_layout_trains_like_one_rank(run_file, teachers, one_rank):
     assert len({step["rollout/values"] for step in steps}) == 3, "the critic has not learnt between rollouts"
 
 
+@pytest.mark.full
 def test_a_run_with_a_critic_goes_on_where_it_was(run_file, tmp_path):
     """Also from within the warm-up, in which the actor stands still and has no metrics; with a trainer process too."""
     flags = ["--advantage-estimator", "ppo", "--num-critic-only-steps", "2", "--critic-lr", "3e-3",
@@ -177,6 +180,7 @@ def test_a_run_with_a_critic_goes_on_where_it_was(run_file, tmp_path):
     assert rates == pytest.approx([0, 1e-2 / 3]), "it waits for the actor's steps"
 
 
+@pytest.mark.full
 def test_what_cannot_be_loaded_is_named(place, teachers):
     place.run("--save", "ckpt", "--num-rollout", "1")
     ppo = ("--advantage-estimator", "ppo")
@@ -210,6 +214,7 @@ def test_ppo_earns_more_and_its_critic_knows_better(run_file, tmp_path):
     assert np.mean(losses[-4:]) < np.mean(losses[:4]) / 3
 
 
+@pytest.mark.full
 def test_distillation_brings_the_student_to_its_teacher(run_file, tmp_path):
     """A random student, a trained teacher, and the estimate over the whole vocabulary as the baseline."""
     course = KillResume(tmp_path, [

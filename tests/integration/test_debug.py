@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 
+import pytest
 from miles_testing.forked import miles
 
 from miles_core.record.events import read
@@ -96,6 +97,7 @@ def test_a_replay_trains_bit_for_bit_without_an_engine(run_file, tmp_path):
     assert uids == {12, 13, 14, 15}, "sampling goes on after the prompts that were replayed"
 
 
+@pytest.mark.full
 def test_determinism_is_on_record_and_a_diff_names_what_differs(run_file, tmp_path):
     """Equal for equal runs, one of them in two starts; the seed shows in the tokens, the rate in the weights alone."""
     def hashes(name, *flags):
@@ -124,6 +126,7 @@ def test_determinism_is_on_record_and_a_diff_names_what_differs(run_file, tmp_pa
     assert facts == ["optimizer.lr"]
 
 
+@pytest.mark.full
 def test_a_traced_run_has_the_stages_in_its_traces_and_the_same_weights(run_file, tmp_path):
     common = [run_file(), "--use-kl-loss", "--num-steps-per-rollout", "2", "--save"]
     go([*common, "a", "--save-hf", "hf_a"], tmp_path, "plain")
@@ -146,6 +149,7 @@ def test_a_sample_of_every_second_rollout_is_printed(run_file, tmp_path):
     assert all("reward" in text and "label" in text for text in said)
 
 
+@pytest.mark.full
 def test_a_run_that_stops_early_goes_on_where_it_was(run_file, tmp_path):
     """--debug-exit-after-rollout counts from each start, and the resumed run ends with the uninterrupted one's bits."""
     whole = go([run_file(), "--save", "whole", "--save-hf", "hf_whole"], tmp_path, "whole")

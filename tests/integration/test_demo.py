@@ -61,6 +61,7 @@ def transformers_accuracy(folder: Path) -> float:
     return sum(answer == f"\\boxed{{{row['label']}}}" for answer, row in zip(answers, rows)) / len(rows)
 
 
+@pytest.mark.full
 def test_grpo_raises_greedy_accuracy_and_transformers_agrees(tmp_path):
     events = run(tmp_path)
     accuracy, valid = evals(events), evals(events, "eval/sums/reward/format")

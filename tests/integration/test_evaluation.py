@@ -87,6 +87,7 @@ class Tracker:
 '''
 
 
+@pytest.mark.full
 def test_whoever_watches_training_gives_the_same_bits(run_file, tiny, tmp_path):
     """Evaluations and trackers on or off."""
     (tmp_path / "tracker.py").write_text(TRACKER)

@@ -29,7 +29,8 @@ def checkpoint(tiny):
     return make
 
 
-@pytest.mark.parametrize(("family", "config"), [("llama", {}), ("gemma2", {"sliding_window": 8})],
+@pytest.mark.parametrize(("family", "config"), [
+    ("llama", {}), pytest.param("gemma2", {"sliding_window": 8}, marks=pytest.mark.full)],
                          ids=["llama", "gemma2"])
 def test_its_checkpoint_is_all_that_a_run_needs(checkpoint, run_file, tmp_path, family, config):
     from transformers import AutoModelForCausalLM

@@ -39,6 +39,7 @@ def same(plan, ranks) -> None:
         assert np.array_equal(found["weights"][name], weight), name
 
 
+@pytest.mark.full
 def test_one_rank_trains_to_the_same_bits(run_file):
     """In both dtypes, with a reference that is swapped in, with either optimizer, with a critic."""
     with Ranks(1) as ranks:
@@ -46,6 +47,7 @@ def test_one_rank_trains_to_the_same_bits(run_file):
             same(prepare(run_file(), [*SMALL, *flags]), ranks)
 
 
+@pytest.mark.full
 def test_two_ranks_train_to_the_same_bits(run_file):
     """Weights on their way from the other rank arrive before they leave; experts have buffers of their own."""
     with Ranks(2) as ranks:
@@ -61,7 +63,9 @@ def alive() -> int:
     return sum(storages.values())
 
 
-@pytest.mark.parametrize("flags", [["--bf16"], ["--no-bf16"], ["--bf16", "--no-use-distributed-optimizer"]], ids=str)
+@pytest.mark.parametrize("flags", [
+    ["--bf16"], *(pytest.param(flags, marks=pytest.mark.full) for flags in (
+        ["--no-bf16"], ["--bf16", "--no-use-distributed-optimizer"]))], ids=str)
 def test_the_memory_really_goes(run_file, flags):
     """After offload nothing is left but host copies; gradients are not copied and come back as zeros."""
     from miles_core.build import trainer_part

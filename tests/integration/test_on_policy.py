@@ -12,7 +12,9 @@ def gaps(folder):
 
 
 @pytest.mark.parametrize("flags", [
-    [], ["--rollout-temperature", "0.7"], ["--engine-max-batch", "5", "--max-tokens-per-gpu", "64"], ["--threads", "2"],
+    [], *(pytest.param(flags, marks=pytest.mark.full) for flags in (
+        ["--rollout-temperature", "0.7"], ["--engine-max-batch", "5", "--max-tokens-per-gpu", "64"],
+        ["--threads", "2"])),
 ], ids=["plain", "temperature", "small batches", "two threads"])
 def test_train_rollout_logprob_abs_diff_is_exactly_zero(run_file, tmp_path, flags):
     outcome = miles(["run", run_file(), "--no-live", "--run-dir", "run", "--rollout-max-response-len", "40", *flags],
@@ -28,6 +30,7 @@ def test_a_mixture_of_experts_agrees_to_rounding(run_file, tmp_path):
     assert max(gaps(tmp_path / "run")) <= 1e-5
 
 
+@pytest.mark.full
 def test_true_on_policy_mode_is_exact_at_every_step_whatever_decodes_beside(run_file, tmp_path):
     """All sixteen requests at once or three at a time: no difference to the trainer, and none to each other."""
     samples = {}

@@ -233,6 +233,7 @@ def test_every_token_is_of_the_weights_that_its_version_says(course, tiny):
         assert sample.columns["loss_mask"].all()
 
 
+@pytest.mark.full
 def test_with_masks_only_tokens_of_the_last_span_are_trained_on(course, tmp_path):
     """And a function of a launch script chooses what goes on."""
     (tmp_path / "functions.py").write_text(LAST)
@@ -250,6 +251,7 @@ def test_with_masks_only_tokens_of_the_last_span_are_trained_on(course, tmp_path
     check_samples(run)
 
 
+@pytest.mark.full
 def test_a_sync_that_aborts_loses_no_token(course, tiny):
     """--pause-generation-mode abort, sampling one rollout ahead: what a sync ends goes on with the new weights."""
     run = found(course("--max-lag", "1", "--over-sampling-batch-size", "4", "--pause-generation-mode", "abort",
@@ -263,6 +265,7 @@ def test_a_sync_that_aborts_loses_no_token(course, tiny):
         assert count >= sum(s.response_length for s in run.samples if s.prompt.uid == uid), uid
 
 
+@pytest.mark.full
 def test_spans_survive_a_kill_bit_for_bit(course):
     """Killed once a checkpoint holds spans: the resumed run goes on from those very rows, and repeats no group."""
     whole, kept = course(), {}

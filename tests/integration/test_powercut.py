@@ -96,6 +96,7 @@ def cut(course: KillResume, disk: Disk, run: Path, states: int,
     return count, wrong
 
 
+@pytest.mark.full
 def test_a_power_cut_leaves_what_is_published_whole(course):
     run, disk = recorded(course)
     states = -(-500 // len(disk.steps))
@@ -104,7 +105,8 @@ def test_a_power_cut_leaves_what_is_published_whole(course):
     assert not wrong, dict(list(wrong.items())[:5])
 
 
-@pytest.mark.parametrize("share", [0.7, *(pytest.param(n / 12, marks=pytest.mark.slow) for n in range(1, 12))])
+@pytest.mark.parametrize("share", [
+    pytest.param(0.7, marks=pytest.mark.full), *(pytest.param(n / 12, marks=pytest.mark.slow) for n in range(1, 12))])
 def test_a_run_goes_on_after_a_power_cut(course, share):
     """To the same weights, metrics and samples, bit for bit."""
     run, disk = recorded(course)

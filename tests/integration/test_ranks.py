@@ -31,6 +31,7 @@ class Dies:
 '''
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", [
     pytest.param([], id="dp"),
     pytest.param(["--tensor-model-parallel-size", "2", "--sequence-parallel"], id="tp", marks=pytest.mark.slow)])

@@ -139,6 +139,7 @@ async def placed(run_dir) -> None:
     await shared.close()
 
 
+@pytest.mark.full
 def test_a_ray_that_is_there_stays_and_is_given_back(ray_here, tmp_path, monkeypatch):
     """Ranks meet over a store of the first one, as they do in a cluster."""
     assert asyncio.run(questions()) == ["21", "rank 0 will not"]

@@ -26,7 +26,7 @@ def ranks():
         yield one, two
 
 
-@pytest.mark.parametrize("case", sampled(FAMILIES, [case for case in FAMILIES if case.name in SAMPLE]), ids=str)
+@pytest.mark.parametrize("case", sampled(FAMILIES, (), [case for case in FAMILIES if case.name in SAMPLE]), ids=str)
 def test_a_family_can_be_cut(case, ranks, tmp_path):
     for cut in reshard_parity(case, tmp_path, *ranks):
         print(f"\n{case.name}, {cut.layout}: gradient {cut.gradient:.1e}, round trip {'exact' * cut.exact}")

@@ -74,6 +74,7 @@ def starts(run: Path) -> list[int | None]:
     return [event["resumed_from"] for event in events if event["event"] == "run_start"]
 
 
+@pytest.mark.full
 def test_a_killed_trainer_goes_on_from_the_last_checkpoint_by_itself(run_file, tmp_path, session):
     (tmp_path / "dies.py").write_text(DIES)
     common = [run_file(), "--threads", "1", "--save-interval", "2"]
@@ -96,6 +97,7 @@ def test_a_killed_trainer_goes_on_from_the_last_checkpoint_by_itself(run_file, t
     assert "weight_sync to version 1" in (run / "logs/run.log").read_text()
 
 
+@pytest.mark.full
 def test_restarts_that_are_used_up_end_the_run_with_the_rank_s_name(run_file, tmp_path, session):
     """And a run without a checkpoint of its own goes back to its start, whatever lies in --save."""
     (tmp_path / "dies.py").write_text(DIES.replace("not ONCE.exists()", "True"))
@@ -112,6 +114,7 @@ def test_restarts_that_are_used_up_end_the_run_with_the_rank_s_name(run_file, tm
     assert "restart 1 of 1 from the start of the run" in outcome.out
 
 
+@pytest.mark.full
 def test_a_signal_ends_every_process(run_file, tmp_path, session):
     """SIGTERM amid a run whose rank is in a step that takes for ever."""
     (tmp_path / "hangs.py").write_text(DIES.replace("os.kill(os.getpid(), signal.SIGKILL)", "signal.pause()"))

@@ -42,6 +42,7 @@ def differences(ours: Path, theirs: Path) -> list[str]:
     return kill_resume.problems(ours, theirs, rollouts=ROLLOUTS)
 
 
+@pytest.mark.full
 def test_a_resume_says_what_is_another_than_before(course, tiny, tmp_path):
     """In one note of the record: values, data, and the source of a plugin; nothing where all is as it was."""
     data = tmp_path / "train.jsonl"
@@ -93,6 +94,7 @@ def test_starts_and_folders_do_not_matter_and_seeds_do(course):
     assert rows(other) != rows(reference)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("family, flags", [("qwen3_moe", ()), ("qwen3", ("--bf16",))], ids=["experts", "bfloat16"])
 def test_other_models_and_precisions_go_on_where_they_were(run_file, tmp_path, family, flags):
     course = KillResume(tmp_path, [run_file(family), "--threads", "1", *flags], rollouts=4)
@@ -126,6 +128,7 @@ class Counting:
 '''
 
 
+@pytest.mark.full
 def test_what_a_plugin_remembers_is_of_the_checkpoint_and_not_of_what_runs_meanwhile(course, tiny, tmp_path):
     """Sampling goes on during an evaluation; groups that a resumed run samples again must not have been counted."""
     (tmp_path / "counting.py").write_text(COUNTING)
@@ -171,7 +174,7 @@ class Mean:
 '''
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_what_a_plugin_remembers_in_the_trainer_is_of_the_checkpoint_on_every_rank(course, tmp_path, ranks):
     (tmp_path / "mean.py").write_text(MEAN)
     flags = ("--plugin", tmp_path / "mean.py", "--advantage-estimator", "running", "--debug-determinism",
@@ -231,6 +234,7 @@ def test_a_resume_with_another_prompt_source_is_refused_or_begins_it_anew(course
     whole.finish("a", "--num-rollout", "3")
 
 
+@pytest.mark.full
 def test_an_interrupt_is_a_kill_with_a_word(course):
     """SIGINT and SIGTERM: exit code 130, the reason in the record, and the same resume."""
     whole = course()
@@ -249,6 +253,7 @@ def test_an_interrupt_is_a_kill_with_a_word(course):
         assert not kill_resume.leftovers(run)
 
 
+@pytest.mark.full
 def test_a_trainer_in_a_process_of_its_own(course):
     """The same weights as in a thread; it dies with its parent; and its death is the run's own error."""
     whole = course(rollouts=2)

@@ -129,6 +129,7 @@ def between_steps(course: KillResume) -> list[str]:
     return course.resumed("between")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mode", MODES)
 def test_a_sample_of_kills(course, mode):
     run = course(mode)
@@ -146,6 +147,7 @@ def test_a_sample_of_kills(course, mode):
     assert not {where: wrong for where, wrong in found.items() if wrong}
 
 
+@pytest.mark.full
 def test_what_is_sampled_again_from_the_same_weights_is_what_it_was(course):
     """With a learning rate of 0 all weights are equal, so an answer is a function of the prompt: timing is nowhere."""
     run = course("async", "--lr", "0")

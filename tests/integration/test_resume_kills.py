@@ -35,6 +35,7 @@ def course(request, run_file, tiny, tmp_path, picky) -> KillResume:
     return KillResume(tmp_path, argv, rollouts=ROLLOUTS)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("course", [TWO_STEPS], indirect=True)
 def test_a_sample_of_kills(course):
     recorded = course.reference()

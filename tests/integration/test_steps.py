@@ -48,6 +48,7 @@ def test_the_smallest_run_and_another_algorithm(step):
     assert "gspo" in plugins(step(2, name="other")[1])
 
 
+@pytest.mark.full
 def test_a_second_scorer_and_a_filter(step):
     metrics, _ = step(3)
     assert {"rollout/reward/math", "rollout/reward/format"} <= set(metrics[0])
@@ -55,11 +56,13 @@ def test_a_second_scorer_and_a_filter(step):
     assert "dapo-filter" in plugins(plan) and len(metrics) == 2
 
 
+@pytest.mark.full
 def test_a_plugin_of_ones_own(step):
     metrics, plan = step(5)
     assert "short" in plugins(plan) and 0 < metrics[0]["rollout/reward/short"] < 1
 
 
+@pytest.mark.full
 def test_state_comes_back_with_the_checkpoint(step):
     """Prompts come in the order of the file: the state has the rows of all rollouts, those before the resume too."""
     for rollouts, name in ((2, "run"), (3, "again")):

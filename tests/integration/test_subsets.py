@@ -21,7 +21,7 @@ from tests.integration.subsets import DRAWN, declared, draw, needs, served, sett
 
 pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("subsets")]
 
-QUICK, ALL, SECONDS = 20, 200, 120
+GATE, FULL, ALL, SECONDS = 2, 20, 200, 120
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,9 @@ def ran(path: Path) -> str:
     return ""
 
 
-@pytest.mark.parametrize("seeds", [range(QUICK), pytest.param(range(QUICK, ALL), marks=pytest.mark.slow)], ids=len)
+@pytest.mark.parametrize("seeds", [
+    range(GATE), pytest.param(range(GATE, FULL), marks=pytest.mark.full),
+    pytest.param(range(FULL, ALL), marks=pytest.mark.slow)], ids=len)
 def test_a_set_of_plugins_runs_or_is_refused_for_what_it_declares(seeds, settled):
     wrong, whys, done = [], Counter(), 0
     for seed in seeds:

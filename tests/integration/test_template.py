@@ -141,6 +141,7 @@ def clean(tmp_path_factory) -> Path:
     return folder / "venv" / "bin" / "python"
 
 
+@pytest.mark.full
 def test_a_project_is_built_installed_listed_tested_and_typed(projects, clean, tmp_path):
     project = shutil.copytree(projects["my-reward"], tmp_path / "project")
     shell(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", tmp_path, ".",
@@ -172,6 +173,7 @@ def test_projects_are_typed_beside_a_core_that_is_installed_from_a_checkout(proj
         shell(python, "-m", "mypy", "--cache-dir", tmp_path / "cache", cwd=projects[name], PYTHONPATH="")
 
 
+@pytest.mark.full
 def test_an_older_project_with_edits_of_its_own_is_brought_up(tmp_path):
     """What the template changed comes, what the author changed stays, and uncommitted work is not touched."""
     git = ["git", "-c", "user.name=T", "-c", "user.email=t@example.org"]
@@ -207,6 +209,7 @@ def test_an_older_project_with_edits_of_its_own_is_brought_up(tmp_path):
     assert "return 2.0 * float(" in plugin.read_text() and "<<<<<<<" not in plugin.read_text() + readme.read_text()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("make", [by_copier, by_cookiecutter])
 def test_a_project_of_the_template_that_miles_ships_is_brought_up(tmp_path, monkeypatch, make):
     """At once there is nothing to do; of an older miles-core pip fetches the template, here from a folder."""

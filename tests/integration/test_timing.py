@@ -1,5 +1,6 @@
 """At max_lag 0 timing decides nothing: the real engine and trainer, random reward delays, drops and over-sampling."""
 
+import pytest
 from miles_testing.forked import miles
 
 from miles_core.record.events import read
@@ -44,6 +45,7 @@ def trained(run_file, tmp_path, name: str, seed: str, *flags: str):
     return (folder / "hf/model.safetensors").read_bytes(), samples, metrics
 
 
+@pytest.mark.full
 def test_no_delay_changes_a_bit(run_file, tmp_path):
     """Three seeds of delays, and an engine that decodes three requests at a time instead of all at once."""
     runs = [trained(run_file, tmp_path, f"seed {seed}", seed) for seed in "abc"]

@@ -150,7 +150,7 @@ class Logs:
 '''
 
 
-@pytest.mark.parametrize("host", ["thread", "process"])
+@pytest.mark.parametrize("host", ["thread", pytest.param("process", marks=pytest.mark.full)])
 def test_numbers_of_every_kind_of_hook_reach_the_metrics(tmp_path, host):
     (tmp_path / "logs.py").write_text(LOGS)
     run = toy_run([tmp_path / "logs.py"], flags=["--trainer-host", host, "--num-steps-per-rollout", "2"], options={

@@ -137,6 +137,7 @@ def reader(tmp_path, wheels) -> Reader:
     return Reader(place, tmp_path / "venv" / "bin" / "python", place / "wheels")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("page", "plugin"), TUTORIALS.items(), ids=lambda value: str(value).rpartition("/")[2])
 def test_a_tutorial_ends_in_a_plugin_that_passes(page, plugin, reader):
     printed = reader.follow(reader.place / "docs" / page)

@@ -184,6 +184,7 @@ def agrees(page: Page, run: Path) -> None:
     assert took == pytest.approx([value for _, value in curves["perf/rollout_time"]], abs=1e-3)
 
 
+@pytest.mark.full
 def test_a_run_that_is_killed_and_goes_on_is_followed_without_a_reload(page, run_file, tmp_path):
     file, run = run_file(), tmp_path / "runs/a"
     scorer = tmp_path / "digits.py"

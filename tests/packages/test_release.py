@@ -67,6 +67,7 @@ def test_what_is_not_ready_is_refused_in_one_go(repository):
     assert "the tag v99.0.0 is there already" in run(repository, "99.0.0")[1]
 
 
+@pytest.mark.full
 def test_a_release_is_rehearsed_and_then_done(repository):
     say(repository, "99.0.0")
     commit(repository)

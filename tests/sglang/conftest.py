@@ -24,9 +24,10 @@ sys.path.insert(0, str(Path(__file__).parent))  # proxy.py and scenes.py
 
 
 def pytest_collection_modifyitems(items) -> None:
-    """All on one worker: one server is enough for two cores."""
+    """All on one worker, as one server is enough for two cores; none in the gate, which has no server."""
     for item in items:
         if item.path.parent == Path(__file__).parent:
+            item.add_marker(pytest.mark.full)
             item.add_marker(pytest.mark.xdist_group("sglang"))
             if not PYTHON.is_file():
                 item.add_marker(pytest.mark.skip(reason="no SGLang for the CPU: run `make sglang-cpu`"))

@@ -10,7 +10,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import serving
 from miles_sglang.server_extension.miles_sums import sums
 from miles_sglang.sync.broadcast import BroadcastSender
 from miles_sglang.sync.disk import DeltaSender, DiskSender
@@ -19,6 +18,7 @@ from miles_sglang.sync.sender import Settings
 from miles_sglang.sync.servers import Reports, Target, load, plain
 from safetensors.torch import load_file, save_file
 
+from conftest import serving
 from miles_core.types import Rank
 
 KINDS = {"ipc": IpcSender, "broadcast": BroadcastSender, "disk": DiskSender, "disk-delta": DeltaSender}

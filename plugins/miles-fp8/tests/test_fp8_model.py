@@ -167,9 +167,9 @@ DRAWS = 8
 
 @pytest.mark.parametrize(("kind", "layout"), [
     ("dense", ("--tensor-model-parallel-size", "2", "--sequence-parallel")),
-    ("moe", ("--expert-model-parallel-size", "2")),
+    pytest.param("moe", ("--expert-model-parallel-size", "2"), marks=pytest.mark.full),
     pytest.param("dense", ("--pipeline-model-parallel-size", "2"), marks=pytest.mark.slow),
-    ("dense", ("--recompute-granularity", "full")),
+    pytest.param("dense", ("--recompute-granularity", "full"), marks=pytest.mark.full),
 ], ids=["TP2", "EP2", "PP2", "recompute"])
 def test_a_layout_rounds_as_one_rank(kind, layout, gradients):
     """To float32's accuracy, on a batch where no value is so near a boundary of rounding that a sum's order decides.
@@ -204,6 +204,7 @@ def test_every_recipe_trains(recipe, gradients):
     assert 0.005 < distance(*found) < 0.7 and all(np.isfinite(grad).all() for grad in found[0].values())
 
 
+@pytest.mark.full
 def test_hybrid_rounds_gradients_otherwise(gradients):
     one, other = gradients("dense", "--plugin", "fp8"), gradients("dense", "--fp8-format", "hybrid")
     assert 0.005 < distance(other, one) < 0.5

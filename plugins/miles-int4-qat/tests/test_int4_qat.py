@@ -196,8 +196,8 @@ def gaps(metrics, kind=""):
 
 
 @pytest.mark.parametrize(("name", "flags", "most"), [
-    ("dense", (), 0.0), ("dense", ("--trainer-host", "process"), 0.0), ("moe", (), 2e-6), ("llama", (), 2e-5),
-    ("dense", ("--bf16",), 0.03),
+    ("dense", (), 0.0), pytest.param("dense", ("--trainer-host", "process"), 0.0, marks=pytest.mark.full),
+    ("moe", (), 2e-6), pytest.param("llama", (), 2e-5, marks=pytest.mark.full), ("dense", ("--bf16",), 0.03),
 ], ids=["dense", "dense-shared-memory", "moe", "llama-through-transformers", "dense-bf16"])  # fmt: skip
 def test_the_trainer_computes_what_an_int4_engine_computes(run, name, flags, most):
     """In float32 to the bit (a mixture sums its experts in another order); the engine unpacks what it is sent."""
@@ -214,6 +214,7 @@ def test_a_plain_engine_is_sent_the_rounded_values(run):
     assert gaps(run("dense", "dense"), "_max") == [0.0, 0.0]
 
 
+@pytest.mark.full
 def test_it_learns(run):
     metrics = run("dense", "dense-int4", "--num-rollout", 14, "--rollout-batch-size", 8,
                   "--rollout-max-response-len", 10)
@@ -249,8 +250,8 @@ LAYOUTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("layout", [pytest.param(name, marks=pytest.mark.slow) if name == "tp2" else name
-                                    for name in LAYOUTS])
+@pytest.mark.parametrize("layout", ["tp2-sp-recompute", pytest.param("tp2", marks=pytest.mark.slow),
+                                    *(pytest.param(name, marks=pytest.mark.full) for name in ("pp2", "ep2", "etp2"))])
 def test_a_layout_changes_nothing(models, plan, one, two, layout):
     """Loss and gradient on two ranks and on one, in other micro-batches; and they are not those of plain weights."""
     name, flags = LAYOUTS[layout]
@@ -369,6 +370,7 @@ def test_the_environment_of_a_launch_script_has_to_agree(models, plan, monkeypat
     plan(models / "dense", *QAT, "--int4-qat.group-size", 128)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("name", "flags", "what"), [
     ("dense-int4", (), r"training cannot start from quantised weights .*--ref-load"),
     ("dense-int4", ("--int4-qat.targets", "experts"), r"other layers in int4 than the run trains for"),

@@ -18,7 +18,8 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("setting", [
-    "avx2", "avx512", *(pytest.param(name, marks=pytest.mark.slow) for name in ("without", "all"))])
+    *(pytest.param(name, marks=pytest.mark.full) for name in ("avx2", "avx512")),
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("without", "all"))])
 def test_bits_do_not_depend_on_company(setting):
     """Libraries read these variables when they are loaded, so that each setting has a process of its own; one that the
     processor lacks falls back to what it has."""

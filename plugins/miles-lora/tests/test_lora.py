@@ -57,7 +57,8 @@ def column(found, name):
     return np.concatenate([sample.columns[name] for sample in found["batch"].samples])
 
 
-@pytest.mark.parametrize("kind", ["dense", "moe", "fused"])
+@pytest.mark.parametrize("kind", ["dense", pytest.param("moe", marks=pytest.mark.full),
+                                  pytest.param("fused", marks=pytest.mark.full)])
 def test_the_forward_with_adapters_is_that_of_the_merged_model(checkpoint, adapter, merged, plan, one, kind):
     """Log-probs in float32, of adapters that are far from 0."""
     flags = (*LORA, "--lora-adapter-path", adapter(kind), *STILL)
@@ -67,7 +68,7 @@ def test_the_forward_with_adapters_is_that_of_the_merged_model(checkpoint, adapt
     assert np.abs(column(apart, "log_probs") - column(base, "log_probs")).max() > 0.1
 
 
-@pytest.mark.parametrize("kind", ["dense", "moe"])
+@pytest.mark.parametrize("kind", ["dense", pytest.param("moe", marks=pytest.mark.full)])
 def test_fresh_adapters_change_no_bit_and_the_reference_has_none(checkpoint, adapter, plan, one, kind):
     """Also where the run begins with other adapters, and takes steps."""
     flags = ("--use-kl-loss", "--kl-loss-coef", 0.1)
@@ -80,7 +81,8 @@ def test_fresh_adapters_change_no_bit_and_the_reference_has_none(checkpoint, ada
     assert np.abs(column(warm, "log_probs") - column(again, "log_probs")).max() > 0.1
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [name if name == "tp2-sp" else pytest.param(name, marks=pytest.mark.full)
+                                    for name in LAYOUTS])
 def test_a_layout_changes_no_gradient(checkpoint, adapter, plan, one, two, layout):
     """Of A and of B, both far from 0; the base gets none."""
     kind, flags = LAYOUTS[layout]
@@ -123,7 +125,7 @@ def test_the_gradient_is_that_of_peft(checkpoint, adapter, plan, one):
 @pytest.mark.parametrize("flags", [(), pytest.param(("--bf16", "--lr", "1e-2"), marks=pytest.mark.slow),
                                    pytest.param(("--recompute-granularity", "full"), marks=pytest.mark.slow)],
                          ids=["float32", "bfloat16", "recompute"])
-@pytest.mark.parametrize("kind", ["dense", "moe"])
+@pytest.mark.parametrize("kind", ["dense", pytest.param("moe", marks=pytest.mark.full)])
 def test_adapters_move_and_the_base_stays_to_the_bit(checkpoint, plan, two, kind, flags):
     """Three steps of two data-parallel ranks that share the optimizer's state."""
     before = plan(checkpoint(kind), *LORA, *TWO, *flags, "--lr", 0)
@@ -136,6 +138,7 @@ def test_adapters_move_and_the_base_stays_to_the_bit(checkpoint, plan, two, kind
     assert all(not tensor.any() for name, tensor in started.items() if "lora_B" in name)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("flags", "later"), [((), ()), (("--use-kl-loss",), ()),
                                               pytest.param((*TENSOR, "--sequence-parallel"), TWO,
                                                            marks=pytest.mark.slow)],
@@ -156,6 +159,7 @@ def test_a_resumed_run_goes_on_to_the_bit(checkpoint, adapter, plan, one, two, t
             np.testing.assert_array_equal(resumed["weights"][name], weight, err_msg=name)
 
 
+@pytest.mark.full
 def test_without_the_plugin_a_checkpoint_with_adapters_is_refused(checkpoint, plan, one, tmp_path):
     from miles_core.errors import CheckpointError
 
@@ -164,6 +168,7 @@ def test_without_the_plugin_a_checkpoint_with_adapters_is_refused(checkpoint, pl
         one.train(plan(checkpoint(), "--load", tmp_path / "kept"), rollouts())
 
 
+@pytest.mark.full
 def test_only_named_layers_have_adapters(checkpoint, adapter, plan, one):
     """A part of a joined layer: of q and v without k."""
     flags = (*LORA, "--target-modules", "q_proj,v_proj,down_proj,o_proj", "--exclude-modules", "o_proj")

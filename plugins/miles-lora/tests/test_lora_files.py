@@ -43,7 +43,8 @@ def logits(model):
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
-@pytest.mark.parametrize("kind", ["dense", "tied", "fused", "moe"])
+@pytest.mark.parametrize("kind", ["dense", *(pytest.param(kind, marks=pytest.mark.full)
+                                             for kind in ("tied", "fused", "moe"))])
 def test_peft_loads_what_a_run_saves_with_the_logits_of_the_merged_model(checkpoint, plan, one, kind, tmp_path):
     """A trainer's own export: the model and, beside it, the adapters. Of experts PEFT knows no layer one by one."""
     import peft as lib

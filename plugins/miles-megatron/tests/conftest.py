@@ -24,6 +24,17 @@ def megatron():
     cpu.initialize()
 
 
+@pytest.fixture(autouse=True)
+def process_groups(request):
+    """They are there for every test that wants them: a conversion in a test of another package leaves all groups."""
+    if "megatron" in request.fixturenames:
+        from megatron.core import parallel_state
+        from miles_megatron import cpu
+
+        if not parallel_state.model_parallel_is_initialized():
+            cpu.initialize()
+
+
 @pytest.fixture(scope="session")
 def hf_model(megatron):
     """(moe, tied, **config) -> a transformers model with weights large enough to tell right from wrong."""

@@ -120,6 +120,7 @@ class Adds:
 '''
 
 
+@pytest.mark.full
 def test_what_a_plugin_adds_is_kept_and_nothing_is_lost_without_it(convert, source, tmp_path):
     """The hooks weight_map, transformer_config and build_model, in processes of their own too."""
     from safetensors.torch import save_file
@@ -220,6 +221,7 @@ def test_a_checkpoint_that_lacks_a_piece(convert, cut, source, tmp_path):
     assert not (tmp_path / "back").exists() and not list(tmp_path.glob(".tmp*"))
 
 
+@pytest.mark.full
 def test_several_processes_write_the_same(convert, source, tmp_path):
     """Started by the command itself and by torchrun; the second direction's files are the same to the byte."""
     convert("hf-to-dist", source, tmp_path / "one")
@@ -237,6 +239,7 @@ def test_several_processes_write_the_same(convert, source, tmp_path):
     assert files == {file.name: file.read_bytes() for file in (tmp_path / "again").iterdir()}
 
 
+@pytest.mark.full
 def test_memory_is_bounded():
     """The bound is asserted by the script, as is the round trip: 1.5 of the largest file, in either direction."""
     ended = subprocess.run([sys.executable, ROOT / "bench" / "convert_memory.py", "--size", "64", "--shard", "16",
@@ -325,6 +328,7 @@ def interrupted(number, *words):
     return subprocess.run([sys.executable, "-c", script, "convert", *words], timeout=120).returncode
 
 
+@pytest.mark.full
 def test_a_kill_publishes_nothing(source, convert, tmp_path):
     """Killed in the middle, it leaves what the next conversion clears, and what is no checkpoint to anybody."""
     assert interrupted(signal.SIGKILL, "hf-to-dist", source, tmp_path / "out") == -9
@@ -335,6 +339,7 @@ def test_a_kill_publishes_nothing(source, convert, tmp_path):
     assert not (tmp_path / "out" / ".tmp-iter_0000000").exists()
 
 
+@pytest.mark.full
 def test_an_interrupt_leaves_nothing(source, tmp_path):
     assert interrupted(signal.SIGINT, "hf-to-dist", source, tmp_path / "out") == 130
     assert not (tmp_path / "out").exists()

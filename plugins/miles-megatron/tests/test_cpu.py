@@ -84,6 +84,7 @@ class Early:
 """
 
 
+@pytest.mark.full
 def test_a_plugin_file_may_import_megatron_at_its_top(tmp_path):
     """In the trainer plugins are imported before the trainer's own modules are."""
     (tmp_path / "early.py").write_text(EARLY)

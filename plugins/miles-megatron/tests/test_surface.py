@@ -75,6 +75,7 @@ def imported() -> dict[str, list]:
     return python(IMPORTED)
 
 
+@pytest.mark.full
 def test_every_field_of_the_imported_dataclasses_is_found(imported):
     read = set(surface.surface()) | set(surface.inexpressible())
     parameters = {name for names in source.PARAMETERS.values() for name in names}

@@ -92,8 +92,9 @@ def plan():
 
 
 AUX = ("--moe-aux-loss-coeff", 1e-2)
-KINDS = [pytest.param({}, (), id="tied"), pytest.param({"tied": False}, (), id="untied"),
-         pytest.param({"moe": True}, (), id="moe"), pytest.param({"moe": True}, AUX, id="moe-aux")]
+KINDS = [pytest.param({}, (), id="tied"),
+         *(pytest.param(kind, more, id=name, marks=pytest.mark.full) for name, kind, more in (
+             ("untied", {"tied": False}, ()), ("moe", {"moe": True}, ()), ("moe-aux", {"moe": True}, AUX)))]
 SP = ("--actor-num-gpus-per-node", 2, "--tensor-model-parallel-size", 2, "--sequence-parallel")
 
 
@@ -191,6 +192,7 @@ def test_the_policy_trains_to_the_same_bits_with_and_without(checkpoint, plan, o
             assert key.startswith("perf/") or step[key] == other[key], key
 
 
+@pytest.mark.full
 def test_the_gradient_of_the_policy_is_the_same_bits(checkpoint, plan, one):
     """Also with every layer recomputed, and also without a checkpoint's layers: those are drawn by the seed."""
     [batch] = batches(1, vocab=SIZES["vocab_size"])
@@ -206,6 +208,7 @@ def test_the_gradient_of_the_policy_is_the_same_bits(checkpoint, plan, one):
         np.testing.assert_array_equal(found[name], again[name], err_msg=name)
 
 
+@pytest.mark.full
 def test_the_loss_falls(checkpoint, plan, one):
     """Fresh layers on one and the same rollout, seen again and again, with the policy at rest."""
     rollout, steps = batches(1, vocab=SIZES["vocab_size"]), 40
@@ -225,7 +228,8 @@ LAYOUTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [name if name == "tp2-sp" else pytest.param(name, marks=pytest.mark.full)
+                                    for name in LAYOUTS])
 def test_a_layout_changes_nothing(checkpoint, plan, one, two, layout):
     """Gradients of policy and layers on two ranks and on one, in other micro-batches."""
     kind, flags = LAYOUTS[layout]
@@ -255,6 +259,7 @@ def test_conversion_keeps_every_bit_and_refuses_to_lose_any(checkpoint, convert,
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
 
 
+@pytest.mark.full
 def test_a_resume_goes_on_to_the_same_bits_and_refuses_to_lose_any(checkpoint, plan, one, tmp_path):
     folder, rollouts = checkpoint("mtp"), batches(3, vocab=SIZES["vocab_size"])
     whole = one.train(plan(folder, *TRAIN), rollouts)["weights"]
@@ -270,6 +275,7 @@ def test_without_the_plugin_a_run_does_not_start(checkpoint, plan, one):
         one.train(plan(checkpoint("mtp")), [])
 
 
+@pytest.mark.full
 def test_a_critic_reads_the_same_checkpoint_and_leaves_the_layers_to_the_actor(checkpoint, plan, one):
     found = one.train(plan(checkpoint("mtp"), *TRAIN, "--advantage-estimator", "ppo"),
                       batches(1, vocab=SIZES["vocab_size"]))

@@ -166,6 +166,7 @@ RUN = ["run", "--no-live", "--hf-checkpoint", STUDENT, "--prompt-data", STUDENT.
        "on_policy_distillation"]
 
 
+@pytest.mark.full
 @pytest.mark.integration
 def test_a_server_and_the_trainer_teach_the_same(served, teacher, tmp_path):
     """Two rollouts with the same teacher here and there: the same tokens, divergences and losses."""

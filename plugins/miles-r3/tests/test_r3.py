@@ -233,6 +233,7 @@ def one():
         yield ranks
 
 
+@pytest.mark.full
 def test_routes_of_another_model_end_the_run(folder, one):
     """Columns that no engine of this run filled, such as saved rollouts of another one."""
     batch = mixture.rollout(folder)
@@ -327,6 +328,7 @@ SPANS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.integration
 @pytest.mark.parametrize("how", SPANS)
 def test_an_answer_of_several_versions_keeps_the_routes_of_each(run, how, tmp_path):

@@ -55,9 +55,15 @@ LAYOUTS = {
     "cp2-dp2": (4, CP, 2),
     "pp2-cp2-recompute": (4, PP, 2, CP, 2, *RECOMPUTE),
 }  # fmt: skip
-QUICK = {"one", "one-recompute", "one-recompute-some", "tp2-sp-recompute", "pp2-recompute",
-         "pp2-vpp2-recompute-experts", "cp2", "ep2"}  # fmt: skip
-SLOW = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS]
+GATE = {"one", "ep2"}
+FULL = {"one-recompute", "one-recompute-some", "tp2-sp-recompute", "pp2-recompute", "pp2-vpp2-recompute-experts", "cp2"}
+
+
+def tiers(gate, full, names=LAYOUTS):
+    """The layouts; those of the second set are of the full tier, and those of neither are slow."""
+    return [name if name in gate else pytest.param(name, marks=pytest.mark.full if name in full else pytest.mark.slow)
+            for name in LAYOUTS if name in names]
+
 
 RUN_FILE = """
 plugins = ["grpo", "r3"]
@@ -95,7 +101,7 @@ def batch(folder):
 
 @pytest.fixture(scope="module")
 def ranks():
-    """size -> Ranks, started when first asked for."""
+    """size -> Ranks; more than two are started when first asked for."""
     started: dict[int, Ranks] = {}
 
     def start(size: int) -> Ranks:
@@ -103,6 +109,7 @@ def ranks():
             started[size] = Ranks(size).__enter__()
         return started[size]
 
+    start(1), start(2)
     yield start
     for group in started.values():
         group.__exit__()
@@ -152,7 +159,7 @@ def trained(samples, name):
     return np.concatenate([s.columns[name][s.columns["loss_mask"] > 0] for s in samples])
 
 
-@pytest.mark.parametrize("name", SLOW)
+@pytest.mark.parametrize("name", tiers(GATE, FULL))
 def test_routes_are_the_engines_under_every_layout(name, train, one_rank, expected, record_property):
     """All token-layers are replayed; log-probs are those of transformers with these routes; losses and weights after
     two optimizer steps are those of one rank."""
@@ -176,10 +183,8 @@ def test_routes_are_the_engines_under_every_layout(name, train, one_rank, expect
     assert not any("routed_rows" in sample.columns for sample in samples), "what the plugin added for itself is gone"
 
 
-@pytest.mark.parametrize("name", [name if name in {"one-recompute",
-                                                   "pp2-vpp2-recompute-experts"}
-                                  else pytest.param(name, marks=pytest.mark.slow)
-                                  for name in LAYOUTS if name not in ("dp2-overlap", "dp2-plain-optimizer")])
+@pytest.mark.parametrize("name", tiers({"one-recompute"}, {"pp2-vpp2-recompute-experts"},
+                                       LAYOUTS.keys() - {"dp2-overlap", "dp2-plain-optimizer"}))
 def test_the_gradient_is_that_of_transformers_with_these_routes(name, ranks, plan, batch, model):
     """Of every tensor, the routers' among them, which is not zero."""
     one_step = ("--num-steps-per-rollout", 1, "--no-use-distributed-optimizer", "--clip-grad", 0)
@@ -219,8 +224,7 @@ def policy_gradient(model, batch) -> dict[str, np.ndarray]:
     return found
 
 
-@pytest.mark.parametrize("name", ["one", "tp2-sp", pytest.param("cp2", marks=pytest.mark.slow),
-                                  pytest.param("pp2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", tiers((), {"one", "tp2-sp"}, ("one", "tp2-sp", "cp2", "pp2")))
 def test_the_reference_chooses_freely_in_the_actors_own_modules(name, train, batch):
     """Its log-probs are those of a run without the plugin, though the same routers replay for the actor."""
     kl = ("--use-kl-loss", "--kl-loss-coef", 0.05)
@@ -234,8 +238,7 @@ def test_the_reference_chooses_freely_in_the_actors_own_modules(name, train, bat
     assert np.array_equal(references[1], actors[1]), "without routes the actor, too, is free"
 
 
-@pytest.mark.parametrize("name", ["one", "cp2", pytest.param("tp2-sp-pp2", marks=pytest.mark.slow),
-                                  pytest.param("pp2-vpp2-recompute", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", tiers((), {"one", "cp2"}, ("one", "cp2", "tp2-sp-pp2", "pp2-vpp2-recompute")))
 def test_rows_without_routes_choose_freely_and_are_counted(name, train, batch, model):
     """A sample without any, and the second half of another."""
     gaps = copy.deepcopy(batch)
@@ -254,9 +257,8 @@ def test_rows_without_routes_choose_freely_and_are_counted(name, train, batch, m
         assert np.abs(sample.columns["log_probs"] - expected.numpy()).max() <= 1e-4
 
 
-@pytest.mark.parametrize("name", ["one", "tp2-sp-cp2-ep2-recompute", "pp2-vpp2-recompute",
-                                  pytest.param("pp2-cp2-recompute", marks=pytest.mark.slow),
-                                  pytest.param("dp2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", tiers({"one"}, {"tp2-sp-cp2-ep2-recompute", "pp2-vpp2-recompute"}, (
+    "one", "tp2-sp-cp2-ep2-recompute", "pp2-vpp2-recompute", "pp2-cp2-recompute", "dp2")))
 def test_routes_of_the_log_prob_pass_are_replayed_by_the_steps(name, train, batch, model):
     """--use-routing-replay, with other micro-batches in the two passes: what is replayed is what was free then."""
     bare = copy.deepcopy(batch)
@@ -280,6 +282,7 @@ def test_routes_of_the_log_prob_pass_are_replayed_by_the_steps(name, train, batc
     assert same >= 0.995 * rows
 
 
+@pytest.mark.full
 def test_micro_batches_of_any_size_give_the_same_gradient(ranks, plan, batch):
     """Routes follow their rows through packing."""
     more = ("--num-steps-per-rollout", 1, "--no-use-distributed-optimizer", "--clip-grad", 0)

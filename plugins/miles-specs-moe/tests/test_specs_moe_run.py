@@ -98,6 +98,7 @@ def test_in_bfloat16_a_routers_bias_keeps_its_bits(checkpoint, one, family, tmp_
     assert all(np.array_equal(again["weights"][name], weight) for name, weight in whole["weights"].items())
 
 
+@pytest.mark.full
 def test_a_reference_that_is_swapped_in_has_its_own_bias(checkpoint, one, tmp_path):
     """With another bias, and so other experts, its log-probs are others; the actor's come back after it."""
     folder, name = checkpoint("glm4_moe"), BIAS["glm4_moe"]
@@ -140,8 +141,9 @@ LAYOUTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("layout", [pytest.param(name, marks=pytest.mark.slow) if name == "tp2-sp-recompute" else name
-                                    for name in LAYOUTS])
+@pytest.mark.parametrize("layout", [
+    "tp2-sp-one-expert-rank-each", pytest.param("tp2-sp-recompute", marks=pytest.mark.slow),
+    *(pytest.param(name, marks=pytest.mark.full) for name in ("wide-norm-recompute", "dp2-attention-again"))])
 def test_a_layout_changes_nothing(checkpoint, one, two, layout):
     family, flags = LAYOUTS[layout]
     folder, [batch] = checkpoint(family), batches(1, vocab=VOCAB)
@@ -200,6 +202,7 @@ def test_layers_for_drafting_stay_behind_or_come_along(drafted, checkpoint, one)
     assert all(np.array_equal(kept[name], tensor) for name, tensor in more.items())
 
 
+@pytest.mark.full
 def test_layers_for_drafting_train_beside_the_policy(drafted, one):
     found = one.train(plan(drafted, "--no-bf16", "--plugin", "mtp", "--enable-mtp-training"), batches(1, vocab=VOCAB))
     assert 0 < found["steps"][0]["train/mtp_loss"] < 20

@@ -89,9 +89,8 @@ LAYOUTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("layout", [pytest.param(name, marks=pytest.mark.slow)
-                                    if name in ("tp2", "tp2-sp-recompute") else name
-                                    for name in LAYOUTS])
+@pytest.mark.parametrize("layout", ["tp2-ep2", *(pytest.param(name, marks=pytest.mark.full) for name in (
+    "cp2-recompute", "dp2")), *(pytest.param(name, marks=pytest.mark.slow) for name in ("tp2", "tp2-sp-recompute"))])
 def test_a_layout_changes_nothing(folder, dense, one, two, layout):
     """The whole gradient, and apart from it that of the parameters which are small beside the others."""
     folder, [batch] = dense if layout == "tp2" else folder, batches(1, vocab=VOCAB)
@@ -104,6 +103,7 @@ def test_a_layout_changes_nothing(folder, dense, one, two, layout):
         assert (off / size) ** 0.5 < limit
 
 
+@pytest.mark.full
 def test_a_resume_under_another_layout_goes_on_from_the_same_bits(folder, one, two, tmp_path):
     whole = two.train(plan(folder, *TWO, "--tensor-model-parallel-size", 2, "--sequence-parallel"),
                       batches(1, vocab=VOCAB), save=tmp_path)["weights"]
@@ -111,6 +111,7 @@ def test_a_resume_under_another_layout_goes_on_from_the_same_bits(folder, one, t
     assert whole.keys() == again.keys() and all(np.array_equal(whole[name], again[name]) for name in whole)
 
 
+@pytest.mark.full
 def test_in_bfloat16_every_parameter_is_that(folder, one):
     """Decays too, as transformers loads them; what is computed with them is fp32."""
     found = one.train(plan(folder, "--bf16"), batches(1, vocab=VOCAB))

@@ -35,6 +35,7 @@ class Ranks:
     def __enter__(self) -> Ranks:
         self._runner = asyncio.Runner()
         self._group: Handle | None = None
+        self.ask("ready")  # whoever starts processes pays for their imports, not the first question
         return self
 
     def __exit__(self, *_exc: object) -> None:
@@ -93,6 +94,14 @@ class Trial:
 
         torch.set_num_threads(1)
         self.rank, self._made = rank, 0
+
+    def ready(self) -> dict[Any, Any]:
+        """Imports what every trainer needs."""
+        import transformers.models.auto  # noqa: F401
+
+        import miles_megatron.step  # noqa: F401
+
+        return {}
 
     @contextmanager
     def _trainer(self, selected: Sequence[Selected], config: RunConfig) -> Iterator[Any]:

@@ -1,0 +1,61 @@
+"""A test of the gate that uses too much CPU fails, with its name and seconds: children count, shared fixtures not."""
+
+import os
+import re
+import subprocess
+import sys
+
+from source import ROOT
+
+CONFTEST = """
+from tests import cpu_budget
+cpu_budget.LIMIT = 0.5
+pytest_plugins = ["tests.cpu_budget"]
+"""
+TESTS = """
+import subprocess, sys, time
+import pytest
+
+SPIN = "import time\\nwhile time.process_time() < 1: pass"
+
+def spin():
+    end = time.process_time() + 1
+    while time.process_time() < end:
+        pass
+
+@pytest.fixture(scope="module")
+def shared():
+    spin()
+
+def test_quick(): pass
+def test_here(): spin()
+def test_child(): subprocess.run([sys.executable, "-c", SPIN], check=True)
+def test_sleeps(): time.sleep(1)
+def test_child_that_goes_on(request):
+    child = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    request.addfinalizer(child.wait)
+    request.addfinalizer(child.kill)
+    end = time.monotonic() + 60
+    while child.poll() is None and time.monotonic() < end:
+        with open(f"/proc/{child.pid}/stat") as file:
+            if sum(map(int, file.read().rpartition(")")[2].split()[11:13])) > 100: break
+        time.sleep(0.1)
+def test_shared(shared): pass
+@pytest.mark.full
+def test_full(): spin()
+@pytest.mark.slow
+def test_slow(): spin()
+"""
+
+
+def test_who_uses_too_much_is_named(tmp_path):
+    (tmp_path / "conftest.py").write_text(CONFTEST)
+    (tmp_path / "test_them.py").write_text(TESTS)
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n  full\n  slow\n")
+    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_them.py"],
+                          cwd=tmp_path, text=True, capture_output=True, timeout=300, check=False,
+                          env={**os.environ, "PYTHONPATH": str(ROOT)})
+    named = re.findall(r"^test_them.py::(\w+) used (\d+\.\d) s of CPU", done.stdout, re.MULTILINE)
+    assert [name for name, _ in named] == ["test_here", "test_child", "test_child_that_goes_on"], done.stdout
+    assert all(0.5 < float(seconds) < 30 for _, seconds in named)
+    assert "8 passed" in done.stdout and "3 errors" in done.stdout

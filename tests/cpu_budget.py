@@ -1,0 +1,85 @@
+"""A test of the gate that uses more than LIMIT seconds of CPU fails; the conftest.py of the root loads this for all.
+
+Counted is the CPU time of pytest's process and of every process below it, from the test's set-up to the end of its
+teardown. A busy machine may double it, where wall time grows tenfold. Not counted are fixtures which tests share, and
+tests marked `full` or `slow`. Whichever test comes first in a process pays for imports and for the fork server, so it
+is not judged: in another order it will be.
+"""
+
+from __future__ import annotations
+
+import multiprocessing.forkserver
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+LIMIT = 10.0
+TICKS = os.sysconf("SC_CLK_TCK")
+ONCE = ("torch", "transformers", "megatron.core", "torch._dynamo")
+"""Modules whose first import takes CPU seconds."""
+
+
+def cpu_seconds(process: int) -> float:
+    """CPU seconds, user and system, of a process and of all below it, those that ended included (Linux)."""
+    ticks, waiting = 0, [process]
+    while waiting:
+        folder = Path("/proc") / str(waiting.pop())
+        try:
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            ticks += sum(map(int, fields[11:15]))  # utime, stime, and both of the children that were waited for
+            for thread in (folder / "task").iterdir():
+                waiting += map(int, (thread / "children").read_text().split())
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # it ended meanwhile: its parent has its time now, or will have
+    return ticks / TICKS
+
+
+def first_costs() -> tuple[object, ...]:
+    """What a process pays for once, as far as it has: changes when a test is the first to need it."""
+    server = multiprocessing.forkserver._forkserver  # type: ignore[attr-defined]
+    return (*(name in sys.modules for name in ONCE), server._forkserver_pid)
+
+
+class CpuBudget:
+    """Measures one test after the other."""
+
+    def __init__(self) -> None:
+        self.start = self.shared = 0.0
+        self.inside = 0
+        self.paid: tuple[object, ...] = ()
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_setup(self) -> Iterator[None]:
+        self.start, self.shared, self.paid = cpu_seconds(os.getpid()), 0.0, first_costs()
+        return (yield)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_fixture_setup(self, fixturedef: pytest.FixtureDef[object]) -> Iterator[None]:
+        if fixturedef.scope == "function" or self.inside:
+            return (yield)
+        self.inside, before = 1, cpu_seconds(os.getpid())
+        try:
+            return (yield)
+        finally:
+            self.inside = 0
+            self.shared += cpu_seconds(os.getpid()) - before
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_teardown(self, item: pytest.Item) -> Iterator[None]:
+        outcome = yield
+        used = cpu_seconds(os.getpid()) - self.start - self.shared
+        exempt = item.get_closest_marker("full") or item.get_closest_marker("slow") or first_costs() != self.paid
+        if used > LIMIT and not exempt:
+            pytest.fail(f"{item.nodeid} used {used:.1f} s of CPU, and a test of the gate may use {LIMIT:g}. Make it "
+                        "cheaper, let tests share a fixture, or mark it `full`: then it runs with `make test-full`.",
+                        pytrace=False)
+        return outcome
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Linux tells which processes are whose children; elsewhere nothing is measured."""
+    if Path(f"/proc/self/task/{os.getpid()}/children").exists():
+        config.pluginmanager.register(CpuBudget())
