@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 class WeightSync(Protocol):
     """How weights get from the trainer to the engine."""
 
-    async def sync(self, trainer: Handle, engine: Engine, version: int) -> dict[str, float]:
-        """Bring the engine to `version`; returns figures such as the number of tensors and bytes.
+    async def sync(self, trainer: Handle, engine: Any, version: int) -> dict[str, float]:
+        """Bring the engine, one that this sync reaches, to `version`; returns figures such as tensors and bytes.
 
         Called again for the version that the engine has, it brings up only what lags behind: a server that was
         restarted.

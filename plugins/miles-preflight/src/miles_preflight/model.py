@@ -101,7 +101,7 @@ def _constants(said: Mapping[str, Any]) -> Iterator[tuple[str, str, object]]:
     elif said.get("intermediate_size"):
         yield "ffn_hidden_size", "intermediate_size", said["intermediate_size"]
     rope = said.get("rope_parameters")
-    nested = isinstance(rope, Mapping)
-    theta = rope.get("rope_theta") if nested else said.get("rope_theta")
+    key, holder = ("rope_parameters.rope_theta", rope) if isinstance(rope, Mapping) else ("rope_theta", said)
+    theta = holder.get("rope_theta")
     if isinstance(theta, int | float):
-        yield "rotary_base", "rope_parameters.rope_theta" if nested else "rope_theta", theta
+        yield "rotary_base", key, theta
