@@ -21,7 +21,7 @@ import venv
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PARTS = ("miles-grpo", "miles-local", "miles-math", "miles-megatron", "miles-report")
+PARTS = ("miles-flags", "miles-grpo", "miles-local", "miles-math", "miles-megatron", "miles-preflight", "miles-report")
 CASES = {"torch": (), "core": ("miles-core",), "miles": ("miles",)}
 PIP = ("-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-warn-script-location")
 

@@ -239,8 +239,7 @@ def reduction(samples: Sequence[Sample]) -> np.ndarray:
 
 @hookspec("named", role="trainer", per="step")
 def clip_gradients(gradients: Gradients) -> float:
-    """8: scale a model's gradients in place before its optimizer uses them; what it returns is reported as grad_norm.
-    Chosen by --clip-gradients. Default "norm": `Gradients.clip_by_norm`, to a global norm of --clip-grad."""
+    """8: scale gradients in place before the optimizer; returns grad_norm. By --clip-gradients; default "norm"."""
 
 
 @hookspec("chain", role="trainer", per="sync")

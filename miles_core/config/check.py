@@ -10,6 +10,7 @@ from miles_core.config.load import who, with_values
 from miles_core.config.tables import RunConfig
 from miles_core.errors import BatchError, CheckpointError, ConfigError
 from miles_core.plugins.bind import bind
+from miles_core.plugins.resolve import resolve
 from miles_core.plugins.select import Selected, built_in
 from miles_core.reading import reading
 
@@ -18,21 +19,23 @@ def check(config: RunConfig, plugins: Sequence[Selected] | None = None) -> tuple
     """The configuration with everything derived that can be, and what has to be announced.
 
     Args:
-        plugins: whose hooks `derive` and `check` are asked; default: those of every run.
+        plugins: whose hooks `derive` and `check` are asked, and who offer all parts; default: those of every run.
 
     Raises:
         BatchError: the batch knobs do not fit together, or a layout that cannot be trained.
         ConfigError, DataError, CheckpointError: anything else; says what, got, who and the fix.
     """
     notes: list[str] = []
-    plugins = built_in() if plugins is None else plugins
-    hooks = bind(plugins, config, "plan")
+    asked = built_in() if plugins is None else plugins
+    hooks = bind(asked, config, "plan")
     config = _in_run_dir(config)
     with reading(f"--hf-checkpoint {config.checkpoint.hf_checkpoint}", CheckpointError):
         for step in (_debug, _required, clip_band, colocate, _batch, _rollout, _rewards, hooks.derive,
                      trainer_host, weight_sync, _checkpoints):
             config = step(config, notes.append) if step is not None else config
-        return config if hooks.check is None else hooks.check(config, notes.append, plugins), notes
+        if plugins is not None:
+            resolve(plugins, config)  # a part that nobody offers is told before what is wrong with files
+        return config if hooks.check is None else hooks.check(config, notes.append, asked), notes
 
 
 Note = Callable[[str], None]

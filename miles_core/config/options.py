@@ -202,5 +202,5 @@ def _bounded(option: Option, value: object, origin: Origin) -> None:
     least, most = option.within[0], option.within[-1] if len(option.within) > 1 else math.inf
     if not least <= value <= most:  # NaN is in no range
         above = f" and at most {most}" if most < math.inf else ""
-        raise ConfigError(f"{option.key} should be at least {least}{above}", got=value, who=str(origin),
-                          fix="correct it, or leave it out for its default")
+        raise ConfigError(f"{option.key} should be at least {least}{above}", got=value,
+                          who=f"{option.key} ({origin})", fix="correct it, or leave it out for its default")

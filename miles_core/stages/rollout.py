@@ -130,8 +130,11 @@ class Engine(Protocol):
         path: what it runs on, in a few words for the log.
     """
 
-    version: int
-    path: str
+    @property
+    def version(self) -> int: ...
+
+    @property
+    def path(self) -> str: ...
 
     async def start(self) -> None:
         """Get ready to serve; weights may be anything until the first update."""

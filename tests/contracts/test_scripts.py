@@ -34,6 +34,7 @@ CASES = [  # script, its words, how many plans it makes
     ("bench/demo_seeds.py", "--seeds 1", 1),
     ("bench/engine.py", "--workloads small --rounds 1", 0),
     ("bench/hooks.py", "", 1),
+    ("bench/install.py", "--help", 0),  # minutes of pip; tests/packages installs
     ("bench/on_policy.py", "--rounds 1", 1),
     ("bench/peers/make_model.py", "--workload large --out {folder}", 0),
     ("bench/peers/run_miles.py", "--workload large --model {folder}/warm", 1),

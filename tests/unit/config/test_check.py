@@ -8,8 +8,7 @@ from miles_core.errors import BatchError, ConfigError, OwnerError
 ARITHMETIC = [
     (8, 4, None, None, (32, 1)), (8, 4, 32, None, (32, 1)), (8, 4, 16, None, (16, 2)), (8, 4, None, 4, (8, 4)),
     (8, 4, 8, 4, (8, 4)), (8, 4, 1, None, (1, 32)), (1, 1, None, None, (1, 1)), (6, 5, 10, None, (10, 3)),
-    (8, 4, 5, None, None), (8, 4, None, 5, None), (8, 4, 16, 4, None), (8, 4, 64, None, None), (8, 4, 0, None, None),
-    (8, 4, None, 0, None), (0, 4, None, None, None), (8, 0, None, None, None), (-8, 4, None, None, None),
+    (8, 4, 5, None, None), (8, 4, None, 5, None), (8, 4, 16, 4, None), (8, 4, 64, None, None),
 ]  # fmt: skip
 
 
@@ -54,8 +53,12 @@ REFUSED = {
     "reduction_constant should be": ["--reduction", "constant", "--reduction-constant", 0],
     "kl_coef 0.1, kl_loss_coef 0.1": ["--kl-coef", 0.1, "--use-kl-loss", "--kl-loss-coef", 0.1],
     "skip_actor_forward_only True, kl_coef 0.1": ["--kl-coef", 0.1, "--skip-actor-forward-only"],
-    "gamma 1.5": ["--gamma", 1.5],
-    "lambd -0.1": ["--lambd", -0.1],
+    "gamma should be at least 0 and at most 1": ["--gamma", 1.5],
+    "lambd should be": ["--lambd", -0.1],
+    "rollout.rollout_batch_size should be at least 1": ["--rollout-batch-size", 0],
+    "rollout.n_samples_per_prompt should be at least 1": ["--n-samples-per-prompt", -8],
+    "rollout.global_batch_size should be at least 1": ["--global-batch-size", 0],
+    "rollout.num_steps_per_rollout should be at least 1": ["--num-steps-per-rollout", 0],
     "1 rank does not divide by tensor_model_parallel_size 2": ["--tensor-model-parallel-size", 2],
     "needs max_tokens_per_gpu": ["--use-dynamic-batch-size"],
     "does not divide by micro_batch_size": ["--micro-batch-size", 5],

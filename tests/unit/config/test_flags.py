@@ -26,7 +26,7 @@ def legal(kind: str, default: object, choices=()):
         return ["one", "two"], ["one", "two"]
     if kind.startswith("dict"):
         return ['{"a": 1}'], {"a": 1}
-    return {"int": (["7"], 7), "float": (["0.625"], 0.625), "bool": ([], True), "str": (["words"], "words"),
+    return {"int": (["7"], 7), "float": (["0.0625"], 0.0625), "bool": ([], True), "str": (["words"], "words"),
             "dtype": (["bf16"], "bf16")}[kind.split(" | ")[0]]  # fmt: skip
 
 

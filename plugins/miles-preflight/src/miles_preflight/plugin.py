@@ -35,8 +35,8 @@ class Preflight:
         from miles_preflight.unread import unread
 
         check_signatures(plugins)
-        check_settings(config, note)
         check_silent(config)
+        check_settings(config, note)
         check_paths(config, note)
         check_model(config)
         check_lengths(config)

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from miles_core.config.surfaces import Surface
     from miles_core.plugins.bind import Hooks
     from miles_core.stages.placement import Placement
+    from miles_core.stages.rollout import Engine
     from miles_core.stages.sync import WeightSync
-    from miles_sglang.engine import SglangEngine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +121,7 @@ class Sglang:
         self._acceptance.see(rollout_id, values)
 
     @hookimpl(name="sglang")
-    def engine(self, config: RunConfig, tokenizer: Any, placement: Placement, hooks: Hooks) -> SglangEngine:
+    def engine(self, config: RunConfig, tokenizer: Any, placement: Placement, hooks: Hooks) -> Engine:
         """The engine "sglang"."""
         from miles_sglang.engine import SglangEngine
         from miles_sglang.launch import check_installed
