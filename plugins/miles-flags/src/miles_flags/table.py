@@ -43,9 +43,9 @@ def flags() -> Mapping[str, Mapping[str, Any]]:
 
 def refusal(flag: str) -> str | None:
     """What is said of a flag that has no place here; None where it has one, or is not in the list."""
-    begun = (said for prefix, said in table()["prefixes"].items() if flag.startswith(prefix))
-    said = flags()[flag].get("refused") if flag in flags() else next(begun, None)
-    return None if said is None else _sentence(said)
+    begun = (reason for prefix, reason in table()["prefixes"].items() if flag.startswith(prefix))
+    reason = flags()[flag].get("refused") if flag in flags() else next(begun, None)
+    return None if reason is None else _sentence(reason)
 
 
 class MilesFlags(Surface):
@@ -58,8 +58,8 @@ class MilesFlags(Surface):
 
     def from_flag(self, flag: Given, notes: list[str]) -> list[Assignment] | None:
         """See Surface."""
-        if (said := refusal(flag.flag)) is not None:
-            raise UnknownKeyError(f"{flag.flag} has no place here", who="Miles's flag", fix=said)
+        if (reason := refusal(flag.flag)) is not None:
+            raise UnknownKeyError(f"{flag.flag} has no place here", who="Miles's flag", fix=reason)
         if (entry := flags().get(flag.flag)) is None:
             return None
         if "derived" in entry:
@@ -95,9 +95,9 @@ class MilesFlags(Surface):
         return [*lines, ""]
 
 
-def _sentence(said: str) -> str:
+def _sentence(text: str) -> str:
     """A text, or that of its family."""
-    return table()["families"][said[1:]] if said.startswith("@") else said
+    return table()["families"][text[1:]] if text.startswith("@") else text
 
 
 def _meaning(entry: Mapping[str, Any]) -> str:

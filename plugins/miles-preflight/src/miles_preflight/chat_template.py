@@ -55,10 +55,10 @@ def check_tokenizer(config: RunConfig, tokenizer: Tokenizer) -> None:
     if raw and not (raw[:64].lstrip().startswith(b"{") and raw[-64:].rstrip().endswith(b"}")):
         raise DataError("the tokenizer cannot be read: its file is not whole", got=f"{len(raw)} bytes",
                         who=str(folder / "tokenizer.json"), fix="fetch the checkpoint again")
-    said, size = read(folder / "tokenizer_config.json"), (config_json(config)[1] or {}).get("vocab_size")
+    tokenizer_config, size = read(folder / "tokenizer_config.json"), (config_json(config)[1] or {}).get("vocab_size")
     ends = [read(folder / name).get("eos_token_id") for name in ("config.json", "generation_config.json")]
     stops = {one for ids in ends for one in (ids if isinstance(ids, list) else [ids]) if isinstance(one, int)}
-    listed = {int(one) for one in said.get("added_tokens_decoder") or {} if one.isdecimal()}
+    listed = {int(one) for one in tokenizer_config.get("added_tokens_decoder") or {} if one.isdecimal()}
     if stops and tokens and not stops & {*tokens.values(), *listed}:
         raise DataError("no token that ends the model's answers is a special token of the tokenizer, which is another "
                         "model's", got=f"eos_token_id {', '.join(map(str, sorted(stops)))}", who=str(folder),
@@ -88,14 +88,14 @@ def check_rendered(config: RunConfig, template: ChatTemplate | None, origin: str
     Raises:
         DataError: the template refuses messages, leaves out what they say, or opens no answer.
     """
-    said = read(Path(str(config.checkpoint.hf_checkpoint)) / "tokenizer_config.json")
-    begin, end = token_text(said.get("bos_token")), token_text(said.get("eos_token"))
+    tokenizer_config = read(Path(str(config.checkpoint.hf_checkpoint)) / "tokenizer_config.json")
+    begin, end = token_text(tokenizer_config.get("bos_token")), token_text(tokenizer_config.get("eos_token"))
     if template is not None and template.text is None:
         return
     for line, prompt in prompts[:FIRST]:
         where = f"{origin}, line {line}"
         if template is None:
-            if begin and said.get("add_bos_token") is True and str(prompt).startswith(begin):
+            if begin and tokenizer_config.get("add_bos_token") is True and str(prompt).startswith(begin):
                 raise DataError("the prompt begins with the token that the tokenizer puts before every text", got=begin,
                                 who=where, fix="leave it out of the rows, or it would stand there twice")
             continue
@@ -129,15 +129,15 @@ class ChatTemplate:
 
     def __init__(self, config: RunConfig):
         folder, rollout = Path(str(config.checkpoint.hf_checkpoint)), config.rollout
-        said = read(folder / "tokenizer_config.json")
+        tokenizer_config = read(folder / "tokenizer_config.json")
         path = Path(rollout.chat_template_path or folder / "chat_template.jinja")
         source = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else (
-            read(folder / "chat_template.json").get("chat_template") or said.get("chat_template"))
+            read(folder / "chat_template.json").get("chat_template") or tokenizer_config.get("chat_template"))
         if isinstance(source, list):
             source = {one.get("name"): one.get("template") for one in source}
         source = source.get("default") if isinstance(source, Mapping) else source
         self.text = source if isinstance(source, str) else None
-        tokens = {**read(folder / "special_tokens_map.json"), **said}
+        tokens = {**read(folder / "special_tokens_map.json"), **tokenizer_config}
         self._arguments: dict[str, object] = {name: token_text(value) for name, value in tokens.items()
                                               if name.endswith("_token") and value}
         self._arguments |= {"tools": None, "documents": None, "add_generation_prompt": True}
@@ -193,7 +193,7 @@ def _environment() -> SandboxedEnvironment:
 def read(path: Path) -> Mapping[str, Any]:
     """A JSON object; nothing where there is none that can be read."""
     try:
-        said = parse_json(path.read_text(encoding="utf-8"))
+        content = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):  # none, or the start speaks of it
         return {}
-    return said if isinstance(said, Mapping) else {}
+    return content if isinstance(content, Mapping) else {}

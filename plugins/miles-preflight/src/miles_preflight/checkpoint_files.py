@@ -43,18 +43,18 @@ def check_files(config: RunConfig) -> None:
     Raises:
         CheckpointError: files that are missing or cut short, or that are of another model than config.json.
     """
-    folder, (_, said) = Path(str(config.checkpoint.hf_checkpoint)), config_json(config)
-    if said is None:
+    folder, (_, constants) = Path(str(config.checkpoint.hf_checkpoint)), config_json(config)
+    if constants is None:
         return
     tensors = check_whole(folder)
     if tensors and not (folder / "adapter_config.json").is_file():
-        _named(folder, tensors, said)
+        _named(folder, tensors, constants)
         shapes, model = {name: shape for name, (_, shape) in tensors.items()}, architecture_of(config)
-        _sizes(folder, shapes, model, said)
-        if said.get("model_type") in EVEN and not said.get("quantization_config"):
+        _sizes(folder, shapes, model, constants)
+        if constants.get("model_type") in EVEN and not constants.get("quantization_config"):
             _parts(folder, shapes, model)
-    _special_tokens(folder, said)
-    layers, kinds = said.get("num_hidden_layers"), said.get("layer_types")
+    _special_tokens(folder, constants)
+    layers, kinds = constants.get("num_hidden_layers"), constants.get("layer_types")
     if isinstance(layers, int) and isinstance(kinds, list) and len(kinds) != layers:
         raise _error(folder / "config.json", f"layer_types speaks of {len(kinds)} layers", layers,
                      "make it as long as there are layers")
@@ -147,17 +147,17 @@ def _header(path: Path) -> Tensors:
         length = int.from_bytes(file.read(8), "little")
         try:
             header = parse_json(file.read(length) if length < size else "")
-            tensors = {name: one for name, one in header.items() if name != "__metadata__"}
-            end = 8 + length + max((one["data_offsets"][1] for one in tensors.values()), default=0)
-            found = {name: (str(one["dtype"]), tuple(one["shape"])) for name, one in tensors.items()}
+            entries = {name: one for name, one in header.items() if name != "__metadata__"}
+            end = 8 + length + max((one["data_offsets"][1] for one in entries.values()), default=0)
+            tensors = {name: (str(one["dtype"]), tuple(one["shape"])) for name, one in entries.items()}
         except (ValueError, AttributeError, LookupError, TypeError):
             raise _error(path, "a tensor file cannot be read: it is not whole", f"{size} bytes", AGAIN) from None
     if size != end:
         raise _error(path, "a tensor file cannot be read: it is cut short", f"{size} of {end} bytes", AGAIN)
-    return found
+    return tensors
 
 
-def _named(folder: Path, tensors: Tensors, said: Mapping[str, object]) -> None:
+def _named(folder: Path, tensors: Tensors, constants: Mapping[str, object]) -> None:
     """Names and kinds of tensors that are those of the family, and plain where config.json says nothing else."""
     if wrapped := next((name for name in tensors if _WRAPPED.search(name)), None):
         raise _error(folder, "the tensors have names that a wrapper around the model gave them", wrapped,
@@ -167,29 +167,30 @@ def _named(folder: Path, tensors: Tensors, said: Mapping[str, object]) -> None:
                      "save again: under ZeRO-3 the parts have to be gathered first")
     scaled = next((name for name, (kind, _) in tensors.items() if _SCALED.search(name) or kind.startswith("F8")
                    or kind in ("I8", "I32", "I64") and name.endswith("proj.weight")), None)
-    if scaled and not said.get("quantization_config"):
+    if scaled and not constants.get("quantization_config"):
         raise _error(folder, "the weights are quantised, and config.json says nothing of it", scaled,
                      "fetch config.json again, or name the plain checkpoint")
     for part, (having, lacking) in MARKS.items():
-        there = any(part in name for name in tensors)
-        if said.get("model_type") in (lacking if there else having) and any("self_attn.q" in name for name in tensors):
-            raise _error(folder, f"the weights are of another family than config.json's {said['model_type']}",
-                         part if there else f"no {part}", "both files have to be of one checkpoint")
+        present = any(part in name for name in tensors)
+        others = lacking if present else having
+        if constants.get("model_type") in others and any("self_attn.q" in name for name in tensors):
+            raise _error(folder, f"the weights are of another family than config.json's {constants['model_type']}",
+                         part if present else f"no {part}", "both files have to be of one checkpoint")
 
 
 def _sizes(folder: Path, shapes: Mapping[str, tuple[int, ...]], model: Architecture,
-           said: Mapping[str, object]) -> None:
+           constants: Mapping[str, object]) -> None:
     values, heads = (model.groups or 0) * (model.head_dim or 0), (model.heads or 0) * (model.value_dim or 0)
     stated = {"embed_tokens.weight": (model.vocab, model.hidden), "lm_head.weight": (model.vocab, model.hidden),
               "layers.0.mlp.gate_proj.weight": (model.ffn, model.hidden),
               "layers.0.self_attn.k_proj.weight": (values or None, model.hidden),
               "layers.0.self_attn.o_proj.weight": (model.hidden, heads or None)}  # fmt: skip
-    stated = {} if said.get("quantization_config") else stated
+    stated = {} if constants.get("quantization_config") else stated
     for name, shape in shapes.items():
         wanted = next((size for end, size in stated.items() if name.endswith(end) and "vis" not in name), None)
         if wanted is not None and None not in wanted and len(shape) == 2 and shape != wanted:
             raise _misshapen(folder, name, shape, wanted)
-    experts = {int(found[1]) for name in shapes if (found := re.search(r"\.experts\.(\d+)\.", name))}
+    experts = {int(match[1]) for name in shapes if (match := re.search(r"\.experts\.(\d+)\.", name))}
     if model.experts and experts and len(experts) != model.experts:
         raise _error(folder, f"config.json has {model.experts} experts, and the weights are of others", len(experts),
                      "both files have to be of one checkpoint")
@@ -197,13 +198,13 @@ def _sizes(folder: Path, shapes: Mapping[str, tuple[int, ...]], model: Architect
     if model.experts and strange and not experts:
         raise _error(folder, "experts have other names than transformers gives them", strange[0],
                      "save the model with transformers: ...experts.0.NAME.weight, or one tensor of all")
-    layers = {int(found[1]) for name in shapes if (found := _LAYER.search(name))}
+    layers = {int(match[1]) for name in shapes if (match := _LAYER.search(name))}
     # Layers behind the model's own, which predict tokens further on, take two inputs; config.json need not count them.
-    further = {int(found[1]) for name in shapes if "eh_proj" in name and (found := _LAYER.search(name))}
+    further = {int(match[1]) for name in shapes if "eh_proj" in name and (match := _LAYER.search(name))}
     if model.layers and layers and not len(layers - further) <= model.layers <= len(layers):
         raise _error(folder, f"config.json has {model.layers} layers, and the weights are of others", len(layers),
                      "both files have to be of one checkpoint")
-    if said.get("tie_word_embeddings") is False and layers and not any("lm_head" in name for name in shapes):
+    if constants.get("tie_word_embeddings") is False and layers and not any("lm_head" in name for name in shapes):
         raise _error(folder, "config.json says that the output layer has weights of its own, and they are not there",
                      "no lm_head.weight", "set tie_word_embeddings to true there, or fetch the checkpoint again")
 
@@ -228,22 +229,22 @@ def _parts(folder: Path, shapes: Mapping[str, tuple[int, ...]], model: Architect
             raise _misshapen(folder, name, shapes[name], size)
 
 
-def _special_tokens(folder: Path, said: Mapping[str, object]) -> None:
+def _special_tokens(folder: Path, constants: Mapping[str, object]) -> None:
     """Tokens that end an answer or pad are the model's. Special tokens stand at the start of tokenizer.json."""
-    vocab, ids = said.get("vocab_size"), said.get("eos_token_id")
-    found = {("config.json", one) for one in (ids if isinstance(ids, list) else [ids]) if isinstance(one, int)}
-    found |= {("generation_config.json", one) for one in found_in(folder / "generation_config.json", ["eos_token_id"])
-              if isinstance(one, int)}
+    vocab, ids = constants.get("vocab_size"), constants.get("eos_token_id")
+    end_tokens = {("config.json", one) for one in (ids if isinstance(ids, list) else [ids]) if isinstance(one, int)}
+    end_tokens |= {("generation_config.json", one) for one in found_in(folder / "generation_config.json",
+                                                                       ["eos_token_id"]) if isinstance(one, int)}
     try:
         text = parse_json((folder / "tokenizer_config.json").read_text(encoding="utf-8")).get("eos_token")
         text = text.get("content") if isinstance(text, Mapping) else text
         with (folder / "tokenizer.json").open("rb") as file:
             start = file.read(LOOKED_AT).decode("utf-8", "ignore")
         spelled = rf'"id":\s*(\d+),\s*"content":\s*{re.escape(json.dumps(text, ensure_ascii=False))}'
-        found |= {("tokenizer.json", int(one)) for one in re.findall(spelled, start)}
+        end_tokens |= {("tokenizer.json", int(one)) for one in re.findall(spelled, start)}
     except (OSError, ValueError, AttributeError):  # the start says what is wrong with it
         pass
-    used, pad = [(name, one, "ends a sequence") for name, one in sorted(found)], said.get("pad_token_id")
+    used, pad = [(name, one, "ends a sequence") for name, one in sorted(end_tokens)], constants.get("pad_token_id")
     if isinstance(pad, int) and pad >= 0:  # transformers does not build a model with one beyond its rows
         used.append(("config.json", pad, "pads"))
     for name, one, does in used:

@@ -22,14 +22,14 @@ def check_lengths(config: RunConfig) -> None:
     if context is None:
         return
     for prompt, answer, keys in _pairs(config):
-        given = [key for key in keys if key.partition(".")[2] and (key in config.origin or key == "eval.datasets")]
+        set_keys = [key for key in keys if key.partition(".")[2] and (key in config.origin or key == "eval.datasets")]
         lengths = f"context {context}, {source}"
         for key, length in zip(keys, (prompt, answer), strict=True):
-            if length is not None and key in given and length >= context:
+            if length is not None and key in set_keys and length >= context:
                 other = "an answer" if key is keys[0] else "a prompt"
                 raise ConfigError(f"{key.partition('.')[2]} takes the whole context and leaves no room for {other}",
                                   got=f"{length} of {lengths}", who=who(config, key), fix=f"below {context}")
-        if prompt is not None and answer is not None and set(keys) <= set(given) and prompt + answer > context:
+        if prompt is not None and answer is not None and set(keys) <= set(set_keys) and prompt + answer > context:
             raise ConfigError("the longest prompt and the longest answer do not fit the context together",
                               got=f"{prompt} + {answer} = {prompt + answer}, {lengths}", who=who(config, *keys),
                               fix=f"make their sum at most {context}, or raise the context where the model allows it")
@@ -41,25 +41,26 @@ def context_of(config: RunConfig) -> tuple[int | None, str]:
     Raises:
         ConfigError: --rollout-max-context-len, or the engine's, is beyond what the model was made for.
     """
-    path, said = config_json(config)
-    made = (said or {}).get("max_position_embeddings")
+    path, constants = config_json(config)
+    made = (constants or {}).get("max_position_embeddings")
     made = made if isinstance(made, int) and made > 0 else None
-    given = config.surface("server").get("context_length") or 0
-    most = made and max(made, given)  # an override, which the servers are told too
+    override = config.surface("server").get("context_length") or 0
+    most = made and max(made, override)  # an override, which the servers are told too
     own, key = config.rollout.rollout_max_context_len, "rollout.rollout_max_context_len"
-    if made and given > made * _stretch(said or {}) and getattr(config.origin.get(key), "kind", "") == "derived":
-        raise ConfigError("the engine's context is beyond what the model was made for", got=f"{given} > {made}",
+    if made and override > made * _stretch(constants or {}) and (
+            getattr(config.origin.get(key), "kind", "") == "derived"):
+        raise ConfigError("the engine's context is beyond what the model was made for", got=f"{override} > {made}",
                           who=f"{who(config, 'server.context_length')}, {path}",
-                          fix=f"at most {made}; where it is meant, add --rollout-max-context-len {given}")
+                          fix=f"at most {made}; where it is meant, add --rollout-max-context-len {override}")
     if own is not None and most is not None and own > most:
         raise ConfigError("rollout_max_context_len is beyond what the model was made for", got=f"{own} > {most}",
                           who=f"{who(config, key)}, {path}", fix=f"at most {most}")
     return (most, f"max_position_embeddings of {path}") if own is None else (own, who(config, key))
 
 
-def _stretch(said: Mapping[str, object]) -> float:
+def _stretch(constants: Mapping[str, object]) -> float:
     """How many times as long a rope's scaling makes the positions of config.json, as SGLang reads it."""
-    rope = said.get("rope_scaling") or said.get("rope_parameters")
+    rope = constants.get("rope_scaling") or constants.get("rope_parameters")
     rope = rope if isinstance(rope, Mapping) else {}
     whole = "original_max_position_embeddings" in rope or rope.get("rope_type") == "llama3"
     return 1 if whole or not isinstance(rope.get("factor"), int | float) else rope["factor"]

@@ -35,42 +35,43 @@ def check_model(config: RunConfig) -> None:
     Raises:
         ConfigError: a constant that config.json contradicts, or a reference that is another model.
     """
-    path, said = config_json(config)
-    if said is None:
+    path, constants = config_json(config)
+    if constants is None:
         return
-    _kinds(path, said)
+    _kinds(path, constants)
     if not config.debug.debug_rollout_only:
-        for field, key, stated in _constants(said):
-            given = config.surface("megatron").get(field)
-            if given is not None and given != stated:
-                raise ConfigError(f"{field} disagrees with the checkpoint, whose {key} is {stated}", got=given,
+        for field, key, stated in _constants(constants):
+            value = config.surface("megatron").get(field)
+            if value is not None and value != stated:
+                raise ConfigError(f"{field} disagrees with the checkpoint, whose {key} is {stated}", got=value,
                                   who=f"{who(config, f'megatron.{field}')}, {path}",
                                   fix=f"leave {field} out, or use a checkpoint with that value")
-        _reference(config, said)
+        _reference(config, constants)
 
 
-def _kinds(path: Path, said: Mapping[str, Any]) -> None:
+def _kinds(path: Path, constants: Mapping[str, Any]) -> None:
     """
     Raises:
         ConfigError: a value of config.json is of no kind that its key can have, or two keys name two models.
     """
-    wanted = {key: ("a whole number from 1 on", type(said.get(key)) is int and said[key] >= 1) for key in WHOLE}
-    ends = said.get("eos_token_id")
+    wanted = {key: ("a whole number from 1 on", type(constants.get(key)) is int and constants[key] >= 1)
+              for key in WHOLE}
+    ends = constants.get("eos_token_id")
     wanted["eos_token_id"] = ("a token's number, or a list of such", all(
         type(one) is int for one in (ends if isinstance(ends, list) else [ends])))
-    kinds, family = said.get("architectures"), str(said.get("model_type"))
+    kinds, family = constants.get("architectures"), str(constants.get("model_type"))
     wanted["architectures"] = ("a list of names", isinstance(kinds, list))
     for key, (kind, fits) in wanted.items():
-        if said.get(key) is not None and not fits:
-            raise ConfigError(f"{key} in config.json is {kind}", got=json.dumps(said[key])[:80], who=str(path),
+        if constants.get(key) is not None and not fits:
+            raise ConfigError(f"{key} in config.json is {kind}", got=json.dumps(constants[key])[:80], who=str(path),
                               fix="correct it, or fetch config.json again")
-    if family in FITTING and kinds and "auto_map" not in said and (
+    if family in FITTING and kinds and "auto_map" not in constants and (
             str(kinds[0]).lower() != f"{family.replace('_', '')}forcausallm"):
         raise ConfigError(f"the architecture is not that of config.json's model_type {family}", got=kinds[0],
                           who=str(path), fix="both have to be of one checkpoint; a wrapper's name is not its model's")
 
 
-def _reference(config: RunConfig, said: Mapping[str, object]) -> None:
+def _reference(config: RunConfig, constants: Mapping[str, object]) -> None:
     """
     Raises:
         ConfigError: the reference, whose weights are also those of a warm start, is another model.
@@ -81,7 +82,7 @@ def _reference(config: RunConfig, said: Mapping[str, object]) -> None:
     except (OSError, ValueError):  # no Hugging Face folder, or one that the start will speak of
         return
     ours, theirs = ({"vocab_size": one.get("vocab_size"), "model_type": one.get("model_type")} |
-                    {key: value for _, key, value in _constants(one)} for one in (said, other))
+                    {key: value for _, key, value in _constants(one)} for one in (constants, other))
     for key in ours:
         if ours[key] is not None and theirs.get(key, ours[key]) not in (None, ours[key]):
             raise ConfigError(f"the reference is another model: its {key} is {theirs[key]}", got=ours[key],
@@ -89,19 +90,19 @@ def _reference(config: RunConfig, said: Mapping[str, object]) -> None:
                               fix="name a checkpoint of the model that is trained with --ref-load")
 
 
-def _constants(said: Mapping[str, Any]) -> Iterator[tuple[str, str, object]]:
+def _constants(constants: Mapping[str, Any]) -> Iterator[tuple[str, str, object]]:
     """(field, key of config.json, value) of what it states."""
-    latent = isinstance(said.get("kv_lora_rank"), int)
+    latent = isinstance(constants.get("kv_lora_rank"), int)
     for field, key in PLAIN.items():
-        if said.get(key) is not None and not (latent and field in ("num_query_groups", "kv_channels")):
-            yield field, key, said[key]
-    experts = next((key for key in EXPERTS if said.get(key)), None)
+        if constants.get(key) is not None and not (latent and field in ("num_query_groups", "kv_channels")):
+            yield field, key, constants[key]
+    experts = next((key for key in EXPERTS if constants.get(key)), None)
     if experts:
-        yield "num_moe_experts", experts, said[experts]
-    elif said.get("intermediate_size"):
-        yield "ffn_hidden_size", "intermediate_size", said["intermediate_size"]
-    rope = said.get("rope_parameters")
-    key, holder = ("rope_parameters.rope_theta", rope) if isinstance(rope, Mapping) else ("rope_theta", said)
+        yield "num_moe_experts", experts, constants[experts]
+    elif constants.get("intermediate_size"):
+        yield "ffn_hidden_size", "intermediate_size", constants["intermediate_size"]
+    rope = constants.get("rope_parameters")
+    key, holder = ("rope_parameters.rope_theta", rope) if isinstance(rope, Mapping) else ("rope_theta", constants)
     theta = holder.get("rope_theta")
     if isinstance(theta, int | float):
         yield "rotary_base", key, theta

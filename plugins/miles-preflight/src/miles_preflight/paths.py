@@ -34,14 +34,14 @@ def astray(path: str) -> bool:
 
     Any other relative path may be planned before it is there.
     """
-    there = Path(path)
+    location = Path(path)
     here = path.startswith(("/", "~", "./", "../")) or (
-        there.parent.is_dir() and bool(len(there.parts) > 1 or re.fullmatch(r"\.[a-z]+", there.suffix)))
-    return here and not there.exists()
+        location.parent.is_dir() and bool(len(location.parts) > 1 or re.fullmatch(r"\.[a-z]+", location.suffix)))
+    return here and not location.exists()
 
 
 @lru_cache(maxsize=8)
-def _said(path: Path, _changed: int, _size: int) -> object:
+def _content(path: Path, _changed: int, _size: int) -> object:
     """A file that many rules ask, read once for as long as it stays as it is."""
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little") if path.suffix == ".safetensors" else LARGEST
@@ -51,8 +51,8 @@ def _said(path: Path, _changed: int, _size: int) -> object:
 def found_in(path: Path, keys: Sequence[str]) -> list[Any]:
     """Values of a JSON file, or of the header of a *.safetensors file, along keys; * in a key stands for any text."""
     try:
-        kept = path.stat()
-        here = [_said(path, kept.st_mtime_ns, kept.st_size)]
+        status = path.stat()
+        here = [_content(path, status.st_mtime_ns, status.st_size)]
     except (OSError, ValueError):
         return []
     for key in keys:
@@ -78,20 +78,20 @@ def check_paths(config: RunConfig, note: Note) -> None:
 
 
 def _hf_checkpoint(config: RunConfig, note: Note) -> None:
-    given = str(config.checkpoint.hf_checkpoint)
-    folder, origin = Path(given), f"--hf-checkpoint {given}"
-    if astray(given):
-        tilde = "write the whole path: ~ is not expanded here" if given.startswith("~") else FOLDER
+    name = str(config.checkpoint.hf_checkpoint)
+    folder, origin = Path(name), f"--hf-checkpoint {name}"
+    if astray(name):
+        tilde = "write the whole path: ~ is not expanded here" if name.startswith("~") else FOLDER
         raise CheckpointError("there is no such folder", who=origin, fix=tilde)
     if not folder.exists():
-        note(f"--hf-checkpoint {given} is not here: what depends on the model is not checked, and a run has to have it")
+        note(f"--hf-checkpoint {name} is not here: what depends on the model is not checked, and a run has to have it")
         return
     if not folder.is_dir():
         raise CheckpointError("this is a file, and a checkpoint is a folder", who=origin, fix=FOLDER)
     _constants(folder, origin)
     unread(folder, origin)
     if not any(folder.glob("*.safetensors")) and config.debug.plan_without_weights:
-        note(f"--hf-checkpoint {given} holds no weights: they are not checked, and a run has to have them")
+        note(f"--hf-checkpoint {name} holds no weights: they are not checked, and a run has to have them")
 
 
 def unread(folder: Path, origin: str) -> None:
@@ -112,7 +112,7 @@ def unread(folder: Path, origin: str) -> None:
 
 def _constants(folder: Path, origin: str) -> None:
     try:
-        said = parse_json((folder / "config.json").read_text(encoding="utf-8"))
+        constants = parse_json((folder / "config.json").read_text(encoding="utf-8"))
     except FileNotFoundError:
         inside = sorted(path.parent.name for path in folder.glob("*/config.json"))
         inside += sorted(str(path.parent.relative_to(folder)) for path in folder.glob("snapshots/*/config.json"))
@@ -124,36 +124,37 @@ def _constants(folder: Path, origin: str) -> None:
         raise CheckpointError("the folder has no config.json", who=origin, fix=fix) from None
     except (OSError, ValueError) as error:
         raise CheckpointError("config.json cannot be read", got=str(error), who=origin, fix=FOLDER) from None
-    kinds, name = (said.get("architectures"), said.get("model_type")) if isinstance(said, Mapping) else (None, None)
+    kinds, name = (constants.get("architectures"), constants.get("model_type")) if (
+        isinstance(constants, Mapping)) else (None, None)
     kind = str(kinds[0]) if isinstance(kinds, list) and kinds else None
     if kind and (not isinstance(name, str) or NO_POLICY.search(kind)):
         what, fix = ("config.json has no model_type", "take it from where the weights are from") if (
             not isinstance(name, str)) else (
             "the checkpoint is no language model", "name one whose architecture ends in ForCausalLM")
         raise CheckpointError(what, got=kind, who=origin, fix=fix)
-    if not isinstance(said, Mapping):
-        raise CheckpointError("config.json cannot be read", got=f"{type(said).__name__} in place of an object",
+    if not isinstance(constants, Mapping):
+        raise CheckpointError("config.json cannot be read", got=f"{type(constants).__name__} in place of an object",
                               who=origin, fix=FOLDER)
 
 
 def _resume(config: RunConfig) -> None:
     """--load is a folder that a run saved into, or one that is not there yet."""
-    given = config.checkpoint.load
-    if given is None or config.debug.debug_rollout_only:
+    load = config.checkpoint.load
+    if load is None or config.debug.debug_rollout_only:
         return
-    folder, origin = Path(given), f"{who(config, 'checkpoint.load')}, {given}"
+    folder, origin = Path(load), f"{who(config, 'checkpoint.load')}, {load}"
     if folder.is_file():
         raise CheckpointError("this is a file, and a checkpoint is a folder", who=origin,
                               fix="give the folder that a run saved into with --save")
-    if not folder.exists() and given != config.checkpoint.save and astray(given):
+    if not folder.exists() and load != config.checkpoint.save and astray(load):
         above = (folder.parent / TRACKER).is_file()
         raise CheckpointError("there is nothing to resume from", who=origin, fix=f"give {folder.parent}: "
                               "the newest is taken" if above else "correct it, or leave it out to start anew; it may "
                               "be missing where it is the run's own --save")
-    held = [path.name for path in folder.iterdir() if not path.name.startswith(".")] if folder.is_dir() else []
+    entries = [path.name for path in folder.iterdir() if not path.name.startswith(".")] if folder.is_dir() else []
     if (folder / TRACKER).is_file():
         _tracked(config, folder)
-    if not held or (folder / TRACKER).is_file():
+    if not entries or (folder / TRACKER).is_file():
         return
     if (folder / "adapter_config.json").is_file():
         raise CheckpointError("this is an adapter, not a checkpoint of a run", who=origin,
@@ -164,8 +165,8 @@ def _resume(config: RunConfig) -> None:
     if (folder.parent / TRACKER).is_file() or _ITERATION.fullmatch(folder.name) or (folder / "metadata.json").is_file():
         raise CheckpointError("this is one iteration of a checkpoint", who=origin,
                               fix=f"give the folder above it, {folder.parent}: the newest is taken")
-    if not any(name.startswith("iter_") for name in held):
-        inside = [str(found.parent) for found in sorted(folder.glob(f"*/{TRACKER}"))]
+    if not any(name.startswith("iter_") for name in entries):
+        inside = [str(tracker.parent) for tracker in sorted(folder.glob(f"*/{TRACKER}"))]
         raise CheckpointError("this is not a checkpoint", got=f"no {TRACKER}", who=origin, fix=f"is {inside[0]} meant?"
                               if inside else "give a folder that a run saved into with --save")
 
@@ -173,12 +174,12 @@ def _resume(config: RunConfig) -> None:
 def _tracked(config: RunConfig, folder: Path, load: bool = True) -> None:
     """The iteration that a checkpoint's tracker names; `load` if the run goes on from it."""
     text, last = (folder / TRACKER).read_text(encoding="utf-8", errors="replace").strip(), config.rollout.num_rollout
-    there = sorted(path.name for path in folder.glob("iter_*"))
+    iterations = sorted(path.name for path in folder.glob("iter_*"))
     other = "another program saved it: start from a Hugging Face folder of its weights with --ref-load"
-    if not text.isdecimal() or f"iter_{int(text):07d}" not in there:
+    if not text.isdecimal() or f"iter_{int(text):07d}" not in iterations:
         raise CheckpointError(f"the tracker names iteration {text[:40] or 'nothing'}, which is not there",
-                              got=", ".join(there[-3:]) or "no iteration", who=str(folder / TRACKER),
-                              fix="write the number of one that is there into it" if there else other)
+                              got=", ".join(iterations[-3:]) or "no iteration", who=str(folder / TRACKER),
+                              fix="write the number of one that is there into it" if iterations else other)
     newest = folder / f"iter_{int(text):07d}"
     if any(newest.glob("mp_rank_*")):
         raise CheckpointError("this is a checkpoint of Megatron's older format", got="mp_rank_*", who=str(newest),
@@ -198,15 +199,16 @@ def _tracked(config: RunConfig, folder: Path, load: bool = True) -> None:
 
 def _reference(config: RunConfig) -> None:
     """--ref-load has weights: a Hugging Face folder, or one that a run or `miles convert` wrote."""
-    given = config.checkpoint.ref_load
-    if given is None or config.debug.debug_rollout_only:
+    ref_load = config.checkpoint.ref_load
+    if ref_load is None or config.debug.debug_rollout_only:
         return
-    check_source(given, f"{who(config, 'checkpoint.ref_load')}, {given}")
-    if (Path(given) / "config.json").is_file():
-        _constants(Path(given), f"{who(config, 'checkpoint.ref_load')}, {given}")
-    kept = Path(given) / TRACKER
-    if kept.is_file() and not (Path(given) / "config.json").is_file() and any(map(Path.is_dir, Path(given).iterdir())):
-        _tracked(config, Path(given), load=False)
+    folder, origin = Path(ref_load), f"{who(config, 'checkpoint.ref_load')}, {ref_load}"
+    check_source(ref_load, origin)
+    hugging_face = (folder / "config.json").is_file()
+    if hugging_face:
+        _constants(folder, origin)
+    if not hugging_face and (folder / TRACKER).is_file() and any(map(Path.is_dir, folder.iterdir())):
+        _tracked(config, folder, load=False)
 
 
 def check_source(given: str, origin: str) -> None:
@@ -274,8 +276,8 @@ def _writable(config: RunConfig) -> None:
     keys = [f"checkpoint.{key}" for key in ("hf_checkpoint", "ref_load", "load", "save", "save_hf", "run_dir")]
     for key in (*keys, "rollout.prompt_data", "eval.eval_prompt_data"):
         table, _, name = key.partition(".")
-        if re.search(r"(^|')[a-z][a-z0-9+]+://", given := str(getattr(getattr(config, table), name))):
-            raise ConfigError("this is an address, and nothing is fetched or sent", got=given, who=who(config, key),
+        if re.search(r"(^|')[a-z][a-z0-9+]+://", value := str(getattr(getattr(config, table), name))):
+            raise ConfigError("this is an address, and nothing is fetched or sent", got=value, who=who(config, key),
                               fix="name what lies on this machine, or in a folder that machines share")
     for folder in folders:
         if folder is not None and (file := _file(folder)):

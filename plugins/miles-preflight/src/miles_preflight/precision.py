@@ -75,9 +75,9 @@ def _stated(one: Selected, config: RunConfig, rows: Mapping[str, str]) -> Iterat
                                     fix=f"rows are {', '.join(ROWS)}; words in braces are its options, megatron.FIELD, "
                                     f"{', '.join(WORDS)}")
             fields = {f"megatron.{name}": value for name, value in config.surface("megatron").items()}
-            found = {name: (fields if name.startswith("megatron.") else values).get(name) for name in names}
-            if all(value is not None for value in found.values()):
-                yield row, _filled(text, found)
+            replacements = {name: (fields if name.startswith("megatron.") else values).get(name) for name in names}
+            if all(value is not None for value in replacements.values()):
+                yield row, _filled(text, replacements)
                 break
 
 

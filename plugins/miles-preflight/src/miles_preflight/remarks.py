@@ -28,15 +28,16 @@ def remark(config: RunConfig, files: Sequence[Looked], tokenizer: Tokenizer, not
         note(f"{len(prompts) - len(different)} of the first {len(prompts)} prompts repeat another one ({origin})")
     if whole and 0 < len(prompts) < batch:
         note(f"{len(prompts)} rows for a rollout_batch_size of {batch}: a rollout repeats prompts ({origin})")
-    for origin, asked, _ in evaluations:
-        if common := sum(prompt in different for prompt in asked):
-            note(f"{common} of the first {len(asked)} evaluation prompts are trained on ({origin})")
+    for origin, eval_prompts, _ in evaluations:
+        if common := sum(prompt in different for prompt in eval_prompts):
+            note(f"{common} of the first {len(eval_prompts)} evaluation prompts are trained on ({origin})")
 
 
 def _ends(tokenizer: Tokenizer, note: Callable[[str], None]) -> None:
     folder, _, tokens = tokenizer
-    said = {**read(folder / "special_tokens_map.json"), **read(folder / "tokenizer_config.json")}
-    end, stops = token_text(said.get("eos_token")), read(folder / "generation_config.json").get("eos_token_id")
+    special_tokens = {**read(folder / "special_tokens_map.json"), **read(folder / "tokenizer_config.json")}
+    end = token_text(special_tokens.get("eos_token"))
+    stops = read(folder / "generation_config.json").get("eos_token_id")
     stops = stops if isinstance(stops, list) else [stops]
     if end in tokens and stops != [None] and tokens[end] not in stops:
         note(f"answers end at {end} ({tokens[end]}), which the tokenizer names, and at {json.dumps(stops)[1:-1]}, "

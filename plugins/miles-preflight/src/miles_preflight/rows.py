@@ -151,8 +151,8 @@ class _File:
             return
         with path.open("rb") as opened:
             start = opened.read(LOOKED_AT + 1)
-        if found := next((name for magic, name in FORMATS.items() if start.startswith(magic)), None):
-            raise self._no_jsonl(found)
+        if other_format := next((name for magic, name in FORMATS.items() if start.startswith(magic)), None):
+            raise self._no_jsonl(other_format)
         whole = len(start) <= LOOKED_AT
         lines = start.splitlines() if whole else start.splitlines()[:-1]
         numbers = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
@@ -161,15 +161,15 @@ class _File:
         if not whole and not numbers and start.lstrip()[:1] != b"{":
             raise self._no_jsonl("one long line that is no object")
         rows = [(number, self._row(number, line)) for number, line in numbers]
-        kept = rows[cut] if whole or (cut.start or 0) >= 0 and (cut.stop is None or cut.stop >= 0) else []
-        if whole and not kept:
+        selected = rows[cut] if whole or (cut.start or 0) >= 0 and (cut.stop is None or cut.stop >= 0) else []
+        if whole and not selected:
             raise self._error("the slice leaves no rows", self._cut, f"the file has {len(rows)}")
-        for number, row in kept:
+        for number, row in selected:
             self._check_row(number, row)
-        self.rows, self.whole = kept, whole
+        self.rows, self.whole = selected, whole
         ends = (cut.start or 0, cut.stop) if cut.stop is not None and min(cut.start or 0, cut.stop) >= 0 else None
         most = max(ends[1] - ends[0], 0) if ends else None if self._cut else path
-        self._all([row for _, row in kept], len(kept) if whole else most)
+        self._all([row for _, row in selected], len(selected) if whole else most)
 
     def check_rendered(self, template: ChatTemplate | None) -> None:
         """
@@ -243,9 +243,9 @@ class _File:
         if _MESSAGES.match(prompt):
             raise self._error(f"{file.input_key!r} holds chat messages as text", prompt[:40],
                               "write the list itself, not its text; json.loads makes one of JSON", number)
-        if self._config.rollout.apply_chat_template and (found := _RENDERED.match(prompt)):
+        if self._config.rollout.apply_chat_template and (match := _RENDERED.match(prompt)):
             raise self._error(f"{file.input_key!r} holds what a chat template made, and would pass through one again",
-                              found[1], "drop --apply-chat-template, or give the messages themselves", number)
+                              match[1], "drop --apply-chat-template, or give the messages themselves", number)
 
     def _check_rest(self, row: Mapping[str, Any], number: int) -> None:
         """What stands beside the prompt."""
@@ -340,12 +340,12 @@ def _template(config: RunConfig) -> None:
     if not rollout.apply_chat_template or not here or any((folder / name).exists() for name in files):
         return
     try:
-        said = parse_json((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+        tokenizer_config = parse_json((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
     except FileNotFoundError:
-        said = {}
+        tokenizer_config = {}
     except (OSError, ValueError):  # the start says what is wrong with it
         return
-    if not (isinstance(said, Mapping) and said.get("chat_template")):
+    if not (isinstance(tokenizer_config, Mapping) and tokenizer_config.get("chat_template")):
         raise DataError("the tokenizer has no chat template",
                         who=f"{who(config, 'rollout.apply_chat_template')}, --hf-checkpoint {folder}",
                         fix="base models have none: name one that was tuned for chats, or a template with "

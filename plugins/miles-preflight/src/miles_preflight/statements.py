@@ -43,7 +43,7 @@ def check_statements(selected: Sequence[Selected], config: RunConfig) -> None:
 def _words(selected: Sequence[Selected], *kinds: str) -> list[tuple[Selected, str, str, list[str]]]:
     """(plugin, kind, name, what follows) of the words of these kinds."""
     split = [(one, word.split(":")) for one in selected for word in one.manifest.provides if ":" in word]
-    return [(one, kind, name, rest) for one, (kind, name, *rest) in split if kind in kinds]
+    return [(one, kind, name, arguments) for one, (kind, name, *arguments) in split if kind in kinds]
 
 
 def _option(one: Selected, name: str, config: RunConfig) -> str | None:
@@ -63,7 +63,7 @@ def _scored(selected: Sequence[Selected], config: RunConfig) -> None:
                           fix="name a scorer with --rm-type: math compares with the row's --label-key")
     scorers = [name for hook, name, _ in choices(config) if hook == "reward"]
     chosen = {"labels": scorers, "rows": scorers, "answers": [rollout.generate]}
-    for one, kind, name, rest in _words(selected, *chosen):
+    for one, kind, name, arguments in _words(selected, *chosen):
         if name not in chosen[kind]:
             continue
         unread = rollout.label_key is None and rollout.prompt_source == "jsonl" and name in rollout.rm_type
@@ -71,7 +71,7 @@ def _scored(selected: Sequence[Selected], config: RunConfig) -> None:
             raise ConfigError(f"the scorer {name!r} compares with labels, and none are read",
                               who=who(config, "rollout.rm_type", "rollout.label_key"),
                               fix="name the rows' key of the ground truth with --label-key")
-        key = _option(one, rest[0], config) if rest else None
+        key = _option(one, arguments[0], config) if arguments else None
         check_needs(config, name, key, generates=kind == "answers")
 
 

@@ -43,11 +43,11 @@ APART = ("speculative_algorithm",)
 
 def unread(config: RunConfig, selected: Sequence[Selected]) -> list[str]:
     """The note, where there is anything to say."""
-    said = [key for key, origin in config.origin.items()
-            if isinstance(origin, Origin) and origin.kind in ("file", "preset", "flag")]
+    set_keys = [key for key, origin in config.origin.items()
+                if isinstance(origin, Origin) and origin.kind in ("file", "preset", "flag")]
     idle = {one.manifest.name for one in selected if one.manifest.options and not _called(one, config)}
-    found = [key for key in said if key.partition(".")[0] in idle or _idle(config, key)]
-    return [f"nothing that is enabled reads {', '.join(found)}"] if found else []
+    unused = [key for key in set_keys if key.partition(".")[0] in idle or _idle(config, key)]
+    return [f"nothing that is enabled reads {', '.join(unused)}"] if unused else []
 
 
 def _idle(config: RunConfig, key: str) -> bool:
@@ -55,8 +55,8 @@ def _idle(config: RunConfig, key: str) -> bool:
     if name in APART:
         return False
     for names, reader in READERS.items():
-        place, _, rest = reader.partition(".")
-        options, _, wanted = rest.partition("=")
+        place, _, condition = reader.partition(".")
+        options, _, wanted = condition.partition("=")
         same = place == table or (place, table) == ("checkpoint", "perf")
         if same and any(fnmatchcase(name, one) for one in names.split()):
             values = [_of(config, place, option) for option in options.split("|")]

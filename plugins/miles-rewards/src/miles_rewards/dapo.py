@@ -51,7 +51,7 @@ def dapo(response: str, label: str) -> dict[str, float | str]:
         OverflowError: it is infinite.
     """
     wanted = str(int(float(normalised(label))))  # DAPO's labels are integers: 7.9 asks for 7
-    found = _ANSWER.findall(response[-TAIL:])
-    predicted = normalised(found[-1] if found else NO_ANSWER)
+    answers = _ANSWER.findall(response[-TAIL:])
+    predicted = normalised(answers[-1] if answers else NO_ANSWER)
     right = predicted == wanted
     return {"score": 1.0 if right else -1.0, "acc": float(right), "pred": predicted}

@@ -19,8 +19,8 @@ def tokens(text: str) -> list[str]:
 
 def f1(answer: str, label: str) -> float:
     """The harmonic mean of precision and recall over the two multisets of tokens, 0 to 1."""
-    said, wanted = tokens(answer), tokens(label)
-    if said != wanted and (said in _WHOLE or wanted in _WHOLE):
+    answer_tokens, label_tokens = tokens(answer), tokens(label)
+    if answer_tokens != label_tokens and (answer_tokens in _WHOLE or label_tokens in _WHOLE):
         return 0.0
-    shared = sum((Counter(said) & Counter(wanted)).values())
-    return 2 * shared / (len(said) + len(wanted)) if shared else 0.0
+    shared = sum((Counter(answer_tokens) & Counter(label_tokens)).values())
+    return 2 * shared / (len(answer_tokens) + len(label_tokens)) if shared else 0.0

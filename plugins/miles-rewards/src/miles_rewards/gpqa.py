@@ -25,9 +25,9 @@ _ALONE = re.compile(r"\b[A-Z]\b")
 def chosen(text: str, letters: Iterable[str]) -> str | None:
     """The letter that a response chooses: by a phrase, else the last capital letter that stands alone."""
     letters = set(letters)
-    said = (match[1].upper() for match in (form.search(text) for form in _SAID) if match)
+    by_phrase = (match[1].upper() for match in (form.search(text) for form in _SAID) if match)
     alone = reversed(_ALONE.findall(text))
-    return next((letter for letter in (*said, *alone) if letter in letters), None)
+    return next((letter for letter in (*by_phrase, *alone) if letter in letters), None)
 
 
 def gpqa(response: str, label: str | None, row: Mapping[str, Any]) -> float:
@@ -49,9 +49,9 @@ def gpqa(response: str, label: str | None, row: Mapping[str, Any]) -> float:
     texts = [str(row[key]) for key in ("correct_answer", "answer_text") if row.get(key)]
     if not (right or label or texts):
         raise ValueError("neither the label nor the row says which choice is right")
-    said = chosen(answer, letters)
-    if said and right:
-        return float(said == right)
+    chosen_letter = chosen(answer, letters)
+    if chosen_letter and right:
+        return float(chosen_letter == right)
     texts += [label, *(choice for letter, choice in zip(letters, choices) if letter == right)]
     words = _words(answer)
     return float(any(text in words for text in map(_words, texts) if text))

@@ -64,14 +64,14 @@ def _whole_roots(text: str) -> str:
 def _whole_fractions(text: str) -> str:
     r"""\frac12 is \frac{1}{2}, and so is \frac1{2}; with one that has a single argument nothing is rewritten."""
     head, *tails = text.split(r"\frac")
-    found = [head]
+    parts = [head]
     for tail in tails:
         if not tail:
             raise _Irregular
         if tail[0] == "{":
-            found.append(tail)
+            parts.append(tail)
         elif len(tail) == 1:
             return text
         else:
-            found.append(f"{{{tail[0]}}}" + (tail[1:] if tail[1] == "{" else f"{{{tail[1]}}}{tail[2:]}"))
-    return r"\frac".join(found)
+            parts.append(f"{{{tail[0]}}}" + (tail[1:] if tail[1] == "{" else f"{{{tail[1]}}}{tail[2:]}"))
+    return r"\frac".join(parts)

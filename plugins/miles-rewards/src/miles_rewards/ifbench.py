@@ -35,8 +35,8 @@ def question(response: str, row: Mapping[str, Any]) -> dict[str, Any]:
     names = [name for name in names if name]
     if not names:
         raise ValueError("the row names no instructions in instruction_id_list")
-    given = row.get("kwargs")
-    listed = given if isinstance(given, list) else [given]
+    kwargs = row.get("kwargs")
+    listed = kwargs if isinstance(kwargs, list) else [kwargs]
     arguments = [one if isinstance(one, Mapping) else {} for one in listed] or [{}]
     arguments += arguments[-1:] * (len(names) - len(arguments))
     return {"response": response, "prompt": str(row.get("prompt_text") or ""), "instructions": [

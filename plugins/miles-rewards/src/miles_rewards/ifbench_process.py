@@ -38,8 +38,8 @@ def _line(text: str) -> str:
 
 def warm_up() -> None:
     """Import the checkers, which fetch what they need of NLTK's data if it is not here, and use one."""
-    asked = [["count:numbers", {"N": 1}]]
-    word({"response": "There is 1 number. No other.", "prompt": "", "instructions": asked})
+    instructions = [["count:numbers", {"N": 1}]]
+    word({"response": "There is 1 number. No other.", "prompt": "", "instructions": instructions})
 
 
 if __name__ == "__main__":

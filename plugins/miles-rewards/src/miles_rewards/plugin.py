@@ -162,9 +162,9 @@ def _boxed(sample: Sample) -> str:
 def _dapo(sample: Sample, response: str) -> dict[str, float]:
     from miles_rewards.dapo import dapo
 
-    found = _read(sample, lambda: dapo(response, _label(sample)))
-    sample.metadata["dapo_pred"] = found["pred"]
-    return {"score": float(found["score"]), "acc": float(found["acc"])}
+    verdict = _read(sample, lambda: dapo(response, _label(sample)))
+    sample.metadata["dapo_pred"] = verdict["pred"]
+    return {"score": float(verdict["score"]), "acc": float(verdict["acc"])}
 
 
 def _gpqa(sample: Sample, response: str) -> float:

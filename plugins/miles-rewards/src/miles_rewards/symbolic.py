@@ -29,17 +29,17 @@ def equal(answer: str, label: str) -> bool:
     An answer to an integer has to be that integer, and one to a reduced fraction that fraction: what SymPy could
     evaluate to it is not enough.
     """
-    wanted, said = normalised(label), normalised(answer)
-    if wanted == said:
+    wanted, predicted = normalised(label), normalised(answer)
+    if wanted == predicted:
         return True
-    if not said:
+    if not predicted:
         return False
-    wanted_parts, said_parts = _elements(wanted), _elements(said)
-    if len(wanted_parts) != len(said_parts):
+    wanted_parts, predicted_parts = _elements(wanted), _elements(predicted)
+    if len(wanted_parts) != len(predicted_parts):
         return False
-    if len(wanted_parts) > 1 and (wanted[0], wanted[-1]) != (said[0], said[-1]):
+    if len(wanted_parts) > 1 and (wanted[0], wanted[-1]) != (predicted[0], predicted[-1]):
         return False
-    return all(_same(*pair) for pair in zip(said_parts, wanted_parts))
+    return all(_same(*pair) for pair in zip(predicted_parts, wanted_parts))
 
 
 def normalised(text: str) -> str:
@@ -105,12 +105,12 @@ def _elements(text: str) -> list[str]:
     return [text] if text else []
 
 
-def _same(said: str, wanted: str) -> bool:
-    if _RATIO.fullmatch(said) and _RATIO.fullmatch(wanted):
-        return said == wanted
-    if (_integer(_without_thousands(said)) is None) != (_integer(_without_thousands(wanted)) is None):
+def _same(predicted: str, wanted: str) -> bool:
+    if _RATIO.fullmatch(predicted) and _RATIO.fullmatch(wanted):
+        return predicted == wanted
+    if (_integer(_without_thousands(predicted)) is None) != (_integer(_without_thousands(wanted)) is None):
         return False
-    return _no_difference(f"({wanted})-({said})")
+    return _no_difference(f"({wanted})-({predicted})")
 
 
 def _no_difference(expression: str) -> bool:

@@ -161,8 +161,8 @@ class Sglang:
 
 def sglang_options(config: RunConfig) -> SglangOptions:
     """The options of [sglang] in a run, typed."""
-    given: dict[str, Any] = config.options.get("sglang", {})
-    return SglangOptions(**given)
+    options: dict[str, Any] = config.options.get("sglang", {})
+    return SglangOptions(**options)
 
 
 def _servers(config: RunConfig, kind: Callable[..., Any], *args: Path) -> WeightSync:

@@ -33,11 +33,11 @@ def serving(config: RunConfig, note: Note) -> RunConfig:
         ConfigError: fields of ServerArgs that contradict each other or the run.
     """
     if config.rollout.engine != "sglang":
-        given = [str(origin) for key, origin in config.origin.items() if key.partition(".")[0] in (
+        origins = [str(origin) for key, origin in config.origin.items() if key.partition(".")[0] in (
             "sglang", "server", "router") and origin.kind != "plugin"]
-        if given and not config.debug.debug_train_only:
+        if origins and not config.debug.debug_train_only:
             note(f"the engine is {config.rollout.engine or 'local'}: what is for SGLang is not used "
-                 f"({', '.join(dict.fromkeys(given))})")
+                 f"({', '.join(dict.fromkeys(origins))})")
         return config
     if sglang_options(config).rollout_external and config.surface("server"):
         note("the servers run already: what would start them is not used "
@@ -82,15 +82,15 @@ def _parallel(config: RunConfig, note: Note) -> RunConfig:
 
 
 def _dtype(config: RunConfig, note: Note) -> RunConfig:
-    given, own = config.surface("server").get("dtype"), config.rollout.engine_dtype
-    if given is None or own == given:
+    dtype, own = config.surface("server").get("dtype"), config.rollout.engine_dtype
+    if dtype is None or own == dtype:
         return config
     if own is not None:
-        raise ConfigError("the engine's dtype is said twice", got=f"{own} and {given}",
+        raise ConfigError("the engine's dtype is said twice", got=f"{own} and {dtype}",
                           who=who(config, "rollout.engine_dtype", "server.dtype"), fix="drop one")
-    if given not in ("float32", "bfloat16"):
+    if dtype not in ("float32", "bfloat16"):
         return config
-    return with_values(config, str(config.origin["server.dtype"]), rollout__engine_dtype=given)
+    return with_values(config, str(config.origin["server.dtype"]), rollout__engine_dtype=dtype)
 
 
 def _context(config: RunConfig, note: Note) -> RunConfig:
@@ -109,10 +109,10 @@ def _context(config: RunConfig, note: Note) -> RunConfig:
 
 
 def _speculative(config: RunConfig, note: Note) -> RunConfig:
-    given = [f"server.{name}" for name, value in config.surface("server").items()
-             if name.startswith("speculative_") and value is not None]
-    if given and config.surface("server").get("speculative_algorithm") is None:
-        raise ConfigError("nothing is decoded speculatively without an algorithm", who=who(config, *given),
+    keys = [f"server.{name}" for name, value in config.surface("server").items()
+            if name.startswith("speculative_") and value is not None]
+    if keys and config.surface("server").get("speculative_algorithm") is None:
+        raise ConfigError("nothing is decoded speculatively without an algorithm", who=who(config, *keys),
                           fix="add --sglang-speculative-algorithm, for instance EAGLE")
     draft = config.surface("server").get("speculative_draft_model_path")
     if draft and draft.startswith((".", "/", "~")) and not Path(draft).expanduser().exists():
@@ -141,10 +141,10 @@ def _tokenizer(config: RunConfig, note: Note) -> RunConfig:
     needs = {"rollout.rollout_stop": rollout.rollout_stop,
              "rollout.rollout_min_new_tokens": rollout.rollout_min_new_tokens,
              "eval.eval_min_new_tokens": config.eval.eval_min_new_tokens}
-    asked = [key for key, value in needs.items() if value]
-    if config.surface("server").get("skip_tokenizer_init") and asked:
+    keys = [key for key, value in needs.items() if value]
+    if config.surface("server").get("skip_tokenizer_init") and keys:
         raise ConfigError("servers without a tokenizer know no stop strings and no least number of tokens",
-                          who=who(config, "server.skip_tokenizer_init", *asked),
+                          who=who(config, "server.skip_tokenizer_init", *keys),
                           fix="drop --sglang-skip-tokenizer-init")
     return config
 

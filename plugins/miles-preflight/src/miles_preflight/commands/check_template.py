@@ -73,9 +73,9 @@ def command(model_dir: Path, chat_template_path: Path | None, messages: Path | N
 
     A failed check shows the first token that differs, with its neighbours.
     """
-    conversation, given = _read(messages) if messages else list(CONVERSATION), _arguments(arguments)
+    conversation, kwargs = _read(messages) if messages else list(CONVERSATION), _arguments(arguments)
     tokenizer = _tokenizer(model_dir, chat_template_path)
-    checks = all_checks(tokenizer, conversation, given, _tokenizer(model_dir, None) if chat_template_path else None)
+    checks = all_checks(tokenizer, conversation, kwargs, _tokenizer(model_dir, None) if chat_template_path else None)
     failed = [check for check in checks if check.differs is not None and not check.note]
     _show(checks, tokenizer)
     if failed and all(check.name.startswith(APPEND) for check in failed):
@@ -202,12 +202,12 @@ def _read(path: Path) -> list[dict[str, Any]]:
 def _arguments(text: str) -> dict[str, object]:
     who, fix = "--apply-chat-template-kwargs", "write a JSON object such as '{\"enable_thinking\": false}'"
     try:
-        found = json.loads(text)
+        arguments = json.loads(text)
     except json.JSONDecodeError as error:
         raise DataError("the template's arguments are not JSON", got=str(error), who=who, fix=fix) from None
-    if not isinstance(found, dict):
+    if not isinstance(arguments, dict):
         raise DataError("the template's arguments should be a JSON object", got=text, who=who, fix=fix)
-    return found
+    return arguments
 
 
 def _show(checks: Sequence[Check], tokenizer: Any) -> None:
