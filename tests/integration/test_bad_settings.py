@@ -16,14 +16,14 @@ import pytest
      "global_batch_size 16 does not divide by micro_batch_size 3"),
     (["--no-use-dynamic-batch-size", "--micro-batch-size", "0"], "perf.micro_batch_size (--micro-batch-size)"),
     (["--max-tokens-per-gpu", "none"], "use_dynamic_batch_size needs max_tokens_per_gpu"),
-    (["--max-tokens-per-gpu", "0"], "perf.max_tokens_per_gpu (--max-tokens-per-gpu): ... max_tokens_per_gpu 0"),
+    (["--max-tokens-per-gpu", "0"], "perf.max_tokens_per_gpu (--max-tokens-per-gpu): ... (got 0)"),
     (["--over-sampling-batch-size", "2"],
      "over_sampling_batch_size is below rollout_batch_size (got 2) ... at least 4"),
     (["--rollout-batch-size", "0"], "rollout_batch_size should be at least 1 (got 0)"),
-    (["--rollout-max-response-len", "0"], "rollout.rollout_max_response_len ... rollout_max_response_len 0"),
-    (["--num-rollout", "-1"], "num_rollout should not be negative (got -1)"),
+    (["--rollout-max-response-len", "0"], "rollout.rollout_max_response_len ... (got 0)"),
+    (["--num-rollout", "-1"], "num_rollout should be at least 0 (got -1)"),
     (["--tensor-model-parallel-size", "2"], "1 rank does not divide by tensor_model_parallel_size 2 ... multiple of 2"),
-    (["--lr", "-1"], "optimizer.lr (--lr): ... (got lr -1.0)"),
+    (["--lr", "-1"], "optimizer.lr (--lr): ... (got -1.0)"),
 ], ids=lambda value: "".join(value) if isinstance(value, list) else "")  # fmt: skip
 def test_sizes(place, flags, words):
     place.refuses(2, words, *flags)
