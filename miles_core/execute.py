@@ -71,7 +71,7 @@ def execute(plan: Plan, *, live: bool | None = None) -> int:
                 text = next((line for line in str(error).splitlines() if line.strip()), "no message")
                 raise MilesError(f"{type(error).__name__}: {text}",
                                  who=" ".join(_blame(error)).removeprefix("in ") or "miles",
-                                 fix=f"mend it; {_traceback(directory)}") from error
+                                 fix=f"look at what raised it; {_traceback(directory)}") from error
 
 
 @dataclass

@@ -161,7 +161,7 @@ def _instance(one: Selected, kind: type, config: RunConfig, figures: Figures) ->
         raise
     except (Exception, SystemExit) as error:
         raise PluginError(f"plugin {one.manifest.name!r} cannot be made", got=f"{type(error).__name__}: {error}",
-                          who=one.manifest.plugin, fix="mend its __init__, or its options") from error
+                          who=one.manifest.plugin, fix="correct its __init__, or the options it gets") from error
 
 
 def _register(manager: pluggy.PluginManager, one: Selected, instance: object) -> None:

@@ -161,7 +161,7 @@ def _failed(what: str, hooks: Hooks, name: str, error: Exception, method: str) -
     if isinstance(error, StateError):
         return error
     return StateError(what, got=f"{type(error).__name__}: {error}", who=_who(hooks, name, method),
-                      fix=f"mend it, or begin its state anew: --drop-plugin-state {name}")
+                      fix=f"correct its load_state_dict, or begin its state anew: --drop-plugin-state {name}")
 
 
 def _who(hooks: Hooks, name: str, method: str) -> str:

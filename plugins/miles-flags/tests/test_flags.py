@@ -23,7 +23,7 @@ def legal(key):
     elif option.type.startswith("dict"):
         return ['{"a": 1}'], {"a": 1}
     else:
-        words = [] if option.is_bool else ["7"]
+        words = [] if option.is_bool else ["0.0625" if option.within[1:] else "7"]
     kind = next((kind for kind in (int, float, str) if kind.__name__ in option.type), str)
     values = [True] if option.is_bool else words if option.choices else [kind(word) for word in words]
     return words, values if option.is_list else values[0]

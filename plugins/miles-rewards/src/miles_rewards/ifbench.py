@@ -13,7 +13,7 @@ from typing import Any
 
 from miles_math.processes import Processes, Ungradable
 
-INSTALL = "pip install 'miles-rewards[ifbench]'"
+INSTALL = "pip install ifbench"
 
 
 def installed() -> bool:

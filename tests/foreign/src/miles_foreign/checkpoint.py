@@ -14,7 +14,7 @@ import torch
 
 from miles_core.errors import CheckpointError
 from miles_core.record.publish import publish, write_text
-from miles_core.stages.step import TRACKER
+from miles_core.types import TRACKER
 
 if TYPE_CHECKING:
     from miles_core.types import Batch
