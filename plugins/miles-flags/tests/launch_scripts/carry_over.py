@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,16 +18,16 @@ QUANTIZED = {
 """What config.json says of rounded weights."""
 
 
+def recorded() -> dict[str, dict]:
+    """scripts.json: by repository its commit, the words of its scripts, and YAML files that they name."""
+    return json.loads((HERE / "scripts.json").read_text(encoding="utf-8"))
+
+
 def scripts() -> Iterator[tuple[str, str, list[str]]]:
     """(repository, path, words) of every launch script; the first word is train.py or train_async.py."""
-    for repository, entry in json.loads((HERE / "scripts.json").read_text(encoding="utf-8")).items():
+    for repository, entry in recorded().items():
         for path, words in entry["scripts"].items():
             yield repository, path, shlex.split(words)
-
-
-def commits() -> dict[str, str]:
-    """Repository -> the commit whose scripts these are."""
-    return {repository: entry["commit"] for repository, entry in json.loads((HERE / "scripts.json").read_text(encoding="utf-8")).items()}
 
 
 def configuration(name: str) -> dict:
@@ -42,3 +44,56 @@ def _whole(models: dict, said: dict) -> dict:
     whole = _whole(models, models[said["like"]]) if "like" in said else {}
     whole |= {key: value for key, value in said.items() if key != "like"}
     return whole | ({"text_config": _whole(models, said["text_config"])} if "text_config" in said else {})
+
+
+DATA = ("--prompt-data", "--eval-prompt-data")
+WEIGHTS = ("--ref-load", "--opd-teacher-load")
+
+
+def argv(words: list[str], root: Path, tokenizer: Path) -> list[str]:
+    """The words of a script with its absolute paths below `root`, where what they name is laid out.
+
+    Args:
+        tokenizer: a folder whose tokenizer every model gets.
+    """
+    moved = [below(root, word) for word in words]
+    model = Path(after(moved, "--hf-checkpoint")[0])
+    shutil.copytree(tokenizer, model)
+    said = configuration(model.name)
+    (model / "config.json").write_text(json.dumps(said), encoding="utf-8")
+    said.pop("quantization_config", None)  # what upstream's tools make of a checkpoint is not rounded
+    for given in (given for flag in WEIGHTS for given in after(moved, flag)):
+        Path(given).mkdir(parents=True, exist_ok=True)
+        (Path(given) / "config.json").write_text(json.dumps(said), encoding="utf-8")
+    for given in after(moved, "--load"):
+        Path(given).mkdir(parents=True, exist_ok=True)
+    files = {below(root, name): below(root, text) for entry in recorded().values() for name, text in entry["files"].items()}
+    texts = [files[word] for word in moved if word in files]
+    for name in set(moved) & set(files):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(files[name], encoding="utf-8")
+    row = {after(moved, "--input-key", "input")[0]: "1+1=", after(moved, "--label-key", "label")[0]: "2", "label": "2"}
+    paths = [word.partition("@")[0] for flag in DATA for word in after(moved, flag)]
+    for path in (*paths, *re.findall(r"path: *(\S+)", "\n".join(texts))):
+        if path.startswith(str(root)):
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            write(Path(path), row)
+    return moved
+
+
+def below(root: Path, text: str) -> str:
+    """A text with its absolute paths below a folder."""
+    return re.sub(r"(^|(?<=[\s:=]))/(?=\w)", f"{root}/", text)
+
+
+def write(path: Path, row: dict) -> None:
+    """A file of prompts with one row."""
+    path.write_text(json.dumps(row) + "\n", encoding="utf-8")
+
+
+def after(words: list[str], flag: str, default: str | None = None) -> list[str]:
+    """What follows a flag the last time that it is there."""
+    if flag not in words:
+        return [] if default is None else [default]
+    rest = words[len(words) - words[::-1].index(flag):]
+    return rest[:next((i for i, word in enumerate(rest) if word.startswith("--")), len(rest))]

@@ -92,11 +92,22 @@ def main(*folders: str) -> None:
                     continue
                 entries[path] = [re.sub(f"^{re.escape(str(folder.resolve()))}", "/root/source", word) for word in words]
             found[repository] = {"commit": (folder / "COMMIT").read_text().strip(), "scripts": entries}
+            named = {word for words in entries.values() for word in words if word.endswith(".yaml")}
+            found[repository]["files"] = {word: text for word in sorted(named) if (text := read(word, folder)) is not None}
     lines = []
     for repository, entry in found.items():
         rows = ",\n".join(f"    {json.dumps(path)}: {json.dumps(' '.join(map(quoted, words)))}" for path, words in entry["scripts"].items())
-        lines.append(f'{json.dumps(repository)}: {{\n  "commit": "{entry["commit"]}",\n  "scripts": {{\n{rows}\n  }}\n}}')
+        lines.append(f'{json.dumps(repository)}: {{\n  "commit": "{entry["commit"]}",\n  "scripts": {{\n{rows}\n  }},\n  "files": {json.dumps(entry["files"])}\n}}')
     Path(__file__).with_name("scripts.json").write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+
+
+def read(word: str, folder: Path) -> str | None:
+    """A YAML file of the repository that a script names, perhaps by where it copies it to, without its comments."""
+    for path in sorted(folder.rglob(Path(word).name)):
+        if word.startswith("/root/out/") or word.endswith(str(path.relative_to(folder))):
+            text = path.read_text(encoding="utf-8").replace("${DATA_DIR}", "/root/data")
+            return "\n".join(line for line in re.sub(r"(?m)(^|\s)#.*$", "", text).splitlines() if line.strip()) + "\n"
+    return None
 
 
 def quoted(word: str) -> str:
