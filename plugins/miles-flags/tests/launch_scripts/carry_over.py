@@ -87,8 +87,11 @@ def below(root: Path, text: str) -> str:
 
 
 def write(path: Path, row: dict) -> None:
-    """A file of prompts with one row."""
-    path.write_text(json.dumps(row) + "\n", encoding="utf-8")
+    """A file of prompts: rows as JSON, or what a Parquet file begins with."""
+    if path.suffix == ".parquet":
+        path.write_bytes(b"PAR1")
+    else:
+        path.write_text((json.dumps(row) + "\n") * 1024, encoding="utf-8")
 
 
 def after(words: list[str], flag: str, default: str | None = None) -> list[str]:
