@@ -38,7 +38,8 @@ def flag_list(request) -> dict:
 
 def state(entry: dict) -> str:
     """The one state of an entry; an entry in two of them is an error."""
-    states = {"key": "accepted", "set": "accepted", "read": "accepted", "plugin": "accepted", "derived": "derived", "refused": "refused"}
+    states = {word: "accepted" for word in ("key", "set", "read", "plugin")}
+    states |= {"derived": "derived", "refused": "refused"}
     found = {states[word] for word in entry if word in states}
     assert len(found) == 1, entry
     return found.pop()

@@ -1,4 +1,4 @@
-"""Functions of launch scripts that replace a part by their path alone: the part is chosen, and what they stand in for is off."""
+"""Functions of launch scripts replace a part by their path alone: it is chosen, and what they stand in for is off."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ def parts_of(config: RunConfig, note: Callable[[str], None]) -> RunConfig:
     """
     given = {name: value for name, value in config.options.get("compat", {}).items() if value is not None}
     for name, path in given.items():
-        if (said := table()["functions"].get(str(path).partition(".")[2])) and str(path).startswith(("miles.", "slime.")):
-            raise ConfigError("this function of Miles is not here", got=path, who=f"--{name.replace('_', '-')}", fix=said)
+        owner, _, function = str(path).partition(".")
+        if owner in ("miles", "slime") and (said := table()["functions"].get(function)):
+            raise ConfigError("this function of Miles is not here", got=path, who=f"--{name.replace('_', '-')}",
+                              fix=said)
     for name, (values, says) in _stand_ins(config).items():
         if name in given and any(_value(config, key) != value for key, value in values.items()):
             note(f"--{name.replace('_', '-')}: {says}")
@@ -38,7 +40,8 @@ def _stand_ins(config: RunConfig) -> dict[str, tuple[dict[str, Any], str]]:
                                             "rewards are not normalised beside it, as in Miles"),
     }
     if config.options.get("tis", {}).get("use_tis"):
-        found["custom_tis_function_path"] = ({"tis__use_tis": False}, "it weighs the tokens in place of --use-tis, as in Miles")
+        found["custom_tis_function_path"] = (
+            {"tis__use_tis": False}, "it weighs the tokens in place of --use-tis, as in Miles")
     if "algorithm.rewards_normalization" in config.origin:
         del found["custom_reward_post_process_path"]
     if config.rollout.generate not in ("single-turn", "custom"):

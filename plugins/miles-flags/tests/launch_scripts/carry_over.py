@@ -1,4 +1,7 @@
-"""Plans the launch scripts of scripts.json, each with a config.json of its model's shape (models.json) and no weights."""
+"""Launch scripts of Miles and slime (scripts.json), their models' shapes (models.json), what is refused and why.
+
+    python carry_over.py docs/coming-from-miles.md     writes the page's table of them anew
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,9 @@ import json
 import re
 import shlex
 import shutil
+import sys
+import tomllib
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +19,8 @@ HERE = Path(__file__).parent
 QUANTIZED = {
     "fp8": {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]},
     "int4": {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"group_0": {
-        "targets": ["Linear"], "weights": {"group_size": 32, "num_bits": 4, "strategy": "group", "symmetric": True, "type": "int"}}}},
+        "targets": ["Linear"],
+        "weights": {"group_size": 32, "num_bits": 4, "strategy": "group", "symmetric": True, "type": "int"}}}},
 }
 """What config.json says of rounded weights."""
 
@@ -36,7 +43,7 @@ def configuration(name: str) -> dict:
     known = max((model for model in models if name.lower().startswith(model.lower())), key=len)
     said = _whole(models, models[known])
     rounded = said.pop("quantized", None)
-    rounded = "int4" if "int4" in name.lower() else "fp8" if "fp8" in name.lower() else None if name.endswith("-bf16") else rounded
+    rounded = next((word for word in QUANTIZED if word in name.lower()), rounded)
     return said | ({"quantization_config": QUANTIZED[rounded]} if rounded else {})
 
 
@@ -67,7 +74,8 @@ def argv(words: list[str], root: Path, tokenizer: Path) -> list[str]:
         (Path(given) / "config.json").write_text(json.dumps(said), encoding="utf-8")
     for given in after(moved, "--load"):
         Path(given).mkdir(parents=True, exist_ok=True)
-    files = {below(root, name): below(root, text) for entry in recorded().values() for name, text in entry["files"].items()}
+    files = {below(root, name): below(root, text)
+             for entry in recorded().values() for name, text in entry["files"].items()}
     texts = [files[word] for word in moved if word in files]
     for name in set(moved) & set(files):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
@@ -100,3 +108,34 @@ def after(words: list[str], flag: str, default: str | None = None) -> list[str]:
         return [] if default is None else [default]
     rest = words[len(words) - words[::-1].index(flag):]
     return rest[:next((i for i, word in enumerate(rest) if word.startswith("--")), len(rest))]
+
+
+def refused() -> dict[str, dict]:
+    """repository/path of a script that is refused -> its entry in refused.toml."""
+    found = tomllib.loads((HERE / "refused.toml").read_text(encoding="utf-8"))["refused"]
+    return {script: entry for entry in found for script in entry["scripts"]}
+
+
+PART = re.compile(r"(<!-- launch scripts -->\n).*?(<!-- end of launch scripts -->)", re.DOTALL)
+
+
+def page(text: str) -> str:
+    """A page with its table of launch scripts as it should be."""
+    return PART.sub(lambda part: f"{part[1]}{chr(10).join(table())}\n{part[2]}", text)
+
+
+def table() -> list[str]:
+    """How many scripts of each repository plan untouched, and why the others do not."""
+    lines = ["| scripts of | commit | scripts | planned untouched |", "|---|---|---|---|"]
+    for repository, entry in recorded().items():
+        stopped = sum(f"{repository}/{path}" in refused() for path in entry["scripts"])
+        count = len(entry["scripts"])
+        lines.append(f"| {repository} | {entry['commit'][:7]} | {count} | {count - stopped} |")
+    reasons = Counter(entry["reason"] for entry in refused().values())
+    lines += ["", "| refused | scripts |", "|---|---|"]
+    return lines + [f"| {reason} | {count} |" for reason, count in reasons.most_common()]
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:]:
+        Path(name).write_text(page(Path(name).read_text(encoding="utf-8")), encoding="utf-8")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -22,7 +23,9 @@ recorded() {
   local found=""
   for word in "$@"; do
     [ -n "$found" ] && printf '%s\0' "$word" >> "$RECORD"
-    case "$word" in *train.py|*train_async.py) [ -z "$found" ] && found=1 && printf '%s\0' "${word##*/}" >> "$RECORD";; esac
+    case "$word" in
+      *train.py|*train_async.py) [ -z "$found" ] && found=1 && printf '%s\0' "${word##*/}" >> "$RECORD";;
+    esac
   done
   [ -n "$found" ] && kill -9 $TOP
   return 0
@@ -43,8 +46,8 @@ export TOP=$$
 """
 # Where scripts look for models/ of their own repository, and where it is.
 ELSEWHERE = re.compile(r"/root/(slime|miles)/scripts/|[$]\{SCRIPT_DIR\}/(\.\./)?scripts/(?=models)")
-POSITIONAL = {"glm5-disagg-profile": ["GLM-5", "broadcast", "0", "10.0.0.1"], "-profile": ["broadcast", "0", "10.0.0.1"],
-              "multi-node": ["broadcast", "0"]}
+POSITIONAL = {"glm5-disagg-profile": ["GLM-5", "broadcast", "0", "10.0.0.1"],
+              "-profile": ["broadcast", "0", "10.0.0.1"], "multi-node": ["broadcast", "0"]}
 REPOSITORIES = ("radixark/miles", "THUDM/slime")
 
 
@@ -64,9 +67,9 @@ def words_of(script: Path, folder: Path, scratch: Path) -> list[str]:
     record.write_bytes(b"")
     prologue.write_text(PROLOGUE)
     given = next((words for part, words in POSITIONAL.items() if part in script.name), [])
-    env = {"PATH": str(filters), "BASH_ENV": str(prologue), "RECORD": str(record), "REAL_PYTHON": sys.executable, "HOME": "/root",
-           "BASE_DIR": "/root", "BASE_FOLDER": "/root", "MASTER_ADDR": "10.0.0.1", "WANDB_API_KEY": "key", "WANDB_KEY": "key",
-           "OUTPUT_DIR": str(scratch), "PYTHONDONTWRITEBYTECODE": "1"}
+    env = {"PATH": str(filters), "BASH_ENV": str(prologue), "RECORD": str(record), "REAL_PYTHON": sys.executable,
+           "HOME": "/root", "BASE_DIR": "/root", "BASE_FOLDER": "/root", "MASTER_ADDR": "10.0.0.1",
+           "WANDB_API_KEY": "key", "WANDB_KEY": "key", "OUTPUT_DIR": str(scratch), "PYTHONDONTWRITEBYTECODE": "1"}
     runnable.write_text(text, encoding="utf-8")
     try:
         subprocess.run(["/bin/bash", str(runnable), *given], env=env, cwd=scratch, timeout=20, check=False,
@@ -93,11 +96,14 @@ def main(*folders: str) -> None:
                 entries[path] = [re.sub(f"^{re.escape(str(folder.resolve()))}", "/root/source", word) for word in words]
             found[repository] = {"commit": (folder / "COMMIT").read_text().strip(), "scripts": entries}
             named = {word for words in entries.values() for word in words if word.endswith(".yaml")}
-            found[repository]["files"] = {word: text for word in sorted(named) if (text := read(word, folder)) is not None}
+            found[repository]["files"] = {word: text for word in sorted(named)
+                                          if (text := read(word, folder)) is not None}
     lines = []
     for repository, entry in found.items():
-        rows = ",\n".join(f"    {json.dumps(path)}: {json.dumps(' '.join(map(quoted, words)))}" for path, words in entry["scripts"].items())
-        lines.append(f'{json.dumps(repository)}: {{\n  "commit": "{entry["commit"]}",\n  "scripts": {{\n{rows}\n  }},\n  "files": {json.dumps(entry["files"])}\n}}')
+        rows = ",\n".join(f"    {json.dumps(path)}: {json.dumps(shlex.join(words))}"
+                          for path, words in entry["scripts"].items())
+        lines.append(f'{json.dumps(repository)}: {{\n  "commit": "{entry["commit"]}",\n  "scripts": {{\n{rows}\n  }},\n'
+                     f'  "files": {json.dumps(entry["files"])}\n}}')
     Path(__file__).with_name("scripts.json").write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
 
 
@@ -108,13 +114,6 @@ def read(word: str, folder: Path) -> str | None:
             text = path.read_text(encoding="utf-8").replace("${DATA_DIR}", "/root/data")
             return "\n".join(line for line in re.sub(r"(?m)(^|\s)#.*$", "", text).splitlines() if line.strip()) + "\n"
     return None
-
-
-def quoted(word: str) -> str:
-    """A word as a shell would read it."""
-    import shlex
-
-    return shlex.quote(word)
 
 
 if __name__ == "__main__":

@@ -103,7 +103,7 @@ def layout_of(config: RunConfig) -> Layout:
 
 
 def without_needless(config: RunConfig, note: Callable[[str], None]) -> RunConfig:
-    """--sequence-parallel has nothing to split over with one tensor-parallel rank: Megatron-LM's scripts drop it then as well."""
+    """--sequence-parallel has nothing to split over with one tensor-parallel rank, and Megatron-LM drops it as well."""
     said = config.surface("megatron")
     if not said.get("sequence_parallel") or (said.get(KEYS["tensor"]) or 1) > 1:
         return config

@@ -25,7 +25,8 @@ class Ray:
 
         if config.perf.actor_num_nodes < 2 or "perf.placement" in config.origin:
             return config
-        note(f"--actor-num-nodes {config.perf.actor_num_nodes}: ranks on several nodes are Ray actors, --placement ray is implied")
+        note(f"--actor-num-nodes {config.perf.actor_num_nodes}: ranks on several nodes are Ray actors, so --placement "
+             "ray is implied")
         return with_values(config, "number of nodes", perf__placement="ray")
 
     @hookimpl("placement", name="ray")
