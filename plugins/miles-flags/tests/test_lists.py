@@ -99,7 +99,8 @@ def test_every_hook_that_a_text_recommends_exists(flag_list):
 
 
 def test_no_family_is_unused(flag_list):
-    used = {entry.get("refused", "") for entry in [*flag_list["flags"].values(), *flag_list.get("fields", {}).values()]}
+    entries = [*flag_list["flags"].values(), *flag_list.get("fields", {}).values()]
+    used = {entry.get("refused", entry.get("derived", "")) for entry in entries}
     assert {f"@{family}" for family in flag_list["families"]} <= used
 
 

@@ -10,6 +10,7 @@ import functools
 import json
 import tomllib
 from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,11 +61,14 @@ class MilesFlags(Surface):
         """See Surface."""
         entry = flags().get(flag.flag)
         if entry is not None and "values" in entry:
-            entry = entry["values"].get(" ".join(flag.words), entry)
+            words = " ".join(flag.words)
+            entry = next((taken for like, taken in entry["values"].items() if fnmatchcase(words, like)), entry)
         if (said := refusal(flag.flag)) is not None and (entry is None or "refused" in entry):
             raise UnknownKeyError(f"{flag.flag} has no place here", who="Miles's flag", fix=said)
         if entry is None:
             return None
+        if entry.get("derived") == "@wandb" and _tracker_of(flag.flag):
+            raise UnknownKeyError(f"{flag.flag} has no place here", who="Miles's flag", fix=_sentence("@wandb"))
         if "derived" in entry:
             return needless(flag, bool(entry.get("switch")), _sentence(entry["derived"]), notes)
         if "plugin" in entry:  # it is enabled, which is all that a flag asks for which none of its options spells
@@ -100,6 +104,13 @@ class MilesFlags(Surface):
             status = next((word for word in ("refused", "derived") if word in entry), "accepted")
             lines.append(f"| `{flag}` | {status} | {cell(_meaning(entry))} |")
         return [*lines, ""]
+
+
+def _tracker_of(flag: str) -> bool:
+    """Whether an installed plugin has the flag, which the run has not enabled: the core says which."""
+    from miles_core.plugins.select import readable
+
+    return any(flag in option.flags for one in readable() for option in one.options.values())
 
 
 def _sentence(said: str) -> str:
