@@ -59,6 +59,9 @@ def _debug(config: RunConfig, note: Note) -> RunConfig:
     if debug.load_debug_rollout_data:
         note("--load-debug-rollout-data replays saved rollouts: --debug-train-only is implied")
         config = with_values(config, "--load-debug-rollout-data", debug__debug_train_only=True)
+    elif debug.debug_train_only and config.algorithm.loss_type == "sft_loss":
+        note("--debug-train-only is not needed: supervised fine-tuning asks no engine")
+        config = with_values(config, "--loss-type sft_loss", debug__debug_train_only=False)
     elif debug.debug_train_only:
         raise ConfigError("--debug-train-only has nothing to train on", who=who(config, "debug.debug_train_only"),
                           fix="name saved rollouts with --load-debug-rollout-data PATH/{rollout_id}")
@@ -86,6 +89,7 @@ def _required(config: RunConfig, note: Note) -> RunConfig:
 def _batch(config: RunConfig, note: Note) -> RunConfig:
     """rollout_batch_size x n_samples_per_prompt = global_batch_size x num_steps_per_rollout."""
     rollout = config.rollout
+    sampled, trained = ("rollout_batch_size", "n_samples_per_prompt"), ("global_batch_size", "num_steps_per_rollout")
     total = rollout.rollout_batch_size * rollout.n_samples_per_prompt
     steps, batch = rollout.num_steps_per_rollout, rollout.global_batch_size
     if steps is None and batch is None:
@@ -98,17 +102,13 @@ def _batch(config: RunConfig, note: Note) -> RunConfig:
         raise BatchError(
             f"a rollout's {rollout.rollout_batch_size} x {rollout.n_samples_per_prompt} = {total} samples do not "
             f"divide by {divisor}",
-            who=who(config, "rollout.rollout_batch_size", "rollout.n_samples_per_prompt", "rollout.global_batch_size",
-                     "rollout.num_steps_per_rollout"),
-            fix="rollout_batch_size x n_samples_per_prompt = global_batch_size x num_steps_per_rollout",
-        )
+            who=who(config, *(f"rollout.{key}" for key in (*sampled, *trained))),
+            fix=f"{' x '.join(sampled)} = {' x '.join(trained)}")
     if batch is not None and batch * steps != total:
         raise BatchError(
-            f"rollout_batch_size x n_samples_per_prompt is {total}, "
-            f"global_batch_size x num_steps_per_rollout is {batch * steps}",
-            who=who(config, "rollout.global_batch_size", "rollout.num_steps_per_rollout"),
-            fix="drop one of the last two: it follows from the other three",
-        )
+            f"{' x '.join(sampled)} is {total}, {' x '.join(trained)} is {batch * steps}",
+            who=who(config, *(f"rollout.{key}" for key in trained)),
+            fix="drop one of the last two: it follows from the other three")
     return with_values(config, "batch arithmetic", rollout__global_batch_size=total // steps,
                        rollout__num_steps_per_rollout=steps)
 

@@ -260,7 +260,7 @@ class Optimizer:
     lr: float = option(1e-6, "Learning rate.", within=(0, 0.1))
     min_lr: float = option(0.0, "Learning rate at the end of a decay.")
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root"] = option("constant", "Schedule.")
-    lr_warmup_iters: int = option(0, "Optimizer steps of linear warm-up.")
+    lr_warmup_iters: float = option(0, "Optimizer steps of linear warm-up, or by --lr-warmup-fraction a share.")
     lr_decay_iters: int | None = option(None, "Optimizer steps of the decay; default: all of them.")
     weight_decay: float = option(0.0, "Decoupled weight decay.")
     adam_beta1: float = option(0.9, "Decay of the first moment.")

@@ -73,7 +73,7 @@ def test_a_flag_that_an_option_spells_does_not_read_the_list():
 
 
 @pytest.mark.parametrize(("argv", "says"), [
-    (["--use-wandb"], "--use-tensorboard"), (["--eval-sglang-tp-size", "2"], "engine that samples"),
+    (["--use-mlflow"], "--use-tensorboard"), (["--eval-sglang-tp-size", "2"], "engine that samples"),
     (["--num-generations", "4"], "write --n-samples-per-prompt"), (["--use-tsi"], "did you mean --use-tis"),
     (["--algorithm.gae-lambda", "1"], "write --lambd"), (["--lr", "1e-6", "-use-tis"], "write --use-tis"),
 ])  # fmt: skip
@@ -107,8 +107,25 @@ def test_a_plugin_that_is_installed_and_not_enabled_is_named_for_its_option_even
     from miles_core.plugins import select
 
     (tis,) = (one for one in readable() if one.name == "tis")
-    tis = replace(tis, options={"use_wandb": Option("tis", "use_wandb", "bool", False, "", ("--use-wandb",))})
+    tis = replace(tis, options={"use_mlflow": Option("tis", "use_mlflow", "bool", False, "", ("--use-mlflow",))})
     monkeypatch.setattr(select, "readable", lambda hook=None: [tis])
     with pytest.raises(UnknownKeyError, match="belongs to plugin 'tis'"):
-        load(None, ["--use-wandb"])
-    assert refusal("--use-wandb") is not None
+        load(None, ["--use-mlflow"])
+    assert refusal("--use-mlflow") is not None
+
+
+def test_words_that_are_taken_of_a_flag_that_is_refused():
+    assert load(None, ["--rollout-function-path", "slime.rollout.sft_rollout.generate_rollout",
+                       "--loss-type", "sft_loss"]).config.rollout.generate == "sft"
+    with pytest.raises(UnknownKeyError):
+        load(None, ["--rollout-function-path", "mine.generate_rollout"])
+    assert any("--spec" in note for note in load(None, ["--spec", "miles_plugins.models.glm4", "get_glm_spec"]).notes)
+    with pytest.raises(UnknownKeyError):
+        load(None, ["--spec", "mine", "spec"])
+
+
+def test_an_eval_config_becomes_eval_datasets(tmp_path):
+    (tmp_path / "eval.yaml").write_text("eval: {defaults: {top_p: 0.7}, datasets: [{name: a, path: a.jsonl, "
+                                        "n_samples_per_eval_prompt: 4}, {name: b, path: b.jsonl, top_p: 1.0}]}")
+    assert load(None, ["--eval-config", str(tmp_path / "eval.yaml")]).config.eval.datasets == [
+        {"top_p": 0.7, "name": "a", "path": "a.jsonl", "n_samples": 4}, {"top_p": 1.0, "name": "b", "path": "b.jsonl"}]

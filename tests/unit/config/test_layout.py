@@ -52,7 +52,7 @@ LAYOUTS = [
     ("moe", 2, "ep 4", "groups"), ("moe", 4, "tp 2 sp ep 4", "groups"), ("moe", 4, "tp 2 sp pp 2 ep 2", "groups"),
     ("dense", 2, "vpp 2", "groups"),
     # options that need each other
-    ("dense", 2, "sp", "config"), ("dense", 2, "ep 2", "config"), ("moe", 2, "tp 2", "forward"),
+    ("dense", 2, "ep 2", "config"), ("moe", 2, "tp 2", "forward"),
     ("moe", 4, "tp 2 ep 4 etp 1", "forward"), ("mixed", 2, "tp 2", "forward"),
     # what has to divide
     ("dense", 3, "tp 3 batch 3", "config"), ("dense", 16, "tp 16", "config"), ("triple", 2, "tp 2", "config"),
@@ -170,8 +170,6 @@ REFUSED = [
      "6, 12."),
     ("dense", 2, "vpp 2", "virtual_pipeline_model_parallel_size 2 needs a pipeline to interleave (got "
      "pipeline_model_parallel_size = 1). Fix: raise pipeline_model_parallel_size, or leave the virtual size out."),
-    ("dense", 2, "sp", "sequence_parallel splits tokens over the tensor-parallel ranks, and there is one (got "
-     "tensor_model_parallel_size = 1). Fix: raise tensor_model_parallel_size, or leave sequence_parallel out."),
     ("moe", 2, "tp 2", "only if sequence_parallel is on too (got tensor_model_parallel_size = 2, 4 experts ({path})). "
      "Fix: --sequence-parallel, or tensor_model_parallel_size = 1."),
     ("dense", 2, "ep 2", "expert_model_parallel_size 2 has no experts to split (got a dense model). "

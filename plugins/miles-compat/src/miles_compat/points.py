@@ -91,7 +91,7 @@ POINTS = (
     Point(34, ("parse_args(add_custom_arguments=...)",), REPLACED, "Options are a plugin's: fields of a dataclass, "
           "which are flags and keys of its table in the run file; `miles plugins new` writes one."),
     Point(35, ("--custom-config-path",), REPLACED),
-    Point(36, ("--eval-config",), REPLACED),
+    Point(36, ("--eval-config",), REPLACED, "Its YAML file is read as the tables [[eval.datasets]] of a run file."),
     Point(None, ("--custom-advantage-function-path",), SUPPORTED, "with `--advantage-estimator custom`"),
     Point(None, ("--rollout-sample-hook-path",), REPLACED),
 )

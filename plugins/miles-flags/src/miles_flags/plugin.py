@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 from miles_core.hookspecs import hookimpl
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
+    from miles_core.config import RunConfig
     from miles_core.config.surfaces import Surface
 
 
@@ -23,3 +24,10 @@ class Flags:
         from miles_flags.table import MilesFlags
 
         return [MilesFlags()]
+
+    @hookimpl
+    def derive(self, config: RunConfig, note: Callable[[str], None]) -> RunConfig:
+        """What a function that is named by path stands for in a launch script."""
+        from miles_flags.functions import parts_of
+
+        return parts_of(config, note)

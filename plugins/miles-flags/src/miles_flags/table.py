@@ -10,6 +10,7 @@ import functools
 import json
 import tomllib
 from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,16 +59,26 @@ class MilesFlags(Surface):
 
     def from_flag(self, flag: Given, notes: list[str]) -> list[Assignment] | None:
         """See Surface."""
-        if (reason := refusal(flag.flag)) is not None:
+        entry = flags().get(flag.flag)
+        if entry is not None and "values" in entry:
+            words = " ".join(flag.words)
+            entry = next((taken for like, taken in entry["values"].items() if fnmatchcase(words, like)), entry)
+        if (reason := refusal(flag.flag)) is not None and (entry is None or "refused" in entry):
             raise UnknownKeyError(f"{flag.flag} has no place here", who="Miles's flag", fix=reason)
-        if (entry := flags().get(flag.flag)) is None:
+        if entry is None:
             return None
+        if entry.get("derived") == "@wandb" and _tracker_of(flag.flag):
+            raise UnknownKeyError(f"{flag.flag} has no place here", who="Miles's flag", fix=_sentence("@wandb"))
         if "derived" in entry:
             return needless(flag, bool(entry.get("switch")), _sentence(entry["derived"]), notes)
         if "plugin" in entry:  # it is enabled, which is all that a flag asks for which none of its options spells
             return []
         origin = Origin("flag", flag.flag)
-        if "set" in entry or "value" in entry:
+        if "read" in entry:
+            from miles_flags.eval_config import datasets_of
+
+            return [Assignment(entry["read"], datasets_of(flag), origin)]
+        if "value" in entry or ("set" in entry and "values" not in flags()[flag.flag]):
             alone(flag)
         if "set" in entry:
             return [Assignment(key, value, origin, yields=True) for key, value in entry["set"].items()]
@@ -95,6 +106,13 @@ class MilesFlags(Surface):
         return [*lines, ""]
 
 
+def _tracker_of(flag: str) -> bool:
+    """Whether an installed plugin has the flag, which the run has not enabled: the core says which."""
+    from miles_core.plugins.select import readable
+
+    return any(flag in option.flags for one in readable() for option in one.options.values())
+
+
 def _sentence(text: str) -> str:
     """A text, or that of its family."""
     return table()["families"][text[1:]] if text.startswith("@") else text
@@ -103,7 +121,10 @@ def _sentence(text: str) -> str:
 def _meaning(entry: Mapping[str, Any]) -> str:
     for word in ("refused", "derived"):
         if word in entry:
-            return _sentence(entry[word])
+            taken = [f"`{words}`: {_meaning(one)}" for words, one in entry.get("values", {}).items()]
+            return _sentence(entry[word]) + (f" Taken are {'; '.join(taken)}" if taken else "")
+    if "read" in entry:
+        return f"sets `{entry['read']}` to what the YAML file says"
     if "plugin" in entry:
         return f"belongs to plugin `{entry['plugin']}`" + (f": `{entry['key']}`" if "key" in entry else "")
     if "set" in entry:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from miles_core.config.architecture import NAMES, Architecture, architecture_of
 from miles_core.config.load import who
@@ -102,6 +102,15 @@ def layout_of(config: RunConfig) -> Layout:
                   sequence_parallel=bool(config.surface("megatron").get("sequence_parallel")))
 
 
+def without_needless(config: RunConfig, note: Callable[[str], None]) -> RunConfig:
+    """--sequence-parallel has nothing to split over with one tensor-parallel rank, and Megatron-LM drops it as well."""
+    said = config.surface("megatron")
+    if not said.get("sequence_parallel") or (said.get(KEYS["tensor"]) or 1) > 1:
+        return config
+    note("sequence_parallel splits tokens over the tensor-parallel ranks, and there is one: it is left out")
+    return replace(config, surfaces={**config.surfaces, "megatron": {**said, "sequence_parallel": False}})
+
+
 def _indivisible_world(config: RunConfig, world: int, sizes: dict[str, int]) -> BatchError:
     wide = [name for name, size in sizes.items() if size > 1]
     product = math.prod(sizes.values())
@@ -170,11 +179,6 @@ def _combinations(layout: Layout, config: RunConfig) -> None:
         raise BatchError(f"{KEYS['virtual_pipeline']} {layout.virtual_pipeline} needs a pipeline to interleave",
                          got="pipeline_model_parallel_size = 1", who=_sizes(config, "virtual_pipeline", "pipeline"),
                          fix="raise pipeline_model_parallel_size, or leave the virtual size out")
-    if layout.sequence_parallel and layout.tensor == 1:
-        raise BatchError("sequence_parallel splits tokens over the tensor-parallel ranks, and there is one",
-                         got="tensor_model_parallel_size = 1",
-                         who=who(config, "megatron.sequence_parallel", f"megatron.{KEYS['tensor']}"),
-                         fix="raise tensor_model_parallel_size, or leave sequence_parallel out")
     group = config.surface("megatron").get("microbatch_group_size_per_vp_stage")
     if layout.virtual_pipeline and group not in (None, layout.pipeline):
         # Smaller is refused by megatron-core's schedule; larger would want another multiple of micro-batches.

@@ -38,7 +38,7 @@ class OptimizerOptions:
     Args:
         lr: highest learning rate; min_lr: where decay ends; lr_warmup_init: where warmup begins.
         lr_decay_style: one of STYLES.
-        lr_warmup_iters: steps of linear warmup.
+        lr_warmup_iters: steps of linear warmup; below 1, the share of the decay's steps that they are.
         lr_decay_iters: step at which min_lr is reached, counted with the warmup; train_iters when None.
         train_iters: steps of the whole run.
         weight_decay: of matrices; Megatron exempts norms and biases.
@@ -53,7 +53,7 @@ class OptimizerOptions:
     min_lr: float = 0.0
     lr_warmup_init: float = 0.0
     lr_decay_style: str = "constant"
-    lr_warmup_iters: int = 0
+    lr_warmup_iters: float = 0
     lr_decay_iters: int | None = None
     train_iters: int = 1
     weight_decay: float = 0.01
@@ -84,9 +84,13 @@ class OptimizerOptions:
             if getattr(self, name) > self.lr:
                 raise ConfigError(f"{name} is above lr = {self.lr}", got=getattr(self, name),
                                   who="--" + name.replace("_", "-"), fix="write at most lr")
-        if self.lr_decay_style != "constant" and self.lr_warmup_iters >= self.decay_iters:
+        if self.lr_decay_style != "constant" and self.warmup_iters >= self.decay_iters:
             raise ConfigError("the warmup leaves no steps for the decay", who="--lr-warmup-iters",
-                              got=f"{self.lr_warmup_iters} of {self.decay_iters}", fix="shorten the warmup")
+                              got=f"{self.warmup_iters} of {self.decay_iters}", fix="shorten the warmup")
+
+    @property
+    def warmup_iters(self) -> float:
+        return self.lr_warmup_iters * (self.decay_iters if self.lr_warmup_iters < 1 else 1)
 
     @property
     def decay_iters(self) -> int:
@@ -170,9 +174,9 @@ def make_optimizer(
             step_in_slices(part.optimizer)
     scheduler = OptimizerParamScheduler(
         optimizer, init_lr=options.lr_warmup_init, max_lr=options.lr, min_lr=options.min_lr,
-        lr_warmup_steps=options.lr_warmup_iters,
+        lr_warmup_steps=options.warmup_iters,
         # Megatron wants room for decay even where the style has none.
-        lr_decay_steps=max(options.decay_iters, options.lr_warmup_iters + 1), lr_decay_style=options.lr_decay_style,
+        lr_decay_steps=max(options.decay_iters, int(options.warmup_iters) + 1), lr_decay_style=options.lr_decay_style,
         start_wd=options.weight_decay, end_wd=options.weight_decay, wd_incr_steps=1, wd_incr_style="constant",
         # On a resume the run's own options hold; the checkpoint only says how many steps were done.
         use_checkpoint_opt_param_scheduler=False, override_opt_param_scheduler=True,

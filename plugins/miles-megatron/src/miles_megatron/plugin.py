@@ -46,10 +46,11 @@ class Megatron:
 
     @hookimpl
     def derive(self, config: RunConfig, note: Callable[[str], None]) -> RunConfig:
-        """The context of --true-on-policy-mode."""
+        """--sequence-parallel without ranks to split over; the context of --true-on-policy-mode."""
+        from miles_megatron.layout import without_needless
         from miles_megatron.on_policy import check_on_policy
 
-        return check_on_policy(config, note) if config.perf.trainer == "megatron" else config
+        return check_on_policy(without_needless(config, note), note) if config.perf.trainer == "megatron" else config
 
     @hookimpl
     def check(self, config: RunConfig, note: Callable[[str], None]) -> RunConfig:
