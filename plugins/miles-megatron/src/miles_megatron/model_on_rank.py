@@ -236,7 +236,8 @@ def _options(config: RunConfig, declared: Model) -> optimizer.OptimizerOptions:
     rollouts = config.rollout.num_rollout or 1
     return optimizer.OptimizerOptions(
         lr=optimizer_.lr, min_lr=optimizer_.min_lr, lr_decay_style=optimizer_.lr_decay_style,
-        lr_warmup_iters=optimizer_.lr_warmup_iters, lr_decay_iters=optimizer_.lr_decay_iters,
+        lr_warmup_iters=optimizer_.lr_warmup_iters, lr_warmup_fraction=optimizer_.lr_warmup_fraction,
+        lr_decay_iters=optimizer_.lr_decay_iters,
         train_iters=max(1, rollouts * config.rollout.num_steps_per_rollout),
         optimizer=optimizer_.optimizer, weight_decay=optimizer_.weight_decay,
         adam_beta1=optimizer_.adam_beta1, adam_beta2=optimizer_.adam_beta2,

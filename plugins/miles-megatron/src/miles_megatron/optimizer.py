@@ -38,7 +38,7 @@ class OptimizerOptions:
     Args:
         lr: highest learning rate; min_lr: where decay ends; lr_warmup_init: where warmup begins.
         lr_decay_style: one of STYLES.
-        lr_warmup_iters: steps of linear warmup; below 1, the share of the decay's steps that they are.
+        lr_warmup_iters: steps of linear warmup; lr_warmup_fraction: or their share of the decay's steps.
         lr_decay_iters: step at which min_lr is reached, counted with the warmup; train_iters when None.
         train_iters: steps of the whole run.
         weight_decay: of matrices; Megatron exempts norms and biases.
@@ -53,7 +53,8 @@ class OptimizerOptions:
     min_lr: float = 0.0
     lr_warmup_init: float = 0.0
     lr_decay_style: str = "constant"
-    lr_warmup_iters: float = 0
+    lr_warmup_iters: int = 0
+    lr_warmup_fraction: float = 0.0
     lr_decay_iters: int | None = None
     train_iters: int = 1
     weight_decay: float = 0.01
@@ -90,7 +91,8 @@ class OptimizerOptions:
 
     @property
     def warmup_iters(self) -> float:
-        return self.lr_warmup_iters * (self.decay_iters if self.lr_warmup_iters < 1 else 1)
+        """Steps of warmup; as in Megatron-LM a share may be a fraction of a step."""
+        return self.lr_warmup_iters or self.lr_warmup_fraction * self.decay_iters
 
     @property
     def decay_iters(self) -> int:

@@ -90,7 +90,7 @@ class Ppo:
         rate = config.optimizer.lr if options.critic_lr is None else options.critic_lr
         return {"critic": Model(
             options.critic_load or str(config.checkpoint.hf_checkpoint), head="value", trainable=True,
-            optimizer={"lr": rate, "lr_warmup_iters": options.critic_lr_warmup_iters},
+            optimizer={"lr": rate, "lr_warmup_iters": options.critic_lr_warmup_iters, "lr_warmup_fraction": 0.0},
         )}  # fmt: skip
 
     @hookimpl

@@ -56,10 +56,9 @@ def _schedule(config: RunConfig) -> None:
     last = steps if style == "constant" else config.optimizer.lr_decay_iters or steps
     if not steps or config.debug.debug_rollout_only:
         return
-    where = str(config.origin.get("optimizer.lr_warmup_iters"))
-    if 0 < warmup < 1 and where != "--lr-warmup-fraction":
-        raise ConfigError("a warm-up is a number of optimizer steps", got=warmup, fix="write the steps, or as a share "
-                          "of the decay --lr-warmup-fraction", who=who(config, "optimizer.lr_warmup_iters"))
+    if warmup and config.optimizer.lr_warmup_fraction:
+        _refuse(config, "the warm-up is given twice", "write one of them", "optimizer.lr_warmup_iters",
+                "optimizer.lr_warmup_fraction")
     if warmup and warmup >= last:
         raise ConfigError("the run, or its decay, ends before the warm-up does", got=f"{warmup} of {last} steps",
                           who=who(config, "optimizer.lr_warmup_iters", "rollout.num_rollout"),

@@ -233,7 +233,7 @@ def refuse(config: RunConfig, hooks: Any, rank: Rank) -> None:
     given = {
         "several ranks": rank.size > 1, "bfloat16": config.perf.bf16,
         f"the schedule {config.optimizer.lr_decay_style}": config.optimizer.lr_decay_style != "constant",
-        "a warm-up": bool(config.optimizer.lr_warmup_iters),
+        "a warm-up": bool(config.optimizer.lr_warmup_iters or config.optimizer.lr_warmup_fraction),
         **{f"the hook {name} of a plugin": getattr(hooks, name) is not None for name in UNCALLED},
     }
     if asked := [what for what, is_asked in given.items() if is_asked]:
