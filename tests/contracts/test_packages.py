@@ -17,8 +17,8 @@ PLUGINS = [name for name in FOLDERS if name not in ("miles-core", "miles")]
 MODULES = {"megatron": "megatron-core", "yaml": "pyyaml"}
 """Packages that are called otherwise than their distribution."""
 
-OF_A_GPU = {"transformer-engine", "triton", "fla"}
-"""Imported where a GPU is and they are installed; for a CPU there are no builds."""
+UNBUILT = {"transformer-engine", "triton", "fla", "ifbench"}
+"""Imported where they are installed: for a CPU, or in the usual index, there are no builds."""
 
 
 def needs(name, *extras):
@@ -86,7 +86,7 @@ def test_what_is_imported_is_declared(name):
     folder, found = FOLDERS[name], []
     for path in core_files() if name == "miles-core" else sorted((folder / "src").rglob("*.py")):
         of_tests = ["test"] if "testing" in path.parent.parts else []  # a package's kit for tests of others
-        known = {*needs(name, *of_tests), name, *OF_A_GPU}
+        known = {*needs(name, *of_tests), name, *UNBUILT}
         # Inside a function it may be what an extra brings.
         optional = needs(name, *PROJECTS[name]["optional-dependencies"].keys() - {"test", "all", "dev"})
         eager = set(imports(path, lazy=False))

@@ -17,7 +17,8 @@ from miles_core.plugins.scan import GROUP, KNOWN
 
 PROJECTS = sorted(path for path in ROOT.glob("plugins/miles-*") if (path / "pyproject.toml").is_file())
 RUN_FILES = sorted(path for folder in ("examples", "docs", "plugins") for path in (ROOT / folder).rglob("*.toml")
-                   if path.name not in ("pyproject.toml", "miles-plugin.toml", "parity.toml", "cases.toml")
+                   if path.name not in ("pyproject.toml", "miles-plugin.toml", "parity.toml", "cases.toml",
+                                        "refused.toml")
                    and "src" not in path.parts)
 
 

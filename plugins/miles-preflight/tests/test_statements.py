@@ -41,7 +41,7 @@ def test_answers_are_scored_and_labels_are_read(plan, tmp_path):
 
 @pytest.mark.parametrize("flags", [
     ("--rm-url", "reward.py"), ("--rm-url", "http://a/b"), ("--rm-type", "remote_rm"), ("--rm-type", "custom"),
-    ("--custom-rm-path", "a.b"), ("--loss-type", "custom_loss"), ("--plugin", "ppo"), ("--lora-dropout", "0.1"),
+    ("--loss-type", "custom_loss"), ("--plugin", "ppo"), ("--lora-dropout", "0.1"),
     ("--plugin", "dapo-filter", "--n-samples-per-prompt", 1, "--disable-rewards-normalization"),
     ("--plugin", "sft", "--loss-type", "sft_loss"), ("--use-tis", "--tis-clip", "0.9"),
     ("--use-rollout-routing-replay", "--engine", "sglang", "--no-sglang-enable-return-routed-experts"),

@@ -26,11 +26,11 @@ def datasets_of(flag: Given) -> list[dict[str, object]]:
 
     who = f"{flag.flag} {' '.join(flag.words)}"
     try:
-        said = yaml.safe_load(Path(*flag.words).read_text(encoding="utf-8"))
+        document = yaml.safe_load(Path(*flag.words).read_text(encoding="utf-8"))
     except (OSError, ValueError, TypeError, yaml.YAMLError) as error:
         raise DataError("the file of eval datasets cannot be read", got=str(error), who=who,
                         fix="name one YAML file") from None
-    whole = said.get("eval", said) if isinstance(said, Mapping) else {}
+    whole = document.get("eval", document) if isinstance(document, Mapping) else {}
     if more := sorted(set(whole) - {"defaults", "datasets"}):
         raise ConfigError(f"an evaluation here has no {', '.join(more)}", who=who,
                           fix="datasets are sampled and scored by the run itself: leave the key out of the file")

@@ -17,14 +17,14 @@ def parts_of(config: RunConfig, note: Callable[[str], None]) -> RunConfig:
     Raises:
         ConfigError: a function of Miles's own that something else is here.
     """
-    given = {name: value for name, value in config.options.get("compat", {}).items() if value is not None}
-    for name, path in given.items():
+    paths = {name: value for name, value in config.options.get("compat", {}).items() if value is not None}
+    for name, path in paths.items():
         owner, _, function = str(path).partition(".")
-        if owner in ("miles", "slime") and (said := table()["functions"].get(function)):
+        if owner in ("miles", "slime") and (remedy := table()["functions"].get(function)):
             raise ConfigError("this function of Miles is not here", got=path, who=f"--{name.replace('_', '-')}",
-                              fix=said)
+                              fix=remedy)
     for name, (values, says) in _stand_ins(config).items():
-        if name in given and any(_value(config, key) != value for key, value in values.items()):
+        if name in paths and any(_value(config, key) != value for key, value in values.items()):
             note(f"--{name.replace('_', '-')}: {says}")
             config = with_values(config, name, **values)
     return config
@@ -32,7 +32,7 @@ def parts_of(config: RunConfig, note: Callable[[str], None]) -> RunConfig:
 
 def _stand_ins(config: RunConfig) -> dict[str, tuple[dict[str, Any], str]]:
     """Option of plugin compat -> (what it makes of the run, "table__key" = value; the sentence that announces it)."""
-    found: dict[str, tuple[dict[str, Any], str]] = {
+    stand_ins: dict[str, tuple[dict[str, Any], str]] = {
         "custom_generate_function_path": ({"rollout__generate": "custom"}, "--generate custom is implied"),
         "custom_rm_path": ({"rollout__rm_type": ["custom"], "rollout__rm_weights": [1.0]},
                            "--rm-type custom is implied, and it alone scores"),
@@ -40,15 +40,15 @@ def _stand_ins(config: RunConfig) -> dict[str, tuple[dict[str, Any], str]]:
                                             "rewards are not normalised beside it, as in Miles"),
     }
     if config.options.get("tis", {}).get("use_tis"):
-        found["custom_tis_function_path"] = (
+        stand_ins["custom_tis_function_path"] = (
             {"tis__use_tis": False}, "it weighs the tokens in place of --use-tis, as in Miles")
     if "algorithm.rewards_normalization" in config.origin:
-        del found["custom_reward_post_process_path"]
+        del stand_ins["custom_reward_post_process_path"]
     if config.rollout.generate not in ("single-turn", "custom"):
-        del found["custom_generate_function_path"]
-    if "custom" in config.rollout.rm_type:  # beside others, which the run has said itself
-        del found["custom_rm_path"]
-    return found
+        del stand_ins["custom_generate_function_path"]
+    if "custom" in config.rollout.rm_type:  # beside others, which the run has named itself
+        del stand_ins["custom_rm_path"]
+    return stand_ins
 
 
 def _value(config: RunConfig, key: str) -> object:

@@ -104,11 +104,11 @@ def layout_of(config: RunConfig) -> Layout:
 
 def without_needless(config: RunConfig, note: Callable[[str], None]) -> RunConfig:
     """--sequence-parallel has nothing to split over with one tensor-parallel rank, and Megatron-LM drops it as well."""
-    said = config.surface("megatron")
-    if not said.get("sequence_parallel") or (said.get(KEYS["tensor"]) or 1) > 1:
+    options = config.surface("megatron")
+    if not options.get("sequence_parallel") or (options.get(KEYS["tensor"]) or 1) > 1:
         return config
     note("sequence_parallel splits tokens over the tensor-parallel ranks, and there is one: it is left out")
-    return replace(config, surfaces={**config.surfaces, "megatron": {**said, "sequence_parallel": False}})
+    return replace(config, surfaces={**config.surfaces, "megatron": {**options, "sequence_parallel": False}})
 
 
 def _indivisible_world(config: RunConfig, world: int, sizes: dict[str, int]) -> BatchError:
