@@ -178,11 +178,8 @@ LOSS = ("--loss-type", "custom_loss", "--custom-loss-function-path")
     (["--plugin", "compat", "--custom-reward-post-process-path", at("waits"), "--rewards-normalization"],
      "a coroutine function ... post_process(args, samples)"),
     (["--plugin", "compat", "--custom-tis-function-path", at("double")], "cannot be called ... tis(args, *, pg_loss"),
-    (["--plugin", "compat", "--custom-reward-post-process-path", at("double")], "--disable-rewards-normalization"),
     (["--plugin", "compat", "--custom-pg-loss-reducer-function-path", at("reducer")], "add --reduction custom"),
     (["--reduction", "custom"], "--reduction custom needs a function ... reducer(total_lengths"),
-    (["--plugin", "compat", "--plugin", "tis", "--use-tis", "--custom-tis-function-path", at("halve")],
-     "both weigh the tokens ... drop --use-tis"),
 ])  # fmt: skip
 def test_what_cannot_work_does_not_start(run, flags, words):
     """With the flag, the path and the signature that is expected; before anything runs."""

@@ -262,7 +262,6 @@ def test_the_newer_form_groups_and_filters_that_miles_ships(run, tmp_path):
 
 
 @pytest.mark.parametrize(("code", "flags", "words"), [
-    (2, [*REWARD, "--custom-generate-function-path", at("two_turns")], "add --generate custom"),
     (2, [*REWARD, "--data-source-path", at("Source")], "add --prompt-source custom"),
     (2, [*REWARD, "--generate", "custom"], "--generate custom needs a function ... generate(args, sample"),
     (2, [*REWARD, *GENERATE, at("keep")], "a plain function, and it is awaited ... async generate(args, sample"),

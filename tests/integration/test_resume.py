@@ -73,7 +73,7 @@ def test_a_resume_says_what_is_another_than_before(course, tiny, tmp_path):
     assert "lr: 0.0003 -> 0.0001" in note and "num_rollout: 3 -> 4" in note and "rollout_seed" not in note
 
 
-def test_starts_and_folders_do_not_matter_and_seeds_do(course):
+def test_starts_and_folders_do_not_matter(course):
     whole = course()
     reference = whole.finish("reference")
     assert not differences(whole.finish("elsewhere"), reference)
@@ -84,14 +84,18 @@ def test_starts_and_folders_do_not_matter_and_seeds_do(course):
     starts = [event for event in read(stopped / "events.jsonl") if event["event"] == "run_start"]
     assert [event["resumed_from"] for event in starts] == [None, 3]
 
-    # Two runs of the user's choice instead: the schedule's length has to be given, as it follows --num-rollout.
+
+@pytest.mark.full
+def test_a_run_that_is_made_longer_is_the_long_one(course):
+    """The schedule's length has to be given, as it follows --num-rollout."""
+    whole = course()
+    reference = whole.finish("reference")
     steps = ("--lr-decay-iters", str(2 * ROLLOUTS))
     whole.finish("longer", "--num-rollout", "3", *steps)
     assert not kill_resume.problems(whole.finish("longer", *steps), reference, rollouts=ROLLOUTS, ends=2)
 
-    other = whole.finish("other", "--rollout-seed", "7")
-    assert kill_resume.checkpoint(other) != kill_resume.checkpoint(reference)
-    assert rows(other) != rows(reference)
+    other = whole.finish("other", "--rollout-seed", "7", "--num-rollout", "1", *steps)
+    assert rows(other)[0] != rows(reference)[0]
 
 
 @pytest.mark.full

@@ -27,7 +27,8 @@ def best(argv, cwd, enough=float("inf"), **environment):
     Of three times, and of up to twelve while they are more than `enough`: what else runs on a machine only adds to it.
     """
     runs = []
-    given = dict(os.environ, COVERAGE_PROCESS_START="", **environment)
+    # Modules that were started once are compiled, as they are for a user, whatever this process was told.
+    given = dict(os.environ, COVERAGE_PROCESS_START="", PYTHONDONTWRITEBYTECODE="", **environment)
     while len(runs) < 3 or (len(runs) < 12 and min(runs)[0] > enough):
         time.sleep(len(runs) // 3)
         done = subprocess.run([sys.executable, "-c", CODE.format(argv=[str(a) for a in argv])], cwd=cwd, text=True,

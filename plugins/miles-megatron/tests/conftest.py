@@ -24,15 +24,20 @@ def megatron():
     cpu.initialize()
 
 
+def with_process_groups():
+    """Makes them where a conversion in a test of another package has left all groups."""
+    from megatron.core import parallel_state
+    from miles_megatron import cpu
+
+    if not parallel_state.model_parallel_is_initialized():
+        cpu.initialize()
+
+
 @pytest.fixture(autouse=True)
 def process_groups(request):
-    """They are there for every test that wants them: a conversion in a test of another package leaves all groups."""
+    """They are there for every test that wants them."""
     if "megatron" in request.fixturenames:
-        from megatron.core import parallel_state
-        from miles_megatron import cpu
-
-        if not parallel_state.model_parallel_is_initialized():
-            cpu.initialize()
+        with_process_groups()
 
 
 @pytest.fixture(scope="session")
@@ -62,6 +67,7 @@ def port(megatron, tmp_path_factory):
     from miles_megatron import families, model, weights
 
     def make(hf, **overrides):
+        with_process_groups()  # fixtures of a module are made before those of a test
         bf16 = overrides.pop("bf16", False)
         family = families.FAMILIES[hf.config.model_type]
         spec, weight_map = family.model_spec(hf.config), family.weight_map(hf.config)

@@ -133,10 +133,16 @@ def read(package: str, folder: Path) -> dict:
 @functools.cache
 def bundled(package: str) -> Surface:
     """The arguments of the one version that Miles carries a list of."""
-    with BUNDLED.open("rb") as file:
-        data = tomllib.load(file)[package]
+    data = _lists()[package]
     fields = {name: {"name": name, **usual(name, entry["type"]), **entry} for name, entry in data["fields"].items()}
     return _decode(package, data["version"], fields, data.get("old", {}), False)
+
+
+@functools.cache
+def _lists() -> dict[str, dict]:
+    """Parsed once: that takes as long as all other tables of a plan together."""
+    with BUNDLED.open("rb") as file:
+        return tomllib.load(file)
 
 
 def usual(name: str, kind: str) -> dict[str, object]:
