@@ -21,7 +21,7 @@ from miles_core.record.journal import Journal
 from miles_core.record.replay import save_batch, save_flow
 from miles_core.stages.buffer import Buffer, Slot, Taken, stale_drop
 from miles_core.stages.filter import filter_group
-from miles_core.stages.metrics import rollout_metrics
+from miles_core.stages.metrics import rollout_metrics, throughput
 from miles_core.stages.on_policy import FRESH, check_first
 from miles_core.stages.placement import Placement
 from miles_core.stages.prompts import PromptSource
@@ -329,7 +329,7 @@ class Run:
         done = batch.rollout_id + 1
         parts = ("rollout_time", "train_time", "update_weights_time")
         self.metrics["perf/step_time"] = sum(self.metrics.get(f"perf/{part}", 0.0) for part in parts)
-        self.metrics.update(self.placement.figures() | self.took())
+        self.metrics.update(self.placement.figures() | self.took() | throughput(batch, self.metrics, self.config))
         self.journal.rollout(batch, self.metrics)
         norm, self.metrics = self.metrics.get("train/grad_norm"), {}
         if self.config.debug.debug_determinism and self.steps:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from miles_core.config.algorithm import clip_band, needs_reference
 from miles_core.config.hardware import colocate, trainer_host, weight_sync
 from miles_core.config.load import who, with_values
 from miles_core.config.tables import RunConfig
@@ -30,7 +29,7 @@ def check(config: RunConfig, plugins: Sequence[Selected] | None = None) -> tuple
     hooks = bind(asked, config, "plan")
     config = _in_run_dir(config)
     with reading(f"--hf-checkpoint {config.checkpoint.hf_checkpoint}", CheckpointError):
-        for step in (_debug, _required, clip_band, colocate, _batch, _rollout, _rewards, hooks.derive,
+        for step in (_debug, _required, _clip_band, colocate, _batch, _rollout, _rewards, hooks.derive,
                      trainer_host, weight_sync, _checkpoints):
             config = step(config, notes.append) if step is not None else config
         if plugins is not None:
@@ -52,6 +51,13 @@ def _in_run_dir(config: RunConfig) -> RunConfig:
         if path is not None and "{run_dir}" in path:
             changed[f"{table}__{key}"] = path.replace("{run_dir}", run_dir)
     return with_values(config, "derived", **changed)
+
+
+def _clip_band(config: RunConfig, note: Note) -> RunConfig:
+    """A width that is given alone is that of both sides of the clip band, as in radixark Miles."""
+    if "algorithm.eps_clip" not in config.origin or "algorithm.eps_clip_high" in config.origin:
+        return config
+    return with_values(config, "as eps_clip", algorithm__eps_clip_high=config.algorithm.eps_clip)
 
 
 def _debug(config: RunConfig, note: Note) -> RunConfig:
@@ -142,7 +148,7 @@ def _rewards(config: RunConfig, note: Note) -> RunConfig:
 def _checkpoints(config: RunConfig, note: Note) -> RunConfig:
     checkpoint = config.checkpoint
     changed: dict[str, object] = {}
-    if needs_reference(config) and checkpoint.ref_load is None:
+    if config.algorithm.needs_reference and checkpoint.ref_load is None:
         note(f"the reference model is --hf-checkpoint {checkpoint.hf_checkpoint}, as --ref-load is not given")
         changed["checkpoint__ref_load"] = checkpoint.hf_checkpoint
     return with_values(config, "derived", **changed)

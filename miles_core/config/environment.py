@@ -9,12 +9,7 @@ from miles_core.config.tables import RunConfig
 
 
 def environment(config: RunConfig, *, gpus: bool, given: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """What a trainer's rank gets beside what it inherits.
-
-    Args:
-        gpus: whether it computes on one.
-        given: the environment that it inherits; what stands there wins.
-    """
+    """What a trainer's rank, which may compute on a GPU, gets beside `given`, which it inherits and which wins."""
     if not gpus:
         return {}
     perf, megatron = config.perf, config.surface("megatron")
@@ -27,10 +22,12 @@ def environment(config: RunConfig, *, gpus: bool, given: Mapping[str, str] = os.
         wanted["NCCL_CUMEM_ENABLE"] = "0"  # SGLang sets it for its side; a group needs the same on both
     if megatron.get("fp8_recipe") == "blockwise":
         wanted["NVTE_FP8_BLOCK_SCALING_FP32_SCALES"] = "1"  # Hopper's kernels take no other scales
+    if megatron.get("deterministic_mode"):
+        wanted |= {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "NCCL_ALGO": "Ring", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     return {name: value for name, value in wanted.items() if name not in given}
 
 
-KINDS = ("NCCL_", "TORCH_NCCL_", "NVTE_", "GLOO_", "PYTORCH_", "OMP_", "CUDA_DEVICE_MAX_CONNECTIONS",
+KINDS = ("NCCL_", "TORCH_NCCL_", "NVTE_", "GLOO_", "PYTORCH_", "OMP_", "CUBLAS", "CUDA_DEVICE_MAX_CONNECTIONS",
          "CUDA_LAUNCH_BLOCKING")
 """Names, or how they begin, of variables that change how ranks compute or talk."""
 

@@ -180,6 +180,7 @@ class Perf:
     gpu_memory_gib: float | None = option(
         None, "Memory of a GPU, for the plan's estimate; default: that of this machine's GPUs."
     )
+    mfu_peak_tflops: float | None = option(None, "Dense bf16 TFLOP/s of a GPU; default: its data sheet's.", within=(1,))
     max_restarts: int = option(0, "Times that a run whose trainer died starts again from its last checkpoint.")
     bf16: bool = option(True, "Train in bfloat16 with float32 master weights; --no-bf16 trains in float32.")
     use_dynamic_batch_size: bool = option(False, "Pack by --max-tokens-per-gpu instead of --micro-batch-size.")
@@ -250,6 +251,11 @@ class Algorithm:
     true_on_policy_mode: bool = option(
         False, "Engine and trainer agree bit for bit, or the run ends: dense Qwen3, float32, one rank, on a CPU."
     )
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the reference model scores the rollouts: for the KL term of the loss, or the KL in the reward."""
+        return self.use_kl_loss or self.kl_coef != 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 
+from miles_core.config.tables import RunConfig
 from miles_core.types import Batch, Sample
 
 
@@ -27,6 +30,14 @@ def rollout_metrics(batch: Batch) -> dict[str, float]:
     found |= {f"rollout/{name}": mean for name, mean in figures(samples).items()}
     found |= {f"rollout/reward/{name}": np.mean([s.rewards[name] for s in samples]) for name in samples[0].rewards}
     return {key: float(value) for key, value in found.items()}
+
+
+def throughput(batch: Batch, metrics: Mapping[str, float], config: RunConfig) -> dict[str, float]:
+    """Response tokens per second and GPU of the engines, which may sample all the time, and what the trainer waits."""
+    waited, step = metrics.get("perf/rollout_time", 0.0), metrics["perf/step_time"]
+    seconds = (step if config.rollout.max_lag else waited) * (config.perf.rollout_num_gpus or 1)
+    tokens = sum(sample.response_length for sample in batch.samples)
+    return {"perf/tokens_per_gpu_per_sec": tokens / seconds, "perf/wait_time_ratio": waited / step} if seconds else {}
 
 
 def figures(samples: list[Sample]) -> dict[str, float]:

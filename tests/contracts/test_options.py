@@ -26,8 +26,6 @@ def read() -> set[tuple[str, str]]:
         if path.parent.name in ("config", "sglang") and path.name in ("tables.py", "check.py", "serving.py"):
             continue
         tree = ast.parse(path.read_text(encoding="utf-8"))
-        if path.parent.name == "config" and path.name == "algorithm.py":
-            tree.body = [node for node in tree.body if getattr(node, "name", "") == "needs_reference"]
         for node in ast.walk(tree):
             if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
                 base = ast.unparse(node.value).rpartition(".")[2].rstrip("_")

@@ -127,10 +127,8 @@ def test_parts_that_nobody_offers_name_the_nearest(plan):
 
 @pytest.mark.parametrize(("flags", "needed"), [([], False), (["--use-kl-loss"], True), (["--kl-coef", 0.1], True)])
 def test_the_reference_is_loaded_for_a_divergence_in_the_loss_or_in_the_reward(plan, flags, needed):
-    from miles_core.config.algorithm import needs_reference
-
     config = plan(*flags).config
-    assert needs_reference(config) is needed
+    assert config.algorithm.needs_reference is needed
     assert config.checkpoint.ref_load == ("models/tiny" if needed else None)
 
 

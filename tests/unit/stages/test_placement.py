@@ -136,6 +136,9 @@ def test_variables_are_set_where_needed_and_yield_to_the_user_s():
     assert environment(parallel, gpus=True, given={}) == wanted
     assert environment(parallel, gpus=False, given={}) == {}
     assert environment(config(), gpus=True, given={}) == {}
+    repeatable = dataclasses.replace(config(), surfaces={"megatron": {"deterministic_mode": True}})
+    assert environment(repeatable, gpus=True, given={"NCCL_ALGO": "Tree"}) == {
+        "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     for stated, colocate in (({}, False), ({"weight_sync:broadcast": ("checkpoints",)}, False), ({}, True)):
         other = dataclasses.replace(config(weight_sync="broadcast", colocate=colocate), stated=stated)
         assert bool(environment(other, gpus=True, given={})) == (not stated and not colocate)

@@ -236,6 +236,15 @@ def device() -> torch.device:
     return torch.device("cpu") if no_cuda() else torch.device("cuda", torch.cuda.current_device())
 
 
+def deterministic(wanted: bool) -> None:
+    """Whether torch takes deterministic kernels alone, and refuses operations that have none.
+
+    Memory that is not written to stays as it is: filling it would hide no difference and cost time.
+    """
+    torch.use_deterministic_algorithms(wanted)
+    torch.utils.deterministic.fill_uninitialized_memory = not wanted
+
+
 def process_group(rank: Rank = _ALONE, timeout: float | None = None) -> None:
     """Join the trainer's processes; one process alone needs no port. Keeps a group that already exists.
 

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import torch
 
-from miles_core.config.algorithm import needs_reference
 from miles_core.config.tables import RunConfig
 from miles_core.errors import ConfigError, HookError
 from miles_core.plugins.bind import Hooks
@@ -36,6 +35,7 @@ class Models:
     def __init__(self, config: RunConfig, hooks: Hooks, rank: Rank):
         self.config, self._outgoing = config, hooks.export_weights
         layout = layout_of(config)
+        cpu.deterministic(bool(config.surface("megatron").get("deterministic_mode")))
         cpu.process_group(rank, config.perf.trainer_timeout)
         cpu.initialize(
             tensor=layout.tensor, pipeline=layout.pipeline, virtual_pipeline=layout.virtual_pipeline,
@@ -45,7 +45,7 @@ class Models:
         if hooks.megatron_init:
             hooks.megatron_init(config)
         paths = config.checkpoint
-        self.has_reference = needs_reference(config)
+        self.has_reference = config.algorithm.needs_reference
         declared = {"ref": Model(paths.ref_load or paths.hf_checkpoint)} if self.has_reference else {}
         for name, model in (hooks.models() if hooks.models else {}).items():
             if name in ("actor", "ref"):

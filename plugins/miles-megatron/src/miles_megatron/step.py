@@ -35,6 +35,7 @@ from miles_megatron.on_policy import check_equal
 from miles_megatron.oom import explained
 from miles_megatron.profiler import Profiler
 from miles_megatron.scored import Scored, Temperature
+from miles_megatron.throughput import Throughput
 
 cpu.install()
 
@@ -60,6 +61,7 @@ class MegatronTrainer:
         self.skips = config.perf.skip_zero_advantages and self.objective.silent_at_zero()
         if config.perf.skip_zero_advantages and not self.skips:
             logger.warning("skip_zero_advantages has no effect: the objective has terms on tokens without advantage")
+        self.throughput = Throughput(config, rank.size)
         self.batch: Batch | None = None
         self.profiler = Profiler(config, rank.index)
         self.sender: Sender | None = None
@@ -86,7 +88,9 @@ class MegatronTrainer:
         """Old and reference log-probs, with the packing that the steps will use: then the first ratio is exactly 1."""
         around = self.hooks.log_prob
         access = Access(self, None)
-        return self._score(access) if around is None else around(lambda: self._score(access), access)
+        metrics = self._score(access) if around is None else around(lambda: self._score(access), access)
+        self.throughput.add(metrics, [sample.length for sample in self.batch.samples])
+        return metrics
 
     def advantage(self) -> dict[str, float]:
         """Every rank works it out from the same columns: nothing to send, and an error is everyone's."""
@@ -111,7 +115,11 @@ class MegatronTrainer:
             metrics = proceed() if around is None else around(proceed, access)
         if self._starting:
             self._started()
-        return metrics | {"perf/actor_train_time": time.perf_counter() - begin}
+        metrics |= {"perf/actor_train_time": time.perf_counter() - begin}
+        self.throughput.add({"perf/actor_train_time": metrics["perf/actor_train_time"]},
+                            [sample.length for sample in access.samples])
+        last = index + 1 == self.config.rollout.num_steps_per_rollout
+        return metrics | self.throughput.rates() if last else metrics
 
     def _started(self) -> None:
         """A step has been made: options that nothing has read so far have no effect."""

@@ -45,7 +45,7 @@ def serving(config: RunConfig, note: Note) -> RunConfig:
     for table in ("server", "router"):
         if config.surface(table) and not surface_of(table).installed:
             note(f"[sglang] {table}: checked against {surface_of(table)}")
-    for step in (_parallel, _dtype, _context, _speculative, _tokenizer, _router):
+    for step in (_parallel, _dtype, _deterministic, _context, _speculative, _tokenizer, _router):
         config = step(config, note)
     return config
 
@@ -91,6 +91,15 @@ def _dtype(config: RunConfig, note: Note) -> RunConfig:
     if dtype not in ("float32", "bfloat16"):
         return config
     return with_values(config, str(config.origin["server.dtype"]), rollout__engine_dtype=dtype)
+
+
+def _deterministic(config: RunConfig, note: Note) -> RunConfig:
+    """--deterministic-mode is of the whole run: answers then do not depend on what else a server computes."""
+    server, field = config.surface("server"), "enable_deterministic_inference"
+    if not config.surface("megatron").get("deterministic_mode") or field in server:
+        return config
+    note(f"deterministic_mode: servers run with {field} ({who(config, 'megatron.deterministic_mode')})")
+    return config.with_surface("server", **{field: True})
 
 
 def _context(config: RunConfig, note: Note) -> RunConfig:

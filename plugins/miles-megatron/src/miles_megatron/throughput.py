@@ -1,0 +1,71 @@
+"""How fast the trainer is: tokens per second, floating-point operations per second, and their share of the GPU's peak."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from miles_core.config.architecture import architecture_of
+from miles_core.config.tables import RunConfig
+from miles_megatron import estimate
+
+PEAKS = {"GB300": 2500.0, "GB200": 2500.0, "B300": 2250.0, "B200": 2250.0, "GH200": 989.0, "H200": 989.0,
+         "H100 PCIe": 756.0, "H100": 989.0, "A100": 312.0}
+"""Dense bf16 TFLOP/s by NVIDIA's data sheets, under names that torch gives to the devices; the first that is found."""
+PASSES = {"log_probs": 1 / 3, "ref_log_probs": 1 / 3, "actor_train": 1.0}
+"""Passes of a rollout, by their perf/NAME_time, and what each takes of a forward and a backward pass."""
+
+
+def peak_tflops(device: str) -> float | None:
+    """Of a GPU by the name that torch knows it by; None for one that is not listed."""
+    return next((peak for name, peak in PEAKS.items() if re.search(rf"\b{name}\b", device)), None)
+
+
+class Throughput:
+    """The passes of one rollout, added up.
+
+    Args:
+        ranks: the trainer's. A sequence that context or tensor parallelism splits counts once.
+    """
+
+    def __init__(self, config: RunConfig, ranks: int):
+        size = architecture_of(config)
+        self._size, self._ranks = None if size.uncounted else size, ranks
+        device = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+        self._peak = config.perf.mfu_peak_tflops or peak_tflops(device)
+        self._seconds: Counter[str] = Counter()
+        self._lengths: dict[str, list[int]] = {}
+
+    def add(self, metrics: Mapping[str, float], lengths: Sequence[int]) -> None:
+        """A pass over sequences of these lengths, under the name of its seconds in `metrics`; others are left out."""
+        for name in PASSES:
+            if seconds := metrics.get(f"perf/{name}_time"):
+                self._seconds[name] += seconds
+                self._lengths.setdefault(name, []).extend(lengths)
+
+    def rates(self) -> dict[str, float]:
+        """Metrics of what was added, which is forgotten.
+
+        perf/NAME_tokens_per_gpu_per_sec and perf/NAME_tflops are per GPU (per rank where there is none), and
+        perf/actor_train_mfu is the share of perf/mfu_peak_tflops. Operations are those of the model, without what is
+        recomputed (`estimate.flops`).
+        """
+        found: dict[str, float] = {}
+        for name, seconds in self._seconds.items():
+            lengths, scale = self._lengths[name], seconds * self._ranks
+            found[f"perf/{name}_tokens_per_gpu_per_sec"] = sum(lengths) / scale
+            if self._size is not None:
+                whole = sum(estimate.flops(n, parameters=self._size.active_parameters, attention=self._size.attention)
+                            for n in lengths)
+                found[f"perf/{name}_tflops"] = PASSES[name] * whole / scale / 1e12
+        if "actor_train" in self._seconds:
+            found["perf/actor_train_tok_per_s"] = sum(self._lengths["actor_train"]) / self._seconds["actor_train"]
+        if self._peak and "perf/actor_train_tflops" in found:
+            found |= {"perf/mfu_peak_tflops": self._peak,
+                      "perf/actor_train_mfu": found["perf/actor_train_tflops"] / self._peak}
+        self._seconds.clear()
+        self._lengths.clear()
+        return found

@@ -1,0 +1,47 @@
+"""Rates of the trainer, against sums by hand."""
+
+import pytest
+from miles_megatron.throughput import Throughput, peak_tflops
+
+from miles_core.config import RunConfig
+from miles_core.config.tables import Perf
+
+DENSE = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "num_query_groups": 1, "kv_channels": 4,
+         "ffn_hidden_size": 16}
+MATRICES = 2 * (8 * 4 * (2 * 2 + 2 * 1) + 3 * 8 * 16) + 8 * 32
+"""Attention, MLPs, output layer."""
+
+
+def config(**perf):
+    return RunConfig(perf=Perf(**perf), surfaces={"megatron": {**DENSE, "vocab_size": 32}})
+
+
+@pytest.mark.parametrize(("name", "peak"), [
+    ("NVIDIA H200", 989.0), ("NVIDIA H100 PCIe", 756.0), ("NVIDIA H100 80GB HBM3", 989.0), ("NVIDIA GB200", 2500.0),
+    ("NVIDIA A100-SXM4-80GB", 312.0), ("NVIDIA L4", None), ("", None),
+])  # fmt: skip
+def test_peaks_by_the_device_s_name(name, peak):
+    assert peak_tflops(name) == peak
+
+
+def test_two_steps_and_a_pass_over_two_ranks():
+    rates = Throughput(config(mfu_peak_tflops=1e-6), ranks=2)
+    rates.add({"perf/log_probs_time": 0.5, "rollout/log_probs": -1.0}, [10, 30])
+    rates.add({"perf/actor_train_time": 2.0}, [10])
+    rates.add({"perf/actor_train_time": 3.0}, [30])
+    found = rates.rates()
+    assert found["perf/log_probs_tokens_per_gpu_per_sec"] == 40 / 0.5 / 2
+    assert found["perf/actor_train_tokens_per_gpu_per_sec"] == 40 / 5 / 2
+    assert found["perf/actor_train_tok_per_s"] == 8
+    attention = 2 * 2 * 4
+    whole = sum(6 * MATRICES * n + 6 * attention * n * n for n in (10, 30))
+    assert found["perf/actor_train_tflops"] == pytest.approx(whole / 5 / 2 / 1e12)
+    assert found["perf/log_probs_tflops"] == pytest.approx(whole / 3 / 0.5 / 2 / 1e12)
+    assert found["perf/actor_train_mfu"] == pytest.approx(found["perf/actor_train_tflops"] / 1e-6)
+    assert rates.rates() == {}, "the next rollout begins with nothing"
+
+
+def test_a_model_of_unknown_size_has_tokens_and_no_operations():
+    rates = Throughput(RunConfig(), ranks=1)
+    rates.add({"perf/actor_train_time": 2.0}, [10])
+    assert rates.rates() == {"perf/actor_train_tokens_per_gpu_per_sec": 5.0, "perf/actor_train_tok_per_s": 5.0}
