@@ -7,8 +7,9 @@ layers  Transformer Engine's linear and grouped layers with rounding, against th
         weights: hidden states and gradients have to have the same bits
 served  `miles convert hf-to-int4`, an SGLang server on it, 8 prompts x 64 tokens; the server's log-probs against the
         trainer's with and without rounding
-update  whether SGLang takes a second checkpoint into the running server (it is not expected to: plugin int4-qat
-        refuses it), told, not required
+memory  the server's linear layers, packed and plain
+
+What a run gives, with new weights at every sync, is `python tests/gpu/moe.py int4`.
 
 Prints a line of JSON for each; the exit status is 1 where a check fails.
 """
@@ -18,13 +19,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
 import urllib.request
 from pathlib import Path
 
@@ -37,6 +38,8 @@ SHAPES = {
     "dense": COMMON | {"intermediate_size": 3072},
     "moe": COMMON | {"intermediate_size": 3072, "num_experts": 32, "num_experts_per_tok": 4,
                      "moe_intermediate_size": 512, "norm_topk_prob": True, "decoder_sparse_step": 1},
+    "wide": COMMON | {"hidden_size": 4096, "num_hidden_layers": 8, "num_attention_heads": 32, "head_dim": 128,
+                      "intermediate_size": 12288},
 }
 FLAGS = ["--attention-backend", "triton", "--sampling-backend", "pytorch", "--grammar-backend", "none",
          "--skip-server-warmup", "--skip-tokenizer-init", "--disable-cuda-graph", "--mem-fraction-static", "0.3",
@@ -157,7 +160,7 @@ class Server:
              *more], stdout=log.open("w"), stderr=subprocess.STDOUT, env={**os.environ, "PYTHONUNBUFFERED": "1"})
 
     def __enter__(self) -> Server:
-        end = time.monotonic() + 300
+        end = time.monotonic() + 400
         while time.monotonic() < end:
             assert self.process.poll() is None, self.log.read_text()[-4000:]
             try:
@@ -210,30 +213,34 @@ def served(plain: Path, packed: Path, log: Path, backend: str | None) -> dict[st
             del made
         figures = {"ready_s": round(ready, 1), "kernels": server.kernels(), "tokens": len(theirs),
                    "difference": float(gaps["rounding"].mean()), "difference_max": float(gaps["rounding"].max()),
-                   "without_rounding": float(gaps["plain"].mean()), "update": update(server, packed, prompts)}
+                   "without_rounding": float(gaps["plain"].mean())}
     assert figures["difference"] < 0.05 and figures["without_rounding"] > 2 * figures["difference"], figures
     return figures
 
 
-def update(server: Server, packed: Path, prompts: list[list[int]]) -> str:
-    """What becomes of the running server when the same checkpoint is loaded again."""
-    try:
-        answer = server.post("update_weights_from_disk", {"model_path": str(packed), "load_format": "auto"}, 60)
-        server.sample(prompts[:1])
-        return f"answered {json.dumps(answer)[:300]}, and serves on"
-    except urllib.error.HTTPError as error:
-        return f"refused: {error.code} {error.read().decode(errors='replace')[:300]}"
-    except OSError as error:
-        server.process.poll()
-        return f"{type(error).__name__}: {error}; exit status {server.process.returncode}"
+def memory(folder: Path) -> dict[str, float]:
+    """GB of a server's linear layers, packed and plain, of a model that consists of little else."""
+    plain, packed = folder / "wide", folder / "wide-int4"
+    checkpoint("wide", plain)
+    convert(plain, packed)
+    embeddings = 2 * 2 * SHAPES["wide"]["vocab_size"] * SHAPES["wide"]["hidden_size"] / 2**30
+    with Server(plain, folder / "wide.log", None) as one, Server(packed, folder / "wide-int4.log", None) as other:
+        used = {name: re.findall(r"Load weight end.*mem usage=([\d.]+)", server.log.read_text())[0]
+                for name, server in (("bf16", one), ("int4", other))}
+    figures = {name: float(gib) - embeddings for name, gib in used.items()}
+    return figures | {"ratio": figures["int4"] / figures["bf16"]}
 
 
 def main() -> int:
     """Both checks of each model."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("kinds", nargs="*", default=list(SHAPES), help=" or ".join(SHAPES))
+    parser.add_argument("kinds", nargs="*", default=["dense", "moe"], help="dense or moe")
+    parser.add_argument("--memory", action="store_true", help="the memory of a wide dense model alone")
     parser.add_argument("--backend", help="of SGLang's --moe-runner-backend: triton or marlin")
     given, failed = parser.parse_args(), 0
+    if given.memory:
+        print(json.dumps({"check": "memory"} | memory(Path(tempfile.mkdtemp()))), flush=True)
+        return 0
     for kind in given.kinds:
         folder = Path(tempfile.mkdtemp())
         plain, packed, rounded = folder / "plain", folder / "int4", folder / "rounded"

@@ -3,6 +3,9 @@
     python tests/gpu/moe.py replay            one GPU: a random model with 32 experts, with and without --plugin r3
     python tests/gpu/moe.py large --gpus 4    four: Qwen3-30B-A3B's shape, trainer TP2 x EP2, an engine of TP4 x EP4
     python tests/gpu/moe.py recipe            one: examples/moe.toml as it is with r3 and fp8, engine in bf16 and in FP8
+    python tests/gpu/moe.py precision         one: bf16 and FP8 on each side, with r3: speed, memory, difference
+    python tests/gpu/moe.py repeat            one: examples/moe.toml, twice with --deterministic-mode, and what it costs
+    python tests/gpu/moe.py int4              one: examples/moe.toml with an engine of int4 experts
     python tests/gpu/moe.py replay --tiny     the same code on a CPU: the local engine, a few layers
 
 Weights of the first two are random and made here; their reward is a coin. Prints a table; the exit status is 1 where a
@@ -12,7 +15,9 @@ run fails.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -39,6 +44,9 @@ SHAPES = {
     "replay": QWEN3_MOE | {"hidden_size": 1024, "num_hidden_layers": 12, "num_attention_heads": 16, "head_dim": 64,
                            "num_key_value_heads": 4, "intermediate_size": 2048, "num_experts": 32, "vocab_size": 264,
                            "num_experts_per_tok": 4, "moe_intermediate_size": 512},
+    "precision": QWEN3_MOE | {"hidden_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 32, "head_dim": 128,
+                              "num_key_value_heads": 4, "intermediate_size": 6144, "num_experts": 64, "vocab_size": 264,
+                              "num_experts_per_tok": 8, "moe_intermediate_size": 768},
     "tiny": QWEN3_MOE | {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "head_dim": 64,
                          "num_key_value_heads": 2, "intermediate_size": 256, "num_experts": 16, "vocab_size": 264,
                          "num_experts_per_tok": 4, "moe_intermediate_size": 128},
@@ -47,14 +55,16 @@ SHAPES = {
                           "vocab_size": 151936, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
 }  # fmt: skip
 SGLANG = [
-    "--engine", "sglang", "--placement", "ray", "--colocate", "--bf16",
+    "--engine", "sglang", "--placement", "ray" if importlib.util.find_spec("ray") else "local", "--colocate", "--bf16",
     "--sglang-attention-backend", "triton", "--sglang-sampling-backend", "pytorch", "--sglang-grammar-backend", "none",
-    "--sglang-cuda-graph-max-bs", "64",
+    "--sglang-cuda-graph-max-bs", "64", "--sglang-cuda-graph-backend-prefill", "disabled",
 ]  # fmt: skip
 FIGURES = {
     "log-prob difference": "train/train_rollout_logprob_abs_diff",
     "step s": "perf/step_time", "rollout s": "perf/rollout_time", "log-probs s": "perf/log_probs_time",
     "train s": "perf/actor_train_time", "sync s": "perf/update_weights_time",
+    "rollout tokens/s": "perf/tokens_per_gpu_per_sec", "scoring tokens/s": "perf/log_probs_tokens_per_gpu_per_sec",
+    "training tokens/s": "perf/actor_train_tokens_per_gpu_per_sec", "training TFLOP/s": "perf/actor_train_tflops",
 }  # fmt: skip
 
 
@@ -108,12 +118,10 @@ def drawn(name: str, size: list[int], device: str, std: float) -> torch.Tensor:
 
 def recipe(args: argparse.Namespace) -> int:
     """Runs of the example on its own checkpoint; rewards have to rise in each."""
-    model, held = DATA / "tiny-qwen3-moe-128", args.folder / "fp8"
-    shutil.rmtree(held, ignore_errors=True)
-    subprocess.run([*MILES, "convert", "hf-to-fp8", model, held], cwd=ROOT, check=True, timeout=120)
-    backends = (["--engine", "local"] if args.tiny else
-                [*SGLANG, "--sglang-mem-fraction-static", "0.2", "--sglang-fp8-gemm-backend", "triton"])
-    common = ["--plugin", "r3", "--plugin", "fp8", "--num-rollout", args.rollouts, *backends, *args.flags.split()]
+    model = DATA / "tiny-qwen3-moe-128"
+    held = converted(model, args.folder / "fp8", "hf-to-fp8")
+    common = ["--plugin", "r3", "--plugin", "fp8", "--num-rollout", args.rollouts, *backends(args, "0.2"),
+              *([] if args.tiny else ["--sglang-fp8-gemm-backend", "triton"]), *args.flags.split()]
     found = {"engine bf16": run(args.folder / "bf16", common, args.seconds, coin=False),
              "engine FP8": run(args.folder / "held", [*common, "--hf-checkpoint", held, "--ref-load", model],
                                args.seconds, coin=False)}
@@ -121,6 +129,85 @@ def recipe(args: argparse.Namespace) -> int:
     rewards = {name: [step["rollout/raw_reward"] for step in steps] for name, steps in found.items()}
     print(json.dumps(rewards))
     return int(not all(rising and rising[-1] > rising[0] for rising in rewards.values()))
+
+
+def converted(model: Path, folder: Path, kind: str, *words: str) -> Path:
+    """The checkpoint in fewer bits: kind is hf-to-fp8 or hf-to-int4."""
+    shutil.rmtree(folder, ignore_errors=True)
+    subprocess.run([*MILES, "convert", kind, model, folder, *words], cwd=ROOT, check=True, timeout=300)
+    return folder
+
+
+def backends(args: argparse.Namespace, share: str) -> list[str]:
+    return ["--engine", "local"] if args.tiny else [*SGLANG, "--sglang-mem-fraction-static", share]
+
+
+def repeat(args: argparse.Namespace) -> int:
+    """Two runs have the same weights and batches after every rollout; the price beside a run that may differ.
+
+    The second of them shares the GPU with a second plain one: what else a GPU does must not matter.
+    """
+    common = ["--num-rollout", args.rollouts, "--debug-determinism", "--skip-eval-before-train",
+              "--eval-interval", 1000, *backends(args, "0.2"), *args.flags.split()]
+    names = {"plain": [], "one": ["--deterministic-mode"]}
+    found = {name: run(args.folder / name, [*common, *words], args.seconds, coin=False)
+             for name, words in names.items()}
+    with ThreadPoolExecutor(2) as pool:
+        beside = {name: pool.submit(run, args.folder / name, [*common, *words], args.seconds, coin=False)
+                  for name, words in {"two": ["--deterministic-mode"], "plain again": []}.items()}
+    table(found)
+    same = {pair: hashes(args.folder / pair[0]) == hashes(args.folder / pair[1]) != []
+            for pair in (("one", "two"), ("plain", "plain again"))}
+    for pair, equal in same.items():
+        print(" and ".join(pair), "are the same" if equal else "differ", f"after {args.rollouts} rollouts", flush=True)
+    return int(not (same["one", "two"] and all(job.result() for job in beside.values())))
+
+
+def hashes(folder: Path) -> list[dict]:
+    """Of weights and batch, rollout after rollout."""
+    file = folder / "hashes.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
+    return [{kind: line[kind] for kind in ("weights", "batch")} for line in lines]
+
+
+def precision(args: argparse.Namespace) -> int:
+    """Trainer and engine in bf16 and in FP8."""
+    model = args.folder / "model"
+    size = checkpoint(SHAPES["tiny" if args.tiny else "precision"], model, 0.06 if args.tiny else 0.02)
+    print(f"{size / 1e9:.2f}e9 parameters", flush=True)
+    in_fp8 = ["--hf-checkpoint", converted(model, args.folder / "fp8", "hf-to-fp8"), "--ref-load", model]
+    common = ["--plugin", "r3", "--num-rollout", args.rollouts, "--skip-eval-before-train", "--eval-interval", 1000,
+              "--lr", "1e-6", "--rollout-ignore-eos", *backends(args, "0.3"), *args.flags.split()]
+    common += (["--rollout-max-response-len", 24, "--rollout-batch-size", 4] if args.tiny else
+               ["--rollout-max-response-len", 512, "--rollout-batch-size", 32, "--max-tokens-per-gpu", 16384,
+                "--sglang-fp8-gemm-backend", "triton", "--sglang-cuda-graph-max-bs", 256])
+    sides = {"bf16 / bf16": ["--hf-checkpoint", model], "bf16 / FP8": in_fp8, "FP8 / FP8": [*in_fp8, "--plugin", "fp8"],
+             "FP8 / bf16": ["--hf-checkpoint", model, "--plugin", "fp8"]}
+    found = {}
+    for name, words in sides.items():
+        folder = args.folder / name.replace(" / ", "-")
+        found[name] = run(folder, [*common, *words], args.seconds)
+        logs = "".join(log.read_text(errors="replace") for log in (folder / "logs").glob("*engine*.log"))
+        print(name, "engine's weights, GB:", re.findall(r"Load weight end.*mem usage=([\d.]+)", logs), flush=True)
+    print("trainer / engine")
+    table(found)
+    return int(not all(found.values()))
+
+
+def int4(args: argparse.Namespace) -> int:
+    """The example with experts in int4 in the engine, and rounded so in the trainer; rewards have to rise."""
+    model = DATA / "tiny-qwen3-moe-128"
+    held = converted(model, args.folder / "int4", "hf-to-int4")
+    common = ["--num-rollout", args.rollouts, "--hf-checkpoint", held, "--ref-load", model, *backends(args, "0.2"),
+              *args.flags.split()]
+    found = {"rounded": run(args.folder / "rounded", common, args.seconds, coin=False),
+             "not rounded": run(args.folder / "plain", [*common, "--plugin", "int4-qat", "--int4-qat.forward", "false"], args.seconds,
+                                coin=False)}
+    table(found)
+    rewards = {name: [round(step["rollout/raw_reward"], 3) for step in steps] for name, steps in found.items()}
+    print(json.dumps(rewards))
+    first, *_, last = rewards["rounded"] or [0, 0]
+    return int(not last > first)
 
 
 def run(folder: Path, words: list[str], seconds: float, coin: bool = True,
@@ -158,7 +245,9 @@ def table(found: dict[str, list[dict]]) -> None:
             values = [step[key] for step in steps if key in step]
             cells.append(f"{sum(values) / len(values):>16.5f}" if values else f"{'-':>16}")
         print(f"{title:<44}" + "".join(cells))
-    first, *others = (steps for steps in late.values() if steps)
+    if not all(late.values()):
+        return
+    first, *others = late.values()
     for name, steps in zip(list(found)[1:], others, strict=False):
         ratio = sum(s["perf/step_time"] for s in steps) / len(steps) / (
             sum(s["perf/step_time"] for s in first) / len(first))
@@ -167,7 +256,8 @@ def table(found: dict[str, list[dict]]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["replay", "large", "recipe"])
+    others = {"recipe": recipe, "precision": precision, "repeat": repeat, "int4": int4}
+    parser.add_argument("what", choices=["replay", "large", *others])
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--folder", type=Path, default=Path("/dev/shm/miles-moe"))
@@ -175,8 +265,8 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=400)
     parser.add_argument("--flags", default="", help="further flags of every run")
     args = parser.parse_args()
-    if args.what == "recipe":
-        return recipe(args)
+    if args.what in others:
+        return others[args.what](args)
     shape = SHAPES["tiny" if args.tiny else args.what]
     begin = time.perf_counter()
     size = checkpoint(shape, args.folder / "model", 0.02 if args.what == "large" and not args.tiny else 0.06)

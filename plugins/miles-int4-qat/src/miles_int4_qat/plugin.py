@@ -97,8 +97,12 @@ class Int4Qat:
         """Packed for an engine whose checkpoint is; else the values that it shall compute with."""
         from miles_int4_qat.stream import packed, rounded
 
-        send = rounded if self._stated is None else packed
-        return send(stream, self._names, self._group_size, self._scale_dtype)
+        if self._stated is None:
+            return rounded(stream, self._names, self._group_size, self._scale_dtype)
+        sent = packed(stream, self._names, self._group_size, self._scale_dtype)
+        # SGLang keeps one shape for all weights that it joins, and reads none.
+        ours = part(self.config, "engine") != "sglang"
+        return ((name, tensor) for name, tensor in sent if ours or not name.endswith(".weight_shape"))
 
     @hookimpl
     def import_weights(self, stream: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -178,8 +182,7 @@ def _check(options: Int4QatOptions, config: RunConfig) -> None:
         raise ConfigError(f"the engine's checkpoint has groups of {stored.group_size}", got=f"group_size {size}",
                           who=f"--int4-qat.group-size, {folder}",
                           fix="leave the option out, or convert the checkpoint again")
-    if part(config, "engine") == "sglang":
-        raise ConfigError("SGLang cannot take new weights into layers that it has repacked for its int4 kernels",
-                          got=f"--hf-checkpoint {folder}, int4", who="plugin int4-qat",
-                          fix="train with --hf-checkpoint of the plain weights: the engine is then sent the values "
-                          "that int4 stands for; serve what `miles convert hf-to-int4` makes of the result")
+    if part(config, "engine") == "sglang" and str(config.perf.weight_sync).startswith("disk"):
+        raise ConfigError("SGLang loads no files over layers that it has repacked for its int4 kernels",
+                          got=f"weight_sync {config.perf.weight_sync}", who=f"plugin int4-qat, {folder}",
+                          fix="--weight-sync broadcast, or ipc with --colocate")

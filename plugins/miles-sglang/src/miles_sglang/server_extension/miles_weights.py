@@ -23,8 +23,10 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 if __package__:  # in the trainer
+    from miles_sglang.server_extension.miles_repack import Repacked
     from miles_sglang.server_extension.miles_sums import Coming, Held
 else:  # in a server, where miles_core need not be installed
+    from miles_repack import Repacked
     from miles_sums import Coming, Held
 
 STORE_SECONDS = 60
@@ -37,6 +39,8 @@ _first: dict[int, dict[str, list[int]]] = {}
 """The sums of the first report, by id of the model."""
 _held: dict[int, Held] = {}
 """What a model held at the last report, by its id."""
+_repacked: dict[int, Repacked] = {}
+"""The layers of a model that SGLang has repacked, by its id."""
 _groups: dict[str, dist.ProcessGroup] = {}
 """Groups of senders, by name."""
 _stores: dict[tuple[str, int], dist.TCPStore] = {}
@@ -73,7 +77,7 @@ def load(model, named_tensors) -> None:
         if "receive" in plan:
             receive(model, flat.device, **plan["receive"])
         if plan.get("tensors"):
-            model.load_weights(split(flat, plan["tensors"]))
+            _into(model, flat, plan["tensors"])
             if flat.is_cuda:
                 _buckets.append(flat)
                 torch.cuda.current_stream().synchronize()  # the sender refills the bucket after the answer
@@ -127,7 +131,7 @@ def receive(model, device: torch.device, name: str, store: Sequence, key: str, s
             try:
                 for one in (model, *drafts):
                     if not _errors:
-                        one.load_weights(split(flat, taken))
+                        _into(one, flat, taken)
             except Exception as error:  # noqa: BLE001 - as in `load`
                 _errors.append(f"{type(error).__name__}: {error}"[:2000])
         number, before = number + 1, coming
@@ -135,6 +139,15 @@ def receive(model, device: torch.device, name: str, store: Sequence, key: str, s
             break
     if device.type == "cuda":
         torch.cuda.current_stream().synchronize()
+
+
+def _into(model: torch.nn.Module, flat: torch.Tensor, tensors: Sequence[Sequence]) -> None:
+    """The tensors in a bucket, into a model."""
+    if id(model) not in _repacked:
+        _repacked[id(model)] = Repacked(model)
+    if repacked := _repacked[id(model)]:
+        repacked.before([name for name, *_ in tensors])
+    model.load_weights(split(flat, tensors))
 
 
 def _bytes(dtype: str, shape: Sequence[int]) -> int:
@@ -174,6 +187,8 @@ def _report(model, store: Sequence | None = None, key: str = "", names_only: boo
         if names_only:
             answer["names"] = [name for name, _ in model.named_parameters()]
         elif answer["error"] is None:
+            for one in _repacked.values():
+                one.end()
             weights, sums = held(model, (dtype, dtypes or {}, kinds or {}))
     except Exception as error:  # noqa: BLE001 - as in `load`
         answer["error"] = f"{type(error).__name__}: {error}"[:2000]
@@ -181,7 +196,10 @@ def _report(model, store: Sequence | None = None, key: str = "", names_only: boo
     try:
         client = connected(tuple(store), key)  # while the device adds up
         if weights is not None:
-            answer |= _told(weights.names, sums.arrived(), _first.setdefault(id(model), {}))
+            names, values = weights.names, sums.arrived()
+            if repacked := _repacked.get(id(model)):
+                names, values = repacked.reported(names, values)
+            answer |= _told(names, values, _first.setdefault(id(model), {}))
         answer["seconds"] = time.perf_counter() - begin
         client.queue_push(key, json.dumps(answer))  # the sender takes it out again
     except Exception as error:  # noqa: BLE001 - a sender that hears nothing does not let the weights serve
