@@ -200,9 +200,9 @@ def int4(args: argparse.Namespace) -> int:
     held = converted(model, args.folder / "int4", "hf-to-int4")
     common = ["--num-rollout", args.rollouts, "--hf-checkpoint", held, "--ref-load", model, *backends(args, "0.2"),
               *args.flags.split()]
-    found = {"rounded": run(args.folder / "rounded", common, args.seconds, coin=False),
-             "not rounded": run(args.folder / "plain", [*common, "--plugin", "int4-qat", "--int4-qat.forward", "false"], args.seconds,
-                                coin=False)}
+    sides = {"rounded": [], "not rounded": ["--plugin", "int4-qat", "--int4-qat.forward", "false"]}
+    found = {name: run(args.folder / name.replace(" ", "-"), [*common, *words], args.seconds, coin=False)
+             for name, words in sides.items()}
     table(found)
     rewards = {name: [round(step["rollout/raw_reward"], 3) for step in steps] for name, steps in found.items()}
     print(json.dumps(rewards))

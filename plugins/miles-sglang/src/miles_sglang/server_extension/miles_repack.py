@@ -1,10 +1,10 @@
 """Loads new weights into layers that SGLang has repacked for the kernels of its group-quantised int4 (Marlin).
 
 SGLang loads a compressed-tensors checkpoint into parameters of its layout, and then replaces them by the kernels'.
-Weights that come later need the first layout again. So a decoder layer is opened when the first of its weights comes, and
-closed when those of others do: its parameters are made anew by SGLang's own code, loaded into, repacked by SGLang's own
-code, and what comes out is written over what the kernels read, whose addresses CUDA graphs have recorded. One layer at a
-time takes further memory.
+Weights that come later need the first layout again. So a decoder layer is opened when the first of its weights comes,
+and closed when those of others do: its parameters are made anew by SGLang's own code, loaded into, repacked by SGLang's
+own code, and what comes out is written over what the kernels read, whose addresses CUDA graphs have recorded. One layer
+at a time takes further memory.
 
 Imports torch and the standard library alone, as miles_weights.py does.
 """
