@@ -1,4 +1,4 @@
-"""How fast the trainer is: tokens per second, floating-point operations per second, and their share of the GPU's peak."""
+"""How fast the trainer is: tokens and floating-point operations per second, and their share of the GPU's peak."""
 
 from __future__ import annotations
 
