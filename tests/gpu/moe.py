@@ -57,7 +57,7 @@ SHAPES = {
 SGLANG = [
     "--engine", "sglang", "--placement", "ray" if importlib.util.find_spec("ray") else "local", "--colocate", "--bf16",
     "--sglang-attention-backend", "triton", "--sglang-sampling-backend", "pytorch", "--sglang-grammar-backend", "none",
-    "--sglang-cuda-graph-max-bs", "64", "--sglang-cuda-graph-backend-prefill", "disabled",
+    "--sglang-cuda-graph-backend-prefill", "disabled", "--sglang-cuda-graph-max-bs", "64",
 ]  # fmt: skip
 FIGURES = {
     "log-prob difference": "train/train_rollout_logprob_abs_diff",
