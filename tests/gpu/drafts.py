@@ -2,6 +2,7 @@
 
     python tests/gpu/drafts.py                  all three runs
     python tests/gpu/drafts.py kept trained     examples/moe.toml, EAGLE: a layer for multi-token prediction drafts
+    python tests/gpu/drafts.py --gpus 2 trained the same on two GPUs: weights travel by broadcast
     python tests/gpu/drafts.py other            examples/demo.toml, STANDALONE: the policy of the start drafts
 
 The layer is first trained on the CPU for the policy of the start, which stays as it is meanwhile: no answer is
@@ -47,6 +48,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="*", choices=["kept", "trained", "other"])
     parser.add_argument("--folder", type=Path, default=Path("/dev/shm/miles-drafts"))
+    parser.add_argument("--gpus", type=int, choices=(1, 2), default=1,
+                        help="2: trainer and engine have one each, and weights travel by broadcast")
     parser.add_argument("--rollouts", type=int, default=20)
     parser.add_argument("--seconds", type=float, default=240)
     parser.add_argument("--flags", default="--sglang-cuda-graph-max-bs 64", help="of every run; "
@@ -64,7 +67,9 @@ def main() -> int:
             words = ["--plugin", "mtp", "--hf-checkpoint", draft, "--sglang-speculative-algorithm", "EAGLE"]
             words += ["--enable-mtp-training"] if name == "trained" else []
         words += ["--sglang-speculative-draft-model-path", draft, "--num-rollout", args.rollouts, *args.flags.split()]
-        steps = run(args.folder / name, [*SGLANG[:-2], *DRAFTED, *words], args.seconds, coin=False, recipe=recipe)
+        engine = [flag for flag in SGLANG[:-2] if args.gpus == 1 or flag != "--colocate"]
+        engine += ["--rollout-num-gpus", "1", "--weight-sync", "broadcast"] if args.gpus == 2 else []
+        steps = run(args.folder / name, [*engine, *DRAFTED, *words], args.seconds, coin=False, recipe=recipe)
         for title, key in SHOWN.items():
             values = [round(step[key], 4) for step in steps if key in step]
             print(f"{name:8} {title:20}", json.dumps(values), flush=True)

@@ -195,7 +195,7 @@ def test_an_older_project_with_edits_of_its_own_is_brought_up(tmp_path):
     commit(project)
     readme, plugin = project / "README.md", project / "src/miles_plugin_my_reward/plugin.py"
     plugin.write_text(plugin.read_text().replace("return float(", "return 2.0 * float("))
-    with pytest.raises(ConfigError, match="not committed"):
+    with pytest.raises(ConfigError, match="uncommitted"):
         scaffold.update(project, None)
     commit(project)
     theirs = template / "{{cookiecutter.distribution}}" / "README.md"

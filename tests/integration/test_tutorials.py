@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tomllib
 import venv
 from pathlib import Path
 
@@ -25,9 +26,10 @@ TUTORIALS = {"tutorials/reward.md": "digits", "tutorials/loss.md": "sapo", "tuto
 """Page -> the plugin that stands at its end."""
 MODULES = ("pip", "pytest", "twine")
 OURS = re.compile(r"(__editable__.*|miles[_-].*|.*\.pth)")
-PARTS = {".": ("pyproject.toml", "setup.py", "README.md", "LICENSE", "miles_core", "cookiecutter"),
-         **{folder: ("",) for folder in ("miles", *(f"plugins/miles-{name}" for name in (
-             "grpo", "local", "math", "megatron", "report", "testing")))}}
+MILES = tomllib.loads((ROOT / "miles/pyproject.toml").read_text(encoding="utf-8"))["project"]["dependencies"]
+PARTS = {".": ("pyproject.toml", "setup.py", "README.md", "LICENSE", "miles_core", "cookiecutter"), "miles": ("",),
+         **{f"plugins/{needed.partition('~')[0]}": ("",) for needed in (*MILES, "miles-testing")
+            if not needed.startswith("miles-core")}}
 """Distributions that the tutorials ask for, and what each is built of."""
 PATIENCE = 240
 """Seconds for one command on a busy machine; all of a page take about twenty on a quiet one."""

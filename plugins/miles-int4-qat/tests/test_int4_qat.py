@@ -324,7 +324,7 @@ def test_an_int4_checkpoint_enables_it(models, plan):
 
 @pytest.mark.parametrize(("flags", "what"), [
     (("--int4-qat.group-size", 64), r"the engine's checkpoint has groups of 32 \(got group_size 64\)"),
-    (("--engine", "sglang", "--engine-dtype", "bfloat16"), "SGLang cannot take new weights into layers that it has"),
+    (("--engine", "sglang", "--weight-sync", "disk"), "SGLang loads no files over layers that it has repacked"),
 ])
 def test_what_is_refused_before_anything_runs(models, plan, flags, what):
     with pytest.raises(ConfigError, match=what):

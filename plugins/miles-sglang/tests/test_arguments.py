@@ -53,6 +53,11 @@ def test_each_node_of_an_engine_knows_its_place():
     assert (said["--nnodes"], said["--node-rank"], said["--dist-init-addr"]) == (["2"], ["1"], ["10.0.0.1:9000"])
 
 
+def test_a_deterministic_run_has_deterministic_servers():
+    assert words("--deterministic-mode")["--enable-deterministic-inference"] == []
+    assert "--enable-deterministic-inference" not in words()
+
+
 def test_a_pipeline_takes_its_share_of_the_gpus():
     assert words("--rollout-num-gpus-per-engine", 4, "--sglang-pp-size", 2)["--tp-size"] == ["2"]
 

@@ -71,7 +71,7 @@ class Repacked:
         own = {name for layer in self._modules for name in self._names(layer)}
         rows = [(name, loaded.get(name, row)) for name, row in zip(names, values, strict=True)
                 if name in loaded or name not in own]
-        return [name for name, _ in rows], torch.stack([row for _, row in rows])
+        return [name for name, _ in rows], torch.stack([row for _, row in rows]) if rows else values
 
     def _names(self, layer: int) -> Iterator[str]:
         for name, module in self._modules[layer]:
