@@ -53,6 +53,22 @@ def test_the_core_says_its_version_once():
     assert data["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "miles_core.__version__"}
 
 
+def test_what_was_seen_on_gpus_fits_what_is_asked_for():
+    """constraints/gpu.txt: one version of each, inside of every bound of the packages that `miles[gpu]` brings, and all that
+    is not brought on CPUs has one."""
+    lines = (ROOT / "constraints/gpu.txt").read_text(encoding="utf-8").splitlines()
+    pins = dict(line.split("==") for line in lines if line and not line.startswith("#"))
+    texts = PROJECTS["miles"]["optional-dependencies"]["gpu"] + PROJECTS["miles-sglang"]["optional-dependencies"]["server"]
+    asked = [Requirement(text) for text in texts]
+    brought = ["miles-core", "miles-ray", "miles-sglang", *needs("miles")]
+    both = [Requirement(text) for name in dict.fromkeys(brought) for text in PROJECTS[name]["dependencies"]]
+    for one in (*asked, *both):
+        if one.name in pins:
+            assert one.specifier.contains(pins[one.name]), one
+        assert one.name in pins or one.name.startswith("miles") or one not in asked, f"{one} has no version"
+    assert {"torch", "megatron-core", "ray"} <= pins.keys()
+
+
 def test_the_extra_all_names_every_plugin():
     assert needs("miles-core", "all") - needs("miles-core") == set(PLUGINS)
 
