@@ -54,12 +54,12 @@ def test_the_core_says_its_version_once():
 
 
 def test_what_was_seen_on_gpus_fits_what_is_asked_for():
-    """constraints/gpu.txt: one version of each, inside of every bound of the packages that `miles[gpu]` brings, and all that
-    is not brought on CPUs has one."""
-    lines = (ROOT / "constraints/gpu.txt").read_text(encoding="utf-8").splitlines()
-    pins = dict(line.split("==") for line in lines if line and not line.startswith("#"))
-    texts = PROJECTS["miles"]["optional-dependencies"]["gpu"] + PROJECTS["miles-sglang"]["optional-dependencies"]["server"]
-    asked = [Requirement(text) for text in texts]
+    """constraints/gpu.txt: one version of each, inside of every bound of the packages that `miles[gpu]` brings, and all
+    that is not brought on CPUs has one."""
+    text = (ROOT / "constraints/gpu.txt").read_text(encoding="utf-8")
+    pins = dict(line.split("==") for line in text.splitlines() if line and not line.startswith("#"))
+    asked = [Requirement(text) for name, extra in (("miles", "gpu"), ("miles-sglang", "server"))
+             for text in PROJECTS[name]["optional-dependencies"][extra]]
     brought = ["miles-core", "miles-ray", "miles-sglang", *needs("miles")]
     both = [Requirement(text) for name in dict.fromkeys(brought) for text in PROJECTS[name]["dependencies"]]
     for one in (*asked, *both):
