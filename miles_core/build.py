@@ -293,7 +293,7 @@ def with_context(config: RunConfig) -> RunConfig:
         raise CheckpointError("the folder has no config.json", who=who, fix=fix) from None
     except (OSError, ValueError) as error:
         raise CheckpointError("config.json cannot be read", got=str(error), who=who, fix=fix) from None
-    most = constants.get("max_position_embeddings")
+    most = {**(constants.get("text_config") or {}), **constants}.get("max_position_embeddings")
     if not isinstance(most, int):
         raise CheckpointError("config.json has no max_position_embeddings", got=most, who=who, fix=fix)
     stretched = config.surface("server").get("context_length") or 0  # which the servers are told too

@@ -117,13 +117,16 @@ class ModuleDecoder:
         self._config = _config(folder)
         self._class = AutoModelForCausalLM._model_mapping[type(self._config)]
         text = self._config.get_text_config()
+        if self._class.config_class is type(text):  # of a model that reads images too, the part that decodes text
+            text.tie_word_embeddings = self._config.tie_word_embeddings
+            self._config = text
         with _building, torch.device("meta"):
             skeleton = AutoModelForCausalLM.from_config(copy.deepcopy(self._config))
         embedded = skeleton.get_input_embeddings().weight.numel()
         sparse = frozenset(_experts(skeleton))
         self.shape = ModuleShape(
             vocab=text.vocab_size, layers=text.num_hidden_layers, context=text.max_position_embeddings,
-            eos=eos_ids(self._config, folder),
+            eos=eos_ids(text, folder),
             layer_weights=(skeleton.num_parameters() - embedded) // text.num_hidden_layers,
             topk=text.num_experts_per_tok if sparse else 0, sparse=sparse,
         )  # fmt: skip

@@ -117,6 +117,7 @@ class Rule:
         experts: how many experts have it; 0 for a parameter without expert.
         optional: a checkpoint may lack it, with all others of the same word or True; it then starts as it was drawn.
         sections: relative sizes of what is stacked in the tensor of the join "sections".
+        stacks: how many of the sections each of several such tensors has; empty for one tensor with all of them.
     """
 
     megatron: str
@@ -126,6 +127,29 @@ class Rule:
     experts: int = 0
     optional: bool | str = False
     sections: tuple[int, ...] = ()
+    stacks: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """One tensor of the files, [experts, ...], in the place of those that each expert of a layer has.
+
+    Args:
+        stored: end of its name.
+        parts: ends of the names that a rule has for an expert's tensors; `{expert}` counts from 0. Several lie in the
+            one tensor along their rows.
+        experts: how many.
+        transposed: a matrix of an expert is stored [inputs, outputs].
+        alternating: the rows of several parts take turns, rather than that one part follows the other.
+        within: beginnings of the names that have this form.
+    """
+
+    stored: str
+    parts: tuple[str, ...]
+    experts: int
+    transposed: bool = False
+    alternating: bool = False
+    within: tuple[str, ...] = ("",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +164,10 @@ class WeightMap:
         left: beginnings of names of tensors that the model leaves in the checkpoint, which is announced: layers for
             drafting. A plugin that adds rules for them takes them in.
         left_counts: keys of config.json that count those layers; 0 in a checkpoint that is written without them.
+        renamed: (beginning of names in the rules, the same in the files), of a model that is a part of a larger one.
+        packed: tensors of the files that hold several of the rules'.
+        carried: beginnings of names of tensors that are no part of the model, such as a vision tower's: an export has
+            them as the checkpoint had.
     """
 
     rules: tuple[Rule, ...]
@@ -150,6 +178,9 @@ class WeightMap:
     tied: bool = False
     left: tuple[str, ...] = ()
     left_counts: tuple[str, ...] = ()
+    renamed: tuple[tuple[str, str], ...] = ()
+    packed: tuple[Packed, ...] = ()
+    carried: tuple[str, ...] = ()
 
 
 class Family(Protocol):

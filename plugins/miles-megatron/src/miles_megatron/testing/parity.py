@@ -72,6 +72,12 @@ class Case:
     notes: str = ""
     loose: tuple[str, ...] = ()
 
+    @property
+    def text(self) -> dict[str, Any]:
+        """What config.json says of the text model."""
+        inside = self.config.get("text_config")
+        return inside if isinstance(inside, dict) else self.config
+
     def __str__(self) -> str:
         return self.name.replace(" ", "-")
 
@@ -116,7 +122,8 @@ class Parity:
 def cases(path: Path) -> list[Case]:
     """Read cases from TOML: `[[MODEL_TYPE]]` with `name` and, where there are any, `config` and `notes`.
 
-    TOML has no null: a key of `config` that is null in config.json is the text "null".
+    TOML has no null: a key of `config` that is null in config.json is the text "null". A `text_config` in it is that of
+    a model which reads images too.
     """
     tables = tomllib.loads(path.read_text(encoding="utf-8"))
     parsed = [Case(family, **one) for family, entries in tables.items() for one in entries]
@@ -172,7 +179,8 @@ def model_parity(case: Case, folder: Path, family: Family | None = None) -> Pari
     ours = model.build(model.transformer_config(spec), spec)
     weights.load_hf(folder, ours, weight_map)
     streamed = {name: tensor.clone() for name, tensor in weights.hf_stream(ours, weight_map)}
-    exact = streamed.keys() == saved.keys() - weight_map.ignored and all(
+    own = {name for name in saved if not name.startswith(weight_map.carried)}
+    exact = streamed.keys() == own - weight_map.ignored and all(
         torch.equal(streamed[name], saved[name]) for name in streamed
     )
     generator = torch.Generator().manual_seed(1)
@@ -195,10 +203,12 @@ def model_parity(case: Case, folder: Path, family: Family | None = None) -> Pari
 def random_model(case: Case) -> Any:
     """A transformers model of the case with eager attention, and norms and biases that are not what they start as."""
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(_config(case), attn_implementation="eager").eval()
+    config = _config(case)
+    kind = AutoModelForCausalLM if config.get_text_config() is config else AutoModelForImageTextToText
+    model = kind.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
         state = model.state_dict(keep_vars=True)  # with a router's bias, which is no parameter
         for tensor in (*model.parameters(), *(x for x in state.values() if not isinstance(x, torch.nn.Parameter))):
@@ -210,7 +220,10 @@ def random_model(case: Case) -> Any:
 def _config(case: Case) -> Any:
     from transformers import AutoConfig
 
-    return AutoConfig.for_model(case.family, **{**TINY, **copy.deepcopy(case.config)})  # it changes them in place
+    said: dict[str, Any] = copy.deepcopy(case.config)  # it changes them in place
+    if "text_config" in said:
+        said["text_config"] = TINY | said["text_config"]
+    return AutoConfig.for_model(case.family, **(said if "text_config" in said else TINY | said))
 
 
 def packed_logits(model: LanguageModel, sequences: Sequence[torch.Tensor], softcap: float | None) -> torch.Tensor:

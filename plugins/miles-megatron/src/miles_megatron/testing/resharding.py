@@ -47,7 +47,7 @@ def reshard_parity(case: Case, folder: Path, one: Ranks, two: Ranks) -> Iterator
     argv = ["--hf-checkpoint", str(folder), *RUN, *([] if name in BUILT_IN else ["--plugin", name])]
     _, expected = one.gradients(prepare(None, argv), batch)
     size = np.sqrt(sum(np.square(g, dtype=np.float64).sum() for g in expected.values()))
-    sparse = any(case.config.get(name) for name in NAMES["experts"][0])
+    sparse = any(case.text.get(name) for name in NAMES["experts"][0])
     for layout, flags in CUTS.items():
         if layout == "EP2" and not sparse:
             continue
