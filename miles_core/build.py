@@ -15,7 +15,7 @@ from typing import Any
 from miles_core import rng
 from miles_core.columns import Columns
 from miles_core.config.architecture import architecture_of
-from miles_core.config.load import with_values
+from miles_core.config.load import config_json, with_values
 from miles_core.config.tables import RunConfig
 from miles_core.errors import CheckpointError, ConfigError, DataError, HookError
 from miles_core.evaluation import Dataset, Evaluation
@@ -311,11 +311,12 @@ def load_tokenizer(config: RunConfig) -> Any:
     Raises:
         DataError: no tokenizer there, or no such template file.
     """
-    from transformers import AutoTokenizer
+    from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedTokenizerFast
 
-    folder = config.checkpoint.hf_checkpoint
+    folder, said = config.checkpoint.hf_checkpoint, config_json(config)[1] or {}
+    kind = AutoTokenizer if said.get("model_type") in CONFIG_MAPPING else PreTrainedTokenizerFast  # tokenizer.json's
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        tokenizer = kind.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # the Rust half of a tokenizer raises what it likes
         raise DataError("the tokenizer cannot be loaded", got=(str(error).splitlines() or [type(error).__name__])[0],
                         who=f"--hf-checkpoint {folder}",

@@ -15,19 +15,22 @@ import logging
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache as TransformersCache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging as transformers_logging
 
 from miles_core.errors import CheckpointError, EngineError
+from miles_core.reading import parse_json
 from miles_local.decode import Cache, Prefill, round_up
 from miles_local.recurrent import Recurrent, States, by_length
 from miles_local.weights import eos_ids, read_tensors
@@ -333,9 +336,21 @@ def _full(module: PreTrainedModel, ids: tuple[int, ...]) -> torch.Tensor:
     return module(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].float()
 
 
+def _by_architecture(said: Mapping[str, Any]) -> str | None:
+    """transformers' model_type of the class that config.json names, where it does not know the model_type there."""
+    if said.get("model_type") in CONFIG_MAPPING:
+        return None
+    kinds = {name: kind for kind, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()}
+    return next((kinds[name] for name in said.get("architectures") or () if name in kinds), None)
+
+
 def _config(folder: Path) -> PreTrainedConfig:
     try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        said = parse_json((folder / "config.json").read_text(encoding="utf-8"))
+        known = _by_architecture(said)
+        more = {key: value for key, value in said.items() if key not in ("model_type", "auto_map")}
+        config = AutoConfig.for_model(known, **more) if known else AutoConfig.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise CheckpointError("transformers does not support this architecture", got=str(error).splitlines()[0],
                               who=str(folder), fix="use --engine sglang, or another checkpoint") from error

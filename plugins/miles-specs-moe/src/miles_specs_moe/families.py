@@ -1,13 +1,15 @@
-"""DeepSeek-V3 (arXiv:2412.19437), GLM-4.5 to 4.7 (arXiv:2508.06471), GLM-4.7-Flash and MiniMax-M2.
+"""DeepSeek-V3 (arXiv:2412.19437), Kimi K2 (arXiv:2507.20534), GLM-4.5 to 4.7 (arXiv:2508.06471) and MiniMax-M2.
 
 Their routers have sigmoid scores and a bias that has a say in the choice of experts alone.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from miles_megatron.decoder import Decoder, every_layer, refuse, rotary, yarn_magnitude
+from miles_megatron.hf_config import read_as
 from miles_megatron.latent import Latent
 from miles_megatron.mixture import Mixture, Names, after
 from miles_megatron.specs import Attention
@@ -31,6 +33,25 @@ def deepseek_v3(hf: Any) -> Decoder:
         ConfigError: another activation, or a router that Megatron's would compute otherwise.
     """
     return _latent(hf, after(hf.num_hidden_layers, hf.first_k_dense_replace))
+
+
+def kimi_k2(hf: Any) -> Decoder:
+    """DeepSeek-V3 with experts in one group; transformers has it under no name of its own.
+
+    Raises:
+        ConfigError: as `deepseek_v3`.
+    """
+    return deepseek_v3(read_as(hf, "deepseek_v3"))
+
+
+def kimi_k25(hf: Any) -> Decoder:
+    """Kimi K2 as the text model beside a vision tower, which is left as it is.
+
+    Raises:
+        ConfigError: as `deepseek_v3`.
+    """
+    inside = tuple((name, f"language_model.{name}") for name in ("model.", "lm_head."))
+    return replace(deepseek_v3(hf.text_config), renamed=inside, carried=("vision_tower.", "mm_projector."))
 
 
 def glm4_moe_lite(hf: Any) -> Decoder:
@@ -73,7 +94,8 @@ def minimax_m2(hf: Any) -> Decoder:
 
 
 def _latent(hf: Any, sparse: tuple[int, ...]) -> Decoder:
-    refuse(hf, hidden_act="silu", num_key_value_heads=hf.num_attention_heads)
+    refuse(hf, hidden_act="silu", num_key_value_heads=hf.num_attention_heads, scoring_func="sigmoid",
+           topk_method="noaux_tc")
     latent = Latent(
         query_rank=hf.q_lora_rank, rank=hf.kv_lora_rank, plain=hf.qk_nope_head_dim, turned=hf.qk_rope_head_dim,
         value=hf.v_head_dim, bias=bool(hf.attention_bias),

@@ -64,6 +64,9 @@ class Case:
         config: keys of config.json in which it differs from TINY.
         notes: what is special about it.
         loose: ends of names of tensors whose gradients may differ by LOOSE.
+        like: the model_type that transformers computes the model as, where it has none of the family's.
+        inside: beginning of the names of the model's tensors in a checkpoint of a larger model, whose config.json has the
+            keys below text_config.
     """
 
     family: str
@@ -71,6 +74,8 @@ class Case:
     config: dict[str, object] = field(default_factory=dict)
     notes: str = ""
     loose: tuple[str, ...] = ()
+    like: str = ""
+    inside: str = ""
 
     @property
     def text(self) -> dict[str, Any]:
@@ -167,13 +172,14 @@ def model_parity(case: Case, folder: Path, family: Family | None = None) -> Pari
     """
     import torch
 
-    from miles_megatron import cpu, model, weights
+    from miles_megatron import cpu, hf_config, model, weights
 
     if not _initialized():
         cpu.initialize()
     theirs = random_model(case)
-    saved = _on_disk(theirs, folder)
-    hf = _config(case)  # as config.json says it: building a model, transformers changes the one that it was given
+    saved = save(theirs, case, folder)
+    # As config.json says it: building a model, transformers changes the one that it was given.
+    hf = hf_config.read(folder) if case.like else _config(case)
     family = family or family_of(case.family, hf)
     spec, weight_map = family.model_spec(hf), family.weight_map(hf)
     ours = model.build(model.transformer_config(spec), spec)
@@ -191,7 +197,7 @@ def model_parity(case: Case, folder: Path, family: Family | None = None) -> Pari
     for each, logits in ((theirs, expected), (ours, got)):
         torch.nn.functional.cross_entropy(logits, targets, reduction="sum").backward()
         _hold_gradients(each)
-    wanted = _on_disk(theirs, folder / "gradients")
+    wanted = save(theirs, case, folder / "gradients")
     differences = {name: _share(grad, wanted[name]) for name, grad in weights.hf_stream(ours, weight_map)}
     loose = {name: differences.pop(name) for name in [*differences] if name.endswith(tuple(case.loose))}
     worst = max(differences, key=differences.__getitem__)
@@ -223,7 +229,7 @@ def _config(case: Case) -> Any:
     said: dict[str, Any] = copy.deepcopy(case.config)  # it changes them in place
     if "text_config" in said:
         said["text_config"] = TINY | said["text_config"]
-    return AutoConfig.for_model(case.family, **(said if "text_config" in said else TINY | said))
+    return AutoConfig.for_model(case.like or case.family, **(said if "text_config" in said else TINY | said))
 
 
 def packed_logits(model: LanguageModel, sequences: Sequence[torch.Tensor], softcap: float | None) -> torch.Tensor:
@@ -294,12 +300,23 @@ def _plugins() -> dict[str, str]:
             if offer.startswith("model_spec:")}
 
 
-def _on_disk(model: Any, folder: Path) -> dict[str, Any]:
-    """Save a transformers model; the tensors under the names that its files have, which need not be its modules'."""
-    from safetensors.torch import load_file
+def save(model: Any, case: Case, folder: Path) -> dict[str, Any]:
+    """Save a case's model; its tensors under the names that the files have, which need not be its modules'."""
+    import json
+
+    from safetensors.torch import load_file, save_file
 
     model.save_pretrained(folder)
-    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    tensors = {case.inside + name: tensor for file in folder.glob("*.safetensors")
+               for name, tensor in load_file(file).items()}
+    if case.inside:
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    if case.like:
+        path = folder / "config.json"
+        said = json.loads(path.read_text(encoding="utf-8"))
+        said = {"text_config": said} if case.inside else said
+        path.write_text(json.dumps(said | {"model_type": case.family, "architectures": None}), encoding="utf-8")
+    return tensors
 
 
 def _hold_gradients(model: torch.nn.Module) -> None:

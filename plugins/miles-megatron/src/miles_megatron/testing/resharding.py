@@ -16,7 +16,7 @@ from pathlib import Path
 from miles_core.config.architecture import NAMES
 from miles_core.plugins.plan import prepare
 from miles_core.plugins.scan import BUILT_IN
-from miles_megatron.testing.parity import TINY, Case, Cut, builder, random_model
+from miles_megatron.testing.parity import TINY, Case, Cut, builder, random_model, save
 from miles_megatron.testing.ranks import Ranks, batches
 
 CUTS = {
@@ -36,12 +36,9 @@ RUN = ("--prompt-data", "x/no.jsonl", "--num-rollout", "1", "--rollout-batch-siz
 def reshard_parity(case: Case, folder: Path, one: Ranks, two: Ranks) -> Iterator[Cut]:
     """The case on two ranks, under each of CUTS that it can have, beside itself on one."""
     import numpy as np
-    from safetensors.torch import load_file
-
     from miles_megatron.hashes import tensor_hashes
 
-    random_model(case).save_pretrained(folder)
-    saved = tensor_hashes(load_file(folder / "model.safetensors").items())
+    saved = tensor_hashes(save(random_model(case), case, folder).items())
     [batch] = batches(1, groups=2, samples=2, vocab=TINY["vocab_size"])
     name = builder(case.family)[0].manifest.name
     argv = ["--hf-checkpoint", str(folder), *RUN, *([] if name in BUILT_IN else ["--plugin", name])]
