@@ -39,6 +39,8 @@ ROWS_ATTENTION = "miles-rows"
 """Name under which transformers finds the attention and the masks of this file."""
 LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "linear_attention"}
 """Kinds of layers whose past is keys and values by position, or a state."""
+CHOSEN = {"top_k_index", "router_indices"}
+"""What transformers' experts call the indices of those that a token passes."""
 BATCHED_ROPES = {"dynamic", "longrope"}
 """Rotary embeddings whose frequencies change with the longest sequence of the batch."""
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.2}
@@ -228,7 +230,8 @@ class ModuleDecoder:
 
         def note(layer: int) -> Callable:
             def hook(module, args, kwargs) -> None:
-                experts[layer] = kwargs["top_k_index"] if "top_k_index" in kwargs else args[1]
+                named = [kwargs[name] for name in CHOSEN if name in kwargs]
+                experts[layer] = named[0] if named else args[1]
             return hook
 
         handles = [module.register_forward_pre_hook(note(layer), with_kwargs=True)
@@ -321,10 +324,10 @@ class ModuleDecoder:
 
 
 def _experts(module: PreTrainedModel) -> dict[int, torch.nn.Module]:
-    """The decoder's layers' experts, by layer: modules that are told who computes, under transformers' own name."""
+    """The decoder's layers' experts, by layer: modules that are told who computes, under a name of transformers'."""
     located = ((re.search(r"\.layers\.(\d+)\.", name), each) for name, each in module.named_modules())
     return {int(place[1]): each for place, each in located
-            if place and "top_k_index" in inspect.signature(each.forward).parameters}
+            if place and CHOSEN & inspect.signature(each.forward).parameters.keys()}
 
 
 _PROBES = ((1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13), (3, 1, 4, 1, 5))

@@ -49,8 +49,10 @@ class ToDist(Conversion):
         return sorted((self._place(one) for one in parameters), key=lambda one: one.place)
 
     def _place(self, one: Parameter) -> Parameter:
-        parts = [self._stored[self._read_packed.places[name].name] for name in one.hf]
-        dtype = self.job.dtype or functools.reduce(torch.promote_types, [part.dtype for part in parts])
+        places = [self._read_packed.places[name] for name in one.hf]
+        parts = [self._stored[place.name] for place in places]
+        dtypes = [place.dtype(part.dtype) for place, part in zip(places, parts, strict=True)]
+        dtype = self.job.dtype or functools.reduce(torch.promote_types, dtypes)
         return dataclasses.replace(one, dtype=dtype, place=(parts[0].file.name, parts[0].offset))
 
     def _units(self) -> list[Parameter]:

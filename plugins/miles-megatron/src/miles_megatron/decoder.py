@@ -152,6 +152,8 @@ class Decoder:
             mixing.append(qkv("bias"))
         if self.qk_norm or self.wide_qk_norm:
             mixing += [same(f"self_attention.{x}_layernorm.weight", f"self_attn.{x}_norm.weight") for x in "qk"]
+        if any(one.sinks for one in self.attention):
+            mixing.append(same("self_attention.core_attention.sinks", "self_attn.sinks"))
         mixing.append(same("self_attention.linear_proj.weight", "self_attn.o_proj.weight"))
         if self.linear_bias:
             mixing.append(same("self_attention.linear_proj.bias", "self_attn.o_proj.bias"))

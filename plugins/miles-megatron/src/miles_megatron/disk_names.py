@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from miles_megatron.mxfp4 import BLOCKS, SCALES, dequantised
 from miles_megatron.readers import Readers
 from miles_megatron.shards import tensor_files
 from miles_megatron.specs import Packed, WeightMap
@@ -26,19 +27,27 @@ class Place:
     packed: Packed | None = None
     expert: int = 0
     part: int = 0
+    scales: str = ""  # of rounded numbers, the tensor with their exponents
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
         """A view of what is there of an expert's share of the packed tensor."""
         packed = self.packed
         if packed is None:
             return whole
-        rows = whole.mT if packed.transposed and whole.dim() > 1 else whole
+        rows = whole.mT if packed.transposed and whole.dim() > 1 and not self.scales else whole
         count = len(packed.parts)
         return rows[self.part::count] if packed.alternating else rows.chunk(count)[self.part]
 
     def shape(self, whole: Sequence[int]) -> list[int]:
         """Of what is there, where the tensor of the files has the shape `whole`."""
-        return list(whole if self.packed is None else self.of(torch.empty(whole[1:], device="meta")).shape)
+        if self.packed is None:
+            return list(whole)
+        one = [*whole[1:-2], 2 * whole[-2] * whole[-1]] if self.scales else whole[1:]
+        return list(self.of(torch.empty(one, device="meta")).shape)
+
+    def dtype(self, whole: torch.dtype) -> torch.dtype:
+        """Of what is there, where the tensor of the files has another."""
+        return torch.bfloat16 if self.scales else whole
 
 
 def places(names: Iterable[str], weight_map: WeightMap) -> dict[str, Place]:
@@ -47,14 +56,17 @@ def places(names: Iterable[str], weight_map: WeightMap) -> dict[str, Place]:
     for name in names:
         plain = _begun(name, [(theirs, ours) for ours, theirs in weight_map.renamed])
         for packed in weight_map.packed:
-            if plain.endswith(packed.stored) and plain.startswith(packed.within):
-                stem = plain.removesuffix(packed.stored)
-                found |= {stem + part.format(expert=expert): Place(name, packed, expert, i)
+            ends = {packed.stored: "", packed.stored + BLOCKS: name.removesuffix(BLOCKS) + SCALES}
+            end = next((end for end in ends if plain.endswith(end) and (packed.mxfp4 or not ends[end])), None)
+            if end is not None and plain.startswith(packed.within):
+                stem = plain.removesuffix(end)
+                found |= {stem + part.format(expert=expert): Place(name, packed, expert, i, ends[end])
                           for expert in range(packed.experts) for i, part in enumerate(packed.parts)}
                 break
         else:
             found[plain] = Place(name)
-    return found
+    scales = {place.scales for place in found.values()}
+    return {plain: place for plain, place in found.items() if place.name not in scales}
 
 
 def on_disk(name: str, weight_map: WeightMap) -> str:
@@ -95,7 +107,8 @@ class PlainReaders:
         place = self.places[name]
         if place.packed is None:
             return self._read.tensor(place.name)
-        return place.of(self._read.row(place.name, place.expert))
+        whole = self._read.row(place.name, place.expert)
+        return place.of(dequantised(whole, self._read.row(place.scales, place.expert)) if place.scales else whole)
 
 
 class _Packing:

@@ -49,6 +49,8 @@ class Attention:
         rotary: their positions.
         window: keys that a query sees, its own included; None for all before it.
         softcap: scores become softcap x tanh(scores / softcap) before the mask (Gemma 2, arXiv:2408.00118).
+        sinks: each head has a number that counts among its scores and whose share is of no value (gpt-oss,
+            arXiv:2508.10925); a parameter of the core attention.
         mixer: makes the layer's token mixer where it is not Megatron's SelfAttention: latent attention, linear
             attention. Called with (config, this, rope, modules), all of module_specs.py; returns the ModuleSpec that
             takes the place of `self_attention`. A function of a module, which may import torch when it is called.
@@ -57,6 +59,7 @@ class Attention:
     rotary: Rotary
     window: int | None = None
     softcap: float | None = None
+    sinks: bool = False
     mixer: Callable[..., Any] | None = None
 
 
@@ -74,7 +77,7 @@ class ModelSpec:
         tied: the output layer is the embedding.
         max_positions: longest sequence that the checkpoint was made for.
         source: where this was read, for messages.
-        activation: of the gated MLP: "silu" or "gelu_pytorch_tanh".
+        activation: of the gated MLP: "silu", "gelu_pytorch_tanh" or "clamped_swiglu" (layers.ClampedSwiGLU).
         wide_qk_norm: the norms of q and k go over all heads together.
         post_norms: the outputs of attention and MLP pass a norm before they join the residual.
         embedding_scale: factor on the embedding's output.
@@ -142,6 +145,8 @@ class Packed:
         transposed: a matrix of an expert is stored [inputs, outputs].
         alternating: the rows of several parts take turns, rather than that one part follows the other.
         within: beginnings of the names that have this form.
+        mxfp4: there may be two tensors of rounded numbers in its place (mxfp4.py), [experts, outputs, ...]; they are
+            read, not written.
     """
 
     stored: str
@@ -150,6 +155,7 @@ class Packed:
     transposed: bool = False
     alternating: bool = False
     within: tuple[str, ...] = ("",)
+    mxfp4: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,7 +60,8 @@ def load_hf(folder: str | Path, model: Model, weight_map: WeightMap, *, but: fro
             misshapen, all of them in one message and before anything was changed.
     """
     read = PlainReaders(tensor_files(Path(folder)), weight_map)
-    refuse_quantised(Path(folder))
+    if not any(place.scales for place in read.places.values()):
+        refuse_quantised(Path(folder))
     parameters = global_parameters(model)
     if fresh := lacking(weight_map, read.places) - but:
         if dist.get_rank() == 0:

@@ -67,6 +67,7 @@ class Case:
         like: the model_type that transformers computes the model as, where it has none of the family's.
         inside: beginning of the names of the model's tensors in a checkpoint of a larger model, whose config.json has the
             keys below text_config.
+        flags: more of the run on two ranks.
     """
 
     family: str
@@ -76,6 +77,7 @@ class Case:
     loose: tuple[str, ...] = ()
     like: str = ""
     inside: str = ""
+    flags: tuple[str, ...] = ()
 
     @property
     def text(self) -> dict[str, Any]:

@@ -48,7 +48,7 @@ def reshard_parity(case: Case, folder: Path, one: Ranks, two: Ranks) -> Iterator
     for layout, flags in CUTS.items():
         if layout == "EP2" and not sparse:
             continue
-        plan = prepare(None, [*argv, "--actor-num-gpus-per-node", "2", *flags])
+        plan = prepare(None, [*argv, "--actor-num-gpus-per-node", "2", *flags, *case.flags])
         sharded = two.ask("gradients", list(plan.selected), plan.config, batch)
         off = sum(np.square(sharded["gradients"][k] - g, dtype=np.float64).sum() for k, g in expected.items())
         yield Cut(case, layout, float(np.sqrt(off) / size), sharded["hashes"].items() <= saved.items()
