@@ -97,8 +97,8 @@ def modules_of(config: TransformerConfig) -> LayerModules:
 def fits(config: TransformerConfig, attention: Attention) -> bool:
     """Whether Transformer Engine's fused attention computes this; else PackedAttention does, between its layers.
 
-    The kernels are for 16 bits, cap no scores, turn without a magnitude, know no sinks as they are called here, and have
-    no window where keys travel between context-parallel ranks.
+    The kernels are for 16 bits, cap no scores, turn without a magnitude, are called without sinks, and have no window
+    where keys travel between context-parallel ranks.
     """
     windowed = attention.window is not None and config.context_parallel_size > 1
     wanted = config.attention_backend != AttnBackend.local and attention.rotary.magnitude == 1

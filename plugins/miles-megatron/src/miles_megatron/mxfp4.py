@@ -1,4 +1,4 @@
-"""MXFP4, as checkpoints hold it: fp4 numbers in blocks of 32 that share a power of two (OCP Microscaling Formats 1.0)."""
+"""MXFP4, as checkpoints hold it: blocks of 32 fp4 numbers with one power of two (OCP Microscaling Formats 1.0)."""
 
 from __future__ import annotations
 

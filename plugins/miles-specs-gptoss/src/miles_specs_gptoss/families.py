@@ -14,7 +14,7 @@ _EACH = Names(router="mlp.router.weight")
 
 
 def gpt_oss(hf: Any) -> Decoder:
-    """Attention with a sink per head and windows in every other layer, biases everywhere, experts with a clamped SwiGLU.
+    """A sink per head, windows in every other layer, biases everywhere, experts with a clamped SwiGLU.
 
     Raises:
         ConfigError: no biases in attention, another slope of the activation, another kind of layer, an unknown scaling
@@ -30,7 +30,7 @@ def gpt_oss(hf: Any) -> Decoder:
         hf=hf, attention=by_layer_type(hf, kinds), linear_bias=True, mixture=mixture, activation="clamped_swiglu",
         mlp=(*mixture.rules(), *_biases(layers, hf.num_local_experts)), packed=_packed(hf.num_local_experts),
         constants={"activation_func_clamp_value": hf.swiglu_limit, "glu_linear_offset": 1.0},
-        also={"softmax_type": ("learnable",), "window_size": ((hf.sliding_window, 0),), "window_attn_skip_freq": (2,)},
+        also={"softmax_type": ("learnable",), "window_size": ([hf.sliding_window, 0],), "window_attn_skip_freq": (2,)},
     )  # fmt: skip
 
 

@@ -65,8 +65,8 @@ class Case:
         notes: what is special about it.
         loose: ends of names of tensors whose gradients may differ by LOOSE.
         like: the model_type that transformers computes the model as, where it has none of the family's.
-        inside: beginning of the names of the model's tensors in a checkpoint of a larger model, whose config.json has the
-            keys below text_config.
+        inside: beginning of the names of the model's tensors in a checkpoint of a larger model, whose config.json has
+            the keys below text_config.
         flags: more of the run on two ranks.
     """
 

@@ -36,6 +36,7 @@ RUN = ("--prompt-data", "x/no.jsonl", "--num-rollout", "1", "--rollout-batch-siz
 def reshard_parity(case: Case, folder: Path, one: Ranks, two: Ranks) -> Iterator[Cut]:
     """The case on two ranks, under each of CUTS that it can have, beside itself on one."""
     import numpy as np
+
     from miles_megatron.hashes import tensor_hashes
 
     saved = tensor_hashes(save(random_model(case), case, folder).items())
