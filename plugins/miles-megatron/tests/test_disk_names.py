@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint under the names of the rules and back: inside a larger model, packed, transposed, alternating."""
+"""Tensors of a checkpoint under the names of the rules and back: inside a larger model, packed, transposed."""
 
 import pytest
 import torch

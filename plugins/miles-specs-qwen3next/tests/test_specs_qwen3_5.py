@@ -97,6 +97,7 @@ def test_a_run_trains_the_text_model_and_carries_the_tower(folder, tmp_path):
         assert not torch.equal(before[f"{INSIDE}layers.0.{name}"], after[f"{INSIDE}layers.0.{name}"]), name
 
 
+@pytest.mark.full
 def test_experts_of_two_ranks_come_out_as_the_files_have_them(folder, one, two):
     """With the plugin mtp its layer too; the tower is no part of the stream."""
     flags = ("--plugin", "mtp", "--actor-num-gpus-per-node", 2, "--expert-model-parallel-size", 2)

@@ -50,7 +50,7 @@ class PackedAttention(torch.nn.Module):
             self.sinks = None
 
     def forward(self, query, key, value, attention_mask=None, attn_mask_type=None, attention_bias=None,
-                packed_seq_params=None):  # fmt: skip
+                packed_seq_params=None, index=None):  # fmt: skip
         """q [T, n, d], k [T, g, d], v [T, g, e] -> [T, n*e]; without packed_seq_params q [s, b, n, d] -> [s, b, n*e].
 
         Raises:
@@ -75,10 +75,20 @@ class PackedAttention(torch.nn.Module):
                 x[begin:end].unflatten(0, (bucket.sequences, -1)).transpose(1, 2)
                 for x, begin, end in ((query, q, end_q), (key, k, end_k), (value, k, end_k))
             )
-            out.append(self._attend(*parts, bucket.mask(self.window)).transpose(1, 2).reshape(end_q - q, -1))
+            mask = self._mask(bucket, slice(q, end_q), slice(k, end_k), index)
+            out.append(self._attend(*parts, mask).transpose(1, 2).reshape(end_q - q, -1))
             q, k = end_q, end_k
         joined = out[0] if len(out) == 1 else torch.cat(out)
         return joined if layout.query_rows is None else Unpick.apply(joined, layout.query_back)
+
+    def _mask(self, bucket, queries, keys, index):
+        """[queries, keys], or [B, 1, queries, keys], True where one sees the other; None where causality says it.
+
+        Args:
+            queries, keys: rows of the bucket, of what a subclass has picked in the layout's order.
+            index: what it has picked.
+        """
+        return bucket.mask(self.window)
 
     def _attend(self, query, key, value, mask=None):
         """[B, n, q, d], [B, g, k, d], [B, g, k, e] -> [B, n, q, e]; causal where no mask is given."""

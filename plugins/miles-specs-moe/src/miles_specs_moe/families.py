@@ -1,4 +1,4 @@
-"""DeepSeek-V3 (arXiv:2412.19437), Kimi K2 (arXiv:2507.20534), GLM-4.5 to 4.7 (arXiv:2508.06471) and MiniMax-M2.
+"""DeepSeek-V3 (arXiv:2412.19437), Kimi K2 (arXiv:2507.20534), GLM-4.5 to 5 (arXiv:2508.06471) and MiniMax-M2.
 
 Their routers have sigmoid scores and a bias that has a say in the choice of experts alone.
 """
@@ -10,7 +10,7 @@ from typing import Any
 
 from miles_megatron.decoder import Decoder, every_layer, refuse, rotary, yarn_magnitude
 from miles_megatron.hf_config import read_as
-from miles_megatron.latent import Latent
+from miles_megatron.latent import Indexer, Latent
 from miles_megatron.mixture import Mixture, Names, after
 from miles_megatron.specs import Attention
 
@@ -63,6 +63,17 @@ def glm4_moe_lite(hf: Any) -> Decoder:
     return _latent(hf, tuple(n for n, kind in enumerate(hf.mlp_layer_types) if kind == "sparse"))
 
 
+def glm_moe_dsa(hf: Any) -> Decoder:
+    """GLM-5: GLM-4.7-Flash's latent attention, in which an indexer chooses the keys of a query.
+
+    Raises:
+        ConfigError: as `deepseek_v3`; layers that take over the choice of the one before.
+    """
+    refuse(hf, indexer_types=["full"] * hf.num_hidden_layers, mlp_bias=False)
+    indexer = Indexer(heads=hf.index_n_heads, size=hf.index_head_dim, chosen=hf.index_topk)
+    return _latent(hf, tuple(n for n, kind in enumerate(hf.mlp_layer_types) if kind == "sparse"), indexer)
+
+
 def glm4_moe(hf: Any) -> Decoder:
     """GQA with rope on a part of each head and biases on q, k and v, experts, shared experts.
 
@@ -93,14 +104,15 @@ def minimax_m2(hf: Any) -> Decoder:
                    mixture=mixture, **_drafting(hf, "num_mtp_modules"))
 
 
-def _latent(hf: Any, sparse: tuple[int, ...]) -> Decoder:
+def _latent(hf: Any, sparse: tuple[int, ...], indexer: Indexer | None = None) -> Decoder:
     refuse(hf, hidden_act="silu", num_key_value_heads=hf.num_attention_heads, scoring_func="sigmoid",
            topk_method="noaux_tc")
     latent = Latent(
         query_rank=hf.q_lora_rank, rank=hf.kv_lora_rank, plain=hf.qk_nope_head_dim, turned=hf.qk_rope_head_dim,
-        value=hf.v_head_dim, bias=bool(hf.attention_bias),
+        value=hf.v_head_dim, bias=bool(hf.attention_bias), indexer=indexer,
     )  # fmt: skip
-    rope = rotary(hf, fraction=latent.turned / latent.head_dim, interleaved=bool(hf.rope_interleave))
+    neighbours = indexer is not None or bool(hf.rope_interleave)
+    rope = rotary(hf, fraction=latent.turned / latent.head_dim, interleaved=neighbours)
     parameters, layers = hf.rope_parameters, tuple(range(hf.num_hidden_layers))
     stretched = (parameters.get("mscale_all_dim") or 0) * (rope.scaling != "default")
     scale = latent.head_dim**-0.5 * yarn_magnitude(rope.factor, stretched) ** 2
