@@ -296,10 +296,8 @@ def with_context(config: RunConfig) -> RunConfig:
     most = {**(constants.get("text_config") or {}), **constants}.get("max_position_embeddings")
     if not isinstance(most, int):
         raise CheckpointError("config.json has no max_position_embeddings", got=most, who=who, fix=fix)
-    stretched = config.surface("server").get("context_length") or 0  # which the servers are told too
-    most = max(most, stretched)
-    given = config.rollout.rollout_max_context_len
-    if given is not None and given > most:
+    most = max(most, config.surface("server").get("context_length") or 0)  # which the servers are told too
+    if (given := config.rollout.rollout_max_context_len) is not None and given > most:
         raise ConfigError("rollout_max_context_len is beyond what the model was made for", got=given, who=who,
                           fix=f"at most {most}")
     return with_values(config, "config.json", rollout__rollout_max_context_len=given or most)

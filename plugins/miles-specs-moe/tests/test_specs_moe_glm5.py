@@ -42,7 +42,8 @@ def test_an_indexer_stays_and_a_resume_goes_on(folder, one, two, tmp_path):
     whole = two.train(plan(folder, *flags), batches(1, vocab=VOCAB), save=tmp_path)["weights"]
     again = one.train(plan(folder, "--bf16", "--load", tmp_path), [])["weights"]
     assert whole.keys() == again.keys() and all(np.array_equal(whole[name], again[name]) for name in whole)
-    before = {name: tensor.bfloat16().float().numpy() for name, tensor in load_file(folder / "model.safetensors").items()}
+    before = {name: tensor.bfloat16().float().numpy()
+              for name, tensor in load_file(folder / "model.safetensors").items()}
     same = {name for name in before if np.array_equal(before[name], whole[name])}
     assert {name for name in before if ".indexer." in name} <= same
     assert not {name for name in before if "self_attn" in name and "indexer" not in name and "norm" not in name} & same
