@@ -349,9 +349,9 @@ def _by_architecture(said: Mapping[str, Any]) -> str | None:
 
 def _config(folder: Path) -> PreTrainedConfig:
     try:
-        said = parse_json((folder / "config.json").read_text(encoding="utf-8"))
-        known = _by_architecture(said)
-        more = {key: value for key, value in said.items() if key not in ("model_type", "auto_map")}
+        hf_config = parse_json((folder / "config.json").read_text(encoding="utf-8"))
+        known = _by_architecture(hf_config)
+        more = {key: value for key, value in hf_config.items() if key not in ("model_type", "auto_map")}
         config = AutoConfig.for_model(known, **more) if known else AutoConfig.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:

@@ -52,7 +52,7 @@ class Place:
 
 def places(names: Iterable[str], weight_map: WeightMap) -> dict[str, Place]:
     """Names of a checkpoint's tensors -> by the names of the rules, where each lies."""
-    found = {}
+    located = {}
     for name in names:
         plain = _begun(name, [(theirs, ours) for ours, theirs in weight_map.renamed])
         for packed in weight_map.packed:
@@ -60,13 +60,13 @@ def places(names: Iterable[str], weight_map: WeightMap) -> dict[str, Place]:
             end = next((end for end in ends if plain.endswith(end) and (packed.mxfp4 or not ends[end])), None)
             if end is not None and plain.startswith(packed.within):
                 stem = plain.removesuffix(end)
-                found |= {stem + part.format(expert=expert): Place(name, packed, expert, i, ends[end])
+                located |= {stem + part.format(expert=expert): Place(name, packed, expert, i, ends[end])
                           for expert in range(packed.experts) for i, part in enumerate(packed.parts)}
                 break
         else:
-            found[plain] = Place(name)
-    scales = {place.scales for place in found.values()}
-    return {plain: place for plain, place in found.items() if place.name not in scales}
+            located[plain] = Place(name)
+    scales = {place.scales for place in located.values()}
+    return {plain: place for plain, place in located.items() if place.name not in scales}
 
 
 def on_disk(name: str, weight_map: WeightMap) -> str:
@@ -133,12 +133,12 @@ Layout = dict[str, tuple[torch.dtype, list[int]]]
 
 def disk_layout(layout: Layout, weight_map: WeightMap) -> Layout:
     """That of tensors by the names of the rules -> by those of the files, in the order of `to_disk`."""
-    found: Layout = {}
+    stored: Layout = {}
     packing = _Packing(weight_map)
     for name, (dtype, shape) in layout.items():
         place = packing.place(name)
-        found.setdefault(place.name, (dtype, _whole(place.packed, shape) if place.packed else shape))
-    return found
+        stored.setdefault(place.name, (dtype, _whole(place.packed, shape) if place.packed else shape))
+    return stored
 
 
 def to_disk(stream: Iterable[tuple[str, torch.Tensor]], weight_map: WeightMap) -> Iterator[tuple[str, torch.Tensor]]:

@@ -18,11 +18,11 @@ class Unread:
     """A config.json of a model_type that transformers does not have; a family reads it with `read_as`.
 
     Args:
-        said: all its keys.
+        keys: what it has.
         _name_or_path: the folder, under transformers' name for it.
     """
 
-    said: Mapping[str, Any]
+    keys: Mapping[str, Any]
     model_type: str
     _name_or_path: str
 
@@ -36,10 +36,10 @@ def read(folder: Path) -> Any:
     """
     from transformers import CONFIG_MAPPING, AutoConfig
 
-    said = parse_json((folder / "config.json").read_text(encoding="utf-8"))
-    if said["model_type"] in CONFIG_MAPPING:
+    keys = parse_json((folder / "config.json").read_text(encoding="utf-8"))
+    if keys["model_type"] in CONFIG_MAPPING:
         return AutoConfig.from_pretrained(folder, local_files_only=True)
-    return Unread(said, said["model_type"], str(folder))
+    return Unread(keys, keys["model_type"], str(folder))
 
 
 def read_as(hf: Any, model_type: str) -> Any:
@@ -48,6 +48,6 @@ def read_as(hf: Any, model_type: str) -> Any:
         return hf
     from transformers import AutoConfig
 
-    config = AutoConfig.for_model(model_type, **{k: v for k, v in hf.said.items() if k not in _OF_THE_FILE})
+    config = AutoConfig.for_model(model_type, **{k: v for k, v in hf.keys.items() if k not in _OF_THE_FILE})
     config._name_or_path = hf._name_or_path
     return config

@@ -228,10 +228,12 @@ def random_model(case: Case) -> Any:
 def _config(case: Case) -> Any:
     from transformers import AutoConfig
 
-    said: dict[str, Any] = copy.deepcopy(case.config)  # it changes them in place
-    if "text_config" in said:
-        said["text_config"] = TINY | said["text_config"]
-    return AutoConfig.for_model(case.like or case.family, **(said if "text_config" in said else TINY | said))
+    hf_config: dict[str, Any] = copy.deepcopy(case.config)  # it changes them in place
+    if "text_config" in hf_config:
+        hf_config["text_config"] = TINY | hf_config["text_config"]
+    else:
+        hf_config = TINY | hf_config
+    return AutoConfig.for_model(case.like or case.family, **hf_config)
 
 
 def packed_logits(model: LanguageModel, sequences: Sequence[torch.Tensor], softcap: float | None) -> torch.Tensor:
@@ -315,9 +317,9 @@ def save(model: Any, case: Case, folder: Path) -> dict[str, Any]:
         save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     if case.like:
         path = folder / "config.json"
-        said = json.loads(path.read_text(encoding="utf-8"))
-        said = {"text_config": said} if case.inside else said
-        path.write_text(json.dumps(said | {"model_type": case.family, "architectures": None}), encoding="utf-8")
+        hf_config = json.loads(path.read_text(encoding="utf-8"))
+        hf_config = {"text_config": hf_config} if case.inside else hf_config
+        path.write_text(json.dumps(hf_config | {"model_type": case.family, "architectures": None}), encoding="utf-8")
     return tensors
 
 
