@@ -98,6 +98,28 @@ def test_a_run_trains_the_text_model_and_carries_the_tower(folder, tmp_path):
 
 
 @pytest.mark.full
+def test_adapters_are_merged_under_the_names_of_the_files(folder, tmp_path):
+    """Of every linear layer: projections of a delta net and packed experts too. The engine computes what trains."""
+    outcome = miles(["run", str(ROOT / "examples/demo.toml"), "--no-live", "--hf-checkpoint", str(folder),
+                     "--prompt-data", str(EXAMPLES / "train.jsonl"), "--run-dir", "run", "--num-rollout", "2",
+                     "--rollout-batch-size", "4", "--n-samples-per-prompt", "2", "--eval-interval", "100",
+                     "--eval-prompt-data", "sums", str(EXAMPLES / "eval.jsonl"), "--save-interval", "2",
+                     "--plugin", "lora", "--lora-rank", "4", "--lora-alpha", "8", "--target-modules", "all-linear",
+                     "--lr", "0.01", "--entropy-coef", "0.01"], tmp_path)  # fmt: skip
+    assert outcome.code == 0, outcome.err
+    metrics = [event["metrics"] for event in read(tmp_path / "run" / "events.jsonl") if event["event"] == "metrics"]
+    steps = [one for one in metrics if "train/train_rollout_logprob_abs_diff_max" in one]
+    assert len(steps) == 2
+    assert all(one["train/train_rollout_logprob_abs_diff_max"] <= 2e-5 for one in steps)
+    before, after = tensors(folder), tensors(tmp_path / "run" / "hf")
+    assert after.keys() == {name for name in before if not name.startswith("mtp.")}
+    for name in ("layers.0.linear_attn.in_proj_qkv.weight", "layers.0.linear_attn.in_proj_z.weight",
+                 "layers.1.self_attn.q_proj.weight", "layers.0.mlp.experts.gate_up_proj"):
+        assert not torch.equal(before[INSIDE + name], after[INSIDE + name]), name
+    assert torch.equal(before[INSIDE + "norm.weight"], after[INSIDE + "norm.weight"])
+
+
+@pytest.mark.full
 def test_experts_of_two_ranks_come_out_as_the_files_have_them(folder, one, two):
     """With the plugin mtp its layer too; the tower is no part of the stream."""
     flags = ("--plugin", "mtp", "--actor-num-gpus-per-node", 2, "--expert-model-parallel-size", 2)

@@ -164,6 +164,13 @@ def to_disk(stream: Iterable[tuple[str, torch.Tensor]], weight_map: WeightMap) -
             pending[place.name] = whole, count + 1
 
 
+def to_plain(stream: Iterable[tuple[str, torch.Tensor]], weight_map: WeightMap) -> Iterator[tuple[str, torch.Tensor]]:
+    """The inverse of `to_disk`; what was packed are views."""
+    for name, tensor in stream:
+        for plain, place in places([name], weight_map).items():
+            yield plain, place.of(tensor[place.expert]) if place.packed else tensor
+
+
 def _whole(packed: Packed, shape: Sequence[int]) -> list[int]:
     one = [shape[0] * len(packed.parts), *shape[1:]]
     return [packed.experts, *(reversed(one) if packed.transposed else one)]

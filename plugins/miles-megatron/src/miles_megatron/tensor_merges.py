@@ -18,7 +18,7 @@ def hf_shapes(rule: Rule, full: Sequence[int], weight_map: WeightMap) -> list[li
     if rule.join == "same":
         return [full]
     if rule.join in _STACKED:
-        sizes = list(map(sum, _stacks(rule)))
+        sizes = list(map(sum, stacks(rule)))
         return [[full[0] * size // sum(sizes), *full[1:]] for size in sizes]
     if rule.join == "rows":
         return [[full[0] // len(rule.hf), *full[1:]] for _ in rule.hf]
@@ -26,13 +26,13 @@ def hf_shapes(rule: Rule, full: Sequence[int], weight_map: WeightMap) -> list[li
     return [[count * weight_map.head_dim, *full[1:]] for count in (queries, weight_map.groups, weight_map.groups)]
 
 
-def _stacks(rule: Rule) -> list[tuple[int, ...]]:
-    """Relative sizes of what is stacked in each tensor of the rule."""
-    sections, stacks = rule.sections or (1, 1), []
+def stacks(rule: Rule) -> list[tuple[int, ...]]:
+    """Relative sizes of what is stacked in each tensor of a rule of the joins "halves" and "sections"."""
+    sections, sizes = rule.sections or (1, 1), []
     for count in rule.stacks or (len(sections),):
-        stacks.append(sections[:count])
+        sizes.append(sections[:count])
         sections = sections[count:]
-    return stacks
+    return sizes
 
 
 def pieces(rule: Rule, tensor: torch.Tensor, number: int = 0) -> tuple[torch.Tensor, ...]:
@@ -46,7 +46,7 @@ def pieces(rule: Rule, tensor: torch.Tensor, number: int = 0) -> tuple[torch.Ten
     """
     if rule.join not in _STACKED:
         return (tensor,)
-    return _sections(rule, tensor, _stacks(rule)[number])
+    return _sections(rule, tensor, stacks(rule)[number])
 
 
 def _sections(rule: Rule, tensor: torch.Tensor, shares: Sequence[int]) -> tuple[torch.Tensor, ...]:
@@ -61,7 +61,7 @@ def whole(rule: Rule, parts: list[torch.Tensor]) -> list[torch.Tensor]:
     if rule.join not in _STACKED:
         return parts
     left = iter(parts)
-    return [torch.cat([next(left) for _ in stack]) for stack in _stacks(rule)]
+    return [torch.cat([next(left) for _ in stack]) for stack in stacks(rule)]
 
 
 def join(rule: Rule, parts: list[torch.Tensor], weight_map: WeightMap) -> torch.Tensor:
@@ -80,7 +80,7 @@ def join(rule: Rule, parts: list[torch.Tensor], weight_map: WeightMap) -> torch.
 def split(rule: Rule, tensor: torch.Tensor, weight_map: WeightMap, ranks: int) -> tuple[torch.Tensor, ...]:
     """The inverse of `join`; `ranks` is among how many the parameter is cut."""
     if rule.join in _STACKED:
-        return _sections(rule, tensor, [share for stack in _stacks(rule) for share in stack])
+        return _sections(rule, tensor, [share for stack in stacks(rule) for share in stack])
     return tuple(view.reshape(-1, *tensor.shape[1:]) if rule.join.startswith("qkv") else view
                  for view in hf_views(rule, tensor, weight_map, ranks))
 
@@ -90,7 +90,7 @@ def hf_views(rule: Rule, tensor: torch.Tensor, weight_map: WeightMap, ranks: int
     if rule.join == "same":
         return (tensor,)
     if rule.join in _STACKED:
-        return _sections(rule, tensor, list(map(sum, _stacks(rule))))
+        return _sections(rule, tensor, list(map(sum, stacks(rule))))
     if rule.join == "rows":
         return tensor.chunk(len(rule.hf))
     size, groups = weight_map.head_dim, weight_map.groups // ranks
