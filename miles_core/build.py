@@ -15,7 +15,7 @@ from typing import Any
 from miles_core import rng
 from miles_core.columns import Columns
 from miles_core.config.architecture import architecture_of
-from miles_core.config.load import with_values
+from miles_core.config.load import config_json, with_values
 from miles_core.config.tables import RunConfig
 from miles_core.errors import CheckpointError, ConfigError, DataError, HookError
 from miles_core.evaluation import Dataset, Evaluation
@@ -293,13 +293,11 @@ def with_context(config: RunConfig) -> RunConfig:
         raise CheckpointError("the folder has no config.json", who=who, fix=fix) from None
     except (OSError, ValueError) as error:
         raise CheckpointError("config.json cannot be read", got=str(error), who=who, fix=fix) from None
-    most = constants.get("max_position_embeddings")
+    most = {**(constants.get("text_config") or {}), **constants}.get("max_position_embeddings")
     if not isinstance(most, int):
         raise CheckpointError("config.json has no max_position_embeddings", got=most, who=who, fix=fix)
-    stretched = config.surface("server").get("context_length") or 0  # which the servers are told too
-    most = max(most, stretched)
-    given = config.rollout.rollout_max_context_len
-    if given is not None and given > most:
+    most = max(most, config.surface("server").get("context_length") or 0)  # which the servers are told too
+    if (given := config.rollout.rollout_max_context_len) is not None and given > most:
         raise ConfigError("rollout_max_context_len is beyond what the model was made for", got=given, who=who,
                           fix=f"at most {most}")
     return with_values(config, "config.json", rollout__rollout_max_context_len=given or most)
@@ -311,11 +309,12 @@ def load_tokenizer(config: RunConfig) -> Any:
     Raises:
         DataError: no tokenizer there, or no such template file.
     """
-    from transformers import AutoTokenizer
+    from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedTokenizerFast
 
-    folder = config.checkpoint.hf_checkpoint
+    folder, said = config.checkpoint.hf_checkpoint, config_json(config)[1] or {}
+    kind = AutoTokenizer if said.get("model_type") in CONFIG_MAPPING else PreTrainedTokenizerFast  # tokenizer.json's
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        tokenizer = kind.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # the Rust half of a tokenizer raises what it likes
         raise DataError("the tokenizer cannot be loaded", got=(str(error).splitlines() or [type(error).__name__])[0],
                         who=f"--hf-checkpoint {folder}",

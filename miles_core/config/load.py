@@ -205,16 +205,16 @@ def _outvoted(key: str, implied: object, by: Origin, value: object, origin: Orig
 
 
 def config_json(config: RunConfig) -> tuple[Path, Mapping[str, object] | None]:
-    """Where the config.json of --hf-checkpoint lies, and what it says.
+    """Where the config.json of --hf-checkpoint lies, and what it says; of a text_config inside, what it leaves open.
 
     None where it is missing or cannot be read: no error here, for the start says so, with all that is wrong with it.
     """
     path = Path(config.checkpoint.hf_checkpoint or "") / "config.json"
     try:
         said = parse_json(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return path, {**(said.get("text_config") or {}), **said}
+    except (OSError, ValueError, AttributeError, TypeError):
         return path, None
-    return path, said if isinstance(said, dict) else None
 
 
 def quantised(config: RunConfig) -> str | None:

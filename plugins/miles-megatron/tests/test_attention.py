@@ -6,7 +6,7 @@ import pytest
 import torch
 
 CU = [0, 13, 53, 54, 91, 155, 200]
-CONFIG = SimpleNamespace(kv_channels=16, attention_dropout=0.0)
+CONFIG = SimpleNamespace(kv_channels=16, attention_dropout=0.0, num_attention_heads=4, params_dtype=torch.float32)
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +24,7 @@ def packed(megatron):
     return lambda **parts: PackedAttention(CONFIG, 1, None, "self", **parts)
 
 
-def reference(q, k, v, cu, window=None, softcap=None):
+def reference(q, k, v, cu, window=None, softcap=None, sinks=None):
     repeat, out = q.shape[1] // k.shape[1], []
     for a, b in zip(cu[:-1], cu[1:], strict=True):
         query, key, value = (x[a:b].transpose(0, 1) for x in (q, k.repeat_interleave(repeat, 1),
@@ -33,7 +33,11 @@ def reference(q, k, v, cu, window=None, softcap=None):
         scores = scores if softcap is None else (scores / softcap).tanh() * softcap
         behind = torch.arange(b - a)[:, None] - torch.arange(b - a)
         visible = (behind >= 0) & (behind < (window or b - a))
-        out.append((scores.masked_fill(~visible, -torch.inf).softmax(-1) @ value).transpose(0, 1).flatten(1))
+        scores = scores.masked_fill(~visible, -torch.inf)
+        if sinks is not None:
+            scores = torch.cat([scores, sinks[:, None, None].expand(-1, b - a, 1)], -1)
+        shares = scores.softmax(-1)[..., : b - a]
+        out.append((shares @ value).transpose(0, 1).flatten(1))
     return torch.cat(out)
 
 
@@ -74,6 +78,20 @@ def test_packed_attention_is_attention_one_by_one_with_gradients(packed_layout, 
     for a, b in zip(torch.autograd.grad(out, (q, k, v), grad), torch.autograd.grad(expected, (q, k, v), grad),
                     strict=True):  # fmt: skip
         torch.testing.assert_close(a, b, atol=5e-6, rtol=0)
+
+
+@pytest.mark.parametrize("window", [None, 20])
+def test_a_sink_is_a_score_whose_share_is_of_no_value(packed_layout, packed, window):
+    """Of each head; it gets a gradient."""
+    attention = packed(window=window, sinks=True)
+    attention.sinks.data.normal_()
+    q, k, v = (torch.randn(200, n, 16, requires_grad=True) for n in (4, 2, 2))
+    grad, moving = torch.randn(200, 64), (q, k, v, attention.sinks)
+    out = attention(q, k, v, packed_seq_params=packed_layout.packed_rows(CU))
+    expected = reference(q, k, v, CU, window, sinks=attention.sinks)
+    torch.testing.assert_close(out, expected, atol=2e-6, rtol=0)
+    for a, b in zip(torch.autograd.grad(out, moving, grad), torch.autograd.grad(expected, moving, grad), strict=True):
+        torch.testing.assert_close(a, b, atol=2e-5, rtol=0)
 
 
 @pytest.mark.parametrize("parts", [{}, {"window": 5}, {"softcap": 0.7}], ids=lambda parts: "-".join(parts) or "plain")

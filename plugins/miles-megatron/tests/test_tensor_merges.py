@@ -11,6 +11,7 @@ RULES = {
     "rows": (Rule("p", ("a", "b"), "rows"), [6, 6]),
     "halves": (Rule("p", ("a",), "halves"), [12]),
     "sections": (Rule("p", ("a",), "sections", sections=(2, 2, 4)), [16]),
+    "stacks": (Rule("p", ("a", "b"), "sections", sections=(2, 2, 4, 4), stacks=(3, 1)), [16, 8]),
     "qkv": (Rule("p", ("q", "k", "v"), "qkv"), [12, 6, 6]),
     "qkv_gate": (Rule("p", ("q", "k", "v"), "qkv_gate"), [24, 6, 6]),
 }
@@ -22,7 +23,7 @@ def made(rows, *trailing):
 
 
 def whole(rule, tensors):
-    pieces = [piece for tensor in tensors for piece in tensor_merges.pieces(rule, tensor)]
+    pieces = [piece for i, tensor in enumerate(tensors) for piece in tensor_merges.pieces(rule, tensor, i)]
     return tensor_merges.join(rule, pieces, WEIGHTS)
 
 
@@ -45,7 +46,7 @@ def test_ranks_hold_parts_that_come_together(name):
     """Each rank joins its part of every piece; gathered piece by piece, the tensors are whole."""
     rule, rows = RULES[name]
     tensors = made(rows, 5)
-    pieces = [piece for tensor in tensors for piece in tensor_merges.pieces(rule, tensor)]
+    pieces = [piece for i, tensor in enumerate(tensors) for piece in tensor_merges.pieces(rule, tensor, i)]
     ranks = [tensor_merges.join(rule, [piece.chunk(2)[rank] for piece in pieces], WEIGHTS) for rank in range(2)]
     parts = [tensor_merges.split(rule, rank, WEIGHTS, 2) for rank in ranks]
     gathered = tensor_merges.whole(rule, [torch.cat(both) for both in zip(*parts, strict=True)])

@@ -40,9 +40,25 @@ QWEN3_NEXT = {
     "decoder_sparse_step": 1, "full_attention_interval": 4, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
     "linear_key_head_dim": 128, "linear_value_head_dim": 128,
 }  # fmt: skip
+QWEN3_5 = {  # whose text model is a part of it
+    "model_type": "qwen3_5_moe", "tie_word_embeddings": False, "vision_config": {"hidden_size": 1152},
+    "text_config": {key: value for key, value in QWEN3_NEXT.items() if key != "intermediate_size"} | {
+        "model_type": "qwen3_5_moe_text", "num_hidden_layers": 40, "vocab_size": 248320, "num_experts": 256,
+        "num_experts_per_tok": 8},
+}  # fmt: skip
+KIMI_K2 = {
+    **DEEPSEEK_V3, "model_type": "kimi_k2", "num_attention_heads": 64, "num_key_value_heads": 64, "vocab_size": 163840,
+    "n_routed_experts": 384, "first_k_dense_replace": 1,
+}  # fmt: skip
+GPT_OSS = {
+    "model_type": "gpt_oss", "num_hidden_layers": 24, "hidden_size": 2880, "num_attention_heads": 64,
+    "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 201088, "intermediate_size": 2880, "num_local_experts": 32,
+    "num_experts_per_tok": 4,
+}  # fmt: skip
 PUBLISHED = {  # billions of parameters: in all, of a token where the authors say it to two digits
     "deepseek-v3": (DEEPSEEK_V3, 671, 37), "glm-4.5": (GLM_45, 355, 32), "minimax-m2": (MINIMAX_M2, 230, 10),
     "glm-4.7-flash": (GLM_47_FLASH, 30, None), "qwen3-next": (QWEN3_NEXT, 80, None),
+    "qwen3.5-35b-a3b": (QWEN3_5, 35, 3), "kimi-k2": (KIMI_K2, 1030, 32), "gpt-oss-20b": (GPT_OSS, 20.9, 3.6),
 }  # fmt: skip
 
 

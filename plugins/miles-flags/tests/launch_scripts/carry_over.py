@@ -80,7 +80,8 @@ def argv(words: list[str], root: Path, tokenizer: Path) -> list[str]:
     for name in set(moved) & set(files):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(files[name], encoding="utf-8")
-    row = {after(moved, "--input-key", "input")[0]: "1+1=", after(moved, "--label-key", "label")[0]: "2", "label": "2"}
+    row = {after(moved, "--input-key", "input")[0]: "1+1=", after(moved, "--label-key", "label")[0]: "2", "label": "2",
+           after(moved, "--metadata-key", "metadata")[0]: {}}
     paths = [word.partition("@")[0] for flag in DATA for word in after(moved, flag)]
     for path in (*paths, *re.findall(r"path: *(\S+)", "\n".join(texts))):
         if path.startswith(str(root)):

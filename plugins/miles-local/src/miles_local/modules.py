@@ -15,19 +15,22 @@ import logging
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache as TransformersCache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging as transformers_logging
 
 from miles_core.errors import CheckpointError, EngineError
+from miles_core.reading import parse_json
 from miles_local.decode import Cache, Prefill, round_up
 from miles_local.recurrent import Recurrent, States, by_length
 from miles_local.weights import eos_ids, read_tensors
@@ -36,6 +39,8 @@ ROWS_ATTENTION = "miles-rows"
 """Name under which transformers finds the attention and the masks of this file."""
 LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "linear_attention"}
 """Kinds of layers whose past is keys and values by position, or a state."""
+CHOSEN = {"top_k_index", "router_indices"}
+"""What transformers' experts call the indices of those that a token passes."""
 BATCHED_ROPES = {"dynamic", "longrope"}
 """Rotary embeddings whose frequencies change with the longest sequence of the batch."""
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.2}
@@ -117,13 +122,16 @@ class ModuleDecoder:
         self._config = _config(folder)
         self._class = AutoModelForCausalLM._model_mapping[type(self._config)]
         text = self._config.get_text_config()
+        if self._class.config_class is type(text):  # of a model that reads images too, the part that decodes text
+            text.tie_word_embeddings = self._config.tie_word_embeddings
+            self._config = text
         with _building, torch.device("meta"):
             skeleton = AutoModelForCausalLM.from_config(copy.deepcopy(self._config))
         embedded = skeleton.get_input_embeddings().weight.numel()
         sparse = frozenset(_experts(skeleton))
         self.shape = ModuleShape(
             vocab=text.vocab_size, layers=text.num_hidden_layers, context=text.max_position_embeddings,
-            eos=eos_ids(self._config, folder),
+            eos=eos_ids(text, folder),
             layer_weights=(skeleton.num_parameters() - embedded) // text.num_hidden_layers,
             topk=text.num_experts_per_tok if sparse else 0, sparse=sparse,
         )  # fmt: skip
@@ -222,7 +230,8 @@ class ModuleDecoder:
 
         def note(layer: int) -> Callable:
             def hook(module, args, kwargs) -> None:
-                experts[layer] = kwargs["top_k_index"] if "top_k_index" in kwargs else args[1]
+                named = [kwargs[name] for name in CHOSEN if name in kwargs]
+                experts[layer] = named[0] if named else args[1]
             return hook
 
         handles = [module.register_forward_pre_hook(note(layer), with_kwargs=True)
@@ -315,10 +324,10 @@ class ModuleDecoder:
 
 
 def _experts(module: PreTrainedModel) -> dict[int, torch.nn.Module]:
-    """The decoder's layers' experts, by layer: modules that are told who computes, under transformers' own name."""
+    """The decoder's layers' experts, by layer: modules that are told who computes, under a name of transformers'."""
     located = ((re.search(r"\.layers\.(\d+)\.", name), each) for name, each in module.named_modules())
     return {int(place[1]): each for place, each in located
-            if place and "top_k_index" in inspect.signature(each.forward).parameters}
+            if place and CHOSEN & inspect.signature(each.forward).parameters.keys()}
 
 
 _PROBES = ((1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13), (3, 1, 4, 1, 5))
@@ -330,9 +339,21 @@ def _full(module: PreTrainedModel, ids: tuple[int, ...]) -> torch.Tensor:
     return module(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].float()
 
 
+def _by_architecture(said: Mapping[str, Any]) -> str | None:
+    """transformers' model_type of the class that config.json names, where it does not know the model_type there."""
+    if said.get("model_type") in CONFIG_MAPPING:
+        return None
+    kinds = {name: kind for kind, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()}
+    return next((kinds[name] for name in said.get("architectures") or () if name in kinds), None)
+
+
 def _config(folder: Path) -> PreTrainedConfig:
     try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        hf_config = parse_json((folder / "config.json").read_text(encoding="utf-8"))
+        known = _by_architecture(hf_config)
+        more = {key: value for key, value in hf_config.items() if key not in ("model_type", "auto_map")}
+        config = AutoConfig.for_model(known, **more) if known else AutoConfig.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise CheckpointError("transformers does not support this architecture", got=str(error).splitlines()[0],
                               who=str(folder), fix="use --engine sglang, or another checkpoint") from error

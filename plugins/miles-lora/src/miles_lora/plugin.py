@@ -131,6 +131,9 @@ class Lora:
         attach(chunk, base, wanted, shape.rank, shape.scale, self.config.optimizer.seed, self._switch)
         self._chunks.append(chunk)
         self._map = weight_map
+        if (self.alone or self._given) and (weight_map.packed or weight_map.renamed):
+            raise ConfigError("adapters travel alone only to a model whose files name its layers one by one",
+                              who=str(self.config.checkpoint.hf_checkpoint), fix="leave --weight-sync adapter out")
         if self.options.lora_adapter_path is not None and not next(chunk.parameters()).is_meta:
             from miles_lora.streams import fill
 
@@ -150,16 +153,19 @@ class Lora:
     @hookimpl
     def export_weights(self, stream: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """Merged; or the adapters and then the base, which the local engine gets once."""
+        from miles_megatron.disk_names import to_disk, to_plain
+
         from miles_lora.merging import merged
 
+        names = cast("WeightMap", self._map)
         if not self.alone:
-            yield from merged(stream, self._shape().scale)
+            yield from to_disk(merged(to_plain(stream, names), self._shape().scale), names)
             return
         from miles_megatron.weights import hf_stream
 
         from miles_lora.targets import adapter_of, alone
 
-        yield from hf_stream(self._chunks, alone(cast("WeightMap", self._map)))
+        yield from hf_stream(self._chunks, alone(names))
         if self._sent and chosen(self.config, "engine") == "local":
             return
         yield from ((name, tensor) for name, tensor in stream if adapter_of(name) is None)
@@ -183,9 +189,12 @@ class Lora:
     def save_weights(self, stream: Iterator[tuple[str, torch.Tensor]],
                      folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
         """The merged model, and beside it FOLDER-adapter, which PEFT reads."""
+        from miles_megatron.disk_names import to_disk, to_plain
+
         from miles_lora.streams import saved
 
-        return saved(stream, self._shape(), folder, str(Path(str(self.config.checkpoint.hf_checkpoint)).resolve()))
+        names, base = cast("WeightMap", self._map), str(Path(str(self.config.checkpoint.hf_checkpoint)).resolve())
+        return to_disk(saved(to_plain(stream, names), self._shape(), folder, base), names)
 
     @hookimpl
     def engine_args(self, fields: dict[str, object]) -> dict[str, object]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from miles_megatron.specs import Rule, WeightMap
+from miles_megatron.tensor_merges import stacks
 
 from miles_core.errors import ConfigError
 
@@ -45,13 +46,15 @@ class Target:
     def rules(self) -> tuple[Rule, ...]:
         """Of the adapters: A of each part and then B."""
         rules = []
-        for part, name in zip(self.parts, self.rule.hf, strict=True):
+        for number, (part, name) in enumerate(zip(self.parts, self.rule.hf, strict=True)):
             if part not in self.adapted:
                 continue
             stem = _PEFT + name.removesuffix(".weight")
             where: dict[str, Any] = {"layers": self.rule.layers, "experts": self.rule.experts, "optional": OPTIONAL}
             # The rows of B are those of the layer, and a layer of stacked pieces has them cut piece by piece.
-            stacked = replace(self.rule, **where) if self.rule.join in _STACKED else Rule("", (), **where)
+            stacked = Rule("", (), **where)
+            if self.rule.join in _STACKED:
+                stacked = replace(self.rule, sections=stacks(self.rule)[number], stacks=(), **where)
             rules += [Rule(f"{self.module}.adapters.{part}_A", (f"{stem}.lora_A.weight",), **where),
                       replace(stacked, megatron=f"{self.module}.adapters.{part}_B", hf=(f"{stem}.lora_B.weight",))]
         return tuple(rules)

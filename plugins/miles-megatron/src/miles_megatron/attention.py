@@ -13,6 +13,7 @@ cpu.install()
 
 from megatron.core import parallel_state  # noqa: E402 - after install()
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region  # noqa: E402
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint  # noqa: E402
 
 EXACT_KEYS = 256
 """Longest sequence whose float32 attention on a CPU has the bits of the local engine's; longer ones use SDPA."""
@@ -27,20 +28,29 @@ class PackedAttention(torch.nn.Module):
         rope: applied here rather than by Megatron, which would rebuild the tables for q and k of every layer.
         window: keys that a query sees, its own included; None for all.
         softcap: of the scores. They are then written out in full, as no fused kernel of torch's has it.
+        sinks: each head of this rank has a number that counts among its scores.
         k_channels, v_channels: of a head, for those who have to know; here the tensors say it.
     """
 
     def __init__(self, config, layer_number, attn_mask_type, attention_type, attention_dropout=None,
                  softmax_scale=None, k_channels=None, v_channels=None, cp_comm_type=None, pg_collection=None, *,
-                 rope: Rope | None = None, window: int | None = None, softcap: float | None = None):  # fmt: skip
+                 rope: Rope | None = None, window: int | None = None, softcap: float | None = None,
+                 sinks: bool = False):  # fmt: skip
         super().__init__()
         self.rope, self.window, self.softcap = rope, window, softcap
         self.scale = softmax_scale if softmax_scale is not None else config.kv_channels**-0.5
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         self.group = getattr(pg_collection, "cp", None) or parallel_state.get_context_parallel_group()
+        self.tensor_group = getattr(pg_collection, "tp", None) or parallel_state.get_tensor_model_parallel_group()
+        if sinks:
+            mine = config.num_attention_heads // self.tensor_group.size()
+            self.sinks = torch.nn.Parameter(torch.zeros(mine, dtype=config.params_dtype))
+            self.sinks.tensor_model_parallel, self.sinks.partition_dim, self.sinks.partition_stride = True, 0, 1
+        else:
+            self.sinks = None
 
     def forward(self, query, key, value, attention_mask=None, attn_mask_type=None, attention_bias=None,
-                packed_seq_params=None):  # fmt: skip
+                packed_seq_params=None, index=None):  # fmt: skip
         """q [T, n, d], k [T, g, d], v [T, g, e] -> [T, n*e]; without packed_seq_params q [s, b, n, d] -> [s, b, n*e].
 
         Raises:
@@ -65,14 +75,26 @@ class PackedAttention(torch.nn.Module):
                 x[begin:end].unflatten(0, (bucket.sequences, -1)).transpose(1, 2)
                 for x, begin, end in ((query, q, end_q), (key, k, end_k), (value, k, end_k))
             )
-            out.append(self._attend(*parts, bucket.mask(self.window)).transpose(1, 2).reshape(end_q - q, -1))
+            mask = self._mask(bucket, slice(q, end_q), slice(k, end_k), index)
+            out.append(self._attend(*parts, mask).transpose(1, 2).reshape(end_q - q, -1))
             q, k = end_q, end_k
         joined = out[0] if len(out) == 1 else torch.cat(out)
         return joined if layout.query_rows is None else Unpick.apply(joined, layout.query_back)
 
+    def _mask(self, bucket, queries, keys, index):
+        """[queries, keys], or [B, 1, queries, keys], True where one sees the other; None where causality says it.
+
+        Args:
+            queries, keys: rows of the bucket, of what a subclass has picked in the layout's order.
+            index: what it has picked.
+        """
+        return bucket.mask(self.window)
+
     def _attend(self, query, key, value, mask=None):
         """[B, n, q, d], [B, g, k, d], [B, g, k, e] -> [B, n, q, e]; causal where no mask is given."""
         dropout = self.dropout if self.training else 0.0
+        if self.sinks is not None:
+            query, key, value, mask = _with_sink(query, key, value, mask, self.sinks / self.scale)
         exact = query.dtype == torch.float32 and not query.is_cuda and key.shape[2] <= EXACT_KEYS and not dropout
         if self.softcap is not None or (exact and mask is None):
             return self._written_out(query, key, value, mask, dropout)
@@ -108,3 +130,30 @@ class PackedAttention(torch.nn.Module):
         mask = None if plain else seen(positions, len(positions), self.window)
         out = self._attend(*(x.permute(1, 2, 0, 3) for x in (query, key, value)), mask)
         return out.permute(2, 0, 1, 3).flatten(2)
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
+        """Megatron's protocol: heads, and so their sinks, are cut among tensor-parallel ranks."""
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True), prefix, {"sinks": 0}, sharded_offsets,
+            tp_group=self.tensor_group, dp_cp_group=(metadata or {}).get("dp_cp_group"),
+        )  # fmt: skip
+
+
+_PAD = 8
+"""Channels that queries and keys get for a sink: kernels want a multiple of so many."""
+
+
+def _with_sink(query, key, value, mask, sinks):
+    """The same attention with one more key, that every query sees, whose product with a query is its head's sink.
+
+    Its value is zero, so that no kernel has to know of sinks: they are in a channel that only this key reads.
+    """
+    if mask is None:
+        mask = seen(torch.arange(query.shape[2], device=query.device), key.shape[2], None)
+    channels = query.shape[-1]
+    more = sinks.to(query.dtype)[None, :, None, None].expand(*query.shape[:3], 1)
+    query = torch.cat([query, F.pad(more, (0, _PAD - 1))], -1)
+    last = key.new_zeros(*key.shape[:2], 1, channels + _PAD)
+    last[..., channels] = 1
+    key = torch.cat([F.pad(key, (0, _PAD)), last], 2)
+    return query, key, F.pad(value, (0, 0, 0, 1)), F.pad(mask, (0, 1), value=True)

@@ -31,10 +31,10 @@ from miles_core.hosts import Handle
 from miles_core.plugins import bind, select
 from miles_core.plugins.scan import KNOWN
 from miles_core.plugins.select import Selected
-from miles_core.reading import parse_json, reading
+from miles_core.reading import reading
 from miles_core.types import Rank
 from miles_core.waits import within
-from miles_megatron import checkpoint, cpu, shards, weights
+from miles_megatron import checkpoint, cpu, hf_config, shards, weights
 from miles_megatron.model import build, transformer_config
 from miles_megatron.specs import ModelSpec, Rule, WeightMap
 
@@ -170,12 +170,10 @@ def architecture(folder: Path, plugins: Sequence[str],
         OwnerError: no plugin builds the architecture, or two do.
         ConfigError: an option that no plugin has, or a value that does not fit.
     """
-    from transformers import AutoConfig
-
     path = folder / "config.json"
     with reading(str(path), CheckpointError):
-        name = str(parse_json(path.read_text(encoding="utf-8"))["model_type"])
-        hf = AutoConfig.from_pretrained(folder, local_files_only=True)
+        hf = hf_config.read(folder)
+    name = str(hf.model_type)
     selected = select.select([(one, "--plugin") for one in plugins], select.built_in())
     if not any(_builds(one, name) for one in selected):
         known = [plugin for plugin, offers in KNOWN.items() if f"model_spec:{name}" in offers]

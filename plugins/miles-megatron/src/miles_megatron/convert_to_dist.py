@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from miles_core.errors import CheckpointError
 from miles_megatron import checkpoint, cpu, shards, tensor_merges, weights
 from miles_megatron.convert import Conversion, Parameter, full_shape
+from miles_megatron.disk_names import PlainReaders
 
 cpu.install()
 
@@ -38,16 +39,20 @@ class ToDist(Conversion):
             raise CheckpointError("the index places tensors in files that lack them", got=shards.few(absent),
                                   who=str(folder), fix="fetch the checkpoint again")
         self._stored = {name: stored[file][name] for name, file in files.items()}
+        self._read_packed = PlainReaders(files, weight_map)
+        places = self._read_packed.places
         shapes = {name: shape for one in parameters for name, shape in one.hf.items()}
-        weights.announce_left(folder, files, shapes, weight_map)
-        weights.check_tied(folder, files, weight_map)
-        weights.check_fit(folder, files.keys(), shapes.keys(), weight_map, shapes,
-                          lambda name: self._stored[name].shape)
+        weights.announce_left(folder, places, shapes, weight_map)
+        weights.check_tied(folder, self._read_packed, weight_map)
+        weights.check_fit(folder, places.keys(), shapes.keys(), weight_map, shapes,
+                          lambda name: places[name].shape(self._stored[places[name].name].shape))
         return sorted((self._place(one) for one in parameters), key=lambda one: one.place)
 
     def _place(self, one: Parameter) -> Parameter:
-        parts = [self._stored[name] for name in one.hf]
-        dtype = self.job.dtype or functools.reduce(torch.promote_types, [part.dtype for part in parts])
+        places = [self._read_packed.places[name] for name in one.hf]
+        parts = [self._stored[place.name] for place in places]
+        dtypes = [place.dtype(part.dtype) for place, part in zip(places, parts, strict=True)]
+        dtype = self.job.dtype or functools.reduce(torch.promote_types, dtypes)
         return dataclasses.replace(one, dtype=dtype, place=(parts[0].file.name, parts[0].offset))
 
     def _units(self) -> list[Parameter]:
@@ -64,7 +69,11 @@ class ToDist(Conversion):
     def _read(self, one: Parameter) -> torch.Tensor:
         tensor = torch.empty(one.entry.data.shape, dtype=one.dtype)
         for name, view in zip(one.hf, tensor_merges.hf_views(one.rule, tensor, self.job.weight_map), strict=True):
-            shards.read_into(self._stored[name], view)
+            place = self._read_packed.places[name]
+            if place.packed is None:
+                shards.read_into(self._stored[place.name], view)
+            else:
+                view.copy_(self._read_packed.tensor(name))
         return tensor
 
     def _conclude(self) -> int:

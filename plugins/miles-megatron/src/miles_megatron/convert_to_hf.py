@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.utils import _create_file_view
 from miles_core.errors import CheckpointError
 from miles_megatron import cpu, index, shards, tensor_merges, weights
 from miles_megatron.convert import Conversion, Parameter, full_shape
+from miles_megatron.disk_names import Layout, carried, carried_files, disk_layout, packed_with, to_disk
 
 cpu.install()
 
@@ -45,9 +46,14 @@ class ToHuggingFace(Conversion):
         for key, count in axes.items():
             for chunk in self._index.state_dict_metadata[key].chunks:
                 self._chunks[key, tuple(chunk.offsets[:count])].append(chunk)
-        placed = sorted((self._place(one) for one in parameters), key=lambda one: one.place)
+        together: dict[str, list[Parameter]] = {}  # what one tensor of the files is made of
+        for one in parameters:
+            together.setdefault(packed_with(next(iter(one.hf)), self.job.weight_map), []).append(self._place(one))
+        placed = sorted(together.values(), key=lambda several: min(one.place for one in several))
         self._files = _filled(placed, self.job.shard_bytes)
-        return placed
+        self._carried = carried_files(self.job.companions, self.job.weight_map)
+        self._count = len(self._files) + bool(self._carried)
+        return [one for several in placed for one in several]
 
     def _place(self, one: Parameter) -> Parameter:
         piece = one.pieces(one.entry.data)[0]
@@ -60,14 +66,22 @@ class ToHuggingFace(Conversion):
 
     def _work(self) -> Iterator[int]:
         for file in self.mine:
-            name = shards.shard_name(file.number, len(self._files))
-            layout = {name: (one.dtype, shape) for one in file.parameters for name, shape in one.hf.items()}
-            with shards.writing(self.job.target / name, layout) as append:
-                for one in file.parameters:
-                    self._copy(one, append)
-                    yield one.nbytes
+            name = shards.shard_name(file.number, self._count)
+            with shards.writing(self.job.target / name, self._layout(file)) as append:
+                for _, tensor in to_disk(self._tensors(file), self.job.weight_map):
+                    append(tensor)
+                    yield tensor.nbytes
+                    del tensor  # before the next one is read
 
-    def _copy(self, one: Parameter, append: Callable) -> None:
+    def _layout(self, file: _File) -> Layout:
+        plain = {name: (one.dtype, shape) for one in file.parameters for name, shape in one.hf.items()}
+        return disk_layout(plain, self.job.weight_map)
+
+    def _tensors(self, file: _File) -> Iterator[tuple[str, torch.Tensor]]:
+        for one in file.parameters:
+            yield from self._of(one)
+
+    def _of(self, one: Parameter) -> list[tuple[str, torch.Tensor]]:
         if isinstance(one.entry, ShardedTensor):
             tensor = self._read(one.entry).to(one.dtype)
         else:
@@ -75,8 +89,7 @@ class ToHuggingFace(Conversion):
             for piece in one.pieces(tensor):
                 piece.data.copy_(self._read(piece))
         views = tensor_merges.hf_views(one.rule, tensor, self.job.weight_map)
-        for view, shape in zip(views, one.hf.values(), strict=True):
-            append(view.reshape(shape))
+        return [(name, view.reshape(shape)) for view, (name, shape) in zip(views, one.hf.items(), strict=True)]
 
     def _reads(self, piece: ShardedTensor) -> list[ReadItem]:
         """Which chunks of the files hold parts of a piece; the layout that wrote them may have cut it anyhow."""
@@ -117,9 +130,22 @@ class ToHuggingFace(Conversion):
             largest = max(self.parameters, key=lambda one: one.nbytes)
             weights.copy_companions(self.job.companions, self.job.target, largest.dtype,
                                     weights.PLAIN | weights.without_left(self.job.weight_map))
-            names = [[name for one in file.parameters for name in one.hf] for file in self._files]
-            shards.write_index(self.job.target, names, sum(file.nbytes for file in self._files))
-        return len(self._files)
+            names, total = [[*self._layout(file)] for file in self._files], sum(file.nbytes for file in self._files)
+            if self._carried:
+                names, total = [*names, [*self._carried]], total + self._carry()
+            shards.write_index(self.job.target, names, total)
+        return self._count
+
+    def _carry(self) -> int:
+        """Write the last file, of what is no part of the model; its bytes."""
+        layout = {name: (tensor.dtype, [*tensor.shape]) for name, tensor in carried(self.job.companions,
+                                                                                  self.job.weight_map)}
+        total = 0
+        with shards.writing(self.job.target / shards.shard_name(self._count - 1, self._count), layout) as append:
+            for _, tensor in carried(self.job.companions, self.job.weight_map):
+                append(tensor)
+                total += tensor.nbytes
+        return total
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,14 +157,14 @@ class _File:
     nbytes: int
 
 
-def _filled(parameters: Sequence[Parameter], limit: int) -> list[_File]:
+def _filled(together: Sequence[list[Parameter]], limit: int) -> list[_File]:
     files = [_File(0, [], 0)]
-    for one in parameters:
-        last = files[-1]
-        if last.parameters and last.nbytes + one.nbytes > limit:
-            files.append(_File(len(files), [one], one.nbytes))
+    for several in together:
+        last, nbytes = files[-1], sum(one.nbytes for one in several)
+        if last.parameters and last.nbytes + nbytes > limit:
+            files.append(_File(len(files), several, nbytes))
         else:
-            files[-1] = _File(last.number, [*last.parameters, one], last.nbytes + one.nbytes)
+            files[-1] = _File(last.number, [*last.parameters, *several], last.nbytes + nbytes)
     return files
 
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from miles_core.errors import ConfigError
 from miles_megatron.mixture import Mixture, dense_mlp
-from miles_megatron.specs import Attention, ModelSpec, Rotary, Rule, WeightMap
+from miles_megatron.specs import Attention, ModelSpec, Packed, Rotary, Rule, WeightMap
 
 _SCALINGS = ("default", "linear", "llama3", "yarn")
 _NEVER = {
@@ -54,7 +55,7 @@ class Decoder:
         mixture: the mixtures of experts that some or all layers have for an MLP; see mixture.py.
         mlp: rules of the MLPs where they are neither these nor one dense MLP per layer.
         mixing: rules of the token mixers where they are not one attention per layer; the norms around them excepted.
-        left, left_counts: see WeightMap.
+        left, left_counts, renamed, packed, carried: see WeightMap.
     """
 
     hf: object
@@ -78,6 +79,9 @@ class Decoder:
     mixing: tuple[Rule, ...] | None = None
     left: tuple[str, ...] = ()
     left_counts: tuple[str, ...] = ()
+    renamed: tuple[tuple[str, str], ...] = ()
+    packed: tuple[Packed, ...] = ()
+    carried: tuple[str, ...] = ()
 
     def spec(self) -> ModelSpec:
         """The architecture."""
@@ -88,7 +92,7 @@ class Decoder:
             "num_attention_heads": hf.num_attention_heads,
             "num_query_groups": hf.num_key_value_heads,
             "kv_channels": head_dim(hf),
-            "ffn_hidden_size": hf.intermediate_size,
+            "ffn_hidden_size": getattr(hf, "intermediate_size", None) or self.mixture.width,
             "layernorm_epsilon": hf.rms_norm_eps,
             "normalization": "RMSNorm",
             "layernorm_zero_centered_gamma": self.zero_centred_norms,
@@ -126,7 +130,8 @@ class Decoder:
         return WeightMap(
             rules=tuple(rules), heads=hf.num_attention_heads, groups=hf.num_key_value_heads, head_dim=head_dim(hf),
             ignored=frozenset({"lm_head.weight"} if hf.tie_word_embeddings else ()), tied=bool(hf.tie_word_embeddings),
-            left=self.left, left_counts=self.left_counts,
+            left=self.left, left_counts=self.left_counts, renamed=self.renamed, packed=self.packed,
+            carried=self.carried,
         )  # fmt: skip
 
     def _mlp(self, layers: tuple[int, ...]) -> tuple[Rule, ...]:
@@ -147,6 +152,8 @@ class Decoder:
             mixing.append(qkv("bias"))
         if self.qk_norm or self.wide_qk_norm:
             mixing += [same(f"self_attention.{x}_layernorm.weight", f"self_attn.{x}_norm.weight") for x in "qk"]
+        if any(one.sinks for one in self.attention):
+            mixing.append(same("self_attention.core_attention.sinks", "self_attn.sinks"))
         mixing.append(same("self_attention.linear_proj.weight", "self_attn.o_proj.weight"))
         if self.linear_bias:
             mixing.append(same("self_attention.linear_proj.bias", "self_attn.o_proj.bias"))
@@ -270,6 +277,14 @@ def head_dim(hf) -> int:
 def source(hf) -> str:
     """Where a config was read, for messages."""
     return getattr(hf, "_name_or_path", "") or "config.json"
+
+
+def stored_names(hf) -> frozenset[str]:
+    """Names of the tensors of the checkpoint that a config was read from; none where that has no weights."""
+    from miles_megatron.shards import tensor_files
+
+    folder = Path(source(hf))
+    return frozenset(tensor_files(folder)) if any(folder.glob("*.safetensors")) else frozenset()
 
 
 def _unsupported(hf, what: str, got: object) -> ConfigError:

@@ -14,6 +14,21 @@ _OURS, _THEIRS = "decoder.layers.{layer}.self_attention.", "model.layers.{layer}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Indexer:
+    """Which keys a query attends to: those of the highest scores, of small heads of their own (DeepSeek-V3.2,
+    arXiv:2512.02556). Its parameters get no gradient of a loss and stay as they are.
+
+    Args:
+        heads, size: of the small heads, and channels of one, of which the first are turned.
+        chosen: keys of a query.
+    """
+
+    heads: int
+    size: int
+    chosen: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Latent:
     """Sizes of latent attention; as `Attention.mixer` it makes the layers' module.
 
@@ -27,6 +42,7 @@ class Latent:
         value: channels of a value's head.
         epsilon: of the norms of both latents.
         bias: the projections to the latents and of the output have biases.
+        indexer: queries see some keys alone; None for all before them.
     """
 
     query_rank: int | None
@@ -36,6 +52,7 @@ class Latent:
     value: int
     epsilon: float = 1e-6
     bias: bool = False
+    indexer: Indexer | None = None
 
     @property
     def head_dim(self) -> int:
@@ -53,9 +70,10 @@ class Latent:
 
     def __call__(self, config, attention, rope, modules):
         """See specs.Attention.mixer."""
-        from miles_megatron.latent_attention import spec
+        from miles_megatron import latent_attention, sparse_latent
 
-        return spec(self, config, attention, rope, modules)
+        made = latent_attention if self.indexer is None else sparse_latent
+        return made.spec(self, config, attention, rope, modules)
 
     def rules(self, layers: tuple[int, ...]) -> tuple[Rule, ...]:
         """Of the layers' attention, under the names that checkpoints share since DeepSeek-V2."""
@@ -64,6 +82,10 @@ class Latent:
         pairs += [("kv_down", "kv_a_proj_with_mqa"), ("kv_norm", "kv_a_layernorm"), ("kv_up", "kv_b_proj"),
                   ("linear_proj", "o_proj")]
         biased = {"q_down", "kv_down", "linear_proj"} if self.bias else set()
+        if self.indexer is not None:
+            pairs += [("indexer.q_up", "indexer.wq_b"), ("indexer.key", "indexer.wk"),
+                      ("indexer.norm", "indexer.k_norm"), ("indexer.share", "indexer.weights_proj")]
+            biased.add("indexer.norm")
         return tuple(
             Rule(f"{_OURS}{ours}.{kind}", (f"{_THEIRS}{theirs}.{kind}",), layers=layers)
             for ours, theirs in pairs for kind in ("weight", *(["bias"] if ours in biased else []))

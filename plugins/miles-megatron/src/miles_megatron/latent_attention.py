@@ -84,20 +84,28 @@ class LatentAttention(MegatronModule):
         Raises:
             ValueError: rows that are not packed, where the core attention takes no others.
         """
-        heads = self._heads(hidden_states)
+        query = hidden_states if self.latent.query_rank is None else self.q_norm(self.q_down(hidden_states))
+        heads, more = self._heads(hidden_states, query), self._more(hidden_states, query)
         if packed_seq_params is not None:
             heads = [x.squeeze(1) for x in heads]
 
         def attend(query, key, value):
-            return self.core_attention(query, key, value, attention_mask, packed_seq_params=packed_seq_params)
+            return self.core_attention(query, key, value, attention_mask, packed_seq_params=packed_seq_params, **more)
 
         out = tensor_parallel.checkpoint(attend, False, *heads) if self.again and self.training else attend(*heads)
         return self.linear_proj(out if packed_seq_params is None else out[:, None])
 
-    def _heads(self, hidden: torch.Tensor) -> list[torch.Tensor]:
-        """[rows, b, H] -> q and k [s, b, n, turned + plain], v [s, b, n, value], n this rank's heads."""
+    def _more(self, hidden: torch.Tensor, query: torch.Tensor) -> dict[str, torch.Tensor]:
+        """What the core attention is told beside queries, keys and values."""
+        return {}
+
+    def _heads(self, hidden: torch.Tensor, query: torch.Tensor) -> list[torch.Tensor]:
+        """[rows, b, H] -> q and k [s, b, n, turned + plain], v [s, b, n, value], n this rank's heads.
+
+        Args:
+            query: [rows, b, ...], what queries are made of: their latent or the hidden states.
+        """
         latent = self.latent
-        query = hidden if latent.query_rank is None else self.q_norm(self.q_down(hidden))
         query = self.q_up(query)[0].unflatten(-1, (-1, latent.head_dim))
         plain, turned = query.split((latent.plain, latent.turned), -1)
         query = torch.cat((turned, plain), -1)

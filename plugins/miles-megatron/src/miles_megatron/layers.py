@@ -145,3 +145,20 @@ class GeGLU(MegatronModule):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         gate, up = x.chunk(2, -1)
         return F.gelu(gate, approximate="tanh") * up
+
+
+class ClampedSwiGLU(MegatronModule):
+    """gpt-oss's activation of a gated MLP: gate x sigmoid(1.702 gate) x (up + offset), both halves clamped before.
+
+    The limit is the config's `activation_func_clamp_value`, of the gate from above and of up on both sides; the offset
+    is its `glu_linear_offset`.
+    """
+
+    SLOPE = 1.702
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., 2 F] -> [..., F]."""
+        gate, up = x.chunk(2, -1)
+        limit = self.config.activation_func_clamp_value
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        return (up + self.config.glu_linear_offset) * (gate * torch.sigmoid(gate * self.SLOPE))

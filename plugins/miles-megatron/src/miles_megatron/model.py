@@ -152,8 +152,9 @@ _INTERLEAVED = {"overlap_p2p_comm": True, "batch_p2p_comm": False, "deallocate_p
 """With two stages both neighbours are the same rank, and batched p2p mixes them up. What overlapping sends still read,
 Megatron-core 0.16 would free (its pull request 4047 fixes that): the next stage got whatever came to lie there."""
 
-_ACTIVATIONS = {"silu": F.silu, "gelu_pytorch_tanh": F.gelu}
-"""Of ModelSpec.activation: the function that Megatron's config names; Transformer Engine's GELU is the tanh one."""
+_ACTIVATIONS = {"silu": F.silu, "gelu_pytorch_tanh": F.gelu, "clamped_swiglu": F.silu}
+"""Of ModelSpec.activation: the function that Megatron's config names, of those that it takes; a layer computes what its
+module does. Transformer Engine's GELU is the tanh one."""
 
 _DEFAULTS = {
     "hidden_dropout": 0.0,
@@ -214,8 +215,21 @@ def build(config: TransformerConfig, spec: ModelSpec, vp_stage: int | None = Non
         vp_stage=vp_stage,
     )
     model.embedding_scale = spec.embedding_scale
+    if config.num_moe_experts and config.expert_tensor_parallel_size != config.tensor_model_parallel_size:
+        _apart(model)
     if config.transformer_impl == TRANSFORMER_ENGINE:
         from miles_megatron import te
 
         te.mark(model.named_parameters())
     return model
+
+
+def _apart(model: LanguageModel) -> None:
+    """Mark experts as cut by ranks of their own, and so reduced over these.
+
+    Megatron does where experts are spread over ranks; without that they have as much to do with other groups than the
+    dense layers' as soon as they are cut otherwise.
+    """
+    for name, parameter in model.named_parameters():
+        if ".mlp.experts." in name:
+            parameter.allreduce, parameter.sequence_parallel = False, False

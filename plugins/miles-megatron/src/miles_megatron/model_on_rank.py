@@ -16,7 +16,7 @@ from miles_core.plugins.bind import Hooks
 from miles_core.plugins.resolve import chosen
 from miles_core.reading import reading
 from miles_core.stages.models import Model
-from miles_megatron import cpu, gradients, optimizer, unread, value, weights
+from miles_megatron import cpu, gradients, hf_config, optimizer, unread, value, weights
 from miles_megatron.config_overrides import check_architecture, overrides_for
 from miles_megatron.layout import Layout
 from miles_megatron.model import ALWAYS_OFF, LOCAL_ONLY_OFF, build, transformer_config
@@ -204,10 +204,8 @@ def architecture(folder: Path, config: RunConfig, hooks: Hooks):
     Raises:
         ConfigError: no enabled plugin does; of the actor the plan has seen to it (plugins/resolve.py).
     """
-    from transformers import AutoConfig
-
     with reading(f"{folder}/config.json", CheckpointError):
-        hf = AutoConfig.from_pretrained(folder, local_files_only=True)
+        hf = hf_config.read(folder)
     ours = Path(config.checkpoint.hf_checkpoint) == folder
     name = (ours and config.model.model_name) or hf.model_type
     if name not in hooks.model_spec:

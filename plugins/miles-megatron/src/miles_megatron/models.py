@@ -8,6 +8,7 @@ activations and buffers. A model that trains (a critic) or has another architect
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +22,7 @@ from miles_core.stages.models import Model
 from miles_core.stages.step import Resume
 from miles_core.types import Rank
 from miles_megatron import cpu, weights
+from miles_megatron.disk_names import carried
 from miles_megatron.layout import layout_of
 from miles_megatron.model_on_rank import ModelOnRank, architecture, checkpoints
 
@@ -163,5 +165,6 @@ class Models:
 
     def export(self, folder: Path, stream: Iterator[tuple[str, torch.Tensor]]) -> None:
         """The actor's stream as a Hugging Face directory; one rank writes it."""
-        weights.export_hf(folder, self.actor.folder, stream,
+        whole = itertools.chain(stream, carried(self.actor.folder, self.actor.weight_map))
+        weights.export_hf(folder, self.actor.folder, whole,
                           config=weights.PLAIN | weights.without_left(self.actor.weight_map))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from miles_core.errors import ConfigError
 from miles_megatron import cpu, layers
@@ -53,11 +53,13 @@ class LayerModules:
 def packed_attention(_config: TransformerConfig, attention: Attention, rope: Rope) -> ModuleSpec:
     """Ours, which needs nothing but torch."""
     return ModuleSpec(module=PackedAttention,
-                      params={"rope": rope, "window": attention.window, "softcap": attention.softcap})
+                      params={"rope": rope, "window": attention.window, "softcap": attention.softcap,
+                              "sinks": attention.sinks})
 
 
 OURS = LayerModules(ColumnParallelLinear, RowParallelLinear, layers.Norm,
-             {"silu": layers.SwiGLU, "gelu_pytorch_tanh": layers.GeGLU}, packed_attention)
+             {"silu": layers.SwiGLU, "gelu_pytorch_tanh": layers.GeGLU, "clamped_swiglu": layers.ClampedSwiGLU},
+             packed_attention)
 
 
 def implementation(wanted: str | None, bf16: bool) -> str:
@@ -95,12 +97,20 @@ def modules_of(config: TransformerConfig) -> LayerModules:
 def fits(config: TransformerConfig, attention: Attention) -> bool:
     """Whether Transformer Engine's fused attention computes this; else PackedAttention does, between its layers.
 
-    The kernels are for 16 bits, cap no scores, turn without a magnitude, and have no window where keys travel between
-    context-parallel ranks.
+    The kernels are for 16 bits, cap no scores, turn without a magnitude, are called without sinks, and have no window
+    where keys travel between context-parallel ranks.
     """
     windowed = attention.window is not None and config.context_parallel_size > 1
     wanted = config.attention_backend != AttnBackend.local and attention.rotary.magnitude == 1
-    return wanted and config.bf16 and attention.softcap is None and not windowed
+    return wanted and config.bf16 and attention.softcap is None and not attention.sinks and not windowed
+
+
+class _OwnedRow(RowParallelLinear):
+    """A row-parallel layer whose output is no view: Megatron adds an expert's bias to it in place."""
+
+    def forward(self, x):
+        output, bias = super().forward(x)
+        return output.clone(), bias
 
 
 def layer(config: TransformerConfig, spec: ModelSpec, sparse: bool, attention: Attention, rope: Rope,
@@ -139,6 +149,8 @@ def layer(config: TransformerConfig, spec: ModelSpec, sparse: bool, attention: A
         return made
     mixture = inside.mlp.submodules
     mixture.experts.submodules = mixture.shared_experts.submodules = dense
+    if config.add_bias_linear and modules.row is RowParallelLinear:
+        mixture.experts.submodules = replace(dense, linear_fc2=_OwnedRow)
     if config.moe_grouped_gemm and modules.grouped is not None:
         together, fc1, fc2 = modules.grouped
         grouped = MLPSubmodules(linear_fc1=fc1, linear_fc2=fc2, activation_func=activation)

@@ -64,6 +64,8 @@ class MegatronOptions(Surface):
         kind, value = _type(field), assignment.value
         if kind.startswith("list") and not isinstance(value, list):
             value = [value]
+        if kind.startswith("list[int]"):  # Megatron-LM's --window-size 128,0
+            value = [one for each in value for one in (each.split(",") if isinstance(each, str) else [each])]
         if isinstance(value, str) and kind.startswith("int") and value.startswith(("[", "(")):
             value, kind = flags.layer_pattern(value), "list[int]"
         option = Option("megatron", name, kind, field.default, field.help)

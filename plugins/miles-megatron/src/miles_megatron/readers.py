@@ -38,6 +38,10 @@ class Readers:
     def tensor(self, name: str) -> torch.Tensor:
         return self._reader(name).get_tensor(name)
 
+    def row(self, name: str, number: int) -> torch.Tensor:
+        """One entry along a tensor's first axis, the others unread."""
+        return self._reader(name).get_slice(name)[number]
+
 
 def _open(file: Path):
     try:

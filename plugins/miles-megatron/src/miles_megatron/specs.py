@@ -49,6 +49,8 @@ class Attention:
         rotary: their positions.
         window: keys that a query sees, its own included; None for all before it.
         softcap: scores become softcap x tanh(scores / softcap) before the mask (Gemma 2, arXiv:2408.00118).
+        sinks: each head has a number that counts among its scores and whose share is of no value (gpt-oss,
+            arXiv:2508.10925); a parameter of the core attention.
         mixer: makes the layer's token mixer where it is not Megatron's SelfAttention: latent attention, linear
             attention. Called with (config, this, rope, modules), all of module_specs.py; returns the ModuleSpec that
             takes the place of `self_attention`. A function of a module, which may import torch when it is called.
@@ -57,6 +59,7 @@ class Attention:
     rotary: Rotary
     window: int | None = None
     softcap: float | None = None
+    sinks: bool = False
     mixer: Callable[..., Any] | None = None
 
 
@@ -74,7 +77,7 @@ class ModelSpec:
         tied: the output layer is the embedding.
         max_positions: longest sequence that the checkpoint was made for.
         source: where this was read, for messages.
-        activation: of the gated MLP: "silu" or "gelu_pytorch_tanh".
+        activation: of the gated MLP: "silu", "gelu_pytorch_tanh" or "clamped_swiglu" (layers.ClampedSwiGLU).
         wide_qk_norm: the norms of q and k go over all heads together.
         post_norms: the outputs of attention and MLP pass a norm before they join the residual.
         embedding_scale: factor on the embedding's output.
@@ -117,6 +120,7 @@ class Rule:
         experts: how many experts have it; 0 for a parameter without expert.
         optional: a checkpoint may lack it, with all others of the same word or True; it then starts as it was drawn.
         sections: relative sizes of what is stacked in the tensor of the join "sections".
+        stacks: how many of the sections each of several such tensors has; empty for one tensor with all of them.
     """
 
     megatron: str
@@ -126,6 +130,32 @@ class Rule:
     experts: int = 0
     optional: bool | str = False
     sections: tuple[int, ...] = ()
+    stacks: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """One tensor of the files, [experts, ...], in the place of those that each expert of a layer has.
+
+    Args:
+        stored: end of its name.
+        parts: ends of the names that a rule has for an expert's tensors; `{expert}` counts from 0. Several lie in the
+            one tensor along their rows.
+        experts: how many.
+        transposed: a matrix of an expert is stored [inputs, outputs].
+        alternating: the rows of several parts take turns, rather than that one part follows the other.
+        within: beginnings of the names that have this form.
+        mxfp4: there may be two tensors of rounded numbers in its place (mxfp4.py), [experts, outputs, ...]; they are
+            read, not written.
+    """
+
+    stored: str
+    parts: tuple[str, ...]
+    experts: int
+    transposed: bool = False
+    alternating: bool = False
+    within: tuple[str, ...] = ("",)
+    mxfp4: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +170,10 @@ class WeightMap:
         left: beginnings of names of tensors that the model leaves in the checkpoint, which is announced: layers for
             drafting. A plugin that adds rules for them takes them in.
         left_counts: keys of config.json that count those layers; 0 in a checkpoint that is written without them.
+        renamed: (beginning of names in the rules, the same in the files), of a model that is a part of a larger one.
+        packed: tensors of the files that hold several of the rules'.
+        carried: beginnings of names of tensors that are no part of the model, such as a vision tower's: an export has
+            them as the checkpoint had.
     """
 
     rules: tuple[Rule, ...]
@@ -150,6 +184,9 @@ class WeightMap:
     tied: bool = False
     left: tuple[str, ...] = ()
     left_counts: tuple[str, ...] = ()
+    renamed: tuple[tuple[str, str], ...] = ()
+    packed: tuple[Packed, ...] = ()
+    carried: tuple[str, ...] = ()
 
 
 class Family(Protocol):

@@ -13,6 +13,7 @@ import torch
 
 from miles_core.errors import ConfigError
 from miles_megatron import cpu
+from miles_megatron.layers import ClampedSwiGLU
 from miles_megatron.module_specs import LayerModules, fits, packed_attention
 from miles_megatron.rope import Rope
 from miles_megatron.specs import Attention
@@ -39,7 +40,7 @@ def layer_modules() -> LayerModules:
                           "--transformer-impl local")
     return LayerModules(
         te.TEColumnParallelLinear, te.TERowParallelLinear, te.TENorm,
-        {"silu": Activation, "gelu_pytorch_tanh": Activation}, attention,
+        {"silu": Activation, "gelu_pytorch_tanh": Activation, "clamped_swiglu": ClampedSwiGLU}, attention,
         (TEGroupedMLP, te.TEColumnParallelGroupedLinear, te.TERowParallelGroupedLinear),
     )  # fmt: skip
 

@@ -9,29 +9,47 @@ import torch
 from miles_megatron.specs import Rule, WeightMap
 
 _STACKED = ("halves", "sections")
-"""One tensor of the checkpoint that is several, stacked along axis 0; each is cut among tensor-parallel ranks."""
+"""A tensor of the checkpoint that is several, stacked along axis 0; each is cut among tensor-parallel ranks."""
 
 
 def hf_shapes(rule: Rule, full: Sequence[int], weight_map: WeightMap) -> list[list[int]]:
     """Of the HF tensors that a whole parameter of shape `full` is made of."""
     full = list(full)
-    if rule.join in ("same", *_STACKED):
+    if rule.join == "same":
         return [full]
+    if rule.join in _STACKED:
+        sizes = list(map(sum, stacks(rule)))
+        return [[full[0] * size // sum(sizes), *full[1:]] for size in sizes]
     if rule.join == "rows":
         return [[full[0] // len(rule.hf), *full[1:]] for _ in rule.hf]
     queries = weight_map.heads * (2 if rule.join == "qkv_gate" else 1)
     return [[count * weight_map.head_dim, *full[1:]] for count in (queries, weight_map.groups, weight_map.groups)]
 
 
-def pieces(rule: Rule, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """What of one tensor of the checkpoint, or of a rank's part of it, is cut among tensor-parallel ranks by itself.
+def stacks(rule: Rule) -> list[tuple[int, ...]]:
+    """Relative sizes of what is stacked in each tensor of a rule of the joins "halves" and "sections"."""
+    sections, sizes = rule.sections or (1, 1), []
+    for count in rule.stacks or (len(sections),):
+        sizes.append(sections[:count])
+        sections = sections[count:]
+    return sizes
+
+
+def pieces(rule: Rule, tensor: torch.Tensor, number: int = 0) -> tuple[torch.Tensor, ...]:
+    """What of a tensor of the checkpoint, or of a rank's part of it, is cut among tensor-parallel ranks by itself.
+
+    Args:
+        number: which of the rule's tensors it is.
 
     Raises:
         ValueError: rows that the rule's sections do not share out evenly.
     """
     if rule.join not in _STACKED:
         return (tensor,)
-    shares = rule.sections or (1, 1)
+    return _sections(rule, tensor, stacks(rule)[number])
+
+
+def _sections(rule: Rule, tensor: torch.Tensor, shares: Sequence[int]) -> tuple[torch.Tensor, ...]:
     sizes, remainders = zip(*(divmod(share * len(tensor), sum(shares)) for share in shares), strict=True)
     if any(remainders):
         raise ValueError(f"{len(tensor)} rows of {rule.megatron} do not divide into the sections {shares}")
@@ -40,7 +58,10 @@ def pieces(rule: Rule, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 def whole(rule: Rule, parts: list[torch.Tensor]) -> list[torch.Tensor]:
     """The HF tensors, from the pieces of which `split` took them apart and which ranks have gathered."""
-    return [torch.cat(parts)] if rule.join in _STACKED else parts
+    if rule.join not in _STACKED:
+        return parts
+    left = iter(parts)
+    return [torch.cat([next(left) for _ in stack]) for stack in stacks(rule)]
 
 
 def join(rule: Rule, parts: list[torch.Tensor], weight_map: WeightMap) -> torch.Tensor:
@@ -59,15 +80,17 @@ def join(rule: Rule, parts: list[torch.Tensor], weight_map: WeightMap) -> torch.
 def split(rule: Rule, tensor: torch.Tensor, weight_map: WeightMap, ranks: int) -> tuple[torch.Tensor, ...]:
     """The inverse of `join`; `ranks` is among how many the parameter is cut."""
     if rule.join in _STACKED:
-        return pieces(rule, tensor)
+        return _sections(rule, tensor, [share for stack in stacks(rule) for share in stack])
     return tuple(view.reshape(-1, *tensor.shape[1:]) if rule.join.startswith("qkv") else view
                  for view in hf_views(rule, tensor, weight_map, ranks))
 
 
 def hf_views(rule: Rule, tensor: torch.Tensor, weight_map: WeightMap, ranks: int = 1) -> tuple[torch.Tensor, ...]:
     """Where the HF tensors lie in a parameter, or in its part of `ranks`: views with their elements in their order."""
-    if rule.join in ("same", *_STACKED):
+    if rule.join == "same":
         return (tensor,)
+    if rule.join in _STACKED:
+        return _sections(rule, tensor, list(map(sum, stacks(rule))))
     if rule.join == "rows":
         return tensor.chunk(len(rule.hf))
     size, groups = weight_map.head_dim, weight_map.groups // ranks

@@ -18,7 +18,7 @@ from miles_core.plugins.scan import offering
 from miles_core.reading import parse_json, reading
 from miles_core.record.publish import publish
 from miles_megatron import cpu, tensor_merges
-from miles_megatron.readers import Readers
+from miles_megatron.disk_names import PlainReaders, to_disk
 from miles_megatron.shards import few, shard_name, tensor_files, write_index, writing
 from miles_megatron.specs import Rule, WeightMap
 
@@ -59,10 +59,11 @@ def load_hf(folder: str | Path, model: Model, weight_map: WeightMap, *, but: fro
         CheckpointError: no safetensors there, a file that cannot be read, or names that are missing, unexpected or
             misshapen, all of them in one message and before anything was changed.
     """
-    files = tensor_files(Path(folder))
-    refuse_quantised(Path(folder))
+    read = PlainReaders(tensor_files(Path(folder)), weight_map)
+    if not any(place.scales for place in read.places.values()):
+        refuse_quantised(Path(folder))
     parameters = global_parameters(model)
-    if fresh := lacking(weight_map, files) - but:
+    if fresh := lacking(weight_map, read.places) - but:
         if dist.get_rank() == 0:
             logger.warning("%s holds no tensors for %s: these keep their random initialisation",
                            folder, few(sorted(fresh), 4))
@@ -74,18 +75,19 @@ def load_hf(folder: str | Path, model: Model, weight_map: WeightMap, *, but: fro
     if unmapped := sorted(parameters.keys() - rules.keys() - but):
         raise ConfigError("no rule of the weight map fills these parameters", got=few(unmapped),
                           fix="add rules to the family's weight_map")
-    announce_left(folder, files, expected, weight_map)
-    check_tied(folder, files, weight_map)
+    announce_left(folder, read.places, expected, weight_map)
     wanted = {ours: rules[ours] for ours in rules if ours in parameters}
-    with Readers(files) as read:
+    with read:
+        check_tied(folder, read, weight_map)
         shapes = {name: shape for ours, (rule, names) in wanted.items()
                   for name, shape in zip(names, hf_shapes(rule, parameters[ours], weight_map), strict=True)}
-        check_fit(folder, files.keys(), expected, weight_map, shapes, read.shape)
+        check_fit(folder, read.places.keys(), expected, weight_map, shapes, read.shape)
         with torch.no_grad():
             for ours, (rule, names) in wanted.items():
                 parameter = parameters[ours]
                 shards = [_shard(piece, parameter)
-                          for name in names for piece in tensor_merges.pieces(rule, read.tensor(name))]
+                          for i, name in enumerate(names)
+                          for piece in tensor_merges.pieces(rule, read.tensor(name), i)]
                 parameter.copy_(tensor_merges.join(rule, shards, weight_map))
 
 
@@ -129,7 +131,7 @@ def check_fit(folder: str | Path, present: Collection[str], expected: Collection
     problems = {
         "missing": sorted(set(expected) - set(present)),
         "unexpected": sorted(name for name in present if name not in known and "rotary_emb" not in name
-                             and not name.startswith(weight_map.left)),
+                             and not name.startswith((*weight_map.left, *weight_map.carried))),
         "misshapen": [f"{name} {got} where the config says {wanted}" for name, wanted in shapes.items()
                       if name in present and (got := shape(name)) != wanted],
     }
@@ -150,19 +152,17 @@ def announce_left(folder: str | Path, present: Collection[str], expected: Collec
                        known_by())
 
 
-def check_tied(folder: str | Path, files: dict[str, Path], weight_map: WeightMap) -> None:
+def check_tied(folder: str | Path, read: PlainReaders, weight_map: WeightMap) -> None:
     """
     Raises:
         CheckpointError: config.json ties the output layer to the embedding, and the files hold two that differ.
     """
     head, embedding = "lm_head.weight", "model.embed_tokens.weight"
-    if not (weight_map.tied and {head, embedding} <= files.keys()):
-        return
-    with Readers(files) as read:
-        if not torch.equal(read.tensor(head), read.tensor(embedding)):
-            raise CheckpointError("config.json ties the output layer to the embedding, and the files hold two that "
-                                  "differ", got=head, who=str(folder), fix="set tie_word_embeddings to false in "
-                                  "config.json to train both, or remove lm_head.weight from the files")
+    if weight_map.tied and {head, embedding} <= read.places.keys() and (
+            not torch.equal(read.tensor(head), read.tensor(embedding))):
+        raise CheckpointError("config.json ties the output layer to the embedding, and the files hold two that "
+                              "differ", got=head, who=str(folder), fix="set tie_word_embeddings to false in "
+                              "config.json to train both, or remove lm_head.weight from the files")
 
 
 def without_left(weight_map: WeightMap) -> dict[str, object]:
@@ -185,6 +185,11 @@ def hf_stream(model: Model, weight_map: WeightMap) -> Iterator[tuple[str, torch.
     so that every rank sees all of them, one at a time. Tensors are detached and, where a view does, share memory with
     the model: copy what must outlive a step.
     """
+    return to_disk(_stream(model, weight_map), weight_map)
+
+
+def _stream(model: Model, weight_map: WeightMap) -> Iterator[tuple[str, torch.Tensor]]:
+    """The same by the names of the rules."""
     parameters = global_parameters(model)
     owners = _owners(parameters, weight_map)
     for ours, rule, names in instances(weight_map):

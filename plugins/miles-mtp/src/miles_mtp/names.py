@@ -151,8 +151,9 @@ def _present(folder: Path) -> Collection[str]:
 def _own_layers(folder: Path) -> int:
     path = folder / "config.json"
     try:
-        return int(parse_json(path.read_text(encoding="utf-8"))["num_hidden_layers"])
-    except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
+        hf_config = parse_json(path.read_text(encoding="utf-8"))
+        return int(hf_config.get("text_config", hf_config)["num_hidden_layers"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise ConfigError("config.json does not say how many layers the model has", got=str(error), who=str(path),
                           fix="fetch the checkpoint again") from error
 

@@ -1,14 +1,16 @@
-"""DeepSeek-V3 (arXiv:2412.19437), GLM-4.5 to 4.7 (arXiv:2508.06471), GLM-4.7-Flash and MiniMax-M2.
+"""DeepSeek-V3 (arXiv:2412.19437), Kimi K2 (arXiv:2507.20534), GLM-4.5 to 5 (arXiv:2508.06471) and MiniMax-M2.
 
 Their routers have sigmoid scores and a bias that has a say in the choice of experts alone.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from miles_megatron.decoder import Decoder, every_layer, refuse, rotary, yarn_magnitude
-from miles_megatron.latent import Latent
+from miles_megatron.hf_config import read_as
+from miles_megatron.latent import Indexer, Latent
 from miles_megatron.mixture import Mixture, Names, after
 from miles_megatron.specs import Attention
 
@@ -33,6 +35,25 @@ def deepseek_v3(hf: Any) -> Decoder:
     return _latent(hf, after(hf.num_hidden_layers, hf.first_k_dense_replace))
 
 
+def kimi_k2(hf: Any) -> Decoder:
+    """DeepSeek-V3 with experts in one group; transformers has it under no name of its own.
+
+    Raises:
+        ConfigError: as `deepseek_v3`.
+    """
+    return deepseek_v3(read_as(hf, "deepseek_v3"))
+
+
+def kimi_k25(hf: Any) -> Decoder:
+    """Kimi K2 as the text model beside a vision tower, which is left as it is.
+
+    Raises:
+        ConfigError: as `deepseek_v3`.
+    """
+    inside = tuple((name, f"language_model.{name}") for name in ("model.", "lm_head."))
+    return replace(deepseek_v3(hf.text_config), renamed=inside, carried=("vision_tower.", "mm_projector."))
+
+
 def glm4_moe_lite(hf: Any) -> Decoder:
     """GLM-4.7-Flash: DeepSeek-V3 whose dense layers are named one by one.
 
@@ -40,6 +61,17 @@ def glm4_moe_lite(hf: Any) -> Decoder:
         ConfigError: as `deepseek_v3`.
     """
     return _latent(hf, tuple(n for n, kind in enumerate(hf.mlp_layer_types) if kind == "sparse"))
+
+
+def glm_moe_dsa(hf: Any) -> Decoder:
+    """GLM-5: GLM-4.7-Flash's latent attention, in which an indexer chooses the keys of a query.
+
+    Raises:
+        ConfigError: as `deepseek_v3`; layers that take over the choice of the one before.
+    """
+    refuse(hf, indexer_types=["full"] * hf.num_hidden_layers, mlp_bias=False)
+    indexer = Indexer(heads=hf.index_n_heads, size=hf.index_head_dim, chosen=hf.index_topk)
+    return _latent(hf, tuple(n for n, kind in enumerate(hf.mlp_layer_types) if kind == "sparse"), indexer)
 
 
 def glm4_moe(hf: Any) -> Decoder:
@@ -72,13 +104,15 @@ def minimax_m2(hf: Any) -> Decoder:
                    mixture=mixture, **_drafting(hf, "num_mtp_modules"))
 
 
-def _latent(hf: Any, sparse: tuple[int, ...]) -> Decoder:
-    refuse(hf, hidden_act="silu", num_key_value_heads=hf.num_attention_heads)
+def _latent(hf: Any, sparse: tuple[int, ...], indexer: Indexer | None = None) -> Decoder:
+    refuse(hf, hidden_act="silu", num_key_value_heads=hf.num_attention_heads, scoring_func="sigmoid",
+           topk_method="noaux_tc")
     latent = Latent(
         query_rank=hf.q_lora_rank, rank=hf.kv_lora_rank, plain=hf.qk_nope_head_dim, turned=hf.qk_rope_head_dim,
-        value=hf.v_head_dim, bias=bool(hf.attention_bias),
+        value=hf.v_head_dim, bias=bool(hf.attention_bias), indexer=indexer,
     )  # fmt: skip
-    rope = rotary(hf, fraction=latent.turned / latent.head_dim, interleaved=bool(hf.rope_interleave))
+    neighbours = indexer is not None or bool(hf.rope_interleave)
+    rope = rotary(hf, fraction=latent.turned / latent.head_dim, interleaved=neighbours)
     parameters, layers = hf.rope_parameters, tuple(range(hf.num_hidden_layers))
     stretched = (parameters.get("mscale_all_dim") or 0) * (rope.scaling != "default")
     scale = latent.head_dim**-0.5 * yarn_magnitude(rope.factor, stretched) ** 2

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class SpecsMoe:
-    """DeepSeek-V3, GLM-4.5 and MiniMax-M2 for the Megatron trainer."""
+    """DeepSeek-V3, Kimi K2, GLM-4.5 to 5 and MiniMax-M2 for the Megatron trainer."""
 
     @hookimpl("model_spec", name="deepseek_v3")
     def deepseek_v3(self, hf_config: Any) -> Family:
@@ -21,6 +21,24 @@ class SpecsMoe:
         from miles_specs_moe.families import deepseek_v3
 
         return DecoderFamily(deepseek_v3)
+
+    @hookimpl("model_spec", name="kimi_k2")
+    def kimi_k2(self, hf_config: Any) -> Family:
+        """Kimi K2."""
+        from miles_megatron.decoder import DecoderFamily
+
+        from miles_specs_moe.families import kimi_k2
+
+        return DecoderFamily(kimi_k2)
+
+    @hookimpl("model_spec", name="kimi_k25")
+    def kimi_k25(self, hf_config: Any) -> Family:
+        """The text model of Kimi K2.5."""
+        from miles_megatron.decoder import DecoderFamily
+
+        from miles_specs_moe.families import kimi_k25
+
+        return DecoderFamily(kimi_k25)
 
     @hookimpl("model_spec", name="glm4_moe")
     def glm4_moe(self, hf_config: Any) -> Family:
@@ -39,6 +57,15 @@ class SpecsMoe:
         from miles_specs_moe.families import glm4_moe_lite
 
         return DecoderFamily(glm4_moe_lite)
+
+    @hookimpl("model_spec", name="glm_moe_dsa")
+    def glm_moe_dsa(self, hf_config: Any) -> Family:
+        """GLM-5."""
+        from miles_megatron.decoder import DecoderFamily
+
+        from miles_specs_moe.families import glm_moe_dsa
+
+        return DecoderFamily(glm_moe_dsa)
 
     @hookimpl("model_spec", name="minimax_m2")
     def minimax_m2(self, hf_config: Any) -> Family:

@@ -1,10 +1,13 @@
-"""Qwen2 (arXiv:2407.10671) and Qwen2.5 (arXiv:2412.15115)."""
+"""Qwen2 (arXiv:2407.10671), Qwen2.5 (arXiv:2412.15115), their mixture of experts, and MiMo (arXiv:2505.07608)."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from miles_megatron.decoder import Decoder, by_layer_type, refuse, rotary
+from miles_megatron.hf_config import read_as
+from miles_megatron.mixture import Mixture, Names
 from miles_megatron.specs import Attention
 
 
@@ -18,3 +21,34 @@ def qwen2(hf: Any) -> Decoder:
     rope = rotary(hf)
     kinds = {"full_attention": Attention(rope), "sliding_attention": Attention(rope, window=hf.sliding_window)}
     return Decoder(hf=hf, attention=by_layer_type(hf, kinds), qkv_bias=True)
+
+
+def qwen2_moe(hf: Any) -> Decoder:
+    """Qwen2 with experts in some or all layers, beside one that every token passes by a gate of its own.
+
+    Raises:
+        ConfigError: as `qwen2`.
+    """
+    # transformers' Qwen2MoeDecoderLayer
+    sparse = tuple(layer for layer in range(hf.num_hidden_layers)
+                   if layer not in hf.mlp_only_layers and (layer + 1) % hf.decoder_sparse_step == 0)
+    mixture = Mixture(
+        layers=hf.num_hidden_layers, sparse=sparse, experts=hf.num_experts, chosen=hf.num_experts_per_tok,
+        width=hf.moe_intermediate_size, shared=hf.shared_expert_intermediate_size, normalised=hf.norm_topk_prob,
+        names=Names(shared="mlp.shared_expert.", shared_gate="mlp.shared_expert_gate.weight"),
+    )  # fmt: skip
+    return replace(qwen2(hf), qkv_bias=bool(hf.qkv_bias), mixture=mixture)
+
+
+def mimo(hf: Any) -> Decoder:
+    """Qwen2 with layers for drafting, under a name that transformers does not know.
+
+    The release's own modeling file makes its MiMoForCausalLM of transformers' Qwen2 and nothing else.
+
+    Raises:
+        ConfigError: as `qwen2`; no biases on q, k and v.
+    """
+    qwen = read_as(hf, "qwen2")
+    refuse(qwen, attention_bias=True)
+    drafting = ("num_nextn_predict_layers",) if getattr(qwen, "num_nextn_predict_layers", 0) else ()
+    return replace(qwen2(qwen), left=("model.mtp_layers.",), left_counts=drafting)

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class SpecsQwen2:
-    """Qwen2 and Qwen2.5 for the Megatron trainer."""
+    """Qwen2, Qwen2.5, Qwen2-MoE and MiMo for the Megatron trainer."""
 
     @hookimpl("model_spec", name="qwen2")
     def qwen2(self, hf_config: Any) -> Family:
@@ -21,3 +21,21 @@ class SpecsQwen2:
         from miles_specs_qwen2.families import qwen2
 
         return DecoderFamily(qwen2)
+
+    @hookimpl("model_spec", name="qwen2_moe")
+    def qwen2_moe(self, hf_config: Any) -> Family:
+        """Qwen1.5-MoE and Qwen2-57B-A14B."""
+        from miles_megatron.decoder import DecoderFamily
+
+        from miles_specs_qwen2.families import qwen2_moe
+
+        return DecoderFamily(qwen2_moe)
+
+    @hookimpl("model_spec", name="mimo")
+    def mimo(self, hf_config: Any) -> Family:
+        """MiMo-7B."""
+        from miles_megatron.decoder import DecoderFamily
+
+        from miles_specs_qwen2.families import mimo
+
+        return DecoderFamily(mimo)

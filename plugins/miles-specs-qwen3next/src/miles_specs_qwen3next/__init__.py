@@ -1,1 +1,1 @@
-"""Qwen3-Next for the Megatron trainer."""
+"""Qwen3-Next, Qwen3.5 and Qwen3.6 for the Megatron trainer."""

@@ -1,14 +1,17 @@
-"""Qwen3-Next (the Qwen3-Next-80B-A3B release; gated delta networks: arXiv:2412.06464)."""
+"""Qwen3-Next (the Qwen3-Next-80B-A3B release; gated delta networks: arXiv:2412.06464), and Qwen3.5 and 3.6 after it."""
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
-from miles_megatron.decoder import Decoder, by_layer_type, refuse, rotary
+from miles_megatron.decoder import Decoder, by_layer_type, refuse, rotary, stored_names
 from miles_megatron.mixture import Mixture, Names
-from miles_megatron.specs import Attention, Rule
+from miles_megatron.specs import Attention, Packed, Rule
 
 _OURS, _THEIRS = "decoder.layers.{layer}.", "model.layers.{layer}."
+_INSIDE = ("model.", "model.language_model.")
+"""The text model's names, and the same beside a vision tower."""
 
 
 def qwen3_next(hf: Any) -> Decoder:
@@ -17,10 +20,36 @@ def qwen3_next(hf: Any) -> Decoder:
     Raises:
         ConfigError: biases, another activation, another kind of layer, an unknown scaling of the rope.
     """
+    return _decoder(hf, _gated_delta_net, gated_delta_net, _qwen3_next_mixture(hf), left=("mtp.",))
+
+
+def qwen3_5(hf: Any) -> Decoder:
+    """Qwen3-Next whose delta nets keep their projections apart, alone or beside a vision tower.
+
+    Experts, where there are any, are in all layers. Without images the three positions of the rope's sections are one.
+
+    Raises:
+        ConfigError: as `qwen3_next`.
+    """
+    names, text = stored_names(hf), copy.copy(hf.get_text_config())
+    text.tie_word_embeddings = hf.tie_word_embeddings
+    inside = any(name.startswith(_INSIDE[1]) for name in names) if names else text.model_type != hf.model_type
+    mixture = _mixture(text, tuple(range(text.num_hidden_layers)), True) if hasattr(text, "num_experts") else None
+    return _decoder(
+        text, _apart, stacked_gated_delta_net, mixture, left=("mtp.",), renamed=(_INSIDE,) if inside else (),
+        carried=("model.visual.",), packed=_packed(text, names) if mixture else (),
+    )  # fmt: skip
+
+
+def _decoder(hf: Any, rules: Any, delta_net: Any, mixture: Mixture | None, **more: Any) -> Decoder:
+    """
+    Args:
+        rules, delta_net: of the layers without attention: what their tensors are, and what makes their mixer.
+    """
     refuse(hf, attention_bias=False, hidden_act="silu")
     rope = rotary(hf, partial=True)
     kinds = {"full_attention": Attention(rope, mixer=gated_attention),
-             "linear_attention": Attention(rope, mixer=gated_delta_net)}
+             "linear_attention": Attention(rope, mixer=delta_net)}
     linear = [kind == "linear_attention" for kind in hf.layer_types]
     layers = {kind: tuple(i for i, one in enumerate(linear) if one is kind) for kind in (True, False)}
     constants = {
@@ -34,8 +63,8 @@ def qwen3_next(hf: Any) -> Decoder:
     }
     return Decoder(
         hf=hf, attention=by_layer_type(hf, kinds), zero_centred_norms=True, qk_norm=True,
-        mixing=(*_gated_delta_net(hf, layers[True]), *_gated_attention(layers[False])),
-        constants=constants, mixture=_mixture(hf), left=("mtp.",),
+        mixing=(*rules(hf, layers[True]), *_gated_attention(layers[False])),
+        constants=constants, mixture=mixture, **more,
     )  # fmt: skip
 
 
@@ -46,6 +75,13 @@ def gated_delta_net(config: Any, attention: Attention, rope: Any, modules: Any) 
     from miles_specs_qwen3next.mixer import GatedDeltaNet
 
     return ModuleSpec(module=GatedDeltaNet, params={"column": modules.column, "row": modules.row})
+
+
+def stacked_gated_delta_net(config: Any, attention: Attention, rope: Any, modules: Any) -> Any:
+    """The same where the projections' rows are not sorted by key heads."""
+    spec = gated_delta_net(config, attention, rope, modules)
+    spec.params["stacked"] = True
+    return spec
 
 
 def gated_attention(config: Any, attention: Attention, rope: Any, modules: Any) -> Any:
@@ -65,18 +101,34 @@ def gated_attention(config: Any, attention: Attention, rope: Any, modules: Any) 
     )  # fmt: skip
 
 
-def _mixture(hf: Any) -> Mixture | None:
-    """Qwen3-MoE's, and an expert that every token passes, by a gate of its own."""
+def _qwen3_next_mixture(hf: Any) -> Mixture | None:
     if not hf.num_experts:
         return None
     # transformers' Qwen3NextDecoderLayer
     sparse = tuple(layer for layer in range(hf.num_hidden_layers)
                    if layer not in hf.mlp_only_layers and (layer + 1) % hf.decoder_sparse_step == 0)
+    return _mixture(hf, sparse, hf.norm_topk_prob)
+
+
+def _mixture(hf: Any, sparse: tuple[int, ...], normalised: bool) -> Mixture:
+    """Qwen3-MoE's, and an expert that every token passes, by a gate of its own."""
     return Mixture(
         layers=hf.num_hidden_layers, sparse=sparse, experts=hf.num_experts, chosen=hf.num_experts_per_tok,
-        width=hf.moe_intermediate_size, shared=hf.shared_expert_intermediate_size, normalised=hf.norm_topk_prob,
+        width=hf.moe_intermediate_size, shared=hf.shared_expert_intermediate_size, normalised=normalised,
         names=Names(shared="mlp.shared_expert.", shared_gate="mlp.shared_expert_gate.weight"),
     )  # fmt: skip
+
+
+def _packed(hf: Any, names: frozenset[str]) -> tuple[Packed, ...]:
+    """The released checkpoints keep the experts of a layer in two tensors; those that transformers writes do not."""
+    both, down = (f"mlp.experts.{part}" for part in ("gate_up_proj", "down_proj"))
+    within = tuple(start for start in ("model.", "mtp.")
+                   if any(name.startswith(start) and name.endswith(both) for name in names))
+    if not within:
+        return ()
+    each = Names()
+    return (Packed(both, (each.gate, each.up), hf.num_experts, within=within),
+            Packed(down, (each.down,), hf.num_experts, within=within))
 
 
 def _gated_attention(layers: tuple[int, ...]) -> tuple[Rule, ...]:
@@ -92,11 +144,30 @@ def _gated_attention(layers: tuple[int, ...]) -> tuple[Rule, ...]:
 def _gated_delta_net(hf: Any, layers: tuple[int, ...]) -> tuple[Rule, ...]:
     """in_proj_* lie key head by key head already, and so are cut as they are."""
     ours, theirs = _OURS + "self_attention.", _THEIRS + "linear_attn."
-    key, value = (heads * size for heads, size in ((hf.linear_num_key_heads, hf.linear_key_head_dim),
-                                                   (hf.linear_num_value_heads, hf.linear_value_head_dim)))
     names = {"in_proj_qkvz.weight": "in_proj_qkvz.weight", "in_proj_ba.weight": "in_proj_ba.weight",
              "A_log": "A_log", "dt_bias": "dt_bias", "norm_weight": "norm.weight", "out_proj.weight": "out_proj.weight"}
     return (
         *(Rule(ours + mine, (theirs + name,), layers=layers) for mine, name in names.items()),
-        Rule(ours + "conv_weight", (theirs + "conv1d.weight",), "sections", layers, sections=(key, key, value)),
+        Rule(ours + "conv_weight", (theirs + "conv1d.weight",), "sections", layers, sections=_sizes(hf)),
     ) if layers else ()  # fmt: skip
+
+
+def _apart(hf: Any, layers: tuple[int, ...]) -> tuple[Rule, ...]:
+    """in_proj_qkv has all queries, then all keys and all values; gates and the heads' two numbers are on their own."""
+    ours, theirs = _OURS + "self_attention.", _THEIRS + "linear_attn."
+    sizes = _sizes(hf)
+    names = {"A_log": "A_log", "dt_bias": "dt_bias", "norm_weight": "norm.weight", "out_proj.weight": "out_proj.weight"}
+    return (
+        Rule(ours + "in_proj_qkvz.weight", tuple(f"{theirs}in_proj_{x}.weight" for x in ("qkv", "z")), "sections",
+             layers, sections=(*sizes, sizes[-1]), stacks=(3, 1)),
+        Rule(ours + "in_proj_ba.weight", tuple(f"{theirs}in_proj_{x}.weight" for x in "ba"), "rows", layers),
+        *(Rule(ours + mine, (theirs + name,), layers=layers) for mine, name in names.items()),
+        Rule(ours + "conv_weight", (theirs + "conv1d.weight",), "sections", layers, sections=sizes),
+    ) if layers else ()  # fmt: skip
+
+
+def _sizes(hf: Any) -> tuple[int, int, int]:
+    """Channels of all queries, keys and values of a delta net."""
+    key, value = (heads * size for heads, size in ((hf.linear_num_key_heads, hf.linear_key_head_dim),
+                                                   (hf.linear_num_value_heads, hf.linear_value_head_dim)))
+    return key, key, value

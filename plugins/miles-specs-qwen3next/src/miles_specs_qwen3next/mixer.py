@@ -56,15 +56,17 @@ class GatedDeltaNet(MegatronModule):
 
     Args:
         column, row: linear layers cut along their outputs and along their inputs (module_specs.LayerModules).
+        stacked: the projections' rows are all queries, then all keys, values, gates; otherwise key head by key head.
 
     Raises:
         ConfigError: key heads that do not divide among tensor-parallel ranks.
     """
 
     def __init__(self, config: TransformerConfig, layer_number: int, cp_comm_type: Any = None,
-                 pg_collection: Any = None, *, column: type, row: type, **_: Any):  # fmt: skip
+                 pg_collection: Any = None, *, column: type, row: type, stacked: bool = False,
+                 **_: Any):  # fmt: skip
         super().__init__(config)
-        self.layer_number = layer_number
+        self.layer_number, self.stacked = layer_number, stacked
         self.tensor_group = getattr(pg_collection, "tp", None) or parallel_state.get_tensor_model_parallel_group()
         self.context_group = getattr(pg_collection, "cp", None) or parallel_state.get_context_parallel_group()
         ranks = self.tensor_group.size()
@@ -108,11 +110,15 @@ class GatedDeltaNet(MegatronModule):
             raise ValueError("a gated delta net takes packed rows: without their boundaries its state would go from "
                              "one sequence to the next")
         qkvz, ba = (layer(hidden_states)[0][:, 0] for layer in (self.in_proj_qkvz, self.in_proj_ba))
-        each = self.heads // self.key_heads  # value heads that a key head serves
-        q, k, v, gate = qkvz.unflatten(1, (self.key_heads, -1)).split(
-            (self.key_size, self.key_size, each * self.size, each * self.size), 2)
-        b, a = ba.unflatten(1, (self.key_heads, -1)).split((each, each), 2)
-        rows = torch.cat([x.flatten(1) for x in (q, k, v, b, a)], 1)
+        if self.stacked:
+            qkv, gate = qkvz.split((sum(self.sections), self.sections[-1]), 1)
+            rows = torch.cat([qkv, ba], 1)
+        else:
+            each = self.heads // self.key_heads  # value heads that a key head serves
+            q, k, v, gate = qkvz.unflatten(1, (self.key_heads, -1)).split(
+                (self.key_size, self.key_size, each * self.size, each * self.size), 2)
+            b, a = ba.unflatten(1, (self.key_heads, -1)).split((each, each), 2)
+            rows = torch.cat([x.flatten(1) for x in (q, k, v, b, a)], 1)
         mixed = self._by_sequence(rows, packed_layout_of(packed_seq_params, rows, self.context_group))
         # A rank's heads give a part of the gradient of the norm that all heads share; this sums them.
         weight = copy_to_tensor_model_parallel_region(self.norm_weight, self.tensor_group)
@@ -156,15 +162,19 @@ class GatedDeltaNet(MegatronModule):
             own, prefix, dict.fromkeys(_CUT, 0), sharded_offsets, tp_group=self.tensor_group,
             dp_cp_group=metadata["dp_cp_group"],
         )  # fmt: skip
-        name = prefix + "conv_weight"
-        entries[name] = _apart(entries[name], self.sections)
         for child, module in self.named_children():
             entries |= sharded_state_dict_default(module, f"{prefix}{child}.", sharded_offsets, metadata,
                                                 tp_group=self.tensor_group)
+        stacked: dict[str, tuple[str, tuple[int, ...]]] = {"conv_weight": ("qkv", self.sections)}
+        if self.stacked:
+            stacked |= {"in_proj_qkvz.weight": ("qkvz", (*self.sections, self.sections[-1])),
+                        "in_proj_ba.weight": ("ba", (self.heads, self.heads))}
+        for name, (parts, sections) in stacked.items():
+            entries[prefix + name] = _apart(entries[prefix + name], parts, sections)
         return entries
 
 
-def _apart(entry: ShardedTensor, sections: tuple[int, ...]) -> ShardedTensorFactory:
+def _apart(entry: ShardedTensor, names: str, sections: tuple[int, ...]) -> ShardedTensorFactory:
     """A tensor of several that are each cut among ranks, as so many tensors of the checkpoint."""
     bare = entry.without_data()
 
@@ -174,7 +184,7 @@ def _apart(entry: ShardedTensor, sections: tuple[int, ...]) -> ShardedTensorFact
                         flattened_range=flattened_range)
         starts = (sum(sections[:i]) for i in range(len(sections)))
         parts = [whole.narrow(0, start, size)[0] for start, size in zip(starts, sections, strict=True)]
-        return [replace(part, key=f"{key}.{name}") for part, name in zip(parts, "qkv", strict=True)]
+        return [replace(part, key=f"{key}.{name}") for part, name in zip(parts, names, strict=True)]
 
     def merge(parts: list[torch.Tensor]) -> torch.Tensor:
         with torch.no_grad():

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class SpecsQwen3Next:
-    """Qwen3-Next for the Megatron trainer."""
+    """Qwen3-Next, Qwen3.5 and Qwen3.6 for the Megatron trainer."""
 
     @hookimpl("model_spec", name="qwen3_next")
     def qwen3_next(self, hf_config: Any) -> Family:
@@ -21,3 +21,31 @@ class SpecsQwen3Next:
         from miles_specs_qwen3next.families import qwen3_next
 
         return DecoderFamily(qwen3_next)
+
+    @hookimpl("model_spec", name="qwen3_5")
+    def qwen3_5(self, hf_config: Any) -> Family:
+        """Qwen3.5 and 3.6, dense, of the release with a vision tower."""
+        return _qwen3_5()
+
+    @hookimpl("model_spec", name="qwen3_5_text")
+    def qwen3_5_text(self, hf_config: Any) -> Family:
+        """The same, of text alone."""
+        return _qwen3_5()
+
+    @hookimpl("model_spec", name="qwen3_5_moe")
+    def qwen3_5_moe(self, hf_config: Any) -> Family:
+        """Qwen3.5 and 3.6 with experts, of the release with a vision tower."""
+        return _qwen3_5()
+
+    @hookimpl("model_spec", name="qwen3_5_moe_text")
+    def qwen3_5_moe_text(self, hf_config: Any) -> Family:
+        """The same, of text alone."""
+        return _qwen3_5()
+
+
+def _qwen3_5() -> Family:
+    from miles_megatron.decoder import DecoderFamily
+
+    from miles_specs_qwen3next.families import qwen3_5
+
+    return DecoderFamily(qwen3_5)

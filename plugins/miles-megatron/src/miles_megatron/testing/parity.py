@@ -64,6 +64,10 @@ class Case:
         config: keys of config.json in which it differs from TINY.
         notes: what is special about it.
         loose: ends of names of tensors whose gradients may differ by LOOSE.
+        like: the model_type that transformers computes the model as, where it has none of the family's.
+        inside: beginning of the names of the model's tensors in a checkpoint of a larger model, whose config.json has
+            the keys below text_config.
+        flags: more of the run on two ranks.
     """
 
     family: str
@@ -71,6 +75,15 @@ class Case:
     config: dict[str, object] = field(default_factory=dict)
     notes: str = ""
     loose: tuple[str, ...] = ()
+    like: str = ""
+    inside: str = ""
+    flags: tuple[str, ...] = ()
+
+    @property
+    def text(self) -> dict[str, Any]:
+        """What config.json says of the text model."""
+        inside = self.config.get("text_config")
+        return inside if isinstance(inside, dict) else self.config
 
     def __str__(self) -> str:
         return self.name.replace(" ", "-")
@@ -116,7 +129,8 @@ class Parity:
 def cases(path: Path) -> list[Case]:
     """Read cases from TOML: `[[MODEL_TYPE]]` with `name` and, where there are any, `config` and `notes`.
 
-    TOML has no null: a key of `config` that is null in config.json is the text "null".
+    TOML has no null: a key of `config` that is null in config.json is the text "null". A `text_config` in it is that of
+    a model which reads images too.
     """
     tables = tomllib.loads(path.read_text(encoding="utf-8"))
     parsed = [Case(family, **one) for family, entries in tables.items() for one in entries]
@@ -160,19 +174,21 @@ def model_parity(case: Case, folder: Path, family: Family | None = None) -> Pari
     """
     import torch
 
-    from miles_megatron import cpu, model, weights
+    from miles_megatron import cpu, hf_config, model, weights
 
     if not _initialized():
         cpu.initialize()
     theirs = random_model(case)
-    saved = _on_disk(theirs, folder)
-    hf = _config(case)  # as config.json says it: building a model, transformers changes the one that it was given
+    saved = save(theirs, case, folder)
+    # As config.json says it: building a model, transformers changes the one that it was given.
+    hf = hf_config.read(folder) if case.like else _config(case)
     family = family or family_of(case.family, hf)
     spec, weight_map = family.model_spec(hf), family.weight_map(hf)
     ours = model.build(model.transformer_config(spec), spec)
     weights.load_hf(folder, ours, weight_map)
     streamed = {name: tensor.clone() for name, tensor in weights.hf_stream(ours, weight_map)}
-    exact = streamed.keys() == saved.keys() - weight_map.ignored and all(
+    own = {name for name in saved if not name.startswith(weight_map.carried)}
+    exact = streamed.keys() == own - weight_map.ignored and all(
         torch.equal(streamed[name], saved[name]) for name in streamed
     )
     generator = torch.Generator().manual_seed(1)
@@ -183,7 +199,7 @@ def model_parity(case: Case, folder: Path, family: Family | None = None) -> Pari
     for each, logits in ((theirs, expected), (ours, got)):
         torch.nn.functional.cross_entropy(logits, targets, reduction="sum").backward()
         _hold_gradients(each)
-    wanted = _on_disk(theirs, folder / "gradients")
+    wanted = save(theirs, case, folder / "gradients")
     differences = {name: _share(grad, wanted[name]) for name, grad in weights.hf_stream(ours, weight_map)}
     loose = {name: differences.pop(name) for name in [*differences] if name.endswith(tuple(case.loose))}
     worst = max(differences, key=differences.__getitem__)
@@ -195,10 +211,12 @@ def model_parity(case: Case, folder: Path, family: Family | None = None) -> Pari
 def random_model(case: Case) -> Any:
     """A transformers model of the case with eager attention, and norms and biases that are not what they start as."""
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(_config(case), attn_implementation="eager").eval()
+    config = _config(case)
+    kind = AutoModelForCausalLM if config.get_text_config() is config else AutoModelForImageTextToText
+    model = kind.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
         state = model.state_dict(keep_vars=True)  # with a router's bias, which is no parameter
         for tensor in (*model.parameters(), *(x for x in state.values() if not isinstance(x, torch.nn.Parameter))):
@@ -210,7 +228,12 @@ def random_model(case: Case) -> Any:
 def _config(case: Case) -> Any:
     from transformers import AutoConfig
 
-    return AutoConfig.for_model(case.family, **{**TINY, **copy.deepcopy(case.config)})  # it changes them in place
+    hf_config: dict[str, Any] = copy.deepcopy(case.config)  # it changes them in place
+    if "text_config" in hf_config:
+        hf_config["text_config"] = TINY | hf_config["text_config"]
+    else:
+        hf_config = TINY | hf_config
+    return AutoConfig.for_model(case.like or case.family, **hf_config)
 
 
 def packed_logits(model: LanguageModel, sequences: Sequence[torch.Tensor], softcap: float | None) -> torch.Tensor:
@@ -281,12 +304,23 @@ def _plugins() -> dict[str, str]:
             if offer.startswith("model_spec:")}
 
 
-def _on_disk(model: Any, folder: Path) -> dict[str, Any]:
-    """Save a transformers model; the tensors under the names that its files have, which need not be its modules'."""
-    from safetensors.torch import load_file
+def save(model: Any, case: Case, folder: Path) -> dict[str, Any]:
+    """Save a case's model; its tensors under the names that the files have, which need not be its modules'."""
+    import json
+
+    from safetensors.torch import load_file, save_file
 
     model.save_pretrained(folder)
-    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    tensors = {case.inside + name: tensor for file in folder.glob("*.safetensors")
+               for name, tensor in load_file(file).items()}
+    if case.inside:
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    if case.like:
+        path = folder / "config.json"
+        hf_config = json.loads(path.read_text(encoding="utf-8"))
+        hf_config = {"text_config": hf_config} if case.inside else hf_config
+        path.write_text(json.dumps(hf_config | {"model_type": case.family, "architectures": None}), encoding="utf-8")
+    return tensors
 
 
 def _hold_gradients(model: torch.nn.Module) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from miles_core.config.architecture import NAMES
 from miles_core.plugins.plan import prepare
 from miles_core.plugins.scan import BUILT_IN
-from miles_megatron.testing.parity import TINY, Case, Cut, builder, random_model
+from miles_megatron.testing.parity import TINY, Case, Cut, builder, random_model, save
 from miles_megatron.testing.ranks import Ranks, batches
 
 CUTS = {
@@ -36,22 +36,20 @@ RUN = ("--prompt-data", "x/no.jsonl", "--num-rollout", "1", "--rollout-batch-siz
 def reshard_parity(case: Case, folder: Path, one: Ranks, two: Ranks) -> Iterator[Cut]:
     """The case on two ranks, under each of CUTS that it can have, beside itself on one."""
     import numpy as np
-    from safetensors.torch import load_file
 
     from miles_megatron.hashes import tensor_hashes
 
-    random_model(case).save_pretrained(folder)
-    saved = tensor_hashes(load_file(folder / "model.safetensors").items())
+    saved = tensor_hashes(save(random_model(case), case, folder).items())
     [batch] = batches(1, groups=2, samples=2, vocab=TINY["vocab_size"])
     name = builder(case.family)[0].manifest.name
     argv = ["--hf-checkpoint", str(folder), *RUN, *([] if name in BUILT_IN else ["--plugin", name])]
     _, expected = one.gradients(prepare(None, argv), batch)
     size = np.sqrt(sum(np.square(g, dtype=np.float64).sum() for g in expected.values()))
-    sparse = any(case.config.get(name) for name in NAMES["experts"][0])
+    sparse = any(case.text.get(name) for name in NAMES["experts"][0])
     for layout, flags in CUTS.items():
         if layout == "EP2" and not sparse:
             continue
-        plan = prepare(None, [*argv, "--actor-num-gpus-per-node", "2", *flags])
+        plan = prepare(None, [*argv, "--actor-num-gpus-per-node", "2", *flags, *case.flags])
         sharded = two.ask("gradients", list(plan.selected), plan.config, batch)
         off = sum(np.square(sharded["gradients"][k] - g, dtype=np.float64).sum() for k, g in expected.items())
         yield Cut(case, layout, float(np.sqrt(off) / size), sharded["hashes"].items() <= saved.items()
