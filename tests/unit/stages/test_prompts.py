@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from miles_core.errors import DataError
-from miles_core.stages.prompts import JsonlPrompts, Rows, read_jsonl
+from miles_core.stages.prompts import JsonlRecords, RowPrompts, Rows
 
 
 class Characters:
@@ -26,12 +26,13 @@ class Characters:
 
 @pytest.fixture
 def source(tmp_path):
-    """(rows or text, slice, **changes) -> JsonlPrompts."""
+    """(rows or text, slice, **changes) -> RowPrompts."""
     def make(rows, cut="", *, shuffle=False, seed=0, **changes):
         path = tmp_path / "data.jsonl"
         path.write_text(rows if isinstance(rows, str) else "".join(json.dumps(row) + "\n" for row in rows))
         values = {"input_key": "q", "label_key": None, "metadata_key": "metadata", "context": 1000, **changes}
-        return JsonlPrompts(Rows(f"{path}{cut}", **values), Characters(), shuffle=shuffle, seed=seed)
+        rows = Rows(f"{path}{cut}", **values)
+        return RowPrompts(rows, JsonlRecords(rows.path), Characters(), shuffle=shuffle, seed=seed)
 
     return make
 
@@ -129,6 +130,6 @@ def test_unusable_files_are_refused_with_their_line(source, text, message):
 
 def test_a_missing_file_and_a_bad_slice(tmp_path):
     with pytest.raises(DataError, match="no such prompt file"):
-        read_jsonl(str(tmp_path / "data/none.jsonl"))
+        JsonlRecords(str(tmp_path / "data/none.jsonl"))
     with pytest.raises(DataError, match="slice"):
-        read_jsonl(f"{tmp_path}/none.jsonl@[1:2:3]")
+        JsonlRecords(f"{tmp_path}/none.jsonl@[1:2:3]")
