@@ -7,6 +7,7 @@ and the package refuses a folder whose reader would be a script.
 from __future__ import annotations
 
 import contextlib
+import csv
 import glob
 import hashlib
 import itertools
@@ -24,9 +25,7 @@ if TYPE_CHECKING:
 
 READERS: dict[str, tuple[str, dict[str, object]]] = {
     "parquet": ("parquet", {}), "arrow": ("arrow", {}), "json": ("json", {}), "jsonl": ("json", {}),
-    # Text stays what it is: 007 is a label, and 12 no 12.0 because another row has none.
-    "csv": ("csv", {"dtype": "str", "keep_default_na": False}),
-    "tsv": ("csv", {"dtype": "str", "keep_default_na": False, "sep": "\t"}),
+    "csv": ("csv", {"keep_default_na": False}), "tsv": ("csv", {"keep_default_na": False, "sep": "\t"}),
 }
 """Ending of a path -> a builder of the package datasets, and its settings."""
 BATCH = 1024
@@ -111,7 +110,8 @@ class Source:
         with self._explained():
             self._builder.download_and_prepare()
             whole = self._builder.as_dataset(self._split)
-            return self._without_bytes(whole.select(range(len(whole))[self.part])).with_format("arrow")
+            part = range(len(whole))[self.part]
+            return self._without_bytes(whole.select(part if part else [])).with_format("arrow")
 
     def stream(self, row: int = 0) -> Iterator[tuple[pyarrow.Table, Iterator[dict[str, Any]]]]:
         """Batches of rows of the slice from one of them on, read as they are asked for: the Arrow table and its rows.
@@ -163,6 +163,10 @@ class Source:
         if kind == "parquet":
             for file in files:
                 _footer(file)
+        if kind == "csv":  # text stays what it is: 007 is a label, and 12 no 12.0 because another row has none
+            with open(files[0], newline="", encoding="utf-8-sig") as file:
+                names = next(csv.reader(file, delimiter="\t" if ending == "tsv" else ","))
+            settings = {**settings, "features": datasets.Features(dict.fromkeys(names, datasets.Value("string")))}
         return datasets.load_dataset_builder(kind, data_files=files, cache_dir=self._cache_dir, **settings)
 
     def _of_folder(self) -> tuple[datasets.DatasetBuilder, str]:

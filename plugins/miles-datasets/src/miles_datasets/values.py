@@ -14,8 +14,8 @@ Convert = Callable[[Any], Any]
 def rows(table: pyarrow.Table) -> Iterator[dict[str, Any]]:
     """Rows of a table without columns of bytes.
 
-    Times and dates are text of ISO 8601, durations seconds, decimals text, maps objects. What is null in a chat message
-    is left out: files of columns give every message the keys of all.
+    Times and dates are text of ISO 8601, durations seconds, decimals text. What is null in a chat message is left out:
+    files of columns give every message the keys of all.
     """
     kept = table.select([field.name for field in table.schema if not holds_bytes(field.type)])
     converters = {field.name: convert for field in kept.schema if (convert := converter(field.type)) is not None}
@@ -46,9 +46,6 @@ def converter(kind: pyarrow.DataType) -> Convert | None:
         return _unless_none(lambda value: value.total_seconds())
     if types.is_decimal(kind):
         return _unless_none(str)
-    if types.is_map(kind):
-        inner = converter(kind.item_type) or _same
-        return _unless_none(lambda pairs: {str(key): inner(value) for key, value in pairs})
     if _is_list(kind):
         return _of_list(kind.value_type)
     if types.is_struct(kind):
