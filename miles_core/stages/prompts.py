@@ -7,6 +7,7 @@ the numbers that were handed out and have to come again.
 from __future__ import annotations
 
 import hashlib
+import json
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -201,8 +202,10 @@ class Rendering:
         if not isinstance(metadata, dict):
             raise DataError(f"{rows.metadata_key!r} should be an object", got=type(metadata).__name__,
                             who=self._where(row), fix="write {...}, or name another key with --metadata-key")
-        return Prompt(uid, row, text, tuple(ids), None if label is None else str(label),
-                      {k: v for k, v in record.items() if k not in (rows.input_key, rows.label_key)} | metadata,
+        whole = isinstance(label, dict)  # as text in the label, and itself beside it
+        apart = {rows.input_key} if whole else {rows.input_key, rows.label_key}
+        return Prompt(uid, row, text, tuple(ids), json.dumps(label) if whole else None if label is None else str(label),
+                      {k: v for k, v in record.items() if k not in apart} | metadata,
                       None if messages is None else tuple(messages), rows.stream)
 
     def _source(self, row: int, record: Mapping[str, Any]) -> str | list[dict[str, Any]]:

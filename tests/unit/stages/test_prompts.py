@@ -109,6 +109,29 @@ def test_labels_metadata_and_templates(source):
     assert source(chat, template={}).next().text == "<system>s<user>u<assistant>"
 
 
+def test_keys_with_dots_go_into_objects_and_an_object_is_its_json(source):
+    rows = [{"q": {"text": "2+2"}, "graded": {"answer": 4, "style": "rule"}, "a.b": 1}]
+    prompt = source(rows, input_key="q.text", label_key="graded.answer").next()
+    assert (prompt.text, prompt.label) == ("2+2", "4") and prompt.metadata["graded"]["style"] == "rule"
+    whole = source(rows, input_key="q.text", label_key="graded").next()
+    assert json.loads(whole.label) == whole.metadata["graded"] == rows[0]["graded"]
+    assert source(rows, input_key="q.text", label_key="a.b").next().label == "1", "a key that is there comes first"
+    for key in ("graded.none", "graded.answer.digits", "none.answer"):
+        with pytest.raises(DataError, match=key):
+            source(rows, input_key="q.text", label_key=key).next()
+
+
+def test_the_beginning_of_a_file_is_its_first_whole_lines(tmp_path):
+    path = tmp_path / "data.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in numbered(9)))
+    size = path.stat().st_size
+    assert [*JsonlRecords(str(path), size)] == numbered(9) and JsonlRecords(str(path), size).total == 9
+    first = JsonlRecords(str(path), 100)
+    assert 0 < len(first) < 9 and [*first] == numbered(9)[:len(first)] and first.total is None
+    assert [*JsonlRecords(f"{path}@[1:2]", 100)] == numbered(9)[1:2]
+    assert [*JsonlRecords(f"{path}@[-1:]", 100)] == [], "the last row is not known"
+
+
 def test_long_prompts_are_left_out_or_refused(source):
     rows = [{"q": "x" * n} for n in (5, 900, 20, 990)]
     prompts = source(rows, max_prompt_len=800)
