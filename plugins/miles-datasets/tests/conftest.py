@@ -6,10 +6,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from miles_datasets.plugin import Datasets, DatasetsOptions
 from miles_datasets.source import Source
 from miles_datasets.stream import StreamedPrompts
-from miles_datasets.table import Table
 
+from miles_core.config.tables import Rollout, RunConfig
+from miles_core.reading import format_of
 from miles_core.stages.prompts import JsonlRecords, RowPrompts, Rows
 
 sys.path.insert(0, str(Path(__file__).parent))  # formats.py
@@ -38,6 +40,18 @@ def cache(tmp_path_factory):
         yield
 
 
+def read(path, most=None, label_key=None, **options):
+    """The rows of a path by the plugin's reader of its ending."""
+    plugin = Datasets(DatasetsOptions(**options), RunConfig(rollout=Rollout(label_key=label_key)))
+    return getattr(plugin, format_of(str(path)))(str(path), most)
+
+
+@pytest.fixture(name="read")
+def reader():
+    """`read`, for tests."""
+    return read
+
+
 @pytest.fixture
 def prompts():
     """(path with an optional slice, **changes) -> the prompts of a run; with `stream` read as they are needed."""
@@ -47,7 +61,7 @@ def prompts():
         rows = Rows(str(path), **values)
         if stream:
             return StreamedPrompts(rows, Source(rows.path), Characters(), shuffle=shuffle, seed=seed, buffer=buffer)
-        records = JsonlRecords(rows.path) if ".jsonl" in rows.path else Table(Source(rows.path))
+        records = JsonlRecords(rows.path) if ".jsonl" in rows.path else read(rows.path)
         return RowPrompts(rows, records, Characters(), shuffle=shuffle, seed=seed)
 
     return make

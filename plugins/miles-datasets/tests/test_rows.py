@@ -2,7 +2,6 @@
 
 import datetime
 import decimal
-import gc
 import json
 import shutil
 
@@ -10,8 +9,6 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from formats import write
-from miles_datasets.source import Source
-from miles_datasets.table import Beginning, Table
 
 from miles_core.errors import DataError
 
@@ -53,23 +50,23 @@ def test_long_rows_are_left_out_as_they_are_of_jsonl(prompts, tmp_path):
             prompts(path, context=800)
 
 
-def test_values_are_what_json_has(tmp_path):
+def test_values_are_what_json_has(read, tmp_path):
     table = pyarrow.table({
         "day": [datetime.date(2026, 5, 1)], "at": [datetime.datetime(2026, 5, 1, 12)], "none": [None],
         "price": [decimal.Decimal("1.50")], "raw": [b"\x00"], "image": [{"bytes": b"\x00", "path": "a.png"}],
         "took": [datetime.timedelta(seconds=90)], "nested": [[{"day": datetime.date(2026, 5, 2)}]]})
     pyarrow.parquet.write_table(table, tmp_path / "data.parquet")
-    [row] = Table(Source(str(tmp_path / "data.parquet")))
+    [row] = read(str(tmp_path / "data.parquet"))
     assert row == {"day": "2026-05-01", "at": "2026-05-01T12:00:00", "none": None, "price": "1.50", "took": 90.0,
                    "nested": [{"day": "2026-05-02"}]}
     json.dumps(row)
 
 
-def test_text_of_csv_stays_text_and_objects_of_json_stay_apart(tmp_path):
-    [first, second] = Table(Source(str(write(tmp_path / "a.csv", [{"q": "x", "a": "007"}, {"q": "NA", "a": ""}]))))
+def test_text_of_csv_stays_text_and_objects_of_json_stay_apart(read, tmp_path):
+    [first, second] = read(str(write(tmp_path / "a.csv", [{"q": "x", "a": "007"}, {"q": "NA", "a": ""}])))
     assert (first, second) == ({"q": "x", "a": "007"}, {"q": "NA", "a": ""})
     rows = [{"q": "a", "info": {"x": 1}}, {"q": "b", "info": {"y": "t"}}]
-    assert list(Table(Source(str(write(tmp_path / "a.json", rows))))) == rows
+    assert list(read(str(write(tmp_path / "a.json", rows)))) == rows
 
 
 def test_files_of_a_folder_a_pattern_and_a_split_are_one_dataset(prompts, tmp_path):
@@ -84,7 +81,7 @@ def test_files_of_a_folder_a_pattern_and_a_split_are_one_dataset(prompts, tmp_pa
     assert len({prompts(tmp_path / path).data for path in ("data:train", "data:test", "data@[1:]", "data@[2:]")}) == 4
 
 
-def test_what_the_package_saved_is_read(tmp_path):
+def test_what_the_package_saved_is_read(read, tmp_path):
     import datasets
 
     saved = datasets.DatasetDict({name: datasets.Dataset.from_list(rows)
@@ -92,10 +89,10 @@ def test_what_the_package_saved_is_read(tmp_path):
     saved.save_to_disk(tmp_path / "both")
     saved["train"].save_to_disk(tmp_path / "one")
     for path, rows in (("both", ROWS), ("both:test", ROWS[:5]), ("one", ROWS)):
-        assert list(Table(Source(f"{tmp_path}/{path}"))) == rows
+        assert list(read(f"{tmp_path}/{path}")) == rows
 
 
-def test_a_dataset_of_the_cache_is_read_by_name_with_configuration_and_split(tmp_path, monkeypatch):
+def test_a_dataset_of_the_cache_is_read_by_name_with_configuration_and_split(read, tmp_path, monkeypatch):
     """As `hf download` leaves it; nobody asks a server, and files of another configuration are not read."""
     import huggingface_hub.constants
 
@@ -112,19 +109,19 @@ def test_a_dataset_of_the_cache_is_read_by_name_with_configuration_and_split(tmp
             f"  - split: {split}\n    path: {config}/{split}-*\n" for split in ("train", "test"))
         for config in ("main", "hard")) + "---\n")
     for name in ("main:train", "hard:test"):
-        assert list(Table(Source(f"org/sums:{name}"))) == [{"q": name.replace(":", " ")}]
+        assert list(read(f"org/sums:{name}")) == [{"q": name.replace(":", " ")}]
     for name, known in (("org/sums", "main"), ("org/sums:none:train", "hard"), ("org/sums:main:dev", "train, test"),
                         ("org/other", "hf download --repo-type dataset org/other")):
         with pytest.raises(DataError, match=known):
-            Source(name)
+            read(name)
 
 
-def test_a_script_of_a_dataset_is_never_run(tmp_path):
+def test_a_script_of_a_dataset_is_never_run(read, tmp_path):
     folder = tmp_path / "sums"
     folder.mkdir()
     (folder / "sums.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
     with pytest.raises(DataError, match="script"):
-        Source(str(folder))
+        read(folder)
     assert not (tmp_path / "ran").exists()
 
 
@@ -133,10 +130,10 @@ def test_a_script_of_a_dataset_is_never_run(tmp_path):
     ("a.parquet", b"version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
     ("a.arrow", b"no Arrow at all", "a.arrow"), ("a.json", b'[{"q": ', "a.json"), ("a.csv", b"", "a.csv"),
 ])
-def test_what_is_not_what_its_ending_says_is_refused_with_its_name(tmp_path, name, content, known):
+def test_what_is_not_what_its_ending_says_is_refused_with_its_name(read, tmp_path, name, content, known):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=known):
-        Table(Source(str(tmp_path / name)))
+        read(str(tmp_path / name))
 
 
 @pytest.mark.parametrize(("path", "keys", "known"), [
@@ -160,25 +157,23 @@ def test_bad_input_says_what_is_there(prompts, tmp_path, path, keys, known):
     assert caught.value.fix
 
 
-def test_labels_behind_a_mark(tmp_path):
+def test_labels_behind_a_mark(read, tmp_path):
     rows = [{"question": "2+2?", "answer": "2 and 2 #### are <<2+2=4>>4\n#### 4"}, {"question": "x", "answer": "y"}]
     path = write(tmp_path / "gsm8k.parquet", rows)
-    read = Table(Source(str(path), labels=("answer",), label_after="####"))
-    assert read[0] == {"question": "2+2?", "answer": "4"}
+    table = read(path, label_key="answer", label_after="####")
+    assert table[0] == {"question": "2+2?", "answer": "4"}
     with pytest.raises(DataError, match="row 1"):
-        read[1]
+        table[1]
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # the package leaves CSV files to gc
-def test_a_beginning_is_the_first_rows_and_knows_how_many_there_are(tmp_path):
+def test_a_beginning_is_the_first_rows_and_knows_how_many_there_are(read, tmp_path):
     many = [{"q": "x" * 100, "n": str(i)} for i in range(3000)]
     for kind, total in (("parquet", 3000), ("csv", None)):
         path = str(write(tmp_path / f"data.{kind}", many, group=100))
-        first = Beginning(Source(path), 10_000)
+        first = read(path, 10_000)
         assert list(first) == many[:len(first)] and 0 < len(first) < 3000 and first.total == total
-        assert list(Beginning(Source(f"{path}@[5:8]"), 10_000)) == many[5:8]
-    assert list(Beginning(Source(f"{path}@[-2:]"), 10_000)) == [], "nobody has counted the rows of a CSV file"
-    assert list(Beginning(Source(f"{tmp_path}/data.parquet@[-2:]"), 10_000)) == many[-2:]
-    few = Beginning(Source(str(write(tmp_path / "few.csv", many[:3]))), 10_000)
+        assert list(read(f"{path}@[5:8]", 10_000)) == many[5:8]
+    assert list(read(f"{path}@[-2:]", 10_000)) == [], "nobody has counted the rows of a CSV file"
+    assert list(read(f"{tmp_path}/data.parquet@[-2:]", 10_000)) == many[-2:]
+    few = read(str(write(tmp_path / "few.csv", many[:3])), 10_000)
     assert (list(few), few.total) == (many[:3], 3)
-    gc.collect()

@@ -26,7 +26,8 @@ def rows(source, count):
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_one_window_of_all_rows_is_the_order_of_a_table(prompts, path, cut, shuffle):
     """Prompt for prompt, over three epochs: the same rows, numbers, texts and labels."""
-    table, stream = (prompts(f"{path}{cut}", label_key="a", shuffle=shuffle, seed=7, stream=how) for how in (False, True))
+    table, stream = (prompts(f"{path}{cut}", label_key="a", shuffle=shuffle, seed=7, stream=how)
+                     for how in (False, True))
     assert [stream.next() for _ in range(130)] == [table.next() for _ in range(130)]
     assert len(stream) == len(table)
 
@@ -78,9 +79,15 @@ def test_a_position_is_of_windows_of_one_size(prompts, path):
 
 
 def test_epochs_need_a_number_of_rows_and_slices_from_the_end_too(prompts, tmp_path):
-    data = write(tmp_path / "data.json", ROWS)
-    source = prompts(data, stream=True)
-    assert rows(source, 60) == [*range(50), *range(10)]
+    for kind in ("arrow", "csv", "jsonl"):
+        data = write(tmp_path / f"data.{kind}", ROWS)
+        source = prompts(data, stream=True, buffer=20, label_key="a")
+        assert [source.next().label for _ in range(60)] == [row["a"] for row in [*ROWS, *ROWS[:10]]]
+        went_on = prompts(data, stream=True, buffer=20, label_key="a")
+        went_on.load_state_dict(source.state_dict())
+        assert rows(went_on, 50) == rows(source, 50)
+    with pytest.raises(DataError, match="list"):
+        prompts(write(tmp_path / "data.json", ROWS), stream=True)
     with pytest.raises(DataError, match="--num-rollout"):
         len(source)
     with pytest.raises(DataError, match=r"\[-2:\]"):

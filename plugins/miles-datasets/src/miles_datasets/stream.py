@@ -92,10 +92,7 @@ class StreamedPrompts:
 
     def _rows(self, first: int) -> Iterator[Row]:
         """From a row to the end of the files."""
-        for _, rows in self._source.stream(first):
-            for row in rows:
-                yield first, row
-                first += 1
+        return enumerate(self._source.stream(first), first)
 
     def _advance(self) -> None:
         """Go on to the next window, or to the first of the next epoch."""

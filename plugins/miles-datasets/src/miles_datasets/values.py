@@ -11,7 +11,7 @@ import pyarrow
 Convert = Callable[[Any], Any]
 
 
-def rows(table: pyarrow.Table) -> Iterator[dict[str, Any]]:
+def rows(table: pyarrow.Table | pyarrow.RecordBatch) -> Iterator[dict[str, Any]]:
     """Rows of a table without columns of bytes.
 
     Times and dates are text of ISO 8601, durations seconds, decimals text. What is null in a chat message is left out:

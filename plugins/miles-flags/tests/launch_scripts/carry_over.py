@@ -106,7 +106,8 @@ def columns(words: list[str], row: dict) -> dict:
     """A row of the Parquet files that scripts name: chat messages, with their answers for supervised fine-tuning."""
     answer = [{"role": "assistant", "content": "2"}] if "sft_loss" in words else []
     label = after(words, "--label-key", "label")[0]
-    return row | {after(words, "--input-key", "input")[0]: CHAT + answer, label: GRADED if label == "reward_model" else "2"}
+    graded = GRADED if label == "reward_model" else "2"
+    return row | {after(words, "--input-key", "input")[0]: CHAT + answer, label: graded}
 
 
 def write(path: Path, row: dict) -> None:

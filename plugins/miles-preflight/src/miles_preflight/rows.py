@@ -116,8 +116,10 @@ def present(config: RunConfig) -> bool:
 
 
 def _there(name: str) -> bool:
-    """Whether something is at a path, which may stand for several files; a name's reader knows that itself."""
-    return format_of(name) == "dataset" or Path(name).exists() or any(glob.iglob(name))
+    """Whether something is at a path, which may stand for several files; of ORG/NAME its reader knows."""
+    place = name.partition(":")[0] if format_of(name) == "dataset" else name
+    named = place != name or format_of(name) == "dataset" and re.fullmatch(r"[\w-][^/]*/[^/]+", name)
+    return bool(named) or Path(place).exists() or any(glob.iglob(place))
 
 
 def _files(config: RunConfig) -> Iterator[File]:
@@ -212,7 +214,7 @@ class _File:
         if records.total is not None:
             return records.total
         if self._cut and part.stop is not None and min(part.start or 0, part.stop) >= 0:
-            return max(part.stop - (part.start or 0), 0)
+            return max(int(part.stop) - int(part.start or 0), 0)
         small = self._format == "jsonl" and not self._cut and Path(self._name).stat().st_size < COUNTED
         return Path(self._name).read_bytes().count(b"\n{") + 1 if small else None
 
