@@ -88,9 +88,8 @@ class Source:
             builder, split = self._builder
             builder.download_and_prepare()
             whole = builder.as_dataset(split)
-            if self.begin is None:
-                self.counted = len(whole)
-            part = range(len(whole))[self.part]
+            self.counted = len(whole)
+            part = range(self.counted)[self.part]
             raw = [field.name for field in whole.features.arrow_schema if holds_bytes(field.type)]
             return whole.select(part if part else []).remove_columns(raw).with_format("arrow")
 
@@ -120,8 +119,8 @@ class Source:
     def _marked(self, row: Row, number: int, mark: str) -> Row:
         for key in self._labels:
             if isinstance(text := row.get(key), str):
-                _, found, label = text.rpartition(mark)
-                if not found:
+                _, mark_there, label = text.rpartition(mark)
+                if not mark_there:
                     raise DataError(f"the label {key!r} has no {mark}", got=text[-40:], who=self.where(number),
                                     fix="leave the row out, or --datasets.label-after")
                 row = {**row, key: label.strip()}
@@ -186,17 +185,17 @@ class Source:
                             fix="pip install datasets pyarrow") from error
         except Exception as error:
             cause = error.__cause__ or error
-            said = (str(cause).strip().splitlines() or [""])[0][:200]
-            raise DataError("it cannot be read", got=f"{type(cause).__name__}: {said}", who=self.name,
+            message = (str(cause).strip().splitlines() or [""])[0][:200]
+            raise DataError("it cannot be read", got=f"{type(cause).__name__}: {message}", who=self.name,
                             fix="write it again, as what its ending says; no script of a dataset is run") from error
 
 
 def _files(name: str, ending: str) -> list[str]:
-    found = [name] if Path(name).is_file() else sorted(
+    files = [name] if Path(name).is_file() else sorted(
         map(str, Path(name).rglob(f"*.{ending}")) if Path(name).is_dir() else glob.glob(name, recursive=True))
-    if not found:
+    if not files:
         raise DataError("there is no such prompt file", who=name, fix="check --prompt-data or --eval-prompt-data")
-    return found
+    return files
 
 
 def _folder(name: str) -> Path:

@@ -82,13 +82,13 @@ class StreamedPrompts:
         self._next, self._first = state["next"], state["first"]
         self._epoch, self._number, self._row = state["epoch"], state["window"], state["row"]
         self._read(self._rows(self._row))
-        wanted, found = {row for _, row in state["again"]}, {}
+        wanted, records = {row for _, row in state["again"]}, {}
         for row, record in self._rows(min(wanted)) if wanted else ():
             if row in wanted:
-                found[row] = record
-                if len(found) == len(wanted):
+                records[row] = record
+                if len(records) == len(wanted):
                     break
-        self._again = deque(self._prompt(uid, row, found[row]) for uid, row in state["again"])
+        self._again = deque(self._prompt(uid, row, records[row]) for uid, row in state["again"])
 
     def _rows(self, first: int) -> Iterator[Row]:
         """From a row to the end of the files."""
@@ -104,18 +104,18 @@ class StreamedPrompts:
 
     def _read(self, reader: Iterator[Row]) -> None:
         """Fill the window from the row that the reader has reached."""
-        found: list[Row] = []
+        window: list[Row] = []
         self._reader, self._after = reader, self._row
         for row, record in reader:
             self._after = row + 1
             if self._prompt.fits(row, record):
-                found.append((row, record))
-            if len(found) == self._buffer:
+                window.append((row, record))
+            if len(window) == self._buffer:
                 break
-        if not found and self._number == 0:
+        if not window and self._number == 0:
             raise DataError("no prompt is left", who=self._source.name,
                             fix="the files are empty, the @[a:b] slice is, or --rollout-max-prompt-len leaves all out")
-        self._window = found
-        if self._shuffle and found:
+        self._window = window
+        if self._shuffle and window:
             later = (self._number,) if self._number else ()
-            self._window = [found[place] for place in shuffled(len(found), self._seed, self._epoch, *later)]
+            self._window = [window[place] for place in shuffled(len(window), self._seed, self._epoch, *later)]

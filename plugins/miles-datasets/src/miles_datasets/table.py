@@ -75,9 +75,9 @@ class Listed(list[dict[str, Any]]):
 
     def __init__(self, source: Source, plans: bool):
         large = plans and any(Path(file).stat().st_size > LARGEST for file in source.files)
-        found = [] if large else [row for file in source.files for row in listed(file)]
-        source.counted = None if large else len(found)
-        super().__init__(source.labelled(found[source.part], 0))
+        rows = [] if large else [row for file in source.files for row in listed(file)]
+        source.counted = None if large else len(rows)
+        super().__init__(source.labelled(rows[source.part], 0))
         self._source, self.data, self.total = source, "" if plans else source.data, None if large else len(self)
 
     def where(self, row: int) -> str:
@@ -93,14 +93,14 @@ def listed(file: str) -> list[dict[str, Any]]:
     if not is_list(file):
         return list(in_order.rows([file]))
     try:
-        found = parse_json(Path(file).read_bytes())
+        objects = parse_json(Path(file).read_bytes())
     except ValueError as error:
         raise DataError("the file is not JSON", got=str(error), who=file, fix="fetch or write it again") from None
-    for number, row in enumerate(found):
+    for number, row in enumerate(objects):
         if not isinstance(row, dict):
             raise DataError("the row is not an object", got=type(row).__name__, who=f"{file}, row {number}",
                             fix="write a list of objects")
-    return list(found)
+    return list(objects)
 
 
 def is_list(file: str) -> bool:

@@ -17,9 +17,9 @@ def rows(table: pyarrow.Table | pyarrow.RecordBatch) -> Iterator[dict[str, Any]]
     Times and dates are text of ISO 8601, durations seconds, decimals text. What is null in a chat message is left out:
     files of columns give every message the keys of all.
     """
-    kept = table.select([field.name for field in table.schema if not holds_bytes(field.type)])
-    converters = {field.name: convert for field in kept.schema if (convert := converter(field.type)) is not None}
-    for row in kept.to_pylist():
+    columns = table.select([field.name for field in table.schema if not holds_bytes(field.type)])
+    converters = {field.name: convert for field in columns.schema if (convert := converter(field.type)) is not None}
+    for row in columns.to_pylist():
         for name, convert in converters.items():
             row[name] = convert(row[name])
         yield row

@@ -28,14 +28,14 @@ def doctor(names: tuple[str, ...]) -> None:
         select([(min(missing), "miles plugins doctor")], ())  # says what is wrong with the name
     broken = 0
     click.echo(f"{'plugin':<18}{'CPU s':>7}{'MiB':>7}  comes along")
-    for found in examine(have):
-        one = found.plugin
-        if found.error is not None:
+    for health in examine(have):
+        one = health.plugin
+        if health.error is not None:
             broken += 1
-            click.echo(f"{one.name:<18}{'broken':>7}         {one.distribution} {one.version}: {found.error}")
+            click.echo(f"{one.name:<18}{'broken':>7}         {one.distribution} {one.version}: {health.error}")
             continue
-        along = ", ".join(found.heavy) or "nothing heavy"
-        click.echo(f"{one.name:<18}{found.seconds:>7.2f}{found.mib:>7.0f}  {along}{', a CUDA context' * found.cuda}")
+        along = ", ".join(health.heavy) or "nothing heavy"
+        click.echo(f"{one.name:<18}{health.seconds:>7.2f}{health.mib:>7.0f}  {along}{', a CUDA context' * health.cuda}")
     if broken:
         raise PluginError(f"{broken} of {len(have)} plugins cannot be loaded",
                           fix="reinstall or uninstall them; runs that do not name them are not concerned")
