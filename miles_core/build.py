@@ -51,7 +51,10 @@ class Parts:
 
     def read(self, path: str) -> Records:
         """All rows of a path, by its format."""
-        return self.readers[format_of(path)](path, None)
+        if (name := format_of(path)) not in self.readers:
+            raise DataError(f"nobody enabled reads rows of the format {name!r}", who=path,
+                            got=f"offered: {', '.join(sorted(self.readers))}", fix="add the plugin that does: --plugin")
+        return self.readers[name](path, None)
 
     @property
     def decode_piece(self) -> Callable[[int], str]:

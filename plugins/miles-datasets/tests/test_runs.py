@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 
 import pytest
 from formats import write
@@ -105,11 +106,12 @@ def test_without_the_plugin_a_plan_says_what_to_install(data, tmp_path, monkeypa
         plan(tmp_path, prompt_data=str(data.with_suffix(".lance")))
 
 
-def test_without_the_package_a_plan_says_what_to_install(data, tmp_path, monkeypatch):
-    import sys
-
+def test_without_the_packages_it_stands_on_an_error_says_what_to_install(read, data, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(DataError, match="pip install"):
+    with pytest.raises(DataError, match="pip install datasets"):
+        read(data)
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    with pytest.raises(DataError, match="pip install datasets"):
         plan(tmp_path, prompt_data=str(data))
 
 
