@@ -2,6 +2,7 @@
 
 import json
 import re
+import subprocess
 import sys
 
 import pytest
@@ -113,6 +114,15 @@ def test_without_the_packages_it_stands_on_an_error_says_what_to_install(read, d
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     with pytest.raises(DataError, match="pip install datasets"):
         plan(tmp_path, prompt_data=str(data))
+
+
+def test_a_plan_imports_neither_torch_nor_the_package(data, tmp_path):
+    """It looks at the first rows with pyarrow: a stream of the package datasets would import torch."""
+    path = run_file(tmp_path / "run.toml", [], {}, {"prompt_data": str(data)}, table="rollout")
+    code = ("import sys; from pathlib import Path; from miles_core.plugins.plan import prepare; "
+            f"prepare(Path({str(path)!r})); print({{'torch', 'transformers', 'datasets'}} & set(sys.modules))")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout.strip() == "set()", done.stderr
 
 
 def test_a_mark_is_some_text(data, tmp_path):
