@@ -11,7 +11,7 @@ import textwrap
 from pathlib import Path
 
 from miles_core.stages.placement import Placement
-from miles_core.stages.prompts import PromptSource
+from miles_core.stages.prompts import PromptSource, Records
 from miles_core.stages.rollout import Engine, Generation, Request, Response, SamplingParams, ServerEngine
 from miles_core.stages.step import Resume, ScoredRows, Trainer, TrainerAccess
 from miles_core.stages.sync import Sender, WeightSync
@@ -32,6 +32,8 @@ PARTS = {
     Engine: ("engine", "[write an engine](write-an-engine.md), `engine_contract`"),
     ServerEngine: ("engine", "[an engine with servers](write-an-engine.md#an-engine-with-servers)"),
     PromptSource: ("prompt_source", "[write a prompt source](write-a-prompt-source.md)"),
+    Records: ("read_rows", "[prompts](prompts.md), "
+                           "[write a prompt source](write-a-prompt-source.md#rows-of-another-format)"),
     Trainer: ("trainer", "[write a trainer](write-a-trainer.md), `trainer_contract`; a host makes its methods "
                          "asynchronous"),
     WeightSync: ("weight_sync", "[write a weight sync](weight-sync.md#write-one), `sync_contract`"),
@@ -52,7 +54,7 @@ def members(kind: type) -> list[tuple[str, str]]:
             said = after.value.value if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) else ""
             found.append((ast.unparse(node), said))
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and (
-                not node.name.startswith("_") or node.name == "__len__"):
+                not node.name.startswith("_") or node.name in ("__len__", "__iter__", "__getitem__")):
             said, property_ = ast.get_docstring(node) or "", any(
                 isinstance(one, ast.Name) and one.id == "property" for one in node.decorator_list)
             node.decorator_list, node.body = [], [ast.Expr(ast.Constant(...))]

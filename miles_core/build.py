@@ -25,14 +25,14 @@ from miles_core.plugins.bind import Hooks
 from miles_core.plugins.plan import Plan
 from miles_core.plugins.resolve import chosen
 from miles_core.plugins.select import Selected
-from miles_core.reading import parse_json
+from miles_core.reading import format_of
 from miles_core.record.journal import Journal
 from miles_core.record.replay import Replay, load_flow
 from miles_core.resume import Hosted, check_same_data, restore, restore_prompts
 from miles_core.run import Run
 from miles_core.stages.buffer import Buffer
 from miles_core.stages.placement import Placement
-from miles_core.stages.prompts import JsonlPrompts, Rows
+from miles_core.stages.prompts import Records, RowPrompts, rows_of
 from miles_core.stages.reward import Scoring
 from miles_core.stages.rollout import Engine, Generation, SamplingParams, ServerEngine, attended
 from miles_core.stages.step import Resume
@@ -47,6 +47,14 @@ class Parts:
     driver: Hooks
     rollout: Hooks
     tokenizer: Any
+    readers: dict[str, Callable[[str, int | None], Records]]
+
+    def read(self, path: str) -> Records:
+        """All rows of a path, by its format."""
+        if (name := format_of(path)) not in self.readers:
+            raise DataError(f"nobody enabled reads rows of the format {name!r}", who=path,
+                            got=f"offered: {', '.join(sorted(self.readers))}", fix="add the plugin that does: --plugin")
+        return self.readers[name](path, None)
 
     @property
     def decode_piece(self) -> Callable[[int], str]:
@@ -63,7 +71,8 @@ def parts(plan: Plan) -> Parts:
     """
     config = with_context(plan.config)
     hooks = {role: bind.bind(plan.selected, config, role) for role in ("driver", "rollout")}
-    return Parts(config, hooks["driver"], hooks["rollout"], load_tokenizer(config))
+    readers = bind.bind(plan.selected, config, "plan").read_rows
+    return Parts(config, hooks["driver"], hooks["rollout"], load_tokenizer(config), readers)
 
 
 async def build(plan: Plan, parts: Parts, journal: Journal) -> Run:
@@ -91,7 +100,8 @@ async def _assembled(parts: Parts, journal: Journal, placement: Placement, train
         config, tokenizer, placement, parts.rollout)  # before the trainer loads, so that what it lacks is said at once
     resume = await trainer.load()
     journal.console.loaded(resume.source)
-    prompts = None if only_train else parts.rollout.prompt_source[config.rollout.prompt_source](config, tokenizer)
+    prompts = None if only_train else parts.rollout.prompt_source[config.rollout.prompt_source](
+        config, tokenizer, parts.read)
     slots, begun = load_flow(resume.state or {})
     if resume.state is not None:
         await restore((parts.driver, parts.rollout), trainer, resume.state, config, journal)
@@ -253,25 +263,14 @@ def _scoring(parts: Parts, key: str, own: str | None = None) -> Scoring:
 
 def _datasets(parts: Parts, engine: Engine | None) -> list[Dataset]:
     config = parts.config
-    pairs = config.eval.eval_prompt_data
-    given = [{"name": Path(pairs[0].partition("@")[0]).stem, "path": pairs[0]}] if len(pairs) == 1 else [
-        {"name": name, "path": path} for name, path in zip(pairs[::2], pairs[1::2], strict=True)]
     found = []
-    for dataset in [*given, *config.eval.datasets]:
-        stream = f"eval/{dataset['name']}"
-        rows = Rows(
-            path=dataset["path"], stream=stream,
-            input_key=dataset.get("input_key") or config.eval.eval_input_key or config.rollout.input_key,
-            label_key=dataset.get("label_key") or config.eval.eval_label_key or config.rollout.label_key,
-            metadata_key=config.rollout.metadata_key, context=config.rollout.rollout_max_context_len,
-            max_prompt_len=config.eval.eval_max_prompt_len or config.rollout.rollout_max_prompt_len,
-            template=(config.rollout.apply_chat_template_kwargs or {}) if config.rollout.apply_chat_template else None,
-        )  # fmt: skip
+    for dataset in config.eval.every:
+        rows = rows_of(config, dataset)
         samples = dataset.get("n_samples") or config.eval.n_samples_per_eval_prompt
-        generate = _generator(parts, engine, sampling(config, dataset), stream, samples)
+        generate = _generator(parts, engine, sampling(config, dataset), rows.stream, samples)
         key = config.eval.eval_reward_key or config.rollout.reward_key
-        found.append(Dataset(dataset["name"], JsonlPrompts(rows, parts.tokenizer), generate, samples,
-                             _scoring(parts, key, dataset.get("rm_type"))))
+        prompts = RowPrompts(rows, parts.read(rows.path), parts.tokenizer)
+        found.append(Dataset(dataset["name"], prompts, generate, samples, _scoring(parts, key, dataset.get("rm_type"))))
     return found
 
 
@@ -283,21 +282,14 @@ def with_context(config: RunConfig) -> RunConfig:
     """
     folder = Path(config.checkpoint.hf_checkpoint)
     who, fix = f"--hf-checkpoint {folder}", "name a folder with config.json, tokenizer files and *.safetensors"
-    if not folder.is_dir():
-        raise CheckpointError("there is no such folder", who=who, fix=fix)
-    try:
-        constants = parse_json((folder / "config.json").read_text(encoding="utf-8"))
-        if not isinstance(constants, dict):
-            raise ValueError(f"{type(constants).__name__} in place of an object")
-    except FileNotFoundError:
-        raise CheckpointError("the folder has no config.json", who=who, fix=fix) from None
-    except (OSError, ValueError) as error:
-        raise CheckpointError("config.json cannot be read", got=str(error), who=who, fix=fix) from None
-    most = {**(constants.get("text_config") or {}), **constants}.get("max_position_embeddings")
+    most = (config_json(config)[1] or {}).get("max_position_embeddings")
     if not isinstance(most, int):
-        raise CheckpointError("config.json has no max_position_embeddings", got=most, who=who, fix=fix)
-    most = max(most, config.surface("server").get("context_length") or 0)  # which the servers are told too
-    if (given := config.rollout.rollout_max_context_len) is not None and given > most:
+        raise CheckpointError("there is no config.json that can be read and has max_position_embeddings", got=most,
+                              who=who, fix=fix)
+    stretched = config.surface("server").get("context_length") or 0  # which the servers are told too
+    most = max(most, stretched)
+    given = config.rollout.rollout_max_context_len
+    if given is not None and given > most:
         raise ConfigError("rollout_max_context_len is beyond what the model was made for", got=given, who=who,
                           fix=f"at most {most}")
     return with_values(config, "config.json", rollout__rollout_max_context_len=given or most)

@@ -16,7 +16,7 @@ import numpy as np
 from miles_core.errors import RolloutError
 from miles_core.stages.filter import unfinished
 from miles_core.stages.metrics import figures
-from miles_core.stages.prompts import JsonlPrompts
+from miles_core.stages.prompts import RowPrompts
 from miles_core.stages.reward import Scoring
 from miles_core.stages.rollout import Engine
 from miles_core.types import Group, Prompt, Sample
@@ -27,7 +27,7 @@ class Dataset:
     """One eval dataset: its prompts, prompt -> group with its own sampling parameters, and what scores its answers."""
 
     name: str
-    prompts: JsonlPrompts
+    prompts: RowPrompts
     generate: Callable[[Prompt], Awaitable[Group]]
     samples: int
     scoring: Scoring

@@ -16,15 +16,13 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import pluggy
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
     from pathlib import Path
-    from types import ModuleType
 
     import click
     import numpy as np
@@ -38,7 +36,7 @@ if TYPE_CHECKING:
     from miles_core.stages.loss import LossInputs, Metrics, TokenWeights
     from miles_core.stages.models import Model
     from miles_core.stages.placement import Placement
-    from miles_core.stages.prompts import PromptSource
+    from miles_core.stages.prompts import PromptSource, Records
     from miles_core.stages.rollout import Engine, Generation, Request, Response
     from miles_core.stages.step import Trainer, TrainerAccess
     from miles_core.stages.sync import WeightSync
@@ -119,10 +117,14 @@ def finish(status: str) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------- rollout
+@hookspec("named", role="plan", per="dataset", part=True)
+def read_rows(path: str, most: int | None) -> Records:
+    """1: rows of --prompt-data and eval datasets, by the ending of `path`. A plan wants about `most` bytes of them."""
+
 
 @hookspec("named", role="rollout", per="run", part=True)
-def prompt_source(config: RunConfig, tokenizer: Any) -> PromptSource:
-    """1: where prompts come from. Default "jsonl". (--data-source-path)"""
+def prompt_source(config: RunConfig, tokenizer: Any, read: Callable[[str], Records]) -> PromptSource:
+    """1: where prompts come from; `read` has the rows of a path. Default "rows". (--data-source-path)"""
 
 
 @hookspec("named", role="rollout", per="run", part=True)
@@ -179,7 +181,6 @@ def shape_rewards(groups: list[Group]) -> list[Group]:
 
 
 # ------------------------------------------------------------------------------------------------------- trainer
-
 @hookspec("named", role="trainer", per="run", part=True)
 def trainer(config: RunConfig, hooks: Any, columns: Any, rank: Rank) -> Trainer:
     """6 to 8: the trainer of one rank. Default "megatron"."""
@@ -254,7 +255,6 @@ def save_weights(stream: Iterator[tuple[str, torch.Tensor]], folder: Path) -> It
 
 
 # -------------------------------------------------------------------------------------------------------- driver
-
 @hookspec("named", role="driver", per="command")
 def commands() -> click.Command:
     """A command of `miles`, by the name offered; `miles --help` shows the first line of the method's docstring."""
@@ -297,4 +297,4 @@ def declare(name: str) -> None:
         _declared[name] = importlib.import_module(name)
 
 
-_declared: dict[str, ModuleType] = {}
+_declared: dict[str, Any] = {}

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from miles_core.errors import DataError, MilesError
@@ -36,6 +37,40 @@ def parse_json(text: str | bytes) -> Any:
         level = [inner for item in containers
                  for inner in ([*item, *item.values()] if isinstance(item, dict) else item)]
     raise ValueError(f"it is nested deeper than {DEPTH} levels")
+
+
+def field_of(record: Mapping[str, Any], key: str) -> Any:
+    """What a row has under a key; one with dots that is not there goes into objects.
+
+    Raises:
+        KeyError: nothing.
+    """
+    if key in record:
+        return record[key]
+    value: Any = record
+    for name in key.split("."):
+        if not isinstance(value, Mapping):
+            raise KeyError(key)
+        value = value[name]
+    return value
+
+
+def format_of(path: str) -> str:
+    """As what the rows at a path are read: by its ending; "dataset" where it has none, as folders and names."""
+    ending = re.search(r"\.([a-z]\w*)$", path.partition("@")[0], re.IGNORECASE)
+    return ending[1].lower() if ending else "dataset"
+
+
+def sliced(path: str) -> tuple[str, slice]:
+    """PATH@[a:b] as the path and the slice of its rows.
+
+    Raises:
+        DataError: what follows the @ is no slice.
+    """
+    name, _, cut = path.partition("@")
+    if (span := re.fullmatch(r"\[(-?\d*):(-?\d*)\]", cut or "[:]")) is None:
+        raise DataError("the slice should be @[a:b]", got=cut, who=name, fix="for instance data.jsonl@[0:1000]")
+    return name, slice(*(int(edge) if edge else None for edge in span.groups()))
 
 
 def _surrogate(text: str) -> bool:

@@ -1,4 +1,4 @@
-"""`miles plugins list | info | doctor | install | uninstall`."""
+"""`miles plugins list | info | install | uninstall`."""
 
 from __future__ import annotations
 
@@ -162,38 +162,6 @@ def _offers(manifest: Manifest) -> None:
         kind = f"{spec.kind}, {spec.role} role, once a {spec.per}" if spec else "no hook of this version"
         named = f" {offer.name!r}" if spec and spec.kind == "named" else ""
         click.echo(f"  {offer.hook}{named}  ({kind})")
-
-
-@click.command("doctor")
-@click.argument("names", nargs=-1, shell_complete=complete)
-def doctor(names: tuple[str, ...]) -> None:
-    """Import each installed plugin, or those named, in a process of its own: time, memory, what comes along.
-
-    \b
-      miles plugins doctor
-      miles plugins doctor r3 fp8
-
-    The exit status is 1 where one cannot be loaded.
-    """
-    from miles_core.plugins.health import examine
-
-    wanted = {short(name) for name in names}
-    have = [one for one in installed() if not wanted or one.name in wanted]
-    if missing := wanted - {one.name for one in have}:
-        select([(min(missing), "miles plugins doctor")], ())  # says what is wrong with the name
-    broken = 0
-    click.echo(f"{'plugin':<18}{'CPU s':>7}{'MiB':>7}  comes along")
-    for found in examine(have):
-        one = found.plugin
-        if found.error is not None:
-            broken += 1
-            click.echo(f"{one.name:<18}{'broken':>7}         {one.distribution} {one.version}: {found.error}")
-            continue
-        along = ", ".join(found.heavy) or "nothing heavy"
-        click.echo(f"{one.name:<18}{found.seconds:>7.2f}{found.mib:>7.0f}  {along}{', a CUDA context' * found.cuda}")
-    if broken:
-        raise PluginError(f"{broken} of {len(have)} plugins cannot be loaded",
-                          fix="reinstall or uninstall them; runs that do not name them are not concerned")
 
 
 @click.command("install")

@@ -16,7 +16,6 @@ COMMANDS = {
     "graph": ("composition:graph", "Hooks in call order, and who implements them."),
     "lock": ("composition:lock", "Write down what a run is made of, for run --locked."),
     "diff": ("composition:diff", "How two locks, or two run directories, differ."),
-    "doctor": ("inventory:doctor", "Import each plugin in a process of its own."),
     "install": ("inventory:install", "Install plugins with pip into this Python."),
     "uninstall": ("inventory:uninstall", "Remove plugins with pip from this Python."),
 }

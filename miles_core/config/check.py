@@ -80,7 +80,7 @@ def _debug(config: RunConfig, note: Note) -> RunConfig:
 def _required(config: RunConfig, note: Note) -> RunConfig:
     needed = {"checkpoint.hf_checkpoint": config.checkpoint.hf_checkpoint,
               "rollout.prompt_data": config.rollout.prompt_data or config.debug.load_debug_rollout_data
-              or (None if config.rollout.prompt_source == "jsonl" else config.rollout.prompt_source),
+              or (None if config.rollout.prompt_source == "rows" else config.rollout.prompt_source),
               "rollout.rollout_batch_size": config.rollout.rollout_batch_size,
               "rollout.num_rollout": config.rollout.num_rollout if config.rollout.num_rollout is not None
               else config.rollout.num_epoch}

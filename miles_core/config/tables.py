@@ -7,7 +7,9 @@ and [optimizer] take them too, as the surface of its package knows them (surface
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal
 
 from miles_core.config.options import option
@@ -45,8 +47,9 @@ class Checkpoint:
 class Rollout:
     """Where prompts come from and how much flows."""
 
-    prompt_data: str | None = option(None, "Prompts as JSONL, one object a line; PATH@[a:b] takes a slice.")
-    prompt_source: str = option("jsonl", "Which prompt source.")
+    prompt_data: str | None = option(
+        None, "Prompts: a file, read by its ending (.jsonl, one object a line); PATH@[a:b] takes a slice.")
+    prompt_source: str = option("rows", "Which prompt source.")
     input_key: str = option("input", "Key of the prompt: text, or a list of chat messages.")
     label_key: str | None = option(None, "Key of the ground truth that scorers compare with.")
     metadata_key: str = option("metadata", "Key of an object that is handed to generators and scorers.")
@@ -138,6 +141,14 @@ class Eval:
     eval_max_prompt_len: int | None = option(None, "Leave out longer prompts.")
     eval_reward_key: str | None = option(None, "The same for evaluation.")
     eval_min_new_tokens: int | None = option(None, "Stop tokens are not drawn before this many tokens.")
+
+    @property
+    def every(self) -> list[dict[str, Any]]:
+        """Every eval dataset as a table of `datasets`, those of `eval_prompt_data` first."""
+        words = self.eval_prompt_data
+        if len(words) == 1:
+            words = [Path(re.split("[@:]", words[0])[0]).stem, *words]
+        return [*({"name": name, "path": path} for name, path in zip(words[::2], words[1::2])), *self.datasets]
 
 
 @dataclass(frozen=True, kw_only=True)

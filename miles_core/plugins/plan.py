@@ -155,7 +155,7 @@ def _of_plugins(plan: Plan) -> dict[str, list[str]]:
 def _summary(plan: Plan) -> Iterator[str]:
     """What is trained on what, how much, what is written, and whether the run begins or goes on."""
     rollout, debug, saved = plan.config.rollout, plan.config.debug, plan.config.checkpoint
-    prompts = rollout.prompt_data if rollout.prompt_source == "jsonl" else f"prompts of {rollout.prompt_source}"
+    prompts = rollout.prompt_data if rollout.prompt_source == "rows" else f"prompts of {rollout.prompt_source}"
     if debug.load_debug_rollout_data:
         prompts = f"saved rollouts, {debug.load_debug_rollout_data}"
     how = f"by {plan.owner('advantage').name} " if not debug.debug_rollout_only else ""

@@ -14,6 +14,7 @@ from miles_core.plugins import fit
 from miles_core.plugins.manifest import Offer
 from miles_core.plugins.scan import CALLED_FOR, KNOWN
 from miles_core.plugins.select import Selected, offered_by
+from miles_core.reading import format_of
 
 OF_CHECKPOINT = "config.json of the checkpoint"
 OPTIONS = tuple(f"{key} = " for key in CALLED_FOR if not key.startswith("quantization_config."))
@@ -35,7 +36,12 @@ def choices(config: RunConfig) -> list[tuple[str, str, str]]:
     algorithm, rollout, perf = config.algorithm, config.rollout, config.perf
     sft = algorithm.loss_type == "sft_loss"
     estimator = "sft" if sft else algorithm.advantage_estimator
+    paths = {one["path"]: "eval.datasets" if one in config.eval.datasets else "eval.eval_prompt_data"
+             for one in config.eval.every if "path" in one}
+    if rollout.prompt_data is not None and rollout.prompt_source == "rows":
+        paths[rollout.prompt_data] = "rollout.prompt_data"
     picked = [
+        *{format_of(path): ("read_rows", format_of(path), key) for path, key in paths.items()}.values(),
         ("prompt_source", rollout.prompt_source, "rollout.prompt_source"),
         ("engine", rollout.engine or "local", "rollout.engine"),
         ("generate", rollout.generate, "rollout.generate"),

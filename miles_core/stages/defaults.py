@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from miles_core.config.tables import RunConfig
 from miles_core.hookspecs import hookimpl
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     import numpy as np
     import torch
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from miles_core.stages.gradients import Gradients
     from miles_core.stages.loss import LossInputs, Metrics
     from miles_core.stages.placement import Placement
-    from miles_core.stages.prompts import PromptSource
+    from miles_core.stages.prompts import PromptSource, Records
     from miles_core.stages.rollout import Generation
     from miles_core.stages.sync import WeightSync
     from miles_core.types import Prompt, Sample
@@ -30,22 +30,20 @@ class Core:
     def __init__(self, config: RunConfig):
         self.config = config
 
-    @hookimpl(name="jsonl")
-    def prompt_source(self, config: RunConfig, tokenizer: Any) -> PromptSource:
-        """Prompts of --prompt-data."""
-        from miles_core.stages.prompts import JsonlPrompts, Rows
+    @hookimpl("read_rows", name="jsonl")
+    def jsonl(self, path: str, most: int | None) -> Records:
+        """JSONL, one object a line."""
+        from miles_core.stages.prompts import JsonlRecords
 
-        rollout = config.rollout
-        rows = Rows(
-            path=cast("str", rollout.prompt_data),  # a plan that lacks it is refused
-            input_key=rollout.input_key,
-            label_key=rollout.label_key,
-            metadata_key=rollout.metadata_key,
-            context=cast("int", rollout.rollout_max_context_len),
-            max_prompt_len=rollout.rollout_max_prompt_len,
-            template=(rollout.apply_chat_template_kwargs or {}) if rollout.apply_chat_template else None,
-        )
-        return JsonlPrompts(rows, tokenizer, shuffle=rollout.rollout_shuffle, seed=rollout.rollout_seed)
+        return JsonlRecords(path, most)
+
+    @hookimpl(name="rows")
+    def prompt_source(self, config: RunConfig, tokenizer: Any, read: Callable[[str], Records]) -> PromptSource:
+        """Prompts of --prompt-data."""
+        from miles_core.stages.prompts import RowPrompts, rows_of
+
+        rollout, rows = config.rollout, rows_of(config)
+        return RowPrompts(rows, read(rows.path), tokenizer, shuffle=rollout.rollout_shuffle, seed=rollout.rollout_seed)
 
     @hookimpl(name="single-turn")
     async def generate(self, prompt: Prompt, generation: Generation) -> list[Sample]:

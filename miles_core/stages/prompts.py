@@ -1,6 +1,6 @@
-"""Stage 1, prompts: an endless, numbered stream of prompts from a JSONL file.
+"""Stage 1, prompts: an endless, numbered stream of prompts made of rows.
 
-The stream is a function of the file, the seed and the prompt's number alone, so its whole state is the next number and
+The stream is a function of the rows, the seed and the prompt's number alone, so its whole state is the next number and
 the numbers that were handed out and have to come again.
 """
 
@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -18,9 +17,31 @@ from typing import Any, Protocol, cast
 import numpy as np
 
 from miles_core import rng
+from miles_core.config.tables import RunConfig
 from miles_core.errors import DataError
-from miles_core.reading import parse_json
+from miles_core.reading import field_of, parse_json, sliced
 from miles_core.types import Prompt
+
+
+class Records(Protocol):
+    """The rows that a path names."""
+
+    data: str
+    """Tells one dataset from another; empty for a beginning."""
+    total: int | None
+    """Rows in all, which a plan reads the beginning of; None where that is not known."""
+
+    def __len__(self) -> int:
+        """Rows that can be asked for."""
+
+    def __iter__(self) -> Iterator[Mapping[str, Any]]:
+        """They in order, at the cost of reading once."""
+
+    def __getitem__(self, row: int) -> Mapping[str, Any]:
+        """One of them, made of what JSON has."""
+
+    def where(self, row: int) -> str:
+        """How messages refer to it: file and line."""
 
 
 class PromptSource(Protocol):
@@ -47,10 +68,10 @@ class PromptSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """How a JSONL file's rows become prompts.
+    """How rows become prompts.
 
     Args:
-        path: the file, with an optional @[a:b] slice of its rows.
+        path: what names them, with an optional @[a:b] slice.
         max_prompt_len: longer prompts are left out; None refuses those beyond `context`.
         context: tokens the model can hold.
         template: keyword arguments of the chat template, or None to take text as it is.
@@ -66,26 +87,37 @@ class Rows:
     stream: str = "train"
 
 
-class JsonlPrompts:
-    """Prompts of a JSONL file, in order or shuffled anew in each epoch.
+def rows_of(config: RunConfig, dataset: Mapping[str, Any] | None = None) -> Rows:
+    """How the rows of --prompt-data become prompts, or those of an eval dataset."""
+    rollout, eval_, own = config.rollout, config.eval, dataset or {}
+    keys = (rollout.input_key, rollout.label_key, rollout.rollout_max_prompt_len)
+    if dataset is not None:
+        keys = (own.get("input_key") or eval_.eval_input_key or keys[0],
+                own.get("label_key") or eval_.eval_label_key or keys[1], eval_.eval_max_prompt_len or keys[2])
+    return Rows(
+        path=own.get("path", rollout.prompt_data), stream=f"eval/{own['name']}" if own else "train",
+        input_key=keys[0], label_key=keys[1], metadata_key=rollout.metadata_key, max_prompt_len=keys[2],
+        context=cast("int", rollout.rollout_max_context_len),
+        template=(rollout.apply_chat_template_kwargs or {}) if rollout.apply_chat_template else None,
+    )  # fmt: skip
+
+
+class RowPrompts:
+    """Prompts of rows, in order or shuffled anew in each epoch.
 
     Raises:
-        DataError: missing file, malformed line, empty dataset, missing key, or a prompt longer than the context.
+        DataError: an empty dataset, a missing key, or a prompt longer than the context.
     """
 
-    def __init__(self, rows: Rows, tokenizer: Any, *, shuffle: bool = False, seed: int = 0):
-        self._rows, self._tokenizer, self._shuffle, self._seed = rows, tokenizer, shuffle, seed
-        self._records, numbers = read_jsonl(rows.path)
-        with open(rows.path.partition("@")[0], "rb") as file:
-            self.data = hashlib.file_digest(file, "sha256").hexdigest()[:16] + rows.path.partition("@")[2]
-        self._numbers = numbers
-        self._ready: dict[int, Prompt] = {}
+    def __init__(self, rows: Rows, records: Records, tokenizer: Any, *, shuffle: bool = False, seed: int = 0):
+        self._records, self._shuffle, self._seed, self.data = records, shuffle, seed, records.data
+        self._prompt = Rendering(rows, records.where, tokenizer)
         self._again: deque[int] = deque()
         self._next = 0
         self._epoch, self._order = -1, np.arange(0)
-        self.left_out = 0
-        self._keep = self._usable()
-        if not self._keep:
+        self._keep = np.array([row for row, record in enumerate(records) if self._prompt.fits(row, record)], int)
+        self.left_out = len(records) - len(self._keep)
+        if not len(self._keep):
             raise DataError("no prompt is left", who=rows.path,
                             fix="the file is empty, its @[a:b] slice is, or --rollout-max-prompt-len leaves all out")
 
@@ -95,13 +127,9 @@ class JsonlPrompts:
     def __getitem__(self, uid: int) -> Prompt:
         epoch, place = divmod(uid, len(self._keep))
         if self._shuffle and epoch != self._epoch:
-            generator = np.random.Generator(np.random.Philox(rng.key(self._seed, "shuffle", epoch)))
-            self._epoch, self._order = epoch, generator.permutation(len(self._keep))
-        row = self._keep[int(self._order[place]) if self._shuffle else place]
-        if row not in self._ready:
-            self._ready[row] = self._render(row)
-        ready = self._ready[row]
-        return Prompt(uid, row, ready.text, ready.token_ids, ready.label, ready.metadata, ready.messages, ready.stream)
+            self._epoch, self._order = epoch, shuffled(len(self._keep), self._seed, epoch)
+        row = int(self._keep[self._order[place] if self._shuffle else place])
+        return self._prompt(uid, row, self._records[row])
 
     def next(self) -> Prompt:
         if self._again:
@@ -121,34 +149,66 @@ class JsonlPrompts:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._next, self._again = state["next"], deque(state["again"])
 
-    def _usable(self) -> list[int]:
-        """Rows whose prompt fits. Only those that could be too long, by their bytes, are tokenised for it."""
-        limit = min(self._rows.max_prompt_len or self._rows.context - 1, self._rows.context - 1)
-        keep = []
-        for row, record in enumerate(self._records):
-            source = self._source(row, record)
-            size = sum(len(str(m.get("content", ""))) + 32 for m in source) if isinstance(source, list) else len(source)
-            if 4 * size + 256 > limit:  # a byte-level token is at least a byte, a character at most four
-                self._ready[row] = self._render(row)
-                if len(self._ready[row].token_ids) > limit:
-                    self._too_long(row)
-                    continue
-            keep.append(row)
-        return keep
 
-    def _too_long(self, row: int) -> None:
-        if self._rows.max_prompt_len is None:
-            raise DataError(
-                f"the prompt has {len(self._ready[row].token_ids)} tokens and leaves no room for an answer",
-                got=f"a context of {self._rows.context}", who=self._where(row),
-                fix="shorten it, or leave long prompts out with --rollout-max-prompt-len N",
-            )
-        self.left_out += 1
+def shuffled(count: int, seed: int, *epoch: int) -> np.ndarray:
+    """The order of `count` rows in an epoch: [count] int64."""
+    return np.random.Generator(np.random.Philox(rng.key(seed, "shuffle", *epoch))).permutation(count)
 
-    def _where(self, row: int) -> str:
-        return f"{self._rows.path.partition('@')[0]}, line {self._numbers[row]}"
 
-    def _source(self, row: int, record: dict[str, Any]) -> str | list[dict[str, Any]]:
+class Rendering:
+    """Makes prompts of single rows.
+
+    Args:
+        where: how messages refer to a row.
+    """
+
+    def __init__(self, rows: Rows, where: Callable[[int], str], tokenizer: Any):
+        self._rows, self._where, self._tokenizer = rows, where, tokenizer
+
+    def fits(self, row: int, record: Mapping[str, Any]) -> bool:
+        """Whether a prompt is no longer than the limit. Only one that could be, by its bytes, is tokenised for it.
+
+        Raises:
+            DataError: a row without the prompt, or, where none is to be left out, with one beyond the context.
+        """
+        rows = self._rows
+        limit = min(rows.max_prompt_len or rows.context - 1, rows.context - 1)
+        source = self._source(row, record)
+        size = sum(len(str(m.get("content", ""))) + 32 for m in source) if isinstance(source, list) else len(source)
+        if 4 * size + 256 <= limit:  # a byte-level token is at least a byte, a character at most four
+            return True
+        length = len(self(row, row, record).token_ids)
+        if length > limit and rows.max_prompt_len is None:
+            raise DataError(f"the prompt has {length} tokens and leaves no room for an answer",
+                            got=f"a context of {rows.context}", who=self._where(row),
+                            fix="shorten it, or leave long prompts out with --rollout-max-prompt-len N")
+        return length <= limit
+
+    def __call__(self, uid: int, row: int, record: Mapping[str, Any]) -> Prompt:
+        """
+        Raises:
+            DataError: a row without the prompt or the label, or one that the chat template refuses.
+        """
+        rows, source = self._rows, self._source(row, record)
+        messages = source if isinstance(source, list) else None
+        if rows.template is not None:
+            messages = messages or [{"role": "user", "content": source}]
+            text = render(self._tokenizer, messages, rows.template, self._where(row))
+        else:
+            text = cast("str", source)
+        ids = self._tokenizer(text, add_special_tokens=rows.template is None)["input_ids"]
+        label = self._field(row, record, rows.label_key, "--label-key") if rows.label_key is not None else None
+        metadata = record.get(rows.metadata_key) or {}
+        if not isinstance(metadata, dict):
+            raise DataError(f"{rows.metadata_key!r} should be an object", got=type(metadata).__name__,
+                            who=self._where(row), fix="write {...}, or name another key with --metadata-key")
+        whole = isinstance(label, dict)  # as text in the label, and itself beside it
+        apart = {rows.input_key} if whole else {rows.input_key, rows.label_key}
+        return Prompt(uid, row, text, tuple(ids), json.dumps(label) if whole else None if label is None else str(label),
+                      {k: v for k, v in record.items() if k not in apart} | metadata,
+                      None if messages is None else tuple(messages), rows.stream)
+
+    def _source(self, row: int, record: Mapping[str, Any]) -> str | list[dict[str, Any]]:
         source = self._field(row, record, self._rows.input_key, "--input-key")
         chat = isinstance(source, list) and source and all(isinstance(m, dict) and "role" in m for m in source)
         if not (chat or isinstance(source, str)):
@@ -160,31 +220,12 @@ class JsonlPrompts:
                             fix="add --apply-chat-template")
         return cast("str | list[dict[str, Any]]", source)
 
-    def _field(self, row: int, record: dict[str, Any], key: str, flag: str) -> Any:
-        if key not in record:
+    def _field(self, row: int, record: Mapping[str, Any], key: str, flag: str) -> Any:
+        try:
+            return field_of(record, key)
+        except KeyError:
             raise DataError(f"the row has no key {key!r}", got=", ".join(record), who=self._where(row),
-                            fix=f"name the right key with {flag}")
-        return record[key]
-
-    def _render(self, row: int) -> Prompt:
-        record = self._records[row]
-        source = self._source(row, record)
-        messages = source if isinstance(source, list) else None
-        if self._rows.template is not None:
-            messages = messages or [{"role": "user", "content": source}]
-            text = render(self._tokenizer, messages, self._rows.template, self._where(row))
-        else:
-            text = cast("str", source)
-        ids = self._tokenizer(text, add_special_tokens=self._rows.template is None)["input_ids"]
-        key = self._rows.label_key
-        label = self._field(row, record, key, "--label-key") if key is not None else None
-        metadata = record.get(self._rows.metadata_key) or {}
-        if not isinstance(metadata, dict):
-            raise DataError(f"{self._rows.metadata_key!r} should be an object", got=type(metadata).__name__,
-                            who=self._where(row), fix="write {...}, or name another key with --metadata-key")
-        return Prompt(row, row, text, tuple(ids), None if label is None else str(label),
-                      {k: v for k, v in record.items() if k not in (self._rows.input_key, key)} | metadata,
-                      None if messages is None else tuple(messages), self._rows.stream)
+                            fix=f"name the right key with {flag}") from None
 
 
 def render(tokenizer: Any, messages: Sequence[Mapping[str, Any]], arguments: dict[str, object], where: str) -> str:
@@ -206,40 +247,44 @@ def render(tokenizer: Any, messages: Sequence[Mapping[str, Any]], arguments: dic
                         fix="check the roles and contents, and `miles check-template`") from error
 
 
-def read_jsonl(path: str) -> tuple[list[dict[str, Any]], list[int]]:
-    """Records and line numbers of a JSONL file; PATH@[a:b] takes a slice of its records.
+class JsonlRecords(list[dict[str, Any]]):
+    """The rows of a JSONL file, in memory; PATH@[a:b] takes a slice.
+
+    Args:
+        most: bytes of the file's beginning that are enough; None reads all.
 
     Raises:
         DataError: names file and line.
     """
-    name, _, cut = path.partition("@")
-    span = re.fullmatch(r"\[(-?\d*):(-?\d*)\]", cut) if cut else None
-    if cut and span is None:
-        raise DataError("the slice should be @[a:b]", got=cut, who=name, fix="for instance data.jsonl@[0:1000]")
-    if not Path(name).is_file():
-        raise DataError("there is no such prompt file", who=name, fix="check --prompt-data or --eval-prompt-data")
-    records, numbers = [], []
-    with open(name, "rb") as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            try:
-                record = parse_json(line.strip().decode("utf-8"))
-            except json.JSONDecodeError as error:
-                raise DataError("the line is not JSON", got=f"{error.msg.removesuffix(' at')} at column {error.colno}",
-                                who=f"{name}, line {number}", fix="one JSON object a line") from None
-            except UnicodeDecodeError as error:
-                raise DataError("the line is not UTF-8 text", got=f"byte 0x{line.strip()[error.start]:02x}",
-                                who=f"{name}, line {number}", fix="save the file as UTF-8") from None
-            except ValueError as error:
-                raise DataError("the line cannot be read", got=str(error), who=f"{name}, line {number}",
-                                fix="correct the value, or leave the row out") from None
-            if not isinstance(record, dict):
-                raise DataError("the line is not a JSON object", got=type(record).__name__,
-                                who=f"{name}, line {number}", fix="one JSON object a line")
-            records.append(record)
-            numbers.append(number)
-    if span:
-        part = slice(*(int(edge) if edge else None for edge in span.groups()))
-        records, numbers = records[part], numbers[part]
-    return records, numbers
+
+    def __init__(self, path: str, most: int | None = None):
+        self._name, part = sliced(path)
+        if not Path(self._name).is_file():
+            raise DataError("there is no such prompt file", who=self._name,
+                            fix="check --prompt-data or --eval-prompt-data")
+        whole, self.data = most is None or Path(self._name).stat().st_size <= most, ""
+        with open(self._name, "rb") as file:
+            if most is None:
+                self.data = hashlib.file_digest(file, "sha256").hexdigest()[:16] + path.removeprefix(self._name)[1:]
+                file.seek(0)
+            lines = file if whole else [line for line in file.read(most).splitlines(keepends=True)
+                                        if line.endswith(b"\n") or not line.lstrip().startswith(b"{")]
+            rows = [(number, self._record(line, number)) for number, line in enumerate(lines, 1) if line.strip()]
+        if not whole and min(part.start or 0, part.stop or 0) < 0:  # of rows whose number is not known
+            rows = []
+        super().__init__(record for _, record in rows[part])
+        self.total, self._numbers = len(self) if whole else None, [number for number, _ in rows[part]]
+
+    def where(self, row: int) -> str:
+        return f"{self._name}, line {self._numbers[row]}"
+
+    def _record(self, line: bytes, number: int) -> dict[str, Any]:
+        try:
+            record = parse_json(line.strip())
+            if isinstance(record, dict):
+                return record
+            said = type(record).__name__
+        except ValueError as error:
+            said = str(error).replace("line 1 ", "")
+        raise DataError("the line is not a JSON object", got=said, who=f"{self._name}, line {number}",
+                        fix="one JSON object a line, as UTF-8")

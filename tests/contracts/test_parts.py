@@ -11,7 +11,7 @@ from miles_core.hosts import Handle
 from miles_core.plugins.load import import_file
 from miles_core.resume import Hosted
 from miles_core.stages.placement import Placement
-from miles_core.stages.prompts import PromptSource
+from miles_core.stages.prompts import PromptSource, Records
 from miles_core.stages.rollout import Engine, ServerEngine
 from miles_core.stages.step import Trainer
 from miles_core.stages.sync import Sender, WeightSync
@@ -24,7 +24,7 @@ def members(kind):
 
 
 PROTOCOLS = {kind.__name__: members(kind) for kind in (
-    Engine, ServerEngine, Trainer, WeightSync, Placement, PromptSource, Sender)}
+    Engine, ServerEngine, Trainer, WeightSync, Placement, PromptSource, Records, Sender)}
 PARTS = {**PROTOCOLS, "Handle": members(Handle) | members(Hosted) | members(Trainer)}
 """The core meets a trainer through the handle of its host, which adds plugins' state and a bound on each call."""
 

@@ -39,6 +39,7 @@ CASES = [  # script, its words, how many plans it makes
     ("bench/peers/make_model.py", "--workload large --out {folder}", 0),
     ("bench/peers/run_miles.py", "--workload large --model {folder}/warm", 1),
     ("bench/peers/trl_grpo.py", "--help", 0),  # TRL has an environment of its own
+    ("bench/prompts.py", "--rows 200", 0),
     ("bench/selection.py", "--commits 1", 0),
     ("tests/gpu/drafts.py", "other kept --folder {folder}", 2),
     ("tests/gpu/fp8.py", "--tiny --parts train --recipes bf16", 1),

@@ -167,13 +167,13 @@ class Faulty:
         return self.options.fault in faults
 
     @hookimpl("prompt_source", name="faulty")
-    def prompts(self, config, tokenizer):
+    def prompts(self, config, tokenizer, read):
         """Prompts of --prompt-data, fewer than it has."""
         from miles_core.stages.defaults import Core
 
         ends = {"prompt source ends": StopIteration(),
                 "prompt source raises": ConnectionError("the data server is gone")}  # fmt: skip
-        return Prompts(Core(config).prompt_source(config, tokenizer), ends[self.options.fault])
+        return Prompts(Core(config).prompt_source(config, tokenizer, read), ends[self.options.fault])
 
     @hookimpl("engine", name="faulty")
     def engine(self, config, tokenizer, hooks):

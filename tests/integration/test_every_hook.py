@@ -4,9 +4,10 @@ A hook that the core no longer calls is found here, whatever its page says; so i
 """
 
 import ast
+import shutil
 
 import pytest
-from miles_testing import toy_run
+from miles_testing import tiny_checkpoint, toy_run
 
 from miles_core.plugins.select import all_specs
 from tests.pages import ROOT, blocks
@@ -54,8 +55,11 @@ def mine(tmp_path):
 
 
 def test_every_hook_is_called_in_a_run(mine):
-    toy_run([mine], options=PARTS | CALLED_BACK | {"algorithm.use_kl_loss": True, "checkpoint.save": "{run_dir}/saved",
-                                                   "checkpoint.save_hf": "{run_dir}/hf"})
+    rows = mine.with_name("train.mine")  # what reads it is called by its ending
+    shutil.copy(tiny_checkpoint() / "train.jsonl", rows)
+    toy_run([mine], options=PARTS | CALLED_BACK | {
+        "rollout.prompt_data": str(rows), "algorithm.use_kl_loss": True,
+        "checkpoint.save": "{run_dir}/saved", "checkpoint.save_hf": "{run_dir}/hf"})
     called = {path.name for path in mine.parent.iterdir()}
     assert set(SPECS) - called == set(NOT_IN_A_RUN)
 

@@ -204,11 +204,11 @@ class Own:
     """Counts what it gave."""
 
     @hookimpl(name="backwards")
-    def prompt_source(self, config, tokenizer):
+    def prompt_source(self, config, tokenizer, read):
         """The rows from the last to the first."""
-        from miles_core.stages.prompts import JsonlPrompts, Rows
+        from miles_core.stages.prompts import RowPrompts, rows_of
 
-        class Backwards(JsonlPrompts):
+        class Backwards(RowPrompts):
             def state_dict(self):
                 return {"given": self._next}
 
@@ -218,9 +218,7 @@ class Own:
             def __getitem__(self, uid):
                 return super().__getitem__(len(self) - 1 - uid % len(self))
 
-        rollout = config.rollout
-        return Backwards(Rows(rollout.prompt_data, rollout.input_key, rollout.label_key, rollout.metadata_key,
-                              rollout.rollout_max_context_len, template={}), tokenizer)
+        return Backwards(rows_of(config), read(config.rollout.prompt_data), tokenizer)
 '''
 
 
@@ -229,11 +227,11 @@ def test_a_resume_with_another_prompt_source_is_refused_or_begins_it_anew(course
     whole = course("--plugin", tmp_path / "own.py", rollouts=1)
     whole.finish("a", "--prompt-source", "backwards")
     refused = whole.start("a", "--num-rollout", "2")
-    assert refused.code == 2 and "'backwards'" in refused.err and "'jsonl'" in refused.err
+    assert refused.code == 2 and "'backwards'" in refused.err and "'rows'" in refused.err
     assert "--drop-plugin-state backwards" in refused.err and "KeyError" not in refused.err
     saved = whole.finish("a", "--num-rollout", "2", "--drop-plugin-state", "backwards") / "checkpoints"
     first, second = (json.loads((saved / f"iter_000000{i}/miles.json").read_text())["state"] for i in (1, 2))
-    assert (first["prompt_source"], second["prompt_source"]) == ("backwards", "jsonl")
+    assert (first["prompt_source"], second["prompt_source"]) == ("backwards", "rows")
     assert second["prompts"]["next"] == first["prompts"]["given"], "the other source began with its first prompt"
     whole.finish("a", "--num-rollout", "3")
 

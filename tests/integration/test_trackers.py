@@ -118,13 +118,11 @@ class Logs:
         self.log = log
 
     @hookimpl(name="mine")
-    def prompt_source(self, config, tokenizer):
-        from miles_core.stages.prompts import JsonlPrompts, Rows
+    def prompt_source(self, config, tokenizer, read):
+        from miles_core.stages.prompts import RowPrompts, rows_of
 
-        rollout = config.rollout
         self.log("source", 1)
-        return JsonlPrompts(Rows(rollout.prompt_data, rollout.input_key, rollout.label_key, rollout.metadata_key,
-                                 rollout.rollout_max_context_len, template={}), tokenizer)
+        return RowPrompts(rows_of(config), read(config.rollout.prompt_data), tokenizer)
 
     @hookimpl(name="mine")
     async def generate(self, prompt, generation):

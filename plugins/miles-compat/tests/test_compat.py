@@ -19,6 +19,7 @@ from miles_compat.plugin import Compat, CompatOptions
 from miles_compat.reducer import token_weights
 from miles_compat.rewards import scores
 from miles_compat.rollout import advantages, post_processed, rollout_data
+from miles_compat.sample import asked
 from miles_compat.selection import selected
 from miles_megatron.testing.ranks import batches
 
@@ -27,6 +28,7 @@ from miles_core.config.tables import Algorithm, Checkpoint, Perf, Rollout, RunCo
 from miles_core.errors import ConfigError, HookError
 from miles_core.stages.loss import LossInputs, TokenWeights, per_constant, per_sample, per_token
 from miles_core.stages.reward import Scoring, weighted_sum
+from miles_core.types import Prompt
 
 
 @pytest.fixture
@@ -199,6 +201,14 @@ def test_a_scorer_that_removes_a_sample_empties_its_mask_with_the_filter(batch):
     assert Compat.filter_group(SimpleNamespace(_function=lambda key: None), group) is group
     for sample, mask in zip(group.samples, masks, strict=True):
         np.testing.assert_array_equal(sample.columns["loss_mask"], mask * (sample.index % 2))
+
+
+def test_a_label_that_is_an_object_is_one_to_a_function():
+    """As datasets of search-r1 have it; a label that only looks like one stays text."""
+    for label, metadata, expected in (('{"target": ["2"]}', {"reward_model": {"target": ["2"]}}, {"target": ["2"]}),
+                                      ('{"target": ["2"]}', {"other": {"target": ["3"]}}, '{"target": ["2"]}'),
+                                      ("2", {}, "2"), (None, {}, None)):
+        assert asked(Prompt(0, 0, "1+1=", (1,), label, metadata), 0, 1).label == expected
 
 
 def test_rewards_are_replaced_and_the_raw_ones_kept(batch):

@@ -53,11 +53,11 @@ def refused(plan, message, *flags):
       for label in (None, " ", "nan", float("nan"), [])),
     ([{"prompt": "x", "tests": ["assert f()"]}, {"prompt": "x"}], TESTS, "(got nothing under 'tests')"),
     ([], (), "the file is empty"), ([b"", b"  "], (), "no prompt is left"),
-    ([[ROW, ROW]], (), "prompts are read as JSONL, one object a line (got a JSON list)"),
-    ([b"[", b'{"prompt": "x"}]'], (), "line 1: the line is not JSON"),
-    ([ROW, b'{"prompt": "1+'], (), "line 2: the line is not JSON"),
+    ([[ROW, ROW]], (), "line 1: the line is not a JSON object (got list)"),
+    ([b"[", b'{"prompt": "x"}]'], (), "line 1: the line is not a JSON object"),
+    ([ROW, b'{"prompt": "1+'], (), "line 2: the line is not a JSON object"),
     ([ROW, 5], (), "line 2: the line is not a JSON obj"),
-    ([b'{"prompt": "caf\xe9"}'], (), "not UTF-8 text (got byte 0xe9)"),
+    ([b'{"prompt": "caf\xe9"}'], (), "byte 0xe9"),
     ([b"PAR1\x15\x04"], (), "(got Parquet)"),
     ([b"version https://git-lfs.github.com/spec/v1"], (), "pointer of Git LFS"),
 ])
@@ -91,7 +91,18 @@ def test_only_the_first_rows_are_read(plan, data, monkeypatch):
     plan("--prompt-data", data(*[ROW] * 9, {"x": 1}), *FIELDS)
     refused(plan, "no key 'prompt'", "--prompt-data", data({"x": 1}, *[ROW] * 9), *FIELDS)
     plan("--prompt-data", data(ROW | {"prompt": "x" * 200}), *FIELDS)
-    refused(plan, "one long line that is no object", "--prompt-data", data([ROW] * 9), *FIELDS)
+    refused(plan, "line 1: the line is not a JSON object", "--prompt-data", data([ROW] * 9), *FIELDS)
+
+
+def test_an_object_is_the_label_of_a_function_alone(plan, data):
+    """Scorers are given text: what in it is the ground truth is named with a dot."""
+    row = {"prompt": "1+1=", "graded": {"target": "2", "style": "rule"}}
+    flags = ("--prompt-data", data(row, row), "--input-key", "prompt")
+    refused(plan, "line 1: 'graded' is an object", *flags, "--label-key", "graded")
+    refused(plan, "line 1: the row has no key 'graded.answer' (got prompt, graded)", *flags, "--label-key",
+            "graded.answer")
+    plan(*flags, "--label-key", "graded.target")
+    plan(*flags, "--label-key", "graded", "--rm-type", "custom", "--custom-rm-path", "json.loads")
 
 
 def test_evaluation_data_are_looked_at_by_their_own_keys(plan, data):
@@ -104,8 +115,7 @@ def test_evaluation_data_are_looked_at_by_their_own_keys(plan, data):
 
 @pytest.mark.parametrize("name", ["org/dataset", "./none.jsonl", "/data/none.jsonl", "train.parquet"])
 def test_what_can_only_be_missing_is_refused(plan, name):
-    refused(plan, "prompts are read as JSONL" if name.endswith("parquet") else "there is no such prompt file",
-            "--prompt-data", name)
+    refused(plan, "there is no such", "--prompt-data", name)
 
 
 def test_epochs_over_too_few_rows_make_no_rollout(plan, data):

@@ -37,7 +37,7 @@ from miles_core.record.events import EventLog
 from miles_core.record.replay import load_batch, load_flow, save_batch, save_flow
 from miles_core.record.samples import write_samples
 from miles_core.stages.buffer import Slot
-from miles_core.stages.prompts import read_jsonl
+from miles_core.stages.prompts import JsonlRecords
 from miles_core.types import Batch, Group, Prompt, Sample, Status
 
 ROOT = Path(__file__).parents[3]
@@ -75,7 +75,7 @@ def read_all(config):
     tensor_files(folder)
     for file in folder.glob("*.safetensors"):
         stored_tensors(file)
-    read_jsonl(config.rollout.prompt_data)
+    JsonlRecords(config.rollout.prompt_data)
 
 
 def with_odd_value(data, draw):
@@ -253,7 +253,7 @@ def test_a_row_that_nothing_can_hold_is_named_with_its_line(place, line, words):
     whole = rows.read_text()
     rows.write_text(whole + line + "\n")
     try:
-        for read in (check, lambda config: read_jsonl(config.rollout.prompt_data)):
+        for read in (check, lambda config: JsonlRecords(config.rollout.prompt_data)):
             with pytest.raises(DataError, match=f"train.jsonl, line 9.*{words}"):
                 read(config)
     finally:

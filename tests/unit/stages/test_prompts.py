@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from miles_core.errors import DataError
-from miles_core.stages.prompts import JsonlPrompts, Rows, read_jsonl
+from miles_core.stages.prompts import JsonlRecords, RowPrompts, Rows
 
 
 class Characters:
@@ -26,12 +26,13 @@ class Characters:
 
 @pytest.fixture
 def source(tmp_path):
-    """(rows or text, slice, **changes) -> JsonlPrompts."""
+    """(rows or text, slice, **changes) -> RowPrompts."""
     def make(rows, cut="", *, shuffle=False, seed=0, **changes):
         path = tmp_path / "data.jsonl"
         path.write_text(rows if isinstance(rows, str) else "".join(json.dumps(row) + "\n" for row in rows))
         values = {"input_key": "q", "label_key": None, "metadata_key": "metadata", "context": 1000, **changes}
-        return JsonlPrompts(Rows(f"{path}{cut}", **values), Characters(), shuffle=shuffle, seed=seed)
+        rows = Rows(f"{path}{cut}", **values)
+        return RowPrompts(rows, JsonlRecords(rows.path), Characters(), shuffle=shuffle, seed=seed)
 
     return make
 
@@ -108,6 +109,29 @@ def test_labels_metadata_and_templates(source):
     assert source(chat, template={}).next().text == "<system>s<user>u<assistant>"
 
 
+def test_keys_with_dots_go_into_objects_and_an_object_is_its_json(source):
+    rows = [{"q": {"text": "2+2"}, "graded": {"answer": 4, "style": "rule"}, "a.b": 1}]
+    prompt = source(rows, input_key="q.text", label_key="graded.answer").next()
+    assert (prompt.text, prompt.label) == ("2+2", "4") and prompt.metadata["graded"]["style"] == "rule"
+    whole = source(rows, input_key="q.text", label_key="graded").next()
+    assert json.loads(whole.label) == whole.metadata["graded"] == rows[0]["graded"]
+    assert source(rows, input_key="q.text", label_key="a.b").next().label == "1", "a key that is there comes first"
+    for key in ("graded.none", "graded.answer.digits", "none.answer"):
+        with pytest.raises(DataError, match=key):
+            source(rows, input_key="q.text", label_key=key).next()
+
+
+def test_the_beginning_of_a_file_is_its_first_whole_lines(tmp_path):
+    path = tmp_path / "data.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in numbered(9)))
+    size = path.stat().st_size
+    assert [*JsonlRecords(str(path), size)] == numbered(9) and JsonlRecords(str(path), size).total == 9
+    first = JsonlRecords(str(path), 100)
+    assert 0 < len(first) < 9 and [*first] == numbered(9)[:len(first)] and first.total is None
+    assert [*JsonlRecords(f"{path}@[1:2]", 100)] == numbered(9)[1:2]
+    assert [*JsonlRecords(f"{path}@[-1:]", 100)] == [], "the last row is not known"
+
+
 def test_long_prompts_are_left_out_or_refused(source):
     rows = [{"q": "x" * n} for n in (5, 900, 20, 990)]
     prompts = source(rows, max_prompt_len=800)
@@ -129,6 +153,6 @@ def test_unusable_files_are_refused_with_their_line(source, text, message):
 
 def test_a_missing_file_and_a_bad_slice(tmp_path):
     with pytest.raises(DataError, match="no such prompt file"):
-        read_jsonl(str(tmp_path / "data/none.jsonl"))
+        JsonlRecords(str(tmp_path / "data/none.jsonl"))
     with pytest.raises(DataError, match="slice"):
-        read_jsonl(f"{tmp_path}/none.jsonl@[1:2:3]")
+        JsonlRecords(f"{tmp_path}/none.jsonl@[1:2:3]")

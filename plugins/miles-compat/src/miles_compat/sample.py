@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -29,6 +30,7 @@ class Sample:
         index: number of the sample in that stream.
         prompt: the rendered text, or chat messages where a data source gives them.
         tokens: [T] prompt and response.
+        label: the row's ground truth: text, or what the data hold as an object.
         loss_mask, rollout_log_probs: [R]; no mask trains on every response token.
         remove_sample: train on none of its tokens; it still counts in the group's comparison.
         metadata: what the dataset's row holds and what was added since.
@@ -42,7 +44,7 @@ class Sample:
     tokens: list[int] = field(default_factory=list)
     response: str = ""
     response_length: int = 0
-    label: str | None = None
+    label: str | dict[str, Any] | None = None
     reward: float | dict[str, Any] | None = None
     loss_mask: list[int] | None = None
     weight_versions: list[str] = field(default_factory=list)
@@ -78,7 +80,7 @@ def seen(sample: types.Sample, siblings: int) -> Sample:
     return Sample(
         group_index=prompt.uid, index=prompt.uid * siblings + sample.index, prompt=prompt.text,
         tokens=sample.tokens.tolist(), response=sample.text, response_length=sample.response_length,
-        label=prompt.label, reward=sample.reward, loss_mask=_list(columns, "loss_mask"),
+        label=_label(prompt), reward=sample.reward, loss_mask=_list(columns, "loss_mask"),
         weight_versions=[str(version) for version in dict.fromkeys(versions)],
         rollout_log_probs=_list(columns, "rollout_log_probs"), rollout_routed_experts=columns.get("routed_experts"),
         status=_Status(sample.status.value), metadata={**prompt.metadata, **sample.metadata},
@@ -88,8 +90,16 @@ def seen(sample: types.Sample, siblings: int) -> Sample:
 
 def asked(prompt: types.Prompt, index: int, siblings: int) -> Sample:
     """A sample that nothing was drawn for yet."""
-    return Sample(group_index=prompt.uid, index=prompt.uid * siblings + index, prompt=prompt.text, label=prompt.label,
+    return Sample(group_index=prompt.uid, index=prompt.uid * siblings + index, prompt=prompt.text, label=_label(prompt),
                   metadata=dict(prompt.metadata))
+
+
+def _label(prompt: types.Prompt) -> Any:
+    """What stands under the row's label key: text, or an object, which the metadata have beside its text."""
+    if (prompt.label or "")[:1] != "{":
+        return prompt.label
+    objects = (value for value in prompt.metadata.values() if isinstance(value, dict))
+    return next((value for value in objects if json.dumps(value) == prompt.label), prompt.label)
 
 
 @contextmanager

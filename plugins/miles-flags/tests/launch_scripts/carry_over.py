@@ -15,6 +15,8 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+import pyarrow.parquet
+
 HERE = Path(__file__).parent
 QUANTIZED = {
     "fp8": {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]},
@@ -84,9 +86,10 @@ def argv(words: list[str], root: Path, tokenizer: Path) -> list[str]:
            after(moved, "--metadata-key", "metadata")[0]: {}}
     paths = [word.partition("@")[0] for flag in DATA for word in after(moved, flag)]
     for path in (*paths, *re.findall(r"path: *(\S+)", "\n".join(texts))):
-        if path.startswith(str(root)):
+        if path.startswith((str(root), "./")):  # scripts are started in `root`
+            path = str(root / path)
             Path(path).parent.mkdir(parents=True, exist_ok=True)
-            write(Path(path), row)
+            write(Path(path), columns(words, row) if path.endswith(".parquet") else row)
     return moved
 
 
@@ -95,10 +98,23 @@ def below(root: Path, text: str) -> str:
     return re.sub(r"(^|(?<=[\s:=]))/(?=\w)", f"{root}/", text)
 
 
+CHAT = [{"role": "user", "content": "1+1="}]
+GRADED = {"ground_truth": {"target": ["2"]}, "style": "rule"}
+"""What the datasets of search-r1 have under reward_model."""
+
+
+def columns(words: list[str], row: dict) -> dict:
+    """A row of the Parquet files that scripts name: chat messages, with their answers for supervised fine-tuning."""
+    answer = [{"role": "assistant", "content": "2"}] if "sft_loss" in words else []
+    label = after(words, "--label-key", "label")[0]
+    graded = GRADED if label == "reward_model" else "2"
+    return row | {after(words, "--input-key", "input")[0]: CHAT + answer, label: graded}
+
+
 def write(path: Path, row: dict) -> None:
-    """A file of prompts: rows as JSON, or what a Parquet file begins with."""
+    """A file of prompts, of many rows that are alike."""
     if path.suffix == ".parquet":
-        path.write_bytes(b"PAR1")
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row] * 1024), path)
     else:
         path.write_text((json.dumps(row) + "\n") * 1024, encoding="utf-8")
 

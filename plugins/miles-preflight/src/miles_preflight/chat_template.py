@@ -77,13 +77,12 @@ def token_text(token: object) -> str | None:
     return token if isinstance(token, str) and token else None
 
 
-def check_rendered(config: RunConfig, template: ChatTemplate | None, origin: str,
-                   prompts: Sequence[tuple[int, str | list[dict[str, Any]]]]) -> None:
+def check_rendered(config: RunConfig, template: ChatTemplate | None,
+                   prompts: Sequence[tuple[str, str | list[dict[str, Any]]]]) -> None:
     """
     Args:
         template: the run's; None where rows are not rendered.
-        origin: the file, for messages.
-        prompts: (line, text or chat messages) of rows.
+        prompts: (how messages refer to it, text or chat messages) of rows.
 
     Raises:
         DataError: the template refuses messages, leaves out what they say, or opens no answer.
@@ -92,8 +91,7 @@ def check_rendered(config: RunConfig, template: ChatTemplate | None, origin: str
     begin, end = token_text(tokenizer_config.get("bos_token")), token_text(tokenizer_config.get("eos_token"))
     if template is not None and template.text is None:
         return
-    for line, prompt in prompts[:FIRST]:
-        where = f"{origin}, line {line}"
+    for where, prompt in prompts[:FIRST]:
         if template is None:
             if begin and tokenizer_config.get("add_bos_token") is True and str(prompt).startswith(begin):
                 raise DataError("the prompt begins with the token that the tokenizer puts before every text", got=begin,

@@ -41,7 +41,7 @@ class Preflight:
         check_model(config)
         check_lengths(config)
         check_files(config)
-        check_rows(config, note)
+        check_rows(config, plugins, note)
         check_environment(config)
         check_machine(config)
         check_statements(plugins, config)

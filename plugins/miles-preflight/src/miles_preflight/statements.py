@@ -24,7 +24,7 @@ from miles_core.plugins.scan import BUILT_IN, KNOWN
 from miles_core.plugins.select import Selected
 from miles_preflight.checkpoint_files import check_other, check_whole
 from miles_preflight.paths import check_source
-from miles_preflight.rows import check_needs, present
+from miles_preflight.rows import OF_ROWS, check_needs, present
 from miles_preflight.silent import check_apart
 
 
@@ -66,13 +66,13 @@ def _scored(selected: Sequence[Selected], config: RunConfig) -> None:
     for one, kind, name, arguments in _words(selected, *chosen):
         if name not in chosen[kind]:
             continue
-        unread = rollout.label_key is None and rollout.prompt_source == "jsonl" and name in rollout.rm_type
+        unread = rollout.label_key is None and rollout.prompt_source in OF_ROWS and name in rollout.rm_type
         if kind == "labels" and unread and present(config):
             raise ConfigError(f"the scorer {name!r} compares with labels, and none are read",
                               who=who(config, "rollout.rm_type", "rollout.label_key"),
                               fix="name the rows' key of the ground truth with --label-key")
         key = _option(one, arguments[0], config) if arguments else None
-        check_needs(config, name, key, generates=kind == "answers")
+        check_needs(config, selected, name, key, generates=kind == "answers")
 
 
 def _compared(selected: Sequence[Selected], config: RunConfig) -> None:

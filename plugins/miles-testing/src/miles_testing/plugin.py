@@ -36,6 +36,13 @@ class Testing:
 
         return manifest
 
+    @hookimpl("commands", name="plugins doctor")
+    def doctor(self) -> click.Command:
+        """Import each plugin in a process of its own."""
+        from miles_testing.commands.doctor import doctor
+
+        return doctor
+
     @hookimpl("commands", name="flags")
     def flags(self) -> click.Command:
         """Every flag, as Markdown."""

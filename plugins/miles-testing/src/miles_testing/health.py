@@ -66,7 +66,7 @@ def _examine(one: Installed) -> Health:
         lines = [line for line in done.stderr.splitlines() if line.strip()]
         return Health(one, error=lines[-1] if lines else f"the process ended with {done.returncode}")
     try:
-        said = json.loads(done.stdout.splitlines()[-1])
+        answer = json.loads(done.stdout.splitlines()[-1])
     except (ValueError, IndexError):
         return Health(one, error="its import wrote over the answer, or ended the process")
-    return Health(one, said["seconds"], said["mib"], tuple(said["heavy"]), said["cuda"])
+    return Health(one, answer["seconds"], answer["mib"], tuple(answer["heavy"]), answer["cuda"])

@@ -1,0 +1,179 @@
+"""Rows of every format are those of JSONL: the same prompts in the same order, and what cannot be read says why."""
+
+import datetime
+import decimal
+import json
+import shutil
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from formats import write
+
+from miles_core.errors import DataError
+
+ROWS = [{"q": f"question {i}", "a": str(i), "level": f"{i % 3}"} for i in range(50)]
+CHAT = [{"q": [{"role": "system", "content": "s"}, {"role": "user", "content": f"u{i}"}], "a": str(i), "n": i,
+         "reward_model": {"ground_truth": {"target": [f"t{i}"]}, "style": "rule"}} for i in range(9)]
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow", "csv", "tsv", "json"])
+@pytest.mark.parametrize("cut", ["", "@[10:30]", "@[-7:]"])
+def test_the_same_rows_are_the_same_prompts(prompts, tmp_path, kind, cut):
+    theirs, ours = (write(tmp_path / f"data.{one}", ROWS) for one in ("jsonl", kind))
+    for shuffle in (False, True):
+        first, second = (prompts(f"{path}{cut}", label_key="a", shuffle=shuffle, seed=3) for path in (theirs, ours))
+        assert [first.next() for _ in range(120)] == [second.next() for _ in range(120)]
+        assert len(first) == len(second)
+
+
+def test_chats_and_objects_are_those_of_jsonl(prompts, tmp_path):
+    """A Parquet file gives every message the keys of all; those that are null are left out again."""
+    rows = [CHAT[0] | {"q": [{"role": "user", "content": "x", "name": "ada"}]}, *CHAT[1:]]
+    theirs, ours = (write(tmp_path / f"data.{kind}", rows) for kind in ("jsonl", "parquet"))
+    keys = {"template": {}, "label_key": "reward_model.style"}
+    first, second = (prompts(path, **keys) for path in (theirs, ours))
+    found = [second.next() for _ in range(9)]
+    assert found == [first.next() for _ in range(9)]
+    assert found[1].text == "<system>s<user>u1<assistant>" and found[1].label == "rule"
+    assert found[1].messages == tuple(CHAT[1]["q"]), "no key that it did not have"
+    assert found[1].metadata["reward_model"]["ground_truth"] == {"target": ["t1"]}
+
+
+def test_long_rows_are_left_out_as_they_are_of_jsonl(prompts, tmp_path):
+    rows = [{"q": "x" * n} for n in (5, 900, 20, 990)]
+    for path in (write(tmp_path / f"data.{kind}", rows) for kind in ("jsonl", "parquet")):
+        made = prompts(path, max_prompt_len=800)
+        assert (len(made), made.left_out) == (2, 2)
+        assert [made.next().row for _ in range(3)] == [0, 2, 0]
+        with pytest.raises(DataError, match="(line 2|row 1)"):
+            prompts(path, context=800)
+
+
+def test_values_are_what_json_has(read, tmp_path):
+    table = pyarrow.table({
+        "day": [datetime.date(2026, 5, 1)], "at": [datetime.datetime(2026, 5, 1, 12)], "none": [None],
+        "price": [decimal.Decimal("1.50")], "raw": [b"\x00"], "image": [{"bytes": b"\x00", "path": "a.png"}],
+        "took": [datetime.timedelta(seconds=90)], "nested": [[{"day": datetime.date(2026, 5, 2)}]]})
+    pyarrow.parquet.write_table(table, tmp_path / "data.parquet")
+    [row] = read(str(tmp_path / "data.parquet"))
+    assert row == {"day": "2026-05-01", "at": "2026-05-01T12:00:00", "none": None, "price": "1.50", "took": 90.0,
+                   "nested": [{"day": "2026-05-02"}]}
+    json.dumps(row)
+
+
+def test_text_of_csv_stays_text_and_objects_of_json_stay_apart(read, tmp_path):
+    [first, second] = read(str(write(tmp_path / "a.csv", [{"q": "x", "a": "007"}, {"q": "NA", "a": ""}])))
+    assert (first, second) == ({"q": "x", "a": "007"}, {"q": "NA", "a": ""})
+    rows = [{"q": "a", "info": {"x": 1}}, {"q": "b", "info": {"y": "t"}}]
+    assert list(read(str(write(tmp_path / "a.json", rows)))) == rows
+
+
+def test_files_of_a_folder_a_pattern_and_a_split_are_one_dataset(prompts, tmp_path):
+    for number in range(3):
+        write(tmp_path / f"data/train-{number}.parquet", ROWS[number * 10:][:10])
+    write(tmp_path / "data/test-0.parquet", ROWS[40:])
+    shutil.copytree(tmp_path / "data", tmp_path / "whole.parquet")
+    for path, rows in (("data/train-*.parquet", ROWS[:30]), ("data", ROWS[:30]), ("data:train", ROWS[:30]),
+                       ("data:test", ROWS[40:]), ("whole.parquet", ROWS[40:] + ROWS[:30]), ("data@[28:]", ROWS[28:30])):
+        made = prompts(tmp_path / path)
+        assert [made.next().text for _ in range(len(made))] == [row["q"] for row in rows], path
+    assert len({prompts(tmp_path / path).data for path in ("data:train", "data:test", "data@[1:]", "data@[2:]")}) == 4
+
+
+def test_what_the_package_saved_is_read(read, tmp_path):
+    import datasets
+
+    saved = datasets.DatasetDict({name: datasets.Dataset.from_list(rows)
+                                  for name, rows in (("train", ROWS), ("test", ROWS[:5]))})
+    saved.save_to_disk(tmp_path / "both")
+    saved["train"].save_to_disk(tmp_path / "one")
+    for path, rows in (("both", ROWS), ("both:test", ROWS[:5]), ("one", ROWS)):
+        assert list(read(f"{tmp_path}/{path}")) == rows
+
+
+def test_a_dataset_of_the_cache_is_read_by_name_with_configuration_and_split(read, tmp_path, monkeypatch):
+    """As `hf download` leaves it; nobody asks a server, and files of another configuration are not read."""
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    home = tmp_path / "datasets--org--sums"
+    folder = home / "snapshots" / ("0" * 40)
+    for config in ("main", "hard"):
+        for split in ("train", "test"):
+            write(folder / config / f"{split}-00000-of-00001.parquet", [{"q": f"{config} {split}"}])
+    (home / "refs").mkdir()
+    (home / "refs/main").write_text("0" * 40)
+    (folder / "README.md").write_text("---\nconfigs:\n" + "".join(
+        f"- config_name: {config}\n  data_files:\n" + "".join(
+            f"  - split: {split}\n    path: {config}/{split}-*\n" for split in ("train", "test"))
+        for config in ("main", "hard")) + "---\n")
+    for name in ("main:train", "hard:test"):
+        assert list(read(f"org/sums:{name}")) == [{"q": name.replace(":", " ")}]
+    for name, known in (("org/sums", "main"), ("org/sums:none:train", "hard"), ("org/sums:main:dev", "train, test"),
+                        ("org/other", "hf download --repo-type dataset org/other")):
+        with pytest.raises(DataError, match=known):
+            read(name)
+
+
+def test_a_script_of_a_dataset_is_never_run(read, tmp_path):
+    folder = tmp_path / "sums"
+    folder.mkdir()
+    (folder / "sums.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    with pytest.raises(DataError, match="script"):
+        read(folder)
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(("name", "content", "known"), [
+    ("a.parquet", b"hello, I am text", "a.parquet"), ("a.parquet", b"PAR1", "a.parquet"),
+    ("a.parquet", b"version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
+    ("a.arrow", b"no Arrow at all", "a.arrow"), ("a.json", b'[{"q": ', "a.json"), ("a.csv", b"", "a.csv"),
+])
+def test_what_is_not_what_its_ending_says_is_refused_with_its_name(read, tmp_path, name, content, known):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=known):
+        read(str(tmp_path / name))
+
+
+@pytest.mark.parametrize(("path", "keys", "known"), [
+    ("none.parquet", {}, "none.parquet"), ("data.parquet@1:2", {}, "slice"), ("data.parquet@[60:]", {}, "no prompt"),
+    ("data.parquet", {"input_key": "prompt"}, "row 0.*no key 'prompt'.*q, a, level"),
+    ("data.parquet@[3:]", {"label_key": "b"}, "row 3.*no key 'b'.*q, a, level"),
+    ("data.parquet", {"metadata_key": "a"}, "row 0.*'a' should be an object"),
+    ("numbers.parquet", {}, "row 0.*text or a list"), ("chat.parquet", {}, "add --apply-chat-template"),
+    ("folder", {}, "folder"), ("splits", {}, "which split.*validation, test"),
+    ("splits:train", {}, "'train'.*validation, test"),
+])
+def test_bad_input_says_what_is_there(prompts, tmp_path, path, keys, known):
+    write(tmp_path / "data.parquet", ROWS)
+    write(tmp_path / "numbers.parquet", [{"q": 3}])
+    write(tmp_path / "chat.parquet", CHAT)
+    (tmp_path / "folder").mkdir()
+    for split in ("dev", "test"):
+        write(tmp_path / f"splits/{split}.parquet", ROWS)
+    with pytest.raises(DataError, match=known) as caught:
+        prompts(tmp_path / path, **keys).next()
+    assert caught.value.fix
+
+
+def test_labels_behind_a_mark(read, tmp_path):
+    rows = [{"question": "2+2?", "answer": "2 and 2 #### are <<2+2=4>>4\n#### 4"}, {"question": "x", "answer": "y"}]
+    path = write(tmp_path / "gsm8k.parquet", rows)
+    table = read(path, label_key="answer", label_after="####")
+    assert table[0] == {"question": "2+2?", "answer": "4"}
+    with pytest.raises(DataError, match="row 1"):
+        table[1]
+
+
+def test_a_beginning_is_the_first_rows_and_knows_how_many_there_are(read, tmp_path):
+    many = [{"q": "x" * 100, "n": str(i)} for i in range(3000)]
+    for kind, total in (("parquet", 3000), ("csv", None)):
+        path = str(write(tmp_path / f"data.{kind}", many, group=100))
+        first = read(path, 10_000)
+        assert list(first) == many[:len(first)] and 0 < len(first) < 3000 and first.total == total
+        assert list(read(f"{path}@[5:8]", 10_000)) == many[5:8]
+    assert list(read(f"{path}@[-2:]", 10_000)) == [], "nobody has counted the rows of a CSV file"
+    assert list(read(f"{tmp_path}/data.parquet@[-2:]", 10_000)) == many[-2:]
+    few = read(str(write(tmp_path / "few.csv", many[:3])), 10_000)
+    assert (list(few), few.total) == (many[:3], 3)
