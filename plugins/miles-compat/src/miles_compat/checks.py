@@ -41,20 +41,8 @@ def check(options: CompatOptions, config: RunConfig) -> None:
         asked = whole and hook in ("generate", "reward")  # by the rollout function
         if path is not None and not used and not asked and (trains or hook in ("prompt_source", "generate", "reward")):
             raise ConfigError(f"nothing calls the function of {key}", got=path, who="plugin compat", fix=f"add {flag}")
-    if options.rollout_function_path and options.data_source_path:
-        raise ConfigError("a rollout function is given a data source of the run's prompts", got="data_source_path, too",
-                          who="plugin compat", fix="drop --data-source-path: the function may make a source itself")
-    if options.eval_function_path and not (config.eval.eval_prompt_data or config.eval.datasets):
-        raise ConfigError("nothing calls the eval function, as there are no eval datasets", who="plugin compat",
-                          got=options.eval_function_path, fix="--eval-prompt-data NAME PATH, or --eval-config")
-    if options.custom_reward_post_process_path and "algorithm.rewards_normalization" not in config.origin:
-        raise ConfigError("custom_reward_post_process_path leaves open whether the estimator still compares rewards "
-                          "within their group", who="plugin compat",
-                          fix="--disable-rewards-normalization is what Miles does, --rewards-normalization does both")
-    if options.rollout_all_samples_process_path and config.rollout.max_lag:
-        raise ConfigError("rollout_all_samples_process_path is called once for each rollout, and groups of several "
-                          "rollouts are sampled at once", got=f"max_lag {config.rollout.max_lag}", who="plugin compat",
-                          fix="drop --max-lag, or look at each group in the hook filter_group")
+    _check_functions(options, config)
+    _check_rewards(options, config)
     if options.custom_megatron_post_save_hook_path and not config.checkpoint.save:
         raise ConfigError("nothing is saved, so nothing calls the function of custom_megatron_post_save_hook_path",
                           who="plugin compat", fix="add --save FOLDER")
@@ -65,3 +53,23 @@ def check(options: CompatOptions, config: RunConfig) -> None:
         raise ConfigError("custom_tis_function_path is given whole samples, and context parallelism cuts them",
                           got=f"context_parallel_size {layout_of(config).context}", who="plugin compat",
                           fix="take an option of plugin tis, or write the hook token_weights, which has segment_sum")
+
+
+def _check_functions(options: CompatOptions, config: RunConfig) -> None:
+    if options.rollout_function_path and options.data_source_path:
+        raise ConfigError("a rollout function is given a data source of the run's prompts", got="data_source_path, too",
+                          who="plugin compat", fix="drop --data-source-path: the function may make a source itself")
+    if options.eval_function_path and not (config.eval.eval_prompt_data or config.eval.datasets):
+        raise ConfigError("nothing calls the eval function, as there are no eval datasets", who="plugin compat",
+                          got=options.eval_function_path, fix="--eval-prompt-data NAME PATH, or --eval-config")
+
+
+def _check_rewards(options: CompatOptions, config: RunConfig) -> None:
+    if options.custom_reward_post_process_path and "algorithm.rewards_normalization" not in config.origin:
+        raise ConfigError("custom_reward_post_process_path leaves open whether the estimator still compares rewards "
+                          "within their group", who="plugin compat",
+                          fix="--disable-rewards-normalization is what Miles does, --rewards-normalization does both")
+    if options.rollout_all_samples_process_path and config.rollout.max_lag:
+        raise ConfigError("rollout_all_samples_process_path is called once for each rollout, and groups of several "
+                          "rollouts are sampled at once", got=f"max_lag {config.rollout.max_lag}", who="plugin compat",
+                          fix="drop --max-lag, or look at each group in the hook filter_group")
