@@ -1,11 +1,11 @@
 """Functions that a launch script names by path: what of the run they stand for."""
 
 import pytest
+from miles_flags.functions import parts_of
 
 from miles_core.config.load import load
 from miles_core.config.tables import RunConfig
 from miles_core.errors import ConfigError
-from miles_flags.functions import parts_of
 
 
 def derived(*words: str) -> tuple[RunConfig, list[str]]:
