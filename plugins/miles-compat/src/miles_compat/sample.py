@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
@@ -18,6 +19,14 @@ class _Status(StrEnum):
     TRUNCATED = "truncated"
     ABORTED = "aborted"
     FAILED = "failed"
+
+
+class Counts(Counter[str]):
+    """Sums of what answers of the engine say of themselves, by SGLang's names; nobody here reads them."""
+
+    def add(self, meta_info: Mapping[str, Any]) -> None:
+        """The numbers of one more answer."""
+        self.update({name: value for name, value in meta_info.items() if isinstance(value, int)})
 
 
 @dataclass
@@ -60,10 +69,13 @@ class Sample:
     opd_reverse_kl: Any = None
     rollout_indexer_topk: Any = None
     session_id: str | None = None
+    custom_rm_path: str | None = None
     routing_key: str | None = None
     adapter: Any = None
     reward_spec: Any = None
     non_generation_time: float = 0.0
+    spec_info: Counts = field(default_factory=Counts)
+    prefix_cache_info: Counts = field(default_factory=Counts)
 
     @property
     def effective_response_length(self) -> int:
@@ -94,6 +106,29 @@ class Sample:
         self.response, self.response_length = self.response + output["text"], self.response_length + len(pairs)
         if mask:
             self.loss_mask = [*(self.loss_mask or ()), *[1] * len(pairs)]
+
+    def append_response_tokens(self, args: object = None, *, tokens: Sequence[int] | None = None,
+                               log_probs: Sequence[float] | None = None, trainable: bool = True,
+                               meta_info: Mapping[str, Any] | None = None, text: str | None = None,
+                               update_terminal_info: bool = True) -> None:
+        """Append tokens of the engine, with their log-probs, or of others, which are not trained on.
+
+        Raises:
+            ValueError: log-probs for tokens of others, or none for the engine's.
+        """
+        new = [int(token) for token in tokens or ()]
+        if new and (log_probs is not None) != trainable or trainable and new and len(log_probs or ()) != len(new):
+            raise ValueError(f"{len(log_probs or ())} log-probs for {len(new)} tokens of "
+                             f"{'the engine' if trainable else 'others'}")
+        self.loss_mask = [1] * self.response_length if self.loss_mask is None else self.loss_mask
+        known = self.rollout_log_probs
+        self.rollout_log_probs = [0.0] * self.response_length if known is None else known
+        self.response, self.response_length = self.response + (text or ""), self.response_length + len(new)
+        self.tokens += new  # in place: functions keep the lists
+        self.loss_mask += [int(trainable)] * len(new)
+        self.rollout_log_probs += log_probs if log_probs is not None else [0.0] * len(new)
+        if meta_info is not None and update_terminal_info:
+            self.update_from_meta_info(args, meta_info)
 
     def strip_last_output_tokens(self, n: int, tokenizer: Any) -> None:
         """Take the last n response tokens away, with everything that is said of them."""

@@ -254,7 +254,8 @@ class _File:
         if metadata and not isinstance(metadata, dict):
             raise self._error(f"{rollout.metadata_key!r} should be an object", type(metadata).__name__,
                               "write {...}, or name another key with --metadata-key", number)
-        if file.label_key is not None and isinstance(row[file.label_key], dict):
+        scorers = set(rollout.rm_type) - {"custom", "generated"}  # functions of a launch script are given the object
+        if scorers and file.label_key is not None and isinstance(row[file.label_key], dict):
             raise self._error(f"{file.label_key!r} is an object, and scorers are given text",
                               ", ".join(row[file.label_key]), "give the ground truth a key of its own in the row; "
                               "what else scorers need is read from --metadata-key", number)
