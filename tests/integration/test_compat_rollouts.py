@@ -83,6 +83,30 @@ def halves(args, samples):
             "loss_masks": [[1] * sample.response_length for sample in samples]}
 
 
+async def agent(base_url, prompt, request_kwargs, metadata, **kwargs):
+    """Two turns with a client of its own token."""
+    from openai import AsyncOpenAI
+
+    messages = list(prompt)
+    async with AsyncOpenAI(base_url=base_url + "/v1", api_key="EMPTY") as client:
+        for _ in range(2):
+            answer = await client.chat.completions.create(model="any", messages=messages,
+                                                          **{**request_kwargs, "max_tokens": 4})
+            messages += [answer.choices[0].message.model_dump(exclude_none=True), {"role": "user", "content": "go on"}]
+    return {"turns": 2, "note": "free text"}
+
+
+def pick(samples, session_metadata):
+    note("pick", turns=session_metadata["turns"], leaf=samples[0].metadata["leaf"]["node_id"])
+    return samples
+
+
+def postprocess(samples, session_metadata):
+    for sample in samples:
+        sample.reward = 0.5 * session_metadata["turns"]
+    return samples
+
+
 def provider(pre_process=True, post_process=True, vp_stage=None):
     from miles.backends.megatron_utils.model_provider import get_model_provider_func
 
@@ -151,3 +175,14 @@ def test_samples_of_one_execution_keep_their_rewards(run):
     assert metrics[0]["rollout/raw_reward"] == pytest.approx(0.5)
     assert len([call for call in calls if call["function"] == "hook"]) == 2 * 2 * 16
     assert any(call["function"] == "provider" for call in calls)
+
+
+def test_an_agent_of_miles_talks_over_the_endpoint(run):
+    """With any token, and its picker and postprocessor see what it returned."""
+    metrics, _, calls = run(
+        "--custom-agent-function-path", at("agent"), "--session-sample-picker-path", at("pick"),
+        "--session-sample-postprocessor-path", at("postprocess"), "--use-session-server",
+        "--rollout-max-response-len", "60")  # fmt: skip
+    assert metrics[0]["rollout/raw_reward"] == 1.0
+    assert {(call["turns"], call["leaf"]) for call in calls if call["function"] == "pick"} == {(2, 0)}
+    assert len(calls) == 2 * 16

@@ -52,6 +52,8 @@ async def generate(input: GenerateFnInput) -> GenerateFnOutput:
     sample = seen(made, session.generation.samples)
     sample.metadata |= told
     session.drawn.append(_whole(made))
+    if not made.status.finished:  # it failed, and the sample says why
+        return GenerateFnOutput(sample)
     picked: Any = sample
     if args.session_sample_picker_path:
         leaves = {"leaves": [{"node_id": 0, "path_node_ids": [0]}], "nodes": [{"id": 0, "parent": None}]}
