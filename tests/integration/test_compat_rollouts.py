@@ -145,7 +145,7 @@ def at(name):
 
 
 def test_a_rollout_function_of_ones_own_has_the_schedule(run, tmp_path):
-    """It draws its prompts, has them sampled and scored, and what it returns is trained on; the file imports Megatron."""
+    """It draws its prompts and has them scored; what it returns is trained on. The file imports Megatron at its top."""
     (tmp_path / "eval.jsonl").write_text(json.dumps({"prompt": "1+1=", "label": "2"}) + "\n")
     metrics, events, calls = run(
         "--rollout-function-path", at("rollout"), "--custom-rm-path", at("even"), "--eval-prompt-data", "own",

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import json
+import operator
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from miles_compat.loading import load_function
@@ -104,4 +107,34 @@ def _made(function: Callable[..., Any], args: Args) -> Any:
         told.update(answer or {})
 
     options = ToolsOptions(**args._config.options.get("tools", {}))
-    return Agents(options, args._config, call)
+    return Agents(options, args._config, call, matcher(args.session_message_matcher))
+
+
+def matcher(name: str) -> Callable[[Any, Any], bool]:
+    """Whether two messages are the same, by the name or the path that --session-message-matcher gives."""
+    matches: Callable[[Any, Any], bool] = MATCHERS.get(name) or load_function(name)
+    return matches
+
+
+def _calls(message: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Names and arguments of a message's calls, without their ids."""
+    def read(text: Any) -> Any:
+        try:
+            return json.loads(text)
+        except (TypeError, ValueError):
+            return text
+
+    functions = [call.get("function", {}) for call in message.get("tool_calls") or ()]
+    return [(one.get("name"), read(one.get("arguments"))) for one in functions]
+
+
+def _said(message: Mapping[str, Any]) -> tuple[Any, Any]:
+    return message.get("role"), message.get("content") or ""
+
+
+MATCHERS: Mapping[str, Callable[[Any, Any], bool]] = MappingProxyType({
+    "strict": operator.eq,
+    "loose_tool_call": lambda old, new: (_said(old), _calls(old)) == (_said(new), _calls(new)),
+    "role_content_only": lambda old, new: _said(old) == _said(new),
+})
+"""Miles's names of comparisons."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import copy
 import functools
 import json
@@ -72,6 +73,15 @@ class Args:
             raise AttributeError(f"args.{name} cannot be set: the run's options are fixed once it begins, so change "
                                  "the flag, or a copy.deepcopy(args)")
         self._overlay[name] = value
+
+    def add_defaults(self, function: object) -> None:
+        """Options that a function declares itself, by its add_arguments(parser): what nobody set has their defaults."""
+        declare = getattr(function, "add_arguments", None)
+        if declare is not None:
+            parser = argparse.ArgumentParser()
+            declare(parser)
+            known = {name: value for name, value in vars(parser.parse_args([])).items() if not hasattr(self, name)}
+            self._overlay.update(known)
 
     def __delattr__(self, name: str) -> None:
         if name not in self._overlay:

@@ -78,6 +78,7 @@ SHAPES = MappingProxyType({
     "custom_rollout_log_function_path": Shape(
         "log(rollout_id, args, samples, rollout_extra_metrics, rollout_time)", 5),
     "custom_eval_rollout_log_function_path": Shape("log(rollout_id, args, data, extra_metrics)", 4),
+    "custom_update_weight_post_write_path": Shape("written(args, folder, servers)", 3),
     "rollout_function_path": Shape(
         "generate_rollout(args, rollout_id, data_buffer, evaluation=False) -> groups of samples, or a class "
         "Fn(input) with __call__(input) -> RolloutFnTrainOutput", 3, ("evaluation",), may_wait=True, class_of=1),

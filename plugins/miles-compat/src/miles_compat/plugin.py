@@ -86,6 +86,12 @@ class CompatOptions:
         None, "Picks the samples that an agent's session is trained on as.", flags=("--session-sample-picker-path",))
     session_sample_postprocessor_path: str | None = option(
         None, "Changes rewards and masks of an agent's samples.", flags=("--session-sample-postprocessor-path",))
+    session_message_matcher: str = option(
+        "strict", "Which messages of a session count as the same: strict, loose_tool_call, role_content_only, or a "
+        "function's path.", flags=("--session-message-matcher",))
+    custom_update_weight_post_write_path: str | None = option(
+        None, "Called when a version of the weights is written to files.",
+        flags=("--custom-update-weight-post-write-path",))
     generate_tool_specs_path: str | None = option(
         None, "List of the tools that conversations have, as functions of OpenAI's.",
         flags=("--generate-tool-specs-path",))
@@ -115,6 +121,8 @@ class Compat:
         self.args = Args(config, custom_config(options.custom_config_path))
         paths = {name: getattr(options, name) for name in SHAPES}
         self.functions = {name: function_at(name, path) for name, path in paths.items() if path is not None}
+        for function in self.functions.values():
+            self.args.add_defaults(function)
         self._config, self._source, self._log = config, None, log
         self._places: Places | None = None
         self._schedule: Schedule | None = None
@@ -126,9 +134,13 @@ class Compat:
 
     @hookimpl
     def megatron_init(self, config: RunConfig) -> None:
-        """custom_megatron_init_path."""
+        """custom_megatron_init_path; custom_update_weight_post_write_path is announced to what writes weights."""
         if function := self._function("custom_megatron_init_path"):
             function(self.args)
+        if written := self._function("custom_update_weight_post_write_path"):
+            from miles_core.stages.sync import WRITTEN
+
+            WRITTEN.set(lambda folder, servers: written(self.args, str(folder), list(servers)))
 
     @hookimpl
     def build_model(self, chunk: torch.nn.Module, spec: object, folder: Path, model: str,

@@ -38,6 +38,7 @@ HOOKS = MappingProxyType({
     "rollout_sample_hook_path": ("generate",),
     "custom_convert_samples_to_train_data_path": ("shape_rewards",),
     "custom_model_provider_path": ("build_model",),
+    "custom_update_weight_post_write_path": ("megatron_init",),
 })
 """Option of this plugin -> the hooks that call its function."""
 
@@ -97,15 +98,16 @@ POINTS = (
           "`slime_plugins.models.*`) are taken: the model type of config.json decides on the layers."),
     Point(25, ("--custom-rollout-log-function-path",), SUPPORTED),
     Point(26, ("--custom-eval-rollout-log-function-path",), SUPPORTED),
-    Point(27, ("--custom-update-weight-post-write-path",), NOT_HERE),
+    Point(27, ("--custom-update-weight-post-write-path",), SUPPORTED, "with `--weight-sync disk` or `disk-delta`"),
     Point(28, ("--sglang-custom-pull-weights-pre-read-hook",), NOT_HERE),
-    Point(29, ("--session-message-matcher",), NOT_HERE),
+    Point(29, ("--session-message-matcher",), TAKEN, "Its three names, or a function `same(old, new) -> bool`."),
     Point(30, ("--session-sample-picker-path",), SUPPORTED, "of a session that is one conversation"),
     Point(31, ("--session-sample-postprocessor-path",), SUPPORTED),
     Point(32, ("--multi-lora-backend-path",), NOT_HERE),
     Point(33, ("--multi-lora-http-server-path",), NOT_HERE),
-    Point(34, ("parse_args(add_custom_arguments=...)",), REPLACED, "Options are a plugin's: fields of a dataclass, "
-          "which are flags and keys of its table in the run file; `miles plugins new` writes one."),
+    Point(34, ("parse_args(add_custom_arguments=...)",), TAKEN, "Options that a function declares by its "
+          "`add_arguments(parser)` are attributes of `args` with their defaults, and `--custom-config-path` sets them; "
+          "flags are a plugin's: fields of a dataclass."),
     Point(35, ("--custom-config-path",), TAKEN, "Its keys are attributes of `args`; one that is an option of the run "
           "is that option, too."),
     Point(36, ("--eval-config",), TAKEN, "Its YAML file is read as the tables [[eval.datasets]] of a run file."),

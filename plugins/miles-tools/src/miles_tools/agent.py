@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import math
+import operator
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
@@ -52,11 +53,13 @@ class Agents:
 
     Args:
         call: (task, address of the session) -> what the agent tells of itself; instead of what the options name.
+        matches: whether a message that came back is the one that was there; see Session.
     """
 
     def __init__(self, options: ToolsOptions, config: RunConfig,
-                 call: Callable[[Task, str], Awaitable[object]] | None = None):
-        self._options, self._config, self._given = options, config, call
+                 call: Callable[[Task, str], Awaitable[object]] | None = None,
+                 matches: Callable[[Any, Any], bool] = operator.eq):
+        self._options, self._config, self._given, self._matches = options, config, call, matches
         self._function: Callable[..., Any] | None = None
         self._tokenizer = None
         self._turns = asyncio.Semaphore(options.agent_concurrency)
@@ -102,7 +105,7 @@ class Agents:
         """One sample, by an agent of its own; raises as `generate` does."""
         await self._begin()
         session = Session(prompt, index, generation, context=cast("int", self._config.rollout.rollout_max_context_len),
-                          template=self._template)
+                          template=self._template, matches=self._matches)
         async with self._turns:
             begin = time.monotonic()
             result, failure = await self._in_session(prompt, session, generation.recall)
