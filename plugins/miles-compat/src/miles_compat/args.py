@@ -111,7 +111,8 @@ def _scorer(args: Args) -> str | None:
     """One name, as in Miles, where the run's is a list; none of a function's own."""
     config: RunConfig = args._config
     names = [name for name in config.rollout.rm_type if name not in ("custom", "generated", "teacher_only")]
-    return config.options.get("compat", {}).get("scorer") or (names[0] if names else None)
+    asked: Any = config.options.get("compat", {}).get("scorer")
+    return str(asked) if asked else names[0] if names else None
 
 
 def _says(*keys: str, default: object = None) -> Callable[[Args], Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from miles_megatron.layout import layout_of
 
@@ -11,7 +11,6 @@ from miles_core.errors import ConfigError
 from miles_core.plugins.resolve import choices
 
 if TYPE_CHECKING:
-    from miles_compat.plugin import CompatOptions
     from miles_core.config import RunConfig
 
 PARTS = (
@@ -24,7 +23,7 @@ PARTS = (
 )
 
 
-def check(options: CompatOptions, config: RunConfig) -> None:
+def check(options: Any, config: RunConfig) -> None:
     """
     Raises:
         ConfigError: a function that nobody would call, a part without its function, or two that do the same.
@@ -55,7 +54,7 @@ def check(options: CompatOptions, config: RunConfig) -> None:
                           fix="take an option of plugin tis, or write the hook token_weights, which has segment_sum")
 
 
-def _check_functions(options: CompatOptions, config: RunConfig) -> None:
+def _check_functions(options: Any, config: RunConfig) -> None:
     if options.rollout_function_path and options.data_source_path:
         raise ConfigError("a rollout function is given a data source of the run's prompts", got="data_source_path, too",
                           who="plugin compat", fix="drop --data-source-path: the function may make a source itself")
@@ -64,7 +63,7 @@ def _check_functions(options: CompatOptions, config: RunConfig) -> None:
                           got=options.eval_function_path, fix="--eval-prompt-data NAME PATH, or --eval-config")
 
 
-def _check_rewards(options: CompatOptions, config: RunConfig) -> None:
+def _check_rewards(options: Any, config: RunConfig) -> None:
     if options.custom_reward_post_process_path and "algorithm.rewards_normalization" not in config.origin:
         raise ConfigError("custom_reward_post_process_path leaves open whether the estimator still compares rewards "
                           "within their group", who="plugin compat",

@@ -81,7 +81,7 @@ def load_generate_function(path: str | None) -> Callable[..., Any] | None:
 
 def _of_input(function: Callable[..., Any]) -> Callable[[GenerateFnInput], Any]:
     async def called(input: GenerateFnInput) -> GenerateFnOutput:
-        made = function() if inspect.isclass(function) else function
+        made: Any = function() if inspect.isclass(function) else function
         names = [*inspect.signature(made).parameters]
         if len(names) < 3 or names[0] == "input":
             answer = await made(input)

@@ -113,7 +113,7 @@ def function_at(option: str, path: str) -> Callable[..., Any]:
         HookError: there is none, or it cannot be called as it would be.
     """
     shape, who = SHAPES[option], f"--{option.replace('_', '-')} {path}"
-    function = anything_at(path, who, shape.text)
+    function: Callable[..., Any] = anything_at(path, who, shape.text)
     if not callable(function):
         raise HookError("there is no such function", got=repr(function), who=who, fix=f"define {shape.text}")
     problem = _misfit(function, shape)

@@ -189,7 +189,7 @@ class Compat:
             from miles_compat.data_sources import prompts_of
             from miles_compat.schedule import Places
 
-            self._places = Places(prompts_of(config, tokenizer), config.rollout.rollout_batch_size)
+            self._places = Places(prompts_of(config, tokenizer), self.args.rollout_batch_size)
             return self._places
         from miles_compat.source import source_of
 
@@ -244,7 +244,8 @@ class Compat:
         """The reward that the function which made a sample gave it; without one, that of --rm-type."""
         from miles_compat.rewards import given
 
-        return await given(self.args, sample)
+        score: float = await given(self.args, sample)
+        return score
 
     @hookimpl(name="given-first")
     def combine_rewards(self, sample: Sample, weights: dict[str, float]) -> float:

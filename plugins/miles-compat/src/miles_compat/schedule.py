@@ -115,9 +115,8 @@ class Schedule:
         self._args, self._places, self._log = args, places, log
         self.source = source(args)
         self._function = _made(function, args, self.source)
-        self._ready: deque[Any] = deque()
-        self._session: Together | None = None
-        self._call: asyncio.Task[None] | None = None
+        self._ready: deque[Callable[[Prompt], list[Sample]]] = deque()
+        self._under_way: tuple[Together, asyncio.Task[None]] | None = None
 
     async def group(self, place: Prompt, generation: Generation) -> list[Sample]:
         """The samples of the next group that the function answers with.
@@ -126,11 +125,11 @@ class Schedule:
             HookError: its answer is no list of groups of samples.
         """
         while not self._ready:
-            if self._call is None:
-                self._session = self._opened(place.uid // self._places.batch, generation)
-                self._call = asyncio.ensure_future(self._rollout(place.uid // self._places.batch, generation))
-            call, session = self._call, self._session
-            assert session is not None
+            if self._under_way is None:
+                number = place.uid // self._places.batch
+                session = self._opened(number, generation)
+                self._under_way = session, asyncio.ensure_future(self._rollout(number, session))
+            session, call = under_way = self._under_way
             session.waiting.append(generation)
             try:
                 await asyncio.shield(call)
@@ -138,8 +137,8 @@ class Schedule:
                 session.waiting.remove(generation)
                 if not session.waiting and not call.done():
                     call.cancel()
-                if self._call is call and (call.done() or not session.waiting):
-                    self._call = None
+                if self._under_way is under_way and (call.done() or not session.waiting):
+                    self._under_way = None
         return self._ready.popleft()(place)
 
     def _opened(self, rollout_id: int, generation: Generation) -> Together:
@@ -154,13 +153,11 @@ class Schedule:
 
         return Together(self._args, generation, name)
 
-    async def _rollout(self, rollout_id: int, generation: Generation) -> None:
-        session = self._session
-        assert session is not None
+    async def _rollout(self, rollout_id: int, session: Together) -> None:
         self._places.begin(rollout_id)
         token = CURRENT.set(session)
         try:
-            given = RolloutFnTrainInput(rollout_id, getattr(generation.engine, "version", None))
+            given = RolloutFnTrainInput(rollout_id, getattr(session.generation.engine, "version", None))
             answer = await called(self._function, self._args, given, self.source)
         finally:
             CURRENT.reset(token)
@@ -228,7 +225,8 @@ async def called(function: Callable[..., Any], args: Args, given: Any, source: o
 def _made(function: Callable[..., Any], args: Args, source: object) -> Callable[..., Any]:
     """The function, or the object that a class of rollout functions makes."""
     if inspect.isclass(function):
-        made: Callable[..., Any] = function(RolloutFnConstructorInput(args, source))
+        kind: Any = function
+        made: Callable[..., Any] = kind(RolloutFnConstructorInput(args, source))
         return made
     return function
 

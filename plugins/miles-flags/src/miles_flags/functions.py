@@ -54,7 +54,8 @@ def _configured(config: RunConfig, note: Callable[[str], None]) -> RunConfig:
         return config
     for key, value in custom_config(path).items():
         tables = [name for name in TABLES if hasattr(getattr(config, name), key)]
-        table = tables[0] if tables else next((name for name, given in config.options.items() if key in given), None)
+        tables += [name for name, options in config.options.items() if key in options]
+        table = next(iter(tables), None)
         if table is not None and _value(config, f"{table}__{key}") != value:
             note(f"--custom-config-path: {table}.{key} is {value!r}")
             config = with_values(config, "custom_config_path", **{f"{table}__{key}": value})
@@ -136,9 +137,9 @@ def _stand_ins(config: RunConfig) -> dict[str, tuple[dict[str, Any], str]]:
 def _whole_rollouts(config: RunConfig) -> dict[str, Any]:
     """The function's own rewards count; which scorer it asks for them is kept for it."""
     scorers = [name for name in config.rollout.rm_type if name not in ("custom", "generated")]
-    kept = {"compat__scorer": scorers[0]} if scorers else {}
+    scorer = {"compat__scorer": scorers[0]} if scorers else {}
     return {"rollout__prompt_source": "custom", "rollout__generate": "custom", "rollout__rm_type": ["generated"],
-            "rollout__rm_weights": [1.0], **kept}
+            "rollout__rm_weights": [1.0], **scorer}
 
 
 def _value(config: RunConfig, key: str) -> object:
