@@ -66,6 +66,12 @@ def test_the_plan_says_what_colocate_implies_and_where_it_is_from(plan):
     assert "in the driver's process" not in text and "in the driver's process" in plan().to_text()
 
 
+def test_a_context_beyond_config_json_is_taken_with_a_note(plan):
+    made = plan(*SGLANG, "--sglang-context-length", 4096)
+    assert made.config.rollout.rollout_max_context_len == 4096
+    assert any("longer than the 128" in one for one in made.notes)
+
+
 @pytest.mark.parametrize(("given", "note"), [
     (4, "--rollout-num-gpus is not needed with --colocate"), (2, "2 of the trainer's 4 GPUs are idle"),
     (8, "8 is ignored"),

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from miles_core.config import RunConfig, option
 from miles_core.errors import ConfigError, RewardError
 from miles_core.hookspecs import hookimpl
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from miles_core.types import Sample
 
 T = TypeVar("T")
@@ -57,7 +55,7 @@ class Rewards:
         return config
 
     @hookimpl
-    def begin(self, plan: dict[str, Any], run_id: str, resumed_from: int | None, run_dir: Path) -> None:
+    def begin(self) -> None:
         """
         Raises:
             ConfigError: a run that needs the checkers of IFBench starts without them.
