@@ -66,8 +66,9 @@ def test_the_plan_says_what_colocate_implies_and_where_it_is_from(plan):
     assert "in the driver's process" not in text and "in the driver's process" in plan().to_text()
 
 
-def test_a_context_beyond_config_json_is_taken_with_a_note(plan):
-    made = plan(*SGLANG, "--sglang-context-length", 4096)
+def test_a_context_beyond_config_json_is_taken_with_a_note(plan, tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3", "max_position_embeddings": 128}')
+    made = plan(*SGLANG, "--sglang-context-length", 4096, "--hf-checkpoint", tmp_path, "--plan-without-weights")
     assert made.config.rollout.rollout_max_context_len == 4096
     assert any("longer than the 128" in one for one in made.notes)
 
