@@ -128,10 +128,10 @@ def run(run_file, tmp_path):
     (tmp_path / "functions.py").write_text(FUNCTIONS)
     path = run_file()
 
-    def go(*flags):
-        outcome = miles(["run", path, "--no-live", "--run-dir", "runs/0", "--num-rollout", "2", *flags], tmp_path)
+    def go(*flags, name="0"):
+        outcome = miles(["run", path, "--no-live", "--run-dir", f"runs/{name}", "--num-rollout", "2", *flags], tmp_path)
         assert outcome.code == 0, outcome
-        events = [*read(tmp_path / "runs/0" / "events.jsonl")]
+        events = [*read(tmp_path / "runs" / name / "events.jsonl")]
         metrics = [one["metrics"] for one in events if one["event"] == "metrics"]
         called = tmp_path / "called.jsonl"
         calls = [json.loads(line) for line in called.read_text().splitlines()] if called.exists() else []
@@ -186,3 +186,13 @@ def test_an_agent_of_miles_talks_over_the_endpoint(run):
     assert metrics[0]["rollout/raw_reward"] == 1.0
     assert {(call["turns"], call["leaf"]) for call in calls if call["function"] == "pick"} == {(2, 0)}
     assert len(calls) == 2 * 16
+
+
+def test_a_resumed_run_goes_on_with_the_prompts_that_come_next(run):
+    """As many as the function had drawn before, and not as many as it returned."""
+    flags = ("--rollout-function-path", at("rollout"), "--custom-rm-path", at("even"), "--save", "saved",
+             "--save-interval", "1")  # fmt: skip
+    run(*flags, "--num-rollout", "1")
+    _, _, calls = run(*flags, "--load", "saved", name="1")
+    assert [(call["rollout"], sorted(call["uids"])) for call in calls if call["function"] == "rollout"] == [
+        (0, [0, 1, 2, 3, 4]), (1, [5, 6, 7, 8, 9])]

@@ -48,6 +48,7 @@ class Places:
     _next: int = 0
     _again: deque[int] = field(default_factory=deque)
     _begun: dict[int, dict[str, Any]] = field(default_factory=dict)
+    _left: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.data = self.inner.data
@@ -68,19 +69,25 @@ class Places:
         self._again.extendleft(prompt.uid for prompt in reversed(prompts))
 
     def begin(self, rollout_id: int) -> None:
-        """A rollout draws prompts from now on; a run that resumes before it draws the same ones."""
-        self._begun = {number: state for number, state in self._begun.items() if number >= rollout_id - 8}
+        """A rollout draws prompts from now on; a run that resumes before its end draws the same ones."""
         self._begun.setdefault(rollout_id, self.inner.state_dict())
+        self._left.setdefault(rollout_id, self.batch)
+
+    def filled(self, place: Prompt) -> None:
+        """A place has its group."""
+        number = place.uid // self.batch
+        self._left[number] = self._left.get(number, self.batch) - 1
+        if self._left[number] <= 0:
+            self._begun.pop(number, None)
 
     def state_dict(self) -> dict[str, Any]:
-        """The first place that is not filled, and what the inner source was like when its rollout began."""
-        first = min((*self._again, self._next))
-        state = self._begun.get(first // self.batch) or self.inner.state_dict()
-        return {"next": first, "inner": state, "data": self.data}
+        """Which places come next, and what the inner source was like when the oldest rollout under way began."""
+        state = self._begun[min(self._begun)] if self._begun else self.inner.state_dict()
+        return {"next": self._next, "again": list(self._again), "inner": state, "data": self.data}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state_dict` was taken."""
-        self._next, self._again = state["next"], deque()
+        self._next, self._again = state["next"], deque(state["again"])
         self.inner.load_state_dict(state["inner"])
 
 
@@ -139,6 +146,7 @@ class Schedule:
                     call.cancel()
                 if self._under_way is under_way and (call.done() or not session.waiting):
                     self._under_way = None
+        self._places.filled(place)
         return self._ready.popleft()(place)
 
     def _opened(self, rollout_id: int, generation: Generation) -> Together:
