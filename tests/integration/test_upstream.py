@@ -4,6 +4,7 @@ MILES_UPSTREAM names a folder with the checkouts radixark+miles and THUDM+slime;
 of each example is written to upstream.json, and into the page.
 """
 
+import importlib.util
 import json
 import os
 import shutil
@@ -76,6 +77,9 @@ def wide(tiny: Path, folder: Path) -> Path:
 @pytest.mark.skipif(CHECKOUTS is None, reason="MILES_UPSTREAM names no checkouts")
 @pytest.mark.parametrize("example", upstream.EXAMPLES, ids=lambda one: one.id)
 def test_an_example_runs_unmodified(example, run_file, tiny, tmp_path, results, request, monkeypatch):
+    if any(importlib.util.find_spec(name) is None for name in example.needs):
+        results[example.id] = f"not run: needs {', '.join(example.needs)}"
+        pytest.skip(results[example.id])
     if example.search:
         request.getfixturevalue("search")
     checkout = Path(str(CHECKOUTS)) / example.repository.replace("/", "+")

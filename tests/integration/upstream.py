@@ -25,6 +25,7 @@ class Example:
         flags: which name them, as the example's launch script does.
         row: of the data; the key prompt may be text.
         search: a search service has to listen on port 8000, which the test starts.
+        needs: modules that it imports and that nothing here brings.
     """
 
     repository: str
@@ -33,6 +34,7 @@ class Example:
     folder: str = ""
     row: str = "{}"
     search: bool = False
+    needs: tuple[str, ...] = ()
 
     @property
     def id(self) -> str:
@@ -90,7 +92,7 @@ EXAMPLES = (
     Example(MILES, "strands_sglang: generate, reward", (
         "--custom-generate-function-path", f"{EXPERIMENTAL}.strands_sglang.generate_with_strands.generate",
         "--custom-rm-path", f"{EXPERIMENTAL}.strands_sglang.generate_with_strands.reward_func",
-        "--no-apply-chat-template")),
+        "--no-apply-chat-template"), needs=("camel", "strands", "strands_sglang")),
 )
 
 SERVICES = (
@@ -99,6 +101,7 @@ SERVICES = (
     ("formal_math", "a server of the prover Lean"),
     ("swe-agent-harbor-docker, coding_agent_rl, openenv, hud, nemo-gym, verifiers", "sandboxes or environments of a "
      "service"),
+    ("strands_sglang, of slime", "the packages of the other, and servers that it asks by an HTTP client of its own"),
     ("geo3k_vlm_multi_turn, of both", "images"),
     ("random_async", "a vocabulary of 151,643 tokens, and contexts of 60,000"),
 )

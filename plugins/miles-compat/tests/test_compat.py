@@ -314,6 +314,14 @@ def test_settings_of_functions_come_before_options(tmp_path):
         custom_config(str(tmp_path / "none.yaml"))
 
 
+@pytest.mark.parametrize("options", [
+    {"eval_function_path": "a.b"}, {"rollout_sample_hook_path": ["a.b"]}, {"custom_agent_function_path": "a.b"},
+    {"custom_update_weight_post_write_path": "a.b"}, {"rollout_function_path": "a.b", "data_source_path": "a.b"}])
+def test_a_function_that_nobody_would_call_is_refused(options):
+    with pytest.raises(ConfigError):
+        Compat(CompatOptions(**options), RunConfig())
+
+
 def test_whole_samples_and_context_parallelism_exclude_each_other():
     config = RunConfig(perf=Perf(actor_num_gpus_per_node=2), surfaces={"megatron": {"context_parallel_size": 2}})
     with pytest.raises(ConfigError, match="context parallelism cuts them"):

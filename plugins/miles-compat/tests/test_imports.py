@@ -20,7 +20,7 @@ from miles_sglang.sync.disk import DiskSender
 from miles_testing.tiny import tiny_checkpoint
 from transformers import AutoTokenizer
 
-from miles_core.config.tables import Rollout, RunConfig
+from miles_core.config.tables import Perf, Rollout, RunConfig
 from miles_core.errors import HookError
 from miles_core.types import Prompt
 
@@ -150,7 +150,7 @@ def test_whoever_names_a_function_is_told_of_weights_in_files(tmp_path, monkeypa
     (tmp_path / "mine.py").write_text("CALLS = []\ndef written(args, folder, servers):\n"
                                       "    args.seen = (folder, servers)\n")
     monkeypatch.chdir(tmp_path)
-    config = RunConfig()
+    config = RunConfig(perf=Perf(weight_sync="disk"))
     plugin = Compat(CompatOptions(custom_update_weight_post_write_path="./mine.py:written"), config)
     context = contextvars.copy_context()
     context.run(plugin.megatron_init, config)

@@ -54,7 +54,20 @@ def check(options: Any, config: RunConfig) -> None:
                           fix="take an option of plugin tis, or write the hook token_weights, which has segment_sum")
 
 
+GENERATED = ("eval_function_path", "rollout_sample_hook_path", "custom_agent_function_path", "generate_tool_specs_path",
+             "generate_execute_tool_function_path")
+"""Options that the generator custom looks at."""
+
+
 def _check_functions(options: Any, config: RunConfig) -> None:
+    for key in GENERATED:
+        if getattr(options, key) and config.rollout.generate != "custom":
+            raise ConfigError(f"nothing calls the function of {key}", got=f"--generate {config.rollout.generate}",
+                              who="plugin compat", fix="leave --generate out, or the function")
+    if options.custom_update_weight_post_write_path and not str(config.perf.weight_sync).startswith("disk"):
+        raise ConfigError("no weights are written to files, so nothing calls the function of "
+                          "custom_update_weight_post_write_path", got=f"--weight-sync {config.perf.weight_sync}",
+                          who="plugin compat", fix="--weight-sync disk or disk-delta, with --update-weight-disk-dir")
     if options.rollout_function_path and options.data_source_path:
         raise ConfigError("a rollout function is given a data source of the run's prompts", got="data_source_path, too",
                           who="plugin compat", fix="drop --data-source-path: the function may make a source itself")
