@@ -76,23 +76,19 @@ def rollout_rewards(group: Group) -> dict[object, float]:
 
     Raises:
         TrainError: a sample that was aborted, failed or never finished.
-        RewardError: a missing or non-finite reward, or siblings whose rewards differ.
+        RewardError: a missing or non-finite reward.
     """
-    rewards: dict[object, float] = {}
-    for key, sample in zip(rollout_keys(group), group.samples, strict=True):
-        reward = _trainable_reward(sample)
-        if rewards.setdefault(key, reward) != reward:
-            raise RewardError(
-                f"{sample.name} belongs to rollout {sample.rollout}, whose other samples have another reward",
-                got=f"{rewards[key]} and {reward}",
-                fix="give every sample of one rollout the same reward, or different rollout numbers",
-            )
-    return rewards
+    return dict(zip(rollout_keys(group), map(_trainable_reward, group.samples), strict=True))
 
 
 def rollout_keys(group: Group) -> list[tuple[str, int]]:
-    """Which rollout each sample belongs to: a number that it shares with its siblings, or its own position."""
-    return [("rollout", s.rollout) if s.rollout is not None else ("own", i) for i, s in enumerate(group.samples)]
+    """Which rollout each sample belongs to: a number that it shares with its siblings, or its own position. Siblings
+    whose rewards differ, such as several agents, are compared each by itself."""
+    rewards: dict[int | None, set[float | None]] = {}
+    for sample in group.samples:
+        rewards.setdefault(sample.rollout, set()).add(sample.reward)
+    return [("rollout", s.rollout) if s.rollout is not None and len(rewards[s.rollout]) == 1 else ("own", i)
+            for i, s in enumerate(group.samples)]
 
 
 def to_samples(group: Group, by_rollout: dict[object, float]) -> list[float]:

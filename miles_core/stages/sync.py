@@ -7,6 +7,7 @@ verified version, and when a transfer fails it stays paused: a half-updated engi
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -15,6 +16,9 @@ if TYPE_CHECKING:
     from miles_core.hosts import Handle
     from miles_core.stages.rollout import Engine, PauseMode
     from miles_core.types import Rank
+
+
+WRITTEN: ContextVar[Any] = ContextVar("called with a complete folder of weights and the servers, before they load it")
 
 
 class WeightSync(Protocol):

@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from miles_compat.args import Args
+from miles_compat.args import Args, parser_defaults
 from miles_compat.importance import weighted
 from miles_compat.plugin import Compat, CompatOptions
 from miles_compat.reducer import token_weights
@@ -21,11 +21,12 @@ from miles_compat.rewards import scores
 from miles_compat.rollout import advantages, post_processed, rollout_data
 from miles_compat.sample import asked
 from miles_compat.selection import selected
+from miles_flags.settings import custom_config
 from miles_megatron.testing.ranks import batches
 
 from miles_core.columns import Columns
 from miles_core.config.tables import Algorithm, Checkpoint, Perf, Rollout, RunConfig
-from miles_core.errors import ConfigError, HookError
+from miles_core.errors import ConfigError, DataError, HookError
 from miles_core.stages.loss import LossInputs, TokenWeights, per_constant, per_sample, per_token
 from miles_core.stages.reward import Scoring, weighted_sum
 from miles_core.types import Prompt
@@ -187,6 +188,8 @@ def test_a_correction_that_is_no_factor_and_mask_is_refused(batch, answer, words
 def test_a_scorer_that_removes_a_sample_empties_its_mask_with_the_filter(batch):
     """The core lets no scorer change columns."""
     group = batch.groups[0]
+    for sample in group.samples:
+        sample.reward = None
     masks = [sample.columns["loss_mask"].copy() for sample in group.samples]
 
     def function(args, sample):
@@ -297,7 +300,36 @@ def test_args_are_the_runs_options_under_miles_names(tmp_path):
         args.normalization  # noqa: B018 - it raises: the checkpoint decides, and not megatron-core's default
     with pytest.raises(AttributeError, match="cannot be set"):
         args.rollout_batch_size = 1
-    assert copy.copy(args).rollout_batch_size == 32
+    args.rollout_batch_size, args.my_own = 32, [1]
+    for other in (copy.copy(args), copy.deepcopy(args)):
+        assert other.rollout_batch_size == 32 and other.my_own == [1]
+        other.rollout_batch_size = 1
+        assert other.rollout_batch_size == 1 and args.rollout_batch_size == 32, "the copy's alone"
+
+
+def test_args_have_every_name_of_miles_parser():
+    args = Args(RunConfig())
+    missing = [name for name in parser_defaults() if not hasattr(args, name)]
+    assert not missing and len(parser_defaults()) > 390
+    assert args.mlflow_experiment_name == "miles" and args.use_wandb is False and args.qkv_format == "thd"
+    assert args.rm_type is None and args.world_size == args.actor_num_gpus_per_node
+
+
+def test_settings_of_functions_come_before_options(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("tis_level: token\nuse_tis: true\ntis_upper_bound: 2.0\n")
+    args = Args(RunConfig(), custom_config(str(path)))
+    assert (args.tis_level, args.use_tis, args.tis_upper_bound) == ("token", True, 2.0)
+    with pytest.raises(DataError):
+        custom_config(str(tmp_path / "none.yaml"))
+
+
+@pytest.mark.parametrize("options", [
+    {"eval_function_path": "a.b"}, {"rollout_sample_hook_path": ["a.b"]}, {"custom_agent_function_path": "a.b"},
+    {"custom_update_weight_post_write_path": "a.b"}, {"rollout_function_path": "a.b", "data_source_path": "a.b"}])
+def test_a_function_that_nobody_would_call_is_refused(options):
+    with pytest.raises(ConfigError):
+        Compat(CompatOptions(**options), RunConfig())
 
 
 def test_whole_samples_and_context_parallelism_exclude_each_other():

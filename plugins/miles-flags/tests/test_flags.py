@@ -115,10 +115,6 @@ def test_a_plugin_that_is_installed_and_not_enabled_is_named_for_its_option_even
 
 
 def test_words_that_are_taken_of_a_flag_that_is_refused():
-    assert load(None, ["--rollout-function-path", "slime.rollout.sft_rollout.generate_rollout",
-                       "--loss-type", "sft_loss"]).config.rollout.generate == "sft"
-    with pytest.raises(UnknownKeyError):
-        load(None, ["--rollout-function-path", "mine.generate_rollout"])
     assert any("--spec" in note for note in load(None, ["--spec", "miles_plugins.models.glm4", "get_glm_spec"]).notes)
     with pytest.raises(UnknownKeyError):
         load(None, ["--spec", "mine", "spec"])

@@ -63,9 +63,12 @@ def test_a_rollout_number_is_not_a_position():
     assert relative(group([1.0, 0.0], rollouts=[1, None])) == normalized([1.0, 0.0])
 
 
-def test_siblings_must_agree():
-    with pytest.raises(RewardError, match="rollout 4.*1.0 and 0.5"):
-        relative(group([1.0, 0.5], rollouts=[4, 4]))
+def test_siblings_with_rewards_of_their_own_are_compared_each_by_itself():
+    """Agents of one execution; those that agree still count once."""
+    assert relative(group([1.0, 0.5], rollouts=[4, 4])) == normalized([1.0, 0.5])
+    advantages = relative(group([1.0, 0.5, 0.0, 0.0], rollouts=[4, 4, 5, 5]))
+    once = normalized([1.0, 0.5, 0.0])
+    assert advantages == [*once, once[2]]
 
 
 @pytest.mark.parametrize("status", [Status.ABORTED, Status.FAILED, Status.PENDING])

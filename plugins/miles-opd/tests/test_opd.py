@@ -86,6 +86,12 @@ def test_bad_options_are_refused(words, options, run):
         Opd(OpdOptions(**options), config(**run))
 
 
+def test_without_labels_every_answer_gets_nothing_but_the_teacher():
+    run = config(rm_type=["teacher_only"])
+    plugin = Opd(OpdOptions(opd_teacher_load="/tmp"), run)
+    assert plugin.nothing(None) == 0.0
+
+
 def test_the_plugin_module_imports_no_torch():
     code = f"import sys; sys.path[:] = {sys.path!r}; import miles_opd.plugin; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

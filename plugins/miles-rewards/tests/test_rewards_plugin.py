@@ -159,12 +159,18 @@ def test_a_process_asks_the_checkers(scorers, tmp_path, monkeypatch):
 @pytest.mark.skipif(installed(), reason="the checkers are here")
 @pytest.mark.parametrize("config", [{"rollout": {"rm_type": ["ifbench"]}},
                                     {"eval": {"datasets": [{"name": "a", "path": "a", "rm_type": "ifbench"}]}}])
-def test_without_the_checkers_the_plan_says_what_installs_them(scorers, config):
+def test_without_the_checkers_the_plan_says_what_installs_them_and_the_start_refuses(config):
+    """The machine of a plan may be another one."""
     tables = {"rollout": Rollout, "eval": Eval}
     run = RunConfig(**{name: tables[name](**given) for name, given in config.items()})
+    notes: list[str] = []
+    plugin = Rewards(RewardsOptions(), run)
+    assert plugin.check(run, notes.append) == run and "pip install ifbench" in notes[0]
     with pytest.raises(ConfigError, match="pip install ifbench"):
-        scorers().check(run, print)
-    assert scorers().check(RunConfig(), print) == RunConfig()
+        plugin.begin()
+    other = Rewards(RewardsOptions(), RunConfig())
+    assert other.check(RunConfig(), notes.append) == RunConfig() and len(notes) == 1
+    other.begin()
 
 
 @pytest.mark.parametrize("name", ["grading_timeout", "grading_processes"])

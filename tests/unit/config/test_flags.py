@@ -102,7 +102,6 @@ def test_every_field_of_megatron_core_is_a_flag_or_says_why_not(name):
     (["--tensor-model-paralel-size", "1"], "did you mean --tensor-model-parallel-size"),
     (["--prefill-num-servers", "2"], "no servers that only prefill"), (["--use-mlflow"], "--use-tensorboard"),
     (["--fp16"], "--bf16"),
-    (["--tis-threshold", "0.9"], "--tis-clip"),
     (["word"], "miles run"), (["--lr"], "one value"), (["--lr", "1", "2"], "one value"), (["--lr", "fast"], "float"),
     (["--use-kl-loss", "maybe"], "true or false"), (["--num-rollout", "2.5"], "int"),
     (["--kl-loss-type", "k7"], "k1, k2"), (["--apply-chat-template-kwargs", "{"], "JSON"),

@@ -66,12 +66,21 @@ def test_the_plan_says_what_colocate_implies_and_where_it_is_from(plan):
     assert "in the driver's process" not in text and "in the driver's process" in plan().to_text()
 
 
+def test_a_context_beyond_config_json_is_taken_with_a_note(plan, tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3", "max_position_embeddings": 128}')
+    made = plan(*SGLANG, "--sglang-context-length", 4096, "--hf-checkpoint", tmp_path, "--plan-without-weights")
+    assert made.config.rollout.rollout_max_context_len == 4096
+    assert any("longer than the 128" in one for one in made.notes)
+
+
 @pytest.mark.parametrize(("given", "note"), [
     (4, "--rollout-num-gpus is not needed with --colocate"), (2, "2 of the trainer's 4 GPUs are idle"),
+    (8, "8 is ignored"),
 ])
 def test_gpus_of_colocated_engines_are_noted(plan, given, note):
     made = plan(*SGLANG, "--colocate", "--actor-num-gpus-per-node", 4, "--rollout-num-gpus", given)
     assert any(note in one for one in made.notes)
+    assert made.config.perf.rollout_num_gpus == min(given, 4)
 
 
 @pytest.mark.parametrize(("gpus", "sglang", "engine"), [(0, True, None), (2, False, None), (1, True, None),
@@ -104,7 +113,6 @@ def test_gpus_are_those_that_the_environment_leaves_visible(monkeypatch, visible
 
 
 REFUSED = {
-    "with --colocate the engines are on the trainer's GPUs": ["--colocate", "--rollout-num-gpus", 2],
     "3 GPUs do not divide into engines of 2": ["--rollout-num-gpus", 3, "--rollout-num-gpus-per-engine", 2],
     "1 GPUs do not divide into engines of 2": ["--rollout-num-gpus", 1, "--rollout-num-gpus-per-engine", 2],
     "rollout_num_gpus should be at least 1": ["--rollout-num-gpus", 0],

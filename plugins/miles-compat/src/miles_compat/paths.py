@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +28,7 @@ class Shape:
         may_wait: it may be a coroutine function.
         must_wait: it has to be one.
         made: it is called once, to make an object, as a class is; other classes are made first and then called.
+        class_of: a class that does it instead is made with so many arguments.
         note: what else to say to someone whose function does not fit.
     """
 
@@ -36,6 +39,7 @@ class Shape:
     may_wait: bool = False
     must_wait: bool = False
     made: bool = False
+    class_of: int | None = None
     note: str = ""
 
 
@@ -74,8 +78,28 @@ SHAPES = MappingProxyType({
     "custom_rollout_log_function_path": Shape(
         "log(rollout_id, args, samples, rollout_extra_metrics, rollout_time)", 5),
     "custom_eval_rollout_log_function_path": Shape("log(rollout_id, args, data, extra_metrics)", 4),
+    "custom_update_weight_post_write_path": Shape("written(args, folder, servers)", 3),
+    "rollout_function_path": Shape(
+        "generate_rollout(args, rollout_id, data_buffer, evaluation=False) -> groups of samples, or a class "
+        "Fn(input) with __call__(input) -> RolloutFnTrainOutput", 3, ("evaluation",), may_wait=True, class_of=1),
+    "eval_function_path": Shape(
+        "evaluate(args, rollout_id, data_buffer, evaluation=True) -> figures by dataset, or a class Fn(input) with "
+        "__call__(input) -> RolloutFnEvalOutput", 3, ("evaluation",), may_wait=True, class_of=1),
+    "custom_agent_function_path": Shape(
+        "async agent(base_url, prompt, request_kwargs, metadata) -> dict or None", 0,
+        ("base_url", "prompt", "request_kwargs", "metadata"), must_wait=True),
+    "session_sample_picker_path": Shape("pick(samples, session_metadata) -> samples", 2, may_wait=True),
+    "session_sample_postprocessor_path": Shape("postprocess(samples, session_metadata) -> samples", 2, may_wait=True),
+    "generate_execute_tool_function_path": Shape("execute(name, arguments) -> text", 2, may_wait=True),
+    "custom_convert_samples_to_train_data_path": Shape("convert(args, samples) -> dict of lists", 2),
+    "custom_model_provider_path": Shape("provider(pre_process, post_process, vp_stage=None) -> model", 0,
+                                        ("pre_process", "post_process")),
 })  # fmt: skip
 """The options that name a function, and how it is called."""
+
+
+HOOKED = "hook(args, sample) -> sample or None, perhaps async"
+"""How the functions of rollout_sample_hook_path are called."""
 
 
 def function_at(option: str, path: str) -> Callable[..., Any]:
@@ -89,17 +113,27 @@ def function_at(option: str, path: str) -> Callable[..., Any]:
         HookError: there is none, or it cannot be called as it would be.
     """
     shape, who = SHAPES[option], f"--{option.replace('_', '-')} {path}"
-    module, name = _imported(path, who, shape)
-    function: Callable[..., Any] | None = getattr(module, name, None)
+    function: Callable[..., Any] = anything_at(path, who, shape.text)
     if not callable(function):
-        raise HookError("there is no such function", got=repr(function) if hasattr(module, name) else
-                        f"{module.__name__ if '.py' not in path else path.rpartition(':')[0]} has no {name!r}",
-                        who=who, fix=f"define {shape.text}")
+        raise HookError("there is no such function", got=repr(function), who=who, fix=f"define {shape.text}")
     problem = _misfit(function, shape)
     if problem is not None:
         raise HookError("the function cannot be called as it would be", got=problem, who=who,
                         fix=f"it is called as {shape.text}{shape.note}")
     return function
+
+
+def anything_at(path: str, who: str, wanted: str = "a function") -> Any:
+    """What package.module.name, package.module:name or ./file.py:name names.
+
+    Raises:
+        HookError: there is no such thing, or its module cannot be imported.
+    """
+    module, name = _imported(path, who, wanted)
+    if not hasattr(module, name):
+        raise HookError("there is no such function", who=who, fix=f"define {wanted}",
+                        got=f"{module.__name__ if '.py' not in path else path.rpartition(':')[0]} has no {name!r}")
+    return getattr(module, name)
 
 
 def arguments(function: Callable[..., Any]) -> list[inspect.Parameter]:
@@ -113,19 +147,22 @@ def arguments(function: Callable[..., Any]) -> list[inspect.Parameter]:
     return list(inspect.signature(function).parameters.values())
 
 
-def _imported(path: str, who: str, shape: Shape) -> tuple[ModuleType, str]:
+def _imported(path: str, who: str, wanted: str) -> tuple[ModuleType, str]:
     from miles_compat import modules
 
-    where, _, name = path.rpartition(":" if ".py:" in path else ".")
+    where, _, name = path.rpartition(":" if ":" in path else ".")
     if not where or not name.isidentifier():
         raise HookError("this is no path of a function", got=path, who=who.partition(" ")[0],
-                        fix=f"write package.module.function or ./file.py:function, of {shape.text}")
+                        fix=f"write package.module.function or ./file.py:function, of {wanted}")
     modules.provide()
+    here = os.getcwd()
+    if here not in sys.path and "" not in sys.path:
+        sys.path.append(here)  # `python train.py` finds what lies beside it, too
     try:
         return (import_file(Path(where).resolve()) if ".py:" in path else importlib.import_module(where)), name
     except (Exception, SystemExit) as error:
         fix = ("write ./file.py:function for a file, or have PYTHONPATH name the folder of the package; expected is "
-               f"{shape.text}")
+               f"{wanted}")
         if isinstance(error, ImportError) and (error.name or "").partition(".")[0] in ("miles", "slime"):
             fix = ("there is no such part of Miles here; a function may import "
                    f"{', '.join(f'miles.{name}' for name in modules.NAMES)}")
@@ -136,6 +173,8 @@ def _imported(path: str, who: str, shape: Shape) -> tuple[ModuleType, str]:
 def _misfit(function: Callable[..., Any], shape: Shape) -> str | None:
     """Why the function cannot be called, None if it can."""
     call = function.__call__ if inspect.isclass(function) else function
+    if inspect.isclass(function) and shape.class_of is not None:
+        shape = Shape(shape.text, shape.class_of, made=True)
     if shape.made:
         call = function
     if inspect.iscoroutinefunction(call) and not (shape.may_wait or shape.must_wait):
@@ -147,7 +186,7 @@ def _misfit(function: Callable[..., Any], shape: Shape) -> str | None:
     except ValueError:  # written in C, without one
         return None
     problems = []
-    for count in filter(None, (shape.positional, shape.or_else)):
+    for count in (shape.positional, *filter(None, (shape.or_else,))):
         try:
             signature.bind(*[None] * count, **dict.fromkeys(shape.keywords))
             return None

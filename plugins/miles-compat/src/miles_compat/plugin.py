@@ -6,14 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from miles_megatron.layout import layout_of
+from miles_flags.settings import custom_config
 
 from miles_compat.args import Args
+from miles_compat.checks import check
 from miles_compat.paths import SHAPES, function_at
 from miles_core.config import RunConfig, option
-from miles_core.errors import ConfigError
 from miles_core.hookspecs import hookimpl
-from miles_core.plugins.resolve import choices
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -22,9 +21,10 @@ if TYPE_CHECKING:
     import torch
 
     from miles_compat.records import Checkpoints
-    from miles_compat.source import Source
+    from miles_compat.schedule import Evaluations, Places, Schedule
     from miles_core.columns import Packed
     from miles_core.stages.loss import LossInputs, Metrics, TokenWeights
+    from miles_core.stages.prompts import PromptSource
     from miles_core.stages.rollout import Generation
     from miles_core.stages.step import TrainerAccess
     from miles_core.types import Batch, Drop, Group, Prompt, Sample
@@ -35,77 +35,98 @@ class CompatOptions:
     """Functions by path, as package.module.function or ./file.py:function. The README says how each is called."""
 
     custom_megatron_init_path: str | None = option(
-        None, "Called once Megatron's process groups exist.", flags=("--custom-megatron-init-path",)
-    )
+        None, "Called once Megatron's process groups exist.", flags=("--custom-megatron-init-path",))
     custom_megatron_before_log_prob_hook_path: str | None = option(
-        None, "Called before the log-probs of each model.", flags=("--custom-megatron-before-log-prob-hook-path",)
-    )
+        None, "Called before the log-probs of each model.", flags=("--custom-megatron-before-log-prob-hook-path",))
     custom_megatron_before_train_step_hook_path: str | None = option(
-        None, "Called before every optimizer step.", flags=("--custom-megatron-before-train-step-hook-path",)
-    )
+        None, "Called before every optimizer step.", flags=("--custom-megatron-before-train-step-hook-path",))
     data_source_path: str | None = option(
-        None, "Class of a data source; chosen by --prompt-source custom.", flags=("--data-source-path",)
-    )
+        None, "Class of a data source; chosen by --prompt-source custom.", flags=("--data-source-path",))
     custom_generate_function_path: str | None = option(
-        None, "Makes a sample; chosen by --generate custom.", flags=("--custom-generate-function-path",)
-    )
+        None, "Makes a sample; chosen by --generate custom.", flags=("--custom-generate-function-path",))
     custom_rm_path: str | None = option(
-        None, "Scores a sample; chosen by --rm-type custom.", flags=("--custom-rm-path",)
-    )
+        None, "Scores a sample; chosen by --rm-type custom.", flags=("--custom-rm-path",))
     dynamic_sampling_filter_path: str | None = option(
-        None, "Keeps or drops each group.", flags=("--dynamic-sampling-filter-path",)
-    )
+        None, "Keeps or drops each group.", flags=("--dynamic-sampling-filter-path",))
     buffer_filter_path: str | None = option(
-        None, "Selects which of the groups that were called back go on.", flags=("--buffer-filter-path",)
-    )
+        None, "Selects which of the groups that were called back go on.", flags=("--buffer-filter-path",))
     rollout_sample_filter_path: str | None = option(
-        None, "Marks samples of a rollout that are not trained on.", flags=("--rollout-sample-filter-path",)
-    )
+        None, "Marks samples of a rollout that are not trained on.", flags=("--rollout-sample-filter-path",))
     rollout_all_samples_process_path: str | None = option(
         None, "Sees every group that was finished, also those that a filter dropped.",
-        flags=("--rollout-all-samples-process-path",),
-    )
+        flags=("--rollout-all-samples-process-path",))
     custom_reward_post_process_path: str | None = option(
-        None, "Changes the rewards of a whole rollout.", flags=("--custom-reward-post-process-path",)
-    )
+        None, "Changes the rewards of a whole rollout.", flags=("--custom-reward-post-process-path",))
     custom_advantage_function_path: str | None = option(
         None, "Computes the advantages; chosen by --advantage-estimator custom.",
-        flags=("--custom-advantage-function-path",),
-    )
+        flags=("--custom-advantage-function-path",))
     rollout_data_postprocess_path: str | None = option(
-        None, "Called after the advantages, which it may change.", flags=("--rollout-data-postprocess-path",)
-    )
+        None, "Called after the advantages, which it may change.", flags=("--rollout-data-postprocess-path",))
     custom_loss_function_path: str | None = option(
-        None, "The loss of each token; chosen by --loss-type custom_loss.", flags=("--custom-loss-function-path",)
-    )
+        None, "The loss of each token; chosen by --loss-type custom_loss.", flags=("--custom-loss-function-path",))
     custom_tis_function_path: str | None = option(
-        None, "Weighs and masks the tokens of the policy loss.", flags=("--custom-tis-function-path",)
-    )
+        None, "Weighs and masks the tokens of the policy loss.", flags=("--custom-tis-function-path",))
     custom_pg_loss_reducer_function_path: str | None = option(
         None, "Makes the reducer of the loss; chosen by --reduction custom.",
-        flags=("--custom-pg-loss-reducer-function-path",),
-    )
+        flags=("--custom-pg-loss-reducer-function-path",))
     custom_megatron_post_save_hook_path: str | None = option(
-        None, "Called when a checkpoint is complete.", flags=("--custom-megatron-post-save-hook-path",)
-    )
+        None, "Called when a checkpoint is complete.", flags=("--custom-megatron-post-save-hook-path",))
     custom_rollout_log_function_path: str | None = option(
-        None, "Told of every rollout.", flags=("--custom-rollout-log-function-path",)
-    )
+        None, "Told of every rollout.", flags=("--custom-rollout-log-function-path",))
     custom_eval_rollout_log_function_path: str | None = option(
-        None, "Told of every evaluation.", flags=("--custom-eval-rollout-log-function-path",)
-    )
+        None, "Told of every evaluation.", flags=("--custom-eval-rollout-log-function-path",))
+    rollout_function_path: str | None = option(
+        None, "Samples, scores and filters whole rollouts.", flags=("--rollout-function-path",))
+    eval_function_path: str | None = option(
+        None, "Evaluates; datasets that it says nothing of are sampled by the run.", flags=("--eval-function-path",))
+    custom_agent_function_path: str | None = option(
+        None, "Talks to the model over an OpenAI endpoint; its answers are the sample.",
+        flags=("--custom-agent-function-path",))
+    session_sample_picker_path: str | None = option(
+        None, "Picks the samples that an agent's session is trained on as.", flags=("--session-sample-picker-path",))
+    session_sample_postprocessor_path: str | None = option(
+        None, "Changes rewards and masks of an agent's samples.", flags=("--session-sample-postprocessor-path",))
+    session_message_matcher: str = option(
+        "strict", "Which messages of a session count as the same: strict, loose_tool_call, role_content_only, or a "
+        "function's path.", flags=("--session-message-matcher",))
+    custom_update_weight_post_write_path: str | None = option(
+        None, "Called when a version of the weights is written to files.",
+        flags=("--custom-update-weight-post-write-path",))
+    generate_tool_specs_path: str | None = option(
+        None, "List of the tools that conversations have, as functions of OpenAI's.",
+        flags=("--generate-tool-specs-path",))
+    generate_execute_tool_function_path: str | None = option(
+        None, "Answers a call of a tool.", flags=("--generate-execute-tool-function-path",))
+    generate_tool_call_parser: str | None = option(
+        None, "How calls are written: qwen25, JSON in <tool_call>.", flags=("--generate-tool-call-parser",))
+    rollout_sample_hook_path: list[str] = option(
+        [], "See each sample before it is scored, one after the other.", flags=("--rollout-sample-hook-path",))
+    custom_convert_samples_to_train_data_path: str | None = option(
+        None, "Says what a rollout's samples are trained on as.",
+        flags=("--custom-convert-samples-to-train-data-path",))
+    custom_model_provider_path: str | None = option(
+        None, "Changes the model that the trainer builds.", flags=("--custom-model-provider-path",))
+    scorer: str | None = option(None, "Scorer that a rollout function asks for rewards; --rm-type says it.")
+    custom_config_path: str | None = option(
+        None, "YAML file whose keys functions read as attributes of args.", flags=("--custom-config-path",))
 
 
 class Compat:
     """Functions named by path, as in launch scripts of Miles and slime, called by hooks."""
 
-
-    def __init__(self, options: CompatOptions, config: RunConfig):
-        _check(options, config)
-        self.options, self.args, self.algorithm = options, Args(config), config.algorithm
+    def __init__(self, options: CompatOptions, config: RunConfig,
+                 log: Callable[[str, float], None] = lambda name, value: None):
+        check(options, config)
+        self.options, self.algorithm = options, config.algorithm
+        self.args = Args(config, custom_config(options.custom_config_path))
         paths = {name: getattr(options, name) for name in SHAPES}
         self.functions = {name: function_at(name, path) for name, path in paths.items() if path is not None}
-        self._config, self._source = config, None
+        for function in self.functions.values():
+            self.args.add_defaults(function)
+        self._config, self._source, self._log = config, None, log
+        self._places: Places | None = None
+        self._schedule: Schedule | None = None
+        self._evaluations: Evaluations | None = None
         self._scoring: TrainerAccess | None = None
         self._begun: set[str] = set()
         self._finished: list[Group] = []
@@ -113,9 +134,23 @@ class Compat:
 
     @hookimpl
     def megatron_init(self, config: RunConfig) -> None:
-        """custom_megatron_init_path."""
+        """custom_megatron_init_path; custom_update_weight_post_write_path is announced to what writes weights."""
         if function := self._function("custom_megatron_init_path"):
             function(self.args)
+        if written := self._function("custom_update_weight_post_write_path"):
+            from miles_core.stages.sync import WRITTEN
+
+            WRITTEN.set(lambda folder, servers: written(self.args, str(folder), list(servers)))
+
+    @hookimpl
+    def build_model(self, chunk: torch.nn.Module, spec: object, folder: Path, model: str,
+                    weight_map: object) -> torch.nn.Module:
+        """custom_model_provider_path, of the actor."""
+        if model == "actor" and (function := self._function("custom_model_provider_path")):
+            from miles_compat.model import provided
+
+            return provided(function, self.args, chunk)
+        return chunk
 
     @hookimpl
     def log_prob(self, proceed: Callable[[], Metrics], access: TrainerAccess) -> Metrics:
@@ -148,8 +183,14 @@ class Compat:
         return proceed()
 
     @hookimpl(name="custom")
-    def prompt_source(self, config: RunConfig, tokenizer: object) -> Source:
-        """data_source_path."""
+    def prompt_source(self, config: RunConfig, tokenizer: object) -> PromptSource:
+        """data_source_path; places in rollouts for rollout_function_path."""
+        if self._function("rollout_function_path"):
+            from miles_compat.data_sources import prompts_of
+            from miles_compat.schedule import Places
+
+            self._places = Places(prompts_of(config, tokenizer), self.args.rollout_batch_size)
+            return self._places
         from miles_compat.source import source_of
 
         found = source_of(self.functions["data_source_path"], self.args, config, tokenizer,
@@ -159,10 +200,59 @@ class Compat:
 
     @hookimpl(name="custom")
     async def generate(self, prompt: Prompt, generation: Generation) -> list[Sample]:
-        """custom_generate_function_path."""
+        """rollout_function_path and eval_function_path; else custom_generate_function_path, or one engine call."""
+        if prompt.stream == "train" and self._places is not None:
+            return await self._rollouts(self._places).group(prompt, generation)
+        if prompt.stream != "train" and (evaluations := self._evaluated()) is not None:
+            found = await evaluations.group(prompt, generation)
+            if found is not None:
+                return found
+        function = self._function("custom_generate_function_path")
+        if function is None:
+            from miles_core.stages.rollout import single_turn
+
+            return await single_turn(prompt, generation)
         from miles_compat.generation import group
 
-        return await group(self.functions["custom_generate_function_path"], self.args, prompt, generation)
+        return await group(function, self.args, prompt, generation, self._hooked)
+
+    async def _hooked(self, sample: Any) -> Any:
+        """rollout_sample_hook_path."""
+        from miles_compat.own_rollout import apply_rollout_sample_hooks
+
+        return await apply_rollout_sample_hooks(self.args, sample) if self.options.rollout_sample_hook_path else sample
+
+    def _rollouts(self, places: Places) -> Schedule:
+        if self._schedule is None:
+            from miles_compat.data_sources import RolloutDataSourceWithBuffer
+            from miles_compat.schedule import Schedule
+
+            self._schedule = Schedule(self.functions["rollout_function_path"], self.args, places,
+                                      lambda args: RolloutDataSourceWithBuffer(args, places.inner), self._log)
+        return self._schedule
+
+    def _evaluated(self) -> Evaluations | None:
+        function = self._function("eval_function_path") or self._function("rollout_function_path")
+        if function is not None and self._evaluations is None:
+            from miles_compat.schedule import Evaluations
+
+            self._evaluations = Evaluations(function, self.args, self._log)
+        return self._evaluations
+
+    @hookimpl("reward", name="generated")
+    async def given(self, sample: Sample) -> float:
+        """The reward that the function which made a sample gave it; without one, that of --rm-type."""
+        from miles_compat.rewards import given
+
+        score: float = await given(self.args, sample)
+        return score
+
+    @hookimpl(name="given-first")
+    def combine_rewards(self, sample: Sample, weights: dict[str, float]) -> float:
+        """The reward that a generate function gave its sample; else the weighted sum of the scores."""
+        from miles_core.stages.reward import weighted_sum
+
+        return weighted_sum(sample, weights) if sample.reward is None else sample.reward
 
     @hookimpl("reward", name="custom")
     async def score(self, samples: list[Sample]) -> list[float]:
@@ -179,6 +269,8 @@ class Compat:
 
             with lent(group.samples):
                 pass
+        if self._function("rollout_function_path"):  # which has filtered already
+            return group
         if self._function("rollout_all_samples_process_path"):
             self._finished.append(group)
         if function := self._function("dynamic_sampling_filter_path"):
@@ -198,14 +290,18 @@ class Compat:
 
     @hookimpl
     def shape_rewards(self, groups: list[Group]) -> list[Group]:
-        """rollout_sample_filter_path, rollout_all_samples_process_path, custom_reward_post_process_path."""
+        """rollout_sample_filter_path, rollout_all_samples_process_path, custom_convert_samples_to_train_data_path,
+        custom_reward_post_process_path."""
         from miles_compat import rollout
 
-        if function := self._function("rollout_sample_filter_path"):
+        own = self._function("rollout_function_path")  # which has called these two itself
+        if (function := self._function("rollout_sample_filter_path")) and not own:
             rollout.marked(function, self.args, groups)
-        if function := self._function("rollout_all_samples_process_path"):
+        if (function := self._function("rollout_all_samples_process_path")) and not own:
             finished, self._finished = self._finished, []
             rollout.processed(function, self.args, finished, self._source)
+        if function := self._function("custom_convert_samples_to_train_data_path"):
+            rollout.converted(function, self.args, groups)
         if function := self._function("custom_reward_post_process_path"):
             rollout.post_processed(function, self.args, groups)
         return groups
@@ -260,47 +356,3 @@ class Compat:
 
     def _function(self, name: str) -> Callable[..., Any] | None:
         return self.functions.get(name)
-
-
-PARTS = (
-    ("data_source_path", "prompt_source", "custom", "--prompt-source custom"),
-    ("custom_generate_function_path", "generate", "custom", "--generate custom"),
-    ("custom_rm_path", "reward", "custom", "--rm-type custom"),
-    ("custom_advantage_function_path", "advantage", "custom", "--advantage-estimator custom"),
-    ("custom_loss_function_path", "policy_loss", "custom_loss", "--loss-type custom_loss"),
-    ("custom_pg_loss_reducer_function_path", "reduction", "custom", "--reduction custom"),
-)
-
-
-def _check(options: CompatOptions, config: RunConfig) -> None:
-    """
-    Raises:
-        ConfigError: a function that nobody would call, a part without its function, or two that do the same.
-    """
-    picked = {(hook, name) for hook, name, _ in choices(config)}
-    trains = not config.debug.debug_rollout_only
-    for key, hook, name, flag in PARTS:
-        path, used = getattr(options, key), (hook, name) in picked
-        if used and path is None:
-            raise ConfigError(f"{flag} needs a function", who="plugin compat",
-                              fix=f"--{key.replace('_', '-')} ./file.py:function, of {SHAPES[key].text}")
-        if path is not None and not used and (trains or hook in ("prompt_source", "generate", "reward")):
-            raise ConfigError(f"nothing calls the function of {key}", got=path, who="plugin compat", fix=f"add {flag}")
-    if options.custom_reward_post_process_path and "algorithm.rewards_normalization" not in config.origin:
-        raise ConfigError("custom_reward_post_process_path leaves open whether the estimator still compares rewards "
-                          "within their group", who="plugin compat",
-                          fix="--disable-rewards-normalization is what Miles does, --rewards-normalization does both")
-    if options.rollout_all_samples_process_path and config.rollout.max_lag:
-        raise ConfigError("rollout_all_samples_process_path is called once for each rollout, and groups of several "
-                          "rollouts are sampled at once", got=f"max_lag {config.rollout.max_lag}", who="plugin compat",
-                          fix="drop --max-lag, or look at each group in the hook filter_group")
-    if options.custom_megatron_post_save_hook_path and not config.checkpoint.save:
-        raise ConfigError("nothing is saved, so nothing calls the function of custom_megatron_post_save_hook_path",
-                          who="plugin compat", fix="add --save FOLDER")
-    if options.custom_tis_function_path and config.options.get("tis", {}).get("use_tis"):
-        raise ConfigError("use_tis and custom_tis_function_path would both weigh the tokens", who="[tis], [compat]",
-                          fix="drop --use-tis: the path alone is enough")
-    if options.custom_tis_function_path and layout_of(config).context > 1:
-        raise ConfigError("custom_tis_function_path is given whole samples, and context parallelism cuts them",
-                          got=f"context_parallel_size {layout_of(config).context}", who="plugin compat",
-                          fix="take an option of plugin tis, or write the hook token_weights, which has segment_sum")

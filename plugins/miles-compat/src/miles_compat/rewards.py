@@ -21,6 +21,11 @@ async def scores(function: Callable[..., Any], args: Args, samples: Sequence[Sam
 
     Plain functions run in a thread, like any plain scorer.
     """
+    def own(sample: Sample) -> bool:
+        return sample.reward is not None
+
+    if all(map(own, samples)):  # a generate function has scored them
+        return [cast("float", sample.reward) for sample in samples]
     whole = [one.name for one in arguments(function)][1:2] == ["samples"]
     if inspect.isclass(function):
         function = cast("Callable[..., Any]", function())
@@ -34,3 +39,13 @@ async def _asked(function: Callable[..., Any], args: Args, given: object) -> Any
         return await function(args, given)
     answer = await in_daemon_thread(lambda: function(args, given))
     return await answer if inspect.isawaitable(answer) else answer
+
+
+async def given(args: Args, sample: Sample) -> Any:
+    """What a rollout function gave a sample as its reward, else what the scorer of --rm-type gives it."""
+    from miles_compat import sample as of_miles
+    from miles_compat.scorers import async_rm
+
+    if sample.reward is not None:
+        return sample.reward
+    return await async_rm(args, of_miles.seen(sample, 1))

@@ -45,6 +45,52 @@ def post_processed(function: Callable[..., Any], args: Args, groups: list[Group]
         sample.metadata["raw_reward"], sample.reward = before, reward
 
 
+CONVERTED = frozenset({"tokens", "response_lengths", "total_lengths", "rewards", "raw_reward", "truncated",
+                       "sample_indices", "loss_masks", "rollout_log_probs", "round_number", "metadata", "rollout_ids",
+                       "weight_versions"})
+"""What a conversion may say of samples; changed are rewards and loss masks."""
+
+
+def converted(function: Callable[..., Any], args: Args, groups: list[Group]) -> None:
+    """Train on the rewards and the loss masks that the function says; in place.
+
+    Raises:
+        HookError: it leaves samples out, changes their tokens, or adds data that no column is declared for.
+    """
+    who = "custom_convert_samples_to_train_data_path"
+    samples = [sample for group in groups for sample in group.samples]
+    with groups_lent(groups) as found:
+        data = function(args, [one for group in found for one in group])
+    if not isinstance(data, dict) or unknown(data):
+        raise HookError("the function should return a dict of lists, by Miles's names", who=who,
+                        got=", ".join(unknown(data)) if isinstance(data, dict) else type(data).__name__,
+                        fix="what more a loss needs is a column: a one-file plugin with the hook columns")
+    if any(len(values) != len(samples) for values in data.values()):
+        raise HookError(f"the function should say something of each of {len(samples)} samples", who=who,
+                        got=", ".join(f"{len(values)} {name}" for name, values in data.items()),
+                        fix="take samples out of training with loss masks of 0")
+    for place, sample in enumerate(samples):
+        if "tokens" in data and list(map(int, data["tokens"][place])) != sample.tokens.tolist():
+            raise HookError(f"the function changes the tokens of {sample.name}", who=who,
+                            fix="what is sampled is what is trained on: change them in a generate function")
+        if "loss_masks" in data:
+            mask = np.asarray(torch.as_tensor(data["loss_masks"][place]).cpu(), np.uint8)
+            if mask.shape != sample.columns["loss_mask"].shape:
+                raise HookError(f"the loss mask of {sample.name} does not fit its response", who=who,
+                                got=f"{len(mask)} entries for {sample.response_length} tokens",
+                                fix="one entry for each response token")
+            sample.columns["loss_mask"] = mask
+        if "raw_reward" in data:
+            sample.metadata["raw_reward"] = float(data["raw_reward"][place])
+        if "rewards" in data:
+            sample.reward = float(data["rewards"][place])
+
+
+def unknown(data: dict[str, Any]) -> list[str]:
+    """Keys of a conversion that nothing here stands for."""
+    return sorted(data.keys() - CONVERTED)
+
+
 def kept(function: Callable[..., Any], args: Args, group: Group) -> Group | Drop:
     """A group, or a drop under the function's own word.
 
@@ -54,6 +100,7 @@ def kept(function: Callable[..., Any], args: Args, group: Group) -> Group | Drop
     with lent(group.samples) as samples:
         answer = function(args, samples)
     keep, reason = getattr(answer, "keep", answer), getattr(answer, "reason", None)
+    keep = bool(keep) if isinstance(keep, torch.Tensor) and keep.numel() == 1 else keep
     if not isinstance(keep, bool | np.bool_):
         raise HookError("the function should return DynamicFilterOutput(keep, reason), or a bool",
                         got=repr(answer)[:100], who="dynamic_sampling_filter_path", fix="return True to keep a group")

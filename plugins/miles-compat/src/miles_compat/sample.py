@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,14 @@ class _Status(StrEnum):
     TRUNCATED = "truncated"
     ABORTED = "aborted"
     FAILED = "failed"
+
+
+class Counts(Counter[str]):
+    """Sums of what answers of the engine say of themselves, by SGLang's names; nobody here reads them."""
+
+    def add(self, meta_info: Mapping[str, Any]) -> None:
+        """The numbers of one more answer."""
+        self.update({name: value for name, value in meta_info.items() if isinstance(value, int)})
 
 
 @dataclass
@@ -44,7 +53,7 @@ class Sample:
     tokens: list[int] = field(default_factory=list)
     response: str = ""
     response_length: int = 0
-    label: str | dict[str, Any] | None = None
+    label: Any = None
     reward: float | dict[str, Any] | None = None
     loss_mask: list[int] | None = None
     weight_versions: list[str] = field(default_factory=list)
@@ -55,18 +64,118 @@ class Sample:
     metadata: dict[str, Any] = field(default_factory=dict)
     rollout_id: int | None = None
     multimodal_inputs: dict[str, Any] | None = None
+    multimodal_train_inputs: dict[str, Any] | None = None
     generate_function_path: str | None = None
     train_metadata: dict[str, Any] | None = None
+    teacher_log_probs: Any = None
+    opd_reverse_kl: Any = None
+    rollout_indexer_topk: Any = None
+    session_id: str | None = None
+    custom_rm_path: str | None = None
+    routing_key: str | None = None
+    adapter: Any = None
+    reward_spec: Any = None
     non_generation_time: float = 0.0
+    spec_info: Counts = field(default_factory=Counts)
+    prefix_cache_info: Counts = field(default_factory=Counts)
 
     @property
     def effective_response_length(self) -> int:
         """Response tokens that are trained on."""
         return self.response_length if self.loss_mask is None else sum(self.loss_mask)
 
-    def get_reward_value(self, args: object) -> float | dict[str, Any] | None:
-        """The reward, a number."""
-        return self.reward
+    @property
+    def oldest_weight_version(self) -> int | None:
+        """The smallest of weight_versions."""
+        return min((int(version) for version in self.weight_versions if str(version).isdigit()), default=None)
+
+    def get_reward_value(self, args: Any) -> Any:
+        """The reward; of a dict what --reward-key names."""
+        return self.reward[args.reward_key] if isinstance(self.reward, dict) else self.reward
+
+    def update_from_meta_info(self, args: object, meta_info: Mapping[str, Any]) -> None:
+        """Note what an answer of /generate says of itself: the weight version, and how it ended."""
+        if "weight_version" in meta_info:
+            self.weight_versions.append(meta_info["weight_version"])
+        ends = {"length": _Status.TRUNCATED, "abort": _Status.ABORTED, "stop": _Status.COMPLETED}
+        self.status = ends.get(meta_info["finish_reason"]["type"], self.status)
+
+    def append_answer(self, output: Mapping[str, Any], *, mask: bool = False) -> None:
+        """Append what /generate drew: its tokens, text and log-probs; with `mask` also ones to the loss mask."""
+        pairs = output["meta_info"].get("output_token_logprobs") or []
+        self.tokens = [*self.tokens, *(pair[1] for pair in pairs)]
+        self.rollout_log_probs = [*(self.rollout_log_probs or ()), *(pair[0] for pair in pairs)]
+        self.response, self.response_length = self.response + output["text"], self.response_length + len(pairs)
+        if mask:
+            self.loss_mask = [*(self.loss_mask or ()), *[1] * len(pairs)]
+
+    def append_response_tokens(self, args: object = None, *, tokens: Sequence[int] | None = None,
+                               log_probs: Sequence[float] | None = None, trainable: bool = True,
+                               meta_info: Mapping[str, Any] | None = None, text: str | None = None,
+                               update_terminal_info: bool = True) -> None:
+        """Append tokens of the engine, with their log-probs, or of others, which are not trained on.
+
+        Raises:
+            ValueError: log-probs for tokens of others, or none for the engine's.
+        """
+        new = [int(token) for token in tokens or ()]
+        if new and (log_probs is not None) != trainable or trainable and new and len(log_probs or ()) != len(new):
+            raise ValueError(f"{len(log_probs or ())} log-probs for {len(new)} tokens of "
+                             f"{'the engine' if trainable else 'others'}")
+        self.loss_mask = [1] * self.response_length if self.loss_mask is None else self.loss_mask
+        known = self.rollout_log_probs
+        self.rollout_log_probs = [0.0] * self.response_length if known is None else known
+        self.response, self.response_length = self.response + (text or ""), self.response_length + len(new)
+        self.tokens += new  # in place: functions keep the lists
+        self.loss_mask += [int(trainable)] * len(new)
+        self.rollout_log_probs += log_probs if log_probs is not None else [0.0] * len(new)
+        if meta_info is not None and update_terminal_info:
+            self.update_from_meta_info(args, meta_info)
+
+    def strip_last_output_tokens(self, n: int, tokenizer: Any) -> None:
+        """Take the last n response tokens away, with everything that is said of them."""
+        if n <= 0:
+            return
+        self.response_length -= n
+        for name in ("tokens", "loss_mask", "rollout_log_probs", "teacher_log_probs", "opd_reverse_kl"):
+            if (values := getattr(self, name)) is not None:
+                setattr(self, name, values[:-n])
+        self.response = tokenizer.decode(self.tokens[len(self.tokens) - self.response_length:])
+
+    def reset_for_retry(self) -> None:
+        """Forget what was generated; what was asked stays."""
+        fresh, asked = Sample(), {"group_index", "index", "rollout_id", "prompt", "label", "multimodal_inputs",
+                                  "metadata", "generate_function_path", "routing_key", "adapter", "reward_spec"}
+        for one in fields(self):
+            if one.name not in asked:
+                setattr(self, one.name, getattr(fresh, one.name))
+        self.status = _Status.ABORTED
+
+    def validate(self) -> None:
+        """
+        Raises:
+            ValueError: parts whose lengths do not fit.
+        """
+        for name in ("loss_mask", "rollout_log_probs", "teacher_log_probs", "opd_reverse_kl"):
+            values = getattr(self, name)
+            if values is not None and len(values) != self.response_length:
+                raise ValueError(f"{name} has {len(values)} entries for {self.response_length} response tokens")
+        if not 0 <= self.response_length <= len(self.tokens):
+            raise ValueError(f"{self.response_length} response tokens of {len(self.tokens)} in all")
+
+    def to_dict(self) -> dict[str, Any]:
+        """All attributes, the status as text."""
+        return {**vars(self), "status": self.status.value}
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> Sample:
+        """What to_dict gave, as a sample."""
+        names = {one.name for one in fields(Sample)}
+        made = Sample(**{key: value for key, value in data.items() if key in names and key != "status"})
+        made.status = _Status(data["status"])
+        for key in data.keys() - names:
+            setattr(made, key, data[key])
+        return made
 
 
 def seen(sample: types.Sample, siblings: int) -> Sample:
@@ -80,7 +189,7 @@ def seen(sample: types.Sample, siblings: int) -> Sample:
     return Sample(
         group_index=prompt.uid, index=prompt.uid * siblings + sample.index, prompt=prompt.text,
         tokens=sample.tokens.tolist(), response=sample.text, response_length=sample.response_length,
-        label=_label(prompt), reward=sample.reward, loss_mask=_list(columns, "loss_mask"),
+        label=label_of(prompt), reward=sample.reward, loss_mask=_list(columns, "loss_mask"),
         weight_versions=[str(version) for version in dict.fromkeys(versions)],
         rollout_log_probs=_list(columns, "rollout_log_probs"), rollout_routed_experts=columns.get("routed_experts"),
         status=_Status(sample.status.value), metadata={**prompt.metadata, **sample.metadata},
@@ -90,11 +199,11 @@ def seen(sample: types.Sample, siblings: int) -> Sample:
 
 def asked(prompt: types.Prompt, index: int, siblings: int) -> Sample:
     """A sample that nothing was drawn for yet."""
-    return Sample(group_index=prompt.uid, index=prompt.uid * siblings + index, prompt=prompt.text, label=_label(prompt),
-                  metadata=dict(prompt.metadata))
+    return Sample(group_index=prompt.uid, index=prompt.uid * siblings + index, prompt=prompt.text,
+                  label=label_of(prompt), metadata=dict(prompt.metadata))
 
 
-def _label(prompt: types.Prompt) -> Any:
+def label_of(prompt: types.Prompt) -> Any:
     """What stands under the row's label key: text, or an object, which the metadata have beside its text."""
     if (prompt.label or "")[:1] != "{":
         return prompt.label

@@ -61,7 +61,8 @@ def _sentence(text: str) -> str:
     return (text[:1].upper() + text[1:]).replace("|", "/").rstrip(".") + "."
 
 
-TABLES: dict[str, Callable[[], list[str]]] = {"points": points.table, "options": points.options, "words": words}
+TABLES: dict[str, Callable[[], list[str]]] = {"points": points.table, "counts": points.counts,
+                                               "options": points.options, "words": words}
 
 
 def written(text: str) -> str:

@@ -110,6 +110,11 @@ class Opd:
             sample.columns |= await self._servers.score(sample)
         return 0.0
 
+    @hookimpl("reward", name="teacher_only")
+    def nothing(self, sample: Sample) -> float:
+        """0 for every answer: a teacher in the trainer is all that is learnt from."""
+        return 0.0
+
     @hookimpl
     def log_prob(self, proceed: Callable[[], dict[str, float]], access: TrainerAccess) -> dict[str, float]:
         """After the log-probs, the teacher's, and the reverse KL of every trained token."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from miles_core.config.load import config_json, who
 from miles_core.config.tables import RunConfig
@@ -39,7 +39,7 @@ def context_of(config: RunConfig) -> tuple[int | None, str]:
     """Tokens that prompt and answer may have together, and who says so.
 
     Raises:
-        ConfigError: --rollout-max-context-len, or the engine's, is beyond what the model was made for.
+        ConfigError: --rollout-max-context-len is beyond what the model was made for, and what the servers are told.
     """
     path, constants = config_json(config)
     made = (constants or {}).get("max_position_embeddings")
@@ -47,23 +47,10 @@ def context_of(config: RunConfig) -> tuple[int | None, str]:
     override = config.surface("server").get("context_length") or 0
     most = made and max(made, override)  # an override, which the servers are told too
     own, key = config.rollout.rollout_max_context_len, "rollout.rollout_max_context_len"
-    if made and override > made * _stretch(constants or {}) and (
-            getattr(config.origin.get(key), "kind", "") == "derived"):
-        raise ConfigError("the engine's context is beyond what the model was made for", got=f"{override} > {made}",
-                          who=f"{who(config, 'server.context_length')}, {path}",
-                          fix=f"at most {made}; where it is meant, add --rollout-max-context-len {override}")
     if own is not None and most is not None and own > most:
         raise ConfigError("rollout_max_context_len is beyond what the model was made for", got=f"{own} > {most}",
                           who=f"{who(config, key)}, {path}", fix=f"at most {most}")
     return (most, f"max_position_embeddings of {path}") if own is None else (own, who(config, key))
-
-
-def _stretch(constants: Mapping[str, object]) -> float:
-    """How many times as long a rope's scaling makes the positions of config.json, as SGLang reads it."""
-    rope = constants.get("rope_scaling") or constants.get("rope_parameters")
-    rope = rope if isinstance(rope, Mapping) else {}
-    whole = "original_max_position_embeddings" in rope or rope.get("rope_type") == "llama3"
-    return 1 if whole or not isinstance(rope.get("factor"), int | float) else rope["factor"]
 
 
 def _pairs(config: RunConfig) -> Iterator[tuple[int | None, int | None, tuple[str, str]]]:

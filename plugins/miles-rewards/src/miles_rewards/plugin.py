@@ -39,7 +39,7 @@ class Rewards:
         for name in ("grading_timeout", "grading_processes"):
             if not getattr(options, name) > 0:
                 raise ConfigError(f"{name} should be positive", got=getattr(options, name), who=f"rewards.{name}")
-        self._seed = config.rollout.rollout_seed
+        self._seed, self._config = config.rollout.rollout_seed, config
         group = max(config.rollout.n_samples_per_prompt, config.eval.n_samples_per_eval_prompt)
         seconds = min(options.grading_timeout, config.rollout.rm_timeout / 2 / group)  # a whole group has rm_timeout
         self._comparison = Comparison(seconds, options.grading_processes)
@@ -47,13 +47,23 @@ class Rewards:
 
     @hookimpl
     def check(self, config: RunConfig, note: Callable[[str], None]) -> RunConfig:
-        """IFBench's checkers are here, where they are asked: without them the first rollout would be for nothing."""
+        """The checkers of IFBench are needed where the run samples, which may be another machine than this one."""
         from miles_rewards.ifbench import INSTALL, installed
 
-        scorers = {*config.rollout.rm_type, *(dataset.get("rm_type") for dataset in config.eval.datasets)}
-        if scorers & {"ifbench", "boxed_ifbench"} and not installed():
-            raise ConfigError("the checkers of IFBench are not installed", who="rollout.rm_type", fix=INSTALL)
+        if asks_ifbench(config) and not installed():
+            note(f"the checkers of IFBench are not installed here: {INSTALL}")
         return config
+
+    @hookimpl
+    def begin(self) -> None:
+        """
+        Raises:
+            ConfigError: a run that needs the checkers of IFBench starts without them.
+        """
+        from miles_rewards.ifbench import INSTALL, installed
+
+        if asks_ifbench(self._config) and not installed():
+            raise ConfigError("the checkers of IFBench are not installed", who="rollout.rm_type", fix=INSTALL)
 
     @hookimpl("reward", name="deepscaler")
     def deepscaler(self, sample: Sample) -> float:
@@ -139,6 +149,12 @@ class Rewards:
     def _ifbench(self, sample: Sample, response: str) -> float:
         return _graded(sample, "ifbench", lambda: _read(
             sample, lambda: self._checkers.followed(response, sample.prompt.metadata)))
+
+
+def asks_ifbench(config: RunConfig) -> bool:
+    """Whether a scorer of the run, or of an eval dataset, follows IFBench's instructions."""
+    scorers = {*config.rollout.rm_type, *(dataset.get("rm_type") for dataset in config.eval.datasets)}
+    return bool(scorers & {"ifbench", "boxed_ifbench"})
 
 
 def _label(sample: Sample) -> str:

@@ -104,12 +104,11 @@ def _gpus(config: RunConfig, note: Note) -> RunConfig:
     else:
         number, reason = (shared, "--colocate") if perf.colocate else (each, "one engine")
     if requested is not None and perf.colocate:
-        if requested > shared:
-            raise ConfigError("with --colocate the engines are on the trainer's GPUs, which are fewer", got=requested,
-                              who=origin, fix=f"leave --rollout-num-gpus out; the trainer has {shared}")
         left = shared - requested
-        idle = f", and {left} of the trainer's {shared} GPUs are idle while engines sample" if left else ""
-        note(f"--rollout-num-gpus is not needed with --colocate{idle}")
+        idle = f", and {left} of the trainer's {shared} GPUs are idle while engines sample" if left > 0 else ""
+        ignored = f", where the engines are on the trainer's {shared} GPUs: {requested} is ignored" if left < 0 else ""
+        note(f"--rollout-num-gpus is not needed with --colocate{idle or ignored}")
+        requested = min(requested, shared)
     number = number if requested is None else requested
     if number % each or number < each:
         raise ConfigError(f"{number} GPUs do not divide into engines of {each}", who=origin,

@@ -111,6 +111,10 @@ def _context(config: RunConfig, note: Note) -> RunConfig:
         raise ConfigError("rollout_max_context_len is beyond the servers' context length", got=f"{own} > {most}",
                           who=who(config, "rollout.rollout_max_context_len", "server.context_length"),
                           fix=f"at most {most}")
+    made = (config_json(config)[1] or {}).get("max_position_embeddings")
+    if isinstance(made, int) and most > made:
+        note(f"the context of {most} tokens is longer than the {made} that config.json says: beyond them the model was "
+             "not trained, unless its rope is scaled")
     if own is None:
         note(f"prompt and response are at most {most} tokens together ({config.origin['server.context_length']})")
     return with_values(config, str(config.origin["server.context_length"]),

@@ -22,7 +22,7 @@ class TisOptions:
     use_tis: bool = option(
         False, "Multiply the policy loss by trainer / engine probability, bounded.", flags=("--use-tis",)
     )
-    tis_clip: float = option(2.0, "Upper bound of the weight.", flags=("--tis-clip",))
+    tis_clip: float = option(2.0, "Upper bound of the weight.", flags=("--tis-clip", "--tis-threshold"))
     tis_clip_low: float = option(0.0, "Lower bound of the weight.", flags=("--tis-clip-low",))
     tis_level: Literal["token", "sequence", "geometric"] = option(
         "token", "Ratio of a token, product over its sample, or geometric mean over it.", flags=("--tis-level",)

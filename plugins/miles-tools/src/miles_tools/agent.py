@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import copy
 import math
+import operator
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from miles_core.errors import ConfigError, RewardError
@@ -48,10 +49,17 @@ def check(options: ToolsOptions, config: RunConfig) -> None:
 
 
 class Agents:
-    """The agents of a run and the endpoint that they talk to."""
+    """The agents of a run and the endpoint that they talk to.
 
-    def __init__(self, options: ToolsOptions, config: RunConfig):
-        self._options, self._config = options, config
+    Args:
+        call: (task, address of the session) -> what the agent tells of itself; instead of what the options name.
+        matches: whether a message that came back is the one that was there; see Session.
+    """
+
+    def __init__(self, options: ToolsOptions, config: RunConfig,
+                 call: Callable[[Task, str], Awaitable[object]] | None = None,
+                 matches: Callable[[Any, Any], bool] = operator.eq):
+        self._options, self._config, self._given, self._matches = options, config, call, matches
         self._function: Callable[..., Any] | None = None
         self._tokenizer = None
         self._turns = asyncio.Semaphore(options.agent_concurrency)
@@ -66,9 +74,8 @@ class Agents:
             EngineError: the engine failed under an agent.
             RewardError: an agent rewards itself in a run whose scorers do not ask for that.
         """
-        await self._begin()
         done = {sample.index: sample for sample in generation.begun if sample.status is not Status.ABORTED}
-        calls = [asyncio.ensure_future(self._one(prompt, index, generation))
+        calls = [asyncio.ensure_future(self.sample(prompt, index, generation))
                  for index in range(generation.samples) if index not in done]
         try:
             done |= {sample.index: sample for sample in await asyncio.gather(*calls)}
@@ -87,16 +94,18 @@ class Agents:
             if self._options.agent is not None:
                 self._function = load_function(self._options.agent)
             self._tokenizer = load(self._config)
-            if not self._options.allow_rewriting_template:
+            if self._given is None and not self._options.allow_rewriting_template:
                 self._template(()).check("user")
         await self._server.start()
 
     def _template(self, tools: Sequence[Mapping[str, Any]]) -> Template:
         return Template(self._tokenizer, self._config.rollout.apply_chat_template_kwargs or {}, list(tools))
 
-    async def _one(self, prompt: Prompt, index: int, generation: Generation) -> Sample:
+    async def sample(self, prompt: Prompt, index: int, generation: Generation) -> Sample:
+        """One sample, by an agent of its own; raises as `generate` does."""
+        await self._begin()
         session = Session(prompt, index, generation, context=cast("int", self._config.rollout.rollout_max_context_len),
-                          template=self._template)
+                          template=self._template, matches=self._matches)
         async with self._turns:
             begin = time.monotonic()
             result, failure = await self._in_session(prompt, session, generation.recall)
@@ -137,6 +146,8 @@ class Agents:
         # Copies: an agent may change them, and its group shares the prompt.
         task = Task(self._server.base_url, key, copy.deepcopy([dict(one) for one in messages]),
                     copy.deepcopy(dict(prompt.metadata)), prompt.label)
+        if self._given is not None:
+            return await self._given(task, self._server.session_url(key))
         if self._function is not None:
             return await call_function(self._function, task)
         return await call_program(self._options.agent_command, task)

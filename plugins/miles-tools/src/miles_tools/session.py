@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import operator
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -63,10 +64,13 @@ class Session:
         template: tools -> how messages become ids.
         context: tokens that the conversation may have in all; those after its prompt are bounded by the run's
             rollout_max_response_len as well.
+        matches: (a message that was there, the one that came back) -> whether it is the same.
     """
 
     def __init__(self, prompt: Prompt, index: int, generation: Generation, *, context: int,
-                 template: Callable[[Sequence[Mapping[str, object]]], Template]):
+                 template: Callable[[Sequence[Mapping[str, object]]], Template],
+                 matches: Callable[[Message, Message], bool] = operator.eq):
+        self._matches = matches
         self._prompt, self._index, self._generation = prompt, index, generation
         self._context, self._make_template = context, template
         self._template: Template | None = None
@@ -183,7 +187,8 @@ class Session:
         """The messages that a request adds; a request that does not begin with what was there fails the session."""
         size, problem = len(self.messages), None
         came = dict(enumerate(chat.messages))
-        differs = next((i for i, old in enumerate(self.messages) if came.get(i) != old), None)
+        differs = next((i for i, old in enumerate(self.messages)
+                        if i not in came or not self._matches(old, came[i])), None)
         if chat.tools != self._tools:
             problem = "the tools are not those of the first request"
         elif differs is not None and differs >= len(chat.messages):

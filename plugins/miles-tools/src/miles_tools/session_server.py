@@ -3,6 +3,7 @@
     GET  /health                 whether it serves; needs no token
     GET  /v1/models              the one model there is
     POST /v1/chat/completions    the next answer of the session whose token the request bears
+    POST /sessions/TOKEN/v1/...  the same, for clients that send a token of their own
 
 A token is the session's alone and stops working when it ends. Requests whose Host is not this address are refused: a
 page in a browser can reach loopback addresses under a name of its own.
@@ -14,6 +15,7 @@ import asyncio
 import hmac
 import json
 import logging
+import re
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -30,6 +32,7 @@ LARGEST = 2**24
 """Bytes of a request."""
 PATIENCE = 30.0
 """Seconds that a client may take to send its first request's head, a request's body, and to take its answer."""
+_SESSION = re.compile(r"^/sessions/([\w.]+)(?=/)")
 IDLE = 75.0
 """Seconds that a connection may stay open between two requests, half a head included."""
 LOG = logging.getLogger(__name__)
@@ -52,6 +55,10 @@ class SessionServer:
     def base_url(self) -> str:
         """What an OpenAI client calls base_url."""
         return f"http://127.0.0.1:{self.port}/v1"
+
+    def session_url(self, key: str) -> str:
+        """The address of one session, without /v1, that needs no further token."""
+        return f"http://127.0.0.1:{self.port}/sessions/{key}"
 
     async def start(self) -> None:
         """Listen on a free port of 127.0.0.1; a second call does nothing."""
@@ -120,9 +127,10 @@ class SessionServer:
         handlers: dict[str, tuple[str, Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]]] = {
             "/health": ("GET", self._health), "/v1/models": ("GET", self._models),
             "/v1/chat/completions": ("POST", self._complete)}
-        if request.path not in handlers:
-            raise Refused(404, f"no such path {request.path}; known: {', '.join(handlers)}", "not_found")
-        method, handler = handlers[request.path]
+        path = _SESSION.sub("", request.path)
+        if path not in handlers:
+            raise Refused(404, f"no such path {path}; known: {', '.join(handlers)}", "not_found")
+        method, handler = handlers[path]
         if request.method != method:
             raise Refused(405, f"{request.path} takes {method}", "method_not_allowed")
         return await handler(request)
@@ -157,6 +165,8 @@ class SessionServer:
             Refused: 401, no token, or none of a session under way.
         """
         scheme, _, key = request.headers.get("Authorization", "").partition(" ")
+        if in_path := _SESSION.match(request.path):
+            scheme, key = "bearer", in_path[1]
         name, _, secret = key.strip().partition(".")
         expected, session = self._sessions.get(name, (b"", None))
         matches = hmac.compare_digest(expected, secret.encode(errors="replace"))

@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import save_file
 
 from miles_core.buckets import sent_as
+from miles_core.stages.sync import WRITTEN
 from miles_core.types import Rank
 from miles_sglang.sync.sender import Meter, Servers, Settings
 from miles_sglang.sync.servers import Target, beside, for_all, load, plain, post
@@ -58,8 +59,14 @@ class DiskSender:
         """Write the version and have the servers load it; further figures."""
         folder = self.folder / f"version-{version}"
         self._export(stream, folder)
+        self._announce(folder)
         self._load(folder)
         return {}
+
+    def _announce(self, folder: Path) -> None:
+        """Tell who wants to know that a version's files are complete."""
+        if (written := WRITTEN.get(None)) is not None:
+            written(folder, self.targets)
 
     def _cast(self, stream, ledger: Ledger) -> Iterator[tuple[str, torch.Tensor]]:
         """The stream in the engine's dtype; its sums go to the ledger."""
@@ -105,6 +112,7 @@ class DeltaSender(DiskSender):
             figures = {}
         else:
             figures = self._write(stream, folder)
+        self._announce(folder)
         change = {"folder": str(folder.resolve()), "copy": self._copy, "version": version, "base": base}
         reports, timeout = self._servers.reports, self.settings.timeout
         for_all(self.targets, lambda target: reports.ask(target, timeout, {"patch": change}, names_only=True))

@@ -1,0 +1,140 @@
+"""Agents of Miles: a function talks to the policy over an OpenAI endpoint, and what was said is the sample."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import operator
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from miles_compat.loading import load_function
+from miles_compat.rollout_types import GenerateFnInput, GenerateFnOutput
+from miles_compat.sample import seen
+from miles_compat.session import CURRENT, Drawn
+from miles_core.errors import HookError
+
+if TYPE_CHECKING:
+    from miles_compat.args import Args
+
+KEYS = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "sampling_seed": "seed"}
+"""Sampling parameters that OpenAI's protocol calls otherwise."""
+TAKEN = ("temperature", "top_p", "max_tokens", "stop", "seed")
+"""What the endpoint takes of them."""
+
+
+CALL: ContextVar[tuple[dict[str, Any], GenerateFnInput]] = ContextVar("what the agent under way is asked and told")
+
+
+def build_chat_request_kwargs(sampling_params: Mapping[str, Any]) -> dict[str, Any]:
+    """Sampling parameters as fields of a request for a chat completion."""
+    renamed = {KEYS.get(name, name): value for name, value in sampling_params.items()}
+    return {name: value for name, value in renamed.items() if name in TAKEN and value not in (None, [])}
+
+
+async def generate(input: GenerateFnInput) -> GenerateFnOutput:
+    """A sample by the agent of --custom-agent-function-path.
+
+    Raises:
+        HookError: it is not called by the run, or the picker gives no sample.
+    """
+    session = CURRENT.get(None)
+    if session is None or session.prompt is None:
+        raise HookError("an agent needs a prompt of the run", who="custom_agent_function_path",
+                        fix="--custom-generate-function-path miles.rollout.generate_hub.agentic_tool_call.generate")
+    args = input.args
+    told: dict[str, Any] = {}
+    agents = _agents(args)
+    token = CALL.set((told, input))  # the agent runs in a task of this one
+    try:
+        made = await agents.sample(session.prompt, session.index, session.generation)
+    finally:
+        CALL.reset(token)
+    sample = seen(made, session.generation.samples)
+    sample.metadata |= told
+    session.drawn.append(_whole(made))
+    if not made.status.finished:  # it failed, and the sample says why
+        return GenerateFnOutput(sample)
+    picked: Any = sample
+    if args.session_sample_picker_path:
+        leaves = {"leaves": [{"node_id": 0, "path_node_ids": [0]}], "nodes": [{"id": 0, "parent": None}]}
+        sample.metadata.setdefault("leaf", {"node_id": 0, "parent": None})
+        picked = await _plain(load_function(args.session_sample_picker_path)([sample], {"tree": leaves, **told}))
+    if args.session_sample_postprocessor_path:
+        listed = picked if isinstance(picked, list) else [picked]
+        picked = await _plain(load_function(args.session_sample_postprocessor_path)(listed, dict(told)))
+    if isinstance(picked, list) and not picked:
+        sample.remove_sample, picked = True, sample  # nothing of it is trained on
+    return GenerateFnOutput(picked)
+
+
+async def _plain(answer: Any) -> Any:
+    return await answer if inspect.isawaitable(answer) else answer
+
+
+def _whole(made: Any) -> Drawn:
+    """A conversation as one answer of the engine: its log-probs and versions are the sample's own columns."""
+    from miles_core.stages.rollout import Response
+
+    begin, columns = made.length - made.response_length, made.columns
+    response = Response(made.tokens[begin:], columns["rollout_log_probs"], columns["versions"], "stop")
+    return Drawn(tuple(made.tokens[:begin].tolist()), response)
+
+
+def _agents(args: Args) -> Any:
+    """The run's agents and their endpoint, made when the first is asked for."""
+    if "agents" not in args._made:
+        args._made["agents"] = _made(load_function(args.custom_agent_function_path), args)
+    return args._made["agents"]
+
+
+def _made(function: Callable[..., Any], args: Args) -> Any:
+    from miles_tools.agent import Agents
+    from miles_tools.agent_call import AgentFailed, Task
+    from miles_tools.plugin import ToolsOptions
+
+    async def call(task: Task, address: str) -> None:
+        told, input = CALL.get()
+        given = {"base_url": address, "prompt": input.sample.prompt if isinstance(input.sample.prompt, list)
+                 else task.messages, "request_kwargs": build_chat_request_kwargs(input.sampling_params),
+                 "metadata": input.sample.metadata}
+        try:
+            answer = await function(**given)
+        except Exception as error:
+            raise AgentFailed("agent_failed", f"{type(error).__name__}: {error}") from error
+        told.update(answer or {})
+
+    options = ToolsOptions(**args._config.options.get("tools", {}))
+    return Agents(options, args._config, call, matcher(args.session_message_matcher))
+
+
+def matcher(name: str) -> Callable[[Any, Any], bool]:
+    """Whether two messages are the same, by the name or the path that --session-message-matcher gives."""
+    matches: Callable[[Any, Any], bool] = MATCHERS.get(name) or load_function(name)
+    return matches
+
+
+def _calls(message: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Names and arguments of a message's calls, without their ids."""
+    def read(text: Any) -> Any:
+        try:
+            return json.loads(text)
+        except (TypeError, ValueError):
+            return text
+
+    functions = [call.get("function", {}) for call in message.get("tool_calls") or ()]
+    return [(one.get("name"), read(one.get("arguments"))) for one in functions]
+
+
+def _said(message: Mapping[str, Any]) -> tuple[Any, Any]:
+    return message.get("role"), message.get("content") or ""
+
+
+MATCHERS: Mapping[str, Callable[[Any, Any], bool]] = MappingProxyType({
+    "strict": operator.eq,
+    "loose_tool_call": lambda old, new: (_said(old), _calls(old)) == (_said(new), _calls(new)),
+    "role_content_only": lambda old, new: _said(old) == _said(new),
+})
+"""Miles's names of comparisons."""

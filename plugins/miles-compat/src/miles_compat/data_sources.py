@@ -1,0 +1,122 @@
+"""Data sources of Miles: groups of samples that nothing was drawn for, from the run's own prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from miles_compat.sample import Sample, asked
+
+if TYPE_CHECKING:
+    from miles_compat.args import Args
+    from miles_core.config import RunConfig
+    from miles_core.stages.prompts import PromptSource
+    from miles_core.types import Prompt
+
+
+class DataSource:
+    """Base class of data sources; a run asks for get_samples(num_samples) alone."""
+
+    def get_samples(self, num_samples: int) -> list[list[Sample]]:
+        """So many groups."""
+        raise NotImplementedError
+
+    def add_samples(self, samples: list[list[Sample]]) -> None:
+        """Take groups back."""
+        raise NotImplementedError
+
+    def save(self, rollout_id: int) -> None:
+        """Nothing: the run's checkpoint says how far its prompts are."""
+
+    def load(self, rollout_id: int | None = None) -> None:
+        """Nothing, likewise."""
+
+    def get_buffer_length(self) -> int | None:
+        """Groups that were taken back."""
+        return None
+
+
+class RolloutDataSource(DataSource):
+    """The prompts of --prompt-data, a group of samples for each.
+
+    Args:
+        prompts: where they come from; else they are read anew.
+    """
+
+    def __init__(self, args: Args, prompts: PromptSource | None = None):
+        self.args = args
+        self.metadata: dict[str, Any] = {}
+        self.prompts = prompts or prompts_of(args._config, args.tokenizer)
+        self.of_uid: dict[int, Prompt] = {}
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    def get_samples(self, num_samples: int) -> list[list[Sample]]:
+        """So many groups, of the prompts that come next."""
+        groups, siblings = [], self.args.n_samples_per_prompt
+        for _ in range(num_samples):
+            prompt = self.prompts.next()
+            self.of_uid[prompt.uid] = prompt
+            groups.append([self._sample(prompt, index, siblings) for index in range(siblings)])
+        return groups
+
+    def _sample(self, prompt: Prompt, index: int, siblings: int) -> Sample:
+        sample = asked(prompt, index, siblings)
+        if prompt.messages is not None and not self.args.apply_chat_template:
+            sample.prompt = [dict(message) for message in prompt.messages]
+        return sample
+
+    def add_samples(self, samples: list[list[Sample]]) -> None:
+        """
+        Raises:
+            RuntimeError: it has no buffer.
+        """
+        raise RuntimeError(f"{type(self).__name__} takes nothing back; RolloutDataSourceWithBuffer does")
+
+
+class RolloutDataSourceWithBuffer(RolloutDataSource):
+    """The same; groups that were taken back come first."""
+
+    def __init__(self, args: Args, prompts: PromptSource | None = None):
+        from miles_compat.loading import load_function
+
+        super().__init__(args, prompts)
+        self.buffer: list[list[Sample]] = []
+        self.buffer_filter: Callable[..., Any] = load_function(args.buffer_filter_path) or pop_first
+
+    def get_samples(self, num_samples: int) -> list[list[Sample]]:
+        """So many groups: of the buffer, then new ones."""
+        found: list[list[Sample]] = self.buffer_filter(self.args, None, self.buffer, num_samples) if self.buffer else []
+        return [*found, *super().get_samples(num_samples - len(found))]
+
+    def add_samples(self, samples: list[list[Sample]]) -> None:
+        """Take groups back."""
+        self.buffer.extend(samples)
+
+    def update_metadata(self, metadata: dict[str, Any]) -> None:
+        """Note something."""
+        self.metadata.update(metadata)
+
+    def get_metadata(self) -> dict[str, Any]:
+        """What was noted."""
+        return self.metadata
+
+    def get_buffer_length(self) -> int | None:
+        """Groups that were taken back."""
+        return len(self.buffer)
+
+
+def pop_first(args: object, rollout_id: int | None, buffer: list[list[Sample]],
+              num_samples: int) -> list[list[Sample]]:
+    """The oldest groups of a buffer, out of it."""
+    found = buffer[:num_samples]
+    del buffer[:num_samples]
+    return found
+
+
+def prompts_of(config: RunConfig, tokenizer: Any) -> PromptSource:
+    """The run's prompts, as its own source gives them."""
+    from miles_core.stages.defaults import Core
+
+    return Core(config).prompt_source(config, tokenizer)

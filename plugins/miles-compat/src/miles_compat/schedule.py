@@ -1,0 +1,332 @@
+"""Rollout functions of a user's own, which decide what is sampled, scored and kept.
+
+The core's slots wait; the first that asks for a rollout calls the function, and each slot takes one of the groups that
+it answers with. Its prompts are drawn from the run's own source when it asks its data source for them: what the core
+counts as prompts are places in the rollouts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import inspect
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from miles_compat.generation import drawn, reward_of
+from miles_compat.loading import LOOP
+from miles_compat.rollout_types import RolloutFnConstructorInput, RolloutFnEvalInput, RolloutFnTrainInput
+from miles_compat.session import CURRENT, Drawn, Session
+from miles_core import rng
+from miles_core.errors import HookError
+from miles_core.hosts import in_daemon_thread
+from miles_core.types import Prompt, Recall, Sample, Status
+
+if TYPE_CHECKING:
+    from miles_compat.args import Args
+    from miles_core.stages.prompts import PromptSource
+    from miles_core.stages.rollout import Generation
+
+WHO, EVAL = "rollout_function_path", "eval_function_path"
+
+
+@dataclass
+class Places:
+    """Places in the rollouts as the core's prompts, and the prompts that fill them.
+
+    Args:
+        inner: where prompts come from.
+        batch: groups of a rollout.
+    """
+
+    inner: PromptSource
+    batch: int
+    data: str = ""
+    _next: int = 0
+    _again: deque[int] = field(default_factory=deque)
+    _begun: dict[int, dict[str, Any]] = field(default_factory=dict)
+    _left: dict[int, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.data = self.inner.data
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def next(self) -> Prompt:
+        """The next place."""
+        if not self._again:
+            self._again.append(self._next)
+            self._next += 1
+        uid = self._again.popleft()
+        return Prompt(uid, uid, "", (0,))
+
+    def give_back(self, prompts: list[Prompt]) -> None:
+        """Hand these out again before anything else."""
+        self._again.extendleft(prompt.uid for prompt in reversed(prompts))
+
+    def begin(self, rollout_id: int) -> None:
+        """A rollout draws prompts from now on; a run that resumes before its end draws the same ones."""
+        self._begun.setdefault(rollout_id, self.inner.state_dict())
+        self._left.setdefault(rollout_id, self.batch)
+
+    def filled(self, place: Prompt) -> None:
+        """A place has its group."""
+        number = place.uid // self.batch
+        self._left[number] = self._left.get(number, self.batch) - 1
+        if self._left[number] <= 0:
+            self._begun.pop(number, None)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Which places come next, and what the inner source was like when the oldest rollout under way began."""
+        state = self._begun[min(self._begun)] if self._begun else self.inner.state_dict()
+        return {"next": self._next, "again": list(self._again), "inner": state, "data": self.data}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state_dict` was taken."""
+        self._next, self._again = state["next"], deque(state["again"])
+        self.inner.load_state_dict(state["inner"])
+
+
+class Together(Session):
+    """One session for all that a rollout function asks of the engine; the slots that wait for it are alive."""
+
+    def __init__(self, args: Args, generation: Generation, name: Callable[[Sequence[int]], tuple[str, int]]):
+        super().__init__(args, replace(generation, recall=Recall()), name, args.rollout_max_context_len)
+        self.waiting: list[Generation] = []
+
+    async def generate(self, payload: Mapping[str, Any]) -> dict[str, Any]:
+        """See Session; meanwhile no slot counts as idle."""
+        for one in (waiting := list(self.waiting)):
+            one.recall.begins("its rollout function")
+        try:
+            return await super().generate(payload)
+        finally:
+            for one in waiting:
+                one.recall.ends("its rollout function", one.timeout)
+
+
+class Schedule:
+    """A rollout function, called once for each rollout, and the slots that take its groups.
+
+    Args:
+        source: (args) -> the data source that it is given.
+        log: (name, number) -> a metric of the rollout.
+    """
+
+    def __init__(self, function: Callable[..., Any], args: Args, places: Places, source: Callable[..., Any],
+                 log: Callable[[str, float], None]):
+        self._args, self._places, self._log = args, places, log
+        self.source = source(args)
+        self._function = _made(function, args, self.source)
+        self._ready: deque[Callable[[Prompt], list[Sample]]] = deque()
+        self._under_way: tuple[Together, asyncio.Task[None]] | None = None
+
+    async def group(self, place: Prompt, generation: Generation) -> list[Sample]:
+        """The samples of the next group that the function answers with.
+
+        Raises:
+            HookError: its answer is no list of groups of samples.
+        """
+        while not self._ready:
+            if self._under_way is None:
+                number = place.uid // self._places.batch
+                session = self._opened(number, generation)
+                self._under_way = session, asyncio.ensure_future(self._rollout(number, session))
+            session, call = under_way = self._under_way
+            session.waiting.append(generation)
+            try:
+                await asyncio.shield(call)
+            finally:
+                session.waiting.remove(generation)
+                if not session.waiting and not call.done():
+                    call.cancel()
+                if self._under_way is under_way and (call.done() or not session.waiting):
+                    self._under_way = None
+        self._places.filled(place)
+        return self._ready.popleft()(place)
+
+    def _opened(self, rollout_id: int, generation: Generation) -> Together:
+        asked: Counter[bytes] = Counter()
+        seed = self._args.rollout_seed
+
+        def name(ids: Sequence[int]) -> tuple[str, int]:
+            digest = hashlib.blake2b(str(list(ids)).encode(), digest_size=8).digest()
+            asked[digest] += 1
+            where = rollout_id, int.from_bytes(digest, "little"), asked[digest]
+            return f"rollout-{rollout_id}-{digest.hex()}-{asked[digest]}", rng.key(seed, "train/function", *where)
+
+        return Together(self._args, generation, name)
+
+    async def _rollout(self, rollout_id: int, session: Together) -> None:
+        self._places.begin(rollout_id)
+        token = CURRENT.set(session)
+        try:
+            given = RolloutFnTrainInput(rollout_id, getattr(session.generation.engine, "version", None))
+            answer = await called(self._function, self._args, given, self.source)
+        finally:
+            CURRENT.reset(token)
+        groups = getattr(answer, "samples", answer)
+        for name, value in (getattr(answer, "metrics", None) or {}).items():
+            with contextlib.suppress(TypeError, ValueError):  # what is no number is no metric
+                self._log(name, float(value))
+        if not isinstance(groups, list) or not groups or not all(isinstance(one, list) and one for one in groups):
+            raise HookError("the function should return groups of samples", got=repr(groups)[:100], who=WHO,
+                            fix="a list with a list of samples for each prompt, rollout_batch_size of them")
+        self._ready.extend(_taker(group, self.source, session) for group in groups)
+
+
+def _taker(group: Sequence[Any], source: object, session: Session) -> Callable[[Prompt], list[Sample]]:
+    """(place) -> the core's samples of a group, whose executions may be lists."""
+    def take(place: Prompt) -> list[Sample]:
+        executions = [one if isinstance(one, list) else [one] for one in group]
+        split = any(len(execution) > 1 for execution in executions)
+        made: list[Sample] = []
+        for number, execution in enumerate(executions):
+            for one in execution:
+                prompt = _prompt(one, place, source)
+                sample = drawn(one, prompt, len(made), _answers(one, session.drawn), session)
+                sample.rollout = number if split else None
+                made.append(sample)
+        return made
+    return take
+
+
+def _prompt(one: Any, place: Prompt, source: object) -> Prompt:
+    """The prompt that a sample answers, under the place's number."""
+    known: Mapping[int, Prompt] = getattr(source, "of_uid", {})
+    found = known.get(one.group_index if one.group_index is not None else -1)
+    if found is not None:
+        return replace(found, uid=place.uid)
+    text = one.prompt if isinstance(one.prompt, str) else ""
+    size = len(one.tokens) - one.response_length
+    return replace(place, text=text, token_ids=tuple(one.tokens[:size]),
+                   label=None if one.label is None else str(one.label), metadata=dict(one.metadata))
+
+
+def _answers(one: Any, everything: Sequence[Drawn]) -> list[Drawn]:
+    """The engine's answers that a sample's tokens go on with, in their order."""
+    tokens = list(one.tokens)
+    found = [answer for answer in everything if len(answer.input_ids) < len(tokens)
+             and [tokens[len(answer.input_ids)]] == answer.response.output_ids[:1].tolist()
+             and tuple(tokens[:len(answer.input_ids)]) == answer.input_ids]
+    return sorted(found, key=lambda answer: len(answer.input_ids))
+
+
+async def called(function: Callable[..., Any], args: Args, given: Any, source: object) -> Any:
+    """What a rollout function answers: one of (args, rollout_id, data_buffer, evaluation), or of one input."""
+    LOOP.set(asyncio.get_running_loop())
+    if len(inspect.signature(function).parameters) < 3:
+        def ask() -> Any:
+            return function(given)
+    else:
+        def ask() -> Any:
+            return function(args, given.rollout_id, source, evaluation=given.evaluation)
+    asynchronous = any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
+    answer = ask() if asynchronous else await in_daemon_thread(ask)
+    return await answer if inspect.isawaitable(answer) else answer
+
+
+def _made(function: Callable[..., Any], args: Args, source: object) -> Callable[..., Any]:
+    """The function, or the object that a class of rollout functions makes."""
+    if inspect.isclass(function):
+        kind: Any = function
+        made: Callable[..., Any] = kind(RolloutFnConstructorInput(args, source))
+        return made
+    return function
+
+
+class Evaluations:
+    """An eval function, called once for each evaluation. Datasets that it says nothing of are sampled by the run.
+
+    Args:
+        log: (name, number) -> a metric of the evaluation.
+    """
+
+    def __init__(self, function: Callable[..., Any], args: Args, log: Callable[[str, float], None]):
+        self._args, self._log = args, log
+        self._function = _made(function, args, None)
+        self._served: set[tuple[str, int]] = set()
+        self._call: asyncio.Task[Mapping[str, Any]] | None = None
+        self._count = 0
+
+    async def group(self, prompt: Prompt, generation: Generation) -> list[Sample] | None:
+        """The samples of an eval prompt by the function; None where it says nothing of its dataset.
+
+        Raises:
+            HookError: it gives too few samples.
+        """
+        key = prompt.stream, prompt.uid
+        if self._call is None or key in self._served:
+            self._served = set()
+            self._call = asyncio.ensure_future(self._evaluation(generation))
+        self._served.add(key)
+        data = await asyncio.shield(self._call)
+        name = prompt.stream.removeprefix("eval/")
+        if name not in data:
+            return None
+        rows = slice(prompt.uid * generation.samples, (prompt.uid + 1) * generation.samples)
+        samples, rewards = (data[name].get(word) or () for word in ("samples", "rewards"))
+        found = [_judged(one, prompt, index, self._args) for index, one in enumerate(samples[rows])]
+        found = found or [_scored(value, prompt, index) for index, value in enumerate(rewards[rows])]
+        if len(found) != generation.samples:
+            raise HookError(f"the function gave prompt {prompt.uid} of {name} {len(found)} of {generation.samples} "
+                            "samples", who=EVAL, fix="return all of a dataset's in its order, or nothing of it")
+        return found
+
+    async def _evaluation(self, generation: Generation) -> Mapping[str, Any]:
+        asked: Counter[str] = Counter()
+
+        def name(ids: Sequence[int]) -> tuple[str, int]:
+            asked[str(list(ids))] += 1
+            digest = hashlib.blake2b(str(list(ids)).encode(), digest_size=8).hexdigest()
+            number = asked[str(list(ids))]
+            return f"eval-{digest}-{number}", rng.key(self._args.rollout_seed, "eval/function", int(digest, 16), number)
+
+        version = getattr(generation.engine, "version", 0)
+        token = CURRENT.set(Session(self._args, generation, name, self._args.rollout_max_context_len))
+        try:
+            answer = await called(self._function, self._args, RolloutFnEvalInput(max(version - 1, 0), version), None)
+        finally:
+            CURRENT.reset(token)
+        for word, value in (getattr(answer, "metrics", None) or {}).items():
+            with contextlib.suppress(TypeError, ValueError):  # what is no number is no metric
+                self._log(word.removeprefix("eval/"), float(value))
+        data = getattr(answer, "data", answer)
+        if not isinstance(data, Mapping):
+            raise HookError("the function should return figures by dataset", got=repr(data)[:100], who=EVAL,
+                            fix='a dict of NAME -> {"rewards": [...], "truncated": [...], "samples": [...]}')
+        return data
+
+
+def _judged(one: Any, prompt: Prompt, index: int, args: Args) -> Sample:
+    """An eval sample: nobody trains on it, so its tokens may be anyone's."""
+    sample = _scored(reward_of(one, args), prompt, index)
+    import numpy as np
+
+    size = int(one.response_length)
+    tokens = list(one.tokens) or list(prompt.token_ids)
+    sample.columns |= {"tokens": np.array(tokens, np.int32), **_columns(size)}
+    sample.response_length, sample.text = size, one.response
+    sample.status = Status(getattr(one.status, "value", one.status))
+    sample.metadata = dict(one.metadata)
+    return sample
+
+
+def _scored(reward: object, prompt: Prompt, index: int) -> Sample:
+    """A sample of which only the reward is known."""
+    import numpy as np
+
+    columns = {"tokens": np.array(prompt.token_ids, np.int32), **_columns(0)}
+    value = None if reward is None else float(reward)  # type: ignore[arg-type]
+    return Sample(prompt, index, columns, status=Status.COMPLETED, reward=value)
+
+
+def _columns(size: int) -> dict[str, Any]:
+    import numpy as np
+
+    return {"loss_mask": np.zeros(size, np.uint8), "rollout_log_probs": np.zeros(size, np.float32),
+            "versions": np.zeros(size, np.int32)}

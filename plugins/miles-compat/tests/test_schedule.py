@@ -1,0 +1,119 @@
+"""Rollout functions with a schedule of their own, by themselves; whole runs are in tests/integration.
+
+Hooks of this plugin: prompt_source, generate, combine_rewards.
+"""
+
+import asyncio
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from miles_compat.generation import drawn, reward_of
+from miles_compat.schedule import Evaluations, Places
+from miles_compat.session import Drawn
+
+from miles_core.errors import HookError
+from miles_core.stages.rollout import Response
+from miles_core.types import Prompt
+
+
+class Numbers:
+    """A source of numbered prompts whose state is the next number."""
+
+    data = "numbers"
+
+    def __init__(self):
+        self.number = 0
+
+    def next(self) -> Prompt:
+        self.number += 1
+        return Prompt(self.number - 1, self.number - 1, str(self.number - 1), (1,))
+
+    def state_dict(self):
+        return {"next": self.number}
+
+    def load_state_dict(self, state):
+        self.number = state["next"]
+
+
+def test_a_rollout_that_a_resumed_run_does_again_draws_the_same_prompts():
+    inner = Numbers()
+    places = Places(inner, 2)
+    for number in range(2):  # the second is under way when the state is taken, and has drawn more than it fills
+        mine = [places.next() for _ in range(2)]
+        places.begin(number)
+        first = inner.number
+        for _ in range(3):
+            inner.next()
+        if number == 0:
+            for place in mine:
+                places.filled(place)
+    state = json.loads(json.dumps(places.state_dict()))
+    again = Places(Numbers(), 2)
+    again.load_state_dict(state)
+    assert again.inner.next().uid == first == 3 and again.next().uid == 4
+    places.filled(mine[0])
+    places.filled(mine[1])
+    assert places.state_dict()["inner"] == {"next": 6}, "nothing is under way"
+
+
+def answer(context, ids):
+    ids = np.array(ids, np.int32)
+    return Drawn(tuple(context), Response(ids, -np.arange(1.0, len(ids) + 1, dtype=np.float32), np.full(len(ids), 3),
+                                          "stop"))
+
+
+def sample(tokens, length, mask, **more):
+    return SimpleNamespace(tokens=tokens, response_length=length, loss_mask=mask, status="completed", response="",
+                           remove_sample=False, metadata={}, reward=None, **more)
+
+
+SESSION = SimpleNamespace(generation=SimpleNamespace(engine=SimpleNamespace(version=9)),
+                          args=SimpleNamespace(reward_key="score"))
+
+
+def test_log_probs_are_those_of_the_context_that_a_token_followed():
+    """Two answers hold the same tokens; the second follows what the sample says."""
+    answers = [answer([1, 2], [7, 8]), answer([5, 6], [7, 8])]
+    answers[1].response.log_probs[:] = -0.125
+    found = drawn(sample([5, 6, 7, 8, 0, 4], 4, [1, 1, 0, 0]), Prompt(0, 0, "", (5, 6)), 0, answers, SESSION)
+    assert found.columns["rollout_log_probs"].tolist() == [-0.125, -0.125, 0, 0]
+    assert found.columns["versions"].tolist() == [3, 3, 3, 3]
+    with pytest.raises(HookError):
+        drawn(sample([5, 6, 9], 1, [1]), Prompt(0, 0, "", (5, 6)), 0, answers, SESSION)
+
+
+def test_a_reward_may_be_a_dict():
+    args = SimpleNamespace(reward_key="score")
+    assert reward_of(SimpleNamespace(reward={"score": 2, "more": 1}), args) == 2.0
+    assert reward_of(SimpleNamespace(reward=None), args) is None
+    with pytest.raises(HookError):
+        reward_of(SimpleNamespace(reward={"acc": 1}), args)
+
+
+def test_an_eval_function_is_called_once_for_each_evaluation():
+    """What it says nothing of is left to the run; too few answers are an error."""
+    calls: list[int] = []
+    logged: dict[str, float] = {}
+
+    def evaluate(args, rollout_id, data_buffer, evaluation):
+        calls.append(rollout_id)
+        return SimpleNamespace(data={"mine": {"rewards": [0.0, 1.0, 0.5]}}, metrics={"eval/time": 3, "word": "no"})
+
+    async def evaluation():
+        evaluations = Evaluations(evaluate, SimpleNamespace(rollout_seed=0, rollout_max_context_len=8),
+                                  lambda name, value: logged.update({name: value}))
+        generation = SimpleNamespace(samples=1, engine=SimpleNamespace(version=5))
+        rewards = []
+        for _ in range(2):
+            for uid in range(2):
+                (one,) = await evaluations.group(Prompt(uid, uid, "", (1,), stream="eval/mine"), generation)
+                rewards.append(one.reward)
+            assert await evaluations.group(Prompt(0, 0, "", (1,), stream="eval/other"), generation) is None
+        with pytest.raises(HookError):
+            await evaluations.group(Prompt(9, 9, "", (1,), stream="eval/mine"), generation)
+        return rewards
+
+    assert asyncio.run(evaluation()) == [0.0, 1.0, 0.0, 1.0]
+    assert calls == [4, 4] and logged == {"time": 3.0}
