@@ -284,8 +284,8 @@ def with_context(config: RunConfig) -> RunConfig:
     who, fix = f"--hf-checkpoint {folder}", "name a folder with config.json, tokenizer files and *.safetensors"
     most = (config_json(config)[1] or {}).get("max_position_embeddings")
     if not isinstance(most, int):
-        raise CheckpointError("there is no config.json that can be read and has max_position_embeddings", got=most,
-                              who=who, fix=fix)
+        what = "config.json cannot be read, or has no max_position_embeddings"
+        raise CheckpointError(what if folder.is_dir() else "there is no such folder", got=most, who=who, fix=fix)
     stretched = config.surface("server").get("context_length") or 0  # which the servers are told too
     most = max(most, stretched)
     given = config.rollout.rollout_max_context_len

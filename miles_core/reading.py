@@ -6,6 +6,7 @@ import contextlib
 import json
 import re
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from miles_core.errors import DataError, MilesError
@@ -56,9 +57,11 @@ def field_of(record: Mapping[str, Any], key: str) -> Any:
 
 
 def format_of(path: str) -> str:
-    """As what the rows at a path are read: by its ending; "dataset" where it has none, as folders and names."""
-    ending = re.search(r"\.([a-z]\w*)$", path.partition("@")[0], re.IGNORECASE)
-    return ending[1].lower() if ending else "dataset"
+    """As what the rows at a path are read: by its ending, which folders and names in a cache ("dataset") have not."""
+    name = path.partition("@")[0]
+    if ending := re.search(r"\.([a-z]\w*)$", name, re.IGNORECASE):
+        return ending[1].lower()
+    return "dataset" if re.search("[/:]", name) or Path(name).is_dir() else "jsonl"
 
 
 def sliced(path: str) -> tuple[str, slice]:

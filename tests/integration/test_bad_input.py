@@ -153,8 +153,7 @@ ROW = {"prompt": "1+1=", "label": "2"}
 
 @pytest.mark.parametrize(("lines", "words"), [
     ([ROW, '{"prompt": "1+', ROW],
-     "data.jsonl, line 2: the line is not JSON (got Unterminated string starting at column 12)"
-     " ... one JSON object a line"),
+     "data.jsonl, line 2: the line is not a JSON object (got Unterminated string ... column 12 ... one JSON object"),
     ([ROW, "", ["1+1=", "2"]], "data.jsonl, line 3: the line is not a JSON object (got list)"),
     ([], "data.jsonl: no prompt is left ... the file is empty"),
     ([ROW | {"prompt": 5}], "data.jsonl, line 1: 'prompt' should be text or a list of chat messages (got int)"),
