@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -75,6 +75,7 @@ class Rows:
         max_prompt_len: longer prompts are left out; None refuses those beyond `context`.
         context: tokens the model can hold.
         template: keyword arguments of the chat template, or None to take text as it is.
+        metadata: of every prompt, whatever its row says.
     """
 
     path: str
@@ -85,6 +86,7 @@ class Rows:
     max_prompt_len: int | None = None
     template: dict[str, object] | None = None
     stream: str = "train"
+    metadata: Mapping[str, Any] = field(default_factory=dict)
 
 
 def rows_of(config: RunConfig, dataset: Mapping[str, Any] | None = None) -> Rows:
@@ -97,7 +99,7 @@ def rows_of(config: RunConfig, dataset: Mapping[str, Any] | None = None) -> Rows
     return Rows(
         path=own.get("path", rollout.prompt_data), stream=f"eval/{own['name']}" if own else "train",
         input_key=keys[0], label_key=keys[1], metadata_key=rollout.metadata_key, max_prompt_len=keys[2],
-        context=cast("int", rollout.rollout_max_context_len),
+        context=cast("int", rollout.rollout_max_context_len), metadata=own.get("metadata_overrides", {}),
         template=(rollout.apply_chat_template_kwargs or {}) if rollout.apply_chat_template else None,
     )  # fmt: skip
 
@@ -205,7 +207,7 @@ class Rendering:
         whole = isinstance(label, dict)  # as text in the label, and itself beside it
         apart = {rows.input_key} if whole else {rows.input_key, rows.label_key}
         return Prompt(uid, row, text, tuple(ids), json.dumps(label) if whole else None if label is None else str(label),
-                      {k: v for k, v in record.items() if k not in apart} | metadata,
+                      {k: v for k, v in record.items() if k not in apart} | metadata | dict(rows.metadata),
                       None if messages is None else tuple(messages), rows.stream)
 
     def _source(self, row: int, record: Mapping[str, Any]) -> str | list[dict[str, Any]]:

@@ -108,7 +108,9 @@ def columns(words: list[str], row: dict) -> dict:
     answer = [{"role": "assistant", "content": "2"}] if "sft_loss" in words else []
     label = after(words, "--label-key", "label")[0]
     graded = GRADED if label == "reward_model" else "2"
-    return row | {after(words, "--input-key", "input")[0]: CHAT + answer, label: graded}
+    filled = {key: value for key, value in row.items() if value != {}}  # for which Parquet has no type
+    keys = {after(words, flag, "input")[0] for flag in ("--input-key", "--eval-input-key")}
+    return filled | dict.fromkeys(keys, CHAT + answer) | {label: graded}
 
 
 def write(path: Path, row: dict) -> None:

@@ -45,6 +45,7 @@ logging.getLogger("megatron.core.dist_checkpointing").addHandler(logging.NullHan
 ACTOR = "actor"
 STATE = "miles.json"
 _PARTS = ("metadata.json", ".metadata", "common.pt", STATE)
+_OF_CHECKPOINTS = {*_PARTS, TRACKER, "config.json"}
 _ITERATION = re.compile(r"iter_(\d{7,})")
 
 
@@ -264,11 +265,16 @@ def _frozen_heap() -> Iterator[None]:
         gc.unfreeze()
 
 
-def never_saved(folder: str | Path) -> bool:
-    """Whether no save was ever completed here: no such folder, nothing in it, or what a kill left of the first one."""
+def never_saved(folder: str | Path, *, own: bool = False) -> bool:
+    """Whether no save was ever completed here: no such folder, nothing in it, or what a kill left of the first one.
+
+    Args:
+        own: the run saves here, too, so that files beside its checkpoints are its script's.
+    """
     folder = Path(folder)
     ours = (TEMPORARY, LOCK)
-    return not folder.exists() or (folder.is_dir() and all(p.name.startswith(ours) for p in folder.iterdir()))
+    return not folder.exists() or (folder.is_dir() and all(
+        p.name.startswith(ours) or (own and p.is_file() and p.name not in _OF_CHECKPOINTS) for p in folder.iterdir()))
 
 
 def _unnamed(folder: Path) -> int | None:

@@ -78,7 +78,7 @@ class Models:
             CheckpointError: names the folder and what is wrong with it.
         """
         paths = self.config.checkpoint
-        resume = paths.load and not checkpoints().never_saved(paths.load)
+        resume = paths.load and not checkpoints().never_saved(paths.load, own=paths.load == paths.save)
         source_in_actor = None  # the source whose weights the actor's place holds
         for name, source in self._swapped.items():
             self.actor.fill(source)

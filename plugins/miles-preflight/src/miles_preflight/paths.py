@@ -165,7 +165,8 @@ def _resume(config: RunConfig) -> None:
     if (folder.parent / TRACKER).is_file() or _ITERATION.fullmatch(folder.name) or (folder / "metadata.json").is_file():
         raise CheckpointError("this is one iteration of a checkpoint", who=origin,
                               fix=f"give the folder above it, {folder.parent}: the newest is taken")
-    if not any(name.startswith("iter_") for name in entries):
+    own = load == config.checkpoint.save and all((folder / name).is_file() for name in entries)  # its script's files
+    if not own and not any(name.startswith("iter_") for name in entries):
         inside = [str(tracker.parent) for tracker in sorted(folder.glob(f"*/{TRACKER}"))]
         raise CheckpointError("this is not a checkpoint", got=f"no {TRACKER}", who=origin, fix=f"is {inside[0]} meant?"
                               if inside else "give a folder that a run saved into with --save")

@@ -256,7 +256,7 @@ class _File:
             raise self._error(f"{rollout.metadata_key!r} should be an object", type(metadata).__name__,
                               "write {...}, or name another key with --metadata-key", where)
         label = None if file.label_key is None else field_of(row, file.label_key)
-        if isinstance(label, dict) and set(file.scorers) - {"custom", "generated"}:  # functions of one's own take objects
+        if isinstance(label, dict) and set(file.scorers) - {"custom", "generated"}:  # functions take objects
             raise self._error(f"{file.label_key!r} is an object, and scorers are given text", ", ".join(label),
                               f"name what in it is the ground truth: --label-key {file.label_key}.{next(iter(label))}; "
                               "all of it is in the sample's metadata", where)

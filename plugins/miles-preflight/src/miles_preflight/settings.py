@@ -72,9 +72,10 @@ def _evaluation(config: RunConfig, note: Note) -> None:
                           fix="add --eval-prompt-data NAME PATH")
     if eval_.eval_interval is None and (pairs or eval_.datasets):
         note("nothing is evaluated: there is no --eval-interval")
-    text, whole, number = "a text", "a whole number from 1 on", "a number"
+    text, whole, number, table = "a text", "a whole number from 1 on", "a number", "a table"
     allowed = {"name": text, "path": text, "input_key": text, "label_key": text, "n_samples": whole, "top_k": whole,
-               "max_response_len": whole, "temperature": number, "top_p": number, "rm_type": text}
+               "max_response_len": whole, "temperature": number, "top_p": number, "rm_type": text,
+               "metadata_overrides": table}
     for dataset in eval_.datasets:
         if unknown := sorted({*dataset} - {*allowed}):
             raise ConfigError(f"[[eval.datasets]] has no key {unknown[0]!r}", who=who(config, "eval.datasets"),
@@ -83,7 +84,7 @@ def _evaluation(config: RunConfig, note: Note) -> None:
             raise ConfigError("[[eval.datasets]] needs name and path", got=dataset, who=who(config, "eval.datasets"),
                               fix="add them")
         for key, value in dataset.items():
-            fits = {text: isinstance(value, str) and value != "", number: type(value) in (int, float),
+            fits = {table: isinstance(value, dict), text: isinstance(value, str) and value != "", number: type(value) in (int, float),
                     whole: type(value) is int and (value > 0 or (key, value) == ("top_k", -1))}
             if not fits[allowed[key]]:
                 raise ConfigError(f"{key} of [[eval.datasets]] is {allowed[key]}", got=repr(value),
