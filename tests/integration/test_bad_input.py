@@ -50,7 +50,7 @@ def test_config_that_is_no_object(place):
     place.refuses(2, "--hf-checkpoint model: config.json", "--hf-checkpoint", "model")
 
 
-@pytest.mark.parametrize("kind", ["gpt_oss", "nobody_knows"])
+@pytest.mark.parametrize("kind", ["mamba2", "nobody_knows"])
 def test_unknown_architecture(place, kind):
     change(place.model() / "config.json", model_type=kind)
     place.refuses(2, f"'{kind}' ... qwen3", "--hf-checkpoint", "model")

@@ -50,9 +50,9 @@ def test_a_family_whose_plugin_is_not_installed_names_it(plan, checkpoint, monke
 
 
 def test_an_unknown_family_lists_what_there_is_and_how_to_add_one(plan, checkpoint):
-    with pytest.raises(OwnerError, match=r"builds the architecture 'gpt_oss'.*glm4, .*llama.*docs/model-families\.md"):
-        plan(*checkpoint("gpt_oss"))
-    assert owner(plan(*checkpoint("gpt_oss"), "--debug-rollout-only")) == [], "an engine alone trains nothing"
+    with pytest.raises(OwnerError, match=r"builds the architecture 'mamba2'.*glm4, .*llama.*docs/model-families\.md"):
+        plan(*checkpoint("mamba2"))
+    assert owner(plan(*checkpoint("mamba2"), "--debug-rollout-only")) == [], "an engine alone trains nothing"
 
 
 def test_model_name_wins_over_config_json(plan, checkpoint):
@@ -101,7 +101,7 @@ class Mine:
 ''')
     source, flags = (tmp_path / "mine.py").read_text(), ("--plugin", tmp_path / "mine.py", "--trainer", "mine")
     (tmp_path / "mine.py").write_text(source.format("()"))
-    assert owner(plan(*checkpoint("gpt_oss"), *flags)) == []
+    assert owner(plan(*checkpoint("mamba2"), *flags)) == []
     (tmp_path / "mine.py").write_text(source.format('("trainer:mine:model_spec",)'))
-    with pytest.raises(OwnerError, match="builds the architecture 'gpt_oss'"):
-        plan(*checkpoint("gpt_oss"), *flags)
+    with pytest.raises(OwnerError, match="builds the architecture 'mamba2'"):
+        plan(*checkpoint("mamba2"), *flags)
