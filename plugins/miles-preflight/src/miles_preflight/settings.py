@@ -84,7 +84,8 @@ def _evaluation(config: RunConfig, note: Note) -> None:
             raise ConfigError("[[eval.datasets]] needs name and path", got=dataset, who=who(config, "eval.datasets"),
                               fix="add them")
         for key, value in dataset.items():
-            fits = {table: isinstance(value, dict), text: isinstance(value, str) and value != "", number: type(value) in (int, float),
+            fits = {table: isinstance(value, dict), text: isinstance(value, str) and value != "",
+                    number: type(value) in (int, float),
                     whole: type(value) is int and (value > 0 or (key, value) == ("top_k", -1))}
             if not fits[allowed[key]]:
                 raise ConfigError(f"{key} of [[eval.datasets]] is {allowed[key]}", got=repr(value),
