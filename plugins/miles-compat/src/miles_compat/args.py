@@ -37,7 +37,7 @@ class Args:
 
     Args:
         overlay: names whose values come before all others.
-        made: the tokenizer, and plugins whose scorers functions ask; all copies have them in common.
+        made: the tokenizer, what reads rows, and plugins whose scorers functions ask; all copies have them in common.
         free: it is such a copy.
 
     Raises:

@@ -46,7 +46,7 @@ class RolloutDataSource(DataSource):
     def __init__(self, args: Args, prompts: PromptSource | None = None):
         self.args = args
         self.metadata: dict[str, Any] = {}
-        self.prompts = prompts or prompts_of(args._config, args.tokenizer)
+        self.prompts = prompts or prompts_of(args)
         self.of_uid: dict[int, Prompt] = {}
 
     def __len__(self) -> int:
@@ -115,8 +115,9 @@ def pop_first(args: object, rollout_id: int | None, buffer: list[list[Sample]],
     return found
 
 
-def prompts_of(config: RunConfig, tokenizer: Any) -> PromptSource:
+def prompts_of(args: Args) -> PromptSource:
     """The run's prompts, as its own source gives them."""
     from miles_core.stages.defaults import Core
 
-    return Core(config).prompt_source(config, tokenizer)
+    config: RunConfig = args._config
+    return Core(config).prompt_source(config, args.tokenizer, args._made["read"])

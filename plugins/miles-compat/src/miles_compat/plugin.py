@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from miles_compat.schedule import Evaluations, Places, Schedule
     from miles_core.columns import Packed
     from miles_core.stages.loss import LossInputs, Metrics, TokenWeights
-    from miles_core.stages.prompts import PromptSource
+    from miles_core.stages.prompts import PromptSource, Records
     from miles_core.stages.rollout import Generation
     from miles_core.stages.step import TrainerAccess
     from miles_core.types import Batch, Drop, Group, Prompt, Sample
@@ -183,13 +183,14 @@ class Compat:
         return proceed()
 
     @hookimpl(name="custom")
-    def prompt_source(self, config: RunConfig, tokenizer: object) -> PromptSource:
+    def prompt_source(self, config: RunConfig, tokenizer: object, read: Callable[[str], Records]) -> PromptSource:
         """data_source_path; places in rollouts for rollout_function_path."""
+        self.args._made["read"] = read
         if self._function("rollout_function_path"):
             from miles_compat.data_sources import prompts_of
             from miles_compat.schedule import Places
 
-            self._places = Places(prompts_of(config, tokenizer), self.args.rollout_batch_size)
+            self._places = Places(prompts_of(self.args), self.args.rollout_batch_size)
             return self._places
         from miles_compat.source import source_of
 
