@@ -73,7 +73,8 @@ def test_a_sample_grows_by_the_engines_tokens_and_by_others():
 
 def test_a_label_that_is_an_object_is_one_again():
     label = {"ground_truth": {"target": ["Paris"]}}
-    assert label_of(Prompt(0, 0, "", (), str(label))) == label
+    prompt = Prompt(0, 0, "", (), json.dumps(label), {"reward_model": label})  # as the core makes it of such a row
+    assert label_of(prompt) == label
     for text in ("{1, 2}", '{"a": 1}', "7", "{"):
         assert label_of(Prompt(0, 0, "", (), text)) == text
 
