@@ -27,7 +27,7 @@ class Preflight:
         from miles_preflight.machine import check_listening, check_machine
         from miles_preflight.model import check_model
         from miles_preflight.paths import check_paths, check_weights
-        from miles_preflight.rows import check_rows
+        from miles_preflight.rows import check_rows, readers_of
         from miles_preflight.settings import check_settings
         from miles_preflight.signatures import check_signatures
         from miles_preflight.silent import check_silent
@@ -41,10 +41,11 @@ class Preflight:
         check_model(config)
         check_lengths(config)
         check_files(config)
-        check_rows(config, plugins, note)
+        readers = readers_of(plugins, config)
+        check_rows(config, readers, note)
         check_environment(config)
         check_machine(config)
-        check_statements(plugins, config)
+        check_statements(plugins, config, readers)
         check_weights(config)
         check_listening(config)  # last: it opens connections
         for text in unread(config, plugins):

@@ -34,6 +34,7 @@ COUNTED = 64 * 1024**2
 FORMATS = {b"PAR1": "Parquet", b"ARROW": "Arrow", b"PK\x03\x04": "a zip archive", b"\x1f\x8b": "gzip",
            b"version https://git-lfs": "a pointer of Git LFS, whose file was not fetched"}
 """How files begin that people take for JSONL."""
+Readers = Mapping[str, Callable[[str, int], "Records"]]
 OF_ROWS = ("rows", "stream")
 """Prompt sources that make prompts of the rows of --prompt-data."""
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
@@ -66,7 +67,14 @@ class File:
     scorers: Sequence[str] = ()
 
 
-def check_rows(config: RunConfig, plugins: Sequence[Selected], note: Callable[[str], None]) -> None:
+def readers_of(plugins: Sequence[Selected], config: RunConfig) -> Readers:
+    """What reads rows in this run, by format."""
+    reading_rows = [one for one in plugins if any(offer.hook == "read_rows" for offer in one.manifest.offers)]
+    readers: Readers = bind(reading_rows, config, "plan").read_rows
+    return readers
+
+
+def check_rows(config: RunConfig, readers: Readers, note: Callable[[str], None]) -> None:
     """
 
     Raises:
@@ -74,7 +82,6 @@ def check_rows(config: RunConfig, plugins: Sequence[Selected], note: Callable[[s
     """
     if config.debug.debug_train_only or config.rollout.prompt_source not in OF_ROWS:
         return
-    readers = bind(plugins, config, "plan").read_rows
     files = [_File(config, file, readers) for file in _files(config)]
     for one in files:
         with reading(one.origin):
@@ -90,7 +97,7 @@ def check_rows(config: RunConfig, plugins: Sequence[Selected], note: Callable[[s
     remark(config, [(one.origin, one.prompts, one.whole) for one in files], tokenizer, note)
 
 
-def check_needs(config: RunConfig, plugins: Sequence[Selected], name: str, key: str | None = None, *,
+def check_needs(config: RunConfig, readers: Readers, name: str, key: str | None = None, *,
                 generates: bool = False) -> None:
     """
     Args:
@@ -102,7 +109,6 @@ def check_needs(config: RunConfig, plugins: Sequence[Selected], name: str, key: 
     """
     if config.debug.debug_train_only or config.rollout.prompt_source not in OF_ROWS:
         return
-    readers = bind(plugins, config, "plan").read_rows
     files = (file for file in _files(config) if (not file.eval if generates else name in file.scorers))
     for file in (_File(config, file, readers) for file in files):
         file.check()
@@ -139,7 +145,7 @@ class _File:
         readers: of rows, by their format.
     """
 
-    def __init__(self, config: RunConfig, file: File, readers: Mapping[str, Callable[[str, int], Records]]):
+    def __init__(self, config: RunConfig, file: File, readers: Readers):
         self._config, self._file, self._key = config, file, who(config, file.key)
         self._name, _, self._cut = file.path.partition("@")
         self._format = format_of(file.path)

@@ -24,17 +24,17 @@ from miles_core.plugins.scan import BUILT_IN, KNOWN
 from miles_core.plugins.select import Selected
 from miles_preflight.checkpoint_files import check_other, check_whole
 from miles_preflight.paths import check_source
-from miles_preflight.rows import OF_ROWS, check_needs, present
+from miles_preflight.rows import OF_ROWS, Readers, check_needs, present
 from miles_preflight.silent import check_apart
 
 
-def check_statements(selected: Sequence[Selected], config: RunConfig) -> None:
+def check_statements(selected: Sequence[Selected], config: RunConfig, readers: Readers) -> None:
     """
     Raises:
         ConfigError, CheckpointError, DataError: by what its plugins state the run cannot be meant.
     """
     if not config.debug.debug_train_only:
-        _scored(selected, config)
+        _scored(selected, config, readers)
     if config.trains:
         _compared(selected, config)
     _folders(selected, config)
@@ -52,7 +52,7 @@ def _option(one: Selected, name: str, config: RunConfig) -> str | None:
     return cast("str | None", value)  # options that rows: and answers: name are text
 
 
-def _scored(selected: Sequence[Selected], config: RunConfig) -> None:
+def _scored(selected: Sequence[Selected], config: RunConfig, readers: Readers) -> None:
     """Somebody scores what the core's generator makes, and has what it compares with."""
     rollout, official = config.rollout, {*BUILT_IN, *KNOWN}
     others = any(one.manifest.name not in official and offer.hook == "generate_response"
@@ -72,7 +72,7 @@ def _scored(selected: Sequence[Selected], config: RunConfig) -> None:
                               who=who(config, "rollout.rm_type", "rollout.label_key"),
                               fix="name the rows' key of the ground truth with --label-key")
         key = _option(one, arguments[0], config) if arguments else None
-        check_needs(config, selected, name, key, generates=kind == "answers")
+        check_needs(config, readers, name, key, generates=kind == "answers")
 
 
 def _compared(selected: Sequence[Selected], config: RunConfig) -> None:
