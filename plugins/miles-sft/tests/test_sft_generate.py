@@ -269,3 +269,20 @@ def test_template_arguments_are_passed_on(checkpoint):
     sft = plugin(checkpoint, "{{ tone | default('') }}" + CHATML, apply_chat_template_kwargs={"tone": "kind"})
     [sample] = generate(sft, messages=chat("a", "B"))
     assert sft._tokenizer.decode(sample.tokens).startswith("kind")
+
+
+def test_answers_as_the_whole_conversation_shows_them(checkpoint):
+    """All are trained on, to their end tokens; the tag that opens one is not, nor the line before it."""
+    template = FORGETFUL.replace("assistant\\n' }}{% endif %}", "assistant\\n<think>\\n' }}{% endif %}")
+    assert template != FORGETFUL
+    sft = plugin(checkpoint, template, SftOptions(sft_loss_mask_type="qwen3_5"))
+    messages = chat("a", "<think>\nx</think>B", "c", "<think>\ny</think>D")
+    [sample] = generate(sft, messages=messages)
+    assert trained(sft, sample) == f"B{CLOSE}y</think>D{CLOSE}"
+    begin = f"{OPEN}user\na{CLOSE}\n{OPEN}assistant\nB{CLOSE}\n{OPEN}user"
+    assert sft._tokenizer.decode(sample.tokens).startswith(begin)
+    [sample] = generate(plugin(checkpoint, template, SftOptions(sft_loss_mask_type="qwen3_5", sft_last_turn_only=True)),
+                        messages=messages)
+    assert trained(sft, sample) == f"y</think>D{CLOSE}"
+    with pytest.raises(DataError, match="shows no answer for message 1"):
+        generate(plugin(checkpoint, BARE, SftOptions(sft_loss_mask_type="qwen3_5")), messages=messages)

@@ -3,11 +3,12 @@
 With `{% generation %}` blocks the chat template says itself which tokens those are. Without them, answer i lies between
 two renderings: of messages[:i] with the opening of an answer, and of messages[:i+1]. Both must be beginnings of the
 whole conversation's text, which is verified; a template that rewrites earlier turns, such as one that strips their
-reasoning, is refused with an error instead of training on tokens that would never be generated. Two ways around:
+reasoning, is refused with an error instead of training on tokens that would never be generated. Three ways around:
 
 - A template whose opening of an answer ends with a tag, such as <think>, and that shows a finished answer without it:
   the last answer is written behind the opening, as a model would have to, its reasoning and the end of the tag first.
 - `alone` renders every answer behind a user's message of its own, so that each keeps its reasoning.
+- `shown` finds answers in the whole text by the line that opens one and by the end token.
 
 The text is cut at these borders before it is tokenised, just as in sampling, where the prompt is tokenised alone.
 """
@@ -34,7 +35,7 @@ class EncodedConversation:
 
 
 def encode(tokenizer: Any, messages: Sequence[Mapping[str, object]], arguments: Mapping[str, object], where: str,
-           *, last_only: bool = False, alone: bool = False) -> EncodedConversation:
+           *, last_only: bool = False, alone: bool = False, shown: bool = False) -> EncodedConversation:
     """Tokens and mask of a conversation that ends with an answer; end tokens are trained on, what follows them is not.
 
     Args:
@@ -42,6 +43,7 @@ def encode(tokenizer: Any, messages: Sequence[Mapping[str, object]], arguments: 
         where: the row, for messages.
         last_only: train on the last answer only; earlier ones are context.
         alone: render each answer as if it were the only one.
+        shown: take answers as the whole conversation's text shows them, also where it leaves out their reasoning.
 
     Raises:
         DataError: no chat template, a refusal by the template, or one that rewrites earlier turns.
@@ -54,6 +56,8 @@ def encode(tokenizer: Any, messages: Sequence[Mapping[str, object]], arguments: 
         encoded = _by_generation_blocks(tokenizer, messages, arguments, where)
         return _last_answer(encoded) if last_only else encoded
     answers = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
+    if shown:
+        return _as_shown(tokenizer, messages, answers[-1:] if last_only else answers, arguments, where)
     if alone:
         return _each_alone(tokenizer, messages, answers[-1:] if last_only else answers, arguments, where)
     return _by_prefixes(tokenizer, messages, answers[-1:] if last_only else answers, arguments, where)
@@ -83,6 +87,35 @@ def _by_prefixes(tokenizer: Any, messages: Sequence[Mapping[str, object]], answe
         _append(encoded, tokenizer, whole[len(before) : len(after)], trained=True)
         at = len(after)
     return encoded
+
+
+def _as_shown(tokenizer: Any, messages: Sequence[Mapping[str, object]], trained: Sequence[int],
+              arguments: Mapping[str, object], where: str) -> EncodedConversation:
+    """Answers between the line that opens one and the special token behind it; a tag in between is no part of them."""
+    user, whole = [{"role": "user", "content": "."}], _render(tokenizer, messages, arguments, where, opening=False)
+    closed = _render(tokenizer, user, arguments, where, opening=False)
+    line, _, tag = _render(tokenizer, user, arguments, where, opening=True)[len(closed):].partition("\n")
+    encoded, at = EncodedConversation([], []), 0
+    for i in (i for i, message in enumerate(messages) if message.get("role") == "assistant"):
+        start = whole.find(f"{line}\n", at) + len(line) + 1
+        start += len(tag) if whole.startswith(tag, start) else 0
+        ends = [found for found in (whole.find(token, start) for token in tokenizer.all_special_tokens) if found >= 0]
+        stop = _whole_token(tokenizer, whole, min(ends)) if ends else 0
+        if not line or not at < start < stop:
+            raise DataError(f"the chat template's text shows no answer for message {i}", who=where,
+                            got=f"an answer begins with {line!r} and ends with a special token",
+                            fix="leave --loss-mask-type out, or --chat-template-path with a template that has "
+                            "{% generation %} blocks")
+        _append(encoded, tokenizer, whole[at:start], trained=False)
+        _append(encoded, tokenizer, whole[start:stop], trained=i in trained)
+        at = stop
+    _append(encoded, tokenizer, whole[at:], trained=False)
+    return encoded
+
+
+def _whole_token(tokenizer: Any, text: str, at: int) -> int:
+    """Where the special token that begins at a place ends."""
+    return at + max(len(token) for token in tokenizer.all_special_tokens if text.startswith(token, at))
 
 
 def _each_alone(tokenizer: Any, messages: Sequence[Mapping[str, object]], trained: Sequence[int],

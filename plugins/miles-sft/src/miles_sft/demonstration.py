@@ -59,7 +59,7 @@ def to_sample(prompt: Prompt, tokenizer: Any, options: SftOptions, config: RunCo
     if prompt.messages and prompt.messages[-1].get("role") == "assistant":
         encoded = encode(tokenizer, prompt.messages, config.rollout.apply_chat_template_kwargs or {}, where,
                        last_only=options.sft_last_turn_only or options.sft_loss_mask_type == "distill_qwen",
-                       alone=options.sft_loss_mask_type == "qwen3")
+                       alone=options.sft_loss_mask_type == "qwen3", shown=options.sft_loss_mask_type == "qwen3_5")
     else:
         response = _response(prompt, options.sft_response_key, where)
         ids = list(tokenizer(response, add_special_tokens=False)["input_ids"])

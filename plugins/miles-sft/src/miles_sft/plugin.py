@@ -25,9 +25,10 @@ class SftOptions:
     sft_response_key: str = option("response", "Key of the answer in the row, where the prompt is no conversation.")
     sft_append_eos: bool = option(True, "End an answer that no special token ends with the end-of-sequence token.")
     sft_last_turn_only: bool = option(False, "Train on a conversation's last answer only.")
-    sft_loss_mask_type: Literal["qwen", "qwen3", "distill_qwen"] = option(
+    sft_loss_mask_type: Literal["qwen", "qwen3", "qwen3_5", "distill_qwen"] = option(
         "qwen", "How conversations become text: qwen, as the template renders the whole; qwen3, each answer by itself, "
-        "so that each keeps its reasoning; distill_qwen, as the whole, and the last answer alone is trained on.",
+        "so that each keeps its reasoning; qwen3_5, as the whole, without the reasoning that the template leaves out; "
+        "distill_qwen, as the whole, and the last answer alone is trained on.",
         flags=("--loss-mask-type",))
 
 
