@@ -74,6 +74,10 @@ class MilesFlags(Surface):
         if "plugin" in entry:  # it is enabled, which is all that a flag asks for which none of its options spells
             return []
         origin = Origin("flag", flag.flag)
+        if entry.get("read") == "server_groups":
+            from miles_flags.server_groups import sizes_of
+
+            return [Assignment(key, size, origin, yields=True) for key, size in sizes_of(flag, notes).items()]
         if "read" in entry:
             from miles_flags.eval_config import datasets_of
 
@@ -123,6 +127,8 @@ def _meaning(entry: Mapping[str, Any]) -> str:
         if word in entry:
             taken = [f"`{words}`: {_meaning(one)}" for words, one in entry.get("values", {}).items()]
             return _sentence(entry[word]) + (f" Taken are {'; '.join(taken)}" if taken else "")
+    if entry.get("read") == "server_groups":
+        return "sets `perf.rollout_num_gpus` and `perf.rollout_num_gpus_per_engine` to what groups of one model have in all"
     if "read" in entry:
         return f"sets `{entry['read']}` to what the YAML file says"
     if "plugin" in entry:

@@ -1,0 +1,42 @@
+"""--sglang-config of Miles: groups of one model are sizes, and what would make two kinds of answers is refused."""
+
+import pytest
+import yaml
+from miles_flags.server_groups import sizes_of
+
+from miles_core.config.flags import Given
+from miles_core.errors import ConfigError, DataError
+
+GROUPS = [{"worker_type": "prefill", "num_gpus": 8, "num_gpus_per_engine": 8, "overrides": {"dp_size": 8}},
+          {"worker_type": "decode", "num_gpus": 24, "num_gpus_per_engine": 8}]
+
+
+def given(tmp_path, document):
+    path = tmp_path / "servers.yaml"
+    path.write_text(yaml.safe_dump(document))
+    return Given("--sglang-config", (str(path),))
+
+
+def test_prefill_and_decode_of_one_model_are_engines_that_do_both(tmp_path):
+    notes = []
+    sizes = sizes_of(given(tmp_path, {"sglang": [{"name": "default", "server_groups": GROUPS}]}), notes)
+    assert sizes == {"perf.rollout_num_gpus": 32, "perf.rollout_num_gpus_per_engine": 8}
+    assert len(notes) == 1 and "not used" in notes[0]
+
+
+@pytest.mark.parametrize("models", [
+    [{"server_groups": GROUPS}, {"server_groups": GROUPS}], [{"model_path": "m", "server_groups": GROUPS}],
+    [{"update_weights": False, "server_groups": GROUPS}], [{"server_groups": [GROUPS[0], {"num_gpus": 4}]}],
+    [{"server_groups": [GROUPS[1] | {"overrides": {"kv_cache_dtype": "fp8_e4m3"}}]}],
+    [{"server_groups": [GROUPS[1] | {"worker_type": "encoder"}]}],
+], ids=["two", "another", "frozen", "unequal", "precision", "kind"])
+def test_what_would_answer_differently_is_refused(tmp_path, models):
+    with pytest.raises(ConfigError) as caught:
+        sizes_of(given(tmp_path, {"sglang": models}), [])
+    assert "--sglang-config" in caught.value.who
+
+
+@pytest.mark.parametrize("document", ["text", {"sglang": [{"server_groups": [{}]}]}, {}])
+def test_a_file_that_says_something_else(tmp_path, document):
+    with pytest.raises(DataError):
+        sizes_of(given(tmp_path, document), [])
