@@ -19,7 +19,7 @@ def derived(*words: str) -> tuple[RunConfig, list[str]]:
     ("--rollout-function-path", "rollout.sft_rollout.generate_rollout", "generate", "sft"),
     ("--rollout-function-path", "rollout.sglang_rollout.generate_rollout", "generate", "single-turn"),
     ("--rollout-function-path", "rollout.fully_async_rollout.generate_rollout_fully_async", "max_lag", 2),
-    ("--data-source-path", "rollout.data_source.RolloutDataSourceWithBuffer", "prompt_source", "jsonl"),
+    ("--data-source-path", "rollout.data_source.RolloutDataSourceWithBuffer", "prompt_source", "rows"),
 ])
 def test_functions_of_miles_own_are_the_parts_that_do_their_work(owner, option, function, key, value):
     config, notes = derived(option, f"{owner}.{function}")

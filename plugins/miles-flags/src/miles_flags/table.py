@@ -74,14 +74,8 @@ class MilesFlags(Surface):
         if "plugin" in entry:  # it is enabled, which is all that a flag asks for which none of its options spells
             return []
         origin = Origin("flag", flag.flag)
-        if entry.get("read") == "server_groups":
-            from miles_flags.server_groups import sizes_of
-
-            return [Assignment(key, size, origin, yields=True) for key, size in sizes_of(flag, notes).items()]
         if "read" in entry:
-            from miles_flags.eval_config import datasets_of
-
-            return [Assignment(entry["read"], datasets_of(flag), origin)]
+            return _read(entry["read"], flag, notes, origin)
         if "value" in entry or ("set" in entry and "values" not in flags()[flag.flag]):
             alone(flag)
         if "set" in entry:
@@ -110,6 +104,17 @@ class MilesFlags(Surface):
         return [*lines, ""]
 
 
+def _read(key: str, flag: Given, notes: list[str], origin: Origin) -> list[Assignment]:
+    """What a YAML file says of an option, and of those that belong to it."""
+    if key == "eval.datasets":
+        from miles_flags.eval_config import datasets_of
+
+        return [Assignment(key, datasets_of(flag), origin)]
+    from miles_flags.server_groups import sizes_of
+
+    return [Assignment(key, size, origin, yields=True) for key, size in sizes_of(flag, notes).items()]
+
+
 def _tracker_of(flag: str) -> bool:
     """Whether an installed plugin has the flag, which the run has not enabled: the core says which."""
     from miles_core.plugins.select import readable
@@ -127,8 +132,6 @@ def _meaning(entry: Mapping[str, Any]) -> str:
         if word in entry:
             taken = [f"`{words}`: {_meaning(one)}" for words, one in entry.get("values", {}).items()]
             return _sentence(entry[word]) + (f" Taken are {'; '.join(taken)}" if taken else "")
-    if entry.get("read") == "server_groups":
-        return "sets `perf.rollout_num_gpus` and `perf.rollout_num_gpus_per_engine` to what groups of one model have in all"
     if "read" in entry:
         return f"sets `{entry['read']}` to what the YAML file says"
     if "plugin" in entry:
