@@ -191,7 +191,7 @@ class Perf:
     gpu_memory_gib: float | None = option(
         None, "Memory of a GPU, for the plan's estimate; default: that of this machine's GPUs."
     )
-    mfu_peak_tflops: float | None = option(None, "Dense bf16 TFLOP/s of a GPU; default: its data sheet's.", within=(1,))
+    mfu_peak_tflops: float | None = option(None, "Dense bf16 TFLOP/s of a GPU; default: its data sheet's.", within=(0,))
     max_restarts: int = option(0, "Times that a run whose trainer died starts again from its last checkpoint.")
     bf16: bool = option(True, "Train in bfloat16 with float32 master weights; --no-bf16 trains in float32.")
     use_dynamic_batch_size: bool = option(False, "Pack by --max-tokens-per-gpu instead of --micro-batch-size.")

@@ -124,6 +124,7 @@ def outside(tmp_path_factory):
     return done.stdout
 
 
+@pytest.mark.full
 def test_a_plugin_with_a_hook_of_each_kind_has_no_error(outside):
     assert "good.py" not in outside, outside
 

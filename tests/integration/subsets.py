@@ -99,13 +99,15 @@ def write_model(case: Case, folder: Path) -> None:
     tiny_checkpoint(folder)
     (folder / "model.safetensors").unlink()
     words = {key: CONSTANTS[key] for key in ("vocab_size", "eos_token_id", "pad_token_id")}
-    # Of Qwen3-Next's layers the fourth has attention; in the others one has experts.
-    dense = int(case.config.get("first_k_dense_replace", 1))
-    sizes = {"num_hidden_layers": 4 if case.family == "qwen3_next" else dense + 1}
-    if "moe_intermediate_size" in case.config:
+    text = case.config.get("text_config", case.config)
+    # With linear attention the fourth layer has the other kind; in the other families one has experts.
+    dense = int(text.get("first_k_dense_replace", 1))
+    sizes = {"num_hidden_layers": 4 if "linear_key_head_dim" in text else dense + 1, "bos_token_id": None}
+    if "moe_intermediate_size" in text:
         sizes["moe_intermediate_size"] = 32  # divides into groups of int4
-    random_model(Case(case.family, case.name, TINY | case.config | words | sizes | {"bos_token_id": None})
-                 ).save_pretrained(folder)
+    text = TINY | text | words | sizes
+    whole = case.config | {"text_config": text} if "text_config" in case.config else text
+    random_model(Case(case.family, case.name, whole)).save_pretrained(folder)
 
 
 FUNCTIONS = (ROOT / "plugins/miles-compat/tests/contract_functions.py").read_text(encoding="utf-8") + '''

@@ -79,6 +79,7 @@ def divergence(p, q, strategy, mode):
     return float((weights * (p - q)[tokens]).sum())
 
 
+@pytest.mark.full
 def test_the_critic_and_the_teachers_say_what_transformers_says(run_file, tiny, teachers, one_rank):
     """Log-probs to 1e-5, values too; each token set with its weights; 0 where nothing is trained on."""
     from transformers import AutoModel, AutoModelForCausalLM
@@ -204,6 +205,7 @@ def history(run):
     return list(kill_resume.metrics(list(read(run / "events.jsonl"))).values())
 
 
+@pytest.mark.full
 def test_ppo_earns_more_and_its_critic_knows_better(run_file, tmp_path):
     course = KillResume(tmp_path, [
         run_file(), "--advantage-estimator", "ppo", "--rollout-batch-size", "8", "--lambd", "0.95",

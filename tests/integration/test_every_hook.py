@@ -54,6 +54,7 @@ def mine(tmp_path):
     return path
 
 
+@pytest.mark.full
 def test_every_hook_is_called_in_a_run(mine):
     rows = mine.with_name("train.mine")  # what reads it is called by its ending
     shutil.copy(tiny_checkpoint() / "train.jsonl", rows)

@@ -198,6 +198,7 @@ def test_a_fault_is_seen_named_and_trains_nothing(matrix, rows, name):
     assert not (wrong := {cell.mode: cell.problems for cell in cells if cell.problems}), json.dumps(wrong, indent=1)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("name", "mode"), [
     ("engine kill", "async"), ("garbage", "one-off"), ("unknown version", "sync"), ("reward NaN", "async"),
     ("partial sync", "one-off"), ("corrupted checkpoint", "sync")])  # fmt: skip

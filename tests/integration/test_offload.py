@@ -63,6 +63,7 @@ def alive() -> int:
     return sum(storages.values())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("flags", [
     ["--bf16"], *(pytest.param(flags, marks=pytest.mark.full) for flags in (
         ["--no-bf16"], ["--bf16", "--no-use-distributed-optimizer"]))], ids=str)

@@ -220,6 +220,7 @@ def check_nothing_lost(run: Found) -> None:
     assert set(uids.values()) == {4}, "a group was trained on twice, or cut in pieces"
 
 
+@pytest.mark.full
 def test_every_token_is_of_the_weights_that_its_version_says(course, tiny):
     run = found(course().finish("run").parent)
     went_on = resumed([sample for batch in run.trained for sample in batch])

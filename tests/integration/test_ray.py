@@ -70,6 +70,7 @@ async def questions() -> list[str]:
     return found
 
 
+@pytest.mark.full
 def test_a_ray_of_our_own_starts_and_ends_with_the_ranks():
     assert asyncio.run(questions()) == ["21", "rank 0 will not"]
     assert not ray.is_initialized()

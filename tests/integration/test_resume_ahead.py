@@ -171,6 +171,7 @@ def test_what_is_sampled_again_from_the_same_weights_is_what_it_was(course):
     assert len(both) > 16 and all(ours[uid] == theirs[uid] for uid in both)
 
 
+@pytest.mark.full
 def test_groups_under_way_of_other_data_or_in_a_broken_file_are_refused(course, tiny):
     run = course("one-off", rollouts=3)
     folder = run.finish("run") / "checkpoints"

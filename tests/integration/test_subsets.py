@@ -55,6 +55,7 @@ def ran(path: Path) -> str:
     return ""
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("seeds", [
     range(GATE), pytest.param(range(GATE, FULL), marks=pytest.mark.full),
     pytest.param(range(FULL, ALL), marks=pytest.mark.slow)], ids=len)

@@ -65,6 +65,7 @@ def ended(place):
     return [one["status"] for one in noted(place, "finish") if one["status"] != "closed"]
 
 
+@pytest.mark.full
 def test_a_tracker_knows_which_run_how_far_and_how_it_ended(place, quiet):
     flags = tracker(place)
     saves = ["--save", "ckpt", "--load", "ckpt"]

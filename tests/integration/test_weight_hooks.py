@@ -42,6 +42,7 @@ class Named:
 pytestmark = pytest.mark.integration
 
 
+@pytest.mark.full
 def test_export_import_and_save_weights_each_see_the_whole_stream(tmp_path):
     """With the two that undo each other the run has the metrics of one without; the export has the plain names."""
     path = tmp_path / "named.py"

@@ -57,6 +57,7 @@ def looked_at(archives: Path, tree: Path, name: str) -> None:
     assert said["Description-Content-Type"] == "text/markdown" and said.get_payload().startswith("# ")
 
 
+@pytest.mark.full
 def test_core_and_one_plugin_are_built_and_installed(tree, tmp_path):
     """The quick sample; the dependencies are those of this environment."""
     few = tmp_path / "few"

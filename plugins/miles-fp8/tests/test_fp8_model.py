@@ -165,6 +165,7 @@ TWO = ("--actor-num-gpus-per-node", "2")
 DRAWS = 8
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("kind", "layout"), [
     ("dense", ("--tensor-model-parallel-size", "2", "--sequence-parallel")),
     pytest.param("moe", ("--expert-model-parallel-size", "2"), marks=pytest.mark.full),
@@ -190,6 +191,7 @@ def test_a_layout_rounds_as_one_rank(kind, layout, gradients):
     assert min(shares) < 1e-3, shares
 
 
+@pytest.mark.full
 def test_first_and_last_layers_stay(gradients):
     plain, all_of_them = gradients("dense"), gradients("dense", "--plugin", "fp8")
     none = gradients("dense", "--plugin", "fp8", *ENDS, "1", "--num-layers-at-end-in-bf16", "1")

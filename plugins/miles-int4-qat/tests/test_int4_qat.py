@@ -250,6 +250,7 @@ LAYOUTS = {
 }  # fmt: skip
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", ["tp2-sp-recompute", pytest.param("tp2", marks=pytest.mark.slow),
                                     *(pytest.param(name, marks=pytest.mark.full) for name in ("pp2", "ep2", "etp2"))])
 def test_a_layout_changes_nothing(models, plan, one, two, layout):
@@ -324,7 +325,8 @@ def test_an_int4_checkpoint_enables_it(models, plan):
 
 @pytest.mark.parametrize(("flags", "what"), [
     (("--int4-qat.group-size", 64), r"the engine's checkpoint has groups of 32 \(got group_size 64\)"),
-    (("--engine", "sglang", "--weight-sync", "disk"), "SGLang loads no files over layers that it has repacked"),
+    (("--engine", "sglang", "--weight-sync", "disk", "--update-weight-disk-dir", "d"),
+     "SGLang loads no files over layers that it has repacked"),
 ])
 def test_what_is_refused_before_anything_runs(models, plan, flags, what):
     with pytest.raises(ConfigError, match=what):

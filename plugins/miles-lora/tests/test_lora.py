@@ -81,6 +81,7 @@ def test_fresh_adapters_change_no_bit_and_the_reference_has_none(checkpoint, ada
     assert np.abs(column(warm, "log_probs") - column(again, "log_probs")).max() > 0.1
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", [name if name == "tp2-sp" else pytest.param(name, marks=pytest.mark.full)
                                     for name in LAYOUTS])
 def test_a_layout_changes_no_gradient(checkpoint, adapter, plan, one, two, layout):

@@ -228,6 +228,7 @@ LAYOUTS = {
 }  # fmt: skip
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", [name if name == "tp2-sp" else pytest.param(name, marks=pytest.mark.full)
                                     for name in LAYOUTS])
 def test_a_layout_changes_nothing(checkpoint, plan, one, two, layout):
@@ -246,6 +247,7 @@ def on_disk(folder):
     return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("scheme", "count", "moe"), [("mtp", 1, True), ("nextn", 2, False), ("mimo", 1, False)])
 def test_conversion_keeps_every_bit_and_refuses_to_lose_any(checkpoint, convert, tmp_path, scheme, count, moe):
     folder = checkpoint(scheme, count, moe)

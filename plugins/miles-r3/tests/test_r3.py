@@ -342,6 +342,7 @@ def test_an_answer_of_several_versions_keeps_the_routes_of_each(run, how, tmp_pa
     assert steps[0]["rollout/r3/log_prob_diff_free"] > 5 * steps[0]["rollout/r3/log_prob_diff"]
 
 
+@pytest.mark.full
 @pytest.mark.integration
 def test_a_run_replays_its_own_log_prob_pass(run):
     steps = run("--use-routing-replay", "--num-rollout", "2", "--r3.compare-every", "0", "--num-steps-per-rollout", "2")

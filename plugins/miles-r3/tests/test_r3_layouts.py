@@ -159,6 +159,7 @@ def trained(samples, name):
     return np.concatenate([s.columns[name][s.columns["loss_mask"] > 0] for s in samples])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", tiers(GATE, FULL))
 def test_routes_are_the_engines_under_every_layout(name, train, one_rank, expected, record_property):
     """All token-layers are replayed; log-probs are those of transformers with these routes; losses and weights after
@@ -183,6 +184,7 @@ def test_routes_are_the_engines_under_every_layout(name, train, one_rank, expect
     assert not any("routed_rows" in sample.columns for sample in samples), "what the plugin added for itself is gone"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", tiers({"one-recompute"}, {"pp2-vpp2-recompute-experts"},
                                        LAYOUTS.keys() - {"dp2-overlap", "dp2-plain-optimizer"}))
 def test_the_gradient_is_that_of_transformers_with_these_routes(name, ranks, plan, batch, model):
@@ -224,6 +226,7 @@ def policy_gradient(model, batch) -> dict[str, np.ndarray]:
     return found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", tiers((), {"one", "tp2-sp"}, ("one", "tp2-sp", "cp2", "pp2")))
 def test_the_reference_chooses_freely_in_the_actors_own_modules(name, train, batch):
     """Its log-probs are those of a run without the plugin, though the same routers replay for the actor."""
@@ -238,6 +241,7 @@ def test_the_reference_chooses_freely_in_the_actors_own_modules(name, train, bat
     assert np.array_equal(references[1], actors[1]), "without routes the actor, too, is free"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", tiers((), {"one", "cp2"}, ("one", "cp2", "tp2-sp-pp2", "pp2-vpp2-recompute")))
 def test_rows_without_routes_choose_freely_and_are_counted(name, train, batch, model):
     """A sample without any, and the second half of another."""
@@ -257,6 +261,7 @@ def test_rows_without_routes_choose_freely_and_are_counted(name, train, batch, m
         assert np.abs(sample.columns["log_probs"] - expected.numpy()).max() <= 1e-4
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", tiers({"one"}, {"tp2-sp-cp2-ep2-recompute", "pp2-vpp2-recompute"}, (
     "one", "tp2-sp-cp2-ep2-recompute", "pp2-vpp2-recompute", "pp2-cp2-recompute", "dp2")))
 def test_routes_of_the_log_prob_pass_are_replayed_by_the_steps(name, train, batch, model):

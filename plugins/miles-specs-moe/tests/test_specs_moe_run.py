@@ -87,6 +87,7 @@ def test_the_memory_plan_counts_every_parameter(checkpoint, family):
     assert sum(estimate.parameters(model, 2, True, True)) == own
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("family", BIAS)
 def test_in_bfloat16_a_routers_bias_keeps_its_bits(checkpoint, one, family, tmp_path):
     """Loaded, saved, resumed, and streamed."""
@@ -141,6 +142,7 @@ LAYOUTS = {
 }  # fmt: skip
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", [
     "tp2-sp-one-expert-rank-each", pytest.param("tp2-sp-recompute", marks=pytest.mark.slow),
     *(pytest.param(name, marks=pytest.mark.full) for name in ("wide-norm-recompute", "dp2-attention-again"))])

@@ -89,6 +89,7 @@ LAYOUTS = {
 }  # fmt: skip
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", ["tp2-ep2", *(pytest.param(name, marks=pytest.mark.full) for name in (
     "cp2-recompute", "dp2")), *(pytest.param(name, marks=pytest.mark.slow) for name in ("tp2", "tp2-sp-recompute"))])
 def test_a_layout_changes_nothing(folder, dense, one, two, layout):
@@ -136,6 +137,7 @@ def test_conversion_keeps_every_bit(folder, convert, tmp_path):
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
 
 
+@pytest.mark.full
 def test_layers_for_drafting_stay_behind_or_come_along(folder, one, tmp_path):
     """As the released checkpoints have them: without the plugin mtp they are left out, with it they are trained."""
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)

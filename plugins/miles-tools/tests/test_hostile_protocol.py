@@ -70,6 +70,7 @@ ATTACKS |= {f"{name}-{ending}": SOURCE.format(before=TAMPERING[name], exit=EXITS
             for name, ending in itertools.product(TAMPERING, ("exit_70", "raise", "str_exits"))}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("isolation", ["auto", "plain"])
 def test_whatever_a_tool_does_to_the_protocol_is_its_own_error_and_the_run_goes_on(isolation):
     assert len(ATTACKS) >= 200

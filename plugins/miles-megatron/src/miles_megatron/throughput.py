@@ -53,19 +53,19 @@ class Throughput:
         perf/actor_train_mfu is the share of perf/mfu_peak_tflops. Operations are those of the model, without what is
         recomputed (`estimate.flops`).
         """
-        found: dict[str, float] = {}
+        rates: dict[str, float] = {}
         for name, seconds in self._seconds.items():
             lengths, scale = self._lengths[name], seconds * self._ranks
-            found[f"perf/{name}_tokens_per_gpu_per_sec"] = sum(lengths) / scale
+            rates[f"perf/{name}_tokens_per_gpu_per_sec"] = sum(lengths) / scale
             if self._size is not None:
                 whole = sum(estimate.flops(n, parameters=self._size.active_parameters, attention=self._size.attention)
                             for n in lengths)
-                found[f"perf/{name}_tflops"] = PASSES[name] * whole / scale / 1e12
+                rates[f"perf/{name}_tflops"] = PASSES[name] * whole / scale / 1e12
         if "actor_train" in self._seconds:
-            found["perf/actor_train_tok_per_s"] = sum(self._lengths["actor_train"]) / self._seconds["actor_train"]
-        if self._peak and "perf/actor_train_tflops" in found:
-            found |= {"perf/mfu_peak_tflops": self._peak,
-                      "perf/actor_train_mfu": found["perf/actor_train_tflops"] / self._peak}
+            rates["perf/actor_train_tok_per_s"] = sum(self._lengths["actor_train"]) / self._seconds["actor_train"]
+        if self._peak and "perf/actor_train_tflops" in rates:
+            rates |= {"perf/mfu_peak_tflops": self._peak,
+                      "perf/actor_train_mfu": rates["perf/actor_train_tflops"] / self._peak}
         self._seconds.clear()
         self._lengths.clear()
-        return found
+        return rates

@@ -99,7 +99,8 @@ def _as_shown(tokenizer: Any, messages: Sequence[Mapping[str, object]], trained:
     for i in (i for i, message in enumerate(messages) if message.get("role") == "assistant"):
         start = whole.find(f"{line}\n", at) + len(line) + 1
         start += len(tag) if whole.startswith(tag, start) else 0
-        ends = [found for found in (whole.find(token, start) for token in tokenizer.all_special_tokens) if found >= 0]
+        places = (whole.find(token, start) for token in tokenizer.all_special_tokens)
+        ends = [place for place in places if place >= 0]
         stop = _whole_token(tokenizer, whole, min(ends)) if ends else 0
         if not line or not at < start < stop:
             raise DataError(f"the chat template's text shows no answer for message {i}", who=where,

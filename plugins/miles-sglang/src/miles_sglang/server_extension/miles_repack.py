@@ -115,17 +115,17 @@ class _Opened:
         module = self._module
         weights = {kind: tensor for kind, tensor in module._parameters.items()
                    if tensor is not None and kind.endswith(("weight_packed", "weight_scale"))}
-        found = dict(zip(weights, sums(list(weights.values())), strict=True))
+        loaded = dict(zip(weights, sums(list(weights.values())), strict=True))
         nibbles = {kind: _nibbles(tensor) for kind, tensor in weights.items() if tensor.dtype == torch.int32}
         self._scheme.process_weights_after_loading(module)
         for kind in weights:
             now = module._parameters[kind]
             same = (_nibbles(now).equal(nibbles[kind]) if kind in nibbles
-                    else sums([now])[0].equal(found[kind]))
+                    else sums([now])[0].equal(loaded[kind]))
             if not same:
                 raise ValueError(f"{self._name}.{kind} is not what was loaded any more, after SGLang has repacked it")
         self._put_back(weights)
-        return {f"{self._name}.{kind}": row for kind, row in found.items()}
+        return {f"{self._name}.{kind}": row for kind, row in loaded.items()}
 
     def _put_back(self, weights: Collection[str]) -> None:
         """All tensors that were there before are there again, the weights with the bytes of those that took their
