@@ -126,7 +126,7 @@ def test_an_own_option_wins_over_an_argument_of_the_same_spelling():
     (["--sglang-context-length", "32q"], "int"), (["--no-sglang-page-size"], "write --sglang-page-size VALUE"),
     (["--no-sglang-enable-multimodal"], "only be switched on"),
     (["--sglang-forward-hooks", "[1"], "JSON"), (["--sglang-cuda-graph-config", "{"], "JSON"),
-    (["--sglang-enable-ep-moe"], "--sglang-ep-size"), (["--sglang-config", "x.yaml"], "--rollout-num-gpus"),
+    (["--sglang-enable-ep-moe"], "--sglang-ep-size"),
     (["--eval-sglang-mem-fraction-static", "0.5"], "evaluates on the engine that samples"),
 ])  # fmt: skip
 def test_what_is_wrong_says_what_to_write(argv, message):
