@@ -27,7 +27,7 @@ test: $(READY)  ## Run the gate: unit tests, contracts and whole runs of every k
 	$(PYTEST) -m "not slow and not full" $(TESTS)
 
 test-full: $(READY)  ## Run what the gate leaves out and is not slow (twenty minutes on two cores).
-	$(PYTEST) -m "full and not slow" $(TESTS) || test $$? = 5 # 5: nothing of TESTS is marked
+	$(PYTEST) -m "full and not slow" --ignore=tests/sglang $(TESTS) || test $$? = 5 # 5: nothing of TESTS is marked
 
 test-slow: $(READY)  ## Run the tests that take longer (an hour): kills at every file operation, controls.
 	$(BIN)/pytest -q -n 2 -m slow
