@@ -4,8 +4,10 @@
     python tests/gpu/trainer_speed.py qwen3-0.6b --tokens 16384 --steps 4 --flags "--transformer-impl local"
 
 A shape is a config.json; weights are Megatron's random ones, made on the GPU. Each case runs in a process of its own:
-log-probs, then optimizer steps on one packed micro-batch. Prints tokens/s of a step, the share of 989 TFLOP/s (H100 and
-H200, bf16, dense) that the model's own operations are, and peak memory as predicted and as torch counted it.
+log-probs, then optimizer steps on --micro-batches packed ones of --tokens. --profile puts one more step under torch's
+profiler: how long the GPU computed, in how many kernels, and in which. Prints tokens/s of a step, the share of 989
+TFLOP/s (H100 and H200, bf16, dense) that the model's own operations are, and peak memory as predicted and as torch
+counted it.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 
 PEAK = 989e12
@@ -79,7 +82,29 @@ def rollout(tokens: int, length: int):
     return Batch(0, groups)
 
 
-def measure(shape: str, tokens: int, length: int, steps: int, flags: list[str]) -> dict[str, object]:
+def profiled(call, profile: list[dict[str, object]]) -> None:
+    """A call under torch's profiler; appends how long the GPU was busy, and the kernels that took longest."""
+    import torch
+    from torch.profiler import ProfilerActivity
+
+    with torch.profiler.profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as recorded:
+        call()
+        torch.cuda.synchronize()
+    kernels = [event for event in recorded.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    spans, busy, last = sorted((k.time_range.start, k.time_range.end) for k in kernels), 0.0, 0.0
+    for start, end in spans:
+        busy, last = busy + max(0.0, end - max(start, last)), max(last, end)
+    longest, count = Counter(), Counter()
+    for kernel in kernels:
+        longest[kernel.name[:90]] += kernel.time_range.end - kernel.time_range.start
+        count[kernel.name[:90]] += 1
+    profile.append({"busy_ms": round(busy / 1e3, 1), "of_ms": round((spans[-1][1] - spans[0][0]) / 1e3, 1),
+                    "kernels": len(spans),
+                    "longest": [[round(us / 1e3, 2), count[name], name] for name, us in longest.most_common(30)]})
+
+
+def measure(shape: str, tokens: int, length: int, steps: int, flags: list[str], *, micro_batches: int = 1,
+            profile: bool = False) -> dict[str, object]:
     """One case, in this process."""
     import torch
     from miles_megatron import estimate
@@ -93,7 +118,7 @@ def measure(shape: str, tokens: int, length: int, steps: int, flags: list[str]) 
     folder = Path(tempfile.mkdtemp())
     (folder / "config.json").write_text(json.dumps(SHAPES[shape]))
     (folder / "run.toml").write_text(RUN.format(folder=folder, tokens=tokens, length=length,
-                                                groups=tokens // length // 2))
+                                                groups=micro_batches * tokens // length // 2))
     plan = prepare(folder / "run.toml", ["--plan-without-weights", *flags])
     ModelOnRank.fill = lambda self, source: None  # there are no files: Megatron's random weights stay
     trainer = trainer_part(list(plan.selected), plan.config, Rank())
@@ -108,12 +133,16 @@ def measure(shape: str, tokens: int, length: int, steps: int, flags: list[str]) 
         seconds[what].append(time.perf_counter() - begin)
         return found
 
-    for _ in range(steps):  # the first pays for kernels that are chosen and compiled
-        trainer.take_batch(rollout(tokens, length))
+    whole, traces = tokens * micro_batches, []
+    for index in range(steps + profile):  # the first pays for kernels that are chosen and compiled
+        trainer.take_batch(rollout(whole, length))
         timed("score", trainer.score)
         trainer.advantage()
         if len(seconds["step"]) == 1:
             torch.cuda.reset_peak_memory_stats()
+        if index == steps:
+            profiled(lambda: trainer.step(0), traces)
+            break
         metrics = timed("step", trainer.step, 0)
         trainer.end_batch()
     counted = torch.cuda.max_memory_allocated()
@@ -121,17 +150,18 @@ def measure(shape: str, tokens: int, length: int, steps: int, flags: list[str]) 
     state = {tag: memory_of.held(tag) for tag in ("weights", "gradients", "optimizer")}
     model, size = estimate.dimensions_of(plan.config), architecture_of(plan.config)
     parts = estimate.trainer(plan.config, model)
-    once = estimate.flops(length, parameters=size.active_parameters, attention=size.attention) * (tokens // length)
+    once = estimate.flops(length, parameters=size.active_parameters, attention=size.attention) * (whole // length)
     step, score = min(seconds["step"][1:]), min(seconds["score"][1:])
     predicted = sum(parts.values())
     trainer.close()
     return {
-        "layers": trainer.models.actor.settings.transformer_impl, "tokens_per_s": round(tokens / step),
-        "score_tokens_per_s": round(tokens / score), "mfu": round(once / step / PEAK, 3),
+        "layers": trainer.models.actor.settings.transformer_impl, "tokens_per_s": round(whole / step),
+        "score_tokens_per_s": round(whole / score), "mfu": round(once / step / PEAK, 3),
         "loss": metrics["train/loss"], "grad_norm": metrics["train/grad_norm"], "predicted": round(predicted),
         "measured": counted, "off": round(predicted / counted - 1, 3),
         "predicted_parts": {name: round(one) for name, one in parts.items()}, "measured_state": state,
         "measured_beside_state": counted - sum(state.values()), "seconds": seconds,
+        "profile": traces,
     }  # fmt: skip
 
 
@@ -141,20 +171,24 @@ def main() -> int:
     arguments.add_argument("shapes", nargs="*", default=["qwen3-0.6b", "qwen3-4b"])
     arguments.add_argument("--tokens", type=int, default=16384)
     arguments.add_argument("--length", type=int, default=2048)
+    arguments.add_argument("--micro-batches", type=int, default=1)
     arguments.add_argument("--steps", type=int, default=4)
+    arguments.add_argument("--profile", action="store_true")
     arguments.add_argument("--flags", default=None, help="of miles run, for one case instead of the two")
     arguments.add_argument("--limit", type=float, default=240, help="seconds of one case")
     arguments.add_argument("--here", action="store_true")
     given, failed = arguments.parse_args(), 0
     if given.here:
-        found = measure(given.shapes[0], given.tokens, given.length, given.steps, shlex.split(given.flags or ""))
+        found = measure(given.shapes[0], given.tokens, given.length, given.steps, shlex.split(given.flags or ""),
+                        micro_batches=given.micro_batches, profile=given.profile)
         print(json.dumps(found))
         return 0
     cases = ["", "--recompute-granularity full"] if given.flags is None else [given.flags]
     for shape in given.shapes:
         for flags in cases:
             command = [sys.executable, __file__, "--here", shape, "--tokens", given.tokens, "--length", given.length,
-                       "--steps", given.steps, f"--flags={flags}"]
+                       "--steps", given.steps, f"--flags={flags}",
+                       "--micro-batches", given.micro_batches, *(["--profile"] if given.profile else [])]
             try:
                 done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=given.limit)
                 good, text = done.returncode == 0, (done.stdout + done.stderr)[-3000:]

@@ -6,6 +6,7 @@ their switches. Nothing else is set but what a plugin's refusal names; `settle` 
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 import re
@@ -107,7 +108,7 @@ def write_model(case: Case, folder: Path) -> None:
         sizes["moe_intermediate_size"] = 32  # divides into groups of int4
     text = TINY | text | words | sizes
     whole = case.config | {"text_config": text} if "text_config" in case.config else text
-    random_model(Case(case.family, case.name, whole)).save_pretrained(folder)
+    random_model(dataclasses.replace(case, config=whole)).save_pretrained(folder)
 
 
 FUNCTIONS = (ROOT / "plugins/miles-compat/tests/contract_functions.py").read_text(encoding="utf-8") + '''

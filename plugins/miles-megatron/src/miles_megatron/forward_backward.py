@@ -54,7 +54,7 @@ def run(model: ModelOnRank, columns: Columns, parts: Sequence[Sequence[Sample]],
         batch: MicroBatch = next(waiting)
 
         def proceed(packed):
-            tokens = torch.from_numpy(packed.rows["tokens"]).to(device, torch.int64)[None]
+            tokens = cpu.on_device(packed.rows["tokens"], device).to(torch.int64)[None]
             return module(tokens, None, None, packed_seq_params=packed_rows(batch.boundaries))
 
         hidden = proceed(batch.packed) if around is None else around(proceed, batch.packed, name)
@@ -87,18 +87,26 @@ class ColumnScatter:
         self._first = dict(zip(map(id, samples), np.cumsum([0, *lengths[:-1]]).tolist(), strict=True))
         self._total = sum(lengths)
         self._buffers: dict[str, torch.Tensor] = {}
+        self._waiting: list[tuple[torch.Tensor, torch.Tensor, Sequence[Sample], dict[str, torch.Tensor]]] = []
 
     def put(self, batch: MicroBatch, values: Mapping[str, torch.Tensor]) -> None:
-        """[N, ...] by column, of the micro-batch's trained rows."""
-        starts = torch.tensor([self._first[id(sample)] for sample in batch.samples])
-        where = starts[batch.sample.cpu()] + batch.offset.cpu()
+        """[N, ...] by column, of the micro-batch's trained rows; copied from the device when the pass is over."""
+        detached = {name: rows.detach() for name, rows in values.items()}
+        self._waiting.append((batch.sample, batch.offset, batch.samples, detached))
+
+    def _copy(self, sample_of: torch.Tensor, offset: torch.Tensor, samples: Sequence[Sample],
+              values: Mapping[str, torch.Tensor]) -> None:
+        starts = torch.tensor([self._first[id(sample)] for sample in samples])
+        where = starts[sample_of.cpu()] + offset.cpu()
         for name, rows in values.items():
             if name not in self._buffers:
                 self._buffers[name] = torch.zeros(self._total, *rows.shape[1:], dtype=rows.dtype)
-            self._buffers[name][where] = rows.detach().to(self._buffers[name])
+            self._buffers[name][where] = rows.to(self._buffers[name])
 
     def scatter(self) -> None:
         """Into the columns of every sample; rows that are not trained on hold 0. Every rank calls it."""
+        while self._waiting:
+            self._copy(*self._waiting.pop(0))
         if dist.get_world_size() > 1:
             self._exchange()
         for name, values in self._buffers.items():

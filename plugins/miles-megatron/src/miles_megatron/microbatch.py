@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from miles_core.columns import Columns, Packed, split
 from miles_core.types import Sample
+from miles_megatron import cpu
 from miles_megatron.packed_layout import ROWS
 
 
@@ -39,7 +40,7 @@ class MicroBatch:
 
     def row(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         """[N, *axes] of a per-token column, where the model computes."""
-        tensor = torch.from_numpy(self.packed.rows[name]).to(self.index.device)[self.index]
+        tensor = cpu.on_device(self.packed.rows[name], self.index.device)[self.index]
         return tensor if dtype is None else tensor.to(dtype)
 
     def rows(self) -> dict[str, torch.Tensor]:
@@ -94,6 +95,6 @@ def assemble(columns: Columns, samples: Sequence[Sample], *, group: dist.Process
     place = place[index]
     sample = np.searchsorted(boundaries, place, side="right") - 1
     first = boundaries[:-1] + np.array([s.length - s.response_length - 1 for s in samples], np.int64)
-    index, sample, offset = (torch.from_numpy(np.asarray(x, np.int64)).to(device or "cpu")
+    index, sample, offset = (cpu.on_device(np.asarray(x, np.int64), device or torch.device("cpu"))
                              for x in (index, sample, place - first[sample]))
     return MicroBatch(packed, boundaries, index, sample, offset, samples, group if size > 1 else None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from miles_core.config.tables import Algorithm, RunConfig
@@ -10,6 +12,7 @@ from miles_core.plugins.bind import Hooks
 from miles_core.plugins.resolve import chosen
 from miles_core.stages import loss
 from miles_core.stages.loss import LossInputs, PolicyLoss, TokenWeights
+from miles_core.types import Sample
 from miles_megatron.microbatch import MicroBatch
 from miles_megatron.scored import Scored
 
@@ -33,6 +36,7 @@ class Objective:
         self._policy_loss = hooks.policy_loss[self._name] if self.actor else policy_loss
         self._terms = hooks.loss_terms if self.actor else None
         self._token_weights = hooks.token_weights if self.actor else None
+        self._unchecked: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Sequence[Sample]]] = []
 
     def __call__(self, scored: Scored, batch: MicroBatch, token_weights: torch.Tensor) -> tuple[torch.Tensor, Shares]:
         """The micro-batch's share of the step's loss and of its metrics.
@@ -41,14 +45,12 @@ class Objective:
             token_weights: [N] of the run's reduction.
 
         Raises:
-            NonFiniteError: names the first sample whose loss is not finite.
             TrainError: the policy loss is not one value per token, or has no gradient.
         """
         inputs = self._inputs(scored, batch)
         total, share = self._per_token(inputs)
         value = loss.reduce(total, token_weights, inputs.mask)
-        if not torch.isfinite(value):
-            raise self._not_finite(total, batch)
+        self._unchecked.append((value.detach(), total.detach(), batch.sample, batch.offset, batch.samples))
         if not value.requires_grad:
             raise TrainError("the loss has no gradient", who=f"policy loss {self._name!r}",
                              fix="compute it from inputs.log_probs, without detach()")
@@ -58,6 +60,16 @@ class Objective:
             share["train_rollout_logprob_abs_diff"] = (trainer - inputs.rollout_log_probs).abs()
         return value, {key: loss.reduce(term.detach().to(torch.float64), token_weights, inputs.mask)
                        for key, term in share.items()}
+
+    def check_finite(self) -> None:
+        """Look at the losses of the micro-batches since the last call; between two of them it would stop the device.
+
+        Raises:
+            NonFiniteError: names the first sample whose loss is not finite.
+        """
+        unchecked, self._unchecked = self._unchecked, []
+        if unchecked and not bool(torch.stack([value for value, *_ in unchecked]).isfinite().all()):
+            raise next(self._not_finite(*rows) for value, *rows in unchecked if not value.isfinite())
 
     def silent_at_zero(self) -> bool:
         """Whether tokens with advantage 0 add nothing to loss and gradient and no term is watched on them.
@@ -126,12 +138,13 @@ class Objective:
             values=values, samples=batch.samples,
         )  # fmt: skip
 
-    def _not_finite(self, total: torch.Tensor, batch: MicroBatch) -> NonFiniteError:
+    def _not_finite(self, total: torch.Tensor, sample_of: torch.Tensor, offset: torch.Tensor,
+                    samples: Sequence[Sample]) -> NonFiniteError:
         row = int((~torch.isfinite(total)).nonzero()[0]) if not torch.isfinite(total).all() else 0
-        sample = batch.samples[int(batch.sample[row])]
+        sample = samples[int(sample_of[row])]
         return NonFiniteError(
             f"the loss of {sample.name} is not finite",
-            got=f"{float(total.detach()[row])} at token {int(batch.offset[row])} of its response",
+            got=f"{float(total.detach()[row])} at token {int(offset[row])} of its response",
             who=f"policy loss {self._name!r}",
             fix="look at the sample's log-probs and reward; the optimizer has not seen it, so the last checkpoint is "
             "good",

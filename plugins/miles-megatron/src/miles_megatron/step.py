@@ -246,15 +246,15 @@ class MegatronTrainer:
         with read_only(samples, getattr(reduce, "who", "reduction")):
             reduced = reduce(samples)
         token_weight = dict(zip(map(id, samples), reduced, strict=True))
-        shares: dict[str, float] = {}
+        shares: dict[str, torch.Tensor] = {}
 
         def loss_of(hidden: torch.Tensor, batch) -> torch.Tensor:
             weights = [token_weight[id(sample)] for sample in batch.samples]
             per_sample = torch.tensor(weights, dtype=torch.float32, device=hidden.device)
             scored = Scored(model, hidden, batch, self.temperature)
             value, share = objective(scored, batch, per_sample[batch.sample])
-            for key, term in share.items():
-                shares[key] = shares.get(key, 0.0) + float(term)
+            for key, term in share.items():  # where they were computed: a number would wait for the device
+                shares[key] = shares[key] + term if key in shares else term
             return value
 
         model.zero_grad()
@@ -263,11 +263,12 @@ class MegatronTrainer:
         with self.profiler.range("forward/backward"), model.router_losses(tokens):
             forward_backward.run(model, self.columns, self.micro_batches(taken), loss_of, name=model.name,
                                  around=self.hooks.microbatch)
+        objective.check_finite()
         # Metrics are means also where the reduction's weights do not add up to 1 (constant); the loss is what it is.
         total = float(sum(w * s.columns["loss_mask"].sum() for s, w in zip(samples, reduced, strict=True))) or 1.0
         with self.profiler.range("optimizer"):
             metrics = {key: value / (1.0 if key in ("loss", "pg_loss") else total)
-                     for key, value in _totals(shares).items()} | model.step()
+                     for key, value in _totals(_numbers(shares)).items()} | model.step()
         if len(taken) < len(samples):
             metrics["skipped_samples"] = 1 - len(taken) / len(samples)
         prefix = "train" if objective.actor else model.name
@@ -353,6 +354,11 @@ class Access:
 
     def scheduler(self, model: str) -> object:
         return self._trainer.models.on_rank[model].scheduler
+
+
+def _numbers(terms: Mapping[str, torch.Tensor]) -> dict[str, float]:
+    """All of them by one copy from the device."""
+    return dict(zip(terms, torch.stack(list(terms.values())).tolist(), strict=True)) if terms else {}
 
 
 def _totals(shares: dict[str, float]) -> dict[str, float]:
