@@ -242,6 +242,7 @@ def test_a_real_fault_is_named(fault, tmp_path, tiny):
     assert len((run / name).read_text().splitlines()) >= int(number)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("number", "words"), [
     (signal.SIGKILL, ["--save", "ckpt", "--load", "ckpt", "--save-interval", "1"]), (signal.SIGKILL, []),
     (signal.SIGTERM, []),

@@ -78,6 +78,7 @@ def test_another_model_on_one_side_ends_the_run_before_a_step(run_file, sharp, t
     assert outcome.code == 0 and differences[0] > 1
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("family", "flags", "most"), [
     ("qwen3", [], 1e-6), ("qwen3_moe", ["--bf16", "--max-lag", "2"], 0.05), ("qwen3", ["--plugin", "fp8"], 0.4),
 ])  # fmt: skip

@@ -204,6 +204,7 @@ def test_the_trainer_computes_what_an_int4_engine_computes(run, name, flags, mos
     assert max(gaps(run(name, f"{name}-int4", *flags), "_max")) <= most
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["dense", "moe"])
 def test_without_rounding_in_the_forward_the_engine_computes_something_else(run, name):
     """What quantisation-aware training removes: the same engine and the same stream, a trainer with plain weights."""
@@ -289,6 +290,7 @@ def test_weights_stay_and_move_in_full_precision(models, plan, one):
         assert 0 < np.abs(found[name] - before.numpy()).max() < 1e-5, name
 
 
+@pytest.mark.full
 def test_the_reference_computes_as_the_actor_does_or_plainly(models, plan, one):
     """By the option; a KL of 0 before the first step, or that between a model and its rounded self."""
     [batch] = batches(1, vocab=SIZES["vocab_size"])

@@ -123,6 +123,7 @@ def test_the_gradient_is_that_of_peft(checkpoint, adapter, plan, one):
     assert distance(ours, theirs) < 1e-5
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("flags", [(), pytest.param(("--bf16", "--lr", "1e-2"), marks=pytest.mark.slow),
                                    pytest.param(("--recompute-granularity", "full"), marks=pytest.mark.slow)],
                          ids=["float32", "bfloat16", "recompute"])

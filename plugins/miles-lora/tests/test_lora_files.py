@@ -42,6 +42,7 @@ def logits(model):
         return model(torch.arange(3, 40)[None]).logits[0]
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 @pytest.mark.parametrize("kind", ["dense", *(pytest.param(kind, marks=pytest.mark.full)
                                              for kind in ("tied", "fused", "moe"))])

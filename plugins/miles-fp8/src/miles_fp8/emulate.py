@@ -61,7 +61,7 @@ class _RoundedGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, tiles: Tiles, dtype: torch.dtype) -> torch.Tensor:
         ctx.tiles, ctx.dtype = tiles, dtype
-        return x.view_as(x)
+        return x.clone()  # a view could not have a bias added in place, as Megatron does to the output of experts
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
