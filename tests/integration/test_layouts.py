@@ -152,8 +152,11 @@ def gap(found: list[dict], expected: list[dict], key: str = "train/loss") -> flo
 GATE = ("pp2", "cp2", "dp2", "ep2")
 """Each way of cutting once, but for tensor parallelism, which takes more than a test of the gate may."""
 
+FULL = ("tp2-sp", "pp2-tied", "pp2-vpp2", "tp2-sp-cp2-ep2")
+"""And tensor parallelism, tied embeddings, a virtual pipeline, and all ways at once."""
 
-@pytest.mark.parametrize("name", sampled(LAYOUTS, GATE, LAYOUTS.keys() - {"tp2"}))
+
+@pytest.mark.parametrize("name", sampled(LAYOUTS, GATE, FULL))
 def test_six_steps_are_those_of_one_rank(name, train, one_rank, record_property):
     """Loss, gradient norm, metrics' names, the old log-probs of every sample, and the final weights."""
     expected, _ = one_rank(LAYOUTS[name][1])
@@ -235,7 +238,7 @@ STAR = ["tp2-sp", "pp2", "pp2-tied", "pp2-vpp2", "cp2", "dp2", "ep2", "tp2-sp-mo
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", sampled(STAR, ["tp2-sp"], STAR[::2]))
+@pytest.mark.parametrize("name", sampled(STAR, ["tp2-sp"], STAR[::4]))
 def test_a_checkpoint_of_one_rank_goes_on_under_any_layout(name, train, one_rank):
     """Weights, optimizer and schedule: the losses of the third rollout are those of the run that went on."""
     expected, save = one_rank(LAYOUTS[name][1])
@@ -243,7 +246,7 @@ def test_a_checkpoint_of_one_rank_goes_on_under_any_layout(name, train, one_rank
     assert gap(found["steps"], expected["steps"][4:]) <= RESUMED
 
 
-@pytest.mark.parametrize("name", sampled(STAR, ["pp2"], STAR[1::2]))
+@pytest.mark.parametrize("name", sampled(STAR, ["pp2"], STAR[3::4]))
 def test_a_checkpoint_of_any_layout_goes_on_under_one_rank(name, train, one_rank, tmp_path):
     expected, _ = one_rank(LAYOUTS[name][1])
     train(LAYOUTS[name], slice(0, 2), save=tmp_path / "saved")
@@ -291,7 +294,7 @@ class Clipping:
 
 
 @pytest.mark.parametrize("name", sampled(["tp2-sp", "pp2-tied", "dp2", "dp2-plain-optimizer", "ep2"],
-                                         (), ["tp2-sp", "pp2-tied", "dp2"]))
+                                         (), ["tp2-sp"]))
 def test_a_clipping_of_ones_own_sees_every_gradient_once(name, train, tmp_path):
     """The global norm from pieces is Megatron's, and a norm of each parameter that of one rank."""
     (tmp_path / "clipping.py").write_text(CLIPPING)

@@ -170,7 +170,7 @@ DRAWS = 8
     ("dense", ("--tensor-model-parallel-size", "2", "--sequence-parallel")),
     pytest.param("moe", ("--expert-model-parallel-size", "2"), marks=pytest.mark.full),
     pytest.param("dense", ("--pipeline-model-parallel-size", "2"), marks=pytest.mark.slow),
-    pytest.param("dense", ("--recompute-granularity", "full"), marks=pytest.mark.full),
+    pytest.param("dense", ("--recompute-granularity", "full"), marks=pytest.mark.slow),
 ], ids=["TP2", "EP2", "PP2", "recompute"])
 def test_a_layout_rounds_as_one_rank(kind, layout, gradients):
     """To float32's accuracy, on a batch where no value is so near a boundary of rounding that a sum's order decides.

@@ -252,8 +252,8 @@ LAYOUTS = {
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("layout", ["tp2-sp-recompute", pytest.param("tp2", marks=pytest.mark.slow),
-                                    *(pytest.param(name, marks=pytest.mark.full) for name in ("pp2", "ep2", "etp2"))])
+@pytest.mark.parametrize("layout", ["tp2-sp-recompute", *(pytest.param(name, marks=pytest.mark.slow) for name in (
+    "tp2", "pp2", "ep2", "etp2"))])
 def test_a_layout_changes_nothing(models, plan, one, two, layout):
     """Loss and gradient on two ranks and on one, in other micro-batches; and they are not those of plain weights."""
     name, flags = LAYOUTS[layout]

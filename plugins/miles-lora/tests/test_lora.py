@@ -82,7 +82,7 @@ def test_fresh_adapters_change_no_bit_and_the_reference_has_none(checkpoint, ada
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("layout", [name if name == "tp2-sp" else pytest.param(name, marks=pytest.mark.full)
+@pytest.mark.parametrize("layout", [name if name == "tp2-sp" else pytest.param(name, marks=pytest.mark.slow)
                                     for name in LAYOUTS])
 def test_a_layout_changes_no_gradient(checkpoint, adapter, plan, one, two, layout):
     """Of A and of B, both far from 0; the base gets none."""

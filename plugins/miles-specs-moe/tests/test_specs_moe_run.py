@@ -145,7 +145,7 @@ LAYOUTS = {
 @pytest.mark.full
 @pytest.mark.parametrize("layout", [
     "tp2-sp-one-expert-rank-each", pytest.param("tp2-sp-recompute", marks=pytest.mark.slow),
-    *(pytest.param(name, marks=pytest.mark.full) for name in ("wide-norm-recompute", "dp2-attention-again"))])
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("wide-norm-recompute", "dp2-attention-again"))])
 def test_a_layout_changes_nothing(checkpoint, one, two, layout):
     family, flags = LAYOUTS[layout]
     folder, [batch] = checkpoint(family), batches(1, vocab=VOCAB)

@@ -90,8 +90,8 @@ LAYOUTS = {
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("layout", ["tp2-ep2", *(pytest.param(name, marks=pytest.mark.full) for name in (
-    "cp2-recompute", "dp2")), *(pytest.param(name, marks=pytest.mark.slow) for name in ("tp2", "tp2-sp-recompute"))])
+@pytest.mark.parametrize("layout", ["tp2-ep2", *(pytest.param(name, marks=pytest.mark.slow) for name in (
+    "cp2-recompute", "dp2", "tp2", "tp2-sp-recompute"))])
 def test_a_layout_changes_nothing(folder, dense, one, two, layout):
     """The whole gradient, and apart from it that of the parameters which are small beside the others."""
     folder, [batch] = dense if layout == "tp2" else folder, batches(1, vocab=VOCAB)
