@@ -49,35 +49,40 @@ def _units(path: Path) -> Iterable[tuple[Unit, ast.stmt]]:
 
 def _only_checks(nodes: Mapping[Unit, ast.stmt]) -> set[Unit]:
     """What is reached from `check` hooks, less what anything that they do not reach reaches as well."""
-    files = {path: {name for place, name in nodes if place == path} for path, _ in nodes}
-    modules = {".".join(path.relative_to(path.parents[len(path.parents) - 1 - path.parts.index("src")])
-                        .with_suffix("").parts): path for path in files}
-    uses = {unit: set(_used(unit, node, files, modules)) for unit, node in nodes.items()}
-    hooks = {(path, f"{one['plugin'].partition(':')[2]}.{offer['method']}") for one, path in _manifests(modules)
-             for offer in one["offers"] if offer["hook"] == "check"}
+    names: dict[Path, dict[str, set[Unit]]] = {}
+    for path, name in nodes:
+        for part in {name, *name.split(".")}:  # a method goes by its own name and by its class's
+            names.setdefault(path, {}).setdefault(part, set()).add((path, name))
+    modules = {".".join(path.with_suffix("").parts[path.parts.index("src") + 1:]): path for path in names}
+    imported = {path: dict(_imported(tree(path).body, modules)) for path in names}
+    uses = {unit: _used(unit, node, names, imported[unit[0]], modules) for unit, node in nodes.items()}
+    hooks: set[Unit] = set()
+    for path in ROOT.glob("plugins/miles-*/src/*/miles-plugin.toml"):
+        manifest = tomllib.loads(path.read_text(encoding="utf-8"))
+        module, _, kind = manifest["plugin"].partition(":")
+        hooks |= {(modules[module], f"{kind}.{offer['method']}") for offer in manifest["offers"]
+                  if offer["hook"] == "check" and module in modules}
     reached = _closure(hooks, uses)
     return reached - _closure(set(nodes) - reached, uses)
 
 
-def _manifests(modules: Mapping[str, Path]) -> Iterable[tuple[dict, Path]]:
-    for path in ROOT.glob("plugins/miles-*/src/*/miles-plugin.toml"):
-        manifest = tomllib.loads(path.read_text(encoding="utf-8"))
-        if (module := manifest["plugin"].partition(":")[0]) in modules:
-            yield manifest, modules[module]
+def _imported(statements: Iterable[ast.AST], modules: Mapping[str, Path]) -> Iterable[tuple[str, tuple[Path, str]]]:
+    """Local name -> (file of the packages, name there)."""
+    for node in statements:
+        if isinstance(node, ast.ImportFrom) and (path := modules.get(node.module or "")):
+            yield from ((alias.asname or alias.name, (path, alias.name)) for alias in node.names)
 
 
-def _used(unit: Unit, node: ast.stmt, files: Mapping[Path, set[str]], modules: Mapping[str, Path]) -> Iterable[Unit]:
-    """Units that a unit names: of its own file, by what it or its file imports, and methods by their name alone."""
-    path, own = unit
-    imported = {alias.asname or alias.name: (modules.get(one.module or ""), alias.name)
-                for one in (*tree(path).body, *ast.walk(node)) if isinstance(one, ast.ImportFrom)
-                for alias in one.names}
-    for one in ast.walk(node):
+def _used(unit: Unit, node: ast.stmt, names: Mapping[Path, Mapping[str, set[Unit]]],
+          imported: Mapping[str, tuple[Path, str]], modules: Mapping[str, Path]) -> set[Unit]:
+    """Units that a unit names: of its own file, and what it or its file imports."""
+    walked, used = list(ast.walk(node)), set()
+    imported = {**imported, **dict(_imported(walked, modules))}
+    for one in walked:
         name = one.id if isinstance(one, ast.Name) else one.attr if isinstance(one, ast.Attribute) else None
-        place, name = imported.get(name, (path, name))
-        for known in files.get(place, ()) if name else ():
-            if known == name or known.startswith(f"{name}.") or known.endswith(f".{name}"):
-                yield place, known
+        path, name = imported.get(name, (unit[0], name))
+        used |= names.get(path, {}).get(name, set())
+    return used
 
 
 def _closure(start: set[Unit], uses: Mapping[Unit, set[Unit]]) -> set[Unit]:

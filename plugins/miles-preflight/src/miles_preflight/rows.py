@@ -20,12 +20,11 @@ from miles_core.errors import DataError
 from miles_core.plugins.bind import bind
 from miles_core.plugins.select import Selected
 from miles_core.reading import field_of, format_of, reading, sliced
-from miles_core.stages.prompts import Rendering, Rows, rows_of
 from miles_preflight.chat_template import RenderingTokenizer, check_prompt
 from miles_preflight.paths import astray
 
 if TYPE_CHECKING:
-    from miles_core.stages.prompts import Records
+    from miles_core.stages.prompts import Records, Rows
 
 LOOKED_AT = 64 * 1024
 """Bytes of a file."""
@@ -88,26 +87,39 @@ def begun(plugins: Sequence[Selected], config: RunConfig) -> list[File]:
     """
     if config.debug.debug_train_only or config.rollout.prompt_source not in OF_ROWS:
         return []
+    named = [one for one in _named(config) if _here(*one)]
+    if not named:
+        return []
+    from miles_core.stages.prompts import rows_of  # brings numpy
+
     reading_rows = [one for one in plugins if any(offer.hook == "read_rows" for offer in one.manifest.offers)]
     readers: Mapping[str, Callable[[str, int], Records]] = bind(reading_rows, config, "plan").read_rows
-    return [_read(file, readers) for file in _files(config)]
+    scorers = config.rollout.rm_type
+    return [_read(File(key, rows_of(config, dataset), [own] if (own := (dataset or {}).get("rm_type")) else scorers),
+                  readers) for key, _, dataset in named]
 
 
-def _files(config: RunConfig) -> Iterator[File]:
-    rollout, eval_ = config.rollout, config.eval
-    yield File(who(config, "rollout.prompt_data"), rows_of(config), rollout.rm_type)
-    for dataset in eval_.every:
-        key = "eval.datasets" if dataset in eval_.datasets else "eval.eval_prompt_data"
-        yield File(who(config, key), rows_of(config, dataset),
-                   [dataset["rm_type"]] if dataset.get("rm_type") else rollout.rm_type)
+def _named(config: RunConfig) -> Iterator[tuple[str, str, Mapping[str, Any] | None]]:
+    """(the option, the path, the eval dataset) of every prompt file."""
+    yield who(config, "rollout.prompt_data"), str(config.rollout.prompt_data), None
+    for dataset in config.eval.every:
+        key = "eval.datasets" if dataset in config.eval.datasets else "eval.eval_prompt_data"
+        yield who(config, key), dataset["path"], dataset
+
+
+def _here(key: str, path: str, dataset: Mapping[str, Any] | None) -> bool:
+    """
+    Raises:
+        DataError: a file is not, and cannot be meant to come later.
+    """
+    name = path.partition("@")[0]
+    if not _there(name) and (astray(name) or dataset is not None and not re.search("[./]", name)):
+        raise DataError("there is no such prompt file", who=f"{key}, {name}", fix="check the path")
+    return _there(name)
 
 
 def _read(file: File, readers: Mapping[str, Callable[[str, int], Records]]) -> File:
-    (name, part), cut = sliced(file.how.path), file.how.path.partition("@")[2]
-    if not _there(name):
-        if astray(name) or file.eval and not re.search("[./]", name):
-            raise DataError("there is no such prompt file", who=file.origin, fix="check the path")
-        return file
+    part, cut = sliced(file.how.path)[1], file.how.path.partition("@")[2]
     with reading(file.origin):
         try:
             records = readers[format_of(file.how.path)](file.how.path, LOOKED_AT)
@@ -141,6 +153,10 @@ def check_rows(config: RunConfig, files: Sequence[File], note: Callable[[str], N
     Raises:
         DataError: rows that lack what is read, or that model or scorer would be shown otherwise than they are meant.
     """
+    if not files:
+        return
+    from miles_core.stages.prompts import Rendering
+
     tokenizer = RenderingTokenizer(config)
     for file in files:
         with reading(file.origin):
@@ -152,9 +168,10 @@ def check_rows(config: RunConfig, files: Sequence[File], note: Callable[[str], N
                 if number < RENDERED:
                     check_prompt(config, tokenizer, rendering(number, number, row), where)
             _check_all(config, file)
-    trained = {json.dumps(file.field(row, file.how.input_key)) for file in files[:1] for _, row in file.rows}
-    for file in files[1:]:
-        if common := sum(json.dumps(file.field(row, file.how.input_key)) in trained for _, row in file.rows):
+    prompts = [[json.dumps(field_of(row, file.how.input_key)) for _, row in file.rows] for file in files]
+    trained = {prompt for file, own in zip(files, prompts, strict=True) if not file.eval for prompt in own}
+    for file, own in zip(files, prompts, strict=True):
+        if file.eval and (common := len([prompt for prompt in own if prompt in trained])):
             note(f"{common} of the first {len(file.rows)} evaluation prompts are trained on ({file.origin})")
 
 

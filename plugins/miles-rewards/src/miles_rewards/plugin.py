@@ -46,6 +46,15 @@ class Rewards:
         self._checkers = Checkers(seconds, options.grading_processes)
 
     @hookimpl
+    def check(self, config: RunConfig, note: Callable[[str], None]) -> RunConfig:
+        """The checkers of IFBench are needed where the run samples, which may be another machine than this one."""
+        from miles_rewards.ifbench import INSTALL, installed
+
+        if asks_ifbench(config) and not installed():
+            note(f"the checkers of IFBench are not installed here: {INSTALL}")
+        return config
+
+    @hookimpl
     def begin(self) -> None:
         """
         Raises:
