@@ -76,7 +76,7 @@ class Mine:
 
 @pytest.mark.parametrize("content", ["{", "[]"])
 def test_what_cannot_be_read_is_refused(plan, checkpoint, content):
-    with pytest.raises(CheckpointError, match="no config.json that can be read"):
+    with pytest.raises(CheckpointError, match="config.json cannot be read"):
         plan(*checkpoint(content))
 
 

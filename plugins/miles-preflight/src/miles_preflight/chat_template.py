@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 UNKNOWN = "{% for message in messages %}{{ message.content }}{% endfor %}"
-"""Stands for the template of a model that is not here yet."""
+"""Stands for the template of a tokenizer that is not here yet."""
 
 
 class RenderingTokenizer:
@@ -42,7 +42,7 @@ class RenderingTokenizer:
         if isinstance(source, list):
             source = {one.get("name"): one.get("template") for one in source}
         source = source.get("default") if isinstance(source, Mapping) else source
-        self.chat_template = source if isinstance(source, str) else None if folder.is_dir() else UNKNOWN
+        self.chat_template = source if isinstance(source, str) else None if any(folder.glob("*token*")) else UNKNOWN
         self.name_or_path = f"--hf-checkpoint {folder}"
         tokens = {**read(folder / "special_tokens_map.json"), **settings}
         self._tokens = {name: token_text(value) for name, value in tokens.items() if name.endswith("_token") and value}

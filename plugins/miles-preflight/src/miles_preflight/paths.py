@@ -63,7 +63,8 @@ def _hf_checkpoint(config: RunConfig, note: Note) -> None:
         return
     if config_json(config)[1] is None:
         inside = sorted(path.parent for below in ("*", "snapshots/*") for path in folder.glob(f"{below}/config.json"))
-        raise CheckpointError("the folder has no config.json that can be read", who=origin,
+        raise CheckpointError("config.json cannot be read" if (folder / "config.json").exists() else
+                              "the folder has no config.json", who=origin,
                               fix=f"is {inside[0]} meant?" if inside else FOLDER)
     _safetensors(folder, origin)
 
