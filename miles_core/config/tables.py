@@ -242,7 +242,7 @@ class Algorithm:
     eps_clip_high: float = option(
         0.28, "Upper width of the clip band; default: --eps-clip where that is given.", within=(0,)
     )
-    eps_clip_c: float | None = option(None, "Dual-clip constant, above 1.", within=(1.001,))
+    eps_clip_c: float | None = option(None, "Dual-clip constant, above 1.")
     use_kl_loss: bool = option(False, "Load the reference model and report the KL divergence to it.")
     kl_loss_coef: float = option(0.0, "Its weight in the loss; 0 makes it a monitor.", within=(0,))
     kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = option(

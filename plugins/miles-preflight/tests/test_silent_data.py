@@ -135,7 +135,7 @@ ROTARY = torch.arange(0, 32, 2) / 32
     ({"hidden_act": "gelu"}, lambda: not torch.equal(F.gelu(torch.ones(1)), F.silu(torch.ones(1)))),
     ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
      lambda: not torch.equal(*(1 / base**ROTARY for base in (1e4, 1e6)))),
-], ids=str)
+], ids=["epsilon", "activation", "theta"])
 def test_a_reference_that_the_policys_constants_would_compute_otherwise(change, damage):
     """Its tensors have the policy's shapes, and go into the policy's place."""
     flags = ("--use-kl-loss", "--ref-load", "{here}/other")
@@ -166,7 +166,7 @@ def frequencies(**rope):
     ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 0.5}}, "factor of the rope",
      lambda: not torch.allclose(frequencies(rope_type="linear", factor=0.5), frequencies())),
     ({"rope_theta": 1e6}, "rope_theta", lambda: not torch.allclose(frequencies(rope_theta=1e6), frequencies())),
-], ids=str)
+], ids=["activation", "window", "kinds-of-layers", "kind-of-rope", "factor", "theta"])
 def test_what_the_trainer_would_compute_otherwise_than_the_engine(change, key, damage):
     assert f"{key} in config.json is not what the trainer would compute" in told(config=change)
     assert damage()

@@ -45,7 +45,7 @@ REFUSED = {
     "named twice": ["--rm-type", "math", "math"],
     "rounds bf16 logits": ["--fp32-lm-head", "--bf16", "--engine", "local"],
     "NAME PATH pairs": ["--eval-interval", 2, "--eval-prompt-data", "a", "a.jsonl", "b"],
-    "eps_clip_c should be at least 1.001": ["--eps-clip-c", 1.0],
+    "eps_clip_c 1.0": ["--eps-clip-c", 1.0],
     "eval_temperature should be at least 0": ["--eval-temperature", -0.5],
     "num_steps_per_rollout 2": ["--skip-actor-forward-only", "--num-steps-per-rollout", 2],
     "calculate_per_token_loss True, reduction": ["--calculate-per-token-loss", "--reduction", "sample"],

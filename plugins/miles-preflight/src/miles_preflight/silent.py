@@ -85,6 +85,9 @@ def _ratio(config: RunConfig) -> None:
         if algorithm.kl_coef:
             _refuse(config, "the KL divergence in the reward needs the old log-probs, which are not computed",
                     "write --use-kl-loss and --kl-loss-coef", skip, "algorithm.kl_coef")
+    if algorithm.eps_clip_c is not None and algorithm.eps_clip_c <= 1:  # the loss would say so after a rollout
+        _refuse(config, "the dual-clip constant should be above 1", "--eps-clip-c 3, or leave it out",
+                "algorithm.eps_clip_c")
     if algorithm.policy_loss != "clip" or config.debug.debug_rollout_only:
         return
     keys = ("algorithm.eps_clip", "algorithm.eps_clip_high")
