@@ -102,6 +102,12 @@ def test_a_template_that_drops_something(template, messages, words, damage):
     assert damage(rendered(template, messages))
 
 
+def test_a_model_without_a_tokenizer_is_given_empty_prompts(tmp_path):
+    assert "the model has no tokenizer" in told(config={}, copied=())
+    shutil.copy(TINY / "config.json", tmp_path)
+    assert load_tokenizer(RunConfig(checkpoint=Checkpoint(hf_checkpoint=str(tmp_path))))("1+1=")["input_ids"] == []
+
+
 def test_a_first_token_that_stands_there_twice(changed_tokenizer):
     processor = {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "<|im_start|>", "type_id": 0}},
                                                           {"Sequence": {"id": "A", "type_id": 0}}],

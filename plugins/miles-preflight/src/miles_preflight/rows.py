@@ -22,6 +22,7 @@ from miles_core.plugins.select import Selected
 from miles_core.reading import field_of, format_of, reading, sliced
 from miles_preflight.chat_template import RenderingTokenizer, check_prompt
 from miles_preflight.paths import astray
+from miles_preflight.tokenizer import check_present
 
 if TYPE_CHECKING:
     from miles_core.stages.prompts import Records, Rows
@@ -157,6 +158,7 @@ def check_rows(config: RunConfig, files: Sequence[File], note: Callable[[str], N
         return
     from miles_core.stages.prompts import Rendering
 
+    check_present(config)
     tokenizer = RenderingTokenizer(config)
     for file in files:
         with reading(file.origin):

@@ -12,6 +12,8 @@ from miles_core.config.tables import RunConfig
 from miles_core.errors import DataError
 from miles_preflight.checkpoint_files import SPECIAL, read
 
+VOCABULARIES = ("*token*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
+"""One of these a folder with a tokenizer has."""
 _ADDED = re.compile(SPECIAL.encode())
 
 
@@ -37,6 +39,18 @@ def check_tokenizer(config: RunConfig, note: Callable[[str], None]) -> None:
     if own in added and generation and added[own] not in generation:
         note(f"answers end at {own} ({added[own]}), which the tokenizer names, and at "
              f"{', '.join(map(str, sorted(generation)))}, which generation_config.json names")
+
+
+def check_present(config: RunConfig) -> None:
+    """
+    Raises:
+        DataError: the model has no tokenizer: transformers would make one without tokens, and every prompt be empty.
+    """
+    folder = Path(str(config.checkpoint.hf_checkpoint))
+    if folder.is_dir() and not any(any(folder.glob(pattern)) for pattern in VOCABULARIES):
+        raise DataError("the model has no tokenizer, and every prompt would be empty", got="no such files",
+                        who=f"--hf-checkpoint {folder}",
+                        fix="copy tokenizer.json and tokenizer_config.json of its model there")
 
 
 def token_text(token: object) -> str | None:
