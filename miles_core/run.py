@@ -48,7 +48,7 @@ class Run:
         begun: groups that were called back and go on later, oldest first.
         clock: seconds, for the figures under perf/.
         version: of the weights that the engine has.
-        steady: whether the trainer holds that version, too: between a sync and the next batch.
+        weights_current: whether the trainer holds that version, too: between a sync and the next batch.
         made_of: the lock of the run that saved the checkpoint, until this run is told its own; empty without one.
     """
 
@@ -74,7 +74,7 @@ class Run:
     took: Callable[[], dict[str, float]] = dict
     clock: Callable[[], float] = time.perf_counter
     version: int = 0
-    steady: bool = False
+    weights_current: bool = False
     metrics: dict[str, float] = field(default_factory=dict)
     resumable: dict = field(default_factory=dict)
     made_of: dict = field(default_factory=dict)
@@ -225,7 +225,7 @@ class Run:
 
     def batch(self, rollout_id: int, taken: Taken) -> Batch:
         """The taken groups as a batch; their rewards go through shape_rewards."""
-        self.steady = False
+        self.weights_current = False
         self._timed("rollout_time")
         self._passed_over(rollout_id, taken)
         batch = Batch(rollout_id, taken.groups, self.version)
@@ -274,7 +274,7 @@ class Run:
         begin = self.clock()
         async with within(self.config.perf.weight_sync_timeout, self._late(version)):
             figures = await self.weight_sync.sync(self.trainer, self.engine, version)
-        self.version, self.steady = version, True
+        self.version, self.weights_current = version, True
         self.metrics["perf/update_weights_time"] = self.clock() - begin
         self.journal.event("weight_sync", rollout_id=rollout_id, version=version, seconds=self.clock() - begin,
                            **figures)
@@ -284,10 +284,10 @@ class Run:
 
     async def recover(self) -> None:
         """Bring a restarted engine up to date, where the trainer still holds its version; else the next sync does."""
-        if not self.steady:
+        if not self.weights_current:
             return
         async with self.placement.lease("recover"):
-            if not self.steady:  # it waited for a step to end
+            if not self.weights_current:  # it waited for a step to end
                 return
             async with within(self.config.perf.weight_sync_timeout, self._late(self.version)):
                 figures = await self.weight_sync.sync(self.trainer, self.engine, self.version)

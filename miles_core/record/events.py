@@ -2,24 +2,6 @@
 
     {"event": kind, "time": unix seconds, "rollout_id": number or null, ...}
 
-    kind         further keys
-    run_start    start (1 for the first), plan_hash, versions {distribution: version}, resumed_from, rollouts
-    metrics      metrics {name: number}
-    eval         metrics {name: number}
-    weight_sync  version, seconds, tensors, bytes
-    drop         reason, count, ...
-    heartbeat    sampling, finished, dropped, capacity, version, oldest_s, idle_s; blocked_s, plugin, hook, where while
-                 the event loop is blocked
-    loop_blocked seconds, plugin, hook, where (FILE:LINE FUNCTION): what has kept the event loop from its next turn
-    checkpoint   path, seconds
-    message      level, text
-    environment  role, variables {name: value} that change how its processes compute or talk
-    engine_lost, engine_restarted, router_lost, router_restarted  engine, why, restarts
-    engine_compiles         engine, what, limit
-    engine_recovered  version, tensors, bytes: a restarted server has the weights that it should
-    restart      count, most, culprit, error, resumes: the checkpoint, null from the start
-    run_end      status, error
-
 JSON knows no NaN and no infinity: such a number is null, and the line's "nonfinite" lists the names concerned.
 
 A run that is resumed at rollout k does the rollouts from k on again; what earlier starts wrote about them is
@@ -36,12 +18,39 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from enum import StrEnum
 from pathlib import Path
 
 from miles_core.errors import RunDirectoryError
 from miles_core.record.directory import explained, sync
 
-LIFECYCLE = frozenset({"run_start", "run_end", "message", "environment", "engine_recovered", "restart"})
+
+class Kind(StrEnum):
+    """What a line tells, with its further keys; plugins may write kinds of their own."""
+
+    RUN_START = "run_start"  # start (from 1), plan_hash, versions {distribution: version}, resumed_from, rollouts
+    METRICS = "metrics"  # metrics {name: number}
+    EVAL = "eval"  # metrics {name: number}
+    WEIGHT_SYNC = "weight_sync"  # version, seconds, tensors, bytes
+    DROP = "drop"  # reason, count, ...
+    HEARTBEAT = "heartbeat"  # sampling, finished, dropped, capacity, version, oldest_s, idle_s; blocked_s and by whom
+    LOOP_BLOCKED = "loop_blocked"  # seconds, plugin, hook, where (FILE:LINE FUNCTION): what has kept the event loop
+    CHECKPOINT = "checkpoint"  # path, seconds
+    HASHES = "hashes"  # in hashes.jsonl: weights {name: hash}, batch {column: hash}
+    MESSAGE = "message"  # level, text
+    ENVIRONMENT = "environment"  # role, variables {name: value} that change how its processes compute or talk
+    REQUEST_FAILED = "request_failed"  # request, attempt, why
+    ENGINE_LOST, ROUTER_LOST = "engine_lost", "router_lost"  # engine, why
+    ENGINE_RESTARTED, ROUTER_RESTARTED = "engine_restarted", "router_restarted"  # engine, restarts
+    ENGINE_COMPILES = "engine_compiles"  # engine, what, limit
+    ENGINE_STALE = "engine_stale"  # engine, says, expected
+    ENGINE_RECOVERED = "engine_recovered"  # version, tensors, bytes: a restarted server has the weights that it should
+    RESTART = "restart"  # count, most, culprit, error, resumes: the checkpoint, null from the start
+    RUN_END = "run_end"  # status, error
+
+
+LIFECYCLE = frozenset({Kind.RUN_START, Kind.RUN_END, Kind.MESSAGE, Kind.ENVIRONMENT, Kind.ENGINE_RECOVERED,
+                       Kind.RESTART})
 """Kinds that tell of a start rather than of the weights: never superseded."""
 
 LATEST = 1e12
@@ -66,7 +75,7 @@ class EventLog:
             self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
             _cut_torn_end(self._file)
             sync(self.path.parent)
-        self.starts = sum(event["event"] == "run_start" for event in read(self.path, everything=True))
+        self.starts = sum(event["event"] == Kind.RUN_START for event in read(self.path, everything=True))
         """How many starts the file tells of, the current one included once `run_start` was called."""
 
     def append(self, event: str, /, rollout_id: int | None = None, **fields: object) -> None:
@@ -91,30 +100,21 @@ class EventLog:
             rollouts: how many there are to be in all.
         """
         self.starts += 1
-        self.append("run_start", start=self.starts, plan_hash=plan_hash, versions=dict(versions),
+        self.append(Kind.RUN_START, start=self.starts, plan_hash=plan_hash, versions=dict(versions),
                     resumed_from=resumed_from, rollouts=rollouts, **fields)
         return self.starts
 
     def metrics(self, rollout_id: int, metrics: Mapping[str, float]) -> None:
-        self.append("metrics", rollout_id, metrics=dict(metrics))
+        self.append(Kind.METRICS, rollout_id, metrics=dict(metrics))
 
     def eval(self, rollout_id: int, metrics: Mapping[str, float]) -> None:
-        self.append("eval", rollout_id, metrics=dict(metrics))
-
-    def weight_sync(self, rollout_id: int | None, version: int, seconds: float, tensors: int, bytes: int) -> None:
-        self.append("weight_sync", rollout_id, version=version, seconds=seconds, tensors=tensors, bytes=bytes)
-
-    def drop(self, rollout_id: int | None, reason: str, count: int = 1, **fields: object) -> None:
-        self.append("drop", rollout_id, reason=reason, count=count, **fields)
-
-    def checkpoint(self, rollout_id: int, path: str | os.PathLike[str], seconds: float) -> None:
-        self.append("checkpoint", rollout_id, path=os.fspath(path), seconds=seconds)
+        self.append(Kind.EVAL, rollout_id, metrics=dict(metrics))
 
     def message(self, level: str, text: str, rollout_id: int | None = None) -> None:
-        self.append("message", rollout_id, level=level, text=text)
+        self.append(Kind.MESSAGE, rollout_id, level=level, text=text)
 
     def run_end(self, status: str, error: object = None) -> None:
-        self.append("run_end", status=status, error=None if error is None else str(error))
+        self.append(Kind.RUN_END, status=status, error=None if error is None else str(error))
 
     def sync(self) -> None:
         """Have what was appended outlast a power cut."""
@@ -154,9 +154,9 @@ def read(path: str | os.PathLike[str], *, everything: bool = False) -> Iterator[
     limits = [] if everything else _limits(path)
     start = 0
     for event in _lines(path):
-        start += event["event"] == "run_start"
+        start += event["event"] == Kind.RUN_START
         lasts = event["event"] in LIFECYCLE or event["rollout_id"] is None or start >= len(limits)
-        if lasts or event["rollout_id"] < limits[start][event["event"] == "eval"]:
+        if lasts or event["rollout_id"] < limits[start][event["event"] == Kind.EVAL]:
             yield event
 
 
@@ -200,10 +200,10 @@ def _limits(path: str | os.PathLike[str]) -> list[tuple[float, float]]:
     """
     begins: list[list[int]] = []  # [first rollout, from where earlier evals are superseded]
     for event in _lines(path, only=(b'"run_start"', b'"eval"')):
-        if event["event"] == "run_start":
+        if event["event"] == Kind.RUN_START:
             first = event.get("resumed_from")
             begins.append([first, first + 1] if isinstance(first, int) else [0, 0])
-        elif event["event"] == "eval" and begins and event["rollout_id"] == begins[-1][0]:
+        elif event["event"] == Kind.EVAL and begins and event["rollout_id"] == begins[-1][0]:
             begins[-1][1] = begins[-1][0]
     limits = [(math.inf, math.inf)]
     for begin, evals in reversed(begins):

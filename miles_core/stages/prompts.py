@@ -199,7 +199,7 @@ class Rendering:
         else:
             text = cast("str", source)
         ids = self._tokenizer(text, add_special_tokens=rows.template is None)["input_ids"]
-        label = self._field(row, record, rows.label_key, "--label-key") if rows.label_key is not None else None
+        label = self._field(row, record, rows.label_key, "label-key") if rows.label_key is not None else None
         metadata = record.get(rows.metadata_key) or {}
         if not isinstance(metadata, dict):
             raise DataError(f"{rows.metadata_key!r} should be an object", got=type(metadata).__name__,
@@ -211,7 +211,7 @@ class Rendering:
                       None if messages is None else tuple(messages), rows.stream)
 
     def _source(self, row: int, record: Mapping[str, Any]) -> str | list[dict[str, Any]]:
-        source = self._field(row, record, self._rows.input_key, "--input-key")
+        source = self._field(row, record, self._rows.input_key, "input-key")
         chat = isinstance(source, list) and source and all(isinstance(m, dict) and "role" in m for m in source)
         if not (chat or isinstance(source, str)):
             raise DataError(f"{self._rows.input_key!r} should be text or a list of chat messages", who=self._where(row),
@@ -227,7 +227,7 @@ class Rendering:
             return field_of(record, key)
         except KeyError:
             raise DataError(f"the row has no key {key!r}", got=", ".join(record), who=self._where(row),
-                            fix=f"name the right key with {flag}") from None
+                            fix=f"name the right key with --{'eval-' * (self._rows.stream != 'train')}{flag}") from None
 
 
 def render(tokenizer: Any, messages: Sequence[Mapping[str, Any]], arguments: dict[str, object], where: str) -> str:

@@ -1,5 +1,6 @@
-"""Sizes: files, functions, the loop, the hookspecs, the core, the README. The numbers are in .ci/budgets.toml."""
+"""Sizes: files, functions, the loop, hookspecs, the core, checks, the README. The numbers are in .ci/budgets.toml."""
 
+from checks import lines_by_file
 from source import BUDGETS, CORE, ROOT, core_files, functions, plugin_files, where
 
 LINES = BUDGETS["lines"]
@@ -32,6 +33,12 @@ def test_the_loop_and_the_hookspecs_fit_on_their_page():
 def test_the_core_is_small():
     sizes = {where(path): lines(path) for path in (*core_files(), *CORE.rglob("*.toml"))}
     assert sum(sizes.values()) <= LINES["core"], sorted(sizes.items(), key=lambda item: -item[1])[:10]
+
+
+def test_checks_are_few():
+    sizes = lines_by_file()
+    assert any("miles_megatron/checks.py" in path for path in sizes), "the count finds what hooks of others reach"
+    assert sum(sizes.values()) <= LINES["checks"], sizes
 
 
 def test_the_readme_is_short():

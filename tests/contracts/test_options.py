@@ -14,7 +14,7 @@ from miles_core.errors import ConfigError, UnknownKeyError
 
 DECLARED = {(table, name): option for table, kind in TABLES.items() for name, option in options_of(table, kind).items()}
 
-BY_NAME = {"eval_top_k"}
+BY_NAME = {"eval_temperature", "eval_top_p", "eval_top_k"}
 """Read by getattr in build.sampling; tests/integration/test_evaluation.py shows that they act."""
 
 

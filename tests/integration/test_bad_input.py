@@ -58,14 +58,14 @@ def test_unknown_architecture(place, kind):
 
 def test_missing_tokenizer(place):
     (place.model() / "tokenizer.json").unlink()
-    words = "--hf-checkpoint model: the tokenizer cannot be loaded ... copy tokenizer.json of its model there"
+    words = "--hf-checkpoint model: the tokenizer cannot be loaded ... needs tokenizer.json"
     place.refuses(2, words, "--hf-checkpoint", "model")
 
 
 def test_truncated_tokenizer(place):
     tokenizer = place.model() / "tokenizer.json"
     tokenizer.write_text(tokenizer.read_text()[:500])
-    words = "model/tokenizer.json: the tokenizer cannot be read ... fetch the checkpoint again"
+    words = "--hf-checkpoint model: the tokenizer cannot be loaded ... needs tokenizer.json"
     place.refuses(2, words, "--hf-checkpoint", "model")
 
 
@@ -77,7 +77,7 @@ def test_tokenizer_without_a_chat_template(place):
 def test_load_of_one_iteration(place):
     place.saved()
     place.again = ["--load", "ckpt"]
-    place.refuses(2, "iter_0000001: this is one iteration of a checkpoint ... ckpt", "--load", "ckpt/iter_0000001")
+    place.refuses(2, "iter_0000001: this is no checkpoint of a run ... give ckpt: the", "--load", "ckpt/iter_0000001")
 
 
 @pytest.mark.full
@@ -100,7 +100,8 @@ def test_truncated_iteration(place):
 
 
 def test_load_of_a_hugging_face_folder(place):
-    place.refuses(2, "Hugging Face directory ... --hf-checkpoint", "--load", str(place.tiny / "qwen3"))
+    place.refuses(2, "this is no checkpoint of a run ... Hugging Face folder ... --hf-checkpoint", "--load",
+                  str(place.tiny / "qwen3"))
 
 
 def test_load_of_another_model(place):

@@ -46,8 +46,6 @@ def test_the_run_directory_of_a_refused_plan_takes_the_run_that_was_meant(place)
     (["--advantage-estimator", "grop"], "nobody enabled offers the advantage 'grop' ... did you mean 'grpo'?"),
     (["--engine", "sglang"], "SGLang is not installed in this Python"),
     (["--engine", "vllm"], "nobody enabled offers the engine 'vllm' (got offered: local, sglang)"),
-    (["--save-interval", "1"], "save_interval needs --save"),
-    (["--eval-interval", "1"], "eval_interval is given but no eval dataset"),
     (["--tensorboard.dir", "x"], "--tensorboard.dir belongs to plugin 'tensorboard', which is not enabled"),
 ], ids=lambda value: "".join(value) if isinstance(value, list) else "")  # fmt: skip
 def test_flags(place, flags, words):

@@ -242,7 +242,7 @@ def test_text_of_a_run_is_never_markup(page, tmp_path):
     log.run_start(hostile, {hostile: hostile}, rollouts=1)
     log.metrics(0, {f"rollout/{hostile}": 1.0, "rollout/raw_reward": 1.0})
     log.eval(0, {f"eval/{hostile}": 1.0})
-    log.drop(0, hostile)
+    log.append("drop", 0, reason=hostile, count=1)
     log.message("warning", hostile)
     log.append("engine_lost", engine=hostile, why=hostile)
     log.run_end("failed", hostile)

@@ -364,6 +364,8 @@ def test_a_plan_knows_the_sizes_of_groups(models, plan):
 def test_a_plan_knows_two_precisions_for_one_weight(models, plan):
     with pytest.raises(ConfigError, match="rounded to int4 in the forward cannot be rounded to fp8"):
         plan(models / "dense-int4", *QAT, "--ref-load", models / "dense", "--fp8-format", "e4m3")
+    weight = rounded(torch.linspace(-1, 1, 128)[None], 32, torch.float32)
+    assert not torch.equal(weight.to(torch.float8_e4m3fn).float(), weight), "the engine has the one, the trainer both"
 
 
 def test_the_environment_of_a_launch_script_has_to_agree(models, plan, monkeypatch):
@@ -372,6 +374,8 @@ def test_the_environment_of_a_launch_script_has_to_agree(models, plan, monkeypat
         with pytest.raises(ConfigError, match=r"OPEN_TRAINING_INT4_GROUP_SIZE=128.*--int4-qat\.group-size 128"):
             plan(models / "dense", *QAT, *flags)
     plan(models / "dense", *QAT, "--int4-qat.group-size", 128)
+    weight = torch.linspace(-1, 1, 128)[None]
+    assert not torch.equal(rounded(weight, 32, torch.float32), rounded(weight, 128, torch.float32))
 
 
 @pytest.mark.full

@@ -49,21 +49,13 @@ def test_a_key_of_metadata_is_in_some_row():
 
 WEIGHTS = "model.safetensors"
 FILES = [
-    ({WEIGHTS: None, "model-00001-of-00002.safetensors": TINY / WEIGHTS}, {}, "no index says which is where"),
     ({WEIGHTS: b""}, {}, "it is not whole (got 0 bytes)"),
     ({WEIGHTS: (TINY / WEIGHTS).read_bytes()[:-8]}, {}, "it is cut short"),
     ({WEIGHTS: b"version https://git-lfs.github.com/spec/v1\noid"}, {}, "a pointer of Git LFS"),
     ({"tokenizer.json": b"version https://git-lfs.github.com/spec/v1\noid"}, {}, "a pointer of Git LFS"),
-    ({}, {"num_hidden_layers": 3}, "config.json has 3 layers, and the weights are of others (got 4)"),
-    ({}, {"num_hidden_layers": 6}, "the weights are of others (got 4)"),
-    ({}, {"hidden_size": 256}, "misshapen model.embed_tokens.weight: (264, 128), not (264, 256)"),
-    ({}, {"vocab_size": 300}, "the tensors do not fit"),
-    ({}, {"intermediate_size": 512}, "misshapen model.layers.0.mlp.gate_proj.weight"),
-    ({}, {"tie_word_embeddings": False}, "no lm_head.weight"),
-    ({}, {"eos_token_id": 999}, "is none of the model's (got 999"),
-    ({WEIGHTS: None}, {"vocab_size": 200, "eos_token_id": 1}, "the token that ends a sequence is none of"),
-    ({}, {"pad_token_id": 264}, "the token that pads is none of the model's"),
-    ({}, {"pad_token_id": -1}, None), ({}, {}, None),
+    ({}, {}, None), ({}, {"eos_token_id": [258, 999]}, "beyond the model's vocabulary, and never drawn (got 999"),
+    ({WEIGHTS: None}, {"vocab_size": 200, "eos_token_id": 1}, "never drawn (got 258, and"),
+    ({"generation_config.json": None}, {"eos_token_id": 7}, "a special token of the tokenizer, which is an"),
     ({WEIGHTS: None}, {}, "the folder of the model holds no weights"),
 ]
 
@@ -81,15 +73,12 @@ def test_the_checkpoints_files_are_of_one_model(files, constants, words, tmp_pat
     told(case, words)
 
 
-def test_the_reference_is_the_same_model(tmp_path):
-    others = {"num_hidden_layers": 8}, {"vocab_size": 512}, {"dtype": "bfloat16"}
-    for change, good in zip(others, (False, False, True), strict=True):
-        (tmp_path / "config.json").write_text(json.dumps(CONFIG | change))
-        case = {"flags": ["--use-kl-loss", "--ref-load", str(tmp_path)]}
-        if good:
-            assert outcome({"id": "one", **case}).verdict == ACCEPTED
-        else:
-            told(case, "the reference is another model")
+@pytest.mark.parametrize(("change", "key"), [
+    ({"rms_norm_eps": 1e-5}, "rms_norm_eps"), ({"hidden_act": "gelu"}, "hidden_act"), ({"dtype": "bfloat16"}, None),
+])
+def test_the_reference_is_computed_as_the_policy(tmp_path, change, key):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | change))
+    told({"flags": ["--use-kl-loss", "--ref-load", str(tmp_path)]}, key and f"with the policy's {key}")
 
 
 def test_a_checkpoints_tracker_names_what_is_there():
@@ -128,7 +117,7 @@ TEMPLATES = [
     (ROLES, [USER, USER], "the chat template refuses the messages (got roles must alternate)"),
     (PARTS, [USER | {"content": [{"type": "text", "text": "1+1="}]}], None),
     ("{{- 'a' + messages[0].content }}", [USER | {"content": [{"type": "text", "text": "1"}]}], "can only concatenate"),
-    ("{% if %}", [USER], "the chat template is no Jinja (got line 1: Expected an expression"),
+    ("{% if %}", [USER], "the chat template refuses the messages (got Expected an expression"),
     ("{% generation %}{{ messages | tojson(indent=2) }}{% endgeneration %}{{ strftime_now('%Y') }}", [USER], None),
     ("{% for one in messages %}{{ one.content }}{% break %}{% endfor %}{{ eos_token + tone }}", [USER], None),
 ]
@@ -136,24 +125,11 @@ TEMPLATES = [
 
 @pytest.mark.parametrize(("template", "messages", "words"), TEMPLATES, ids=str)
 def test_the_template_takes_the_rows(template, messages, words):
-    rows = [{"prompt": [USER], "label": "2"}] * (40 if words is None or "Jinja" in words else 0)
+    rows = [{"prompt": [USER], "label": "2"}] * (40 if words is None or "Expected" in words else 0)
     rows.insert(0, {"prompt": messages, "label": "2"})
     flags = ["--prompt-data", "{here}/rows.jsonl", "--chat-template-path", "{here}/chat.jinja",
              "--apply-chat-template-kwargs", '{"tone": "calm"}']
     case = {"flags": flags, "files": {"chat.jinja": template, "rows.jsonl": "\n".join(map(json.dumps, rows))}}
-    told(case, words)
-
-
-@pytest.mark.parametrize(("change", "words"), [
-    ({"model_type": None}, "config.json has no model_type"),
-    ({"architectures": ["Qwen3ForSequenceClassification"]}, "the checkpoint is no language model"), ({}, None),
-])
-def test_config_json_is_a_language_models(change, words):
-    said = {**json.loads((TINY / "config.json").read_text()), **change}
-    text = json.dumps({key: value for key, value in said.items() if value is not None})
-    copies = {f"model/{name}": f"examples/arithmetic/tiny-qwen3/{name}"
-              for name in ("tokenizer.json", "tokenizer_config.json", "model.safetensors")}
-    case = {"flags": ["--hf-checkpoint", "{here}/model"], "files": {"model/config.json": text}, "copies": copies}
     told(case, words)
 
 

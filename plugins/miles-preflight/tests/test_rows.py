@@ -40,15 +40,15 @@ def refused(plan, message, *flags):
 @pytest.mark.parametrize(("rows", "flags", "message"), [
     ([ROW, {"prompt": "x"}], (), "data.jsonl, line 2: the row has no key 'label' (got prompt)"),
     ([{"question": "x", "label": "2"}], (), "the row has no key 'prompt' (got question, label)"),
-    ([ROW | {"prompt": CHAT}], (), "is a list of chat messages (got user). Fix: add --apply-chat-template"),
+    ([ROW | {"prompt": CHAT}], (), "is a list of chat messages. Fix: add --apply-chat-template"),
     ([ROW | {"prompt": [{"from": "human", "value": "x"}]}], (), "text or a list of chat messages (got list)"),
-    ([ROW | {"prompt": ""}], (), "text or a list of chat messages (got nothing)"),
+    ([ROW | {"prompt": ""}], (), "'prompt' says nothing"), ([ROW | {"prompt": []}], (), "messages (got nothing)"),
     ([ROW | {"prompt": "<|im_start|>user\nx"}], ("--apply-chat-template",), "would pass through one again"),
     ([ROW | {"prompt": said("<|im_start|>user\nx")}], ("--apply-chat-template",), "would pass through one again"),
     ([ROW | {"prompt": said('[{"role": "user"}]')}], ("--apply-chat-template",), "holds chat messages as text"),
     ([ROW | {"prompt": '{"messages": [{"role": "user"}]}'}], (), "holds chat messages as text"),
     ([ROW | {"prompt": said(" ")}], ("--apply-chat-template",), "no message of 'prompt' says anything"),
-    ([ROW | {"prompt": " "}], (), "text or a list of chat messages (got str)"),
+    ([ROW | {"prompt": " "}], (), "'prompt' says nothing"),
     *(([ROW, {"prompt": "x", "label": label}], MATH, "line 2: 'math' needs the answer of every row, and here is none")
       for label in (None, " ", "nan", float("nan"), [])),
     ([{"prompt": "x", "tests": ["assert f()"]}, {"prompt": "x"}], TESTS, "(got nothing under 'tests')"),
@@ -58,8 +58,7 @@ def refused(plan, message, *flags):
     ([ROW, b'{"prompt": "1+'], (), "line 2: the line is not a JSON object"),
     ([ROW, 5], (), "line 2: the line is not a JSON obj"),
     ([b'{"prompt": "caf\xe9"}'], (), "byte 0xe9"),
-    ([b"PAR1\x15\x04"], (), "(got Parquet)"),
-    ([b"version https://git-lfs.github.com/spec/v1"], (), "pointer of Git LFS"),
+    ([b"PAR1\x15\x04"], (), "line 1: the line is not a JSON obj"),
 ])
 def test_rows_that_end_a_run(plan, data, rows, flags, message):
     refused(plan, message, "--prompt-data", data(*rows), *FIELDS, *flags)
@@ -82,7 +81,7 @@ def test_rows_that_do_not(plan, data, rows, flags):
 def test_the_slice_is_one_and_leaves_rows(plan, data):
     path = data(ROW, ROW)
     refused(plan, "the slice should be @[a:b]", "--prompt-data", f"{path}@0:1", *FIELDS)
-    refused(plan, "the slice leaves no rows (got [2:4])", "--prompt-data", f"{path}@[2:4]", *FIELDS)
+    refused(plan, "no prompt is left (got [2:4])", "--prompt-data", f"{path}@[2:4]", *FIELDS)
     plan("--prompt-data", f"{path}@[-1:]", *FIELDS)
 
 
@@ -144,12 +143,3 @@ def test_the_chat_template_is_there_where_it_is_applied(plan, data, tmp_path, fi
         plan(*flags, "--apply-chat-template")
     else:
         refused(plan, "the tokenizer has no chat template", *flags, "--apply-chat-template")
-    refused(plan, "the chat template cannot be read", *flags, "--chat-template-path", tmp_path / "gone.jinja")
-
-
-def test_prompts_need_a_tokenizer(plan, data, tmp_path):
-    (tmp_path / "config.json").write_text("{}")
-    flags = ("--prompt-data", data(ROW), *FIELDS, "--hf-checkpoint", tmp_path)
-    refused(plan, "the tokenizer cannot be loaded", *flags)
-    (tmp_path / "tokenizer.json").write_text("{}")
-    plan(*flags)

@@ -11,12 +11,17 @@ import torch
 import torch.nn.functional as F
 from miles_grpo.advantage import normalized
 from miles_local.sampling import Draws, StopStrings, draw
+from miles_megatron import cpu
 
 from miles_core.config.tables import Algorithm
 from miles_core.errors import ConfigError
 from miles_core.kl import approximate_kl
 from miles_core.stages.advantage import discounted, kl_penalties
 from miles_core.stages.loss import LossInputs, clipped_surrogate, reduce
+from miles_core.stages.reward import weighted_sum
+
+cpu.install()
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # noqa: E402 - after install()
 
 OLD, NEW, REF = (torch.tensor(row, dtype=torch.float64).log() for row in ([0.5, 0.4], [0.9, 0.1], [0.3, 0.6]))
 SGLANG = ("--engine", "sglang")
@@ -78,6 +83,24 @@ def moved(step, weight=0.02):
     return abs((np.float32(weight) - np.float32(step)) / np.float32(weight) - 1)
 
 
+def rates(steps, **schedule):
+    """Learning rates of the steps, of 1 at most, by Megatron's scheduler."""
+    groups = [{"max_lr": 1.0, "min_lr": 0.0}]
+    scheduler = OptimizerParamScheduler(
+        SimpleNamespace(param_groups=groups), init_lr=0.0, max_lr=1.0, min_lr=0.0, start_wd=0.0, end_wd=0.0,
+        wd_incr_steps=0, wd_incr_style="constant", **schedule)
+    values = []
+    for _ in range(steps):
+        scheduler.step(1)
+        values.append(groups[0]["lr"])
+    return values
+
+
+def scored(*weights):
+    """Reward of a right answer by a scorer that is named once for each weight."""
+    return weighted_sum(SimpleNamespace(rewards={"math": 1.0}), dict(zip(["math"] * len(weights), weights)))
+
+
 def averaged():
     """What two ranks make of the sums of their tokens that the loss has divided by all tokens."""
     parts = [reduce(torch.ones(4), torch.full((4,), 1 / 8), torch.ones(4)).item() for _ in range(2)]
@@ -101,6 +124,13 @@ SILENT = {
         surrogate(new=OLD + 1e-6, low=0.0, high=0.0)[0].abs().max() == 0)),
     "band-upside-down": (("--eps-clip", -0.5), "algorithm.eps_clip", lambda: (
         surrogate(new=OLD, advantage=-1.0, low=-0.5)[1] == 1 and surrogate(new=OLD, advantage=-1.0)[1] == 0)),
+    "steps-before-the-warm-up-ends": (("--lr-warmup-iters", 100), "optimizer.lr_warmup_iters", lambda: max(rates(
+        3, lr_warmup_steps=100, lr_decay_steps=101, lr_decay_style="constant")) < 0.05),
+    "steps-after-the-decay": (
+        ("--num-rollout", 100, "--lr-decay-style", "linear", "--lr-decay-iters", 10), "optimizer.lr_decay_iters",
+        lambda: not any(rates(100, lr_warmup_steps=0, lr_decay_steps=10, lr_decay_style="linear")[10:])),
+    "scorer-that-counts-once": (("--rm-type", "math", "math"), "rollout.rm_type", lambda: scored(1.0, 1.0) == 1),
+    "rewards-of-weight-0": (("--rm-weights", 0), "rollout.rm_weights", lambda: scored(0.0) == 0),
     "one-of-two-reductions": (("--calculate-per-token-loss", "--reduction", "sample"), "algorithm.reduction", lambda: (
         reduce(torch.ones(4), torch.tensor([1 / 2, 1 / 6, 1 / 6, 1 / 6]), torch.ones(4)) !=
         reduce(torch.ones(4), torch.full((4,), 1 / 4), torch.tensor([1.0, 1, 1, 0])))),
@@ -134,6 +164,9 @@ SILENT = {
     "sums-in-another-order": (
         (*SGLANG, "--sglang-enable-deterministic-inference", "--sglang-attention-backend", "torch_native"),
         "server.attention_backend", lambda: sum([0.1, 0.2, 0.3]) != sum([0.3, 0.2, 0.1])),
+    "adapter-that-no-request-names": (
+        (*SGLANG, "--sglang-lora-paths", "a=b"), "server.lora_paths",
+        lambda: not torch.equal(torch.ones(2, 2), torch.ones(2, 2) + torch.ones(2, 1) @ torch.ones(1, 2))),
     "random-weights-served": ((*SGLANG, "--debug-rollout-only", "--sglang-load-format", "dummy"), "server.load_format",
                               lambda: not torch.equal(torch.rand(8), torch.rand(8))),
 }  # fmt: skip
@@ -163,6 +196,8 @@ def test_nothing_is_written_over_what_the_run_reads(plan, tmp_path, flag):
     (("--save", "a", "--save-hf", "a"), "checkpoint.save_hf"),
     (("--save", "a", "--ref-load", "a", "--use-kl-loss"), "checkpoint.ref_load"),
     (("--load", "a", "--save", "a", "--no-save-optim"), "checkpoint.no_save_optim"),
+    (("--save-debug-rollout-data", "a.pt"), "debug.save_debug_rollout_data"),
+    (("--max-restarts", 1, "--save", "a", "--no-save-optim"), "checkpoint.no_save_optim"),
     (("--load-debug-rollout-data", "a/{rollout_id}", "--save-debug-rollout-data", "a/{rollout_id}"),
      "debug.save_debug_rollout_data"),
     (("--plugin", "ppo", "--advantage-estimator", "ppo", "--ppo.critic-load", "a", "--save", "a"), "ppo.critic_load"),

@@ -32,46 +32,23 @@ def run(tmp_path, flags, files, copied=()):
     return outcome({"id": "one", "flags": ["--plan-without-weights", *flags], "files": files, "copies": copies})
 
 
-PARTS = {"self_attn.q_proj": [128, 128], "self_attn.k_proj": [64, 128], "self_attn.v_proj": [64, 128],
-         "self_attn.o_proj": [128, 128], "mlp.gate_proj": [256, 128], "mlp.up_proj": [256, 128],
-         "mlp.down_proj": [128, 256], "self_attn.q_norm": [32], "self_attn.k_norm": [32], "input_layernorm": [128],
-         "post_attention_layernorm": [128]}  # fmt: skip
-WHOLE = {f"model.layers.{layer}.{part}.weight": size for layer in range(4) for part, size in PARTS.items()} | {
-    "model.embed_tokens.weight": [264, 128], "model.norm.weight": [128]}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 256}
 WEIGHTS = [
-    (WHOLE, {}, None), (WHOLE | {"model.rotary.inv_freq": [16]}, {}, None),
-    ({name: size for name, size in WHOLE.items() if "3.mlp.up" not in name}, {}, "lack model.layers.3.mlp.up_proj"),
-    ({"actor." + name: size for name, size in WHOLE.items()}, {}, "the weights lack model.layers.0"),
-    (WHOLE | {Q + ".weight": [256, 128]}, {}, "misshapen model.layers.0.self_attn.q_proj.weight"),
-    (WHOLE | {Q + ".lora_A.weight": [8, 128]}, {}, "a wrapper around the model"),
-    ({Q + ".qweight": [4, 4]}, {}, "the weights are quantised, and config.json says nothing of it"),
-    ({Q + ".base_layer.weight": [4]}, {}, "a wrapper around the model"),
-    ({"module." + Q + ".weight": [4]}, {}, "a wrapper around the model"),
-    ({Q + ".weight": [0]}, {}, "the tensors are empty"),
-    ({Q + ".weight": [128, 128]}, {}, "another family than config.json's qwen3 (got no q_norm)"),
-    ({}, {"architectures": ["Qwen2ForProcessRewardModel"]}, "no language model"),
-    ({}, {"layer_types": ["full_attention"] * 5}, "layer_types speaks of 5 layers (got 4)"),
-    ({}, {"use_sliding_window": True}, "use_sliding_window in config.json"),
-    ({}, {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1.0, "factor": 2.0}}, "rope_type in config.json"),
-    ({}, {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0}}, "factor of the rope"),
-    ({}, {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0, "factor": 0.5}}, "factor of the rope"),
-    ({}, {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}, None),
-    ({}, {"hidden_size": "128"}, "hidden_size in config.json is a whole number"),
-    ({}, {"max_position_embeddings": None}, None), ({}, {"max_position_embeddings": 0}, "a whole number from 1 on"),
-    ({}, {"rms_norm_eps": 1e-5}, None),
-    ({}, {"architectures": "Qwen3ForCausalLM"}, "a list of names"), ({}, {"model_type": ["qwen3"]}, "no model_type"),
-    ({}, {"architectures": ["FSDPQwen3ForCausalLM"]}, "not that of config.json's model_type"),
-    ({}, {"rope_parameters": YARN}, None), ({}, {"rope_parameters": YARN | {"beta_fast": 32, "beta_slow": 1}}, None),
-    ({}, {"rope_theta": 10000.0}, None), ({}, {"rope_theta": 1e6}, "rope_theta in config.json"),
-    ({}, {"dtype": "torch.bfloat16"}, None),
-    ({}, {"layer_types": ["full-attention"] * 4}, "layer_types in config.json"),
+    ({"use_sliding_window": True}, "use_sliding_window in config.json"),
+    ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1.0, "factor": 2.0}}, "rope_type in config.json"),
+    ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0}}, "factor of the rope"),
+    ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0, "factor": 0.5}}, "factor of the rope"),
+    ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}, None),
+    ({"rope_parameters": YARN}, None), ({"rope_parameters": YARN | {"beta_fast": 32, "beta_slow": 1}}, None),
+    ({"rope_theta": 10000.0}, None), ({"rope_theta": 1e6}, "rope_theta in config.json"),
+    ({"dtype": "torch.bfloat16"}, None),
+    ({"layer_types": ["full-attention"] * 4}, "layer_types in config.json"),
 ]
 
 
-@pytest.mark.parametrize(("shapes", "constants", "words"), WEIGHTS, ids=lambda value: str(value)[:30])
-def test_the_policys_folder(shapes, constants, words, tmp_path):
-    files = {"model/config.json": CONFIG | constants} | ({"model/model.safetensors": tensors(shapes)} if shapes else {})
+@pytest.mark.parametrize(("constants", "words"), WEIGHTS, ids=lambda value: str(value)[:30])
+def test_the_policys_folder(constants, words, tmp_path):
+    files = {"model/config.json": CONFIG | constants}
     found = run(tmp_path, ["--hf-checkpoint", "{here}/model"], files,
                 [("model", ("tokenizer.json", "tokenizer_config.json"))])
     assert found.verdict == (REFUSED if words else ACCEPTED) and (words or "") in found.sentence, found
@@ -91,12 +68,9 @@ PPO = ["--plugin", "ppo", "--advantage-estimator", "ppo", "--critic-load", "{her
 OTHERS = [
     (OPD, {"config.json": CONFIG, "tokenizer.json": SWAPPED}, "tokens are not the policy's"),
     (OPD, {"config.json": CONFIG | {"hidden_size": 256}, "tokenizer.json": TOKENIZER}, None),
-    (OPD, {"adapter_config.json": ADAPTER}, "an adapter and no model"), (OPD, {"x": ""}, "the folder is no checkpoint"),
-    (OPD, {"config.json": CONFIG | {"quantization_config": {"quant_method": "awq"}}}, "weights are quantised"),
-    (PPO, {"config.json": CONFIG, "model.safetensors": tensors({"score.weight": [2, 128]})}, "no head of one number"),
-    (PPO, {"config.json": CONFIG, "model.safetensors": tensors({"v_head.summary.weight": [1, 128]})}, "no head of one"),
+    (OPD, {"adapter_config.json": ADAPTER}, "an adapter and no model"), (OPD, {"x": ""}, "no checkpoint of a run"),
     (PPO, {"config.json": CONFIG, "model.safetensors": tensors({"score.weight": [1, 128]})}, None),
-    (["--ref-load", "{here}/other"], {"config.json": CONFIG | {"model_type": "qwen2"}}, "its model_type is qwen2"),
+    (["--ref-load", "{here}/other"], {"config.json": CONFIG | {"model_type": "qwen2"}}, "model_type (got qwen2"),
     (["--ref-load", "{here}/other"], {"config.json": CONFIG, "model.safetensors": ""}, "it is not whole"),
     (["--ref-load", "{here}/other"], {"config.json": CONFIG}, None),
 ]
@@ -108,20 +82,13 @@ def test_models_beside_the_policy(flags, files, words, tmp_path):
     assert found.verdict == (REFUSED if words else ACCEPTED) and (words or "") in found.sentence, found
 
 
-RAY = ["--placement", "ray"]
 APART = ["--engine", "sglang", "--weight-sync", "broadcast"]
 
 
 @pytest.mark.parametrize(("flags", "environment", "words"), [
-    (["--save", "s3://bucket/run"], {}, "this is an address"), (["--save", "/dev/null"], {}, "cannot be written"),
-    ([], {"LOCAL_RANK": "0", "WORLD_SIZE": "8"}, "LOCAL_RANK=0"), ([], {"RANK": "0", "WORLD_SIZE": "8"}, None),
-    (RAY, {"RAY_ADDRESS": "http://10.0.0.1:8265"}, "RAY_ADDRESS="), (RAY, {"RAY_ADDRESS": "10.0.0.1:6379"}, None),
-    ([*RAY, "--actor-num-nodes", "2"], {"NCCL_SOCKET_IFNAME": "lo"}, "NCCL_SOCKET_IFNAME=lo"),
-    ([*RAY, "--actor-num-nodes", "2"], {"GLOO_SOCKET_IFNAME": "=lo"}, "GLOO_SOCKET_IFNAME==lo"),
-    ([], {"NCCL_SOCKET_IFNAME": "lo"}, None),
+    (["--save", "s3://bucket/run"], {}, "this is an address"), (["--save", "/dev/null"], {}, "/dev/null is a file"),
     (APART, {"NCCL_CUMEM_ENABLE": "1"}, "NCCL_CUMEM_ENABLE=1"), (APART, {"NCCL_CUMEM_ENABLE": "0"}, None),
-    (["--deterministic-mode"], {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "1"}, "NVTE_ALLOW_NONDETERMINISTIC_ALGO=1"),
-    ([], {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "1"}, None),
+    ([], {"NCCL_CUMEM_ENABLE": "1"}, None),
 ], ids=str)
 def test_places_and_variables(flags, environment, words):
     found = outcome({"id": "one", "flags": flags, "env": environment})
@@ -141,15 +108,3 @@ def test_a_model_without_weights_where_a_run_begins_with_them(flags, words):
         flags = [flag.replace("{server}", f"127.0.0.1:{server.getsockname()[1]}") for flag in flags]
         found = outcome({"id": "one", "flags": ["--hf-checkpoint", "{here}/model", *flags], "copies": files})
     assert found.verdict == (REFUSED if words else ACCEPTED) and (words or "") in found.sentence, found
-
-
-@pytest.mark.parametrize(("name", "strange"), [
-    ("experts.gate_proj.weight3", True), ("experts.w1.2.weight", True), ("experts.3.gate_proj.weight", False),
-    ("experts.gate_up_proj", False), ("experts.down_proj_bias", False), ("shared_experts.gate_proj.weight", False),
-])
-def test_how_experts_are_named(name, strange, tmp_path):
-    moe = TINY.parent / "tiny-qwen3-moe"
-    files = {"model/config.json": (moe / "config.json").read_text(),
-             "model/model.safetensors": tensors({f"model.layers.0.mlp.{name}": [96, 64]})}
-    found = run(tmp_path, ["--hf-checkpoint", "{here}/model"], files, [("model", ("tokenizer.json",))])
-    assert ("experts have other names than transformers gives them" in found.sentence) == strange, found

@@ -119,25 +119,25 @@ def make_run(path: Path, rollouts: int = 60, resumed: int | None = 36, end: str 
 
 def _one_rollout(run, log, rng, rollout_id, samples, hostile, width):
     if rollout_id == 0:
-        log.weight_sync(None, 1, 0.021, 201, 1_192_135_168)
+        log.append("weight_sync", version=1, seconds=0.021, tensors=201, bytes=1_192_135_168)
         log.eval(0, {"eval/addition": 0.05, "eval/addition-truncated_ratio": 0.5, "eval/carry": 0.01})
     if samples:
         groups = [make_sample(rng, rollout_id * width + g, i, skill(rollout_id), rollout_id + 1, hostile)
                   for g in range(width) for i in range(8)]
         write_samples(run, "rollout", rollout_id, groups, decode)
     if rollout_id < 30:
-        log.drop(rollout_id, "zero reward variance", int(rng.integers(1, 6)))
+        log.append("drop", rollout_id, reason="zero reward variance", count=int(rng.integers(1, 6)))
     if rollout_id % 9 == 3:
-        log.drop(rollout_id, "response too long", 1)
+        log.append("drop", rollout_id, reason="response too long", count=1)
     log.metrics(rollout_id, rollout_metrics(rng, rollout_id))
-    log.weight_sync(rollout_id, rollout_id + 2, 0.012, 201, 1_192_135_168)
+    log.append("weight_sync", rollout_id, version=rollout_id + 2, seconds=0.012, tensors=201, bytes=1_192_135_168)
     if rollout_id == 41:
         log.message("warning", f"gradient norm is not finite: step skipped, see debug/41 {hostile}", rollout_id)
     if rollout_id % 10 == 9:
         score, done = skill(rollout_id), rollout_id + 1  # evals are of the weights that the next rollout samples from
         log.eval(done, {"eval/addition": score, "eval/addition-truncated_ratio": max(0, 0.5 - score),
                               "eval/carry": 0.8 * score})
-        log.checkpoint(rollout_id, "runs/addition/checkpoints", 0.41)
+        log.append("checkpoint", rollout_id, path="runs/addition/checkpoints", seconds=0.41)
         if samples:
             answers = [make_sample(rng, g, 0, score, rollout_id + 2, hostile) for g in range(16)]
             write_samples(run, "eval_addition", done, answers, decode)

@@ -196,7 +196,7 @@ def recorded(place, tmp_path_factory):
             log.append("engine_lost", first, engine="engine 0", why="x", restarts=1)
             log.append("heartbeat", first, sampling=1, finished=0, dropped=0, capacity=2, version=1, oldest_s=1.0,
                        idle_s=0.0)
-            log.drop(first, "zero reward variance", 1)
+            log.append("drop", first, reason="zero reward variance", count=1)
             log.eval(first, {"eval/a": 1.0})
             write_samples(run, "rollout", first, [sample], str)
         log.run_end("failed", "EngineError: it died")

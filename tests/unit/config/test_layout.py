@@ -204,7 +204,6 @@ DYNAMIC = ["--use-dynamic-batch-size", "--max-tokens-per-gpu", 2048]
     ("batch 2", DYNAMIC, "global_batch_size 2 does not divide by 4 data-parallel ranks (got 2 / 4). "
      "Fix: use a multiple of 4: 4."),
     ("pp 2 vpp 2 batch 6", DYNAMIC, "global_batch_size 6 does not divide by 2 data-parallel ranks x 2 (an interleaved"),
-    ("", ["--balance-by-flops", "--no-balance-data"], "nothing to balance without balance_data. Fix: drop one"),
     ("", ["--actor-num-nodes", 0], "actor_num_nodes should be at least 1"),
 ])  # fmt: skip
 def test_what_concerns_hosts_and_batches(laid_out, text, flags, message):

@@ -13,7 +13,6 @@ import textwrap
 
 import pluggy
 import pytest
-from miles_preflight.signatures import check_signatures
 
 from miles_core.config.tables import RunConfig
 from miles_core.errors import HookError, MilesError, OwnerError
@@ -79,15 +78,6 @@ MISTAKES = {
     "no method of an instance": ("@staticmethod\n@hookimpl\ndef filter_group(group):\n    return group",
                                  "filter_group", 8, "no method of an instance", "self"),
 }  # fmt: skip
-CONTRADICTIONS = {
-    "annotation of an argument": ("@hookimpl\ndef filter_group(self, group: list[Sample]):\n    return group",
-                                  "filter_group", 7, "'group' is annotated list.*Sample.* is Group", "write Group"),
-    "annotation inside brackets": ("@hookimpl\ndef shape_rewards(self, groups: 'list[Sample]'):\n    return groups",
-                                   "shape_rewards", 7, "list.Sample", "write list.Group"),
-    "annotation of the result": ("@hookimpl\ndef filter_group(self, group) -> float:\n    return 1.0",
-                                 "filter_group", 7, "result is annotated float", r"write Group \| Drop"),
-}  # fmt: skip
-"""Annotations, which the source tells; binding does not look at them."""
 
 
 @pytest.mark.parametrize("case", MISTAKES)
@@ -96,19 +86,6 @@ def test_a_mistake_is_refused_with_plugin_version_hook_definition_and_remedy(cas
     selected = plugin(body)
     with pytest.raises(HookError, match=words) as caught:
         bound(selected)
-    _complete(caught.value, selected[0], hook, line, remedy)
-
-
-OF_OBJECTS = {"forgotten marker", "no method of an instance"}
-"""What only the imported class tells."""
-
-
-@pytest.mark.parametrize("case", [case for case in (*MISTAKES, *CONTRADICTIONS) if case not in OF_OBJECTS])
-def test_a_plan_finds_it_in_the_source_which_is_not_run(case, plugin):
-    body, hook, line, words, remedy = (MISTAKES | CONTRADICTIONS)[case]
-    selected = plugin(body, head=HEAD.replace("\nclass", "raise SystemExit\nclass"))
-    with pytest.raises(HookError, match=words) as caught:
-        check_signatures(selected)
     _complete(caught.value, selected[0], hook, line, remedy)
 
 

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import threading
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from miles_core.errors import RunDirectoryError
 from miles_core.record import events
-from miles_core.record.events import EventLog, read, stage_seconds
+from miles_core.record.events import EventLog, Kind, read, stage_seconds
 
 JSON = st.recursive(st.none() | st.booleans() | st.integers(-9, 9) | st.floats() | st.text(),
                     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3))
@@ -40,9 +41,9 @@ def test_a_line_is_strict_json_with_the_three_keys(tmp_path):
 def test_every_kind_of_the_core(tmp_path):
     log = log_of_three(tmp_path / "e")
     log.eval(0, {"eval/a": 1})
-    log.weight_sync(0, 1, 0.1, 2, 300)
-    log.drop(0, "stale", 3, lag=2)
-    log.checkpoint(0, tmp_path, 0.2)
+    log.append("weight_sync", 0, version=1, seconds=0.1, tensors=2, bytes=300)
+    log.append("drop", 0, reason="stale", count=3, lag=2)
+    log.append("checkpoint", 0, path=str(tmp_path), seconds=0.2)
     log.append("plugin_kind", 0, anything=Path("x"))
     kinds = [event["event"] for event in read(tmp_path / "e")]
     assert kinds[3:] == ["eval", "weight_sync", "drop", "checkpoint", "plugin_kind"]
@@ -123,7 +124,8 @@ def test_a_full_disk_leaves_whole_lines(tmp_path, monkeypatch):
 
 def test_threads_do_not_mix_lines(tmp_path):
     log = EventLog(tmp_path / "e")
-    threads = [threading.Thread(target=lambda n=n: [log.drop(n, "x" * 500) for _ in range(50)]) for n in range(4)]
+    threads = [threading.Thread(target=lambda n=n: [log.append("drop", n, reason="x" * 500) for _ in range(50)])
+               for n in range(4)]
     [thread.start() for thread in threads]
     [thread.join() for thread in threads]
     assert sum(event["event"] == "drop" for event in read(tmp_path / "e")) == 200
@@ -178,3 +180,11 @@ def test_stage_seconds_counts_nothing_twice():
     assert stage_seconds({**perf, "perf/actor_train_time": 3.0})["train"] == 3.0
     own = {"perf/score_time": 1.0, "perf/train_time": 2.0, "perf/sync_time": 0.5}
     assert stage_seconds(own) == {"score": 1.0, "train": 2.0, "sync": 0.5}
+
+
+def test_every_kind_that_is_written_is_declared():
+    """Readers, the doctor among them, ask for kinds by `Kind`."""
+    root = Path(__file__).parents[3]
+    written = {kind for path in (*root.glob("miles_core/**/*.py"), *root.glob("plugins/*/src/**/*.py"))
+               for kind in re.findall(r'\bevent\(\s*"(\w+)"', path.read_text(encoding="utf-8"))}
+    assert {"heartbeat", "engine_lost", "request_failed"} <= written <= {*Kind}, written - {*Kind}

@@ -7,7 +7,6 @@ tests/unit/config/test_layout.py holds each against what megatron-core itself ac
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
@@ -148,12 +147,9 @@ def check_layout(layout: Layout, architecture: Architecture, config: RunConfig) 
     """
     _host(layout, config)
     _combinations(layout, config)
-    _heads(layout, architecture, config)
     _experts(layout, architecture, config)
     for constant, names in _divisions(layout, architecture, config):
         _divides(layout, architecture, config, constant, names)
-    _stages(layout, architecture, config)
-    _written(layout, architecture, config)
     _micro_batches(layout, config)
     _balance(architecture, config)
     return list(_notes(layout, config))
@@ -187,32 +183,12 @@ def _combinations(layout: Layout, config: RunConfig) -> None:
                          fix=f"leave it out, or write {layout.pipeline}")
 
 
-def _heads(layout: Layout, architecture: Architecture, config: RunConfig) -> None:
-    """Context parallelism by all-to-all gives each rank some heads of whole sequences."""
-    comm_type = config.surface("megatron").get("cp_comm_type")
-    if layout.context == 1 or "a2a" not in (comm_type if isinstance(comm_type, list) else [comm_type]):
-        return
-    ranks = layout.tensor * layout.context
-    for constant in ("heads", "groups"):
-        if (number := getattr(architecture, constant)) and number % ranks:
-            raise BatchError(f"{NAMES[constant][0][0]} {number} does not divide by {KEYS['tensor']} {layout.tensor} x "
-                             f"{KEYS['context']} {layout.context}, over which cp_comm_type a2a splits heads",
-                             got=f"{number} / {ranks}", fix="--cp-comm-type p2p, which splits tokens",
-                             who=f"{who(config, 'megatron.cp_comm_type')}, {_sizes(config, 'context')}, "
-                             f"{architecture.source.get(constant)}")
-
-
 def _experts(layout: Layout, architecture: Architecture, config: RunConfig) -> None:
     if architecture.experts and layout.tensor > 1 and not layout.sequence_parallel:
         raise BatchError("a mixture of experts is trained with tensor parallelism only if sequence_parallel is on too",
                          got=f"tensor_model_parallel_size = {layout.tensor}, "
                          f"{architecture.experts} experts ({architecture.source['experts']})",
                          who=_sizes(config, "tensor"), fix="--sequence-parallel, or tensor_model_parallel_size = 1")
-    pattern = config.surface("megatron").get("moe_layer_freq")
-    if isinstance(pattern, list) and architecture.layers not in (None, len(pattern)):
-        raise ConfigError(f"moe_layer_freq is a pattern of {len(pattern)} layers, and the model has "
-                          f"{architecture.layers}", who=f"{who(config, 'megatron.moe_layer_freq')}, "
-                          f"{architecture.source['layers']}", fix="leave it out: config.json says which have experts")
     if architecture.checkpoint and not architecture.experts:
         # An expert_tensor that repeats the tensor-parallel size says what megatron-core assumes anyhow.
         for name, allowed in (("expert", (1,)), ("expert_tensor", (1, layout.tensor))):
@@ -257,52 +233,6 @@ def _divides(layout: Layout, architecture: Architecture, config: RunConfig, cons
                      fix=f"make {what} one of {fitting}")
 
 
-def _stages(layout: Layout, architecture: Architecture, config: RunConfig) -> None:
-    """What a first and a last stage of their own leave to the others; and stages that the embedding or loss is in."""
-    counted = [key for key in UNEVEN[3:] if config.surface("megatron").get(key)]
-    each = layout.pipeline * (layout.virtual_pipeline or 1)
-    if counted and architecture.layers is not None and (total := architecture.layers + len(counted)) % each:
-        raise BatchError(f"{architecture.layers} layers and {len(counted)} counted as layers do not divide by {each} "
-                         "stages", got=f"{total} / {each}", who=who(config, *(f"megatron.{key}" for key in counted)),
-                         fix="leave it out, or name the layers of the first and the last stage")
-    fields = config.surface("megatron")
-    own = {key: fields[key] for key in UNEVEN[1:3] if fields.get(key) is not None}
-    if not own or architecture.layers is None:
-        return
-    middle = layout.pipeline - len(own)
-    origin = who(config, *(f"megatron.{key}" for key in own), f"megatron.{KEYS['pipeline']}")
-    if middle < 0 or layout.pipeline == 1:
-        raise BatchError("no stages are left for the other layers", who=origin, fix="raise "
-                         f"{KEYS['pipeline']}, or leave them out", got=f"{KEYS['pipeline']} {layout.pipeline}")
-    left = architecture.layers - sum(own.values())
-    unit = middle * (layout.virtual_pipeline or 1)
-    if min(own.values()) < 1 or left < middle or (left % unit if middle else left):
-        raise BatchError(f"the other {middle} stages cannot have {left} layers, the same number each", who=origin,
-                         got=f"{architecture.layers} layers, {', '.join(f'{n} in {key}' for key, n in own.items())}",
-                         fix=f"leave a multiple of {unit} layers to them" if middle else "let them hold all layers")
-
-
-def _written(layout: Layout, architecture: Architecture, config: RunConfig) -> None:
-    """The stages of --pipeline-model-parallel-layout, such as "Ett|(tt|)*2tL": embedding, layers, loss, all there."""
-    written = config.surface("megatron").get(UNEVEN[0])
-    if not isinstance(written, str):
-        return
-    text = written.replace(",", "")
-    for repeated in (r"\(([^)]+)\)\*(\d{1,4})", r"(.)\*(\d{1,4})"):
-        text = re.sub(repeated, lambda match: match[1] * int(match[2]), text)
-    stages, each = text.count("|") + 1, layout.pipeline * (layout.virtual_pipeline or 1)
-    what = None
-    if not re.fullmatch(r"E[tm|]*L\|*", text):
-        what = "the pipeline's layout is E, a t for each layer and L, with | between stages"
-    elif stages != each if config.surface("megatron").get(KEYS["virtual_pipeline"]) or each == 1 else stages % each:
-        what = f"the pipeline's layout has {stages} stages, and the pipeline {each}"
-    elif architecture.layers is not None and text.count("t") != architecture.layers:
-        what = f"the pipeline's layout has {text.count('t')} layers, and the model {architecture.layers}"
-    if what is not None:
-        raise BatchError(what, got=written, who=f"{who(config, f'megatron.{UNEVEN[0]}')}, {_sizes(config, 'pipeline')}",
-                         fix="name every layer once, or leave it out for stages of the same number of layers")
-
-
 def _micro_batches(layout: Layout, config: RunConfig) -> None:
     """Every data-parallel rank runs the same number of micro-batches, a multiple of micro_batch_multiple."""
     perf, batch = config.perf, config.rollout.global_batch_size
@@ -331,9 +261,6 @@ def _micro_batches(layout: Layout, config: RunConfig) -> None:
 def _balance(architecture: Architecture, config: RunConfig) -> None:
     if not config.perf.balance_by_flops:
         return
-    if not config.perf.balance_data:
-        raise ConfigError("balance_by_flops has nothing to balance without balance_data",
-                          who=who(config, "perf.balance_by_flops", "perf.balance_data"), fix="drop one of them")
     if architecture.checkpoint and (missing := architecture.uncounted):
         raise ConfigError("balance_by_flops cannot count the operations of this architecture",
                           got=f"no {', '.join(missing)} in config.json", who=who(config, "perf.balance_by_flops"),

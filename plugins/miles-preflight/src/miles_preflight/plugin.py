@@ -22,31 +22,27 @@ class Preflight:
     @hookimpl
     def check(self, config: RunConfig, note: Callable[[str], None], plugins: Sequence[Selected]) -> RunConfig:
         from miles_preflight.checkpoint_files import check_files
-        from miles_preflight.environment import check_environment
         from miles_preflight.lengths import check_lengths
-        from miles_preflight.machine import check_listening, check_machine
-        from miles_preflight.model import check_model
+        from miles_preflight.machine import check_gpus, check_listening
         from miles_preflight.paths import check_paths, check_weights
-        from miles_preflight.rows import check_rows, readers_of
+        from miles_preflight.rows import begun, check_rows
         from miles_preflight.settings import check_settings
-        from miles_preflight.signatures import check_signatures
         from miles_preflight.silent import check_silent
         from miles_preflight.statements import check_statements
+        from miles_preflight.tokenizer import check_tokenizer
         from miles_preflight.unread import unread
 
-        check_signatures(plugins)
         check_silent(config)
         check_settings(config, note)
         check_paths(config, note)
-        check_model(config)
-        check_lengths(config)
         check_files(config)
-        readers = readers_of(plugins, config)
-        check_rows(config, readers, note)
-        check_environment(config)
-        check_machine(config)
-        check_statements(plugins, config, readers)
-        check_weights(config)
+        check_tokenizer(config, note)
+        check_lengths(config)
+        files = begun(plugins, config)
+        check_rows(config, files, note)
+        check_gpus(config)
+        check_statements(plugins, config, files)
+        check_weights(config, note)
         check_listening(config)  # last: it opens connections
         for text in unread(config, plugins):
             note(text)

@@ -1,7 +1,7 @@
 """What the words of a manifest's `provides` ask of a run, checked by a plan without importing any plugin.
 
     files:NAME      the folder that the plugin's option NAME names has whole files, and nothing writes over it
-    weights:NAME    and they are weights of a model that reads the policy's tokens; weights:NAME:HEAD with a tensor HEAD
+    weights:NAME    and they are weights of a model that reads the policy's tokens
     compares:NAME   the estimator NAME compares the answers to one prompt
     labels:NAME     the scorer NAME needs the row's label
     rows:NAME:KEY   the scorer NAME needs of a row, or of its metadata, what the option KEY names, else the label
@@ -24,17 +24,20 @@ from miles_core.plugins.scan import BUILT_IN, KNOWN
 from miles_core.plugins.select import Selected
 from miles_preflight.checkpoint_files import check_other, check_whole
 from miles_preflight.paths import check_source
-from miles_preflight.rows import OF_ROWS, Readers, check_needs, present
+from miles_preflight.rows import OF_ROWS, File, check_answers, present
 from miles_preflight.silent import check_apart
 
 
-def check_statements(selected: Sequence[Selected], config: RunConfig, readers: Readers) -> None:
+def check_statements(selected: Sequence[Selected], config: RunConfig, files: Sequence[File]) -> None:
     """
+    Args:
+        files: the beginnings of the prompt files.
+
     Raises:
         ConfigError, CheckpointError, DataError: by what its plugins state the run cannot be meant.
     """
     if not config.debug.debug_train_only:
-        _scored(selected, config, readers)
+        _scored(selected, config, files)
     if config.trains:
         _compared(selected, config)
     _folders(selected, config)
@@ -52,7 +55,7 @@ def _option(one: Selected, name: str, config: RunConfig) -> str | None:
     return cast("str | None", value)  # options that rows: and answers: name are text
 
 
-def _scored(selected: Sequence[Selected], config: RunConfig, readers: Readers) -> None:
+def _scored(selected: Sequence[Selected], config: RunConfig, files: Sequence[File]) -> None:
     """Somebody scores what the core's generator makes, and has what it compares with."""
     rollout, official = config.rollout, {*BUILT_IN, *KNOWN}
     others = any(one.manifest.name not in official and offer.hook == "generate_response"
@@ -72,7 +75,7 @@ def _scored(selected: Sequence[Selected], config: RunConfig, readers: Readers) -
                               who=who(config, "rollout.rm_type", "rollout.label_key"),
                               fix="name the rows' key of the ground truth with --label-key")
         key = _option(one, arguments[0], config) if arguments else None
-        check_needs(config, readers, name, key, generates=kind == "answers")
+        check_answers(config, files, name, key, generates=kind == "answers")
 
 
 def _compared(selected: Sequence[Selected], config: RunConfig) -> None:
@@ -90,7 +93,7 @@ def _compared(selected: Sequence[Selected], config: RunConfig) -> None:
 
 
 def _folders(selected: Sequence[Selected], config: RunConfig) -> None:
-    for one, kind, name, head in _words(selected, "files", "weights"):
+    for one, kind, name, _ in _words(selected, "files", "weights"):
         key, value = f"{one.manifest.name}.{name}", config.options.get(one.manifest.name, {}).get(name)
         if value is None:
             continue
@@ -100,4 +103,4 @@ def _folders(selected: Sequence[Selected], config: RunConfig) -> None:
             check_whole(Path(folder))
         elif not config.debug.debug_rollout_only:
             check_source(folder, f"{who(config, key)}, {folder}")
-            check_other(config, Path(folder), *head)
+            check_other(config, Path(folder))

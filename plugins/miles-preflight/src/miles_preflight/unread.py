@@ -21,6 +21,7 @@ READERS = {
     "offload_train offload_rollout": "perf.colocate",
     "apply_chat_template_kwargs chat_template_path": "rollout.apply_chat_template",
     "max_weight_staleness batch_order async_*": "rollout.max_lag",
+    "eval_interval": "eval.eval_prompt_data|datasets",
     "eval_* n_samples_per_eval_prompt skip_eval_before_train": "eval.eval_interval",
     "min_lr lr_decay_iters": "optimizer.lr_decay_style=[!c]*",
     "drop_plugin_state": "checkpoint.load",

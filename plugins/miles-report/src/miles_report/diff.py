@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from miles_core.errors import RunDirectoryError
 from miles_core.record.directory import RunDirectory
-from miles_core.record.events import read
+from miles_core.record.events import Kind, read
 
 SIDES = ("rollout", "reward", "plugin", "score", "advantage", "step")
 """Where runs can part, in the order of the loop; "plugin" is a column of a plugin, "score" are passes for log-probs."""
@@ -109,13 +109,13 @@ def load(path: str | os.PathLike[str]) -> Record:
     record, versions = Record(RunDirectory.existing(path)), {}
     for event in read(record.directory.events) if record.directory.events.is_file() else ():
         match event["event"]:
-            case "run_start":
+            case Kind.RUN_START:
                 versions, record.status = event["versions"], None
-            case "run_end":
+            case Kind.RUN_END:
                 record.status = event["status"]
-            case "hashes":
+            case Kind.HASHES:
                 record.totals[event["rollout_id"]] = {key: event.get(key) for key in ("batch", "weights", "grad_norm")}
-            case "metrics":
+            case Kind.METRICS:
                 metrics = {name: value for name, value in event["metrics"].items() if not name.startswith("perf/")}
                 record.metrics[event["rollout_id"]] = metrics
     record.facts = _facts(record.directory, versions)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterator
 
@@ -28,10 +29,14 @@ def check_servers(config: RunConfig, note: Callable[[str], None]) -> RunConfig:
     Raises:
         ConfigError: a field of ServerArgs by which servers would answer as another model than the one that is trained.
     """
-    options = sglang_options(config)
+    options, variable = sglang_options(config), os.environ.get("NCCL_CUMEM_ENABLE", "")
     if "server_args" in config.understood and not (options.rollout_external or config.debug.debug_train_only):
         for name, what, fix in (*_answers(config), *_weights(config)):
             raise ConfigError(what, got=config.surface("server")[name], who=who(config, f"server.{name}"), fix=fix)
+        if config.perf.weight_sync == "broadcast" and variable.strip() not in ("", "0"):
+            raise ConfigError("the first weight sync would hang: SGLang sets this variable to 0, and the group of "
+                              "trainer and engines needs the same on both sides", got=f"NCCL_CUMEM_ENABLE={variable}",
+                              who="environment", fix="unset it")
     return config
 
 

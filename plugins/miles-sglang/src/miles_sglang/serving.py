@@ -9,8 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from miles_preflight.chat_template import read
-from miles_preflight.checkpoint_files import other_tokens
+from miles_preflight.checkpoint_files import other_tokens, read
 
 from miles_core.config.hardware import engines
 from miles_core.config.load import config_json, who, with_values

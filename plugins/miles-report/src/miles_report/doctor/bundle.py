@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from miles_core.record.directory import publishing
+from miles_core.record.events import Kind
 from miles_report.doctor.record import Record
 from miles_report.doctor.redact import Redactor
 from miles_report.doctor.rules import Diagnosis
@@ -78,9 +79,9 @@ def _files(run: Record, diagnosis: Diagnosis, redactor: Redactor, samples: bool)
 
 def _versions(run: Record) -> dict[str, object]:
     return {
-        "starts": [event.get("versions") for event in run.of("run_start")],
+        "starts": [event.get("versions") for event in run.of(Kind.RUN_START)],
         "environment": [{"role": event.get("role"), "variables": event.get("variables")}
-                        for event in run.of("environment")],
+                        for event in run.of(Kind.ENVIRONMENT)],
         "packed with": {"python": platform.python_version(), "system": platform.platform(), **_installed()},
     }
 

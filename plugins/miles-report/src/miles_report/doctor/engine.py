@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 
+from miles_core.record.events import Kind
 from miles_report.doctor.finding import Finding
-from miles_report.doctor.record import Record
+from miles_report.doctor.record import Cause, Record
 
 SILENT = 3
 """Heartbeats that may be missing before the worker counts as dead."""
@@ -14,9 +15,9 @@ SILENT = 3
 def engine_restarts(run: Record) -> Iterator[Finding]:
     """Servers that die, again and again."""
     lost = defaultdict(list)
-    for event in run.of("engine_lost", "router_lost"):
+    for event in run.of(Kind.ENGINE_LOST, Kind.ROUTER_LOST):
         lost[str(event.get("engine") or "the router")].append(event)
-    last_word = run.ending == "died" and "restarts" in run.error
+    last_word = run.cause is Cause.DEATH and "restarts" in run.error
     for name, events in lost.items():
         yield Finding(
             "error" if last_word and name in run.error else "warning" if len(events) > 1 else "note",
@@ -28,7 +29,7 @@ def engine_restarts(run: Record) -> Iterator[Finding]:
 
 def requests_fail(run: Record) -> Iterator[Finding]:
     """Requests that have to be sent again."""
-    failed = run.of("request_failed")
+    failed = run.of(Kind.REQUEST_FAILED)
     if len(failed) > max(10, 2 * len(run.metrics)):
         yield Finding("warning", f"{len(failed)} requests failed and were sent again; last: {failed[-1].get('why')}",
                       "the time that they took is lost, and an engine or the router is ill",
@@ -38,8 +39,8 @@ def requests_fail(run: Record) -> Iterator[Finding]:
 
 def silent_worker(run: Record) -> Iterator[Finding]:
     """An asynchronous run whose worker gives no sign of life, or samples without finishing anything."""
-    beats = run.of("heartbeat")
-    begins = [event for event in run.of("message") if "rollout worker started" in str(event.get("text"))]
+    beats = run.of(Kind.HEARTBEAT)
+    begins = [event for event in run.of(Kind.MESSAGE) if "rollout worker started" in str(event.get("text"))]
     every = float(run.option("heartbeat_interval", 30.0))
     if not every or not (beats or begins):
         return
@@ -50,7 +51,7 @@ def silent_worker(run: Record) -> Iterator[Finding]:
                       f"it reports every {every:g} s that it is alive: it hangs, or its process is stopped",
                       "look at the end of logs/run.log and of logs/engine-*.log; py-spy dump --pid "
                       f"{run.holder.get('pid')} shows where it is", run.where(last))
-    starts = {event["line"] for event in run.of("run_start", "run_end")}
+    starts = {event["line"] for event in run.of(Kind.RUN_START, Kind.RUN_END)}
     for one, next_ in zip(beats, beats[1:], strict=False):
         gap, same = next_["time"] - one["time"], not any(one["line"] < line < next_["line"] for line in starts)
         if same and gap > SILENT * every:

@@ -8,13 +8,14 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean
 
 from miles_core.errors import RunDirectoryError
 from miles_core.record.directory import RunDirectory
-from miles_core.record.events import parsed, read
+from miles_core.record.events import Kind, parsed, read
 
 WINDOW = 5
 """Rollouts that a trend is averaged over at each end."""
@@ -25,16 +26,17 @@ MAX_SAMPLES, MAX_TOKENS = 256, 400_000
 EACH, ALL = 16 << 20, 96 << 20
 """Bytes that are searched of one log, a quarter of them at its begin and the rest at its end; and of all logs."""
 
-ENDINGS: dict[str, tuple[str, ...]] = {
-    "starved": ("filters dropped",),
-    "scorer": ("scorer ", "nobody scored", "no scorer scored", "has no finite reward"),
-    "non-finite": ("not finite",),
-    "out-of-memory": ("out of memory", "too little memory"),
-    "disk": ("disk is full", "No space left on device"),
-    "stuck": ("did not finish", "did not answer", "did not get on", "made no progress"),
-    "died": ("died", "RaySystemError", "WorkerCrashed", "it ended while it started"),
-}
-"""Kinds of ends -> words of the error; the first that fits is the kind."""
+
+class Cause(Enum):
+    """Why a run ended, by words of its error; the first cause of which one is there."""
+
+    FILTERS = ("filters dropped",)  # so many groups that no batch came together
+    SCORER = ("scorer ", "nobody scored", "no scorer scored", "has no finite reward")  # failed, or there was none
+    NON_FINITE = ("not finite",)  # a loss or a gradient
+    MEMORY = ("out of memory", "too little memory")  # of a GPU or the machine
+    DISK = ("disk is full", "No space left on device")
+    TIMEOUT = ("did not finish", "did not answer", "did not get on", "made no progress")  # a wait reached its bound
+    DEATH = ("died", "RaySystemError", "WorkerCrashed", "it ended while it started")  # of a process
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +117,7 @@ class Record:
     @cached_property
     def metrics(self) -> dict[int, dict]:
         """Rollout -> its event."""
-        return {event["rollout_id"]: event for event in self.of("metrics") if event["rollout_id"] is not None}
+        return {event["rollout_id"]: event for event in self.of(Kind.METRICS) if event["rollout_id"] is not None}
 
     @cached_property
     def first(self) -> dict | None:
@@ -125,8 +127,8 @@ class Record:
     @cached_property
     def end(self) -> dict | None:
         """The last start's run_end; None while it runs, and after a kill."""
-        last = next((event for event in reversed(self.events) if event["event"] in ("run_start", "run_end")), None)
-        return last if last is not None and last["event"] == "run_end" else None
+        last = next(reversed(self.of(Kind.RUN_START, Kind.RUN_END)), None)
+        return last if last is not None and last["event"] == Kind.RUN_END else None
 
     @cached_property
     def error(self) -> str:
@@ -144,9 +146,9 @@ class Record:
         return "; ".join(filter(None, [own, *more]))
 
     @cached_property
-    def ending(self) -> str | None:
-        """Which kind of ENDINGS the error is."""
-        return next((kind for kind, words in ENDINGS.items() if any(word in self.error for word in words)), None)
+    def cause(self) -> Cause | None:
+        """Of the last start's end; None for one that its error does not tell."""
+        return next((cause for cause in Cause if any(word in self.error for word in cause.value)), None)
 
     @cached_property
     def plugins(self) -> set[str]:
@@ -161,7 +163,7 @@ class Record:
     @cached_property
     def on_cpu(self) -> bool:
         """Whether PyTorch was built without CUDA."""
-        starts = self.of("run_start")
+        starts = self.of(Kind.RUN_START)
         return bool(starts) and "+cpu" in str(starts[-1].get("versions", {}).get("torch"))
 
     @cached_property

@@ -8,8 +8,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from statistics import fmean
 
+from miles_core.record.events import Kind
 from miles_report.doctor.finding import Finding
-from miles_report.doctor.record import WINDOW, Record
+from miles_report.doctor.record import WINDOW, Cause, Record
 
 LOST = 0.5
 """Share of ln(vocabulary) at which an answer is drawn almost evenly from all tokens: a model that means something is
@@ -116,7 +117,7 @@ def silent_scorer(run: Record) -> Iterator[Finding]:
 
 def scorer_failed(run: Record) -> Iterator[Finding]:
     """A scorer raised, hung, or gave no number."""
-    if run.ending == "scorer":
+    if run.cause is Cause.SCORER:
         yield Finding("error", f"the run ended with: {run.said}",
                       "a failed score is not a reward of 0, so Miles does not train on it",
                       run.remedy("a scorer that is only slow needs a higher --rm-timeout"), run.where(run.end))
@@ -124,13 +125,13 @@ def scorer_failed(run: Record) -> Iterator[Finding]:
 
 def starved(run: Record) -> Iterator[Finding]:
     """Filters leave too little."""
-    if run.ending == "starved":
+    if run.cause is Cause.FILTERS:
         yield Finding("error", f"the run ended with: {run.said}",
                       "no batch could be filled from what the filters kept",
                       run.remedy("then see --max-over-sampling-waves and the filter's options"), run.where(run.end))
         return
     drops, trained = Counter(), len(run.metrics) * int(run.option("rollout_batch_size") or 0)
-    for event in run.of("drop"):
+    for event in run.of(Kind.DROP):
         drops[str(event.get("reason"))] += int(event.get("count") or 1)
     total = sum(drops.values())
     if trained and total > 4 * trained:
@@ -138,7 +139,7 @@ def starved(run: Record) -> Iterator[Finding]:
         yield Finding("warning", f"filters dropped {total} groups ({reasons}) for {trained} that were trained on",
                       "most of what is sampled is thrown away, and the run ends when a batch cannot be filled",
                       "look at the reward and at how hard the prompts are; --over-sampling-batch-size hides the wait",
-                      run.where(run.of("drop")[-1]))
+                      run.where(run.of(Kind.DROP)[-1]))
 
 
 def truncated(run: Record) -> Iterator[Finding]:

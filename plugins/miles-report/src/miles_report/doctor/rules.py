@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 
+from miles_core.record.events import Kind
 from miles_report.doctor import engine, rollout, system, training
 from miles_report.doctor.finding import SEVERITIES, Finding, Rule
 from miles_report.doctor.record import Record
@@ -129,7 +130,7 @@ def examine(run: Record) -> Diagnosis:
 
 
 def _state(run: Record) -> str:
-    starts = run.of("run_start")
+    starts = run.of(Kind.RUN_START)
     if run.end is not None:
         status = str(run.end.get("status"))
     else:

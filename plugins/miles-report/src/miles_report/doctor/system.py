@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from statistics import fmean
 
 from miles_core.config.tables import TABLES
-from miles_core.record.events import stage_seconds
+from miles_core.record.events import Kind, stage_seconds
 from miles_report.doctor.finding import Finding, Side
-from miles_report.doctor.record import WINDOW, Record
+from miles_report.doctor.record import WINDOW, Cause, Record
 
 WATCHDOG = ("Watchdog caught collective operation timeout", "Timeout at NCCL work", "watchdog timeout (",
             "ms for recv operation to complete", "ms for send operation to complete")
@@ -29,11 +29,11 @@ DOMINATES, SHORT = 0.6, 0.1
 
 def hang(run: Record) -> Iterator[Finding]:
     """A collective, a weight sync or a call that did not end."""
-    sync = run.ending == "stuck" and "weight sync" in run.error
+    sync = run.cause is Cause.TIMEOUT and "weight sync" in run.error
     lines = list(run.find(*WATCHDOG))
     debug = ("NCCL_DEBUG=INFO (with NCCL_DEBUG_SUBSYS=COLL,P2P) shows which rank is missing; a cluster that is only "
              "slow needs NCCL_TIMEOUT=900")
-    if run.ending == "stuck":
+    if run.cause is Cause.TIMEOUT:
         engine = "engine" in run.error.partition(":")[0] or "the engine did not answer" in run.error
         why = ("a rank or an engine did not take part in it" if sync else
                "whoever it waited for hangs, is dead, or needs longer than the limit")
@@ -49,8 +49,8 @@ def hang(run: Record) -> Iterator[Finding]:
 
 def dead_process(run: Record) -> Iterator[Finding]:
     """A process of the run died on its own."""
-    restarts = run.of("restart")
-    if run.ending == "died":
+    restarts = run.of(Kind.RESTART)
+    if run.cause is Cause.DEATH:
         yield Finding("error", f"the run ended with: {run.said}",
                       "a negative exit code is a signal; -9 is most often the kernel's, for lack of memory",
                       run.remedy("--max-restarts N lets a run go on from its last checkpoint"), run.where(run.end),
@@ -63,7 +63,7 @@ def dead_process(run: Record) -> Iterator[Finding]:
     if run.end is not None and run.end.get("status") == "completed":
         return
     for line in run.find(*DIED):
-        if _side(line.where) == "rollout" and run.of("engine_restarted"):
+        if _side(line.where) == "rollout" and run.of(Kind.ENGINE_RESTARTED):
             continue  # of which another rule speaks
         yield Finding("error", f"a process died: {line.text}", "what it worked on is lost, and others wait for it",
                       "see what stands above that line; dmesg tells of the machine's memory", line.where,
@@ -72,9 +72,9 @@ def dead_process(run: Record) -> Iterator[Finding]:
 
 def killed(run: Record) -> Iterator[Finding]:
     """It neither runs nor ended."""
-    if run.end is not None or run.holder is not None or not run.of("run_start"):
+    if run.end is not None or run.holder is not None or not run.of(Kind.RUN_START):
         return
-    age, done, of = run.now - run.events[-1]["time"], len(run.metrics), run.of("run_start")[-1].get("rollouts")
+    age, done, of = run.now - run.events[-1]["time"], len(run.metrics), run.of(Kind.RUN_START)[-1].get("rollouts")
     yield Finding("error", f"the run was killed: {done} of {of} rollouts are done, its last word is {age:.0f} s old, "
                   "and no process writes to it any more",
                   "it had no time to say why: kill -9, a lack of memory, a time limit of the cluster, a machine that "
@@ -90,7 +90,7 @@ def interrupted(run: Record) -> Iterator[Finding]:
 
 def disk(run: Record) -> Iterator[Finding]:
     """The disk is full."""
-    if run.ending == "disk":
+    if run.cause is Cause.DISK:
         yield Finding("error", f"the run ended with: {run.said}", "nothing can be written any more",
                       "free some space; samples/ and checkpoints are the large parts", run.where(run.end))
         return
@@ -142,7 +142,7 @@ def imbalance(run: Record) -> Iterator[Finding]:
 def told(run: Record) -> Iterator[Finding]:
     """What the run itself warned of; plugins warn so, too."""
     texts: dict[str, dict] = {}
-    for event in run.of("message"):
+    for event in run.of(Kind.MESSAGE):
         if event.get("level") in ("warning", "error"):
             texts.setdefault(str(event.get("text")), event)
     for text, event in list(texts.items())[:5]:
@@ -153,7 +153,7 @@ def told(run: Record) -> Iterator[Finding]:
 
 def failed(run: Record) -> Iterator[Finding]:
     """It ended with an error of which no other rule speaks."""
-    if run.error and run.ending is None and run.end.get("status") == "failed":
+    if run.error and run.cause is None and run.end.get("status") == "failed":
         trace = next((f"logs/{path.name}:1" for path in run.logs("traceback")), run.where(run.end))
         flags = [flag.replace("-", "_") for flag in re.findall(r"--([a-z][a-z0-9-]+)", run.error)]
         table = next((table for flag in flags for table in TABLES if hasattr(TABLES[table], flag)), "")
@@ -166,10 +166,10 @@ def _go_on(run: Record) -> str:
     save, load = run.option("save"), run.option("load")
     if not save:
         return "nothing was saved: with --save FOLDER and --save-interval N a run can be resumed"
-    if not run.of("checkpoint"):
+    if not run.of(Kind.CHECKPOINT):
         interval = run.option("save_interval")
         return f"no checkpoint was reached with --save-interval {interval}: the same command starts over"
-    last = run.of("checkpoint")[-1]
+    last = run.of(Kind.CHECKPOINT)[-1]
     again = "the same command" if load == save else f"the same command with --load {save}"
     return f"{again} goes on after rollout {last['rollout_id']}, whose checkpoint is the last"
 

@@ -6,8 +6,9 @@ import math
 from collections.abc import Iterator
 from statistics import fmean, median
 
+from miles_core.record.events import Kind
 from miles_report.doctor.finding import Finding
-from miles_report.doctor.record import WINDOW, Record, shown
+from miles_report.doctor.record import WINDOW, Cause, Record, shown
 from miles_report.doctor.rollout import LOST, looping, vocabulary
 
 JITTER, WRONG = 1e-4, 1.0
@@ -23,7 +24,7 @@ def not_loaded(run: Record) -> Iterator[Finding]:
     if run.first is None or not trains or not run.logs("run.log"):
         return
     loaded = any(run.find("Loaded checkpoint from")) or any(
-        "Loaded checkpoint from" in str(event.get("text")) for event in run.of("message"))
+        "Loaded checkpoint from" in str(event.get("text")) for event in run.of(Kind.MESSAGE))
     if not loaded:
         yield Finding("error", 'no log has a line "Loaded checkpoint from"',
                       "the trainer's weights may be those that it was initialised with",
@@ -109,7 +110,7 @@ def explosion(run: Record) -> Iterator[Finding]:
 
 def non_finite(run: Record) -> Iterator[Finding]:
     """NaN or infinity: in a metric, or as the run's end."""
-    if run.ending == "non-finite":
+    if run.cause is Cause.NON_FINITE:
         engine = "engine" in run.error
         yield Finding("error", f"the run ended with: {run.said}",
                       "it did not reach the optimizer: the last checkpoint is good",
@@ -195,8 +196,8 @@ def collapse(run: Record) -> Iterator[Finding]:
 
 def trainer_oom(run: Record) -> Iterator[Finding]:
     """The trainer has too little memory; in its second step, because the engine left too little."""
-    ends = [event for event in run.of("restart") if "out of memory" in str(event.get("error"))]
-    if run.ending == "out-of-memory" and "engine" not in run.error.partition(":")[0]:
+    ends = [event for event in run.of(Kind.RESTART) if "out of memory" in str(event.get("error"))]
+    if run.cause is Cause.MEMORY and "engine" not in run.error.partition(":")[0]:
         ends.append(run.end)
     if not ends:
         return
@@ -219,7 +220,7 @@ def _routed(run: Record) -> bool:
 
 def _starts_from_reference(run: Record) -> bool:
     """Whether actor and reference are the same weights at the first rollout, as far as the record tells."""
-    starts = run.of("run_start")
+    starts = run.of(Kind.RUN_START)
     if not starts or starts[0].get("resumed_from"):
         return False
     reference = str(run.option("ref_load") or run.option("hf_checkpoint"))

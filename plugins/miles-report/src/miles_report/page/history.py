@@ -12,7 +12,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from miles_core.record.events import LIFECYCLE, stage_seconds
+from miles_core.record.events import LIFECYCLE, Kind, stage_seconds
 from miles_core.record.faults import FAULTS
 
 PACE = 20
@@ -97,7 +97,7 @@ class History:
     def take(self, event: dict) -> None:
         """Add one event. Kinds that are not known are passed over: plugins may write their own."""
         kind = event["event"]
-        if kind == "run_start":
+        if kind == Kind.RUN_START:
             self._start(event)
         self.last = event["time"]
         if (taker := _TAKERS.get(kind)) is not None:
@@ -176,11 +176,11 @@ class History:
 
 
 _TAKERS: dict[str, Callable[[History, dict], None]] = {
-    "metrics": History._metrics, "eval": History._eval, "drop": History._drop, "weight_sync": History._synced,
-    "heartbeat": lambda history, event: history.beats.append(event), "run_end": History._over,
-    "engine_recovered": History._updated,
-    **dict.fromkeys(("engine_lost", "engine_restarted", "engine_stale", "router_lost", "router_restarted"),
-                    History._engine),
+    Kind.METRICS: History._metrics, Kind.EVAL: History._eval, Kind.DROP: History._drop,
+    Kind.WEIGHT_SYNC: History._synced, Kind.HEARTBEAT: lambda history, event: history.beats.append(event),
+    Kind.RUN_END: History._over, Kind.ENGINE_RECOVERED: History._updated,
+    **dict.fromkeys((Kind.ENGINE_LOST, Kind.ENGINE_RESTARTED, Kind.ENGINE_STALE, Kind.ROUTER_LOST,
+                     Kind.ROUTER_RESTARTED), History._engine),
 }  # fmt: skip
 
 
@@ -208,10 +208,10 @@ def _ended(event: dict) -> tuple[str, str]:
 
 
 _TOLD: dict[str, Callable[[dict], tuple[str, str]]] = {
-    "run_start": _started,
-    "run_end": _ended,
-    "message": lambda e: (str(e.get("level", "info")), str(e.get("text", ""))),
-    "checkpoint": lambda e: ("info", f"{e.get('path')} ({e.get('seconds') or 0:.2f} s)"),
+    Kind.RUN_START: _started,
+    Kind.RUN_END: _ended,
+    Kind.MESSAGE: lambda e: (str(e.get("level", "info")), str(e.get("text", ""))),
+    Kind.CHECKPOINT: lambda e: ("info", f"{e.get('path')} ({e.get('seconds') or 0:.2f} s)"),
     **FAULTS,
 }  # fmt: skip
 """Kind -> level and sentence of the events that are told in words."""

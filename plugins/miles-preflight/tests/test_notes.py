@@ -30,10 +30,7 @@ def notes(plan, tmp_path):
 BOTH = (256, 258)
 EIGHT = [f"{i}+1=" for i in range(8)]
 CASES = {
-    "equal prompts": (EIGHT + EIGHT[:2], ("x",), (), BOTH, "2 of the first 10 prompts repeat"),
-    "fewer rows than a batch": (EIGHT[:3], ("x",), (), BOTH, "3 rows for a rollout_batch_size of 8"),
     "evaluation on training data": (EIGHT, EIGHT[1:3], (), BOTH, "2 of the first 2 evaluation prompts"),
-    "no learning rate": (EIGHT, ("x",), ("--lr", 0), BOTH, "lr 0"),
     "another end token": (EIGHT, ("x",), (), (256,), "<|im_end|> (258)"),
 }
 
