@@ -55,8 +55,8 @@ def server_fields(checkpoint: Path, wanted: tuple[Sequence[str], Sequence[str]],
         ConfigError: they lack a layer that has an adapter; see also `modules`.
     """
     adapted = modules(checkpoint, *wanted)
-    held = {part for name in own for part in WHOLE.get(name, (name,))}
-    if own and not held & {"all", ALL} and (missing := [name for name in adapted if name not in held]):
+    room = {part for name in own for part in WHOLE.get(name, (name,))}
+    if own and not room & {"all", ALL} and (missing := [name for name in adapted if name not in room]):
         raise ConfigError("servers would take no adapter of layers that have one", got=f"no {', '.join(missing)}",
                           who="--sglang-lora-target-modules", fix="add them, or leave the option out: it follows from "
                           "--target-modules")

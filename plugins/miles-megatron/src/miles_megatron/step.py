@@ -187,6 +187,8 @@ class MegatronTrainer:
     def close(self) -> None:
         if self.sender is not None:
             self.sender.close()
+        if "models" in vars(self):
+            self.models.close()
         cpu.leave()
 
     def _explained(self, phase: str) -> AbstractContextManager[None]:
