@@ -18,6 +18,7 @@ columns keep their row, response column j lies at row T-R-1+j, and rows that a c
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -179,10 +180,12 @@ class Columns(Mapping[str, Column]):
 def read_only(samples: Sequence[Sample], who: str) -> Iterator[None]:
     """For the time of a call of `who`: samples whose columns cannot be changed. Columns of its own it may add.
 
+    numpy refuses to write into what is shown; torch, which does not ask numpy, writes, and checksums tell.
+
     Raises:
         ColumnError: the call writes into a column, or takes one of the core's away or replaces it.
     """
-    before = [sample.columns for sample in samples]
+    before = [(sample.columns, _checksums(sample)) for sample in samples]
     for sample in samples:
         sample.columns = {name: _locked(array) for name, array in sample.columns.items()}
     shown = [dict(sample.columns) for sample in samples]
@@ -190,18 +193,23 @@ def read_only(samples: Sequence[Sample], who: str) -> Iterator[None]:
                         fix="copy what shall be changed; samples are made by a generator and generate_response")
     try:
         yield
-        if any(sample.columns.get(column.name) is not views.get(column.name)
-               for sample, views in zip(samples, shown, strict=True) for column in CORE):
-            raise error
-        for sample, columns, views in zip(samples, before, shown, strict=True):
+        for sample, (columns, sums), views in zip(samples, before, shown, strict=True):
+            replaced = any(sample.columns.get(one.name) is not views.get(one.name) for one in CORE)
+            if replaced or _checksums(sample) != sums:
+                raise error
             columns |= {name: array for name, array in sample.columns.items() if array is not views.get(name)}
     except ValueError as cause:
         if "read-only" not in str(cause):
             raise
         raise error from cause
     finally:
-        for sample, columns in zip(samples, before, strict=True):
+        for sample, (columns, _) in zip(samples, before, strict=True):
             sample.columns = columns
+
+
+def _checksums(sample: Sample) -> list[int]:
+    arrays = (sample.columns[column.name] for column in CORE if column.name in sample.columns)
+    return [zlib.crc32(np.ascontiguousarray(array).data) for array in arrays]
 
 
 def _locked(array: np.ndarray) -> np.ndarray:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from miles_core.columns import read_only
 from miles_core.config.tables import RunConfig
 from miles_core.errors import DataError, HookError, MilesError, WaitError
 from miles_core.evaluation import Evaluation
@@ -197,7 +198,9 @@ class Run:
             await asyncio.wait([slot.task for slot in under_way])
 
     def _selected(self) -> Group | None:
-        chosen = self.begun if self.select is None else self.select(list(self.begun), self.version - 1)
+        shown = [sample for group in self.begun for sample in group.samples] if self.select else []
+        with read_only(shown, "select_from_buffer"):
+            chosen = self.select(list(self.begun), self.version - 1) if self.select else self.begun
         if not chosen:
             return None
         place = next((i for i, group in enumerate(self.begun) if group is chosen[0]), None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 
+from miles_core.columns import read_only
 from miles_core.errors import MilesError
 from miles_core.plugins.bind import Hooks
 from miles_core.record.console import Console
@@ -105,7 +106,8 @@ class Journal:
                samples: Sequence[Sample]) -> None:
         if self._hooks is not None:
             self.tell(self._hooks.metrics, rollout_id, dict(metrics), self.directory.path)
-            self.tell(self._hooks.samples, rollout_id, dataset, samples, self.directory.path)
+            with read_only(samples if self._hooks.samples else (), "samples"):
+                self.tell(self._hooks.samples, rollout_id, dataset, samples, self.directory.path)
 
     def tell(self, hook: Callable | None, *arguments: object) -> None:
         """Call the trackers. One that fails is a warning, and the run goes on, unless --strict-trackers says otherwise

@@ -345,6 +345,19 @@ def test_a_reduction_that_changes_columns_is_an_error(bench):
         bench.step(make_batch())
 
 
+def test_an_estimator_that_changes_columns_is_an_error(bench):
+    def shifts(batch):
+        for sample in batch.samples:
+            sample.columns["log_probs"].base[:] = 0
+        return [0.0] * len(batch.samples)
+
+    bench.configure()
+    bench.trainer.hooks.advantage["grpo"] = shifts
+    bench.trainer.take_batch(make_batch())
+    with pytest.raises(ColumnError, match="grpo"):
+        bench.trainer.advantage()
+
+
 def test_the_step_above_left_the_weights_alone(bench, tiny):
     """A learning rate of 0 changes no bit, so that all comparisons were of the same weights."""
     from safetensors.torch import load_file

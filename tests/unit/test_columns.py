@@ -1,12 +1,14 @@
 """Columns: the one path that the core's and any plugin's data take into the trainer."""
 
+import warnings
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from miles_core import columns as module
-from miles_core.columns import Align, Column, Columns, grid, split
+from miles_core.columns import Align, Column, Columns, grid, read_only, split
 from miles_core.errors import ColumnError
 from miles_core.types import Prompt, Sample
 
@@ -127,3 +129,34 @@ def test_a_sample_without_an_optional_column_is_padded_and_one_of_other_axes_ref
     other.columns["routes"] = other.columns["routes"][:, :2]
     with pytest.raises(ColumnError, match="disagree on the axes"):
         declared.pack([sample(2, 2, 0), other])
+
+
+def through_torch(one):
+    torch = pytest.importorskip("torch")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that it will write where numpy would not
+        torch.from_numpy(one.columns["rollout_log_probs"]).add_(1)
+
+
+def through_the_base(one):
+    one.columns["tokens"].base[0] += 1
+
+
+def with_the_flag_set(one):
+    one.columns["versions"].flags.writeable = True
+    one.columns["versions"][:] = 7
+
+
+def by_sorting(one):
+    """The sum of all values stays."""
+    one.columns["tokens"].base.sort()
+
+
+@pytest.mark.parametrize("write", [through_torch, through_the_base, with_the_flag_set, by_sorting])
+def test_a_write_that_numpy_does_not_refuse_is_found(write):
+    samples = [sample(3, 4, seed) for seed in (1, 2)]
+    with pytest.raises(ColumnError) as caught, read_only(samples, "the vandal"):
+        write(samples[1])
+    assert caught.value.who == "the vandal"
+    with read_only(samples, "one who looks"):
+        assert sum(int(one.tokens.sum()) for one in samples)

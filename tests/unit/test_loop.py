@@ -6,12 +6,13 @@ from collections import Counter
 
 import pytest
 from miles_testing.clock import run_virtual
-from miles_testing.toy import FinishOrder, toy_run
+from miles_testing.toy import FinishOrder, toy_group, toy_run
 
-from miles_core.errors import StarvedError, WaitError
+from miles_core.errors import ColumnError, StarvedError, WaitError
 from miles_core.loop import train
-from miles_core.stages.buffer import Buffer
+from miles_core.stages.buffer import Buffer, Slot
 from miles_core.stages.placement import Turns
+from miles_core.types import Prompt
 
 
 def uneven(seed):
@@ -317,3 +318,24 @@ def test_the_raw_reward_is_the_scorers_whatever_shape_rewards_makes_of_it():
     for (_, shaped), (_, raw) in zip(run.journal.rollouts, plain.journal.rollouts, strict=True):
         assert shaped["rollout/raw_reward"] == raw["rollout/raw_reward"] and "rollout/rewards" not in raw
         assert shaped["rollout/rewards"] == 2 * raw["rollout/raw_reward"] + 1
+
+
+def test_who_selects_from_the_buffer_changes_no_column():
+    def select(groups, rollout_id):
+        groups[-1].samples[0].columns["versions"][:] = rollout_id
+        return groups
+
+    run = toy_run(rollouts=1, batch_size=1, max_lag=0, duration=lambda uid, tries: 0.0)
+    run.begun = [toy_group(Prompt(uid, uid, "", (1,)), 1) for uid in range(2)]
+    run.select = select
+
+    async def prompted():
+        run.prompt(slot := Slot(5))
+        return slot
+
+    with pytest.raises(ColumnError) as caught:
+        run_virtual(prompted)
+    assert caught.value.who == "select_from_buffer"
+    run.select = lambda groups, rollout_id: groups[::-1]
+    slot = run_virtual(prompted)
+    assert slot.prompt.uid == 1 and slot.begun[0].columns["versions"].flags.writeable

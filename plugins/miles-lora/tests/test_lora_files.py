@@ -139,6 +139,22 @@ def test_a_rank_is_needed_and_a_server_is_told_of_it(checkpoint):
     assert modules(checkpoint("moe"), ("all-linear",), ("gate_proj", "up_proj", "down_proj"))[0] == "k_proj"
 
 
+@pytest.mark.parametrize(("own", "lacks"), [
+    (["q_proj"], "no k_proj, v_proj"), (["qkv_proj"], None), (["q_proj", "k_proj", "v_proj", "o_proj"], None),
+    (["all"], None), (["gate_up_proj"], "no k_proj, q_proj, v_proj"),
+])
+def test_layers_that_a_run_names_for_servers_have_room_for_all_adapters(own, lacks, checkpoint):
+    config = RunConfig(perf=Perf(weight_sync="adapter"), rollout=Rollout(engine="sglang"))
+    config = replace(config, checkpoint=replace(config.checkpoint, hf_checkpoint=str(checkpoint())))
+    plugin = Lora(LoraOptions(lora_rank=8, target_modules="q_proj,k_proj,v_proj"), config)
+    if lacks is None:
+        assert plugin.engine_args({"lora_target_modules": own})["lora_target_modules"] == own
+        return
+    with pytest.raises(ConfigError) as caught:
+        plugin.engine_args({"lora_target_modules": own})
+    assert caught.value.who == "--sglang-lora-target-modules" and lacks in str(caught.value)
+
+
 def test_a_stream_is_merged_whole_or_not_at_all():
     names, weight = names_of("w.weight"), torch.randn(6, 5)
     first, second = torch.randn(2, 5), torch.randn(6, 2)

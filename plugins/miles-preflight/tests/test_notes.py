@@ -41,3 +41,9 @@ def test_a_plan_remarks(notes, case):
     assert [text in note for note in notes(*given)].count(True) == 1
     other = notes(EIGHT)
     assert not any(one in note for *_, one in CASES.values() for note in other)
+
+
+@pytest.mark.parametrize(("flags", "idle"), [((), True), (("--weight-sync", "adapter", "--lora-rank", 4), False)])
+def test_layers_of_adapters_that_servers_are_told_of_are_read_where_adapters_travel(plan, flags, idle):
+    notes = plan("--engine", "sglang", "--sglang-lora-target-modules", "qkv_proj", *flags).notes
+    assert any("reads server.lora_target_modules" in note for note in notes) == idle

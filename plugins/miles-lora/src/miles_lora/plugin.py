@@ -205,7 +205,8 @@ class Lora:
 
         path = f"{ADAPTER}={self.options.lora_adapter_path}" if self._given else None
         return server_fields(Path(str(self.config.checkpoint.hf_checkpoint)), self._wanted(), self._shape().rank, path,
-                             self.options.lora_base_cpu_backup) | fields
+                             self.options.lora_base_cpu_backup,
+                             cast("list[str]", fields.get("lora_target_modules") or [])) | fields
 
     @hookimpl
     def generate_request(self, request: Request) -> Request:

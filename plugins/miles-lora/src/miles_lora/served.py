@@ -10,6 +10,8 @@ from miles_lora.targets import ALL, LINEAR, last
 
 JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Layers that SGLang keeps as one: it makes one adapter of theirs, and needs all of them for it."""
+WHOLE = {"qkv_proj": JOINED[0], "gate_up_proj": JOINED[1]}
+"""What SGLang calls them."""
 
 
 def modules(checkpoint: Path, wanted: Sequence[str], excluded: Sequence[str]) -> list[str]:
@@ -40,16 +42,26 @@ def modules(checkpoint: Path, wanted: Sequence[str], excluded: Sequence[str]) ->
 
 
 def server_fields(checkpoint: Path, wanted: tuple[Sequence[str], Sequence[str]], rank: int, path: str | None,
-                  backup: bool) -> dict[str, object]:
+                  backup: bool, own: Sequence[str] = ()) -> dict[str, object]:
     """What a server needs to hold one adapter beside the base.
 
     Args:
         wanted: layers with adapters, and those that have none.
         path: NAME=FOLDER of an adapter that it begins with.
         backup: the base stays in host memory while it sleeps.
+        own: its `lora_target_modules`, where the run sets them.
+
+    Raises:
+        ConfigError: they lack a layer that has an adapter; see also `modules`.
     """
+    adapted = modules(checkpoint, *wanted)
+    room = {part for name in own for part in WHOLE.get(name, (name,))}
+    if own and not room & {"all", ALL} and (missing := [name for name in adapted if name not in room]):
+        raise ConfigError("servers would take no adapter of layers that have one", got=f"no {', '.join(missing)}",
+                          who="--sglang-lora-target-modules", fix="add them, or leave the option out: it follows from "
+                          "--target-modules")
     fields: dict[str, object] = {"enable_lora": True, "max_lora_rank": rank, "max_loras_per_batch": 2,
-                                "lora_target_modules": modules(checkpoint, *wanted)}
+                                "lora_target_modules": adapted}
     if path is not None:
         fields["lora_paths"] = [path]
     if backup:

@@ -10,6 +10,10 @@ from miles_core.errors import ConfigError
 
 NOISE = ("hidden_dropout", "attention_dropout", "moe_input_jitter_eps")
 """Fields that draw random numbers in every pass: old policy, engine and trained policy would be three models."""
+BALANCED = {"aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"}
+"""Values of moe_router_load_balancing_type. The router compares it with each, and takes any other for none."""
+DRAWN = ("init_method_std", "embedding_init_method_std")
+"""Of weights that Megatron draws: those of a checkpoint take their place before anything is computed."""
 SCALINGS = ("default", "linear", "llama3", "yarn")
 """How positions can be scaled here."""
 SILU = {"llama", "mistral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "deepseek_v3", "glm4_moe", "minimax_m2"}
@@ -33,6 +37,14 @@ def check_trainer(config: RunConfig, note: Callable[[str], None]) -> RunConfig:
     if config.surface("megatron").get("average_in_collective"):
         raise ConfigError("gradients are sums over tokens that the loss has divided: averaging divides them again",
                           got=True, who=who(config, "megatron.average_in_collective"), fix="leave it out")
+    balanced = config.surface("megatron").get("moe_router_load_balancing_type", "none")
+    if unknown := sorted({balanced} - BALANCED if isinstance(balanced, str) else {*balanced} - BALANCED):
+        raise ConfigError("Megatron balances no router by this, and says nothing", got=", ".join(unknown),
+                          who=who(config, "megatron.moe_router_load_balancing_type"),
+                          fix=f"write {', '.join(sorted(BALANCED))}")
+    for name in DRAWN:
+        if name in config.surface("megatron"):
+            note(f"{name} has no effect: weights of a checkpoint take the place of those that are drawn")
     path, hf_config = config_json(config)
     _computed(hf_config or {}, str(path))
     return config

@@ -36,6 +36,7 @@ ALWAYS_OFF = {
     "bias_activation_fusion": "nothing, but it compiles at the first step and the activation is one pass already",
     "bias_dropout_fusion": "nothing, but it compiles at the first step and there is no dropout",
     "masked_softmax_fusion": "a CUDA kernel of Megatron's own attention",
+    "use_te_activation_func": "nothing: the activation is one kernel already",
 }
 """Switches that the layers here keep off, with what they would need."""
 

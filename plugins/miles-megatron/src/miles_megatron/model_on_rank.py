@@ -80,9 +80,11 @@ class ModelOnRank:
     def without_effect(self, read: frozenset[str]) -> list[str]:
         """Options of Megatron-core that the run sets and that change nothing, going by what was read of them."""
         stated = {*self.spec.constants, *ALWAYS_OFF, *LOCAL_ONLY_OFF}  # compared with the checkpoint, or warned of
-        names = [name for name in unread.unread(self.config.surface("megatron"), read) if name not in stated]
-        return [name for name in names if name not in self.fields or not unread.shapes(
-            self._settings(self.fields), self._settings({k: v for k, v in self.fields.items() if k != name}), name)]
+        names = unread.unread(self.config.surface("megatron"), read, self.settings)
+        names = [name for name in names if name not in stated]
+        without = {name: {key: value for key, value in self.fields.items() if key != name} for name in names}
+        return [name for name in names if name not in self.fields or unread.idle(name, self.settings)
+                or not unread.shapes(self._settings(self.fields), self._settings(without[name]), name)]
 
     @property
     def head(self) -> torch.Tensor:

@@ -96,7 +96,9 @@ class MegatronTrainer:
         """Every rank works it out from the same columns: nothing to send, and an error is everyone's."""
         name = chosen(self.config, "advantage")
         with self.profiler.phase("advantage", self.batch.rollout_id):
-            metrics = advantage.fill(self.batch, self.hooks.advantage[name](self.batch), name)
+            with read_only(self.batch.samples, f"advantage {name!r}"):
+                advantages = self.hooks.advantage[name](self.batch)
+            metrics = advantage.fill(self.batch, advantages, name)
         if self.hooks.shape_advantages is not None:
             self.batch = self.hooks.shape_advantages(self.batch)
             advantage.check(self.batch, "shape_advantages")
@@ -185,6 +187,8 @@ class MegatronTrainer:
     def close(self) -> None:
         if self.sender is not None:
             self.sender.close()
+        if "models" in vars(self):
+            self.models.close()
         cpu.leave()
 
     def _explained(self, phase: str) -> AbstractContextManager[None]:

@@ -26,6 +26,10 @@ NAMES = frozenset(field.name for kind in KINDS for field in dataclasses.fields(k
 _OF_A_DATACLASS = ("<string>", dataclasses.__file__)
 """Where the code of __eq__ and __repr__ is, which look at all fields."""
 
+NEEDS = {"moe_": "num_moe_experts", "moe_shared_expert_": "moe_shared_expert_intermediate_size",
+         "moe_router_num_groups": "moe_router_group_topk"}
+"""Beginnings of fields that act where another is set, and only there; they are read before that one is."""
+
 _read: set[str] = set()
 
 
@@ -52,14 +56,20 @@ def end() -> frozenset[str]:
     return frozenset(_read)
 
 
-def unread(options: Mapping[str, object], read: frozenset[str]) -> list[str]:
-    """The options among `options` that say something else than the default and were not read.
+def unread(options: Mapping[str, object], read: frozenset[str], settings: TransformerConfig) -> list[str]:
+    """The options among `options` that say something else than the default and were not read, or are idle.
 
     Sizes of the layout are left out: groups of ranks are made of them before there is a configuration.
     """
     defaults = megatron_lm_defaults()
+    read -= {name for name in options if idle(name, settings)}
     return [name for name, value in options.items() if name in NAMES - read - {*KEYS.values(), "sequence_parallel"}
             and value != defaults.get(name, surface()[name].default)]
+
+
+def idle(name: str, settings: TransformerConfig) -> bool:
+    """Whether a field, read or not, acts only beside another that is not set."""
+    return any(name.startswith(begin) and not getattr(settings, needed) for begin, needed in NEEDS.items())
 
 
 def shapes(with_it: TransformerConfig, without: TransformerConfig, name: str) -> bool:

@@ -53,8 +53,8 @@ def unread(config: RunConfig, selected: Sequence[Selected]) -> list[str]:
 
 def _idle(config: RunConfig, key: str) -> bool:
     table, _, name = key.partition(".")
-    if name in APART:
-        return False
+    if name in APART or (table == "server" and "lora" in name and config.perf.weight_sync == "adapter"):
+        return False  # beside adapters that travel alone plugin lora completes what the servers are told of them
     for names, reader in READERS.items():
         place, _, condition = reader.partition(".")
         options, _, wanted = condition.partition("=")

@@ -86,7 +86,9 @@ class TorchTrainer:
 
     def advantage(self) -> dict[str, float]:
         batch, name = self._taken(), chosen(self._config, "advantage")
-        metrics = advantage.fill(batch, self._hooks.advantage[name](batch), name)
+        with read_only(batch.samples, f"advantage {name!r}"):
+            advantages = self._hooks.advantage[name](batch)
+        metrics = advantage.fill(batch, advantages, name)
         if self._hooks.shape_advantages is not None:
             self._batch = batch = self._hooks.shape_advantages(batch)
             advantage.check(batch, "shape_advantages")

@@ -1,0 +1,40 @@
+"""What trackers are shown of a rollout is what others are shown after them."""
+
+import io
+from types import SimpleNamespace
+
+import pytest
+from miles_testing.toy import toy_group
+
+from miles_core.errors import ColumnError
+from miles_core.record.console import Console
+from miles_core.record.directory import RunDirectory
+from miles_core.record.events import read
+from miles_core.record.journal import Journal
+from miles_core.types import Batch, Prompt
+
+
+def reported(folder, track):
+    """The batch of a run whose tracker `track` is, and the run's messages."""
+    batch = Batch(0, [toy_group(Prompt(1, 1, "", (1,)), 1)], 1)
+    hooks = SimpleNamespace(metrics=None, samples=lambda rollout_id, dataset, samples, run_dir: track(samples))
+    with RunDirectory(folder).acquire() as directory:
+        Journal(directory, Console(False, io.StringIO()), hooks=hooks).rollout(batch, {})
+    return batch, [event["text"] for event in read(directory.events) if event["event"] == "message"]
+
+
+def test_a_write_of_a_tracker_that_is_refused_is_a_warning(tmp_path):
+    def track(samples):
+        samples[0].columns["versions"][:] = 9
+
+    batch, messages = reported(tmp_path, track)
+    assert 9 not in batch.samples[0].columns["versions"] and "read-only" in messages[0]
+
+
+def test_a_write_of_a_tracker_that_took_place_ends_the_run(tmp_path):
+    def track(samples):
+        samples[0].columns["versions"].flags.writeable = True
+        samples[0].columns["versions"][:] = 9
+
+    with pytest.raises(ColumnError):
+        reported(tmp_path, track)
