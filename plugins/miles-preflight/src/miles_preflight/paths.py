@@ -175,6 +175,8 @@ def _resume(config: RunConfig) -> None:
 def _tracked(config: RunConfig, folder: Path, load: bool = True) -> None:
     """The iteration that a checkpoint's tracker names; `load` if the run goes on from it."""
     text, last = (folder / TRACKER).read_text(encoding="utf-8", errors="replace").strip(), config.rollout.num_rollout
+    if text == "release":
+        return  # weights that another program converted, which the trainer reads
     iterations = sorted(path.name for path in folder.glob("iter_*"))
     other = "another program saved it: start from a Hugging Face folder of its weights with --ref-load"
     if not text.isdecimal() or f"iter_{int(text):07d}" not in iterations:
@@ -185,13 +187,13 @@ def _tracked(config: RunConfig, folder: Path, load: bool = True) -> None:
     if any(newest.glob("mp_rank_*")):
         raise CheckpointError("this is a checkpoint of Megatron's older format", got="mp_rank_*", who=str(newest),
                               fix="start from a Hugging Face folder of its weights with --ref-load")
-    parts = ("metadata.json", ".metadata", "common.pt", "miles.json", "*.distcp")
+    parts = ("metadata.json", ".metadata", "common.pt", "*.distcp")
     known = config.perf.trainer == "megatron" or any(newest.glob("*.distcp"))  # other trainers save as they like
     if lost := [name for name in parts if known and not any(newest.glob(name))]:
         raise CheckpointError(f"iteration {int(text)} is incomplete", got=f"no {', '.join(lost)}", who=str(newest),
-                              fix=other if lost == ["miles.json"] else
-                              f"write the number of an older one into {folder / TRACKER}")
-    if last and load and int(text) > last and config.checkpoint.load != config.checkpoint.save:
+                              fix=f"write the number of an older one into {folder / TRACKER}")
+    resumed = load and (newest / "miles.json").is_file()
+    if last and resumed and int(text) > last and config.checkpoint.load != config.checkpoint.save:
         raise ConfigError("the checkpoint is past the run's last rollout, so nothing would be trained",
                           got=f"{text} of {last}", who=who(config, "checkpoint.load", "rollout.num_rollout"),
                           fix="raise --num-rollout, which counts those that are done already; to start anew from these "
