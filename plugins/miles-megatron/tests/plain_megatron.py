@@ -58,9 +58,9 @@ def build(hf, tensor, options):
         num_attention_heads=hf["num_attention_heads"], num_query_groups=hf["num_key_value_heads"],
         kv_channels=hf["head_dim"], ffn_hidden_size=hf["intermediate_size"], gated_linear_unit=True,
         activation_func=torch.nn.functional.silu, normalization="RMSNorm", qk_layernorm=True,
-        use_cpu_initialization=True, perform_initialization=False, tensor_model_parallel_size=tensor, params_dtype=torch.float32,
-        hetereogenous_dist_checkpoint=options.get("apart", False), gradient_accumulation_fusion=False,
-        add_bias_linear=False, **mixture)
+        use_cpu_initialization=True, perform_initialization=False, tensor_model_parallel_size=tensor,
+        params_dtype=torch.float32, hetereogenous_dist_checkpoint=options.get("apart", False),
+        gradient_accumulation_fusion=False, add_bias_linear=False, **mixture)
     spec = fused_spec(bool(experts)) if options.get("fused") else get_gpt_layer_local_spec(
         num_experts=experts, qk_layernorm=True, normalization="RMSNorm")
     multiple = options.get("divisible", 128) * tensor
