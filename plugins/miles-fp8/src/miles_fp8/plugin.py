@@ -17,7 +17,7 @@ from miles_fp8.recipe import NVFP4, RECIPES, Held, of_checkpoint, tiles
 
 if TYPE_CHECKING:
     import torch
-    from miles_megatron.specs import ModelSpec
+    from miles_megatron.specs import ModelSpec, WeightMap
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +63,14 @@ class Fp8:
     def __init__(self, options: Fp8Options, config: RunConfig):
         self.options, self.config = options, config
         self._emulation: dict[str, object] | None = None
+        self._map: WeightMap | None = None
+
+    @hookimpl
+    def weight_map(self, weight_map: WeightMap, model: str) -> WeightMap:
+        """Nothing is added: which tensors hold several experts."""
+        if model == "actor":
+            self._map = weight_map
+        return weight_map
 
     @hookimpl
     def derive(self, config: RunConfig, note: Callable[[str], None]) -> RunConfig:
@@ -126,8 +134,10 @@ class Fp8:
         fp8_format = self._held()
         if fp8_format is None:
             return stream
-        from miles_fp8.stream import quantised
+        from miles_fp8.stream import apart, quantised
 
+        if self._map is not None and self._map.packed:
+            stream = apart(stream, fp8_format, self._map, whole=chosen(self.config, "engine") == "local")
         return quantised(stream, fp8_format)
 
     @hookimpl

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+from miles_megatron.disk_names import changed, split
+from miles_megatron.specs import WeightMap
 
 from miles_core.errors import EngineError
 from miles_fp8 import nvfp4
-from miles_fp8.recipe import SCALE_OF_SCALES, SCALES, WEIGHTS, Held, Tiles
-from miles_fp8.rounding import dequantise, quantise, to_bytes
+from miles_fp8.recipe import FOUR_BITS, SCALE_OF_SCALES, SCALES, WEIGHTS, Held, Tiles
+from miles_fp8.rounding import dequantise, quantise, rounded, to_bytes
 
 Stream = Iterator[tuple[str, torch.Tensor]]
 
@@ -32,6 +34,21 @@ def quantised(stream: Stream, fp8_format: Held) -> Stream:
         vars(scale)["keeps_dtype"] = True  # also where the trainer's float32 is sent as another dtype
         yield name, weight
         yield fp8_format.scale(name), scale
+
+
+def apart(stream: Stream, fp8_format: Held, weight_map: WeightMap, *, whole: bool) -> Stream:
+    """Experts that lie in one tensor, where FP8 is for them: each under a name of its own.
+
+    Args:
+        whole: the engine knows them in one tensor alone; it then gets that, rounded.
+    """
+    def taken(name: str) -> bool:
+        return name.endswith(".weight") and fp8_format.quantises(name, (1, FOUR_BITS.columns or 1))
+
+    if not whole:
+        return split(stream, weight_map, taken)
+    return changed(stream, weight_map, lambda name, part: rounded(part, fp8_format.tiles) if taken(name) else part,
+                   packed_alone=True)
 
 
 def plain_of_four_bits(stream: Stream) -> Stream:

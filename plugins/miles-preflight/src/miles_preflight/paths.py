@@ -227,7 +227,8 @@ def check_source(given: str, origin: str) -> None:
         raise CheckpointError("there is no such folder", who=origin, fix=usual)
     if (folder / "config.json").is_file() or (folder / "adapter_config.json").is_file():
         unread(folder, origin)
-        if method := found_in(folder / "config.json", ["quantization_config", "quant_method"]):
+        method = found_in(folder / "config.json", ["quantization_config", "quant_method"])
+        if method and method[0] != "mxfp4":  # which the trainer reads
             raise CheckpointError("the trainer computes with plain weights, and these weights are quantised",
                                   who=origin, got=method[0], fix="name the checkpoint that they were made from")
     elif not (folder / TRACKER).is_file() and not any(folder.glob("iter_*")):

@@ -84,7 +84,8 @@ def join(address: str | None, *, places: int, who: str, dashboard: Dashboard | N
         dashboard: of one of our own.
 
     Raises:
-        ConfigError: Ray or what its dashboard needs is not installed, nothing answers at the address, or the cluster does not take our token.
+        ConfigError: Ray or what its dashboard needs is not installed, nothing answers at the address, or
+            the cluster does not take our token.
     """
     try:
         import ray

@@ -20,7 +20,9 @@ class RayOptions:
     """The Ray that a run starts of its own; a cluster that is there has its own dashboard."""
 
     dashboard: bool = option(False, "Ray's dashboard runs beside the run: pip install 'ray[default]'.")
-    dashboard_host: str = option("127.0.0.1", "Address that the dashboard listens on; it asks for Ray's token or for nothing.")
+    dashboard_host: str = option(
+        "127.0.0.1", "Address that the dashboard listens on; it asks for Ray's token or for nothing."
+    )
     dashboard_port: int = option(8265, "Port of the dashboard; the next free one if it is taken.")
 
 
