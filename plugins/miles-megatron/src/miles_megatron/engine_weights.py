@@ -46,8 +46,8 @@ def weights(config: RunConfig, model: ModelDimensions) -> float:
 
 def quantization(config: RunConfig) -> Mapping[str, object] | None:
     """What config.json of --hf-checkpoint says of it."""
-    said = (config_json(config)[1] or {}).get("quantization_config")
-    return said if isinstance(said, Mapping) else None
+    quantization_config = (config_json(config)[1] or {}).get("quantization_config")
+    return quantization_config if isinstance(quantization_config, Mapping) else None
 
 
 def bytes_of(stated: Mapping[str, object]) -> float | None:

@@ -61,10 +61,10 @@ def add(source: Path, out: Path, number: int | None, scheme: str, seed: int) -> 
                 tensor = torch.full(shape, resting) if "norm" in name else read.tensor(like).float()
             yield name, tensor.to(read.tensor(like).dtype if like in read.places else dtype)
 
-    kept = Readers(files)
-    with kept, PlainReaders(files, weight_map) as read:
+    plain_files = Readers(files)
+    with plain_files, PlainReaders(files, weight_map) as read:
         dtype = read.tensor(ends[1] if ends[1] in read.places else next(iter(read.places))).dtype
-        stored = ((name, kept.tensor(name)) for name in sorted(files, key=lambda name: (files[name], name)))
+        stored = ((name, plain_files.tensor(name)) for name in sorted(files, key=lambda name: (files[name], name)))
         counted = next((name for name in COUNTS if name in inside), COUNTS[0])
         more = {**inside, counted: layers.count} if inside is not config else layers.count
         export_hf(out, source, itertools.chain(stored, to_disk(drawn(), added)),
