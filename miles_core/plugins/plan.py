@@ -169,8 +169,11 @@ def _summary(plan: Plan) -> Iterator[str]:
     into = f", checkpoints into {saved.save}" if saved.save else ", no checkpoints"
     yield f"writes into {saved.run_dir}{into}"
     tracker = Path(saved.load or "") / TRACKER
-    if saved.load and tracker.is_file():
-        done = tracker.read_text(encoding="utf-8", errors="replace").strip()
+    done = tracker.read_text(encoding="utf-8", errors="replace").strip() if saved.load and tracker.is_file() else ""
+    iteration = tracker.with_name(f"iter_{done:0>7}")
+    if done == "release" or (iteration / "common.pt").is_file() and not (iteration / "miles.json").is_file():
+        yield f"starts fresh, from the weights that another program saved in {saved.load}"
+    elif done:
         yield f"resumes after {done} rollout{'s'[:done != '1']}, from {saved.load}"
     else:
         yield f"starts fresh, from the weights of {saved.ref_load or saved.hf_checkpoint}"

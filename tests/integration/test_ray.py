@@ -9,6 +9,8 @@ import asyncio
 import os
 import subprocess
 import sys
+import urllib.error
+import urllib.request
 
 import pytest
 
@@ -155,6 +157,31 @@ def test_a_ray_that_is_there_stays_and_is_given_back(ray_here, tmp_path, monkeyp
 def test_a_cluster_that_does_not_answer_is_named():
     with pytest.raises(ConfigError, match="Ray at 127.0.0.1:1: cannot connect to the Ray cluster"):
         cluster.join("127.0.0.1:1", places=1, who="--placement ray")
+
+
+@pytest.mark.full
+def test_the_dashboard_is_there_when_it_is_asked_for(tmp_path, monkeypatch, caplog):
+    """On loopback; where a package of it is missing that is said before anything starts."""
+    wanted = cluster.Dashboard("127.0.0.1", 18265)
+    with monkeypatch.context() as patch:
+        patch.setattr(cluster, "_OF_DASHBOARD", ("a_package_that_is_not_there",))
+        with pytest.raises(ConfigError, match=r"a_package_that_is_not_there.*ray\[default\]"):
+            cluster.join(None, places=1, who="--placement ray", dashboard=wanted)
+    assert not ray.is_initialized()
+    pytest.importorskip("aiohttp_cors")  # of ray[default]
+    with caplog.at_level("INFO"):
+        joined = cluster.join(None, places=1, who="--placement ray", dashboard=wanted)
+    try:
+        [line] = [one for one in caplog.messages if "dashboard" in one]
+        address = line.rpartition(" ")[2]
+        assert address.startswith("http://127.0.0.1:")
+        try:
+            with urllib.request.urlopen(f"{address}/api/version", timeout=30) as answer:
+                assert ray.__version__ in answer.read().decode()
+        except urllib.error.HTTPError as error:
+            assert error.code == 401, "where Ray wants a token the dashboard does, too"
+    finally:
+        joined.leave()
 
 
 def test_whoever_lacks_a_token_is_told_how_to_give_one(monkeypatch, tmp_path):

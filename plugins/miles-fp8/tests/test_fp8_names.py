@@ -2,6 +2,7 @@
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,9 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from miles_fp8.hardware import Device, emulated
 from miles_fp8.plugin import Fp8, Fp8Options
-from miles_fp8.recipe import RECIPES, SCALES, WEIGHTS, Held, linear, of_checkpoint
-from miles_fp8.stream import plain, quantised
+from miles_fp8.recipe import NVFP4, RECIPES, SCALES, WEIGHTS, Held, linear, of_checkpoint, tiles
+from miles_fp8.rounding import rounded as as_held
+from miles_fp8.stream import apart, plain, plain_of_four_bits, quantised
 from miles_megatron.commands.convert import command
+from miles_megatron.disk_names import split
+from miles_megatron.specs import Packed, WeightMap
 from safetensors.torch import load_file, save_file
 
 from miles_core.buckets import Cutter
@@ -85,6 +89,32 @@ def test_the_stream_there_and_back_in_any_order(recipe, seed):
         if linear(name):
             expected = rounded(expected, tiles.rows, tiles.columns, tiles.powers)
         np.testing.assert_array_equal(back[name].numpy(), expected)
+
+
+IN_ONE = WeightMap(
+    rules=(), heads=1, groups=1, head_dim=1, renamed=(("model.", "model.language_model."),),
+    packed=(Packed("mlp.experts.gate_up_proj", ("mlp.experts.{expert}.gate_proj.weight",
+                                                "mlp.experts.{expert}.up_proj.weight"), 2, transposed=True),),
+)  # fmt: skip
+"""As gpt-oss and Qwen3.5 have them: a layer's experts in one tensor, inside a larger model."""
+
+
+@pytest.mark.parametrize("recipe", [*RECIPES, NVFP4])
+def test_experts_in_one_tensor_are_fp8_each_by_itself(recipe):
+    """For an engine that has them so, and for the local one, which gets them in their place and rounded."""
+    name = "model.language_model.layers.0.mlp.experts.gate_up_proj"
+    weight, held = torch.randn(2, 64, 10, generator=torch.Generator().manual_seed(0)), Held(tiles(recipe), recipe)
+    parts = dict(split([(name, weight)], IN_ONE, lambda _: True))
+    sent = dict(quantised(apart(iter([(name, weight)]), held, IN_ONE, whole=False), held))
+    assert len(parts) == 4 and all(key in sent and held.scale(key) in sent for key in parts)
+    back = dict(plain_of_four_bits(iter(sent.items())) if recipe == NVFP4 else plain(iter(sent.items()), held.tiles))
+    [(same, whole)] = quantised(apart(iter([(name, weight)]), held, IN_ONE, whole=True), held)
+    assert same == name and whole.shape == weight.shape
+    again = dict(split([(name, whole)], IN_ONE, lambda _: True))
+    for key, part in parts.items():
+        assert torch.equal(back[key], as_held(part, held.tiles)) and torch.equal(again[key], back[key])
+    kept = replace(held, excluded=("model.language_model.layers.0",))
+    assert [one for one, _ in apart(iter([(name, weight)]), kept, IN_ONE, whole=False)] == [name]
 
 
 def test_a_weight_without_its_scale_is_no_weight():

@@ -55,12 +55,14 @@ def difference(tmp_path_factory):
 def test_log_probs_agree_as_far_as_both_sides_round_alike(checkpoints, difference):
     plain, fp8 = checkpoints
     same = difference("--hf-checkpoint", plain, "--plugin", "fp8", "--fp8.emulate", "weights")
+    four_bits = difference("--hf-checkpoint", plain, "--fp8.recipe", "nvfp4", "--fp8.emulate", "weights",
+                           "--plugin", "fp8")
     follows = difference("--hf-checkpoint", fp8, "--ref-load", plain, "--plugin", "fp8", "--fp8.emulate", "weights")
     engine_alone = difference("--hf-checkpoint", fp8, "--ref-load", plain)
     activations = difference("--hf-checkpoint", plain, "--plugin", "fp8")
     print(f"\nmean |difference| of log-probs: both weights {same:.1e}, by the checkpoint {follows:.1e}, engine alone "
           f"{engine_alone:.1e}, activations in training too {activations:.1e}")
-    assert max(same, follows) < 1e-6, "the engine holds to the bit what training multiplies with"
+    assert max(same, follows, four_bits) < 1e-6, "the engine holds to the bit what training multiplies with"
     assert engine_alone > 1e-3 and activations > 1e-3
 
 

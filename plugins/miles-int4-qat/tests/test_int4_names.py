@@ -8,12 +8,18 @@ import re
 import pytest
 import torch
 from compressed_tensors.quantization import QuantizationConfig
-from miles_int4_qat import names, stream
+from miles_int4_qat import names, quantise, stream
+from miles_int4_qat.plugin import Int4Qat, Int4QatOptions
+from miles_megatron.disk_names import split
+from miles_megatron.specs import Packed, Rule, WeightMap
 from safetensors.torch import save_file
 
+from miles_core.config.load import with_values
+from miles_core.config.tables import RunConfig
 from miles_core.errors import CheckpointError, ConfigError, EngineError
 
 LAYER = "model.layers.{}."
+NOTHING_PACKED = WeightMap(rules=(), heads=1, groups=1, head_dim=1)
 ATTENTION = [f"self_attn.{one}_proj.weight" for one in "qkvo"]
 NORMS = ["input_layernorm.weight", "post_attention_layernorm.weight", "self_attn.q_norm.weight"]
 DENSE = [f"mlp.{one}_proj.weight" for one in ("gate", "up", "down")]
@@ -125,7 +131,7 @@ def test_the_stream_comes_back_in_any_order_and_says_what_is_missing():
     assert [name for name, _ in sent] == ["a.weight_packed", "a.weight_scale", "a.weight_shape", "norm.weight"]
     back = dict(stream.unpacked(sent[::-1]))
     assert torch.equal(back["norm.weight"], weight[0])
-    plain = dict(stream.rounded([("a.weight", weight)], {"a.weight"}, 32, torch.bfloat16))
+    plain = dict(stream.rounded([("a.weight", weight)], NOTHING_PACKED, {"a.weight"}, 32, torch.bfloat16))
     assert torch.equal(back["a.weight"].float(), plain["a.weight"]) and plain["a.weight"].dtype == torch.float32
     with pytest.raises(EngineError, match=r"incomplete \(got a\.weight: packed, shape and no scale\)"):
         list(stream.unpacked([sent[0], sent[2]]))
@@ -139,3 +145,36 @@ def test_a_width_is_refused_with_the_sizes_that_fit():
         names.check_width("w", 96, 128)
     with pytest.raises(ConfigError, match=r"\(got 48 on each of 2 tensor-parallel ranks\).*fewer tensor-parallel"):
         names.check_width("w", 48, 32, 2)
+
+
+EACH = "model.layers.0.mlp.experts.{expert}."
+IN_ONE = WeightMap(
+    rules=(Rule("decoder.layers.0.mlp.experts.local_experts.{expert}.linear_fc1.weight",
+                (EACH + "gate_proj.weight", EACH + "up_proj.weight"), "rows", (0,), 2),),
+    heads=1, groups=1, head_dim=1, renamed=(("model.", "model.language_model."),),
+    packed=(Packed("mlp.experts.gate_up_proj", ("mlp.experts.{expert}.gate_proj.weight",
+                                                "mlp.experts.{expert}.up_proj.weight"), 2, transposed=True),),
+)  # fmt: skip
+"""As gpt-oss and Qwen3.5 have them: a layer's experts in one tensor, inside a larger model."""
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_experts_in_one_tensor_are_rounded_or_packed_each_by_itself(tmp_path, stored):
+    """Without it the engine would sample with weights that the trainer does not compute with."""
+    said = {"quantization_config": names.quantization_config([], [], 32)} if stored else {}
+    (tmp_path / "config.json").write_text(json.dumps(said))
+    plugin = Int4Qat(Int4QatOptions(), with_values(RunConfig(), "test", checkpoint__hf_checkpoint=str(tmp_path)))
+    plugin.weight_map(IN_ONE, "actor")
+    name = "model.language_model.layers.0.mlp.experts.gate_up_proj"
+    weight = torch.randn(2, 64, 10, generator=torch.Generator().manual_seed(0))  # [experts, inputs, outputs]
+    sent = dict(plugin.export_weights(iter([(name, weight)])))
+    parts = dict(split([(name, weight)], IN_ONE, lambda _: True))
+    assert len(parts) == 4 and all(part.shape == (5, 64) for part in parts.values())
+    plain = {key: quantise.rounded(part, 32, plugin._scale_dtype) for key, part in parts.items()}
+    if stored:
+        assert sent.keys() == {f"{key}_{part}" for key in parts for part in names.PARTS}
+        back = dict(stream.unpacked(sent.items()))
+        assert all(torch.equal(back[key].float(), plain[key]) for key in parts)
+    else:
+        again = dict(split(sent.items(), IN_ONE, lambda _: True))
+        assert sent[name].shape == weight.shape and all(torch.equal(again[key], plain[key]) for key in parts)

@@ -54,6 +54,26 @@ def test_a_stream_goes_back_to_the_names_of_the_files(stored, read):
     assert [*announced.items()] == [(name, (one.dtype, [*one.shape])) for name, one in back.items()]
 
 
+def test_a_part_of_what_is_packed_is_changed_or_comes_apart(stored, read):
+    """Under the names of the rules a change is asked for, under those of the files a part is sent."""
+    names = {STEM + "1.up.weight", "model.norm"}
+    sent = dict(disk_names.changed(stored.items(), MAP, lambda name, one: one * 2 if name in names else one))
+    wanted = stored["model.text.layers.0.mlp.experts.both"].clone()
+    wanted[1, :, 1::2] *= 2
+    assert torch.equal(sent["model.text.layers.0.mlp.experts.both"], wanted)
+    assert torch.equal(sent["model.text.norm"], 2 * stored["model.text.norm"])
+    assert not torch.equal(wanted, stored["model.text.layers.0.mlp.experts.both"]), "the stream's own stays"
+    alone = dict(disk_names.changed(stored.items(), MAP, lambda _, one: one * 2, packed_alone=True))
+    assert torch.equal(alone["model.text.norm"], stored["model.text.norm"])
+    parts = dict(disk_names.split(stored.items(), MAP, lambda name: name.endswith(".up.weight")))
+    assert parts.keys() == stored.keys() - {"model.text.layers.0.mlp.experts.both"} | {
+        f"model.text.layers.0.mlp.experts.{expert}.{part}.weight" for expert in range(3) for part in ("gate", "up")}
+    with read:
+        for expert in range(3):
+            name = f"{expert}.up.weight"
+            assert torch.equal(parts[f"model.text.layers.0.mlp.experts.{name}"], read.tensor(STEM + name))
+
+
 def test_experts_of_other_names_stay_apart(stored):
     """`within` says which layers are packed: a drafting layer's experts need not be."""
     names = [f"mtp.layers.0.{EXPERTS.format(expert=0)}{part}.weight" for part in ("gate", "up")]

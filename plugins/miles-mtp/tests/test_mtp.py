@@ -6,6 +6,7 @@ Trainers live in processes that are started once.
 from __future__ import annotations
 
 import copy
+import json
 from dataclasses import replace
 
 import numpy as np
@@ -224,6 +225,10 @@ LAYOUTS = {
     "tp2-sp": ({}, SP), "tp2": ({"tied": False}, SP[:-1]),
     "tp2-sp-recompute": ({}, (*SP, "--recompute-granularity", "full")),
     "dp2": ({}, ("--actor-num-gpus-per-node", 2)),
+    "cp2": ({"tied": False}, ("--actor-num-gpus-per-node", 2, "--context-parallel-size", 2)),
+    "pp2": ({}, ("--actor-num-gpus-per-node", 2, "--pipeline-model-parallel-size", 2)),
+    "pp2-untied": ({"tied": False}, ("--actor-num-gpus-per-node", 2, "--pipeline-model-parallel-size", 2)),
+    "pp2-moe": ({"moe": True}, ("--actor-num-gpus-per-node", 2, "--pipeline-model-parallel-size", 2)),
     "ep2": ({"moe": True}, ("--actor-num-gpus-per-node", 2, "--expert-model-parallel-size", 2)),
 }  # fmt: skip
 
@@ -259,6 +264,29 @@ def test_conversion_keeps_every_bit_and_refuses_to_lose_any(checkpoint, convert,
     convert("dist-to-hf", tmp_path / "dist", tmp_path / "back", "--hf-checkpoint", folder, "--plugin", "mtp")
     before, after = on_disk(folder), on_disk(tmp_path / "back")
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("count", "moe"), [(1, True), (2, False)])
+def test_fresh_layers_are_added_by_the_seed(checkpoint, plan, one, convert, tmp_path, count, moe):
+    """Tensors that were there keep every bit; config.json counts the others; a run takes them in."""
+    folder, scheme = checkpoint(moe=moe), {1: "mtp", 2: "nextn"}[count]
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        convert("add-mtp", folder, tmp_path / name, "--num-layers", count, "--seed", seed)
+    first, again, other = (on_disk(tmp_path / name) for name in "abc")
+    before, expected = on_disk(folder), drafts(on_disk(folder), scheme, count)
+    assert first.keys() == before.keys() | expected.keys()
+    assert all(torch.equal(first[name], tensor) for name, tensor in before.items())
+    assert all(torch.equal(first[name], again[name]) for name in expected)
+    for name, tensor in expected.items():
+        assert first[name].shape == tensor.shape and first[name].dtype == before["model.norm.weight"].dtype, name
+        assert torch.equal(first[name], other[name]) == (tensor.dim() == 1), name
+        assert tensor.dim() == 1 or first[name].std() == pytest.approx(0.02, rel=0.2)
+    assert json.loads((tmp_path / "a" / "config.json").read_text())["num_nextn_predict_layers"] == count
+    weights = one.train(plan(tmp_path / "a", "--plugin", "mtp"), [])["weights"]
+    assert all(np.array_equal(weights[name], first[name].numpy()) for name in expected)
+    with pytest.raises(CheckpointError, match="has multi-token-prediction layers"):
+        convert("add-mtp", tmp_path / "a", tmp_path / "d")
 
 
 @pytest.mark.full

@@ -81,6 +81,14 @@ def test_the_reference_has_weights(plan, folder, tmp_path):
         plan("--ref-load", good)
 
 
+def test_a_reference_in_mxfp4_is_read(plan, folder):
+    """gpt-oss is published in it, and the trainer reads it; what is quantised otherwise it refuses."""
+    one, other = (folder(method, "model.safetensors", model_type="qwen3", quantization_config={"quant_method": method})
+                  for method in ("mxfp4", "awq"))
+    plan("--ref-load", one)
+    refused(plan, "these weights are quantised", "--ref-load", other)
+
+
 def test_training_does_not_start_from_quantised_weights(plan, folder):
     model = folder("model", model_type="qwen3", quantization_config={"quant_method": "gptq"})
     refused(plan, "training cannot start from quantised weights (got gptq)", "--hf-checkpoint", model)

@@ -153,7 +153,7 @@ def test_a_run_that_cannot_fit_is_refused_with_what_would(large):
     memory.check_memory(on(large, None), notes.append)
     assert len(notes) == 1 and "tight" in notes[0]
     with pytest.raises(ConfigError, match="larger --tensor-model-parallel-size"):
-        memory.check_memory(on(large, 20), print)
+        memory.check_memory(on(large, 5), print)
 
 
 def test_both_sides_in_memory_at_once_have_to_fit_together(large):
@@ -174,4 +174,74 @@ def test_the_plan_says_it_for_gpus_only(large, monkeypatch):
     rollout = replace(large.rollout, engine="sglang")
     served = replace(on(large, 140), rollout=rollout, surfaces={"server": {"mem_fraction_static": 0.5}})
     served = replace(served, perf=replace(served.perf, rollout_num_gpus=2, rollout_num_gpus_per_engine=2))
-    assert memory.lines(served)[-1] == "  engine   70.0 of 140.0 GiB: weights 3.7, KV cache 66.3"
+    engine, verdict = memory.lines(served)[-2:]
+    assert engine == "  engine   70.0 of 140.0 GiB: weights 3.7, KV cache 66.3"
+    each = 2 * 36 * 2 * 4 * 128  # keys and values of half of the groups
+    count = int(verdict.split()[-2].replace(",", ""))
+    assert "2 GPUs fits" in verdict and count == pytest.approx(66.25 * memory.GIB / each, rel=0.01)
+
+
+V3 = {"model_type": "deepseek_v3", "vocab_size": 129280, "hidden_size": 7168, "intermediate_size": 18432,
+      "moe_intermediate_size": 2048, "num_hidden_layers": 61, "num_attention_heads": 128, "num_key_value_heads": 128,
+      "n_shared_experts": 1, "n_routed_experts": 256, "num_experts_per_tok": 8, "first_k_dense_replace": 3,
+      "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64, "v_head_dim": 128, "qk_nope_head_dim": 128,
+      "tie_word_embeddings": False}  # fmt: skip
+LLAMA = {"model_type": "llama", "vocab_size": 128256, "hidden_size": 8192, "intermediate_size": 28672,
+         "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8}  # fmt: skip
+LATENT, SHARED, DENSE = (rf"re:model\.layers\.\d+\.{block}" for block in (
+    r"self_attn\..*", r"mlp\.shared_experts\..*", r"mlp\.(gate|up|gate_up|down)_proj$"))
+IN_BF16 = ["lm_head", r"re:model\.layers\.\d+\.mlp\.gate$"]
+
+
+def in_int4(group: int, *kept: str) -> dict:
+    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": group}
+    return {"quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": [*IN_BF16, *kept],
+            "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}}}
+
+
+@pytest.fixture
+def largest(tmp_path):
+    """(quantization, model) -> a run of DeepSeek-V3 on eight GPUs of 140 GiB, one engine on all of them."""
+    def make(quantization=None, model=V3):
+        (tmp_path / "config.json").write_text(json.dumps(model | {"quantization_config": quantization}))
+        eight = Perf(use_dynamic_batch_size=True, max_tokens_per_gpu=8192, actor_num_gpus_per_node=8,
+                     rollout_num_gpus=8, rollout_num_gpus_per_engine=8, gpu_memory_gib=140)
+        config = RunConfig(perf=eight, stated={"engine:sglang": ("servers", "server_args")})
+        return replace(config, checkpoint=replace(config.checkpoint, hf_checkpoint=str(tmp_path)),
+                       rollout=replace(config.rollout, engine="sglang"), surfaces={"server": {}, "megatron": {
+                           "tensor_model_parallel_size": 8, "sequence_parallel": True,
+                           "expert_model_parallel_size": 8, "expert_tensor_parallel_size": 1}})
+
+    return make
+
+
+EXPERTS_ALONE = (LATENT, SHARED, DENSE)
+
+
+@pytest.mark.parametrize(("model", "quantization", "gigabytes"), [
+    (V3, None, 1342.1), (V3, in_int4(32, *EXPERTS_ALONE), 402.1), (V3, in_int4(128, *EXPERTS_ALONE), 371.4),
+    (V3, {"quant_method": "fp8", "weight_block_size": [128, 128]}, 673.0),
+    (LLAMA, None, 141.1), (LLAMA, in_int4(32), 42.7), (LLAMA, in_int4(128), 39.5),
+])  # fmt: skip
+def test_an_engine_takes_what_its_checkpoint_has(largest, model, quantization, gigabytes):
+    """Figures of `python -m miles_int4_qat.sizes`, which counts the tensors of transformers' model one by one."""
+    config = largest(quantization, model)
+    weights, _ = memory.engine(config, estimate.dimensions_of(config))
+    assert 8 * weights / 1e9 == pytest.approx(gigabytes, rel=0.005)
+
+
+def test_what_fits_of_671b_on_eight_gpus_of_140_gib(largest):
+    """An engine in INT4 or FP8 and none in bfloat16; the trainer on more GPUs, and the error says on how many."""
+    for group in (32, 128):
+        config = largest(in_int4(group, *EXPERTS_ALONE))
+        engine, verdict = memory.lines(config)[-2:]
+        assert "weights 4" in engine and "fits" in verdict and "not" not in verdict
+        with pytest.raises(ConfigError, match=r"trainer does not fit.*engine's weights 4\d GiB.*16 times the GPUs"):
+            memory.check_memory(config, print)
+        more = replace(config, perf=replace(config.perf, actor_num_nodes=16)).with_surface(
+            "megatron", pipeline_model_parallel_size=16)
+        memory.check_memory(more, print)
+    plain = largest()
+    assert "does not fit" in memory.lines(plain)[-1]
+    with pytest.raises(ConfigError, match="weights alone exceed.*INT4"):
+        memory.check_memory(plain, print)

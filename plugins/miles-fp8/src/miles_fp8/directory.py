@@ -12,7 +12,7 @@ from miles_megatron.weights import export_hf
 
 from miles_core.errors import CheckpointError
 from miles_core.reading import parse_json, reading
-from miles_fp8.recipe import Held, plain_modules
+from miles_fp8.recipe import Held, plain_key, plain_modules
 from miles_fp8.stream import quantised
 
 
@@ -37,12 +37,13 @@ def convert(source: Path, out: Path, fp8_format: Held) -> str:
         raise CheckpointError("no tensor has the name of a linear layer's weight", who=str(source),
                               got=f"{len(shapes)} tensors", fix="use a decoder with Hugging Face tensor names")
     left = plain_modules(set(matrices) - set(taken))
-    more = {"quantization_config": {**fp8_format.config, "modules_to_not_convert": left}}
+    more = {"quantization_config": {**fp8_format.config, plain_key(fp8_format.recipe): left}}
     more |= {key: config[key] for key in ("dtype", "torch_dtype") if key in config}
     before = sum(file.stat().st_size for file in files)
     export_hf(out, source, quantised(_tensors(source), fp8_format), config=more)
     after = sum(file.stat().st_size for file in out.glob("*.safetensors"))
-    return (f"{len(taken)} of {len(shapes)} tensors in FP8 ({fp8_format.recipe}), {after / 1e6:,.1f} MB of "
+    kind = "NVFP4" if fp8_format.tiles.four_bits else f"FP8 ({fp8_format.recipe})"
+    return (f"{len(taken)} of {len(shapes)} tensors in {kind}, {after / 1e6:,.1f} MB of "
             f"{before / 1e6:,.1f} MB")
 
 

@@ -16,7 +16,8 @@ import torch
 from miles_megatron import cpu
 from miles_megatron.substitute import substitute
 
-from miles_fp8.recipe import ROWS, WEIGHTS, Tiles
+from miles_fp8 import nvfp4
+from miles_fp8.recipe import ROWS, Tiles, tiles
 from miles_fp8.rounding import rounded
 
 cpu.install()
@@ -31,7 +32,7 @@ class Emulation:
     """What is rounded, and how.
 
     Args:
-        recipe: one of recipe.RECIPES.
+        recipe: one of recipe.RECIPES, or NVFP4.
         layers: numbers, over the whole model, of the decoder layers that compute in FP8.
         gradients: the format of gradients.
         activations: whether activations and gradients are rounded as well as weights.
@@ -53,6 +54,18 @@ class _Rounded(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         return grad, None
+
+
+class _FourBits(torch.autograd.Function):
+    """A weight as NVFP4 holds it, by the scales of the checkpoint's tensors; the gradient passes as it is."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, part: torch.Tensor | None, group: Any) -> torch.Tensor:
+        return nvfp4.rounded(x, nvfp4.of_tensors(x, part, group))
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return grad, None, None
 
 
 class _RoundedGradient(torch.autograd.Function):
@@ -79,15 +92,19 @@ def emulate(chunk: torch.nn.Module, emulation: Emulation) -> int:
     for part in (*layers, *getattr(getattr(chunk, "mtp", None), "layers", ())):
         for name, module in part.named_modules():
             if isinstance(module, ColumnParallelLinear | RowParallelLinear):
-                _round(module, emulation)
+                _round(module, emulation, name.rpartition(".")[2])
                 count += 1
                 _tell(name, module, emulation)
     return count
 
 
-def _round(module: torch.nn.Module, emulation: Emulation) -> None:
-    weight, row = WEIGHTS[emulation.recipe], ROWS[emulation.recipe]
-    substitute(module, lambda tensor: _Rounded.apply(tensor, weight))
+def _round(module: Any, emulation: Emulation, end: str) -> None:
+    weight, row = tiles(emulation.recipe), tiles(emulation.recipe, ROWS)
+    if weight.four_bits:
+        part, group = _part(module, end), getattr(module, "tp_group", None)
+        substitute(module, lambda tensor: _FourBits.apply(tensor, part, group))
+    else:
+        substitute(module, lambda tensor: _Rounded.apply(tensor, weight))
     if not emulation.activations:
         return
     module.register_forward_pre_hook(lambda _, inputs: (_Rounded.apply(inputs[0], row), *inputs[1:]))
@@ -95,13 +112,25 @@ def _round(module: torch.nn.Module, emulation: Emulation) -> None:
         lambda _, __, out: (_RoundedGradient.apply(out[0], row, emulation.gradients), *out[1:]))
 
 
+def _part(module: Any, end: str) -> torch.Tensor | None:
+    """Which of the checkpoint's tensors each row of a fused parameter belongs to; None where it is one."""
+    rows, config = module.weight.shape[0], module.config
+    device = cpu.device()
+    if end == "linear_fc1" and config.gated_linear_unit:
+        return torch.arange(2, device=device).repeat_interleave(rows // 2)
+    each = config.kv_channels * torch.tensor([config.num_attention_heads // config.num_query_groups, 1, 1])
+    if end != "linear_qkv" or rows % int(each.sum()):
+        return None
+    return torch.arange(3).repeat_interleave(each).repeat(rows // int(each.sum())).to(device)
+
+
 def _tell(name: str, module: Any, emulation: Emulation) -> None:
     """Blocks of a fused or cut parameter are those of the checkpoint's tensors only where their edges meet."""
-    tiles, parts, config = WEIGHTS[emulation.recipe], {"linear_qkv": 3, "linear_fc1": 2}, module.config
+    blocks, parts, config = tiles(emulation.recipe), {"linear_qkv": 3, "linear_fc1": 2}, module.config
     end = name.rpartition(".")[2]
     heights = {"linear_qkv": config.kv_channels, "linear_fc1": module.weight.shape[0] // 2}
-    meets = tiles.rows is not None and heights.get(end, 0) % tiles.rows == 0 and (
+    meets = blocks.rows is not None and heights.get(end, 0) % blocks.rows == 0 and (
         not isinstance(module, RowParallelLinear) or config.tensor_model_parallel_size == 1
-        or module.weight.shape[1] % tiles.columns == 0)
+        or module.weight.shape[1] % blocks.columns == 0)
     if not meets and (end in parts or isinstance(module, RowParallelLinear)):
         logger.debug("%s: the blocks of %s here are not those of the tensors that engines hold", name, end)

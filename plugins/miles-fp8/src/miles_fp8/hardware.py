@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from miles_core.errors import ConfigError
+from miles_fp8.recipe import NVFP4, RECIPES
 
-NEEDED = {"blockwise": (9, 0), "tensorwise": (8, 9), "delayed": (8, 9), "custom": (8, 9), "mxfp8": (10, 0)}
+NEEDED = {"blockwise": (9, 0), "tensorwise": (8, 9), "delayed": (8, 9), "custom": (8, 9), "mxfp8": (10, 0),
+          "nvfp4": (10, 0)}
 """Least compute capability of each recipe's kernels in Transformer Engine."""
 
 
@@ -50,7 +52,7 @@ def emulated(device: Device, fields: dict[str, object], bf16: bool) -> bool:
         raise ConfigError("parameters stored in FP8 cannot be streamed to engines", who="--fp8-param-gather",
                           got="fp8_param", fix="leave it out: parameters stay in bfloat16 and GEMMs run in FP8")
     if device.name is None or fields.get("transformer_impl") == "local":
-        if recipe not in ("blockwise", "tensorwise", "mxfp8"):
+        if recipe not in (*RECIPES, NVFP4):
             raise ConfigError(f"the recipe {recipe!r} is supported by Transformer Engine's kernels only",
                               got=_without(device),
                               who="--fp8-recipe", fix="write --fp8-recipe blockwise, tensorwise or mxfp8")
@@ -65,7 +67,7 @@ def emulated(device: Device, fields: dict[str, object], bf16: bool) -> bool:
     needed = NEEDED[recipe]
     if device.capability < needed:
         able = [name for name in ("blockwise", "tensorwise") if device.capability >= NEEDED[name]]
-        raise ConfigError(f"the FP8 recipe {recipe} needs a GPU of compute capability {needed[0]}.{needed[1]}",
+        raise ConfigError(f"the recipe {recipe} needs a GPU of compute capability {needed[0]}.{needed[1]}",
                           got=f"{device.name}, {device.capability[0]}.{device.capability[1]}", who="--fp8-recipe",
                           fix=f"write --fp8-recipe {able[0]}" if able else "train in bfloat16 here: --fp8-format none")
     return False

@@ -13,11 +13,11 @@ from miles_core.config.load import config_json
 from miles_core.errors import ConfigError
 from miles_core.hookspecs import hookimpl
 from miles_core.plugins.resolve import chosen
-from miles_fp8.recipe import RECIPES, WEIGHTS, Held, of_checkpoint
+from miles_fp8.recipe import NVFP4, RECIPES, Held, of_checkpoint, tiles
 
 if TYPE_CHECKING:
     import torch
-    from miles_megatron.specs import ModelSpec
+    from miles_megatron.specs import ModelSpec, WeightMap
 
 logger = logging.getLogger(__name__)
 
@@ -29,9 +29,9 @@ OF_KERNELS = ("tp_only_amax_red", "moe_router_padding_for_fp8", "moe_router_padd
 class Fp8Options:
     """FP8 weights; what training computes in, Megatron's own options say."""
 
-    recipe: Literal["blockwise", "tensorwise", "mxfp8"] | None = option(
+    recipe: Literal["blockwise", "tensorwise", "mxfp8", "nvfp4"] | None = option(
         None, "Scales of weights where no checkpoint says: `miles convert hf-to-fp8` and the local engine. "
-        "Default: as --fp8-recipe, else blockwise."
+        "Default: as --fp8-recipe, else blockwise. nvfp4, in four bits, is the recipe of training as well."
     )
     keep: list[str] = option(
         [], "Modules that such weights leave as they are, by Hugging Face's name or the beginning or end of it.",
@@ -47,7 +47,8 @@ class Fp8Options:
 class Fp8:
     """FP8: training with Transformer Engine's recipes, or in emulation, and engines with FP8 weights."""
 
-    called_for = ("megatron.fp8", "megatron.fp8_recipe", "quantization_config.fp8", "quantization_config.mxfp8")
+    called_for = ("megatron.fp8", "megatron.fp8_recipe", "quantization_config.fp8", "quantization_config.mxfp8",
+                  "quantization_config.modelopt")
     implies = {"megatron.fp8": "e4m3", "megatron.fp8_recipe": "blockwise"}
     precision = {
         "trainer": ["{own}; linear layers multiply in fp8 {megatron.fp8} ({megatron.fp8_recipe})"],
@@ -62,6 +63,20 @@ class Fp8:
     def __init__(self, options: Fp8Options, config: RunConfig):
         self.options, self.config = options, config
         self._emulation: dict[str, object] | None = None
+        self._map: WeightMap | None = None
+
+    @hookimpl
+    def weight_map(self, weight_map: WeightMap, model: str) -> WeightMap:
+        """Nothing is added: which tensors hold several experts."""
+        if model == "actor":
+            self._map = weight_map
+        return weight_map
+
+    @hookimpl
+    def derive(self, config: RunConfig, note: Callable[[str], None]) -> RunConfig:
+        """NVFP4 is this plugin's name alone: Megatron has it beside FP8, with options of its own."""
+        four_bits = self.options.recipe == NVFP4 and config.surface("megatron").get("fp8")
+        return config.with_surface("megatron", fp8_recipe=NVFP4) if four_bits else config
 
     @hookimpl
     def check(self, config: RunConfig, note: Callable[[str], None]) -> RunConfig:
@@ -73,6 +88,10 @@ class Fp8:
             raise ConfigError("SGLang rearranges FP8 weights with one scale each when it loads them, and cannot load "
                               "new ones", got=f"no weight_block_size in {path}", who="plugin fp8",
                               fix="serve scales per block: miles convert hf-to-fp8 --recipe blockwise")
+        if served and stated.get("quant_method") == "modelopt":
+            raise ConfigError("SGLang rearranges NVFP4 weights when it loads them, and cannot load new ones",
+                              got=f"quant_algo {stated.get('quant_algo')} in {path}", who="plugin fp8",
+                              fix="serve a checkpoint in FP8 or INT4: miles convert hf-to-fp8, hf-to-int4")
         return config
 
     @hookimpl
@@ -83,10 +102,13 @@ class Fp8:
             return fields
         from miles_fp8.hardware import Device, emulated
 
-        if not emulated(Device.here(), fields, self.config.perf.bf16):
+        kernels = not emulated(Device.here(), fields, self.config.perf.bf16)
+        if kernels and fields["fp8_recipe"] != NVFP4:
             return fields
-        self._emulation = dict(fields)
-        return {name: value for name, value in fields.items() if not name.startswith("fp8") and name not in OF_KERNELS}
+        self._emulation = None if kernels else dict(fields)
+        four_bits = {"fp4": "e2m1", "fp4_recipe": NVFP4} if kernels else {}
+        return four_bits | {name: value for name, value in fields.items()
+                            if not name.startswith("fp8") and name not in OF_KERNELS}
 
     @hookimpl
     def build_model(self, chunk: torch.nn.Module, spec: ModelSpec) -> torch.nn.Module:
@@ -112,16 +134,20 @@ class Fp8:
         fp8_format = self._held()
         if fp8_format is None:
             return stream
-        from miles_fp8.stream import quantised
+        from miles_fp8.stream import apart, quantised
 
+        if self._map is not None and self._map.packed:
+            stream = apart(stream, fp8_format, self._map, whole=chosen(self.config, "engine") == "local")
         return quantised(stream, fp8_format)
 
     @hookimpl
     def import_weights(self, stream: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """FP8 weights times their scales, for an engine that has no kernels for them."""
-        from miles_fp8.stream import plain
+        from miles_fp8.stream import plain, plain_of_four_bits
 
         fp8_format = self._held()
+        if fp8_format is not None and fp8_format.tiles.four_bits:
+            return plain_of_four_bits(stream)
         return plain(stream, fp8_format.tiles) if fp8_format is not None else plain(stream)
 
     @hookimpl("convert", name="hf-to-fp8")
@@ -144,7 +170,7 @@ class Fp8:
         if not megatron.get("fp8"):
             return None
         recipe = self.options.recipe or str(megatron.get("fp8_recipe"))
-        if recipe not in RECIPES:
+        if recipe not in (*RECIPES, NVFP4):
             return None
         plain_ends = _ends(megatron) if megatron.get("first_last_layers_bf16") else (0, 0)
         return self._own(recipe, path.parent, *(max(pair) for pair in zip(
@@ -152,7 +178,7 @@ class Fp8:
 
     def _own(self, recipe: str, folder: Path, first: int, last: int) -> Held:
         """How weights are held where no checkpoint says."""
-        fp8_format = Held(WEIGHTS[recipe], recipe, tuple(self.options.keep))
+        fp8_format = Held(tiles(recipe), recipe, tuple(self.options.keep))
         if not first and not last:
             return fp8_format
         hf_config: Mapping[str, Any] = config_json(replace(self.config, checkpoint=replace(

@@ -11,8 +11,12 @@ from typing import Any
 from miles_core.errors import CheckpointError, ConfigError
 
 RECIPES = ("blockwise", "tensorwise", "mxfp8")
+NVFP4 = "nvfp4"
+"""The recipe in four bits (nvfp4.py)."""
 SCALES = ("weight_scale_inv", "weight_scale")
 """Last parts of the names of scales."""
+SCALE_OF_SCALES = "weight_scale_2"
+"""That of the one which NVFP4 has beside."""
 
 _LINEAR = re.compile(
     r"(?:^|\.)(?:mtp_)?layers\.\d+\.(?:.+\.)?(?:"
@@ -32,16 +36,24 @@ class Tiles:
     Args:
         rows, columns: of a tile; None for one tile that is the whole matrix.
         powers: scales are powers of two, rounded up.
+        four_bits: values are E2M1 and scales E4M3.
     """
 
     rows: int | None = None
     columns: int | None = None
     powers: bool = False
+    four_bits: bool = False
 
 
 WEIGHTS = {"blockwise": Tiles(128, 128), "tensorwise": Tiles(), "mxfp8": Tiles(1, 32, powers=True)}
 ROWS = {"blockwise": Tiles(1, 128), "tensorwise": Tiles(), "mxfp8": Tiles(1, 32, powers=True)}
 """Of activations and gradients, [tokens, channels]."""
+FOUR_BITS = Tiles(1, 16, four_bits=True)
+
+
+def tiles(recipe: str, table: Mapping[str, Tiles] | None = None) -> Tiles:
+    """Of a recipe, of WEIGHTS or ROWS; NVFP4 has the same in both."""
+    return FOUR_BITS if recipe == NVFP4 else (table or WEIGHTS)[recipe]
 
 
 def linear(name: str) -> bool:
@@ -75,11 +87,11 @@ class Held:
 
     def scale(self, name: str) -> str:
         """What the scale of a weight is called."""
-        return name.removesuffix("weight") + SCALES[self.recipe == "tensorwise"]
+        return name.removesuffix("weight") + SCALES[self.recipe in ("tensorwise", NVFP4)]
 
     def quantises(self, name: str, shape: Sequence[int]) -> bool:
         """Whether this tensor of the plain model is held in FP8."""
-        if not name.endswith(".weight") or len(shape) != 2:
+        if not name.endswith(".weight") or len(shape) != 2 or (self.tiles.four_bits and shape[1] % 16):
             return False
         if self.scaled is not None:
             return self.scale(name) in self.scaled
@@ -91,6 +103,10 @@ class Held:
     @property
     def config(self) -> dict[str, object]:
         """What config.json says of it, but for the modules that are not converted."""
+        if self.recipe == NVFP4:
+            weights = {"num_bits": 4, "type": "float", "group_size": FOUR_BITS.columns, "dynamic": False}
+            return {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": FOUR_BITS.columns,
+                    "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}}}
         entry: dict[str, object] = {"quant_method": "mxfp8" if self.recipe == "mxfp8" else "fp8", "fmt": "e4m3",
                                    "activation_scheme": "dynamic"}
         if self.recipe != "tensorwise":
@@ -98,6 +114,11 @@ class Held:
         if self.recipe == "mxfp8":
             entry["scale_fmt"] = "ue8m0"
         return entry
+
+
+def plain_key(recipe: str) -> str:
+    """What config.json calls the modules that are not converted."""
+    return "ignore" if recipe == NVFP4 else "modules_to_not_convert"
 
 
 def is_excluded(module: str, modules: Sequence[str]) -> bool:
@@ -121,6 +142,9 @@ def of_checkpoint(quantization: Mapping[str, object], folder: Path) -> Held | No
         CheckpointError: the index or the headers of its files cannot be read.
     """
     method = quantization.get("quant_method")
+    if method == "modelopt" and quantization.get("quant_algo") == "NVFP4":
+        left: Any = quantization.get("ignore") or ()
+        return Held(FOUR_BITS, NVFP4, tuple(left), _scaled(folder))
     if method not in ("fp8", "mxfp8"):
         return None
     wrong = {key: quantization[key] for key, wanted in (("activation_scheme", "dynamic"), ("fmt", "e4m3"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from miles_fp8 import nvfp4
 from miles_fp8.recipe import Tiles
 
 MOST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
@@ -43,7 +44,9 @@ def dequantise(x: torch.Tensor, scale: torch.Tensor, tiles: Tiles, dtype: torch.
 
 
 def rounded(x: torch.Tensor, tiles: Tiles, dtype: torch.dtype = torch.float8_e4m3fn) -> torch.Tensor:
-    """x [..., C] as FP8 holds it, in its own dtype; leading axes are rows."""
+    """x [..., C] as FP8 holds it, or NVFP4, in its own dtype; leading axes are rows."""
+    if tiles.four_bits:
+        return nvfp4.rounded(x)
     flat = x.detach().reshape(-1, x.shape[-1])
     if not flat.numel():
         return x.detach()

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+from miles_megatron.disk_names import changed, split
+from miles_megatron.specs import WeightMap
 
 from miles_core.errors import EngineError
-from miles_fp8.recipe import SCALES, WEIGHTS, Held, Tiles
-from miles_fp8.rounding import dequantise, quantise, to_bytes
+from miles_fp8 import nvfp4
+from miles_fp8.recipe import FOUR_BITS, SCALE_OF_SCALES, SCALES, WEIGHTS, Held, Tiles
+from miles_fp8.rounding import dequantise, quantise, rounded, to_bytes
 
 Stream = Iterator[tuple[str, torch.Tensor]]
 
@@ -19,11 +22,56 @@ def quantised(stream: Stream, fp8_format: Held) -> Stream:
         if not fp8_format.quantises(name, tensor.shape):
             yield name, tensor
             continue
+        if fp8_format.tiles.four_bits:
+            packed, scale, whole = nvfp4.quantise(tensor)
+            for one in (packed, scale, whole):
+                vars(one)["keeps_dtype"] = True
+            yield from ((name, packed), (fp8_format.scale(name), scale),
+                        (name.removesuffix("weight") + SCALE_OF_SCALES, whole))
+            continue
         weight, scale = quantise(tensor, fp8_format.tiles)
         scale = to_bytes(scale) if fp8_format.recipe == "mxfp8" else scale
         vars(scale)["keeps_dtype"] = True  # also where the trainer's float32 is sent as another dtype
         yield name, weight
         yield fp8_format.scale(name), scale
+
+
+def apart(stream: Stream, fp8_format: Held, weight_map: WeightMap, *, whole: bool) -> Stream:
+    """Experts that lie in one tensor, where FP8 is for them: each under a name of its own.
+
+    Args:
+        whole: the engine knows them in one tensor alone; it then gets that, rounded.
+    """
+    def taken(name: str) -> bool:
+        return name.endswith(".weight") and fp8_format.quantises(name, (1, FOUR_BITS.columns or 1))
+
+    if not whole:
+        return split(stream, weight_map, taken)
+    return changed(stream, weight_map, lambda name, part: rounded(part, fp8_format.tiles) if taken(name) else part,
+                   packed_alone=True)
+
+
+def plain_of_four_bits(stream: Stream) -> Stream:
+    """The inverse of `quantised` for NVFP4; a weight and its scales may come in any order and apart.
+
+    Raises:
+        EngineError: a weight without its scales.
+    """
+    ends = ("weight", SCALES[1], SCALE_OF_SCALES)
+    pending: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in stream:
+        module, _, end = name.rpartition(".")
+        if end not in ends or (end == "weight" and tensor.dtype != torch.uint8):
+            yield name, tensor
+            continue
+        parts = pending.setdefault(module, {})
+        parts[end] = tensor
+        if len(parts) == len(ends):
+            yield f"{module}.weight", nvfp4.dequantise(parts["weight"], parts[SCALES[1]], parts[SCALE_OF_SCALES])
+            del pending[module]
+    if pending:
+        raise EngineError("NVFP4 weights came without their scales", got=f"{len(pending)}, such as {min(pending)}",
+                          fix="send weight, weight_scale and weight_scale_2 of each, or fetch the checkpoint again")
 
 
 def plain(stream: Stream, tiles: Tiles = WEIGHTS["blockwise"]) -> Stream:

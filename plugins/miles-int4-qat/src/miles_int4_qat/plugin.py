@@ -95,14 +95,18 @@ class Int4Qat:
     @hookimpl
     def export_weights(self, stream: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """Packed for an engine whose checkpoint is; else the values that it shall compute with."""
+        from miles_megatron.disk_names import on_disk, split
+
         from miles_int4_qat.stream import packed, rounded
 
+        ours = cast("WeightMap", self._map)
         if self._stated is None:
-            return rounded(stream, self._names, self._group_size, self._scale_dtype)
-        sent = packed(stream, self._names, self._group_size, self._scale_dtype)
+            return rounded(stream, ours, self._names, self._group_size, self._scale_dtype)
+        names = frozenset(on_disk(name, ours) for name in self._names)
+        sent = packed(split(stream, ours, names.__contains__), names, self._group_size, self._scale_dtype)
         # SGLang keeps one shape for all weights that it joins, and reads none.
-        ours = part(self.config, "engine") != "sglang"
-        return ((name, tensor) for name, tensor in sent if ours or not name.endswith(".weight_shape"))
+        other = part(self.config, "engine") != "sglang"
+        return ((name, tensor) for name, tensor in sent if other or not name.endswith(".weight_shape"))
 
     @hookimpl
     def import_weights(self, stream: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator
 
 import torch
+from miles_megatron.disk_names import changed
+from miles_megatron.specs import WeightMap
 
 from miles_core.errors import EngineError
 from miles_int4_qat import quantise
@@ -31,11 +33,17 @@ def packed(stream: Stream, names: Collection[str], group_size: int, dtype: torch
         yield f"{name}_shape", torch.tensor(weight.shape, dtype=torch.int64, device=weight.device)
 
 
-def rounded(stream: Stream, names: Collection[str], group_size: int, dtype: torch.dtype
+def rounded(stream: Stream, weight_map: WeightMap, names: Collection[str], group_size: int, dtype: torch.dtype
             ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The weights that `packed` stands for, under their names and in their dtypes."""
-    for name, weight in stream:
-        yield name, quantise.rounded(weight, group_size, dtype) if name in names else weight
+    """The weights that `packed` stands for, under their names and in their dtypes; experts also within one tensor.
+
+    Args:
+        names: by the rules of the weight map.
+    """
+    def change(name: str, weight: torch.Tensor) -> torch.Tensor:
+        return quantise.rounded(weight, group_size, dtype) if name in names else weight
+
+    return changed(stream, weight_map, change)
 
 
 def unpacked(stream: Stream) -> Iterator[tuple[str, torch.Tensor]]:

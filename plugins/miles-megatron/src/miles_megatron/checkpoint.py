@@ -6,7 +6,8 @@
         miles.json                           the run's own state
     <save>/latest_checkpointed_iteration.txt "7", written last, also by rename
 
-On trust: common.pt is read with torch's weights_only unpickler, `.metadata` as index.py says. The JSON is data.
+On trust: common.pt is read with torch's weights_only unpickler, `.metadata` as index.py says. The JSON is data. Of
+checkpoints that other programs wrote (foreign.py) the weights are read.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from miles_core.errors import CheckpointError, MilesError
 from miles_core.record.publish import TEMPORARY, aside, publish, write_error, write_text
 from miles_core.types import LOCK, TRACKER
-from miles_megatron import checkpoint_integrity, cpu, index
+from miles_megatron import checkpoint_integrity, cpu, foreign, index
 from miles_megatron.optimizer import load_state, prepare_state
 from miles_megatron.shards import few
 from miles_megatron.weights import known_by
@@ -52,6 +53,8 @@ _ITERATION = re.compile(r"iter_(\d{7,})")
 def iteration_folder(folder: str | Path, iteration: int) -> Path:
     """Where one iteration of a checkpoint lies; after a power cut perhaps where its successor put it aside."""
     target = Path(folder) / f"iter_{iteration:07d}"
+    if not target.exists() and iteration == 0 and _tracked(Path(folder)) == foreign.RELEASE:
+        return Path(folder) / foreign.RELEASE
     return target if target.exists() or not aside(target).exists() else aside(target)
 
 
@@ -75,7 +78,9 @@ def latest(folder: str | Path) -> int:
         if (first := _unnamed(folder)) is not None:
             return first
         raise _not_a_checkpoint(folder)
-    text = tracker.read_text(errors="replace").strip()
+    text = _tracked(folder)
+    if text == foreign.RELEASE:
+        text = "0"
     if not re.fullmatch(r"[0-9]{1,18}", text):
         raise CheckpointError("the tracker file does not name an iteration", got=repr(text[:40]), who=str(tracker),
                               fix=f"write the number of a complete iteration into it, of {_present(folder)}")
@@ -83,10 +88,26 @@ def latest(folder: str | Path) -> int:
     if not where.is_dir():
         raise CheckpointError(f"the tracker names iteration {text}, which does not exist", got=_present(folder),
                               who=str(tracker), fix="write the number of an existing iteration into the tracker")
-    if absent := [part for part in _PARTS if not (where / part).is_file()]:
+    if absent := _absent(where):
         raise CheckpointError(f"iteration {text} is incomplete", got="no " + ", ".join(absent), who=str(where),
                               fix=f"write the number of a complete iteration into {TRACKER}, of {_present(folder)}")
     return int(text)
+
+
+def of_another_program(folder: str | Path) -> bool:
+    """Whether `--load` takes this folder's weights and nothing else (foreign.py).
+
+    Raises:
+        CheckpointError: as `latest`.
+    """
+    return exists(folder) and not (iteration_folder(folder, latest(folder)) / STATE).is_file()
+
+
+def others(iteration: Path) -> index.Held | None:
+    """The tensors in one iteration of another program's checkpoint; None where it is ours, or no checkpoint."""
+    if (iteration / STATE).is_file() or not (iteration / ".metadata").is_file():
+        return None
+    return index.read(iteration / ".metadata", tensors_only=False)
 
 
 Part = tuple[Sequence[torch.nn.Module], object | None, object | None]
@@ -147,18 +168,19 @@ def load(folder: str | Path, parts: Mapping[str, Part], iteration: int | None = 
     """
     iteration = latest(folder) if iteration is None else iteration
     source = iteration_folder(folder, iteration)
-    if absent := [part for part in _PARTS if not (source / part).is_file()]:
+    if absent := _absent(source):
         raise CheckpointError(f"iteration {iteration} is missing or incomplete", got="no " + ", ".join(absent),
                               who=str(source), fix=f"choose one of {_present(Path(folder))}")
     for (where, part), name in zip(_folders(source, parts), parts, strict=True):
         if not where.is_dir():
             raise CheckpointError(f"the checkpoint holds no {name}", got=f"no folder {name}", who=str(source),
                                   fix="resume with the plugins that the run had, or start over with --ref-load")
-        stored = index.read(where / ".metadata")
+        foreign_names = None if (source / STATE).is_file() else others(where)
+        stored = index.read(where / ".metadata") if foreign_names is None else foreign_names
         try:
             checkpoint_integrity.check(where, dist.get_rank(), dist.get_world_size())
-            saved_state = _state(source)
-            _load_part(where, stored, *part)
+            saved_state = _state(source) if foreign_names is None else {}
+            _load_part(where, stored, foreign_names is not None, *part)
         except MilesError:
             raise
         except (Exception, CheckpointException) as error:  # torch's own is a BaseException; a flipped bit raises any
@@ -177,19 +199,21 @@ def _state(source: Path) -> dict:
     return saved_state
 
 
-def _load_part(source: Path, stored: index.Held, chunks: Sequence[torch.nn.Module], optimizer, scheduler) -> None:
+def _load_part(source: Path, stored: index.Held, other: bool, chunks: Sequence[torch.nn.Module], optimizer,
+               scheduler) -> None:
     if optimizer is not None:
         prepare_state(optimizer)
     with _frozen_heap():
-        sharded = sharded_entries(chunks, optimizer, loading=True)
-    index.check(stored, sharded, source)
+        sharded = sharded_entries(chunks, optimizer, loading=True, named_as=stored if other else None)
+    index.check(stored, sharded, source, padded=other)
     if more := index.unknown(stored, sharded):
         raise CheckpointError("the checkpoint holds weights that the model does not have", got=few(more),
                               who=str(source), fix=known_by())
     with warnings.catch_warnings():
         # torch deprecates the ShardedTensor that Megatron still reads with: nothing that the reader could fix.
         warnings.simplefilter("ignore", FutureWarning)
-        loaded = dist_checkpointing.load(sharded, str(source))
+        common = foreign.WithoutCommon() if other else None
+        loaded = dist_checkpointing.load(sharded, str(source), common_strategy=common)
     for key, chunk in _named(chunks):
         _fill(chunk, loaded[key])
     if optimizer is not None:
@@ -208,23 +232,32 @@ def _fill(chunk: torch.nn.Module, tensors: dict) -> None:
         raise KeyError(f"tensors missing or unexpected: {wrong}")
 
 
-def sharded_entries(chunks: Sequence[torch.nn.Module], optimizer, *, loading: bool) -> dict:
-    """What Megatron saves and loads. The metadata makes the optimizer's state independent of the layout."""
+def sharded_entries(chunks: Sequence[torch.nn.Module], optimizer, *, loading: bool,
+                    named_as: index.Held | None = None) -> dict:
+    """What Megatron saves and loads. The metadata makes the optimizer's state independent of the layout.
+
+    Args:
+        named_as: what another program's checkpoint holds, to be asked for by its names.
+    """
     metadata = {
         "distrib_optim_sharding_type": "fully_reshardable",
         "chained_optim_avoid_prefix": True,
         "singleton_local_shards": False,
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+        **(foreign.metadata(named_as) if named_as is not None else {}),
     }
-    sharded = {
-        key: {
-            name: entry
-            for name, entry in chunk.sharded_state_dict(metadata=metadata).items()
-            # Extra state is empty for local layers, and as objects it would be unpickled by torch on load.
-            if not isinstance(entry, ShardedObject)
+    with foreign.stacked_as(named_as, chunks):
+        sharded = {
+            key: {
+                name: entry
+                for name, entry in chunk.sharded_state_dict(metadata=metadata).items()
+                # Extra state is empty for local layers, and as objects it would be unpickled by torch on load.
+                if not isinstance(entry, ShardedObject)
+            }
+            for key, chunk in _named(chunks)
         }
-        for key, chunk in _named(chunks)
-    }
+    if named_as is not None:
+        foreign.rename(sharded, named_as)
     if optimizer is not None:
         sharded["optimizer"] = optimizer.sharded_state_dict(sharded, is_loading=loading, metadata=metadata)
     return sharded
@@ -277,10 +310,20 @@ def never_saved(folder: str | Path, *, own: bool = False) -> bool:
         p.name.startswith(ours) or (own and p.is_file() and p.name not in _OF_CHECKPOINTS) for p in folder.iterdir()))
 
 
+def _tracked(folder: Path) -> str:
+    tracker = folder / TRACKER
+    return tracker.read_text(errors="replace").strip() if tracker.is_file() else ""
+
+
+def _absent(iteration: Path) -> list[str]:
+    parts = [part for part in _PARTS if part != STATE or not foreign.wrote(iteration)]
+    return [part for part in parts if not (iteration / part).is_file()]
+
+
 def _unnamed(folder: Path) -> int | None:
     """The sole iteration of a folder without a tracker, if it is complete."""
     iterations = [path for path in folder.glob("iter_*") if _ITERATION.fullmatch(path.name)]
-    whole = len(iterations) == 1 and all((iterations[0] / part).is_file() for part in _PARTS)
+    whole = len(iterations) == 1 and not _absent(iterations[0])
     return int(_ITERATION.fullmatch(iterations[0].name)[1]) if whole else None
 
 

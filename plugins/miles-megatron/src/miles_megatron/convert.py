@@ -247,7 +247,8 @@ def _parameters(job: Job) -> list[Parameter]:
         model = build(transformer_config(spec, fields), spec)
         if hooks.build_model is not None:
             model = hooks.build_model(model, spec, folder, checkpoint.ACTOR, weight_map)
-    (entries,) = checkpoint.sharded_entries([model], None, loading=True).values()
+    stored = checkpoint.others(job.source)
+    (entries,) = checkpoint.sharded_entries([model], None, loading=True, named_as=stored).values()
     by_name = {}
     for ours, rule, names in weights.instances(weight_map):
         if ours in entries:

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.utils import _create_file_view
 
 from miles_core.errors import CheckpointError
-from miles_megatron import cpu, index, shards, tensor_merges, weights
+from miles_megatron import checkpoint, cpu, index, shards, tensor_merges, weights
 from miles_megatron.convert import Conversion, Parameter, full_shape
 from miles_megatron.disk_names import Layout, carried, carried_files, disk_layout, packed_with, to_disk
 
@@ -32,8 +32,10 @@ class ToHuggingFace(Conversion):
 
     def _placed(self, parameters: list[Parameter]) -> list[Parameter]:
         folder = self.job.source
-        shapes = index.read(folder / ".metadata")  # before torch reads it
-        index.check(shapes, {number: one.entry for number, one in enumerate(parameters)}, folder)
+        others = checkpoint.others(folder)
+        shapes = index.read(folder / ".metadata") if others is None else others  # before torch reads it
+        index.check(shapes, {number: one.entry for number, one in enumerate(parameters)}, folder,
+                    padded=others is not None)
         pieces = [piece for one in parameters for piece in one.pieces(one.entry.data)]
         if more := sorted(shapes.keys() - {piece.key for piece in pieces}
                           - {name for name in shapes if name.startswith(index.OPTIMIZER)}):

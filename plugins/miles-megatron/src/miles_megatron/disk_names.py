@@ -7,7 +7,7 @@ Everything else here sees the names of the rules alone.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -169,6 +169,42 @@ def to_plain(stream: Iterable[tuple[str, torch.Tensor]], weight_map: WeightMap) 
     for name, tensor in stream:
         for plain, place in places([name], weight_map).items():
             yield plain, place.of(tensor[place.expert]) if place.packed else tensor
+
+
+def changed(stream: Iterable[tuple[str, torch.Tensor]], weight_map: WeightMap,
+            change: Callable[[str, torch.Tensor], torch.Tensor], *,
+            packed_alone: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+    """A stream by the names of the files, whose tensors become `change(name in the rules, tensor)` of the same shape.
+
+    Args:
+        packed_alone: only what is packed is changed, part by part.
+    """
+    for name, tensor in stream:
+        located = places([name], weight_map)
+        if not any(place.packed for place in located.values()):
+            yield name, tensor if packed_alone else change(next(iter(located), name), tensor)
+            continue
+        whole = tensor.clone()
+        for plain, place in located.items():
+            part = place.of(whole[place.expert])
+            part.copy_(change(plain, part))
+        yield name, whole
+
+
+def split(stream: Iterable[tuple[str, torch.Tensor]], weight_map: WeightMap,
+          taken: Callable[[str], bool]) -> Iterator[tuple[str, torch.Tensor]]:
+    """A stream by the names of the files, in which what is packed falls apart where a part's name is taken.
+
+    Args:
+        taken: asked with the names that the files would have for the parts.
+    """
+    for name, tensor in stream:
+        parts = {on_disk(plain, weight_map): place for plain, place in places([name], weight_map).items()
+                 if place.packed is not None}
+        if any(map(taken, parts)):
+            yield from ((part, place.of(tensor[place.expert]).contiguous()) for part, place in parts.items())
+        else:
+            yield name, tensor
 
 
 def _whole(packed: Packed, shape: Sequence[int]) -> list[int]:

@@ -27,7 +27,11 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 Held = Mapping[str, tuple[int, ...]]
 """Tensor name -> its whole shape."""
 
-OPTIMIZER = "optimizer."
+OPTIMIZER = ("optimizer.", "chained_")
+"""How names of an optimizer's state begin; the second is how Megatron-LM's of several optimizers do."""
+
+VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
+"""Tensors with a row per token; Megatron-core cuts or fills their rows when it loads."""
 
 _METADATA, _LEGACY = "torch.distributed.checkpoint.metadata", "torch.distributed._shard.sharded_tensor.metadata"
 _PLANNER, _MEGATRON = "torch.distributed.checkpoint.planner", "megatron.core.dist_checkpointing.strategies.torch"
@@ -88,8 +92,11 @@ class _MetadataReader(pickle.Unpickler):
         return self.kinds[module, name]
 
 
-def read(path: Path) -> Held:
+def read(path: Path, *, tensors_only: bool = True) -> Held:
     """The tensors of a `.metadata` file.
+
+    Args:
+        tensors_only: whether anything else is refused; otherwise it is left out, and must not be asked for.
 
     Raises:
         CheckpointError: not the index of tensors that it should be.
@@ -97,6 +104,8 @@ def read(path: Path) -> Held:
     with _reading(path) as index:
         entries = {str(name): (type(entry), tuple(getattr(entry, "size", ())))
                    for name, entry in index.state_dict_metadata.items()}
+    if not tensors_only:
+        entries = {name: one for name, one in entries.items() if one[0] is _MetadataReader.kinds[_TENSOR]}
     for name, (kind, shape) in entries.items():
         if kind is not _MetadataReader.kinds[_TENSOR] or not all(isinstance(size, int) for size in shape):
             raise CheckpointError("the checkpoint holds something other than tensors", got=name, who=str(path),
@@ -130,11 +139,12 @@ def _reading(path: Path) -> Iterator[Any]:
                               fix="use another iteration; do not load checkpoints from untrusted sources") from error
 
 
-def check(stored: Held, sharded: dict, folder: Path) -> None:
+def check(stored: Held, sharded: dict, folder: Path, *, padded: bool = False) -> None:
     """Compare with what a model and its optimizer ask for, before anything is loaded.
 
     Args:
         sharded: the sharded state dict of this rank.
+        padded: the vocabulary may have more rows there, which are left out.
 
     Raises:
         CheckpointError: weights of another architecture, no optimizer state, or that of another model.
@@ -143,7 +153,8 @@ def check(stored: Held, sharded: dict, folder: Path) -> None:
     for name, shape in _wanted(sharded):
         if name not in stored:
             wrong[name] = f"no {name}"
-        elif stored[name] != shape:
+        elif stored[name] != shape and not (
+                padded and name in VOCABULARY and stored[name][0] > shape[0] and stored[name][1:] == shape[1:]):
             wrong[name] = f"{name} {list(stored[name])} where the model has {list(shape)}"
     weights = [text for name, text in wrong.items() if not name.startswith(OPTIMIZER)]
     state = [text for name, text in wrong.items() if name.startswith(OPTIMIZER)]

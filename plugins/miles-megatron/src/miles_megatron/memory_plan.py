@@ -15,7 +15,8 @@ from miles_core.config.hardware import gpus
 from miles_core.config.load import quantised, who
 from miles_core.config.tables import RunConfig
 from miles_core.errors import ConfigError
-from miles_megatron.estimate import ModelDimensions, dimensions_of, parameters, tokens_of, trainer
+from miles_megatron import engine_weights
+from miles_megatron.estimate import ModelDimensions, dimensions_of, tokens_of, trainer
 from miles_megatron.layout import layout_of
 
 GIB = 2**30
@@ -26,10 +27,8 @@ TOLERANCE = 0.1
 
 def engine(config: RunConfig, model: ModelDimensions) -> tuple[float, float | None]:
     """Bytes of an engine's weights on one GPU, and the share of it that they and the KV cache fill, if that is set."""
-    whole = replace(model.layout, tensor=1, pipeline=1, expert=1, expert_tensor=1)
-    count = sum(parameters(replace(model, layout=whole), model.size.layers, True, True))
-    value = {"float32": 4}.get(str(config.surface("server").get("dtype") or config.rollout.engine_dtype), 2)
-    return count * value / config.perf.rollout_num_gpus_per_engine, config.surface("server").get("mem_fraction_static")
+    share = engine_weights.weights(config, model) / config.perf.rollout_num_gpus_per_engine
+    return share, config.surface("server").get("mem_fraction_static")
 
 
 def check_memory(config: RunConfig, note: Callable[[str], None]) -> RunConfig:
@@ -49,7 +48,8 @@ def check_memory(config: RunConfig, note: Callable[[str], None]) -> RunConfig:
         fixes = list(_remedies(config, capacity))
         raise ConfigError(
             "the trainer does not fit the GPU's memory",
-            got=f"about {needed / GIB:.0f} of {(capacity - OUTSIDE) / GIB:.0f} GiB ({_sum(trainer(config, model))})",
+            got=f"about {needed / GIB:.0f} of {(capacity - OUTSIDE) / GIB:.0f} GiB ({_sum(trainer(config, model))})"
+                + _engine_beside(config, model),
             who=who(config, "perf.max_tokens_per_gpu", "perf.actor_num_gpus_per_node"),
             fix=", or ".join(fixes) or "more GPUs, with a larger --tensor-model-parallel-size",
         )
@@ -65,7 +65,9 @@ def _weights(config: RunConfig, model: ModelDimensions, capacity: float) -> None
         ConfigError: an engine's weights leave no room for its KV cache.
     """
     ours = _serves(config) and not config.debug.debug_train_only
-    if not ours or quantised(config) or config.surface("server").get("quantization"):
+    stated = engine_weights.quantization(config)
+    unknown = quantised(config) and (stated is None or engine_weights.bytes_of(stated) is None)
+    if not ours or unknown or config.surface("server").get("quantization"):
         return
     weights, fraction = engine(config, model)
     room = (fraction or 1) * capacity
@@ -73,7 +75,9 @@ def _weights(config: RunConfig, model: ModelDimensions, capacity: float) -> None
         raise ConfigError("an engine's weights alone exceed its memory limit",
                           got=f"about {weights / GIB:.1f} of {room / GIB:.1f} GiB",
                           who=who(config, "server.mem_fraction_static", "perf.rollout_num_gpus_per_engine"),
-                          fix="raise --sglang-mem-fraction-static, or --rollout-num-gpus-per-engine")
+                          fix="raise --rollout-num-gpus-per-engine" + (
+                              ", or serve weights in FP8 or INT4: miles convert hf-to-fp8, hf-to-int4"
+                              if weights > capacity else ", or --sglang-mem-fraction-static"))
 
 
 def _share(config: RunConfig, model: ModelDimensions, needed: float, capacity: float) -> None:
@@ -111,12 +115,25 @@ def _remedies(config: RunConfig, capacity: float) -> Iterator[str]:
     twice = replace(config, perf=replace(perf, actor_num_gpus_per_node=2 * perf.actor_num_gpus_per_node))
     tries[f"--tensor-model-parallel-size {2 * tensor} on twice the GPUs"] = twice.with_surface(
         "megatron", tensor_model_parallel_size=2 * tensor, sequence_parallel=True)
+    pipeline, nodes = layout_of(config).pipeline, config.perf.actor_num_nodes
+    for times in (2, 4, 8, 16, 32):
+        more = replace(config, perf=replace(perf, actor_num_nodes=nodes * times))
+        tries[f"--pipeline-model-parallel-size {pipeline * times} on {times} times the GPUs"] = more.with_surface(
+            "megatron", pipeline_model_parallel_size=pipeline * times)
     named = set()
     for text, other in tries.items():
         needed, flag = peak(other, dimensions_of(other)), text.partition(" ")[0]
-        if needed < capacity - OUTSIDE and flag not in named:  # of the token limits the largest that fits
+        if needed < capacity - OUTSIDE and flag not in named:  # the largest limit of tokens, the fewest GPUs
             named.add(flag)
             yield f"{text} ({needed / GIB:.0f} GiB)"
+
+
+def _engine_beside(config: RunConfig, model: ModelDimensions) -> str:
+    """What an engine takes of the GPU that the trainer does not fit."""
+    if not _serves(config) or config.debug.debug_train_only:
+        return ""
+    weights, _ = engine(config, model)
+    return f"; an engine's weights {weights / GIB:.0f} GiB"
 
 
 def _serves(config: RunConfig) -> bool:
@@ -141,6 +158,11 @@ def lines(config: RunConfig) -> list[str]:
         whole = f"{fraction * capacity / GIB:.1f}{of} GiB" if fraction and capacity else "SGLang's mem_fraction_static"
         cache = f" {max(0.0, fraction * capacity - weights) / GIB:.1f}" if fraction and capacity else " the rest"
         rows.append(f"  engine   {whole}: weights {weights / GIB:.1f}, KV cache{cache}")
+        if capacity:
+            most = (fraction or 1) * capacity - weights - (0 if fraction else OUTSIDE)
+            verdict = (f"fits, with room for {most / engine_weights.cache(config, model):,.0f} tokens"
+                       f"{'' if fraction else ' at most'}" if most > 0 else "does not fit")
+            rows.append(f"  an engine on {config.perf.rollout_num_gpus_per_engine} GPUs {verdict}")
     return ["", "memory of a GPU, estimated", *rows] if rows else []
 
 

@@ -68,6 +68,11 @@ class LanguageModel(GPTModel):
     def _postprocess(self, hidden_states: torch.Tensor, **_) -> torch.Tensor:
         return hidden_states
 
+    def shared_embedding_or_output_weight(self) -> torch.Tensor | None:
+        """None where they are not tied: Megatron-core adds up the gradients of what this returns over stages, also for
+        multi-token prediction, whose own copy of the embedding would be on the last one."""
+        return super().shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+
     @property
     def output_weight(self) -> torch.Tensor:
         """[V / tensor, H] of the output layer, the embedding's where they are tied; on the last stage only."""

@@ -53,7 +53,9 @@ class Models:
             if name in ("actor", "ref"):
                 raise HookError(f"a plugin declares the model {name!r}, which is reserved", fix="rename it")
             declared[name] = model
-        start = paths.ref_load or paths.hf_checkpoint
+        # Of what another program saved the weights are taken: a start, not a resume.
+        self._start = paths.load if paths.load and checkpoints().of_another_program(paths.load) else None
+        start = self._start or paths.ref_load or paths.hf_checkpoint
         self.actor = ModelOnRank("actor", Model(start, trainable=True), config, hooks, layout)
         self.on_rank = {"actor": self.actor}
         self._swapped: dict[str, str] = {}
@@ -78,7 +80,8 @@ class Models:
             CheckpointError: names the folder and what is wrong with it.
         """
         paths = self.config.checkpoint
-        resume = paths.load and not checkpoints().never_saved(paths.load, own=paths.load == paths.save)
+        resume = paths.load and not self._start and not checkpoints().never_saved(
+            paths.load, own=paths.load == paths.save)
         source_in_actor = None  # the source whose weights the actor's place holds
         for name, source in self._swapped.items():
             self.actor.fill(source)
@@ -91,7 +94,8 @@ class Models:
                 # Before a checkpoint is loaded, for the state to have a place; else after the weights, which it copies.
                 one.make_optimizer()
         if not resume:
-            return Resume(0, None, self.actor.declared.source)
+            weights_alone = " (weights alone: another program saved it)" if self._start else ""
+            return Resume(0, None, self.actor.declared.source + weights_alone)
         parts = {name: (one.wrapped, one.optimizer, one.scheduler) for name, one in self.trained.items()}
         iteration, state = checkpoints().load(paths.load, parts)
         return Resume(iteration, state, f"{paths.load} (rollout {iteration})")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, cast
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from miles_megatron.specs import ModelSpec, WeightMap
 
     from miles_core.columns import Packed
-    from miles_core.stages.loss import LossInputs
+    from miles_core.stages.loss import LossInputs, Metrics
+    from miles_core.stages.step import TrainerAccess
     from miles_mtp.layers import Predictors
     from miles_mtp.names import Layers
 
@@ -39,6 +40,7 @@ class MtpOptions:
     loss_scaling_factor: float = option(
         0.2, "Weight of their loss beside the policy's.", flags=("--mtp-loss-scaling-factor",)
     )
+    seed: int | None = option(None, "Of layers that the checkpoint does not have; default: the run's.")
     names: Literal["auto", "mtp", "nextn", "mimo"] = option(
         "auto", "What the checkpoint calls their tensors; auto: as it does, for fresh layers mtp if one, else nextn."
     )
@@ -70,19 +72,17 @@ class Mtp:
         return added
 
     @hookimpl
-    def transformer_config(self, fields: dict[str, object], folder: Path) -> dict[str, object]:
-        """Of every model, not the actor's alone: Megatron's table of router losses is as long as the first one says."""
-        return {**fields, "mtp_num_layers": self._layers(folder).count}
-
-    @hookimpl
     def build_model(self, chunk: torch.nn.Module, spec: ModelSpec, folder: Path, model: str) -> torch.nn.Module:
-        """The layers on the actor, clipped apart: so the policy's step is what it is without them."""
-        if model != "actor":
+        """The layers on the actor's last stage, clipped apart: so the policy's step is what it is without them."""
+        # Of every model, not the actor's alone: Megatron's table of router losses is as long as the first one says. And
+        # not before it is built: Megatron would tie an embedding of its own on the last stage to it.
+        cast("LanguageModel", chunk).config.mtp_num_layers = self._layers(folder).count
+        if model != "actor" or not chunk.post_process:
             return chunk
         from miles_mtp.layers import Predictors
 
-        self._predictors = Predictors(cast("LanguageModel", chunk), spec, self._layers(folder).names.hidden_first,
-                                      self.config.optimizer.seed)
+        seed = self.config.optimizer.seed if self.options.seed is None else self.options.seed
+        self._predictors = Predictors(cast("LanguageModel", chunk), spec, self._layers(folder).names.hidden_first, seed)
         chunk.mtp = self._predictors
         for parameter in self._predictors.parameters():
             parameter.requires_grad_(self.options.enable_training)
@@ -95,7 +95,8 @@ class Mtp:
         import torch
 
         hidden = proceed(packed)
-        if self.options.enable_training and model == "actor" and torch.is_grad_enabled():
+        trained = self._predictors is not None and self.options.enable_training  # on the last stage
+        if trained and model == "actor" and torch.is_grad_enabled():
             self._last = hidden.detach(), packed
         return hidden
 
@@ -114,12 +115,30 @@ class Mtp:
         return {"mtp_loss": (self.options.loss_scaling_factor, token_losses(predictors, hidden, packed))}
 
     @hookimpl
+    def train_step(self, proceed: Callable[[], Metrics], access: TrainerAccess) -> Metrics:
+        """Where the embedding is on another pipeline stage the layers get a copy for the step."""
+        if not self.options.enable_training or layout_of(self.config).pipeline == 1:
+            return proceed()
+        from miles_mtp.layers import embedding_on_last_stage
+
+        with embedding_on_last_stage(cast("Sequence[LanguageModel]", access.chunks("actor")), self._predictors):
+            return proceed()
+
+    @hookimpl
     def export_weights(self, stream: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """The local engine does not speculate, and takes no tensor that it does not know."""
         if chosen(self.config, "engine") != "local":
             return stream
         own = {name.rpartition(".")[0] for name in self._names}  # with scales, where the stream is quantised already
         return ((name, tensor) for name, tensor in stream if name.rpartition(".")[0] not in own)
+
+    @hookimpl(name="add-mtp")
+    def convert(self, source: Path, out: Path) -> str:
+        """Options --num-layers, --names and --seed."""
+        from miles_mtp.fresh import add
+
+        seed = self.config.optimizer.seed if self.options.seed is None else self.options.seed
+        return add(source, out, self.options.num_layers, self.options.names, seed)
 
     def _layers(self, folder: Path) -> Layers:
         from miles_mtp.names import layers_of
@@ -139,12 +158,3 @@ def _check(options: MtpOptions, config: RunConfig) -> None:
     if options.enable_training and layered and not sync.startswith("disk"):
         raise ConfigError("SGLang can update a draft of several layers only from files", got=sync,
                           who="plugin mtp, --weight-sync", fix="--weight-sync disk")
-    layout = layout_of(config)
-    if layout.pipeline > 1:
-        raise ConfigError("multi-token-prediction layers need the embedding and the output layer on the same stage",
-                          got=f"pipeline_model_parallel_size {layout.pipeline}", who="plugin mtp",
-                          fix="train with one pipeline stage, or without the plugin")
-    if layout.context > 1 and options.enable_training:
-        raise ConfigError("a multi-token-prediction layer needs whole sequences to train",
-                          got=f"context_parallel_size {layout.context}", who="--enable-mtp-training",
-                          fix="train without context parallelism, or keep the layers as they are")

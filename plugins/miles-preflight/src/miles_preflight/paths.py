@@ -16,7 +16,7 @@ Note = Callable[[str], None]
 
 OTHERS = ("*.bin", "*.gguf", "*.pth", "*.pt", "*.ckpt", "*.distcp", "*/*.distcp", "*/mp_rank_*", "*.h5", "*.msgpack")
 """Weights of other programs."""
-PARTS = ("metadata.json", ".metadata", "common.pt", "miles.json", "*.distcp")
+PARTS = ("metadata.json", ".metadata", "common.pt", "*.distcp")
 """Files of one iteration of a checkpoint."""
 FOLDER = "name a folder with config.json, tokenizer files and *.safetensors"
 _ADDRESS = re.compile(r"[a-z][a-z0-9+]+://")
@@ -152,17 +152,19 @@ def _no_checkpoint(folder: Path, got: str, origin: str) -> CheckpointError:
 def _tracked(config: RunConfig, folder: Path) -> None:
     """The iteration that a checkpoint's tracker names is there, whole, and not past the end of the run."""
     text, last = (folder / TRACKER).read_text(encoding="utf-8", errors="replace").strip(), config.rollout.num_rollout
+    if text == "release":
+        return  # weights that another program converted, which the trainer reads
     newest = folder / f"iter_{int(text):07d}" if text.isdecimal() else None
     if newest is None or not newest.is_dir():
         raise CheckpointError(f"the tracker names iteration {text[:40] or 'nothing'}, which is not there",
                               got=", ".join(sorted(path.name for path in folder.glob("iter_*"))[-3:]) or "no iteration",
-                              who=str(folder / TRACKER), fix="write the number of one that is there into it; where "
-                              "another program saved it, start from its weights with --ref-load")
+                              who=str(folder / TRACKER), fix="write the number of one that is there into it")
     known = config.perf.trainer == "megatron" or any(newest.glob("*.distcp"))  # other trainers save as they like
     if lost := [name for name in PARTS if known and not any(newest.glob(name))]:
         raise CheckpointError(f"iteration {int(text)} is incomplete", got=f"no {', '.join(lost)}", who=str(newest),
                               fix=f"write the number of an older one into {folder / TRACKER}")
-    if last and int(text) > last and config.checkpoint.load != config.checkpoint.save:
+    resumed = (newest / "miles.json").is_file()  # another program's checkpoint is weights to start from
+    if last and resumed and int(text) > last and config.checkpoint.load != config.checkpoint.save:
         raise ConfigError("the checkpoint is past the run's last rollout, so nothing would be trained",
                           got=f"{text} of {last}", who=who(config, "checkpoint.load", "rollout.num_rollout"),
                           fix="raise --num-rollout, which counts those that are done already; to start anew from these "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
 import socket
@@ -16,12 +17,26 @@ from miles_core.hosts import cpus
 VISIBLE = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
 """Every process sees all GPUs of its node and is told its number: peers in one node need to see one another."""
 
+_OF_DASHBOARD = ("aiohttp", "aiohttp_cors", "opencensus", "prometheus_client")
+"""Packages of ray[default] that its dashboard imports."""
+
 LOOK_TIMEOUT = 120.0
 """Seconds in which every node has to start a process that says where it is."""
 
 TOKEN = ("for a cluster that wants a token, set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN, or have the token in "
          "~/.ray/auth_token")
 """Part of a remedy: a cluster that refuses a token looks to Ray like one that is not there."""
+
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Dashboard:
+    """Where Ray's dashboard listens."""
+
+    host: str
+    port: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +77,15 @@ class Bundle:
     rack: str = ""
 
 
-def join(address: str | None, *, places: int, who: str) -> Joined:
+def join(address: str | None, *, places: int, who: str, dashboard: Dashboard | None = None) -> Joined:
     """Use the Ray that this process is connected to, the cluster at an address, or one of our own on this machine.
 
+    Args:
+        dashboard: of one of our own.
+
     Raises:
-        ConfigError: Ray is not installed, nothing answers at the address, or the cluster does not take our token.
+        ConfigError: Ray or what its dashboard needs is not installed, nothing answers at the address, or
+            the cluster does not take our token.
     """
     try:
         import ray
@@ -76,17 +95,32 @@ def join(address: str | None, *, places: int, who: str) -> Joined:
         return Joined(ours=False, alone=False)
     logging.getLogger("ray").setLevel(logging.ERROR)  # what it says at every start is of no use here
     # A Ray of our own has as many places as are needed, whatever the CPUs; a cluster has its own.
-    own = {} if address else {"num_cpus": max(places, cpus()), "include_dashboard": False,
-                              "_node_ip_address": "127.0.0.1"}
+    own = {} if address else {"num_cpus": max(places, cpus()), "_node_ip_address": "127.0.0.1", **_shown(dashboard)}
     try:
         _reach(address)
-        ray.init(address=address, log_to_driver=False, configure_logging=False, **own)
+        context = ray.init(address=address, log_to_driver=False, configure_logging=False, **own)
     except (OSError, RuntimeError, ValueError, ray.exceptions.AuthenticationError) as error:
         raise ConfigError("cannot connect to the Ray cluster", who=f"Ray at {address or 'this machine'}",
                           got=str(error).splitlines()[0].partition(". ")[0],
                           fix="start one with ray start --head, or leave the address out to start one here; "
                               f"{TOKEN}") from None
+    if dashboard is not None and context.dashboard_url:
+        logger.info("Ray's dashboard: http://%s", context.dashboard_url)
     return Joined(ours=True, alone=not address)
+
+
+def _shown(dashboard: Dashboard | None) -> dict[str, object]:
+    """Arguments of ray.init.
+
+    Raises:
+        ConfigError: a package that the dashboard needs is not installed; Ray would start without it, unsaid.
+    """
+    if dashboard is None:
+        return {"include_dashboard": False}
+    if missing := [name for name in _OF_DASHBOARD if importlib.util.find_spec(name) is None]:
+        raise ConfigError("Ray's dashboard needs packages that are not installed", got=", ".join(missing),
+                          who="--ray.dashboard", fix="pip install 'ray[default]'")
+    return {"include_dashboard": True, "dashboard_host": dashboard.host, "dashboard_port": dashboard.port}
 
 
 def _reach(address: str | None) -> None:

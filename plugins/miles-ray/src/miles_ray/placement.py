@@ -32,8 +32,9 @@ RANK, SERVER = 0.4, 0.2
 class RayPlacement(Leases):
     """See stages/placement.py for the contract."""
 
-    def __init__(self, config: RunConfig):
+    def __init__(self, config: RunConfig, dashboard: cluster.Dashboard | None = None):
         super().__init__(config)
+        self._dashboard = dashboard
         # Names are unique in a namespace, and a cluster may have two runs of one name.
         self._namespace = f"miles-{config.name}-{uuid.uuid4().hex[:8]}"
         self._group, self._bundles, self._actors = None, [], []
@@ -45,7 +46,7 @@ class RayPlacement(Leases):
         self._group, self._bundles = await self._hold.take(
             max(1, demand(self.config)), perf.ray_address or os.environ.get("RAY_ADDRESS"),
             _labels(perf.placement_labels), perf.placement_spares, perf.placement_timeout, self._namespace,
-            perf.placement_rack_label)  # fmt: skip
+            perf.placement_rack_label, self._dashboard)  # fmt: skip
         if threading.current_thread() is threading.main_thread():  # Ray's core has put an abort in its place
             signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
         gpus = self._bundles[0].gpu is not None
@@ -95,9 +96,10 @@ class Hold:
         self._joined, self._group = None, None
 
     def take(self, count: int, address: str | None, labels: Mapping[str, str], spares: int, timeout: float, name: str,
-             rack_label: str | None) -> tuple[Any, list[Bundle]]:
+             rack_label: str | None, dashboard: cluster.Dashboard | None = None) -> tuple[Any, list[Bundle]]:
         """Join the cluster and reserve bundles; see cluster.reserve."""
-        self._joined = cluster.join(address, places=count + spares, who="--placement ray")
+        self._joined = cluster.join(address, places=count + spares, who="--placement ray",
+                                    dashboard=dashboard)
         self._group = cluster.reserve(count, labels=labels, spares=spares, timeout=timeout, name=name,
                                       alone=self._joined.alone)
         return self._group, cluster.bundles(self._group, rack_label)

@@ -2,21 +2,40 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from miles_core.config import RunConfig, option
+from miles_core.errors import ConfigError
 from miles_core.hookspecs import hookimpl
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from miles_core.config import RunConfig
     from miles_ray.placement import RayPlacement
+
+
+@dataclass(frozen=True, kw_only=True)
+class RayOptions:
+    """The Ray that a run starts of its own; a cluster that is there has its own dashboard."""
+
+    dashboard: bool = option(False, "Ray's dashboard runs beside the run: pip install 'ray[default]'.")
+    dashboard_host: str = option(
+        "127.0.0.1", "Address that the dashboard listens on; it asks for Ray's token or for nothing."
+    )
+    dashboard_port: int = option(8265, "Port of the dashboard; the next free one if it is taken.")
 
 
 class Ray:
     """Puts trainer ranks and engine servers into actors of a Ray cluster."""
 
     default = True
+
+    def __init__(self, options: RayOptions, config: RunConfig):
+        self.options = options
+        if not 0 < options.dashboard_port < 65536:
+            raise ConfigError("a port is a number from 1 to 65535", got=options.dashboard_port,
+                              who="--ray.dashboard-port", fix="leave it out for 8265")
 
     @hookimpl
     def derive(self, config: RunConfig, note: Callable[[str], None]) -> RunConfig:
@@ -32,6 +51,9 @@ class Ray:
     @hookimpl("placement", name="ray")
     def cluster(self, config: RunConfig) -> RayPlacement:
         """Actors of a Ray cluster, or of a Ray of our own on this machine."""
+        from miles_ray.cluster import Dashboard
         from miles_ray.placement import RayPlacement
 
-        return RayPlacement(config)
+        options = self.options
+        wanted = Dashboard(options.dashboard_host, options.dashboard_port) if options.dashboard else None
+        return RayPlacement(config, wanted)
