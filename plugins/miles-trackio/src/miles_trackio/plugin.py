@@ -85,9 +85,10 @@ class Trackio:
 
         name = options.name or f"{start.name}-{start.run_id[:8]}"
         self._run = trackio.init(
-            project=options.project, name=name, group=options.group, space_id=options.space_id, server_url=options.server_url,
-            config={**start.options, "run_id": start.run_id, "plan_digest": start.plan.get("digest")}, resume="allow",
-            embed=False, auto_log_cpu=None if options.system else False, auto_log_gpu=None if options.system else False)
+            project=options.project, name=name, group=options.group, space_id=options.space_id,
+            server_url=options.server_url, resume="allow", embed=False,
+            config={**start.options, "run_id": start.run_id, "plan_digest": start.plan.get("digest")},
+            auto_log_cpu=None if options.system else False, auto_log_gpu=None if options.system else False)
         return f"run {name}: trackio show --project {options.project}"
 
     def log(self, step: int, values: Mapping[str, float]) -> None:

@@ -105,8 +105,9 @@ class Wandb:
                                   init_timeout=30, finish_timeout=25, **address)
         self._run = wandb.init(
             project=options.project, entity=options.entity, group=options.group, name=options.name or start.name,
-            tags=options.tags, id=options.run_id or start.run_id, resume="allow" if mode == "online" else None, mode=mode,
-            dir=str(folder), config={**start.options, "plan_digest": start.plan.get("digest")}, allow_val_change=True,
+            tags=options.tags, id=options.run_id or start.run_id, mode=mode, dir=str(folder),
+            resume="allow" if mode == "online" else None,
+            config={**start.options, "plan_digest": start.plan.get("digest")}, allow_val_change=True,
             reinit="create_new", settings=settings)
         for axis in AXES:
             self._run.define_metric(f"{axis}/step", hidden=True)
