@@ -116,7 +116,8 @@ def test_a_run_keeps_what_it_should_and_its_plan_says_how_much_that_is(tmp_path)
     assert folder.saved(tmp_path / "ckpt") == [2, 4, 5]
     assert "one in 2 rollouts; at most 4 at a time" in (run.folder / "plan.txt").read_text()
     size = sum(file.stat().st_size for file in (tmp_path / "ckpt/iter_0000005").glob("*.distcp"))
-    assert checkpoint_bytes(load(run.folder.parent / "run.toml", []).config) == pytest.approx(size, rel=0.1)
+    estimate = checkpoint_bytes(load(run.folder.parent / "run.toml", []).config)
+    assert 0 < size - estimate < 200_000, "beside the numbers there is a kilobyte for each tensor"
 
 
 @pytest.mark.integration
@@ -125,6 +126,28 @@ def test_a_file_asks_for_a_checkpoint_once(tmp_path):
     sentinel.write_text("")
     toy_run(steps=4, flags=["--save", str(tmp_path / "ckpt"), "--save-trigger-sentinel", str(sentinel)])
     assert folder.saved(tmp_path / "ckpt") == [1, 4] and not sentinel.exists()
+
+
+SIGNALS = """
+import os
+import signal
+from miles_core import hookimpl
+
+
+class Signals:
+    @hookimpl
+    def metrics(self, rollout_id):
+        if rollout_id == 1:
+            os.kill(os.getpid(), signal.SIGUSR1)
+"""
+
+
+@pytest.mark.integration
+def test_a_signal_asks_for_a_checkpoint(tmp_path):
+    (tmp_path / "signals.py").write_text(SIGNALS)
+    toy_run(["retention", tmp_path / "signals.py"], steps=4, flags=[
+        "--save", str(tmp_path / "ckpt"), "--save-trigger-sentinel", str(tmp_path / "save-now")])
+    assert folder.saved(tmp_path / "ckpt") == [3, 4], "after the rollout that is trained on when the signal comes"
 
 
 def hashes(run):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -118,7 +119,7 @@ class Mlflow:
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
-        points = [Metric(name, value, now, step) for name, value in values.items()]
+        points = [Metric(flat(name), value, now, step) for name, value in values.items()]
         for first in range(0, len(points), 1000):
             self._client.log_batch(self._id, metrics=points[first:first + 1000])
 
@@ -150,6 +151,13 @@ class Mlflow:
     def _watch(self, uri: str) -> None:
         from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 
+        logging.getLogger("mlflow.system_metrics").setLevel(logging.WARNING)  # the terminal is the run's
         monitor: Any = SystemMetricsMonitor  # without types
         self._monitor = monitor(self._id, resume_logging=True, tracking_uri=uri)
         self._monitor.start()
+
+
+def flat(name: str) -> str:
+    """A metric's name with one slash: in a folder of files eval/sums cannot be a file and have others below it."""
+    first, slash, rest = name.partition("/")
+    return first + slash + rest.replace("/", ".")

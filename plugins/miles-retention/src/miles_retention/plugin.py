@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -34,12 +35,14 @@ class Retention:
 
     def __init__(self, options: RetentionOptions, config: RunConfig):
         self.options, self._save = options, config.checkpoint.save
+        self._sentinel = config.checkpoint.save_trigger_sentinel
         if (options.keep_best is None) != (options.keep_metric is None):
             raise ConfigError("keep_best and keep_metric belong together", who="retention.keep_metric",
                               got=f"keep_best {options.keep_best}, keep_metric {options.keep_metric}",
                               fix="write both, such as keep_best = 3 and keep_metric = \"eval/sums\"")
         self._policy: Policy | None = None
         self._seen: int | None = None
+        self._handler: Any = None
         self._removing: threading.Thread | None = None
 
     @hookimpl
@@ -62,11 +65,14 @@ class Retention:
 
     @hookimpl
     def begin(self, plan: dict[str, Any], run_id: str, resumed_from: int | None, run_dir: Path) -> None:
-        """Reads what earlier starts measured."""
+        """Reads what earlier starts measured. From now on SIGUSR1 makes the file of --save-trigger-sentinel."""
         from miles_retention.policy import Policy
 
-        if self._save is not None and self._policy is None:
-            self._policy = Policy(self.options, Path(run_dir))
+        if self._save is None or self._policy is not None:
+            return
+        self._policy = Policy(self.options, Path(run_dir))
+        if (sentinel := self._sentinel) and threading.current_thread() is threading.main_thread():
+            self._handler = signal.signal(signal.SIGUSR1, lambda *_: Path(sentinel).touch())
 
     @hookimpl
     def metrics(self, rollout_id: int, values: dict[str, float]) -> None:
@@ -84,6 +90,9 @@ class Retention:
             if self._policy is not None:
                 self._look()
         self._policy = None
+        if self._handler is not None:
+            signal.signal(signal.SIGUSR1, self._handler)
+            self._handler = None
 
     def _look(self) -> None:
         """Remove in a thread what is not kept, when there is a checkpoint that was not there before."""
