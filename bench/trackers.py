@@ -3,8 +3,8 @@
     python bench/trackers.py [--rounds 3] [--rollouts 12]
 
 Of every tracker: milliseconds that its hooks take of a rollout on the loop's thread, which training waits for, as the
-run measures them (perf/hooks/...), the first rollout apart; their share of a step; and CPU seconds of the whole run beside
-those of the run without trackers, the library's import, its own processes and the end of the run included.
+run measures them (perf/hooks/...), the first rollout apart; their share of a step; and CPU seconds of the whole run
+beside those of one without trackers, the library's import, its own processes and the end of the run included.
 """
 
 from __future__ import annotations

@@ -170,8 +170,8 @@ def test_trackers_of_services_take_part_together_and_go_on_after_a_resume(place,
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TRACKIO_DIR", str(place.path / "trackio"))
     flags = ["--use-wandb", "--wandb-mode", "offline", "--wandb-key", KEY, "--use-mlflow",
-             "--plugin", "trackio", "swanlab", "--use-prometheus", "--prometheus-port", "0", "--telemetry.file", "{run_dir}/spans.jsonl",
-             "--save", "ckpt", "--load", "ckpt", "--lr-decay-iters", "3"]
+             "--plugin", "trackio", "swanlab", "--use-prometheus", "--prometheus-port", "0",
+             "--telemetry.file", "{run_dir}/spans.jsonl", "--save", "ckpt", "--load", "ckpt", "--lr-decay-iters", "3"]
     for rollouts in ("2", "3"):
         outcome = place.run(*flags, "--num-rollout", rollouts)
         assert outcome.code == 0 and "not sent" not in outcome.out, outcome.err + outcome.out
