@@ -6,7 +6,7 @@ import os
 import pytest
 from miles_retention import folder
 from miles_retention.plugin import Retention, RetentionOptions
-from miles_retention.policy import Policy, bound, checkpoint_bytes
+from miles_retention.policy import Policy, Rules, bound, checkpoint_bytes
 from miles_testing import kill_resume
 from miles_testing.runs import toy_run
 from miles_testing.tiny import run_file
@@ -22,7 +22,7 @@ THERE = [2, 4, 6, 8, 10]
 
 def policy(tmp_path, measured=(), **options):
     """A policy that was told of a metric after so many rollouts: {10: 0.5}."""
-    made = Policy(RetentionOptions(**options), tmp_path)
+    made = Policy(Rules(**options), tmp_path)
     for done, value in dict(measured).items():
         made.measured(done, {"eval/sums": value})
     return made
@@ -40,7 +40,7 @@ def test_what_is_kept(tmp_path, options, kept):
 
 
 def test_the_metric_of_a_rollout_is_that_of_the_checkpoint_after_it(tmp_path):
-    made = Policy(RetentionOptions(keep_best=1, keep_metric="rollout/raw_reward"), tmp_path)
+    made = Policy(Rules(keep_best=1, keep_metric="rollout/raw_reward"), tmp_path)
     for rollout_id in range(10):
         made.measured(rollout_id, {"rollout/raw_reward": float(rollout_id == 3)})
     assert made.kept(THERE) == {4, 10}
@@ -106,7 +106,7 @@ def test_settings_that_cannot_hold_are_refused():
 ])  # fmt: skip
 def test_the_plan_says_how_many_there_are(options, words):
     config = load(None, ["--save", "x", "--save-interval", "4", "--num-rollout", "10"]).config
-    assert words in bound(RetentionOptions(**options), config)
+    assert words in bound(Rules(**options), config)
 
 
 @pytest.mark.integration

@@ -159,5 +159,5 @@ class Mlflow:
 
 def flat(name: str) -> str:
     """A metric's name with one slash: in a folder of files eval/sums cannot be a file and have others below it."""
-    first, slash, rest = name.partition("/")
-    return first + slash + rest.replace("/", ".")
+    first, slash, below = name.partition("/")
+    return first + slash + below.replace("/", ".")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import signal
 import threading
 from collections.abc import Callable, Iterable
@@ -34,7 +35,9 @@ class Retention:
     """Removes checkpoints but for the last, the best and one in so many."""
 
     def __init__(self, options: RetentionOptions, config: RunConfig):
-        self.options, self._save = options, config.checkpoint.save
+        from miles_retention.policy import Rules
+
+        self._rules, self._save = Rules(**dataclasses.asdict(options)), config.checkpoint.save
         self._sentinel = config.checkpoint.save_trigger_sentinel
         if (options.keep_best is None) != (options.keep_metric is None):
             raise ConfigError("keep_best and keep_metric belong together", who="retention.keep_metric",
@@ -53,7 +56,7 @@ class Retention:
         """
         from miles_retention.policy import check
 
-        check(self.options, config, note)
+        check(self._rules, config, note)
         return config
 
     @hookimpl
@@ -61,7 +64,7 @@ class Retention:
         """How much disk checkpoints take at most."""
         from miles_retention.policy import bound
 
-        return [("checkpoints", bound(self.options, config))] if config.checkpoint.save else []
+        return [("checkpoints", bound(self._rules, config))] if config.checkpoint.save else []
 
     @hookimpl
     def begin(self, plan: dict[str, Any], run_id: str, resumed_from: int | None, run_dir: Path) -> None:
@@ -70,7 +73,7 @@ class Retention:
 
         if self._save is None or self._policy is not None:
             return
-        self._policy = Policy(self.options, Path(run_dir))
+        self._policy = Policy(self._rules, Path(run_dir))
         if (sentinel := self._sentinel) and threading.current_thread() is threading.main_thread():
             self._handler = signal.signal(signal.SIGUSR1, lambda *_: Path(sentinel).touch())
 
@@ -105,7 +108,7 @@ class Retention:
         if self._removing is not None and self._removing.is_alive():  # the next call looks again
             return
         self._seen = latest
-        there = [one for one in saved(folder) if one <= latest]
-        if gone := sorted(set(there) - self._policy.kept(there)):
+        present = [one for one in saved(folder) if one <= latest]
+        if gone := sorted(set(present) - self._policy.kept(present)):
             self._removing = threading.Thread(target=remove, args=(folder, gone), name="retention", daemon=True)
             self._removing.start()
