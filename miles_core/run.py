@@ -340,14 +340,15 @@ class Run:
                 hashes = await self.trainer.hashes(batch)
             self.journal.hashes(batch.rollout_id, hashes["weights"], hashes["batch"], norm)
         await self.evaluate(done)
-        if self._saves(done):
+        if self.resumable:
             await self.save(done)
 
     def _saves(self, done: int) -> bool:
-        """Whether a checkpoint is due after so many rollouts."""
+        """Whether a checkpoint is due after so many rollouts, or asked for."""
         checkpoint = self.config.checkpoint
         due = checkpoint.save_interval and done % checkpoint.save_interval == 0
-        return bool(checkpoint.save and (done == self.last or due))
+        asked = checkpoint.save_trigger_sentinel and Path(checkpoint.save_trigger_sentinel).exists()
+        return bool(checkpoint.save and (done == self.last or due or asked))
 
     async def save(self, done: int) -> None:
         """A checkpoint from which rollout `done` is the next.
@@ -356,6 +357,8 @@ class Run:
         """
         self.journal.saving()
         begin, checkpoint = self.clock(), self.config.checkpoint
+        if checkpoint.save_trigger_sentinel:
+            Path(checkpoint.save_trigger_sentinel).unlink(missing_ok=True)
         async with self.placement.lease("save"):
             if checkpoint.save_hf:
                 await self.trainer.export(Path(checkpoint.save_hf.format(rollout_id=done)))

@@ -33,6 +33,7 @@ class Checkpoint:
     load: str | None = option(None, "Checkpoint directory to resume from; usually the same as --save.")
     save: str | None = option(None, "Checkpoint directory to write to; saves at the end and every --save-interval.")
     save_interval: int | None = option(None, "Rollouts between checkpoints; needs --save.", within=(1,))
+    save_trigger_sentinel: str | None = option(None, "File that asks for a checkpoint after the rollout; is removed.")
     save_hf: str | None = option(
         None, "Hugging Face export at each save; may hold {rollout_id} and, like other paths, {run_dir}."
     )

@@ -41,6 +41,7 @@ CASES = [  # script, its words, how many plans it makes
     ("bench/peers/trl_grpo.py", "--help", 0),  # TRL has an environment of its own
     ("bench/prompts.py", "--rows 200", 0),
     ("bench/selection.py", "--commits 1", 0),
+    ("bench/trackers.py", "--help", 0),  # seven runs of the demo
     ("tests/gpu/drafts.py", "other kept --folder {folder}", 2),
     ("tests/gpu/fp8.py", "--tiny --parts train --recipes bf16", 1),
     ("tests/gpu/int4.py", "--help", 0),

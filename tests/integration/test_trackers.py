@@ -158,3 +158,33 @@ def test_numbers_of_every_kind_of_hook_reach_the_metrics(tmp_path, host):
     assert [one["logs/filter"] for one in run.metrics] == [3, 3]
     assert all(one["logs/prompt"] > 0 and one["logs/scored"] == one["rollout/raw_reward"] for one in run.metrics)
     assert run.metrics[0]["logs/source"] == 1 and "logs/source" not in run.metrics[1]
+
+
+KEY = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.mark.full
+def test_trackers_of_services_take_part_together_and_go_on_after_a_resume(place, monkeypatch):
+    """Offline, with a key on the command line; the second start does the third rollout."""
+    for name in ("WANDB_API_KEY", "SWANLAB_API_KEY", "MLFLOW_TRACKING_URI"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TRACKIO_DIR", str(place.path / "trackio"))
+    flags = ["--use-wandb", "--wandb-mode", "offline", "--wandb-key", KEY, "--use-mlflow",
+             "--plugin", "trackio", "swanlab", "--use-prometheus", "--prometheus-port", "0",
+             "--telemetry.file", "{run_dir}/spans.jsonl", "--save", "ckpt", "--load", "ckpt", "--lr-decay-iters", "3"]
+    for rollouts in ("2", "3"):
+        outcome = place.run(*flags, "--num-rollout", rollouts)
+        assert outcome.code == 0 and "not sent" not in outcome.out, outcome.err + outcome.out
+    run = place.path / "runs/a"
+    run_id = (run / "run_id").read_text().strip()
+    assert {path.name.rpartition("-")[2] for path in run.glob("wandb/offline-run-*")} == {run_id}
+    assert {path.name.rpartition("-")[2] for path in run.glob("swanlog/run-*")} == {run_id}
+    [losses] = run.glob("mlruns/*/*/metrics/train/loss")
+    assert [line.split()[2] for line in losses.read_text().splitlines()] == ["0", "1", "2"]
+    spans = [json.loads(line) for line in (run / "spans.jsonl").read_text().splitlines()]
+    assert [one["attributes"]["miles.rollout_id"] for one in spans if one["name"] == "rollout" and
+            "miles.rollout_id" in one["attributes"]] == [0, 1, 2]
+    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    assert not [one for one in events if one["event"] == "message" and one["level"] == "warning"]
+    holding = [path for path in place.path.rglob("*") if path.is_file() and KEY.encode() in path.read_bytes()]
+    assert not holding, holding

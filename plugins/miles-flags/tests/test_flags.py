@@ -1,12 +1,15 @@
 """Every flag of the list that is accepted sets what it says, and every other says what to write."""
 
+import os
+import sys
+
 import pytest
 from miles_flags.table import flags, refusal, table
 from miles_sglang.forwarded import surface_of
 
 from miles_core.cli import completion
 from miles_core.config.load import load
-from miles_core.errors import OwnerError, UnknownKeyError
+from miles_core.errors import ConfigError, OwnerError, UnknownKeyError
 from miles_core.plugins.plan import prepare
 from miles_core.plugins.scan import KNOWN
 from miles_core.plugins.select import readable
@@ -73,7 +76,7 @@ def test_a_flag_that_an_option_spells_does_not_read_the_list():
 
 
 @pytest.mark.parametrize(("argv", "says"), [
-    (["--use-mlflow"], "--use-tensorboard"), (["--eval-sglang-tp-size", "2"], "engine that samples"),
+    (["--log-multi-turn"], "hook metrics"), (["--eval-sglang-tp-size", "2"], "engine that samples"),
     (["--num-generations", "4"], "write --n-samples-per-prompt"), (["--use-tsi"], "did you mean --use-tis"),
     (["--algorithm.gae-lambda", "1"], "write --lambd"), (["--lr", "1e-6", "-use-tis"], "write --use-tis"),
 ])  # fmt: skip
@@ -107,11 +110,12 @@ def test_a_plugin_that_is_installed_and_not_enabled_is_named_for_its_option_even
     from miles_core.plugins import select
 
     (tis,) = (one for one in readable() if one.name == "tis")
-    tis = replace(tis, options={"use_mlflow": Option("tis", "use_mlflow", "bool", False, "", ("--use-mlflow",))})
+    option = Option("tis", "log_multi_turn", "bool", False, "", ("--log-multi-turn",))
+    tis = replace(tis, options={option.name: option})
     monkeypatch.setattr(select, "readable", lambda hook=None: [tis])
     with pytest.raises(UnknownKeyError, match="belongs to plugin 'tis'"):
-        load(None, ["--use-mlflow"])
-    assert refusal("--use-mlflow") is not None
+        load(None, ["--log-multi-turn"])
+    assert refusal("--log-multi-turn") is not None
 
 
 def test_words_that_are_taken_of_a_flag_that_is_refused():
@@ -125,3 +129,31 @@ def test_an_eval_config_becomes_eval_datasets(tmp_path):
                                         "n_samples_per_eval_prompt: 4}, {name: b, path: b.jsonl, top_p: 1.0}]}")
     assert load(None, ["--eval-config", str(tmp_path / "eval.yaml")]).config.eval.datasets == [
         {"top_p": 0.7, "name": "a", "path": "a.jsonl", "n_samples": 4}, {"top_p": 1.0, "name": "b", "path": "b.jsonl"}]
+
+
+@pytest.mark.parametrize(("flags", "plugin", "option", "value"), [
+    (["--use-wandb", "--wandb-project", "sums", "--disable-wandb-random-suffix"], "wandb", "project", "sums"),
+    (["--use-wandb", "--wandb-entity", "us", "--wandb-save-dir", "d"], "wandb", "entity", "us"),
+    (["--use-mlflow", "--mlflow-experiment-name", "sums"], "mlflow", "experiment_name", "sums"),
+    (["--use-prometheus", "--prometheus-port", "9100"], "telemetry", "port", 9100),
+])  # fmt: skip
+def test_a_trackers_switch_enables_its_plugin_and_options(flags, plugin, option, value):
+    assert load(None, flags).config.options[plugin][option] == value
+
+
+def test_a_trackers_options_without_its_switch_change_nothing():
+    loaded = load(None, ["--wandb-project", "sums", "--mlflow-run-name", "a", "--prometheus-port", "9100"])
+    assert not {"wandb", "mlflow", "telemetry"} & {one.manifest.name for one in loaded.selected}
+    noted = [note.partition(" ")[0] for note in loaded.notes]
+    assert noted == ["--wandb-project", "--mlflow-run-name", "--prometheus-port"]
+
+
+def test_a_key_goes_to_the_environment_and_nowhere_else(monkeypatch):
+    key = "0123456789abcdef0123456789abcdef01234567"
+    monkeypatch.setenv("WANDB_API_KEY", "")
+    monkeypatch.setattr(sys, "argv", ["miles", "run", "--use-wandb", "--wandb-key", key, f"--wandb-key={key}"])
+    loaded = load(None, ["--use-wandb", "--wandb-key", key])
+    assert os.environ["WANDB_API_KEY"] == key
+    assert key not in repr(loaded) and key not in " ".join(sys.argv)
+    with pytest.raises(ConfigError, match="WANDB_API_KEY"):
+        load(None, ["--wandb-key"])

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import functools
 import json
+import os
+import sys
 import tomllib
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
@@ -17,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from miles_core.config.flags import Assignment, alone, needless, words_of
 from miles_core.config.options import Origin
 from miles_core.config.surfaces import Surface, alike
-from miles_core.errors import UnknownKeyError
+from miles_core.errors import ConfigError, UnknownKeyError
 
 if TYPE_CHECKING:
     from miles_core.config.flags import Given
@@ -67,8 +69,8 @@ class MilesFlags(Surface):
             raise UnknownKeyError(f"{flag.flag} has no place here", who="Miles's flag", fix=reason)
         if entry is None:
             return None
-        if entry.get("derived") == "@wandb" and _tracker_of(flag.flag):
-            raise UnknownKeyError(f"{flag.flag} has no place here", who="Miles's flag", fix=_sentence("@wandb"))
+        if "environment" in entry:
+            return _keep_secret(entry["environment"], flag)
         if "derived" in entry:
             return needless(flag, bool(entry.get("switch")), _sentence(entry["derived"]), notes)
         if "plugin" in entry:  # it is enabled, which is all that a flag asks for which none of its options spells
@@ -115,11 +117,19 @@ def _read(key: str, flag: Given, notes: list[str], origin: Origin) -> list[Assig
     return [Assignment(key, size, origin, yields=True) for key, size in sizes_of(flag, notes).items()]
 
 
-def _tracker_of(flag: str) -> bool:
-    """Whether an installed plugin has the flag, which the run has not enabled: the core says which."""
-    from miles_core.plugins.select import readable
+def _keep_secret(variable: str, flag: Given) -> list[Assignment]:
+    """A key becomes a variable of the environment, and is taken out of the command, which trackers record.
 
-    return any(flag in option.flags for one in readable() for option in one.options.values())
+    Raises:
+        ConfigError: not one word follows the flag.
+    """
+    if len(flag.words) != 1:
+        raise ConfigError(f"{flag.flag} takes one value", got=f"{len(flag.words)} words", who="Miles's flag",
+                          fix=f"set {variable} in its place")
+    [key] = flag.words
+    os.environ[variable] = key
+    sys.argv[:] = [word.replace(key, "***") if key else word for word in sys.argv]
+    return []
 
 
 def _sentence(text: str) -> str:
@@ -132,6 +142,8 @@ def _meaning(entry: Mapping[str, Any]) -> str:
         if word in entry:
             taken = [f"`{words}`: {_meaning(one)}" for words, one in entry.get("values", {}).items()]
             return _sentence(entry[word]) + (f" Taken are {'; '.join(taken)}" if taken else "")
+    if "environment" in entry:
+        return f"becomes `{entry['environment']}` in the environment; neither plan nor run directory has it"
     if "read" in entry:
         return f"sets `{entry['read']}` to what the YAML file says"
     if "plugin" in entry:

@@ -1,0 +1,112 @@
+"""What is kept, and how much that is at most."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from miles_core.config import RunConfig
+from miles_core.config.load import config_json
+from miles_core.errors import ConfigError
+from miles_core.record.events import read
+
+GIB = 2**30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rules:
+    """The plugin's options of these names."""
+
+    keep_last: int | None = None
+    keep_best: int | None = None
+    keep_metric: str | None = None
+    keep_mode: str = "max"
+    save_retain_interval: int | None = None
+
+
+class Policy:
+    """Which checkpoints are kept; the metric of earlier starts is in the run's events.
+
+    A checkpoint `iter_0000010` is made after ten rollouts: an evaluation of its weights has the step 10, and the
+    rollout that was trained on last has 9.
+    """
+
+    def __init__(self, rules: Rules, run_dir: Path):
+        self._rules, self._measured = rules, dict[int, float]()
+        events = run_dir / "events.jsonl"
+        if rules.keep_metric is not None and events.is_file():
+            for event in read(events):
+                if event["event"] in ("metrics", "eval"):
+                    self.measured(event["rollout_id"], event["metrics"])
+
+    def measured(self, rollout_id: int, values: Mapping[str, float | None]) -> None:
+        """Note the metric of the checkpoint that these values are about."""
+        value = values.get(self._rules.keep_metric or "")
+        if value is not None and value == value:  # no NaN
+            evaluated = str(self._rules.keep_metric).startswith("eval/")
+            self._measured[rollout_id if evaluated else rollout_id + 1] = value
+
+    def kept(self, present: Sequence[int]) -> set[int]:
+        """Of the checkpoints that are there, ascending. A tie of the best is the newer one's."""
+        rules = self._rules
+        keep = set(present[-(rules.keep_last or 1):])
+        if rules == Rules():
+            return set(present)
+        if rules.save_retain_interval:
+            keep |= {one for one in present if one % rules.save_retain_interval == 0}
+        if rules.keep_best:
+            sign = 1 if rules.keep_mode == "max" else -1
+            ranked = sorted((one for one in present if one in self._measured),
+                            key=lambda one: (sign * self._measured[one], one), reverse=True)
+            keep |= set(ranked[:rules.keep_best])
+        return keep
+
+
+def check(rules: Rules, config: RunConfig, note: Callable[[str], None]) -> None:
+    """
+    Raises:
+        ConfigError: a checkpoint that is to be kept for good is never saved, or an evaluation is never made.
+    """
+    every, interval = config.checkpoint.save_interval, rules.save_retain_interval
+    if config.checkpoint.save is None:
+        note("retention has nothing to do: the run saves no checkpoints (--save)")
+    elif interval and every and interval % every:
+        raise ConfigError("save_retain_interval is no multiple of save_interval", got=f"{interval} and {every}",
+                          who="retention.save_retain_interval", fix=f"write {-(-interval // every) * every}")
+    if rules.keep_metric and rules.keep_metric.startswith("eval/") and not config.eval.eval_interval:
+        raise ConfigError("the run evaluates nothing", got=rules.keep_metric, who="retention.keep_metric",
+                          fix="write --eval-interval and --eval-prompt-data, or the name of a rollout's metric")
+
+
+def bound(rules: Rules, config: RunConfig) -> str:
+    """How many checkpoints there are at most, the one that is being written included, and what they take."""
+    every, rollouts = config.checkpoint.save_interval, config.rollout.num_rollout
+    saves = None if rollouts is None else rollouts // every + (rollouts % every > 0) if every else 1
+    parts = [f"the last {rules.keep_last or 1}"]
+    parts += [f"the best {rules.keep_best} by {rules.keep_metric}"] if rules.keep_best else []
+    count: int | None = (rules.keep_last or 1) + (rules.keep_best or 0)
+    if rules.save_retain_interval:
+        parts.append(f"one in {rules.save_retain_interval} rollouts")
+        count = None if rollouts is None else (count or 0) + rollouts // rules.save_retain_interval
+    if rules == Rules():
+        parts, count = ["all"], saves
+    if count is None:
+        return f"kept: {' and '.join(parts)}"
+    most = count + 1 if saves is None else min(count + 1, max(saves, 1))
+    size = checkpoint_bytes(config)
+    disk = "" if size is None else f", about {most * size / GIB:.3g} GiB of {size / GIB:.3g} each"
+    return f"kept: {' and '.join(parts)}; at most {most} at a time in {config.checkpoint.save}{disk}"
+
+
+def checkpoint_bytes(config: RunConfig) -> float | None:
+    """What a checkpoint of the actor takes: its weights, and float32 weights and two moments of the optimizer; None
+    where the Hugging Face directory has no weights to count."""
+    folder = Path(config.checkpoint.hf_checkpoint or "")
+    files = [path.stat().st_size for path in folder.glob("*.safetensors")] if folder.is_dir() else []
+    constants = config_json(config)[1] or {}
+    if not files or "quantization_config" in constants:
+        return None
+    wide = str(constants.get("dtype") or constants.get("torch_dtype") or "bfloat16").endswith("32")
+    parameters = sum(files) / (4 if wide else 2)
+    return parameters * ((2 if config.perf.bf16 else 4) + (0 if config.checkpoint.no_save_optim else 12))

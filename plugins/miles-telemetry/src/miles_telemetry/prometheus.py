@@ -1,0 +1,53 @@
+"""The endpoint: the latest value of every metric, one gauge each, for Prometheus to fetch."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping
+
+from prometheus_client import CollectorRegistry, Gauge, start_http_server
+
+logger = logging.getLogger(__name__)
+
+
+class Endpoint:
+    """Listens from the start on.
+
+    Args:
+        port: 0 for a free one; which it is stands in `port`.
+        run: the label of every figure.
+
+    Raises:
+        OSError: the port is taken, or may not be used.
+    """
+
+    def __init__(self, host: str, port: int, run: str):
+        self._registry, self._run = CollectorRegistry(), run
+        self._gauges: dict[str, Gauge] = {}
+        try:
+            self._server, self._thread = start_http_server(port, host, self._registry)
+        except OSError as error:
+            raise OSError(f"Prometheus's endpoint cannot listen on {host}:{port}, telemetry.port: {error.strerror}"
+                          ) from error
+        self.port = self._server.server_port
+        logger.info("metrics for Prometheus: http://%s:%s/metrics", host, self.port)
+
+    def show(self, step: int, values: Mapping[str, float]) -> None:
+        """Replace the figures of these names."""
+        for name, value in {**values, "rollout_id": step}.items():
+            gauge = gauge_name(name)
+            if gauge not in self._gauges:
+                self._gauges[gauge] = Gauge(gauge, f"{name} of the latest rollout", ["run"], registry=self._registry)
+            self._gauges[gauge].labels(self._run).set(value)
+
+    def close(self) -> None:
+        """No longer listen."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join(5)
+
+
+def gauge_name(name: str) -> str:
+    """A metric's name as Prometheus allows it: train/lr-pg_0 is miles_train_lr_pg_0."""
+    return "miles_" + re.sub(r"\W", "_", name, flags=re.ASCII)

@@ -1,0 +1,1 @@
+"""Metrics, evaluations and sampled answers of a Miles run in Weights & Biases."""
