@@ -138,6 +138,8 @@ RUN = ("--prompt-data", "x/no.jsonl", "--num-rollout", "1", "--rollout-batch-siz
 def test_a_run_starts_from_it_at_rollout_0(written, one, flag):
     hf, folder = written(*WRITTEN["moe-single"])
     plan = prepare(None, ["--hf-checkpoint", str(hf), *RUN, flag, str(folder)])
+    text = plan.to_text()
+    assert "starts fresh, from the weights" in text and ("another program" in text) == (flag == "--load")
     weights = one.train(plan, [])["weights"]
     stored = {name: tensor for file in hf.glob("*.safetensors") for name, tensor in load_file(file).items()}
     assert weights.keys() == stored.keys()
