@@ -293,6 +293,16 @@ def test_nothing_left_to_do(place):
     assert "nothing left to do: 1 of 1 rollouts are done; raise --num-rollout" in outcome.out
 
 
+def test_a_resume_under_another_plan_says_once_what_changed(place):
+    """And keeps it in the record; the same plan says nothing."""
+    place.saved()
+    place.clean("--load", "ckpt", "--save", "ckpt", "--num-rollout", "2", "--lr", "2e-5", "--seed", "7")
+    place.clean("--load", "ckpt", "--save", "ckpt", "--num-rollout", "3", "--lr", "2e-5", "--seed", "7")
+    said = [event["text"] for event in events(place, "message") if "another plan" in event["text"]]
+    assert all(word in said[0] for word in ("optimizer.lr", "2e-05", "optimizer.seed"))
+    assert not any("optimizer.lr" in text for text in said[1:])
+
+
 HOOK = """
 import numpy as np
 from miles_core import hookimpl
