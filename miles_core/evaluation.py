@@ -66,7 +66,7 @@ class Evaluation:
             groups = await asyncio.gather(*(self._group(dataset, uid) for uid in range(len(dataset.prompts))))
             finished = [group for group in groups if not unfinished(group)]
             if not finished:
-                raise RolloutError(f"no group of eval dataset {dataset.name} was finished",
+                raise RolloutError(f"no group of eval dataset {dataset.name} was finished", code="eval-without-groups",
                                    got=next(filter(None, (told(group) for group in groups)), None),
                                    fix="look at its samples, and at the generator's own log")
             metrics = metrics_of(dataset.name, finished)

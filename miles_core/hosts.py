@@ -62,6 +62,7 @@ class Handle:
         """
         def late() -> WaitError:
             return WaitError(f"the {self._name} did not finish {method}() within {self.timeout:g} s",
+                             code="host-call-timeout",
                              fix="look at what it was doing (logs/run.log), or raise --trainer-timeout")
 
         async with within(self.timeout, late):
@@ -175,7 +176,7 @@ class ProcessHost(Handle):
         except (EOFError, OSError):
             self._process.join(5)
             output = "its output above" if self._log is None else f"the end of {self._log}"
-            raise DiedError(f"the process {self._name!r} died in {method}()",
+            raise DiedError(f"the process {self._name!r} died in {method}()", code="host-process-died",
                             got=f"exit code {self._process.exitcode}",
                             fix=f"look at {output}; a negative code is a signal, -9 often a lack of memory") from None
         return unpacked(self._name, result, error, trace)
@@ -212,7 +213,8 @@ class RankGroup(Handle):
         except asyncio.CancelledError:
             for call in calls:
                 call.cancel()
-            self._end(TrainError(f"the {self._name} was abandoned in {method}()", fix="see the error before this one"))
+            self._end(TrainError(f"the {self._name} was abandoned in {method}()", code="host-abandoned",
+                                 fix="see the error before this one"))
             raise
         errors = [error for call in calls if call in done and (error := call.exception())]
         if errors:

@@ -45,14 +45,15 @@ def restore_prompts(config: RunConfig, prompts: PromptSource | None, saved: dict
     who, anew = f"prompt source {name!r}", f"begin {name} anew: --drop-plugin-state {before}"
     if before != name:
         raise StateError("the checkpoint's position is of another prompt source", got=f"saved by {before!r}", who=who,
-                         fix=f"resume with --prompt-source {before}, or {anew}")
+                         fix=f"resume with --prompt-source {before}, or {anew}", code="prompt-source-changed")
     try:
         prompts.load_state_dict(saved["prompts"])
     except MilesError:
         raise
     except Exception as error:
-        raise StateError("its position in the checkpoint cannot be loaded", got=f"{type(error).__name__}: {error}",
-                         who=who, fix=f"resume with the version that saved it, or {anew}") from error
+        raise StateError("its position in the checkpoint cannot be loaded", code="prompt-position-unloadable",
+                         got=f"{type(error).__name__}: {error}", who=who,
+                         fix=f"resume with the version that saved it, or {anew}") from error
     then, data = saved["prompts"], getattr(prompts, "data", None)
     if isinstance(then, dict) and then.get("data", data) != data:
         journal.message("info", "resumed with other prompts: the content of --prompt-data is not what it was")
@@ -66,6 +67,7 @@ def check_same_data(config: RunConfig, prompts: PromptSource | None, state: dict
     """
     if prompts is None or state.get("data") != prompts.data:
         raise CheckpointError("the checkpoint has groups under way whose prompts are of another dataset",
+                              code="unfinished-groups-of-other-data",
                               who=f"--load {config.checkpoint.load}, --prompt-data {config.rollout.prompt_data}",
                               fix="resume with the prompts of that run, or start anew from its weights with --ref-load")
 

@@ -131,11 +131,12 @@ class Run:
             return self.prompts.next()
         except StopIteration:
             raise DataError("it ended, and the run needs more prompts", who=who, fix="begin again at its end, as an "
-                            "endless stream does, or lower --num-rollout") from None
+                            "endless stream does, or lower --num-rollout", code="prompts-exhausted") from None
         except Exception as error:
             if isinstance(error, MilesError):
                 raise
-            raise DataError("it failed", got=f"{type(error).__name__}: {error}", who=who, fix="correct it") from error
+            raise DataError("it failed", code="prompt-source-failed", got=f"{type(error).__name__}: {error}", who=who,
+                            fix="correct it") from error
 
     async def rollout(self, slot: Slot) -> Group:
         """Stage 2; what is too stale already is not gone on with."""
@@ -189,7 +190,8 @@ class Run:
             return
         limit = self.config.rollout.rollout_timeout
         async with within(limit, lambda: WaitError(
-                f"groups that were called back did not end within {limit:g} s", who="the engine, or a generator",
+                f"groups that were called back did not end within {limit:g} s",
+                code="cancelled-groups-timeout", who="the engine, or a generator",
                 got=f"prompts {[slot.prompt.uid for slot in under_way if not slot.task.done()]}",
                 fix="look at the engine's log; a generator has to end once its engine calls do")):
             if ids := [id for slot in under_way for id in slot.recall.ids]:
@@ -203,7 +205,8 @@ class Run:
         place = next((i for i, group in enumerate(self.begun) if group is chosen[0]), None)
         if place is None:
             raise HookError("select_from_buffer should return groups that it was given",
-                            got=f"one of prompt {chosen[0].prompt.uid}", fix="order and leave out, but do not copy")
+                            code="buffer-returned-other-groups", got=f"one of prompt {chosen[0].prompt.uid}",
+                            fix="order and leave out, but do not copy")
         return self.begun.pop(place)
 
     async def heartbeat(self) -> None:
@@ -365,6 +368,7 @@ class Run:
         perf = self.config.perf
         return lambda: WaitError(
             f"the weight sync to version {version} did not finish within {perf.weight_sync_timeout:g} s",
+            code="weight-sync-timeout",
             who=f"weight_sync {perf.weight_sync!r}", fix="look at the engine's log, or raise --weight-sync-timeout")
 
     def _state(self) -> dict:

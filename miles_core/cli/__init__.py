@@ -70,7 +70,7 @@ def offered(group: str = "") -> dict[str, tuple[Manifest, Offer]]:
         for offer in (one for one in manifest.offers if one.hook == "commands"):
             if offer.name in found:
                 raise OwnerError(f"two plugins offer the command {offer.name!r}: {found[offer.name][0].name} and "
-                                 f"{manifest.name}", fix="uninstall one of them")
+                                 f"{manifest.name}", code="command-offered-twice", fix="uninstall one of them")
             found[offer.name] = (manifest, offer)
     return {name.rpartition(" ")[2]: owner for name, owner in found.items() if name.rpartition(" ")[0] == group}
 

@@ -50,7 +50,7 @@ def check(words: tuple[str, ...]) -> None:
         done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
     except subprocess.TimeoutExpired:
         raise WaitError(f"binding the hooks took more than {SECONDS:g} s", who="miles plugins check",
-                        fix="miles plugins doctor says which plugin takes long") from None
+                        fix="miles plugins doctor says which plugin takes long", code="hook-binding-timeout") from None
     if done.returncode:
         click.echo(done.stderr, nl=False, err=True)
         raise SystemExit(done.returncode)
@@ -84,7 +84,8 @@ def why(key: str, words: tuple[str, ...]) -> None:
         meant = [one for one in values if one.rpartition(".")[2] == name]
         near = meant or difflib.get_close_matches(key, values, 1, 0.5)
         if len(meant) != 1:
-            raise UnknownKeyError(f"the run has no key {key!r}", fix=f"did you mean {' or '.join(near)}?" if near else
+            raise UnknownKeyError(f"the run has no key {key!r}",
+                                  code="composition-key-unknown", fix=f"did you mean {' or '.join(near)}?" if near else
                                   "keys are table.name: miles run --plan lists those that are set")
         key = meant[0]
         click.echo(key)
@@ -181,5 +182,6 @@ def diff(first: Path, second: Path) -> None:
     for line in found:
         click.echo(line)
     if found:
-        raise PluginError(f"{len(found)} difference{'s'[:len(found) != 1]}", who=f"{first}, {second}")
+        raise PluginError(f"{len(found)} difference{'s'[:len(found) != 1]}", code="compositions-differ",
+                          who=f"{first}, {second}")
     click.echo("the same")

@@ -24,7 +24,7 @@ def trainer_host(config: RunConfig, note: Note) -> RunConfig:
     if perf.placement != "local" and perf.trainer_host is not None:
         raise ConfigError(f"--placement {perf.placement} decides itself what ranks are",
                           got=f"trainer_host = {perf.trainer_host}", who=who(config, "perf.trainer_host"),
-                          fix="leave --trainer-host out")
+                          fix="leave --trainer-host out", code="trainer-host-and-placement")
     if perf.trainer_host is not None:
         return config
     host = "process" if trainer_gpus(config) > 1 else "thread"
@@ -48,19 +48,22 @@ def weight_sync(config: RunConfig, note: Note) -> RunConfig:
         needs, engine = config.stated[f"weight_sync:{given}"], config.rollout.engine or "local"
         raise ConfigError(f"the weight sync {given!r} does not reach the engine {engine!r}",
                           who=who(config, "perf.weight_sync"), got=f"it needs {', '.join(needs)}, and the engine "
-                          f"understands {', '.join(sorted(config.understood))}",
+                          f"understands {', '.join(sorted(config.understood))}", code="weight-sync-engine-mismatch",
                           fix=f"one of {', '.join(there)}, or leave it out" if there else
                           "the one that the engine's plugin brings")
     if given == "ipc" and not perf.colocate:
         raise ConfigError("the weight sync 'ipc' hands over memory of a GPU that both sides share",
-                          who=who(config, "perf.weight_sync"), fix="add --colocate, or use broadcast")
+                          code="ipc-needs-colocate", who=who(config, "perf.weight_sync"),
+                          fix="add --colocate, or use broadcast")
     if given == "broadcast" and perf.colocate:
         raise ConfigError("the weight sync 'broadcast' joins GPUs in a group, and with --colocate both sides have the "
-                          "same ones", who=who(config, "perf.weight_sync", "perf.colocate"),
+                          "same ones",
+                          code="broadcast-with-colocate", who=who(config, "perf.weight_sync", "perf.colocate"),
                           fix="leave --weight-sync out: ipc hands over memory of a GPU that both sides share")
     if given in ("disk", "disk-delta") and perf.update_weight_disk_dir is None:
         raise ConfigError(f"the weight sync {given!r} needs a folder that trainer and engines share",
-                          who=who(config, "perf.weight_sync"), fix="add --update-weight-disk-dir FOLDER")
+                          code="weight-sync-needs-folder", who=who(config, "perf.weight_sync"),
+                          fix="add --update-weight-disk-dir FOLDER")
     return config
 
 

@@ -98,7 +98,7 @@ def _enabled(chosen: Sequence[presets.Preset], mine: Sequence[tuple[str, str]],
         ConfigError: a flag names nothing.
     """
     if bare := next((one.flag for one in given if one.flag in flags.NAMING and not one.words), None):
-        raise ConfigError(f"{bare} takes a name", got="none", fix=f"write {bare} NAME")
+        raise ConfigError(f"{bare} takes a name", code="flag-needs-name", got="none", fix=f"write {bare} NAME")
     theirs = {plugin: one.origin for one in chosen for plugin in one.plugins}
     twice = {select.short(text) for text, _ in mine}
     named = [(plugin, origin) for plugin, origin in theirs.items() if select.short(plugin) not in twice] + list(mine)
@@ -128,7 +128,7 @@ def _declared(selected: Sequence[Selected]) -> dict[str, dict[str, Option]]:
                if one.manifest.options or one.manifest.name not in core}
     if clash := sorted(set(core) & set(plugins)):
         raise OwnerError(f"a plugin cannot have the options [{clash[0]}]: that is a table of the core",
-                         fix="rename the plugin")
+                         fix="rename the plugin", code="plugin-option-table-reserved")
     return {**core, **plugins}
 
 
@@ -153,7 +153,8 @@ def _build(from_file: Sequence[Assignment], given: Sequence[Given], selected: li
         values[key], origin[key] = value, one.origin
         said.setdefault(key, []).append((value, one.origin))
         if value == [] and one.origin.kind == "flag" and len(said[key]) == 1:
-            raise ConfigError(f"{one.origin} takes a value or more", got="none", fix="name them, or leave the flag out")
+            raise ConfigError(f"{one.origin} takes a value or more", code="option-needs-values", got="none",
+                              fix="name them, or leave the flag out")
     for one in _implied(selected, tables, lenient, values):
         key, value = _typed(one, tables, absent, surfaces)
         if key not in values:
@@ -200,7 +201,7 @@ def _outvoted(key: str, implied: object, by: Origin, value: object, origin: Orig
     """
     if origin.kind == "plugin":
         raise OwnerError(f"{origin} and {by} want two values of {key}", got=f"{value!r} and {implied!r}",
-                         fix="say which in the run file, or enable one of them")
+                         fix="say which in the run file, or enable one of them", code="settings-conflict")
     return f"{key} = {value!r} ({origin}) in place of the {implied!r} that {by} would have it be"
 
 
@@ -249,15 +250,15 @@ def _typed(one: Assignment, tables: Mapping[str, Mapping[str, Option]],
     if table not in tables:
         if table in absent:
             raise UnknownKeyError(f"the table [{table}] belongs to a plugin that is not enabled", who=str(one.origin),
-                                  fix=absent[table])
+                                  fix=absent[table], code="table-of-disabled-plugin")
         near = difflib.get_close_matches(table, tables, 1)
         fix = f"did you mean [{near[0]}]?" if near else f"tables are {', '.join(TABLES)} and plugins"
-        raise UnknownKeyError(f"there is no table [{table}]", who=str(one.origin), fix=fix)
+        raise UnknownKeyError(f"there is no table [{table}]", code="table-unknown", who=str(one.origin), fix=fix)
     mine = difflib.get_close_matches(name, tables[table], 1, 0.6)
     home = [t for t, options in tables.items() if name in options]
     fix = f"it belongs in [{home[0]}]" if home else advice(surfaces, name.replace("_", "-")) or (
         f"did you mean {mine[0]!r}?" if mine else f"see `miles run --help` for the keys of [{table}]")
-    raise UnknownKeyError(f"[{table}] has no key {name!r}", who=str(one.origin), fix=fix)
+    raise UnknownKeyError(f"[{table}] has no key {name!r}", code="key-unknown", who=str(one.origin), fix=fix)
 
 
 def _absent(enabled: Sequence[str]) -> dict[str, str]:
@@ -274,7 +275,7 @@ def _named(what: str, document: Mapping[str, object], lines: Mapping[str, int], 
     named = document.get(key, [])
     if not isinstance(named, list) or not all(isinstance(item, str) for item in named):
         raise ConfigError(f"{key} should be a list of names", got=repr(named), who=str(path),
-                          fix='write plugins = ["grpo", "math"]')
+                          fix='write plugins = ["grpo", "math"]', code="plugin-list-malformed")
     # A file plugin is meant relative to the run file that names it, wherever the run is started.
     found = [str(path.parent / item) if item.startswith((".", "/")) and path else item for item in named]
     flagged = [(word, f"--{what}") for one in given if one.flag == f"--{what}" for word in one.words]
@@ -289,7 +290,8 @@ def _assignments(document: Mapping[str, object], path: Path | None, lines: Mappi
         if not isinstance(content, Mapping):
             fix = (f"write [{table}] in place of [[{table}]]" if table in TABLES else "did you mean plugins?"
                    if table == "plugin" else "move it into its table; only `plugins` and `presets` stand at the top")
-            raise UnknownKeyError(f"the key {table!r} stands outside of any table", who=where, fix=fix)
+            raise UnknownKeyError(f"the key {table!r} stands outside of any table", code="key-outside-table", who=where,
+                                  fix=fix)
         for key, value in content.items():
             spot = Origin("file", f"{path.name}:{lines.get(f'{table}.{key}', lines.get(table, 1))}")
             yield Assignment(f"{table}.{key.replace('-', '_')}", value, spot)
@@ -304,14 +306,16 @@ def _read(path: Path | None) -> tuple[Path | None, dict, dict[str, int]]:
         text = path.read_text(encoding="utf-8-sig")
         document = tomllib.loads(text)
     except FileNotFoundError:
-        raise ConfigError("there is no such run file", who=str(path), fix="check the path") from None
+        raise ConfigError("there is no such run file", code="run-file-missing", who=str(path),
+                          fix="check the path") from None
     except IsADirectoryError:
-        raise ConfigError("the run file is a folder", who=str(path), fix="name the .toml file in it") from None
+        raise ConfigError("the run file is a folder", code="run-file-is-folder", who=str(path),
+                          fix="name the .toml file in it") from None
     except OSError as error:
-        raise ConfigError("the run file cannot be read", got=error.strerror, who=str(path),
+        raise ConfigError("the run file cannot be read", code="run-file-unreadable", got=error.strerror, who=str(path),
                           fix="check owner and mode") from None
     except (ValueError, RecursionError) as error:
-        raise ConfigError("the run file is not TOML", got=str(error), who=str(path),
+        raise ConfigError("the run file is not TOML", code="run-file-not-toml", got=str(error), who=str(path),
                           fix="mend the line it names") from None
     lines: dict[str, int] = {}
     table = ""

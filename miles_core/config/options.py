@@ -131,7 +131,7 @@ def _annotation(text: str) -> Any:
             case ast.Subscript(value=base, slice=item):
                 return walk(base)[walk(item)]
         raise ConfigError("an option is declared with a type that options cannot have", got=text,
-                          fix=f"build it from {', '.join(_WORDS)}, None and |")
+                          fix=f"build it from {', '.join(_WORDS)}, None and |", code="option-type-unsupported")
 
     return walk(ast.parse(text, mode="eval").body)
 
@@ -152,7 +152,8 @@ def _left_over(option: Option, value: str, origin: Origin) -> None:
         f"names a variable, and nothing replaces {found[0]} here" if (found := _VARIABLE.search(value)) else
         "begins with ~, and ~ is not expanded here" if re.match(r"~\w*(/|$)", value) else None)
     if what is not None:
-        raise ConfigError(f"{option.key} {what}", got=repr(value), who=str(origin), fix="write what it stands for, or "
+        raise ConfigError(f"{option.key} {what}", got=repr(value),
+                          code="option-not-expanded", who=str(origin), fix="write what it stands for, or "
                           "leave it out for its default; a shell replaces $NAME, and ~ at the start of a word alone")
 
 
@@ -171,7 +172,8 @@ def convert(option: Option, value: object, origin: Origin) -> object:
         try:
             value = json.loads(value)
         except json.JSONDecodeError as error:
-            raise ConfigError(f"{option.key} takes JSON", got=value, who=str(origin), fix=str(error)) from None
+            raise ConfigError(f"{option.key} takes JSON", code="option-not-json", got=value, who=str(origin),
+                              fix=str(error)) from None
     if isinstance(value, str) and value.lower() == "none" and "None" in option.type and "none" not in option.choices:
         return None
     if isinstance(value, str):
@@ -187,7 +189,8 @@ def convert(option: Option, value: object, origin: Origin) -> object:
         if option.is_list and isinstance(value, str):
             reason = f"write [{json.dumps(value)}]"
         wanted = f"one of {', '.join(map(str, option.choices))}" if option.choices else option.type
-        raise ConfigError(f"{option.key} should be {wanted}", got=repr(value), who=str(origin), fix=reason) from None
+        raise ConfigError(f"{option.key} should be {wanted}", code="option-wrong-type", got=repr(value),
+                          who=str(origin), fix=reason) from None
     _bounded(option, made, origin)
     return made
 
@@ -202,5 +205,5 @@ def _bounded(option: Option, value: object, origin: Origin) -> None:
     least, most = option.within[0], option.within[-1] if len(option.within) > 1 else math.inf
     if not least <= value <= most:  # NaN is in no range
         above = f" and at most {most}" if most < math.inf else ""
-        raise ConfigError(f"{option.key} should be at least {least}{above}", got=value,
+        raise ConfigError(f"{option.key} should be at least {least}{above}", code="option-out-of-range", got=value,
                           who=f"{option.key} ({origin})", fix="correct it, or leave it out for its default")

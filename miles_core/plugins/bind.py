@@ -71,11 +71,11 @@ class Hooks(types.SimpleNamespace):
         return found | self.figures.take()
 
     def __setattr__(self, name: str, value: object) -> None:
-        raise HookError(f"hooks are frozen once the run has begun; {name!r} cannot be set")
+        raise HookError(f"hooks are frozen once the run has begun; {name!r} cannot be set", code="hooks-frozen")
 
     def __reduce_ex__(self, protocol: object) -> object:
         raise HookError("bound hooks stay in their process", who=f"the hooks of role {self.role}",
-                        fix="send what is selected, which is plain data, and bind it there")
+                        fix="send what is selected, which is plain data, and bind it there", code="hooks-not-picklable")
 
 
 def bind(selected: Sequence[Selected], config: RunConfig, role: str) -> Hooks:
@@ -136,7 +136,7 @@ def check_roles_apart(roles: Sequence[Hooks]) -> None:
                 if first[1] != hooks.role and first[0] == name:
                     raise SharedStateError(
                         f"plugin {name!r} shares {where} between its roles {first[1]} and {hooks.role}",
-                        got=type(value).__name__,
+                        got=type(value).__name__, code="state-shared-between-roles",
                         fix="create it in __init__, which runs once per role; constants belong in a tuple, frozenset "
                         "or types.MappingProxyType; data goes from role to role in columns",
                     )
@@ -154,22 +154,25 @@ def _instance(one: Selected, kind: type, config: RunConfig, figures: Figures) ->
     unknown = set(wanted) - {"options", "config", "log"}
     if unknown:
         raise HookError(f"the constructor of plugin {one.manifest.name!r} takes {', '.join(sorted(unknown))}",
-                        who=one.manifest.plugin, fix="it may take `options`, `config` and `log`")
+                        code="constructor-arguments-unknown", who=one.manifest.plugin,
+                        fix="it may take `options`, `config` and `log`")
     try:
         return kind(**given)
     except MilesError:
         raise
     except (Exception, SystemExit) as error:
-        raise PluginError(f"plugin {one.manifest.name!r} cannot be made", got=f"{type(error).__name__}: {error}",
-                          who=one.manifest.plugin, fix="correct its __init__, or the options it gets") from error
+        raise PluginError(f"plugin {one.manifest.name!r} cannot be made", code="plugin-constructor-failed",
+                          got=f"{type(error).__name__}: {error}", who=one.manifest.plugin,
+                          fix="correct its __init__, or the options it gets") from error
 
 
 def _register(manager: pluggy.PluginManager, one: Selected, instance: object) -> None:
     try:
         manager.register(instance, one.manifest.name)
     except pluggy.PluginValidationError as error:
-        raise HookError(f"plugin {one.manifest.name!r} {one.version} does not fit its hook", got=str(error),
-                        who=one.manifest.plugin, fix="see docs/hooks.md for the hook's arguments") from None
+        raise HookError(f"plugin {one.manifest.name!r} {one.version} does not fit its hook",
+                        code="hook-signature-mismatch", got=str(error), who=one.manifest.plugin,
+                        fix="see docs/hooks.md for the hook's arguments") from None
 
 
 def _check_class(one: Selected, kind: type) -> None:
@@ -179,7 +182,7 @@ def _check_class(one: Selected, kind: type) -> None:
             raise SharedStateError(f"plugin {one.manifest.name!r} keeps {name} on its class, "
                                    "where every role would share it", got=type(value).__name__,
                                    who=f"{one.manifest.name} {one.version}, {fit.definition(kind)}",
-                                   fix="create it in __init__")
+                                   fix="create it in __init__", code="state-shared-on-class")
 
 
 def _combine(name: str, spec: Callable, found: list[tuple[str, str, Callable]]) -> Any:
@@ -202,7 +205,7 @@ def _chain(name: str, found: list[tuple[str, str, Callable]]) -> Callable:
             given, value = value, call(value, *rest)
             if not isinstance(value, type(given) | Drop):
                 raise HookError(f"{name} should return what it is given, a {type(given).__name__}, changed or not",
-                                got=type(value).__name__, who=call.who,
+                                got=type(value).__name__, code="filter-returned-other-type", who=call.who,
                                 fix="check for a path without `return`")
             if isinstance(value, Drop):
                 break
@@ -218,7 +221,7 @@ def _gather(name: str, found: list[tuple[str, str, Callable]], *, lists: bool) -
         for plugin, _, call in found:
             if not isinstance(result := call(*args), wanted):
                 raise HookError(f"{name} should return {'an iterable' if lists else 'a dict'}",
-                                got=type(result).__name__, who=call.who,
+                                got=type(result).__name__, code="hook-returned-other-type", who=call.who,
                                 fix="check for a path without `return`")
             yield plugin, result
 
@@ -231,7 +234,8 @@ def _gather(name: str, found: list[tuple[str, str, Callable]], *, lists: bool) -
         for plugin, result in results(args):
             for key, value in result.items():
                 if key in everything:
-                    raise OwnerError(f"{owner[key]} and {plugin} both give {name} the key {key!r}", fix="rename one")
+                    raise OwnerError(f"{owner[key]} and {plugin} both give {name} the key {key!r}",
+                                     code="hook-keys-clash", fix="rename one")
                 everything[key], owner[key] = value, plugin
         return everything
 
@@ -262,7 +266,7 @@ def _around(name: str, found: list[tuple[str, str, Callable]]) -> Callable:
         result = call(fit.apart(proceed, call.tally), *(changed or (value,)), *rest)
         if result is None:
             raise HookError(f"{name} should return what `proceed` returns, changed or not", got="None",
-                            who=call.who, fix="check for a path without `return`")
+                            who=call.who, code="wrapper-returned-nothing", fix="check for a path without `return`")
         return result
 
     def wrapped(proceed: Callable, value: object, *rest: object) -> object:

@@ -67,7 +67,7 @@ def check(expected: Mapping[str, str], selected: Sequence[Selected], who: str) -
                  if mine.get(name) != there]
     if differing:
         raise ConfigError("this process would run other code than was planned", got="; ".join(differing), who=who,
-                          fix="install the same packages on every host")
+                          fix="install the same packages on every host", code="code-differs-from-plan")
 
 
 def _version(one: Selected) -> str:

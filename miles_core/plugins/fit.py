@@ -87,7 +87,7 @@ def check_hook(name: str) -> None:
     """
     if name not in (table := all_specs()):
         near = difflib.get_close_matches(name, table, 1)
-        raise HookError(f"there is no hook {name!r}", fix=f"did you mean {near[0]!r}?" if near else
+        raise HookError(f"there is no hook {name!r}", code="hook-unknown", fix=f"did you mean {near[0]!r}?" if near else
                         "`miles hooks` lists them")
 
 
@@ -101,7 +101,7 @@ def hook_of(one: Selected, offer: Offer) -> Callable:
     if offer.hook not in table:
         near = difflib.get_close_matches(offer.hook, table, 1)
         raise HookError(f"plugin {one.manifest.name!r} implements {offer.hook!r}, which is no hook",
-                        who=who(one, offer.hook, located(one, offer.method)),
+                        who=who(one, offer.hook, located(one, offer.method)), code="hook-not-declared",
                         fix=f"did you mean {near[0]!r}?" if near else "see docs/hooks.md")
     return table[offer.hook]
 
@@ -122,7 +122,7 @@ def check_markers(one: Selected, kind: type) -> None:
             if hook in table and (foreign or not name.startswith("_")):
                 what = f"its marker is pluggy's for {foreign[0]!r}, not miles_core.hookimpl" if foreign else (
                     f"it has a hook's name but no @hookimpl: {name}")
-                raise HookError(what, who=who(one, hook, definition(value)),
+                raise HookError(what, code="hook-marker-missing", who=who(one, hook, definition(value)),
                                 fix="from miles_core import hookimpl, and mark it with that; or rename it")
 
 
@@ -134,7 +134,8 @@ def check(one: Selected, kind: type, method: str, hook: str, spec: Callable) -> 
     """
     function = inspect.getattr_static(kind, method)
     for what, fix in problems(function, marked(kind)[method][2], hook, spec):
-        raise HookError(what, who=who(one, hook, definition(inspect.unwrap(getattr(kind, method)))), fix=fix)
+        raise HookError(what, code="hook-signature-unfit",
+                        who=who(one, hook, definition(inspect.unwrap(getattr(kind, method)))), fix=fix)
     return function
 
 

@@ -40,7 +40,7 @@ def imported(manifest: Manifest) -> type:
         return getattr(module, name)
     except (Exception, SystemExit) as error:
         raise PluginError(f"plugin {manifest.name!r} cannot be imported", got=f"{type(error).__name__}: {error}",
-                          who=where,
+                          who=where, code="plugin-import-failed",
                           fix=f"install what it needs, or run without it: drop --plugin {manifest.name}") from error
 
 
@@ -58,8 +58,9 @@ def compare(manifest: Manifest, kind: type) -> None:
         if stated != has:
             differ.append(f"option {name}: {stated} in the manifest, {has} in the code")
     if differ:
-        raise ManifestError(f"plugin {manifest.name!r} is not what its manifest states", got="; ".join(differ),
-                            who=manifest.plugin, fix="its author runs `miles plugins manifest --write`")
+        raise ManifestError(f"plugin {manifest.name!r} is not what its manifest states", code="manifest-out-of-date",
+                            got="; ".join(differ), who=manifest.plugin,
+                            fix="its author runs `miles plugins manifest --write`")
 
 
 def options_class(kind: type) -> type | None:

@@ -56,7 +56,7 @@ def read(path: Path) -> dict:
             raise ValueError(f"format {found['format']} where this version reads {FORMAT}")
         differences(found, found)  # whether it has all that is compared
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError("this is no lock", got=str(error), who=str(path),
+        raise ConfigError("this is no lock", code="lock-unreadable", got=str(error), who=str(path),
                           fix="write one with miles plugins lock RUN_FILE --out plugins.lock") from None
     return found
 
@@ -91,8 +91,8 @@ def check(lock: Mapping, plan: Plan, who: str) -> None:
     """
     if found := differences(lock, json.loads(text(of(plan)))):
         rest = f"; and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
-        raise LockError("the run is not what was locked", got="; ".join(found[:SHOWN]) + rest, who=who,
-                        fix="install and write what the lock says, or lock anew: miles plugins lock")
+        raise LockError("the run is not what was locked", code="lock-mismatch", got="; ".join(found[:SHOWN]) + rest,
+                        who=who, fix="install and write what the lock says, or lock anew: miles plugins lock")
 
 
 def _changed(what: str, then: Mapping, now: Mapping) -> list[str]:

@@ -92,15 +92,15 @@ def _of_source(path: Path, name: str | None, module: str | None) -> Manifest:
         tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
     except OSError as error:
         raise ManifestError("the plugin file cannot be read", got=error.strerror, who=str(path),
-                            fix="check the path") from None
+                            fix="check the path", code="plugin-file-unreadable") from None
     except SyntaxError as error:
         raise ManifestError("the plugin file is not Python", got=f"line {error.lineno}: {error.msg}", who=str(path),
-                            fix="mend the file") from None
+                            fix="mend the file", code="plugin-file-not-python") from None
     classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
     plugins = [node for node in classes.values() if any(_marker(f) is not None for f in _functions(node))]
     if len(plugins) != 1:
         raise ManifestError("a plugin file needs exactly one class with methods marked @hookimpl",
-                            got=", ".join(p.name for p in plugins) or "none", who=str(path),
+                            got=", ".join(p.name for p in plugins) or "none", code="plugin-class-count", who=str(path),
                             fix="from miles_core import hookimpl, and mark the methods of one class")
     node = plugins[0]
     constants = {t.id: s.value for s in node.body if isinstance(s, ast.Assign)
@@ -137,6 +137,7 @@ def of_package(module: str, name: str, *, editable: bool = False) -> Manifest:
     spec = importlib.machinery.PathFinder.find_spec(package)  # the top-level package only: a submodule would import it
     if spec is None or not spec.submodule_search_locations:
         raise ManifestError(f"plugin {name!r} names the package {package!r}, which is not there",
+                            code="plugin-package-missing",
                             fix=f"reinstall it: pip install --force-reinstall miles-{name}")
     folder = Path(next(iter(spec.submodule_search_locations)))
     path = folder / FILE
@@ -147,10 +148,11 @@ def of_package(module: str, name: str, *, editable: bool = False) -> Manifest:
     try:
         return of_toml(tomllib.loads(path.read_text(encoding="utf-8")), str(path))
     except OSError:
-        raise ManifestError(f"plugin {name!r} has no manifest", who=str(path),
+        raise ManifestError(f"plugin {name!r} has no manifest", code="manifest-missing", who=str(path),
                             fix="its author runs `miles plugins manifest --write`") from None
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise ManifestError(f"the manifest of plugin {name!r} cannot be read", got=str(error), who=str(path),
+        raise ManifestError(f"the manifest of plugin {name!r} cannot be read", code="manifest-unreadable",
+                            got=str(error), who=str(path),
                             fix="its author runs `miles plugins manifest --write`") from None
 
 
@@ -238,14 +240,16 @@ def _options(table: str, node: ast.ClassDef, classes: dict[str, ast.ClassDef], p
     kind = argument.annotation.id if isinstance(argument.annotation, ast.Name) else None
     if kind not in classes:
         raise ManifestError(f"{node.name}.__init__ should annotate `options` with a dataclass of the same file",
-                            got=kind, who=str(path), fix="declare it there, with fields made by miles_core.option")
+                            code="options-not-annotated", got=kind, who=str(path),
+                            fix="declare it there, with fields made by miles_core.option")
     found = {}
     for item in classes[kind].body:
         if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
             call = item.value
             if not (isinstance(call, ast.Call) and call.args and len(call.args) == 2):
                 raise ManifestError(f"option {item.target.id!r} should be declared as option(default, help)",
-                                    who=str(path), fix="option(0.2, 'One sentence.', flags=('--eps',))")
+                                    code="option-not-declared", who=str(path),
+                                    fix="option(0.2, 'One sentence.', flags=('--eps',))")
             default, text = (_literal(arg, path) for arg in call.args)
             more = {k.arg: tuple(_literal(k.value, path)) for k in call.keywords}
             found[item.target.id] = Option(table, item.target.id, ast.unparse(item.annotation), default, text, **more)
@@ -259,5 +263,5 @@ def _literal(node: ast.expr | None, path: Path) -> object:
         return ast.literal_eval(node)
     except ValueError:
         raise ManifestError("a plugin's hooks, names and options are written as literals", got=ast.unparse(node),
-                            who=f"{path}, line {node.lineno}",
+                            who=f"{path}, line {node.lineno}", code="declaration-not-literal",
                             fix="so that they can be read without running the file") from None

@@ -69,12 +69,12 @@ def _one(name: str, origin: str, there: Sequence[Preset]) -> Preset:
     found = [one for one in there if one.name == name]
     if len(found) > 1:
         raise OwnerError(f"two plugins offer the preset {name!r}: {found[0].plugin} and {found[1].plugin}", who=origin,
-                         fix="uninstall one, or write out what it stands for")
+                         fix="uninstall one, or write out what it stands for", code="preset-offered-twice")
     if found:
         return found[0]
     known = [plugin for plugin, offers in KNOWN.items() if f"preset:{name}" in offers]
     near = difflib.get_close_matches(name, [one.name for one in there], 1, 0.6)
-    raise ConfigError(f"there is no preset {name!r}", who=origin, got="there are "
+    raise ConfigError(f"there is no preset {name!r}", code="preset-unknown", who=origin, got="there are "
                       + (", ".join(sorted(one.name for one in there)) or "none"),
                       fix=f"pip install miles-{known[0]}" if known else f"did you mean {near[0]!r}?" if near else
                       "a plugin offers presets: `miles plugins info NAME`")
@@ -89,7 +89,8 @@ def of_manifest(manifest: Manifest) -> list[Preset]:
     found = []
     for name, stated in manifest.presets.items():
         if not isinstance(stated, dict) or set(stated) - {"plugins", "values"}:
-            raise ConfigError(f"the preset {name!r} of plugin {manifest.name!r} cannot be read", got=repr(stated)[:100],
-                              who=manifest.plugin, fix='write {"plugins": [...], "values": {"table.key": value}}')
+            raise ConfigError(f"the preset {name!r} of plugin {manifest.name!r} cannot be read",
+                              code="preset-unreadable", got=repr(stated)[:100], who=manifest.plugin,
+                              fix='write {"plugins": [...], "values": {"table.key": value}}')
         found.append(Preset(name, manifest.name, tuple(stated.get("plugins", ())), dict(stated.get("values", {}))))
     return found

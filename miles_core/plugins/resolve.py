@@ -131,13 +131,13 @@ def resolve(selected: Sequence[Selected], config: RunConfig) -> list[Choice]:
         if one.manifest.api != hookspecs.API:
             raise ManifestError(f"plugin {one.manifest.name!r} was written for plugin API {one.manifest.api}",
                                 got=f"this is API {hookspecs.API}", who=f"{one.source} {one.version}",
-                                fix="install a version that matches miles-core")
+                                fix="install a version that matches miles-core", code="plugin-api-mismatch")
         for offer in one.manifest.offers:
             if fit.hook_of(one, offer).kind == "named":
                 first = owners.setdefault((offer.hook, offer.name), one.manifest.name)
                 if first != one.manifest.name:
                     raise OwnerError(f"two plugins offer the {offer.hook} {offer.name!r}: "
-                                     f"{first} and {one.manifest.name}",
+                                     f"{first} and {one.manifest.name}", code="part-offered-twice",
                                      who=" and ".join(_definitions(selected, offer)),
                                      fix="enable one of them, or rename one offer")
     _capabilities(selected)
@@ -158,10 +158,11 @@ def _own(selected: Sequence[Selected], hook: str, name: str, key: str, owners: d
         return Choice(hook, name, owners[hook, name], origin)
     if there := offered_by(hook, name):
         raise OwnerError(f"nobody enabled offers the {hook} {name!r}", got=f"not enabled: {', '.join(there)}",
-                         who=f"{key} ({origin})", fix=f"add --plugin {there[0]}")
+                         who=f"{key} ({origin})", code="part-not-enabled", fix=f"add --plugin {there[0]}")
     if hook == "model_spec":  # an official plugin that has it would be enabled by now (`missing`)
         built = sorted({*_official(hook), *(n for h, n in owners if h == hook)})
-        raise OwnerError(f"no plugin builds the architecture {name!r}", got=f"there are {', '.join(built)}",
+        raise OwnerError(f"no plugin builds the architecture {name!r}",
+                         code="architecture-unknown", got=f"there are {', '.join(built)}",
                          who=f"{key} ({origin})", fix=("leave it out: config.json names the architecture" if key in
                          config.origin and config.origin[key].kind != "derived" else "take another checkpoint") +
                          "; or add the family in a plugin of about fifty lines: docs/model-families.md")
@@ -172,7 +173,7 @@ def _own(selected: Sequence[Selected], hook: str, name: str, key: str, owners: d
         f"add --plugin {known[0]} (pip install miles-{known[0]})" if known else
         f"did you mean {near[0]!r}?" if near else "enable the plugin that offers it with --plugin")
     raise OwnerError(f"nobody enabled offers the {hook} {name!r}", got=f"offered: {', '.join(offered) or 'none'}",
-                     who=f"{key} ({origin})", fix=fix)
+                     who=f"{key} ({origin})", code="part-not-enabled", fix=fix)
 
 
 def _official(hook: str) -> list[str]:
@@ -208,7 +209,7 @@ def _resumes(selected: Sequence[Selected], config: RunConfig) -> None:
     if keeps is not None and not any(f"resumes:{name}" in one.manifest.provides for one in selected):
         raise OwnerError(f"the generator {name!r} cannot go on with what was sampled before", who=f"plugin {keeps}",
                          fix="--generate single-turn can; a plugin whose generator starts from generation.begun says "
-                         f'so: provides = ("resumes:{name}",)')
+                         f'so: provides = ("resumes:{name}",)', code="generator-cannot-continue")
 
 
 def _capabilities(selected: Sequence[Selected]) -> None:
@@ -217,8 +218,9 @@ def _capabilities(selected: Sequence[Selected]) -> None:
         for word in one.manifest.requires:
             if word not in provided:
                 raise OwnerError(f"plugin {one.manifest.name!r} requires {word!r}, which nothing enabled provides",
+                                 code="plugin-requirement-missing",
                                  fix=f"add a plugin that does, for instance --plugin {word}")
         for word in one.manifest.conflicts:
             if word in provided:
                 raise OwnerError(f"plugin {one.manifest.name!r} conflicts with {word!r} of plugin {provided[word]!r}",
-                                 fix="enable one of the two")
+                                 fix="enable one of the two", code="plugin-conflict")

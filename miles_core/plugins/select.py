@@ -81,7 +81,7 @@ def select(named: Sequence[tuple[str, str]], chosen: Sequence[Selected]) -> list
     if lacking:
         names, one = ", ".join(map(repr, lacking)), len(lacking) == 1
         raise UnknownPluginError(f"plugin {names} is not installed" if one else f"plugins {names} are not installed",
-                                 who=", ".join(dict.fromkeys(lacking.values())),
+                                 who=", ".join(dict.fromkeys(lacking.values())), code="plugins-missing",
                                  fix=f"pip install {' '.join(f'miles-{name}' for name in lacking)}; pip install miles "
                                  "brings all that most runs need")
     for text, origin in named:
@@ -91,7 +91,7 @@ def select(named: Sequence[tuple[str, str]], chosen: Sequence[Selected]) -> list
             chosen.remove(clash)  # a plugin of every run that is named takes the place where it is named
         elif clash is not None:
             raise OwnerError(f"two plugins are called {new.manifest.name!r}: {clash.source} ({clash.origin}) and "
-                             f"{new.source} ({origin})",
+                             f"{new.source} ({origin})", code="plugin-name-twice",
                              fix="name it once, or rename the file's class attribute `name`")
         chosen.append(new)
     return chosen
@@ -133,10 +133,10 @@ def without(named: Sequence[tuple[str, str]], dropped: Sequence[tuple[str, str]]
     for text, origin in dropped:
         if short(text) in (*BUILT_IN, *DEFAULTS):
             raise OwnerError(f"{text!r} is a part of the core", who=origin, fix="choose another owner of what it does, "
-                             "for instance --engine NAME")
+                             "for instance --engine NAME", code="core-part-not-removable")
         if short(text) not in names:
             near = difflib.get_close_matches(short(text), names, 1, 0.6)
-            raise UnknownPluginError(f"plugin {text!r} is not enabled", who=origin,
+            raise UnknownPluginError(f"plugin {text!r} is not enabled", code="plugin-not-enabled", who=origin,
                                      got=f"enabled: {', '.join(sorted(names)) or 'none'}",
                                      fix=f"did you mean {near[0]!r}?" if near else "leave it out")
     gone = {short(text) for text, _ in dropped}
@@ -159,8 +159,8 @@ def _find(text: str, origin: str, have: Sequence[Installed]) -> Selected:
     matches = [one for one in have if one.name == name and distribution in ("", one.distribution)]
     if len(matches) > 1:
         raise OwnerError(f"plugin {name!r} is in {len(matches)} distributions: "
-                         + ", ".join(f"{m.distribution} {m.version}" for m in matches), who=origin,
-                         fix=f"write {matches[0].distribution}:{name}, or uninstall one")
+                         + ", ".join(f"{m.distribution} {m.version}" for m in matches), code="plugin-distributed-twice",
+                         who=origin, fix=f"write {matches[0].distribution}:{name}, or uninstall one")
     if not matches:
         raise _unknown(text, name, origin, have)
     one = matches[0]
@@ -168,7 +168,7 @@ def _find(text: str, origin: str, have: Sequence[Installed]) -> Selected:
         from miles_core import __version__
 
         raise ManifestError(f"plugin {name!r} needs {needs}", got=f"this is {__version__}",
-                            who=f"{one.distribution} {one.version}",
+                            who=f"{one.distribution} {one.version}", code="plugin-version-mismatch",
                             fix=f"pip install --upgrade {one.distribution}, which brings versions that fit each other")
     return Selected(manifest_of(one), one.distribution, one.version, origin)
 
@@ -192,4 +192,5 @@ def _unknown(text: str, name: str, origin: str, have: Sequence[Installed]) -> Un
     there = ", ".join(one.name for one in have) or "none"
     fix = "leave spaces between names, not commas" if "," in text else (
         f"did you mean {near[0]!r}?" if near else "pip install it, or pass a file: ./my_plugin.py")
-    return UnknownPluginError(f"there is no plugin {text!r}", got=f"installed: {there}", who=origin, fix=fix)
+    return UnknownPluginError(f"there is no plugin {text!r}", code="plugin-unknown", got=f"installed: {there}",
+                              who=origin, fix=fix)

@@ -93,7 +93,7 @@ def _enabled(roles: Sequence[Hooks], saved: dict[str, dict[str, dict]]) -> None:
         version = next(iter(saved[gone[0]].values()))["version"]
         more = f", as it does of {', '.join(gone[1:])}" if len(gone) > 1 else ""
         raise StateError(f"the checkpoint holds state of plugin {gone[0]!r}, which this run does not enable{more}",
-                         got=f"saved by {gone[0]} {version}",
+                         got=f"saved by {gone[0]} {version}", code="state-of-disabled-plugin",
                          fix=f"add --plugin {gone[0]}, or go on without its state: --drop-plugin-state {gone[0]}")
 
 
@@ -103,7 +103,7 @@ def _each(roles: Sequence[Hooks], saved: dict[str, dict[str, dict]], rank: Rank)
             if ranks := [role for role in states if role.startswith(f"{hooks.role}/")]:
                 if len(ranks) != rank.size:
                     raise StateError("its state in the checkpoint differs from rank to rank, and there are other ranks",
-                                     who=_who(hooks, name, "load_state_dict"),
+                                     who=_who(hooks, name, "load_state_dict"), code="state-rank-count",
                                      got=f"state of {len(ranks)} ranks, {rank.size} in this run",
                                      fix=f"resume with {len(ranks)} ranks, or begin its state anew: "
                                      f"--drop-plugin-state {name}")
@@ -117,17 +117,19 @@ def _migrated(hooks: Hooks, name: str, one: dict) -> tuple[dict, str | None]:
     instance, have = hooks.instances[name], one["state_version"]
     want, fix = version_of(instance), f"or begin its state anew: --drop-plugin-state {name}"
     if not hasattr(instance, "load_state_dict"):
-        raise StateError("the checkpoint holds its state, and it has none", who=_who(hooks, name, "load_state_dict"),
-                         got=f"state of {name} {one['version']}", fix=f"install that version, {fix}")
+        raise StateError("the checkpoint holds its state, and it has none", code="state-not-wanted",
+                         who=_who(hooks, name, "load_state_dict"), got=f"state of {name} {one['version']}",
+                         fix=f"install that version, {fix}")
     if have > want:
         raise StateError(f"its state in the checkpoint is newer: of form {have}, and this version reads up to {want}",
                          who=_who(hooks, name, "load_state_dict"), got=f"saved by {name} {one['version']}",
-                         fix=f"install {name} {one['version']} or newer, {fix}")
+                         fix=f"install {name} {one['version']} or newer, {fix}", code="state-too-new")
     if have == want:
         return one["state"], None
     if not hasattr(instance, "migrate_state"):
         raise StateError(f"its state in the checkpoint is of form {have}, and this version reads {want} alone",
-                         who=_who(hooks, name, "load_state_dict"), got=f"saved by {name} {one['version']}",
+                         code="state-form-unsupported", who=_who(hooks, name, "load_state_dict"),
+                         got=f"saved by {name} {one['version']}",
                          fix=f"its author adds migrate_state(version, state); install {name} {one['version']}, {fix}")
     try:
         state = instance.migrate_state(have, one["state"])
@@ -136,7 +138,7 @@ def _migrated(hooks: Hooks, name: str, one: dict) -> tuple[dict, str | None]:
     if not isinstance(state, dict):
         raise StateError("migrate_state should return the state in the form of today, a dict",
                          got=type(state).__name__, who=_who(hooks, name, "migrate_state"),
-                         fix="check for a path without `return`")
+                         fix="check for a path without `return`", code="migrated-state-not-dict")
     return state, f"plugin {name} ({hooks.role}): its state of form {have} was migrated to {want}"
 
 
@@ -152,15 +154,17 @@ def _plain(state: object, hooks: Hooks, name: str) -> dict:
     except (TypeError, ValueError) as error:
         problem = str(error)
     if problem is not None:
-        raise StateError("state_dict should give plain data: a dict of numbers, texts, lists and dicts", got=problem,
-                         who=_who(hooks, name, "state_dict"), fix="arrays become lists (x.tolist()), keys texts")
+        raise StateError("state_dict should give plain data: a dict of numbers, texts, lists and dicts",
+                         code="state-not-plain-data", got=problem, who=_who(hooks, name, "state_dict"),
+                         fix="arrays become lists (x.tolist()), keys texts")
     return state
 
 
 def _failed(what: str, hooks: Hooks, name: str, error: Exception, method: str) -> MilesError:
     if isinstance(error, StateError):
         return error
-    return StateError(what, got=f"{type(error).__name__}: {error}", who=_who(hooks, name, method),
+    return StateError(what, code="state-load-failed", got=f"{type(error).__name__}: {error}",
+                      who=_who(hooks, name, method),
                       fix=f"correct its load_state_dict, or begin its state anew: --drop-plugin-state {name}")
 
 

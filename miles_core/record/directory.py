@@ -115,7 +115,8 @@ class RunDirectory:
             what = "this folder is no run: it has neither events.jsonl nor plan.json"
         else:
             return run
-        raise RunDirectoryError(what, who=str(path), fix="give the folder that --run-dir named, such as runs/demo")
+        raise RunDirectoryError(what, code="not-a-run-directory", who=str(path),
+                                fix="give the folder that --run-dir named, such as runs/demo")
 
     def acquire(self) -> RunDirectory:
         """Take the directory for this process until it ends, and make its folders. Again is a no-op.
@@ -232,12 +233,12 @@ class Lock:
                 raise RunDirectoryError(
                     "the file system does not support locks (flock)", got=error.strerror, who=who,
                     fix=f"name a folder on another file system with {self._option}, such as a local disk, or mount "
-                        "this one with locks (Lustre: -o flock)",
+                        "this one with locks (Lustre: -o flock)", code="file-locks-unsupported",
                 ) from error
         holder = _named(file)
         raise RunDirectoryError(
             f"another run is writing here: process {holder['pid']} on {holder['host']}, since {holder['since']}",
-            who=who, fix=f"wait for it, stop it, or give this run its own {self._option}")
+            who=who, code="run-directory-in-use", fix=f"wait for it, stop it, or give this run its own {self._option}")
 
 
 _held: weakref.WeakSet[Lock] = weakref.WeakSet()
@@ -273,7 +274,8 @@ def explained(path: str | os.PathLike[str]) -> Iterator[None]:
             what, fix = "a file stands where a folder is needed", "move it away, or give another --run-dir"
         else:
             what, fix = "cannot be written", "check owner and mount, or give a --run-dir that you may write to"
-        raise RunDirectoryError(what, got=error.strerror or error, who=os.fspath(path), fix=fix) from error
+        raise RunDirectoryError(what, code="run-directory-unwritable", got=error.strerror or error, who=os.fspath(path),
+                                fix=fix) from error
 
 
 @contextlib.contextmanager

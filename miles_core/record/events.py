@@ -18,7 +18,7 @@
     engine_compiles         engine, what, limit
     engine_recovered  version, tensors, bytes: a restarted server has the weights that it should
     restart      count, most, culprit, error, resumes: the checkpoint, null from the start
-    run_end      status, error
+    run_end      status, error, code (of an error of Miles)
 
 JSON knows no NaN and no infinity: such a number is null, and the line's "nonfinite" lists the names concerned.
 
@@ -38,7 +38,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from miles_core.errors import RunDirectoryError
+from miles_core.errors import MilesError, RunDirectoryError
 from miles_core.record.directory import explained, sync
 
 LIFECYCLE = frozenset({"run_start", "run_end", "message", "environment", "engine_recovered", "restart"})
@@ -114,7 +114,8 @@ class EventLog:
         self.append("message", rollout_id, level=level, text=text)
 
     def run_end(self, status: str, error: object = None) -> None:
-        self.append("run_end", status=status, error=None if error is None else str(error))
+        code = error.code if isinstance(error, MilesError) else None
+        self.append("run_end", status=status, error=None if error is None else str(error), code=code)
 
     def sync(self) -> None:
         """Have what was appended outlast a power cut."""
@@ -236,10 +237,9 @@ def parsed(line: bytes, number: int, path: str | os.PathLike[str]) -> dict:
                 and (rollout is None or isinstance(rollout, int) and abs(rollout) < LATEST)):
             raise ValueError("values of another kind")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise RunDirectoryError(
-            f"line {number} is damaged", got=line[:60].decode("utf-8", "replace").rstrip(), who=str(path),
-            fix="remove that line; the others stand on their own",
-        ) from error
+        raise RunDirectoryError(f"line {number} is damaged", code="events-damaged",
+                                got=line[:60].decode("utf-8", "replace").rstrip(), who=str(path),
+                                fix="remove that line; the others stand on their own") from error
     return event
 
 

@@ -134,10 +134,7 @@ def exchange(one: Path, other: Path) -> bool:
 def write_error(target: Path, error: OSError) -> CheckpointError:
     """What went wrong with a write, as a CheckpointError."""
     full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-    return CheckpointError(
-        "the disk is full" if full else "a checkpoint could not be written",
-        got=None if full else str(error),
-        who=str(target),
-        fix=("free some space" if full else "see that the folder can be written to")
-        + "; checkpoints that were complete before still are",
-    )
+    return CheckpointError("the disk is full" if full else "a checkpoint could not be written",
+                           code="checkpoint-not-written", got=None if full else str(error), who=str(target),
+                           fix=("free some space" if full else "see that the folder can be written to")
+                           + "; checkpoints that were complete before still are")

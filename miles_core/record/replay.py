@@ -44,10 +44,10 @@ def load_batch(template: str, rollout_id: int) -> Batch:
         groups = [_group(samples, next(sizes)) for _ in meta["groups"]]
         return Batch(meta["rollout_id"], groups, meta["version"])
     except FileNotFoundError:
-        raise DataError("there is no saved rollout", who=str(path),
+        raise DataError("there is no saved rollout", code="rollout-dump-missing", who=str(path),
                         fix="check --load-debug-rollout-data and --num-rollout") from None
     except Exception as error:  # noqa: BLE001 - damage may be of any kind
-        raise DataError("this is no saved rollout", got=str(error), who=str(path),
+        raise DataError("this is no saved rollout", code="rollout-dump-unreadable", got=str(error), who=str(path),
                         fix="write it with --save-debug-rollout-data") from None
 
 
@@ -107,7 +107,7 @@ def load_flow(state: Mapping[str, object]) -> tuple[list[Slot], list[Group]]:
         return slots, later
     except Exception as error:
         raise CheckpointError("the groups under way cannot be read", got=f"{type(error).__name__}: {error}",
-                              who=FLOW, fix="use an earlier iteration") from error
+                              who=FLOW, code="unfinished-groups-unreadable", fix="use an earlier iteration") from error
 
 
 def _held(slot: Slot) -> Sequence[Sample]:

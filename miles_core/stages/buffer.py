@@ -267,7 +267,7 @@ class Buffer:
         detail = next((d.detail for d in reversed(dropped) if d.detail), "")
         return StarvedError(
             f"filters dropped {counts.total()} groups ({reasons}) and kept {kept} of the {self.batch_size} that a "
-            f"rollout needs{'; last: ' + detail if detail else ''}",
+            f"rollout needs{'; last: ' + detail if detail else ''}", code="batch-starved",
             fix="look at the reward first: when every answer of a group scores the same there is nothing to learn from "
             "(wrong --label-key, a scorer that never matches, or a task that is too hard or too easy)",
         )

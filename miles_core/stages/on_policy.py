@@ -21,7 +21,7 @@ def check_first(difference: float, limit: float) -> None:
         raise TrainError(
             "engine and trainer are not the same model: they give the same tokens of the same weights other log-probs",
             got=f"{difference:.3g} nats per token on average", who="the first batch, debug.max_first_logprob_diff "
-            f"= {limit:g}",
+            f"= {limit:g}", code="engine-trainer-mismatch",
             fix="compare what each side was built from: --hf-checkpoint, --load, rope and tied head in config.json, a "
                 "plugin that changes one side alone; then run once with --check-weight-update-equal. "
                 "--max-first-logprob-diff 0 trains nevertheless (docs/debugging.md)",

@@ -135,7 +135,7 @@ class Local(Leases):
         there, (count, size) = visible_gpus(), engines(self.config)
         if there and demand(self.config) > len(there):
             raise ConfigError(f"the run takes {demand(self.config)} GPUs and this machine has {len(there)}",
-                              got=f"trainer {trainer_gpus(self.config)}, engines {count} x {size}",
+                              got=f"trainer {trainer_gpus(self.config)}, engines {count} x {size}", code="gpus-too-few",
                               who="--placement local",
                               fix="ask for fewer, share them with --colocate, or join machines with --placement ray")
         self.environment = environment(self.config, gpus=bool(there))
@@ -191,4 +191,4 @@ def visible_gpus() -> tuple[int, ...]:
         return tuple(range(gpus())) if given is None else tuple(int(word) for word in given.split(",")[: gpus()])
     except ValueError:
         raise ConfigError("CUDA_VISIBLE_DEVICES names GPUs by something else than numbers", got=given,
-                          who="--placement local", fix="give their numbers") from None
+                          who="--placement local", code="visible-gpus-not-numbers", fix="give their numbers") from None

@@ -112,13 +112,14 @@ def check_request(request: Request, vocabulary: int, experts: bool, engine: str)
     who = f"request {request.id}"
     if not 0 <= min(request.input_ids) <= max(request.input_ids) < vocabulary:
         raise EngineError(f"{who} has token ids outside of the vocabulary of {vocabulary}",
-                          got=f"{min(request.input_ids)} to {max(request.input_ids)}",
+                          got=f"{min(request.input_ids)} to {max(request.input_ids)}", code="token-ids-out-of-range",
                           fix="use the checkpoint's tokenizer")
     if unknown := request.want - {"routed_experts"}:
-        raise EngineError(f"{who} wants what {engine} cannot give", got=sorted(unknown),
+        raise EngineError(f"{who} wants what {engine} cannot give", code="engine-feature-missing", got=sorted(unknown),
                           fix="ask for routed_experts, or for nothing")
     if request.want and not experts:
         raise EngineError(f"{who} wants routed_experts of a model without experts, or of which {engine} cannot tell",
+                          code="routed-experts-unavailable",
                           fix="use a mixture of experts, and --engine sglang if it is one")
 
 
@@ -288,7 +289,8 @@ async def attended(work: Awaitable[list[Sample]], generation: Generation, who: s
         RolloutError: nothing came of it, and no engine call, for `generation.timeout` seconds.
     """
     def late() -> RolloutError:
-        return RolloutError(f"the generator neither ended nor asked the engine for {generation.timeout:g} s", who=who,
+        return RolloutError(f"the generator neither ended nor asked the engine for {generation.timeout:g} s",
+                            code="generator-stalled", who=who,
                             fix="look at what it waits for (a tool, another server), or raise --rollout-timeout")
 
     async with within(generation.timeout, late) as generation.recall.idle:
@@ -308,7 +310,7 @@ async def call_engine(generation: Generation, request: Request) -> Response:
     """
     def late() -> EngineError:
         return EngineError(f"the engine did not answer request {request.id} within {generation.timeout:g} s",
-                           fix="raise --rollout-timeout, or look at the engine's log")
+                           fix="raise --rollout-timeout, or look at the engine's log", code="engine-request-timeout")
 
     engine, recall = generation.engine, generation.recall
     if recall.asked:
@@ -338,7 +340,7 @@ def check_response(request: Request, response: Response, vocabulary: int | None,
     problem = _unfit(response) or _tainted(response, vocabulary, oldest, newest)
     if problem is not None:
         what, got = problem
-        raise EngineError(f"the engine's answer to request {request.id} {what}", got=got,
+        raise EngineError(f"the engine's answer to request {request.id} {what}", code="engine-answer-invalid", got=got,
                           fix="look at the engine's log; such an answer must not be trained on")
 
 

@@ -64,11 +64,13 @@ class MilesFlags(Surface):
             words = " ".join(flag.words)
             entry = next((taken for like, taken in entry["values"].items() if fnmatchcase(words, like)), entry)
         if (reason := refusal(flag.flag)) is not None and (entry is None or "refused" in entry):
-            raise UnknownKeyError(f"{flag.flag} has no place here", who="Miles's flag", fix=reason)
+            raise UnknownKeyError(f"{flag.flag} has no place here", code="miles-flag-unsupported", who="Miles's flag",
+                                  fix=reason)
         if entry is None:
             return None
         if entry.get("derived") == "@wandb" and _tracker_of(flag.flag):
-            raise UnknownKeyError(f"{flag.flag} has no place here", who="Miles's flag", fix=_sentence("@wandb"))
+            raise UnknownKeyError(f"{flag.flag} has no place here", code="miles-flag-unsupported", who="Miles's flag",
+                                  fix=_sentence("@wandb"))
         if "derived" in entry:
             return needless(flag, bool(entry.get("switch")), _sentence(entry["derived"]), notes)
         if "plugin" in entry:  # it is enabled, which is all that a flag asks for which none of its options spells

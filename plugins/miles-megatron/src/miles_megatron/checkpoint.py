@@ -77,14 +77,17 @@ def latest(folder: str | Path) -> int:
         raise _not_a_checkpoint(folder)
     text = tracker.read_text(errors="replace").strip()
     if not re.fullmatch(r"[0-9]{1,18}", text):
-        raise CheckpointError("the tracker file does not name an iteration", got=repr(text[:40]), who=str(tracker),
+        raise CheckpointError("the tracker file does not name an iteration", code="tracker-unreadable",
+                              got=repr(text[:40]), who=str(tracker),
                               fix=f"write the number of a complete iteration into it, of {_present(folder)}")
     where = iteration_folder(folder, int(text))
     if not where.is_dir():
-        raise CheckpointError(f"the tracker names iteration {text}, which does not exist", got=_present(folder),
-                              who=str(tracker), fix="write the number of an existing iteration into the tracker")
+        raise CheckpointError(f"the tracker names iteration {text}, which does not exist",
+                              code="tracker-iteration-missing", got=_present(folder), who=str(tracker),
+                              fix="write the number of an existing iteration into the tracker")
     if absent := [part for part in _PARTS if not (where / part).is_file()]:
-        raise CheckpointError(f"iteration {text} is incomplete", got="no " + ", ".join(absent), who=str(where),
+        raise CheckpointError(f"iteration {text} is incomplete", code="iteration-incomplete",
+                              got="no " + ", ".join(absent), who=str(where),
                               fix=f"write the number of a complete iteration into {TRACKER}, of {_present(folder)}")
     return int(text)
 
@@ -148,11 +151,13 @@ def load(folder: str | Path, parts: Mapping[str, Part], iteration: int | None = 
     iteration = latest(folder) if iteration is None else iteration
     source = iteration_folder(folder, iteration)
     if absent := [part for part in _PARTS if not (source / part).is_file()]:
-        raise CheckpointError(f"iteration {iteration} is missing or incomplete", got="no " + ", ".join(absent),
-                              who=str(source), fix=f"choose one of {_present(Path(folder))}")
+        raise CheckpointError(f"iteration {iteration} is missing or incomplete", code="iteration-missing-or-incomplete",
+                              got="no " + ", ".join(absent), who=str(source),
+                              fix=f"choose one of {_present(Path(folder))}")
     for (where, part), name in zip(_folders(source, parts), parts, strict=True):
         if not where.is_dir():
-            raise CheckpointError(f"the checkpoint holds no {name}", got=f"no folder {name}", who=str(source),
+            raise CheckpointError(f"the checkpoint holds no {name}", code="checkpoint-part-missing",
+                                  got=f"no folder {name}", who=str(source),
                                   fix="resume with the plugins that the run had, or start over with --ref-load")
         stored = index.read(where / ".metadata")
         try:
@@ -164,7 +169,7 @@ def load(folder: str | Path, parts: Mapping[str, Part], iteration: int | None = 
         except (Exception, CheckpointException) as error:  # torch's own is a BaseException; a flipped bit raises any
             raise CheckpointError("the checkpoint cannot be read or does not fit this model", got=_first_line(error),
                                   who=str(where), fix="use the checkpoint of a run of the same model and optimizer, or "
-                                  "an earlier iteration") from error
+                                  "an earlier iteration", code="checkpoint-does-not-fit") from error
     return iteration, saved_state
 
 
@@ -185,7 +190,7 @@ def _load_part(source: Path, stored: index.Held, chunks: Sequence[torch.nn.Modul
     index.check(stored, sharded, source)
     if more := index.unknown(stored, sharded):
         raise CheckpointError("the checkpoint holds weights that the model does not have", got=few(more),
-                              who=str(source), fix=known_by())
+                              who=str(source), code="checkpoint-weights-unknown", fix=known_by())
     with warnings.catch_warnings():
         # torch deprecates the ShardedTensor that Megatron still reads with: nothing that the reader could fix.
         warnings.simplefilter("ignore", FutureWarning)
@@ -250,7 +255,7 @@ def write_errors(target: Path) -> Iterator[None]:
         if errno := re.search(r"\[Errno (\d+)\][^\n]*", text):
             raise write_error(target, OSError(int(errno[1]), errno[0])) from error
         if "unexpected pos" in text or "PytorchStreamWriter" in text:
-            raise CheckpointError("the disk is full or failing", who=str(target),
+            raise CheckpointError("the disk is full or failing", code="checkpoint-disk-failing", who=str(target),
                                   fix="free some space; earlier checkpoints are intact") from error
         raise
 
@@ -286,16 +291,17 @@ def _unnamed(folder: Path) -> int | None:
 
 def _not_a_checkpoint(folder: Path) -> CheckpointError:
     if not folder.is_dir():
-        return CheckpointError("the checkpoint folder does not exist", who=str(folder),
-                               fix="correct --load, or leave it out to start from --hf-checkpoint")
+        return CheckpointError("the checkpoint folder does not exist", code="checkpoint-folder-missing",
+                               who=str(folder), fix="correct --load, or leave it out to start from --hf-checkpoint")
     if _ITERATION.fullmatch(folder.name) or (folder / "metadata.json").is_file():
         return CheckpointError("this is one iteration of a checkpoint", who=str(folder),
-                               fix=f"give the folder above it, {folder.parent}")
+                               fix=f"give the folder above it, {folder.parent}", code="checkpoint-is-one-iteration")
     if (folder / "config.json").is_file():
-        return CheckpointError("this is a Hugging Face directory, not a torch_dist checkpoint", who=str(folder),
+        return CheckpointError("this is a Hugging Face directory, not a torch_dist checkpoint",
+                               code="checkpoint-is-hugging-face", who=str(folder),
                                fix="give it as --hf-checkpoint, or convert it with miles convert hf-to-dist")
     return CheckpointError("this is not a checkpoint", got=f"no {TRACKER}; {_present(folder)}", who=str(folder),
-                           fix="give a folder that a run saved into with --save")
+                           fix="give a folder that a run saved into with --save", code="not-a-checkpoint")
 
 
 def _present(folder: Path) -> str:

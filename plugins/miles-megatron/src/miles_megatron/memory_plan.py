@@ -48,7 +48,7 @@ def check_memory(config: RunConfig, note: Callable[[str], None]) -> RunConfig:
     if needed * (1 - TOLERANCE) > capacity - OUTSIDE:
         fixes = list(_remedies(config, capacity))
         raise ConfigError(
-            "the trainer does not fit the GPU's memory",
+            "the trainer does not fit the GPU's memory", code="trainer-exceeds-gpu-memory",
             got=f"about {needed / GIB:.0f} of {(capacity - OUTSIDE) / GIB:.0f} GiB ({_sum(trainer(config, model))})",
             who=who(config, "perf.max_tokens_per_gpu", "perf.actor_num_gpus_per_node"),
             fix=", or ".join(fixes) or "more GPUs, with a larger --tensor-model-parallel-size",
@@ -70,7 +70,7 @@ def _weights(config: RunConfig, model: ModelDimensions, capacity: float) -> None
     weights, fraction = engine(config, model)
     room = (fraction or 1) * capacity
     if weights * (1 - TOLERANCE) > room:
-        raise ConfigError("an engine's weights alone exceed its memory limit",
+        raise ConfigError("an engine's weights alone exceed its memory limit", code="engine-exceeds-memory-limit",
                           got=f"about {weights / GIB:.1f} of {room / GIB:.1f} GiB",
                           who=who(config, "server.mem_fraction_static", "perf.rollout_num_gpus_per_engine"),
                           fix="raise --sglang-mem-fraction-static, or --rollout-num-gpus-per-engine")
@@ -88,6 +88,7 @@ def _share(config: RunConfig, model: ModelDimensions, needed: float, capacity: f
     if needed * (1 - TOLERANCE) + engine_ > room:
         raise ConfigError(
             "trainer and engine share the GPU, both stay in its memory, and both do not fit",
+            code="colocated-memory-exceeded",
             got=f"about {needed / GIB:.0f} + {engine_ / GIB:.0f} of {room / GIB:.0f} GiB",
             who=who(config, "server.mem_fraction_static", "perf.offload_train", "perf.offload_rollout"),
             fix="alternate them (--offload-rollout, --offload-train), or lower --sglang-mem-fraction-static")

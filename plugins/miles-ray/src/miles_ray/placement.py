@@ -128,7 +128,8 @@ def seats(places: Sequence[Bundle], size: int) -> list[tuple[Seat, Bundle]]:
         nodes = [list(group) for _, group in itertools.groupby(mine, key=lambda place: place.host)]
         if len({len(node) for node in nodes}) > 1:
             shares = ", ".join(f"{len(node)} on {node[0].host}" for node in nodes)
-            raise ConfigError(f"engine {engine} would be split unevenly over nodes", got=shares, who="--placement ray",
+            raise ConfigError(f"engine {engine} would be split unevenly over nodes", code="engine-split-unevenly",
+                              got=shares, who="--placement ray",
                               fix="choose sizes of trainer and engines that divide a node's GPUs")
         for index, node in enumerate(nodes):
             gpus = tuple(place.gpu for place in node if place.gpu is not None)
@@ -139,5 +140,6 @@ def seats(places: Sequence[Bundle], size: int) -> list[tuple[Seat, Bundle]]:
 def _labels(texts: Sequence[str]) -> dict[str, str]:
     labels = dict(text.partition("=")[::2] for text in texts)
     if bad := [text for text in texts if "=" not in text]:
-        raise ConfigError("a label should be KEY=VALUE", got=bad[0], who="--placement-labels", fix=f"{bad[0]}=VALUE")
+        raise ConfigError("a label should be KEY=VALUE", code="placement-label-malformed", got=bad[0],
+                          who="--placement-labels", fix=f"{bad[0]}=VALUE")
     return labels

@@ -31,7 +31,8 @@ def check_servers(config: RunConfig, note: Callable[[str], None]) -> RunConfig:
     options = sglang_options(config)
     if "server_args" in config.understood and not (options.rollout_external or config.debug.debug_train_only):
         for name, what, fix in (*_answers(config), *_weights(config)):
-            raise ConfigError(what, got=config.surface("server")[name], who=who(config, f"server.{name}"), fix=fix)
+            raise ConfigError(what, code="server-answers-as-other-model", got=config.surface("server")[name],
+                              who=who(config, f"server.{name}"), fix=fix)
     return config
 
 

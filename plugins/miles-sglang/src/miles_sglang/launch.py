@@ -105,9 +105,10 @@ async def attach(server: Server, config: RunConfig, timeout: float = 30.0) -> No
         await server.client.resume()
     except MilesError as error:
         raise EngineError("no SGLang server answers at this address", got=error.got or error.what, who=who,
-                          fix="start it, or correct the address") from error
+                          fix="start it, or correct the address", code="external-server-unreachable") from error
     if not config.debug.debug_rollout_only and LOADER not in (info.get("custom_weight_loader") or ()):
-        raise EngineError("the server cannot verify the weights that it is sent", who=who,
+        raise EngineError("the server cannot verify the weights that it is sent",
+                          code="external-server-unverified", who=who,
                           got=f"custom_weight_loader {info.get('custom_weight_loader')}",
                           fix=f"start it with --custom-weight-loader {LOADER}, and with "
                               "plugins/miles-sglang/src/miles_sglang/server_extension on its PYTHONPATH")
@@ -193,4 +194,4 @@ def check_installed(config: RunConfig) -> None:
     if not (options.server_command or options.rollout_external) and find_spec("sglang") is None:
         raise ConfigError("SGLang is not installed in this Python", got=sys.executable, who="engine sglang",
                           fix="pip install 'miles-sglang[server]', name another Python's with --server-command PYTHON "
-                          "-m sglang.launch_server, or write --engine local")
+                          "-m sglang.launch_server, or write --engine local", code="sglang-not-installed")

@@ -180,5 +180,5 @@ def _folder(config: RunConfig) -> Path:
 
     if config.perf.update_weight_disk_dir is None:
         raise ConfigError(f"the weight sync {config.perf.weight_sync!r} needs a folder that trainer and engines share",
-                          fix="add --update-weight-disk-dir FOLDER")
+                          fix="add --update-weight-disk-dir FOLDER", code="weight-sync-needs-folder")
     return Path(config.perf.update_weight_disk_dir)
