@@ -52,8 +52,9 @@ class Parts:
     def read(self, path: str) -> Records:
         """All rows of a path, by its format."""
         if (name := format_of(path)) not in self.readers:
-            raise DataError(f"nobody enabled reads rows of the format {name!r}", code="row-format-unknown", who=path,
-                            got=f"offered: {', '.join(sorted(self.readers))}", fix="add the plugin that does: --plugin")
+            raise DataError(f"no enabled plugin reads rows of the format {name!r}", code="row-format-unknown", who=path,
+                            got=f"offered: {', '.join(sorted(self.readers))}",
+                            fix="enable the plugin that reads it with --plugin NAME")
         return self.readers[name](path, None)
 
     @property
@@ -243,8 +244,8 @@ def _generator(parts: Parts, engine: Engine | None, params: SamplingParams, stre
         who = f"generator {config.rollout.generate!r}, {stream} prompt {prompt.uid}"
         found = await attended(how(prompt, generation), generation, who)
         if not (isinstance(found, list) and found and all(isinstance(sample, Sample) for sample in found)):
-            raise HookError("a generator should return a list of samples, at least one", got=repr(found)[:100],
-                            who=who, code="generator-returns-no-samples", fix="see docs/hooks.md")
+            raise HookError("a generator must return a non-empty list of samples", code="generator-returns-no-samples",
+                            got=repr(found)[:100], who=who, fix="see docs/hooks.md")
         group = Group(prompt, found)
         for sample in group.samples:
             columns.check(sample)
@@ -285,14 +286,14 @@ def with_context(config: RunConfig) -> RunConfig:
     most = (config_json(config)[1] or {}).get("max_position_embeddings")
     if not isinstance(most, int):
         what = "config.json cannot be read, or has no max_position_embeddings"
-        raise CheckpointError(what if folder.is_dir() else "there is no such folder", code="model-config-unusable",
+        raise CheckpointError(what if folder.is_dir() else "the folder does not exist", code="model-config-unusable",
                               got=most, who=who, fix=fix)
     stretched = config.surface("server").get("context_length") or 0  # which the servers are told too
     most = max(most, stretched)
     given = config.rollout.rollout_max_context_len
     if given is not None and given > most:
-        raise ConfigError("rollout_max_context_len is beyond what the model was made for", got=given, who=who,
-                          fix=f"at most {most}", code="context-above-model")
+        raise ConfigError("rollout_max_context_len exceeds the model's max_position_embeddings",
+                          code="context-above-model", got=given, who=who, fix=f"use at most {most}")
     return with_values(config, "config.json", rollout__rollout_max_context_len=given or most)
 
 
@@ -309,16 +310,16 @@ def load_tokenizer(config: RunConfig) -> Any:
     try:
         tokenizer = kind.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # the Rust half of a tokenizer raises what it likes
-        raise DataError("the tokenizer cannot be loaded", got=(str(error).splitlines() or [type(error).__name__])[0],
-                        who=f"--hf-checkpoint {folder}", code="tokenizer-unloadable",
-                        fix="the folder needs tokenizer.json and tokenizer_config.json") from error
+        raise DataError("the tokenizer cannot be loaded", code="tokenizer-unloadable",
+                        got=(str(error).splitlines() or [type(error).__name__])[0], who=f"--hf-checkpoint {folder}",
+                        fix="the folder must contain tokenizer.json and tokenizer_config.json") from error
     if template := config.rollout.chat_template_path:
         try:
             tokenizer.chat_template = Path(template).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise DataError("the chat template cannot be read", code="chat-template-unreadable",
                             got=getattr(error, "strerror", None) or error, who=f"--chat-template-path {template}",
-                            fix="name a Jinja file") from None
+                            fix="pass the path of a Jinja file") from None
     return tokenizer
 
 

@@ -105,9 +105,9 @@ class Columns(Mapping[str, Column]):
         for column in (*CORE, *declared):
             first = self._by_name.get(column.name)
             if first is not None:
-                raise ColumnError(f"two owners declare the column {column.name!r}: {first.owner} and {column.owner}",
+                raise ColumnError(f"column {column.name!r} is declared twice: by {first.owner} and {column.owner}",
                                   code="column-declared-twice",
-                                  fix="rename one of them, for instance with the plugin's name as prefix")
+                                  fix="rename one of them, for instance with the plugin's name as a prefix")
             if column.missing not in ("error", "pad") or column.spans not in ("concat", "last"):
                 raise ColumnError(f"column {column.name!r} has an unknown policy", code="column-policy-unknown",
                                   got=f"missing={column.missing!r}, spans={column.spans!r}", who=column.owner,
@@ -132,8 +132,8 @@ class Columns(Mapping[str, Column]):
         for name, array in sample.columns.items():
             column = self._by_name.get(name)
             if column is None:
-                raise ColumnError(f"{sample.name} carries the undeclared column {name!r}", code="column-undeclared",
-                                  fix="return it from the plugin's `columns` hook")
+                raise ColumnError(f"{sample.name} has the undeclared column {name!r}", code="column-undeclared",
+                                  fix="declare it in the plugin's `columns` hook")
             sample.columns[name] = _fit(column, np.asarray(array), sample)
         for column in self._by_name.values():
             if column.missing == "error" and column.name not in sample.columns:
@@ -177,9 +177,8 @@ def read_only(samples: Sequence[Sample], who: str) -> Iterator[None]:
     for sample in samples:
         sample.columns = {name: _locked(array) for name, array in sample.columns.items()}
     shown = [dict(sample.columns) for sample in samples]
-    error = ColumnError("a hook that may only look at samples changes their columns", code="column-changed-by-reader",
-                        who=who,
-                        fix="copy what shall be changed; samples are made by a generator and generate_response")
+    error = ColumnError("a read-only hook changed the columns of samples", code="column-changed-by-reader", who=who,
+                        fix="copy before changing; only a generator and generate_response may write columns")
     try:
         yield
         if any(sample.columns.get(column.name) is not views.get(column.name)
@@ -227,9 +226,9 @@ def joined(begun: Sample, later: Sample, columns: Mapping[str, Column]) -> Sampl
     """
     size = begun.length
     if not np.array_equal(later.tokens[:size], begun.tokens) or later.length - later.response_length != size:
-        raise ColumnError(f"{begun.name} was not gone on with: its later span begins with other tokens",
+        raise ColumnError(f"{begun.name} cannot be continued: its later span starts with different tokens",
                           code="continued-tokens-differ", who="core",
-                          fix="pass the tokens so far, and only those, as the input of the next request")
+                          fix="send exactly the tokens so far as the input of the next request")
     found = {name: _spliced(columns[name], begun.columns.get(name), later.columns.get(name), begun, later)
              for name in {*begun.columns, *later.columns}}
     return replace(later, columns=found, response_length=begun.response_length + later.response_length,
@@ -270,8 +269,9 @@ def split(packed: Packed, rank: int, size: int) -> Packed:
     for start, stop in zip(bounds[:-1], bounds[1:], strict=True):
         chunk, rest = divmod(int(stop - start), 2 * size)
         if rest:
-            raise ColumnError("a packed sample does not divide for context parallelism", got=int(stop - start),
-                              who="core", code="sample-length-not-divisible", fix=f"pack with multiple={2 * size}")
+            raise ColumnError("the length of a packed sample does not divide for context parallelism",
+                              code="sample-length-not-divisible", got=int(stop - start), who="core",
+                              fix=f"pack with multiple={2 * size}")
         for piece in (rank, 2 * size - 1 - rank):
             parts.append(np.arange(start + piece * chunk, start + (piece + 1) * chunk))
     index = np.concatenate(parts) if parts else np.zeros(0, np.int64)
@@ -290,14 +290,12 @@ def _fit(column: Column, array: np.ndarray, sample: Sample) -> np.ndarray:
         expected = ([rows] if rows is not None else []) + list(column.axes)
         raise ColumnError(
             f"column {column.name!r} of {sample.name} should have shape {expected} ({column.align})",
-            got=list(array.shape), code="column-shape",
-            who=column.owner,
+            code="column-shape", got=list(array.shape), who=column.owner,
             fix="return one row per " + {"prediction": "token but the last"}.get(column.align, column.align),
         )
     if array.dtype.kind == "f" and not np.isfinite(array).all():
-        raise ColumnError(f"column {column.name!r} of {sample.name} holds NaN or infinity", code="column-not-finite",
-                          who=column.owner,
-                          fix="find out why the engine or plugin produced it; it must not be trained on")
+        raise ColumnError(f"column {column.name!r} of {sample.name} contains NaN or infinity", code="column-not-finite",
+                          who=column.owner, fix="find out why the engine or plugin produced it")
     if array.dtype == column.dtype:
         return array
     cast = array.astype(column.dtype)

@@ -66,9 +66,9 @@ class Evaluation:
             groups = await asyncio.gather(*(self._group(dataset, uid) for uid in range(len(dataset.prompts))))
             finished = [group for group in groups if not unfinished(group)]
             if not finished:
-                raise RolloutError(f"no group of eval dataset {dataset.name} was finished", code="eval-without-groups",
+                raise RolloutError(f"no group of the eval dataset {dataset.name} finished", code="eval-without-groups",
                                    got=next(filter(None, (told(group) for group in groups)), None),
-                                   fix="look at its samples, and at the generator's own log")
+                                   fix="look at its samples and at the generator's log")
             metrics = metrics_of(dataset.name, finished)
             metrics[f"eval/{dataset.name}-failed_ratio"] = 1 - len(finished) / len(groups)
             found.append((dataset.name, metrics, [sample for group in finished for sample in group.samples]))

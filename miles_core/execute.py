@@ -71,7 +71,7 @@ def execute(plan: Plan, *, live: bool | None = None) -> int:
                 text = next((line for line in str(error).splitlines() if line.strip()), "no message")
                 raise MilesError(f"{type(error).__name__}: {text}", code="unexpected-error",
                                  who=" ".join(_blame(error)).removeprefix("in ") or "miles",
-                                 fix=f"look at what raised it; {_traceback(directory)}") from error
+                                 fix=f"look at the code that raised it; {_traceback(directory)}") from error
 
 
 @dataclass
@@ -265,9 +265,9 @@ def _saving(plan: Plan, directory: RunDirectory) -> Iterator[None]:
             make_folder(folder)
             tempfile.TemporaryFile(dir=folder).close()
         except OSError as error:
-            raise CheckpointError("checkpoints cannot be written here", code="checkpoint-folder-unwritable",
+            raise CheckpointError("checkpoints cannot be written to this folder", code="checkpoint-folder-unwritable",
                                   got=error.strerror, who=who,
-                                  fix="give a folder that you may write to, with space left") from error
+                                  fix="choose a writable folder with free space") from error
     lock = None if given.save is None else Lock(Path(given.save, LOCK), "--save")
     if lock is not None and not os.path.samefile(given.save, directory):  # else it is held already
         lock.take()

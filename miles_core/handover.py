@@ -84,9 +84,9 @@ class HandOver:
 
     async def _to(self, purpose: str) -> None:
         if purpose == "rollout" and not self._filled:
-            raise SyncError("the engine's weights are empty, and a rollout is about to begin",
+            raise SyncError("the engine's weights are released, and a rollout is about to start",
                             code="engine-weights-released", who="hand-over", got=f"{self.purpose} before it",
-                            fix="a sync has to come between training and rollouts")
+                            fix="run a weight sync between training and rollouts")
         if self.purpose == purpose:
             return
         async with self._turn:
@@ -116,7 +116,7 @@ class HandOver:
             for side, method in (("trainer", "onload"), ("engine", "occupy")):
                 await self._change(side, method, row[side] - self._held[side])
         except BaseException as error:
-            self._error = error if isinstance(error, Exception) else SyncError("the hand-over was interrupted",
+            self._error = error if isinstance(error, Exception) else SyncError("offloading was interrupted",
                                                                                code="offload-interrupted")
             raise
         self.purpose = purpose

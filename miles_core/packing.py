@@ -45,8 +45,7 @@ def in_steps(rollouts: Sequence[Hashable], steps: int) -> list[list[int]]:
         members.setdefault(rollout, []).append(index)
     whole = list(members.values())
     if len(whole) < steps:
-        raise BatchError("a batch has fewer rollouts than optimizer steps, and no rollout is split",
-                         code="batch-below-steps",
+        raise BatchError("the batch has fewer rollouts than optimizer steps", code="batch-below-steps",
                          got=f"{len(rollouts)} samples of {len(whole)} rollouts for {steps} steps",
                          who="rollout.num_steps_per_rollout", fix="lower --num-steps-per-rollout, or sample more")
     ends = [len(whole) * step // steps for step in range(steps + 1)]

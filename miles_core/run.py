@@ -130,13 +130,13 @@ class Run:
         try:
             return self.prompts.next()
         except StopIteration:
-            raise DataError("it ended, and the run needs more prompts", who=who, fix="begin again at its end, as an "
-                            "endless stream does, or lower --num-rollout", code="prompts-exhausted") from None
+            raise DataError("it ended, but the run needs more prompts", code="prompts-exhausted", who=who,
+                            fix="start again at its end, as an endless stream does, or lower --num-rollout") from None
         except Exception as error:
             if isinstance(error, MilesError):
                 raise
             raise DataError("it failed", code="prompt-source-failed", got=f"{type(error).__name__}: {error}", who=who,
-                            fix="correct it") from error
+                            fix="correct the prompt source") from error
 
     async def rollout(self, slot: Slot) -> Group:
         """Stage 2; what is too stale already is not gone on with."""
@@ -190,10 +190,10 @@ class Run:
             return
         limit = self.config.rollout.rollout_timeout
         async with within(limit, lambda: WaitError(
-                f"groups that were called back did not end within {limit:g} s",
-                code="cancelled-groups-timeout", who="the engine, or a generator",
+                f"cancelled groups did not end within {limit:g} s", code="cancelled-groups-timeout",
+                who="the engine or a generator",
                 got=f"prompts {[slot.prompt.uid for slot in under_way if not slot.task.done()]}",
-                fix="look at the engine's log; a generator has to end once its engine calls do")):
+                fix="see the engine's log; a generator must end with its engine calls")):
             if ids := [id for slot in under_way for id in slot.recall.ids]:
                 await self.engine.abort(ids)
             await asyncio.wait([slot.task for slot in under_way])
@@ -204,9 +204,9 @@ class Run:
             return None
         place = next((i for i, group in enumerate(self.begun) if group is chosen[0]), None)
         if place is None:
-            raise HookError("select_from_buffer should return groups that it was given",
+            raise HookError("select_from_buffer returned a group that it was not given",
                             code="buffer-returned-other-groups", got=f"one of prompt {chosen[0].prompt.uid}",
-                            fix="order and leave out, but do not copy")
+                            fix="reorder or omit groups, but do not copy them")
         return self.begun.pop(place)
 
     async def heartbeat(self) -> None:

@@ -71,8 +71,8 @@ class Spellings:
     def _claim(self, flag: str, option: Option, off: bool) -> None:
         first = self._owners.setdefault(flag, (option, off))[0]
         if first.key != option.key:
-            raise OwnerError(f"the flag {flag} belongs to {first.key} and to {option.key}", code="flag-owned-twice",
-                             fix="one of the two plugins has to rename its spelling")
+            raise OwnerError(f"the flag {flag} is claimed by {first.key} and by {option.key}", code="flag-owned-twice",
+                             fix="rename the spelling in one of the two plugins")
 
 
 def split(argv: Sequence[str]) -> list[Given]:
@@ -84,15 +84,14 @@ def split(argv: Sequence[str]) -> list[Given]:
     found: list[tuple[str, list[str]]] = []
     for word in argv:
         if word.endswith("\r") or found and found[-1][1] and word and not word.strip(" \t"):
-            raise ConfigError("a word of the command ends with the end of a line, or is a blank after one",
-                              code="flag-broken-line",
-                              got=repr(word), who=found[-1][0] if found else None, fix="lines of a script end as on "
-                              "Linux (sed -i 's/\\r$//' SCRIPT), with nothing after a backslash")
+            raise ConfigError("a line continuation of the command is broken", code="flag-broken-line", got=repr(word),
+                              who=found[-1][0] if found else None,
+                              fix="use Unix line ends (sed -i 's/\\r$//' SCRIPT) and leave nothing after a backslash")
         if word.startswith("--") and len(word) > 2:
             flag, equals, value = word.partition("=")
             found.append((flag.replace("_", "-"), [value] if equals else []))
         elif not found:
-            raise ConfigError("a word stands before the first flag", code="word-before-flags", got=word,
+            raise ConfigError("unexpected word before the first flag", code="word-before-flags", got=word,
                               fix="write miles run [RUN FILE] --flag value ...")
         else:
             found[-1][1].append(word)
@@ -118,7 +117,7 @@ def assign(given: Sequence[Given], spellings: Spellings, plugins: Mapping[str, s
             meant = re.sub("^[-\u2013\u2014]+(?=[a-z])", "--", word).partition("=")[0].replace("_", "-")
             if meant.startswith("--") and (meant in spellings or any(
                     near == (1.0, meant) for surface in surfaces for near in surface.suggest(meant))):
-                raise ConfigError("a flag begins with two dashes", code="flag-single-dash", got=word, who=one.flag,
+                raise ConfigError("a flag starts with two dashes", code="flag-single-dash", got=word, who=one.flag,
                                   fix=f"write {meant}")
         if one.flag in spellings:
             option, off = spellings[one.flag]
@@ -141,15 +140,15 @@ def value_of(one: Given, option: Option, off: bool) -> object:
                               fix="write the flag alone")
         given = one.words[0].lower() if one.words else "true"
         if given not in ("true", "false", "1", "0", "yes", "no"):
-            raise ConfigError(f"{one.flag} takes no value, or true or false", code="flag-takes-true-or-false",
-                              got=given, fix="write the flag alone")
+            raise ConfigError(f"{one.flag} takes true, false or no value", code="flag-takes-true-or-false", got=given,
+                              fix="write the flag alone")
         return (given in ("true", "1", "yes")) != off
     if option.is_list:
         numbers = "int" in option.type or "float" in option.type
         return [_number(word) if numbers else word for word in one.words]
     if len(one.words) != 1:
-        raise ConfigError(f"{one.flag} takes one value", code="flag-takes-one-value", got=" ".join(one.words) or "none",
-                          fix=f"write {one.flag} VALUE; every other flag begins with two dashes")
+        raise ConfigError(f"{one.flag} takes exactly one value", got=" ".join(one.words) or "none",
+                          code="flag-takes-one-value", fix=f"write {one.flag} VALUE; a flag starts with two dashes")
     return one.words[0]
 
 
@@ -214,5 +213,5 @@ def _unknown(flag: str, spellings: Spellings, surfaces: Sequence[Surface]) -> Un
     near = alike(flag, [*spellings, *NAMING], 0.7)
     near += [one for surface in surfaces for one in surface.suggest(flag)]
     said = advice(surfaces, flag[2:].rpartition(".")[2])  # verl's are a.b.c
-    return UnknownKeyError(f"there is no flag {flag}", code="flag-unknown", fix=said or (
-        f"did you mean {max(near)[1]}?" if near else "see miles run --help"))
+    return UnknownKeyError(f"unknown flag {flag}", code="flag-unknown", fix=said or (
+                           f"did you mean {max(near)[1]}?" if near else "see miles run --help"))

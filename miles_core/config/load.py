@@ -98,7 +98,7 @@ def _enabled(chosen: Sequence[presets.Preset], mine: Sequence[tuple[str, str]],
         ConfigError: a flag names nothing.
     """
     if bare := next((one.flag for one in given if one.flag in flags.NAMING and not one.words), None):
-        raise ConfigError(f"{bare} takes a name", code="flag-needs-name", got="none", fix=f"write {bare} NAME")
+        raise ConfigError(f"{bare} needs a name", code="flag-needs-name", got="none", fix=f"write {bare} NAME")
     theirs = {plugin: one.origin for one in chosen for plugin in one.plugins}
     twice = {select.short(text) for text, _ in mine}
     named = [(plugin, origin) for plugin, origin in theirs.items() if select.short(plugin) not in twice] + list(mine)
@@ -127,8 +127,8 @@ def _declared(selected: Sequence[Selected]) -> dict[str, dict[str, Option]]:
     plugins = {one.manifest.name: dict(one.manifest.options) for one in selected
                if one.manifest.options or one.manifest.name not in core}
     if clash := sorted(set(core) & set(plugins)):
-        raise OwnerError(f"a plugin cannot have the options [{clash[0]}]: that is a table of the core",
-                         fix="rename the plugin", code="plugin-option-table-reserved")
+        raise OwnerError(f"a plugin cannot be called {clash[0]!r}: [{clash[0]}] is a table of the core",
+                         code="plugin-option-table-reserved", fix="rename the plugin")
     return {**core, **plugins}
 
 
@@ -153,8 +153,8 @@ def _build(from_file: Sequence[Assignment], given: Sequence[Given], selected: li
         values[key], origin[key] = value, one.origin
         said.setdefault(key, []).append((value, one.origin))
         if value == [] and one.origin.kind == "flag" and len(said[key]) == 1:
-            raise ConfigError(f"{one.origin} takes a value or more", code="option-needs-values", got="none",
-                              fix="name them, or leave the flag out")
+            raise ConfigError(f"{one.origin} needs at least one value", code="option-needs-values", got="none",
+                              fix="list the values, or remove the flag")
     for one in _implied(selected, tables, lenient, values):
         key, value = _typed(one, tables, absent, surfaces)
         if key not in values:
@@ -200,8 +200,8 @@ def _outvoted(key: str, implied: object, by: Origin, value: object, origin: Orig
         OwnerError: two plugins want two values of one key, and nobody has said which.
     """
     if origin.kind == "plugin":
-        raise OwnerError(f"{origin} and {by} want two values of {key}", got=f"{value!r} and {implied!r}",
-                         fix="say which in the run file, or enable one of them", code="settings-conflict")
+        raise OwnerError(f"{origin} and {by} set {key} to different values", code="settings-conflict",
+                         got=f"{value!r} and {implied!r}", fix="set it in the run file, or enable only one of them")
     return f"{key} = {value!r} ({origin}) in place of the {implied!r} that {by} would have it be"
 
 
@@ -253,7 +253,7 @@ def _typed(one: Assignment, tables: Mapping[str, Mapping[str, Option]],
                                   fix=absent[table], code="table-of-disabled-plugin")
         near = difflib.get_close_matches(table, tables, 1)
         fix = f"did you mean [{near[0]}]?" if near else f"tables are {', '.join(TABLES)} and plugins"
-        raise UnknownKeyError(f"there is no table [{table}]", code="table-unknown", who=str(one.origin), fix=fix)
+        raise UnknownKeyError(f"unknown table [{table}]", code="table-unknown", who=str(one.origin), fix=fix)
     mine = difflib.get_close_matches(name, tables[table], 1, 0.6)
     home = [t for t, options in tables.items() if name in options]
     fix = f"it belongs in [{home[0]}]" if home else advice(surfaces, name.replace("_", "-")) or (
@@ -290,7 +290,7 @@ def _assignments(document: Mapping[str, object], path: Path | None, lines: Mappi
         if not isinstance(content, Mapping):
             fix = (f"write [{table}] in place of [[{table}]]" if table in TABLES else "did you mean plugins?"
                    if table == "plugin" else "move it into its table; only `plugins` and `presets` stand at the top")
-            raise UnknownKeyError(f"the key {table!r} stands outside of any table", code="key-outside-table", who=where,
+            raise UnknownKeyError(f"the key {table!r} is outside any table", code="key-outside-table", who=where,
                                   fix=fix)
         for key, value in content.items():
             spot = Origin("file", f"{path.name}:{lines.get(f'{table}.{key}', lines.get(table, 1))}")
@@ -306,17 +306,17 @@ def _read(path: Path | None) -> tuple[Path | None, dict, dict[str, int]]:
         text = path.read_text(encoding="utf-8-sig")
         document = tomllib.loads(text)
     except FileNotFoundError:
-        raise ConfigError("there is no such run file", code="run-file-missing", who=str(path),
+        raise ConfigError("the run file does not exist", code="run-file-missing", who=str(path),
                           fix="check the path") from None
     except IsADirectoryError:
         raise ConfigError("the run file is a folder", code="run-file-is-folder", who=str(path),
-                          fix="name the .toml file in it") from None
+                          fix="give the .toml file in it") from None
     except OSError as error:
         raise ConfigError("the run file cannot be read", code="run-file-unreadable", got=error.strerror, who=str(path),
-                          fix="check owner and mode") from None
+                          fix="check its owner and permissions") from None
     except (ValueError, RecursionError) as error:
-        raise ConfigError("the run file is not TOML", code="run-file-not-toml", got=str(error), who=str(path),
-                          fix="mend the line it names") from None
+        raise ConfigError("the run file is not valid TOML", code="run-file-not-toml", got=str(error), who=str(path),
+                          fix="correct the line named above") from None
     lines: dict[str, int] = {}
     table = ""
     for number, line in enumerate(text.splitlines(), 1):

@@ -71,11 +71,12 @@ class Hooks(types.SimpleNamespace):
         return found | self.figures.take()
 
     def __setattr__(self, name: str, value: object) -> None:
-        raise HookError(f"hooks are frozen once the run has begun; {name!r} cannot be set", code="hooks-frozen")
+        raise HookError(f"hooks cannot be changed once the run has begun: {name!r}", code="hooks-frozen")
 
     def __reduce_ex__(self, protocol: object) -> object:
-        raise HookError("bound hooks stay in their process", who=f"the hooks of role {self.role}",
-                        fix="send what is selected, which is plain data, and bind it there", code="hooks-not-picklable")
+        raise HookError("bound hooks cannot be sent to another process", code="hooks-not-picklable",
+                        who=f"the hooks of role {self.role}",
+                        fix="send the selected plugins, which are plain data, and bind them there")
 
 
 def bind(selected: Sequence[Selected], config: RunConfig, role: str) -> Hooks:
@@ -134,12 +135,11 @@ def check_roles_apart(roles: Sequence[Hooks]) -> None:
                     continue
                 first = seen.setdefault(id(value), (name, hooks.role, where))
                 if first[1] != hooks.role and first[0] == name:
-                    raise SharedStateError(
-                        f"plugin {name!r} shares {where} between its roles {first[1]} and {hooks.role}",
-                        got=type(value).__name__, code="state-shared-between-roles",
-                        fix="create it in __init__, which runs once per role; constants belong in a tuple, frozenset "
-                        "or types.MappingProxyType; data goes from role to role in columns",
-                    )
+                    raise SharedStateError(f"plugin {name!r} shares {where} between its roles {first[1]} and "
+                                           f"{hooks.role}", code="state-shared-between-roles", got=type(value).__name__,
+                                           fix="create it in __init__, which runs once per role; make constants a "
+                                           "tuple, frozenset or types.MappingProxyType; pass data between roles in "
+                                           "columns")
 
 
 def _instance(one: Selected, kind: type, config: RunConfig, figures: Figures) -> object:
@@ -153,17 +153,17 @@ def _instance(one: Selected, kind: type, config: RunConfig, figures: Figures) ->
         given["log"] = functools.partial(figures.log, one.manifest.name)
     unknown = set(wanted) - {"options", "config", "log"}
     if unknown:
-        raise HookError(f"the constructor of plugin {one.manifest.name!r} takes {', '.join(sorted(unknown))}",
-                        code="constructor-arguments-unknown", who=one.manifest.plugin,
+        raise HookError(f"the constructor of plugin {one.manifest.name!r} has unknown arguments: "
+                        f"{', '.join(sorted(unknown))}", code="constructor-arguments-unknown", who=one.manifest.plugin,
                         fix="it may take `options`, `config` and `log`")
     try:
         return kind(**given)
     except MilesError:
         raise
     except (Exception, SystemExit) as error:
-        raise PluginError(f"plugin {one.manifest.name!r} cannot be made", code="plugin-constructor-failed",
+        raise PluginError(f"plugin {one.manifest.name!r} cannot be constructed", code="plugin-constructor-failed",
                           got=f"{type(error).__name__}: {error}", who=one.manifest.plugin,
-                          fix="correct its __init__, or the options it gets") from error
+                          fix="correct its __init__ or its options") from error
 
 
 def _register(manager: pluggy.PluginManager, one: Selected, instance: object) -> None:
@@ -179,10 +179,10 @@ def _check_class(one: Selected, kind: type) -> None:
     fit.check_markers(one, kind)
     for name, value in vars(kind).items():
         if not name.startswith("_") and name not in STATEMENTS and _mutable(value):
-            raise SharedStateError(f"plugin {one.manifest.name!r} keeps {name} on its class, "
-                                   "where every role would share it", got=type(value).__name__,
+            raise SharedStateError(f"plugin {one.manifest.name!r} keeps {name} on its class, which all roles share",
+                                   code="state-shared-on-class", got=type(value).__name__,
                                    who=f"{one.manifest.name} {one.version}, {fit.definition(kind)}",
-                                   fix="create it in __init__", code="state-shared-on-class")
+                                   fix="create it in __init__")
 
 
 def _combine(name: str, spec: Callable, found: list[tuple[str, str, Callable]]) -> Any:
@@ -204,8 +204,8 @@ def _chain(name: str, found: list[tuple[str, str, Callable]]) -> Callable:
         for _, _, call in found:
             given, value = value, call(value, *rest)
             if not isinstance(value, type(given) | Drop):
-                raise HookError(f"{name} should return what it is given, a {type(given).__name__}, changed or not",
-                                got=type(value).__name__, code="filter-returned-other-type", who=call.who,
+                raise HookError(f"{name} should return its argument, a {type(given).__name__}, changed or not",
+                                code="filter-returned-other-type", got=type(value).__name__, who=call.who,
                                 fix="check for a path without `return`")
             if isinstance(value, Drop):
                 break
@@ -234,8 +234,8 @@ def _gather(name: str, found: list[tuple[str, str, Callable]], *, lists: bool) -
         for plugin, result in results(args):
             for key, value in result.items():
                 if key in everything:
-                    raise OwnerError(f"{owner[key]} and {plugin} both give {name} the key {key!r}",
-                                     code="hook-keys-clash", fix="rename one")
+                    raise OwnerError(f"{owner[key]} and {plugin} both return the key {key!r} from {name}",
+                                     code="hook-keys-clash", fix="rename one of them")
                 everything[key], owner[key] = value, plugin
         return everything
 

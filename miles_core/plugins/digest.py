@@ -66,8 +66,8 @@ def check(expected: Mapping[str, str], selected: Sequence[Selected], who: str) -
     differing = [f"{name}: {mine.get(name)} here, {there} at the driver" for name, there in expected.items()
                  if mine.get(name) != there]
     if differing:
-        raise ConfigError("this process would run other code than was planned", got="; ".join(differing), who=who,
-                          fix="install the same packages on every host", code="code-differs-from-plan")
+        raise ConfigError("this process would run other code than the plan's", code="code-differs-from-plan",
+                          got="; ".join(differing), who=who, fix="install the same packages on every host")
 
 
 def _version(one: Selected) -> str:

@@ -87,7 +87,7 @@ def check_hook(name: str) -> None:
     """
     if name not in (table := all_specs()):
         near = difflib.get_close_matches(name, table, 1)
-        raise HookError(f"there is no hook {name!r}", code="hook-unknown", fix=f"did you mean {near[0]!r}?" if near else
+        raise HookError(f"unknown hook {name!r}", code="hook-unknown", fix=f"did you mean {near[0]!r}?" if near else
                         "`miles hooks` lists them")
 
 
@@ -100,8 +100,8 @@ def hook_of(one: Selected, offer: Offer) -> Callable:
     table = hookspecs.specs()
     if offer.hook not in table:
         near = difflib.get_close_matches(offer.hook, table, 1)
-        raise HookError(f"plugin {one.manifest.name!r} implements {offer.hook!r}, which is no hook",
-                        who=who(one, offer.hook, located(one, offer.method)), code="hook-not-declared",
+        raise HookError(f"plugin {one.manifest.name!r} implements {offer.hook!r}, which is not a hook",
+                        code="hook-not-declared", who=who(one, offer.hook, located(one, offer.method)),
                         fix=f"did you mean {near[0]!r}?" if near else "see docs/hooks.md")
     return table[offer.hook]
 
@@ -123,7 +123,7 @@ def check_markers(one: Selected, kind: type) -> None:
                 what = f"its marker is pluggy's for {foreign[0]!r}, not miles_core.hookimpl" if foreign else (
                     f"it has a hook's name but no @hookimpl: {name}")
                 raise HookError(what, code="hook-marker-missing", who=who(one, hook, definition(value)),
-                                fix="from miles_core import hookimpl, and mark it with that; or rename it")
+                                fix="mark it with miles_core.hookimpl, or rename it")
 
 
 def check(one: Selected, kind: type, method: str, hook: str, spec: Callable) -> Callable:

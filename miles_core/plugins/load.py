@@ -39,9 +39,9 @@ def imported(manifest: Manifest) -> type:
         module = import_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
         return getattr(module, name)
     except (Exception, SystemExit) as error:
-        raise PluginError(f"plugin {manifest.name!r} cannot be imported", got=f"{type(error).__name__}: {error}",
-                          who=where, code="plugin-import-failed",
-                          fix=f"install what it needs, or run without it: drop --plugin {manifest.name}") from error
+        raise PluginError(f"plugin {manifest.name!r} cannot be imported", code="plugin-import-failed",
+                          got=f"{type(error).__name__}: {error}", who=where,
+                          fix=f"install what it needs, or remove --plugin {manifest.name}") from error
 
 
 def compare(manifest: Manifest, kind: type) -> None:
@@ -58,9 +58,9 @@ def compare(manifest: Manifest, kind: type) -> None:
         if stated != has:
             differ.append(f"option {name}: {stated} in the manifest, {has} in the code")
     if differ:
-        raise ManifestError(f"plugin {manifest.name!r} is not what its manifest states", code="manifest-out-of-date",
+        raise ManifestError(f"plugin {manifest.name!r} does not match its manifest", code="manifest-out-of-date",
                             got="; ".join(differ), who=manifest.plugin,
-                            fix="its author runs `miles plugins manifest --write`")
+                            fix="run `miles plugins manifest --write` in its project")
 
 
 def options_class(kind: type) -> type | None:

@@ -56,8 +56,8 @@ def read(path: Path) -> dict:
             raise ValueError(f"format {found['format']} where this version reads {FORMAT}")
         differences(found, found)  # whether it has all that is compared
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError("this is no lock", code="lock-unreadable", got=str(error), who=str(path),
-                          fix="write one with miles plugins lock RUN_FILE --out plugins.lock") from None
+        raise ConfigError("the file is not a lock", code="lock-unreadable", got=str(error), who=str(path),
+                          fix="write one with `miles plugins lock RUN_FILE --out plugins.lock`") from None
     return found
 
 
@@ -91,8 +91,8 @@ def check(lock: Mapping, plan: Plan, who: str) -> None:
     """
     if found := differences(lock, json.loads(text(of(plan)))):
         rest = f"; and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
-        raise LockError("the run is not what was locked", code="lock-mismatch", got="; ".join(found[:SHOWN]) + rest,
-                        who=who, fix="install and write what the lock says, or lock anew: miles plugins lock")
+        raise LockError("the run differs from its lock", code="lock-mismatch", got="; ".join(found[:SHOWN]) + rest,
+                        who=who, fix="install the locked versions, or write a new lock with `miles plugins lock`")
 
 
 def _changed(what: str, then: Mapping, now: Mapping) -> list[str]:

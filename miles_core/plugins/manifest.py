@@ -94,14 +94,14 @@ def _of_source(path: Path, name: str | None, module: str | None) -> Manifest:
         raise ManifestError("the plugin file cannot be read", got=error.strerror, who=str(path),
                             fix="check the path", code="plugin-file-unreadable") from None
     except SyntaxError as error:
-        raise ManifestError("the plugin file is not Python", got=f"line {error.lineno}: {error.msg}", who=str(path),
-                            fix="mend the file", code="plugin-file-not-python") from None
+        raise ManifestError("the plugin file is not valid Python", got=f"line {error.lineno}: {error.msg}",
+                            code="plugin-file-not-python", who=str(path), fix="correct the syntax error") from None
     classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
     plugins = [node for node in classes.values() if any(_marker(f) is not None for f in _functions(node))]
     if len(plugins) != 1:
         raise ManifestError("a plugin file needs exactly one class with methods marked @hookimpl",
-                            got=", ".join(p.name for p in plugins) or "none", code="plugin-class-count", who=str(path),
-                            fix="from miles_core import hookimpl, and mark the methods of one class")
+                            code="plugin-class-count", got=", ".join(p.name for p in plugins) or "none", who=str(path),
+                            fix="mark the methods of one class with miles_core.hookimpl")
     node = plugins[0]
     constants = {t.id: s.value for s in node.body if isinstance(s, ast.Assign)
                  for t in s.targets if isinstance(t, ast.Name)}
@@ -136,8 +136,7 @@ def of_package(module: str, name: str, *, editable: bool = False) -> Manifest:
     package = module.partition(":")[0].partition(".")[0]
     spec = importlib.machinery.PathFinder.find_spec(package)  # the top-level package only: a submodule would import it
     if spec is None or not spec.submodule_search_locations:
-        raise ManifestError(f"plugin {name!r} names the package {package!r}, which is not there",
-                            code="plugin-package-missing",
+        raise ManifestError(f"the package {package!r} of plugin {name!r} is missing", code="plugin-package-missing",
                             fix=f"reinstall it: pip install --force-reinstall miles-{name}")
     folder = Path(next(iter(spec.submodule_search_locations)))
     path = folder / FILE
@@ -149,11 +148,11 @@ def of_package(module: str, name: str, *, editable: bool = False) -> Manifest:
         return of_toml(tomllib.loads(path.read_text(encoding="utf-8")), str(path))
     except OSError:
         raise ManifestError(f"plugin {name!r} has no manifest", code="manifest-missing", who=str(path),
-                            fix="its author runs `miles plugins manifest --write`") from None
+                            fix="run `miles plugins manifest --write` in its project") from None
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ManifestError(f"the manifest of plugin {name!r} cannot be read", code="manifest-unreadable",
                             got=str(error), who=str(path),
-                            fix="its author runs `miles plugins manifest --write`") from None
+                            fix="run `miles plugins manifest --write` in its project") from None
 
 
 def mentions(module: str, word: str) -> bool:
@@ -249,7 +248,7 @@ def _options(table: str, node: ast.ClassDef, classes: dict[str, ast.ClassDef], p
             if not (isinstance(call, ast.Call) and call.args and len(call.args) == 2):
                 raise ManifestError(f"option {item.target.id!r} should be declared as option(default, help)",
                                     code="option-not-declared", who=str(path),
-                                    fix="option(0.2, 'One sentence.', flags=('--eps',))")
+                                    fix="for example option(0.2, 'One sentence.', flags=('--eps',))")
             default, text = (_literal(arg, path) for arg in call.args)
             more = {k.arg: tuple(_literal(k.value, path)) for k in call.keywords}
             found[item.target.id] = Option(table, item.target.id, ast.unparse(item.annotation), default, text, **more)
@@ -262,6 +261,6 @@ def _literal(node: ast.expr | None, path: Path) -> object:
     try:
         return ast.literal_eval(node)
     except ValueError:
-        raise ManifestError("a plugin's hooks, names and options are written as literals", got=ast.unparse(node),
-                            who=f"{path}, line {node.lineno}", code="declaration-not-literal",
-                            fix="so that they can be read without running the file") from None
+        raise ManifestError("a plugin's hooks, names and options must be literals", code="declaration-not-literal",
+                            got=ast.unparse(node), who=f"{path}, line {node.lineno}",
+                            fix="write a literal: the file is read without being run") from None

@@ -69,12 +69,12 @@ def _one(name: str, origin: str, there: Sequence[Preset]) -> Preset:
     found = [one for one in there if one.name == name]
     if len(found) > 1:
         raise OwnerError(f"two plugins offer the preset {name!r}: {found[0].plugin} and {found[1].plugin}", who=origin,
-                         fix="uninstall one, or write out what it stands for", code="preset-offered-twice")
+                         code="preset-offered-twice", fix="uninstall one of them, or write out the preset's values")
     if found:
         return found[0]
     known = [plugin for plugin, offers in KNOWN.items() if f"preset:{name}" in offers]
     near = difflib.get_close_matches(name, [one.name for one in there], 1, 0.6)
-    raise ConfigError(f"there is no preset {name!r}", code="preset-unknown", who=origin, got="there are "
+    raise ConfigError(f"unknown preset {name!r}", code="preset-unknown", who=origin, got="there are "
                       + (", ".join(sorted(one.name for one in there)) or "none"),
                       fix=f"pip install miles-{known[0]}" if known else f"did you mean {near[0]!r}?" if near else
                       "a plugin offers presets: `miles plugins info NAME`")

@@ -139,7 +139,7 @@ def resolve(selected: Sequence[Selected], config: RunConfig) -> list[Choice]:
                     raise OwnerError(f"two plugins offer the {offer.hook} {offer.name!r}: "
                                      f"{first} and {one.manifest.name}", code="part-offered-twice",
                                      who=" and ".join(_definitions(selected, offer)),
-                                     fix="enable one of them, or rename one offer")
+                                     fix="enable only one of them, or rename one")
     _capabilities(selected)
     _resumes(selected, config)
     return [_own(selected, hook, name, key, owners, config) for hook, name, key in choices(config)]
@@ -157,8 +157,8 @@ def _own(selected: Sequence[Selected], hook: str, name: str, key: str, owners: d
     if (hook, name) in owners:
         return Choice(hook, name, owners[hook, name], origin)
     if there := offered_by(hook, name):
-        raise OwnerError(f"nobody enabled offers the {hook} {name!r}", got=f"not enabled: {', '.join(there)}",
-                         who=f"{key} ({origin})", code="part-not-enabled", fix=f"add --plugin {there[0]}")
+        raise OwnerError(f"no enabled plugin offers the {hook} {name!r}", got=f"not enabled: {', '.join(there)}",
+                         code="part-not-enabled", who=f"{key} ({origin})", fix=f"add --plugin {there[0]}")
     if hook == "model_spec":  # an official plugin that has it would be enabled by now (`missing`)
         built = sorted({*_official(hook), *(n for h, n in owners if h == hook)})
         raise OwnerError(f"no plugin builds the architecture {name!r}",
@@ -172,8 +172,8 @@ def _own(selected: Sequence[Selected], hook: str, name: str, key: str, owners: d
     fix = advice(surfaces_of(selected), f"{hook}:{name}") or (
         f"add --plugin {known[0]} (pip install miles-{known[0]})" if known else
         f"did you mean {near[0]!r}?" if near else "enable the plugin that offers it with --plugin")
-    raise OwnerError(f"nobody enabled offers the {hook} {name!r}", got=f"offered: {', '.join(offered) or 'none'}",
-                     who=f"{key} ({origin})", code="part-not-enabled", fix=fix)
+    raise OwnerError(f"no enabled plugin offers the {hook} {name!r}", code="part-not-enabled",
+                     got=f"offered: {', '.join(offered) or 'none'}", who=f"{key} ({origin})", fix=fix)
 
 
 def _official(hook: str) -> list[str]:
@@ -207,9 +207,9 @@ def _resumes(selected: Sequence[Selected], config: RunConfig) -> None:
     """
     keeps, name = keeper(selected), config.rollout.generate
     if keeps is not None and not any(f"resumes:{name}" in one.manifest.provides for one in selected):
-        raise OwnerError(f"the generator {name!r} cannot go on with what was sampled before", who=f"plugin {keeps}",
-                         fix="--generate single-turn can; a plugin whose generator starts from generation.begun says "
-                         f'so: provides = ("resumes:{name}",)', code="generator-cannot-continue")
+        raise OwnerError(f"the generator {name!r} cannot continue partial samples", code="generator-cannot-continue",
+                         who=f"plugin {keeps}", fix='use --generate single-turn; a plugin whose generator starts from '
+                         f'generation.begun declares provides = ("resumes:{name}",)')
 
 
 def _capabilities(selected: Sequence[Selected]) -> None:
@@ -217,10 +217,10 @@ def _capabilities(selected: Sequence[Selected]) -> None:
     for one in selected:
         for word in one.manifest.requires:
             if word not in provided:
-                raise OwnerError(f"plugin {one.manifest.name!r} requires {word!r}, which nothing enabled provides",
+                raise OwnerError(f"plugin {one.manifest.name!r} requires {word!r}, which no enabled plugin provides",
                                  code="plugin-requirement-missing",
-                                 fix=f"add a plugin that does, for instance --plugin {word}")
+                                 fix=f"enable one that does, for instance with --plugin {word}")
         for word in one.manifest.conflicts:
             if word in provided:
                 raise OwnerError(f"plugin {one.manifest.name!r} conflicts with {word!r} of plugin {provided[word]!r}",
-                                 fix="enable one of the two", code="plugin-conflict")
+                                 code="plugin-conflict", fix="enable only one of them")

@@ -239,7 +239,7 @@ def parsed(line: bytes, number: int, path: str | os.PathLike[str]) -> dict:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise RunDirectoryError(f"line {number} is damaged", code="events-damaged",
                                 got=line[:60].decode("utf-8", "replace").rstrip(), who=str(path),
-                                fix="remove that line; the others stand on their own") from error
+                                fix="remove the line; the other lines do not depend on it") from error
     return event
 
 

@@ -136,5 +136,4 @@ def write_error(target: Path, error: OSError) -> CheckpointError:
     full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     return CheckpointError("the disk is full" if full else "a checkpoint could not be written",
                            code="checkpoint-not-written", got=None if full else str(error), who=str(target),
-                           fix=("free some space" if full else "see that the folder can be written to")
-                           + "; checkpoints that were complete before still are")
+                           fix=f"{'free some space' if full else 'make it writable'}; earlier checkpoints are intact")

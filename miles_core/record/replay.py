@@ -44,11 +44,11 @@ def load_batch(template: str, rollout_id: int) -> Batch:
         groups = [_group(samples, next(sizes)) for _ in meta["groups"]]
         return Batch(meta["rollout_id"], groups, meta["version"])
     except FileNotFoundError:
-        raise DataError("there is no saved rollout", code="rollout-dump-missing", who=str(path),
+        raise DataError("the saved rollout does not exist", code="rollout-dump-missing", who=str(path),
                         fix="check --load-debug-rollout-data and --num-rollout") from None
     except Exception as error:  # noqa: BLE001 - damage may be of any kind
-        raise DataError("this is no saved rollout", code="rollout-dump-unreadable", got=str(error), who=str(path),
-                        fix="write it with --save-debug-rollout-data") from None
+        raise DataError("the file is not a saved rollout", code="rollout-dump-unreadable", got=str(error),
+                        who=str(path), fix="write it with --save-debug-rollout-data") from None
 
 
 def save_flow(slots: Sequence[tuple[int, Slot]], begun: Sequence[Group]) -> dict[str, object]:
@@ -106,8 +106,8 @@ def load_flow(state: Mapping[str, object]) -> tuple[list[Slot], list[Group]]:
             raise ValueError(f"{len(samples)} samples are nobody's")
         return slots, later
     except Exception as error:
-        raise CheckpointError("the groups under way cannot be read", got=f"{type(error).__name__}: {error}",
-                              who=FLOW, code="unfinished-groups-unreadable", fix="use an earlier iteration") from error
+        raise CheckpointError("the unfinished groups cannot be read", got=f"{type(error).__name__}: {error}", who=FLOW,
+                              code="unfinished-groups-unreadable", fix="resume from an earlier iteration") from error
 
 
 def _held(slot: Slot) -> Sequence[Sample]:

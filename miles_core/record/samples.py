@@ -78,7 +78,7 @@ def read_samples(path: str | os.PathLike[str]) -> Iterator[dict]:
                 sample = json.loads(line)
                 hash(sample["prompt_uid"]), sample["response"]
             except (ValueError, KeyError, TypeError, RecursionError) as error:
-                raise RunDirectoryError(f"line {number} is no sample", code="samples-damaged", who=str(path),
+                raise RunDirectoryError(f"line {number} is not a sample", code="samples-damaged", who=str(path),
                                         fix="remove the file") from error
             yield sample
 

@@ -31,9 +31,9 @@ def fill(batch: Batch, values: Values, estimator: str) -> dict[str, float]:
     """
     samples = batch.samples
     if len(values) != len(samples):
-        raise TrainError(f"advantage estimator {estimator!r} answered for {len(values)} of {len(samples)} samples",
+        raise TrainError(f"advantage estimator {estimator!r} returned {len(values)} values for {len(samples)} samples",
                          code="advantages-count",
-                         fix="return one number or [R] array for each of batch.samples, in that order")
+                         fix="return one number or [R] array for each of batch.samples, in order")
     for sample, value in zip(samples, values, strict=True):
         array = np.asarray(value, np.float32)
         if array.ndim == 0:
@@ -53,7 +53,7 @@ def check(batch: Batch, who: str, fix: str = "return one finite number for each 
     for sample in batch.samples:
         array = np.asarray(sample.columns.get("advantages", np.nan))
         if array.shape != (sample.response_length,) or not np.isfinite(array).all():
-            raise TrainError(f"{who} gave {sample.name} what is not [R] finite numbers", code="advantages-not-finite",
+            raise TrainError(f"{who} did not return [R] finite numbers for {sample.name}", code="advantages-not-finite",
                              got=f"shape {list(array.shape)} for R = {sample.response_length}", fix=fix)
 
 
@@ -160,7 +160,7 @@ def _trainable_reward(sample: Sample) -> float:
         raise TrainError(f"{sample.name} must not be trained on", got=f"status {sample.status}",
                          fix="drop unfinished samples before the advantage stage", code="sample-not-trainable")
     if sample.reward is None or not abs(sample.reward) <= LARGEST_REWARD:
-        raise RewardError(f"{sample.name} has no finite reward of float32", code="reward-not-finite",
+        raise RewardError(f"the reward of {sample.name} is not a finite float32", code="reward-not-finite",
                           got=repr(sample.reward),
                           fix="name a scorer with --rm-type, or let the generator set sample.reward")
     return sample.reward

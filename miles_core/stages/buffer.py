@@ -265,12 +265,11 @@ class Buffer:
         reasons = ", ".join(f"{reason} {count}" for reason, count in counts.most_common())
         kept = sum(isinstance(slot.outcome, Group) for slot in self._slots)
         detail = next((d.detail for d in reversed(dropped) if d.detail), "")
-        return StarvedError(
-            f"filters dropped {counts.total()} groups ({reasons}) and kept {kept} of the {self.batch_size} that a "
-            f"rollout needs{'; last: ' + detail if detail else ''}", code="batch-starved",
-            fix="look at the reward first: when every answer of a group scores the same there is nothing to learn from "
-            "(wrong --label-key, a scorer that never matches, or a task that is too hard or too easy)",
-        )
+        return StarvedError(f"filters dropped {counts.total()} groups ({reasons}) and kept {kept} of the "
+                            f"{self.batch_size} that a rollout needs{'; last: ' + detail if detail else ''}",
+                            code="batch-starved",
+                            fix="check the reward first: a group whose answers all score the same teaches nothing "
+                                "(wrong --label-key, a scorer that never matches, a task that is too hard or too easy)")
 
     async def _until(self, ready: Callable[[], object]) -> None:
         async with self._changed:

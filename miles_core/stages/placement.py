@@ -134,10 +134,10 @@ class Local(Leases):
     async def open(self) -> None:
         there, (count, size) = visible_gpus(), engines(self.config)
         if there and demand(self.config) > len(there):
-            raise ConfigError(f"the run takes {demand(self.config)} GPUs and this machine has {len(there)}",
-                              got=f"trainer {trainer_gpus(self.config)}, engines {count} x {size}", code="gpus-too-few",
+            raise ConfigError(f"the run needs {demand(self.config)} GPUs, and this machine has {len(there)}",
+                              code="gpus-too-few", got=f"trainer {trainer_gpus(self.config)}, engines {count} x {size}",
                               who="--placement local",
-                              fix="ask for fewer, share them with --colocate, or join machines with --placement ray")
+                              fix="use fewer, share them with --colocate, or add machines with --placement ray")
         self.environment = environment(self.config, gpus=bool(there))
 
     def trainer(self, factory: Callable[..., Any], *args: object) -> Handle:
@@ -190,5 +190,5 @@ def visible_gpus() -> tuple[int, ...]:
     try:
         return tuple(range(gpus())) if given is None else tuple(int(word) for word in given.split(",")[: gpus()])
     except ValueError:
-        raise ConfigError("CUDA_VISIBLE_DEVICES names GPUs by something else than numbers", got=given,
-                          who="--placement local", code="visible-gpus-not-numbers", fix="give their numbers") from None
+        raise ConfigError("CUDA_VISIBLE_DEVICES should list GPUs by number", code="visible-gpus-not-numbers", got=given,
+                          who="--placement local", fix="write for instance CUDA_VISIBLE_DEVICES=0,1") from None

@@ -120,8 +120,8 @@ class RowPrompts:
         self._keep = np.array([row for row, record in enumerate(records) if self._prompt.fits(row, record)], int)
         self.left_out = len(records) - len(self._keep)
         if not len(self._keep):
-            raise DataError("no prompt is left", code="prompts-all-dropped", who=rows.path,
-                            fix="the file is empty, its @[a:b] slice is, or --rollout-max-prompt-len leaves all out")
+            raise DataError("no prompts are left", code="prompts-all-dropped", who=rows.path, fix="check that the file "
+                            "and its @[a:b] slice are not empty, and raise --rollout-max-prompt-len")
 
     def __len__(self) -> int:
         return len(self._keep)
@@ -181,9 +181,9 @@ class Rendering:
             return True
         length = len(self(row, row, record).token_ids)
         if length > limit and rows.max_prompt_len is None:
-            raise DataError(f"the prompt has {length} tokens and leaves no room for an answer", code="prompt-too-long",
-                            got=f"a context of {rows.context}", who=self._where(row),
-                            fix="shorten it, or leave long prompts out with --rollout-max-prompt-len N")
+            raise DataError(f"the prompt has {length} tokens, which leaves no room for an answer",
+                            code="prompt-too-long", got=f"a context of {rows.context}", who=self._where(row),
+                            fix="shorten it, or drop long prompts with --rollout-max-prompt-len N")
         return length <= limit
 
     def __call__(self, uid: int, row: int, record: Mapping[str, Any]) -> Prompt:
@@ -240,15 +240,15 @@ def render(tokenizer: Any, messages: Sequence[Mapping[str, Any]], arguments: dic
     if not getattr(tokenizer, "chat_template", None):
         raise DataError("the tokenizer has no chat template", code="chat-template-missing",
                         who=str(getattr(tokenizer, "name_or_path", "tokenizer")),
-                        fix="pass --chat-template-path FILE, or drop --apply-chat-template")
+                        fix="pass --chat-template-path FILE, or remove --apply-chat-template")
     import jinja2
 
     options = {"add_generation_prompt": True, **arguments}
     try:
         return str(tokenizer.apply_chat_template(list(messages), tokenize=False, **options))
     except (jinja2.TemplateError, ValueError, TypeError, KeyError) as error:
-        raise DataError("the chat template refuses the messages", code="chat-template-failed", got=str(error),
-                        who=where, fix="check the roles and contents, and `miles check-template`") from error
+        raise DataError("the chat template rejected the messages", code="chat-template-failed", got=str(error),
+                        who=where, fix="check the roles and contents; try `miles check-template`") from error
 
 
 class JsonlRecords(list[dict[str, Any]]):
@@ -264,7 +264,7 @@ class JsonlRecords(list[dict[str, Any]]):
     def __init__(self, path: str, most: int | None = None):
         self._name, part = sliced(path)
         if not Path(self._name).is_file():
-            raise DataError("there is no such prompt file", code="prompt-file-missing", who=self._name,
+            raise DataError("the prompt file does not exist", code="prompt-file-missing", who=self._name,
                             fix="check --prompt-data or --eval-prompt-data")
         whole, self.data = most is None or Path(self._name).stat().st_size <= most, ""
         with open(self._name, "rb") as file:
@@ -290,5 +290,5 @@ class JsonlRecords(list[dict[str, Any]]):
             said = type(record).__name__
         except ValueError as error:
             said = str(error).replace("line 1 ", "")
-        raise DataError("the line is not a JSON object", got=said, who=f"{self._name}, line {number}",
-                        fix="one JSON object a line, as UTF-8", code="prompt-line-not-json")
+        raise DataError("the line is not a JSON object", code="prompt-line-not-json", got=said,
+                        who=f"{self._name}, line {number}", fix="write one JSON object per line, in UTF-8")

@@ -107,20 +107,19 @@ def check_request(request: Request, vocabulary: int, experts: bool, engine: str)
         engine: who asks, for the error.
 
     Raises:
-        EngineError: ids outside of the vocabulary, or something wanted that there is not.
+        EngineError: token ids outside the vocabulary, or an output that the engine does not have.
     """
     who = f"request {request.id}"
     if not 0 <= min(request.input_ids) <= max(request.input_ids) < vocabulary:
-        raise EngineError(f"{who} has token ids outside of the vocabulary of {vocabulary}",
-                          got=f"{min(request.input_ids)} to {max(request.input_ids)}", code="token-ids-out-of-range",
+        raise EngineError(f"{who} has token ids outside the vocabulary of {vocabulary}", code="token-ids-out-of-range",
+                          got=f"{min(request.input_ids)} to {max(request.input_ids)}",
                           fix="use the checkpoint's tokenizer")
     if unknown := request.want - {"routed_experts"}:
-        raise EngineError(f"{who} wants what {engine} cannot give", code="engine-feature-missing", got=sorted(unknown),
-                          fix="ask for routed_experts, or for nothing")
+        raise EngineError(f"{who} asks for outputs that {engine} does not have", code="engine-feature-missing",
+                          got=sorted(unknown), fix="ask only for routed_experts")
     if request.want and not experts:
-        raise EngineError(f"{who} wants routed_experts of a model without experts, or of which {engine} cannot tell",
-                          code="routed-experts-unavailable",
-                          fix="use a mixture of experts, and --engine sglang if it is one")
+        raise EngineError(f"{who} asks for routed_experts, which {engine} does not return for this model",
+                          code="routed-experts-unavailable", fix="use a mixture-of-experts model with --engine sglang")
 
 
 class Engine(Protocol):
@@ -289,9 +288,9 @@ async def attended(work: Awaitable[list[Sample]], generation: Generation, who: s
         RolloutError: nothing came of it, and no engine call, for `generation.timeout` seconds.
     """
     def late() -> RolloutError:
-        return RolloutError(f"the generator neither ended nor asked the engine for {generation.timeout:g} s",
+        return RolloutError(f"the generator neither finished nor called the engine for {generation.timeout:g} s",
                             code="generator-stalled", who=who,
-                            fix="look at what it waits for (a tool, another server), or raise --rollout-timeout")
+                            fix="check what it waits for (a tool, another server), or raise --rollout-timeout")
 
     async with within(generation.timeout, late) as generation.recall.idle:
         try:
@@ -310,7 +309,7 @@ async def call_engine(generation: Generation, request: Request) -> Response:
     """
     def late() -> EngineError:
         return EngineError(f"the engine did not answer request {request.id} within {generation.timeout:g} s",
-                           fix="raise --rollout-timeout, or look at the engine's log", code="engine-request-timeout")
+                           code="engine-request-timeout", fix="look at the engine's log, or raise --rollout-timeout")
 
     engine, recall = generation.engine, generation.recall
     if recall.asked:
@@ -351,7 +350,7 @@ def _unfit(response: Response) -> tuple[str, object] | None:
         return "has parts of different lengths", (f"{count} tokens, {len(response.log_probs)} log-probs, "
                                                   f"{len(response.versions)} versions")
     if reason not in ("stop", "length", "abort"):
-        return "ended for a reason that nobody knows", repr(reason)
+        return "has an unknown finish reason", repr(reason)
     if not count and reason != "abort":  # a stop token alone is one
         return f"ended by {reason!r} and is empty", "no token"
     return None
