@@ -91,7 +91,7 @@ def template(node: ast.expr) -> str | None:
         case ast.Constant(value=str(text)):
             return text
         case ast.JoinedStr(values=values):
-            return "".join(str(one.value) if isinstance(one, ast.Constant) else "{%s}" % filled(one.value)
+            return "".join(str(one.value) if isinstance(one, ast.Constant) else f"{{{filled(one.value)}}}"
                            for one in values)
     return None
 

@@ -41,8 +41,8 @@ FAULTS = {
     "engine hang": Fault("the engine did not answer request train- ... within 3 s", IN_TIME, timeout=3),
     "engine slow": Fault("heartbeat: oldest_s ", (*ENGINE, "--heartbeat-interval", "0.2"), "completed"),
     "engine too slow": Fault("the engine did not answer request train- ... within 3 s", IN_TIME, timeout=3),
-    "garbage": Fault(ANSWER + "has token ids outside of the vocabulary of 264 (got 100", ENGINE),
-    "negative token": Fault(ANSWER + "has token ids outside of the vocabulary of 264 (got -", ENGINE),
+    "garbage": Fault(ANSWER + "has token ids outside the vocabulary of 264 (got 100", ENGINE),
+    "negative token": Fault(ANSWER + "has token ids outside the vocabulary of 264 (got -", ENGINE),
     "NaN log-probs": Fault(ANSWER + "has log-probs that are not finite (got nan)", ENGINE),
     "positive log-probs": Fault(ANSWER + "has log-probs above 0", ENGINE),
     "empty answer": Fault(ANSWER + "ended by 'stop' and is empty", ENGINE),
@@ -50,7 +50,7 @@ FAULTS = {
     "unknown version": Fault(ANSWER + "is of weight versions that the engine did not have", ENGINE),
     "version that no trainer sent": Fault(ANSWER + "is of weight versions that the engine did not have", ENGINE),
     "versions go backwards": Fault(ANSWER + "has weight versions that go backwards", ENGINE),
-    "generator hang": Fault("generator 'faulty', train prompt ... neither ended nor asked the engine for 3 s",
+    "generator hang": Fault("generator 'faulty', train prompt ... neither finished nor called the engine for 3 s",
                             (*IN_TIME, "--generate", "faulty"), timeout=3),
     "reward hang": Fault("scorer 'faulty' took longer than 2 s for train prompt", REWARD, timeout=2),
     "reward raises": Fault("scorer 'faulty' failed on train prompt ... ZeroDivisionError", REWARD),
@@ -84,6 +84,6 @@ SERVERS = {
     "router kill": ("one-off", Fault("router_lost: router: its process ended with code -9", ("--rollout-num-gpus", "2"),
                               "completed")),
     "engine hang": ("async", Fault("engine_lost: engine 0: no sign of life for 5 s", end="completed")),
-    "garbage": ("sync", Fault(ANSWER + "has token ids outside of the vocabulary of 264 (got 100")),
+    "garbage": ("sync", Fault(ANSWER + "has token ids outside the vocabulary of 264 (got 100")),
 }
 """The same for runs on real SGLang servers, each in one mode: tests/sglang/test_faults.py."""

@@ -204,7 +204,7 @@ class Bad:
 
 @pytest.mark.parametrize(("body", "argument", "words"), [
     ("return 1 / 0", "sample",
-     "scorer 'bad' failed on train prompt 0 (row 0) (got ZeroDivisionError: ... mend the scorer"
+     "scorer 'bad' failed on train prompt 0 (row 0) (got ZeroDivisionError: ... [scorer-failed]"
      " ... in plugin bad ... (file), hook reward ... logs/traceback.txt"),
     ("return float('nan')", "sample",
      "scorer 'bad' gave train prompt 0 (row 0), sample 0 no finite number ... (got nan)"),
@@ -213,8 +213,8 @@ class Bad:
          "scorer 'bad' gave train prompt 0 (row 0), sample 0 no finite number ... (got None)"),
         ("time.sleep(1000); return 0.0", "sample",
          "scorer 'bad' took longer than 0.5 s for train prompt 0 ... --rm-timeout"),
-        ("return [1.0]", "samples", "scorer 'bad' should answer with one number for each of 4 samples (got [1.0])"),
-        ("return 1.0", "samples", "scorer 'bad' should answer with one number for each of 4 samples (got 1.0)"),
+        ("return [1.0]", "samples", "scorer 'bad' ... (got [1.0]) ... [scores-count]"),
+        ("return 1.0", "samples", "scorer 'bad' ... (got 1.0) ... [scores-count]"),
         ("raise SystemExit(3)", "sample",
          "scorer 'bad' failed on train prompt 0 ... SystemExit: 3 ... in plugin bad ... logs/traceback.txt"))),
 ], ids=["raises", "nan", "nothing", "hangs", "too-few", "no-list", "exits"])  # fmt: skip

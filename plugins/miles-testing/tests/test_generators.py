@@ -97,7 +97,7 @@ BROKEN = {
     r"a list of samples comes back.*not \['[^']*', ": answering(lambda found: [sample.text for sample in found]),
     "a group takes more than 30 s": endless,
     "is of another prompt": changing(lambda sample: setattr(sample, "prompt", replace(sample.prompt, uid=99))),
-    "holds NaN or infinity": setting("rollout_log_probs", lambda rows: rows * np.float32("nan")),
+    "contains NaN or infinity": setting("rollout_log_probs", lambda rows: rows * np.float32("nan")),
     "does not begin with its prompt": setting("tokens", lambda tokens: tokens + 1),
     "response_length is not what it has": setting("tokens", lambda tokens: np.append(tokens, tokens[-1:])),
     "not called back": changing(lambda sample: setattr(sample, "status", Status.ABORTED)),

@@ -57,7 +57,7 @@ PAIRS = {
     "experts": (MOE, ["--num-experts", 8], "whose num_experts is 6", ["--num-experts", 6]),
     "quantises-itself": (QWEN, [*SGLANG, "--sglang-quantization", "fp8"], "quantise plain weights by itself",
                          [*SGLANG, "--sglang-quantization", "fp8", "--debug-rollout-only"]),
-    "broadcast-to-itself": (None, [*SGLANG, "--weight-sync", "broadcast"], "both sides have the same ones",
+    "broadcast-to-itself": (None, [*SGLANG, "--weight-sync", "broadcast"], "[broadcast-with-colocate]",
                             ["--engine", "sglang", "--weight-sync", "broadcast"]),
 }  # fmt: skip
 

@@ -95,7 +95,7 @@ def test_what_a_run_writes_is_for_its_owner_alone(tmp_path):
 
 def test_a_file_in_the_way_is_explained(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(RunDirectoryError, match="a file stands where a folder is needed"):
+    with pytest.raises(RunDirectoryError, match=r"a file exists.*\[run-directory-unwritable\]"):
         RunDirectory(tmp_path / "file").acquire()
     with pytest.raises(RunDirectoryError, match="a file stands"):
         RunDirectory(tmp_path / "file" / "below").acquire()

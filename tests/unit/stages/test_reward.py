@@ -146,7 +146,7 @@ def test_a_combination_that_is_not_finite_is_an_error():
 
 
 def test_without_a_scorer_the_generator_has_to_have_set_the_reward():
-    with pytest.raises(RewardError, match="nobody scored"):
+    with pytest.raises(RewardError, match=r"\[sample-not-scored\]"):
         score({})
 
     async def main():

@@ -39,7 +39,8 @@ class DapoFilter:
 
         if config.rollout.n_samples_per_prompt == 1:
             raise ConfigError("dapo-filter would drop every group: a group of one has no spread",
-                              who="rollout.n_samples_per_prompt", got=1, fix="sample at least 2 answers per prompt")
+                              code="dapo-group-of-one", who="rollout.n_samples_per_prompt", got=1,
+                              fix="sample at least 2 answers per prompt")
         self.options = options
         self.overlong = Overlong.of(options, config)
 

@@ -71,7 +71,8 @@ class Fp8:
         served = chosen(config, "engine") == "sglang" and not config.debug.debug_rollout_only
         if served and stated.get("quant_method") == "fp8" and not stated.get("weight_block_size"):
             raise ConfigError("SGLang rearranges FP8 weights with one scale each when it loads them, and cannot load "
-                              "new ones", got=f"no weight_block_size in {path}", who="plugin fp8",
+                              "new ones",
+                              code="fp8-sglang-needs-blocks", got=f"no weight_block_size in {path}", who="plugin fp8",
                               fix="serve scales per block: miles convert hf-to-fp8 --recipe blockwise")
         return config
 

@@ -129,22 +129,23 @@ class Mtp:
 
 def _check(options: MtpOptions, config: RunConfig) -> None:
     if options.num_layers is not None and options.num_layers < 1:
-        raise ConfigError("at least one layer is needed", got=options.num_layers, who="--mtp-num-layers",
+        raise ConfigError("at least one layer is needed", code="mtp-no-layers", got=options.num_layers,
+                          who="--mtp-num-layers",
                           fix="leave it out to keep those of the checkpoint, or run without plugin mtp")
     if options.loss_scaling_factor < 0:
         raise ConfigError("the weight of a loss should not be negative", got=options.loss_scaling_factor,
-                          who="--mtp-loss-scaling-factor", fix="use 0.2, for example")
+                          who="--mtp-loss-scaling-factor", code="mtp-loss-weight-negative", fix="use 0.2, for example")
     sync = str(config.perf.weight_sync)
     layered = config.surface("server").get("enable_multi_layer_eagle")
     if options.enable_training and layered and not sync.startswith("disk"):
         raise ConfigError("SGLang can update a draft of several layers only from files", got=sync,
-                          who="plugin mtp, --weight-sync", fix="--weight-sync disk")
+                          who="plugin mtp, --weight-sync", code="mtp-draft-needs-files", fix="--weight-sync disk")
     layout = layout_of(config)
     if layout.pipeline > 1:
         raise ConfigError("multi-token-prediction layers need the embedding and the output layer on the same stage",
                           got=f"pipeline_model_parallel_size {layout.pipeline}", who="plugin mtp",
-                          fix="train with one pipeline stage, or without the plugin")
+                          fix="train with one pipeline stage, or without the plugin", code="mtp-stage-placement")
     if layout.context > 1 and options.enable_training:
-        raise ConfigError("a multi-token-prediction layer needs whole sequences to train",
+        raise ConfigError("a multi-token-prediction layer needs whole sequences to train", code="mtp-context-parallel",
                           got=f"context_parallel_size {layout.context}", who="--enable-mtp-training",
                           fix="train without context parallelism, or keep the layers as they are")

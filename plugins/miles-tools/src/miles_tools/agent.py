@@ -36,16 +36,18 @@ def check(options: ToolsOptions, config: RunConfig) -> None:
     """
     if (options.agent is None) == (not options.agent_command):
         raise ConfigError("the generator agent needs exactly one agent", who="tools.agent, tools.agent_command",
-                          got="neither" if options.agent is None else "a function and a program",
+                          got="neither" if options.agent is None else "a function and a program", code="agent-count",
                           fix="--agent FILE.py:FUNCTION, or --agent-command PROGRAM ARGUMENT ...")
     if options.agent is not None:
         find_function(options.agent)
     if not options.agent_timeout > 0 or options.agent_concurrency < 1:
-        raise ConfigError("agent_timeout should be above 0, and agent_concurrency at least 1", who="[tools]",
+        raise ConfigError("agent_timeout should be above 0, and agent_concurrency at least 1",
+                          code="agent-limits-invalid", who="[tools]",
                           got=f"{options.agent_timeout:g} and {options.agent_concurrency}", fix="leave them out")
     if not config.rollout.rollout_temperature > 0:
         raise ConfigError("an agent's tokens are drawn at the run's temperature, which is 0",
-                          who="rollout.rollout_temperature", fix="--rollout-temperature 1")
+                          code="agent-temperature-zero", who="rollout.rollout_temperature",
+                          fix="--rollout-temperature 1")
 
 
 class Agents:
@@ -162,7 +164,7 @@ class Agents:
         if "reward" in result:
             if scorers and SCORER not in scorers:
                 raise RewardError(f"the agent gave {sample.name} a reward that no scorer uses", who=self._who,
-                                  got=f"rm_type {', '.join(scorers)}",
+                                  got=f"rm_type {', '.join(scorers)}", code="agent-reward-unused",
                                   fix=f"add {SCORER} to --rm-type, or let the agent return none")
             sample.rewards[SCORER] = sample.reward = result["reward"]
         elif session.full and not set(scorers) - {SCORER}:
@@ -181,7 +183,7 @@ def reward_of(sample: Sample) -> float:
         RewardError: it gave none.
     """
     if SCORER not in sample.rewards:
-        raise RewardError(f"the agent gave {sample.name} no reward", who="--rm-type agent",
+        raise RewardError(f"the agent gave {sample.name} no reward", code="agent-reward-missing", who="--rm-type agent",
                           fix="let the agent return one, or leave the scorer agent out")
     return sample.rewards[SCORER]
 

@@ -73,7 +73,7 @@ class Tools:
         for name in POSITIVE:
             if not getattr(options, name) > 0:
                 raise ConfigError(f"{name} should be positive", got=getattr(options, name), who=f"tools.{name}",
-                                  fix="leave it out for its default")
+                                  fix="leave it out for its default", code="option-not-positive")
         if config.rollout.generate == "tools":
             from miles_tools.conversation import check as check_tools
 

@@ -247,7 +247,7 @@ def newest(folder: str | os.PathLike[str] = "runs") -> Path:
     """
     runs = [(events.stat().st_mtime, events.parent) for events in Path(folder).glob("*/events.jsonl")]
     if not runs:
-        raise RunDirectoryError("no run in this folder", who=f"{folder}/",
+        raise RunDirectoryError("no run in this folder", code="no-run-in-folder", who=f"{folder}/",
                                 fix="name the run's folder (--run-dir): miles doctor RUN")
     return max(runs)[1]
 

@@ -34,7 +34,7 @@ def manifest(projects: tuple[Path, ...], write: bool) -> None:
                 click.echo(f"wrote {target}")
             elif not target.is_file() or target.read_text() != text:
                 raise ManifestError(f"the manifest of plugin {name!r} is not what its code says", who=str(target),
-                                    fix=f"miles plugins manifest --write {project}")
+                                    fix=f"miles plugins manifest --write {project}", code="manifest-differs-from-code")
 
 
 @click.command("new")
