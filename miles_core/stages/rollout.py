@@ -362,7 +362,7 @@ def _tainted(response: Response, vocabulary: int | None, oldest: int, newest: in
     if not len(ids):
         return None
     if ids.min() < 0 or vocabulary is not None and ids.max() >= vocabulary:
-        return f"has token ids outside of the vocabulary of {vocabulary}", f"{ids.min()} to {ids.max()}"
+        return f"has token ids outside the vocabulary of {vocabulary}", f"{ids.min()} to {ids.max()}"
     if not np.isfinite(log_probs).all():
         return "has log-probs that are not finite", log_probs[~np.isfinite(log_probs)][0]
     if log_probs.max() > ROUNDING:

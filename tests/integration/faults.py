@@ -54,7 +54,7 @@ FAULTS = {
                             (*IN_TIME, "--generate", "faulty"), timeout=3),
     "reward hang": Fault("scorer 'faulty' took longer than 2 s for train prompt", REWARD, timeout=2),
     "reward raises": Fault("scorer 'faulty' failed on train prompt ... ZeroDivisionError", REWARD),
-    "reward NaN": Fault("scorer 'faulty' gave train prompt ... no finite number ... (got nan)", REWARD),
+    "reward NaN": Fault("scorer 'faulty' did not return a finite float32 for train prompt ... (got nan)", REWARD),
     "filter drops everything": Fault("filters dropped ... (dull ... every answer is dull",
                                      (*ENGINE, "--max-over-sampling-waves", "2")),
     "prompt source raises": Fault("prompt source 'faulty': it failed (got ConnectionError: the data server is gone",

@@ -237,7 +237,7 @@ def test_file_limit_at_the_start(place):
 @pytest.mark.parametrize(("flags", "words"), [
     (["--save", "run.toml"], "--save run.toml: checkpoints cannot be written here (got File exists)"),
     (["--save", "/proc/nowhere"], "--save /proc/nowhere: checkpoints cannot be written here"),
-    (["--run-dir", "run.toml"], "run.toml: a file stands where a folder is needed"),
+    (["--run-dir", "run.toml"], "run.toml: a file exists where a folder is needed"),
     (["--run-dir", "/proc/nowhere"], "/proc/nowhere: cannot be written"),
     (["--save", "ckpt", "--save-hf", "hf/{rollout}"], "checkpoint.save_hf (--save-hf): ... {rollout_id}"),
     (["--save", "ckpt", "--save-hf", "run.toml/{rollout_id}"],
@@ -320,7 +320,7 @@ class Bad:
      ["--advantage-estimator", "bad", "--policy-loss", "clip"],
      "advantage ... 'bad' ... finite"),
     ("name='bad'", "def combine_rewards", "sample, weights", "None if sample else 0", ["--combine-rewards", "bad"],
-     "no finite number ... (got None)"),
+     "(got None) ... [score-not-finite]"),
     ("", "def finish", "", "1 / 0", ["--num-rollout", "1", "--strict-trackers"],
      "plugin bad ... hook finish: ZeroDivisionError"),
     ("", "def metrics", "rollout_id", "1 / 0", ["--strict-trackers"], "plugin bad ... hook metrics: ZeroDivisionError"),

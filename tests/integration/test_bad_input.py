@@ -207,10 +207,10 @@ class Bad:
      "scorer 'bad' failed on train prompt 0 (row 0) (got ZeroDivisionError: ... [scorer-failed]"
      " ... in plugin bad ... (file), hook reward ... logs/traceback.txt"),
     ("return float('nan')", "sample",
-     "scorer 'bad' gave train prompt 0 (row 0), sample 0 no finite number ... (got nan)"),
+     "scorer 'bad' ... train prompt 0 (row 0), sample 0 (got nan) ... [score-not-finite]"),
     *(pytest.param(*case, marks=pytest.mark.full) for case in (
         ("return None if sample.index >= 0 else 0.0", "sample",
-         "scorer 'bad' gave train prompt 0 (row 0), sample 0 no finite number ... (got None)"),
+         "scorer 'bad' ... train prompt 0 (row 0), sample 0 (got None) ... [score-not-finite]"),
         ("time.sleep(1000); return 0.0", "sample",
          "scorer 'bad' took longer than 0.5 s for train prompt 0 ... --rm-timeout"),
         ("return [1.0]", "samples", "scorer 'bad' ... (got [1.0]) ... [scores-count]"),

@@ -105,7 +105,7 @@ BROKEN = {
     "it changes its prompt": changing(lambda sample: sample.prompt.metadata.update(seen=True)),
     "two samples of a group have one index": changing(lambda sample: setattr(sample, "index", 0)),
     "samples depend on when the engine answers": globally,
-    "neither ended nor asked the engine": deaf,
+    "neither finished nor called the engine": deaf,
     "called back, no sample of it is aborted": changing(lambda sample: setattr(sample, "status", Status.COMPLETED)),
     "requests are left under way: {'another'}": untidy,
     "the engine failed, and samples came back": stubborn,

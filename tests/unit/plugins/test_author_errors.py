@@ -119,7 +119,7 @@ def test_a_marker_that_is_not_ours_is_refused(project, plugin):
     selected = plugin("@hookimpl\ndef filter_group(self, group):\n    return group", head=head)
     with pytest.raises(HookError, match=f"pluggy's for '{project}', not miles_core.hookimpl") as caught:
         bound(selected)
-    _complete(caught.value, selected[0], "filter_group", 8, "from miles_core import hookimpl")
+    _complete(caught.value, selected[0], "filter_group", 8, "miles_core.hookimpl")
 
 
 def test_a_marker_forgotten_in_a_base_class_is_found(plugin):

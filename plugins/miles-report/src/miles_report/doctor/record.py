@@ -27,14 +27,14 @@ EACH, ALL = 16 << 20, 96 << 20
 
 ENDINGS: dict[str, tuple[str, ...]] = {
     "starved": ("filters dropped",),
-    "scorer": ("scorer ", "nobody scored", "no scorer scored", "has no finite reward"),
+    "scorer": ("scorer ", "sample-not-scored", "reward-not-finite", "nobody scored", "has no finite reward"),
     "non-finite": ("not finite",),
     "out-of-memory": ("out of memory", "too little memory"),
     "disk": ("disk is full", "No space left on device"),
     "stuck": ("did not finish", "did not answer", "did not get on", "made no progress"),
     "died": ("died", "RaySystemError", "WorkerCrashed", "it ended while it started"),
 }
-"""Kinds of ends -> words of the error; the first that fits is the kind."""
+"""Kinds of ends -> codes of the error, or words of it; the first that fits is the kind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,8 +130,13 @@ class Record:
 
     @cached_property
     def error(self) -> str:
-        """What the last start ended with; "" for nothing."""
-        return str((self.end or {}).get("error") or "")
+        """What the last start ended with, without its code; "" for nothing."""
+        return str((self.end or {}).get("error") or "").removesuffix(f" [{self.code}]")
+
+    @property
+    def code(self) -> str:
+        """The code of that error; "" where it has none, as in records of older versions."""
+        return str((self.end or {}).get("code") or "")
 
     @property
     def said(self) -> str:
@@ -146,7 +151,8 @@ class Record:
     @cached_property
     def ending(self) -> str | None:
         """Which kind of ENDINGS the error is."""
-        return next((kind for kind, words in ENDINGS.items() if any(word in self.error for word in words)), None)
+        told = f"{self.code} {self.error}"
+        return next((kind for kind, words in ENDINGS.items() if any(word in told for word in words)), None)
 
     @cached_property
     def plugins(self) -> set[str]:
