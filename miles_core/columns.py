@@ -229,9 +229,9 @@ def joined(begun: Sample, later: Sample, columns: Mapping[str, Column]) -> Sampl
         raise ColumnError(f"{begun.name} cannot be continued: its later span starts with different tokens",
                           code="continued-tokens-differ", who="core",
                           fix="send exactly the tokens so far as the input of the next request")
-    found = {name: _spliced(columns[name], begun.columns.get(name), later.columns.get(name), begun, later)
+    values = {name: _spliced(columns[name], begun.columns.get(name), later.columns.get(name), begun, later)
              for name in {*begun.columns, *later.columns}}
-    return replace(later, columns=found, response_length=begun.response_length + later.response_length,
+    return replace(later, columns=values, response_length=begun.response_length + later.response_length,
                    metadata={**begun.metadata, **later.metadata})
 
 
@@ -267,8 +267,8 @@ def split(packed: Packed, rank: int, size: int) -> Packed:
     bounds = sorted({*packed.cu_seqlens.tolist(), total})
     parts = []
     for start, stop in zip(bounds[:-1], bounds[1:], strict=True):
-        chunk, rest = divmod(int(stop - start), 2 * size)
-        if rest:
+        chunk, remainder = divmod(int(stop - start), 2 * size)
+        if remainder:
             raise ColumnError("the length of a packed sample does not divide for context parallelism",
                               code="sample-length-not-divisible", got=int(stop - start), who="core",
                               fix=f"pack with multiple={2 * size}")

@@ -78,9 +78,9 @@ class HandOver:
 
     def figures(self) -> dict[str, float]:
         """Seconds of each kind of call since the last time, as perf/ metrics."""
-        found = {f"perf/{name}_time": seconds for name, seconds in self._seconds.items()}
+        metrics = {f"perf/{name}_time": seconds for name, seconds in self._seconds.items()}
         self._seconds.clear()
-        return found
+        return metrics
 
     async def _to(self, purpose: str) -> None:
         if purpose == "rollout" and not self._filled:

@@ -94,6 +94,6 @@ def reading(who: str, kind: type[MilesError] = DataError) -> Iterator[None]:
     except MilesError:
         raise
     except Exception as error:
-        said = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0][:200]
-        raise kind("it contains a value that cannot be read", got=said.encode(errors="replace").decode(), who=who,
+        reason = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0][:200]
+        raise kind("it contains a value that cannot be read", got=reason.encode(errors="replace").decode(), who=who,
                    code="file-unreadable", fix="correct the value named above, or write the file again") from error

@@ -82,7 +82,7 @@ class Hosted:
         return getattr(self._trainer, name)
 
     def step(self, index: int) -> dict[str, float]:
-        return self._trainer.step(index) | self._hooks.took()
+        return self._trainer.step(index) | self._hooks.timings()
 
     def close(self) -> None:
         try:

@@ -44,11 +44,11 @@ class Run:
         trainer: handle of the hosted trainer.
         unfinished, select: the bound chains unfinished and select_from_buffer, or None.
         state: () -> JSON state of the plugins, for checkpoints.
-        took: () -> metrics of the time that driver's and rollout's plugins took since it was last asked.
+        hook_timings: () -> metrics of the time in hooks of driver and rollout since its last call.
         begun: groups that were called back and go on later, oldest first.
         clock: seconds, for the figures under perf/.
         version: of the weights that the engine has.
-        steady: whether the trainer holds that version, too: between a sync and the next batch.
+        weights_current: whether the trainer holds that version, too: between a sync and the next batch.
         made_of: the lock of the run that saved the checkpoint, until this run is told its own; empty without one.
     """
 
@@ -71,10 +71,10 @@ class Run:
     unfinished: Callable[[Group], Group] | None = None
     select: Callable[[list[Group], int], list[Group]] | None = None
     state: Callable[[], dict] = dict
-    took: Callable[[], dict[str, float]] = dict
+    hook_timings: Callable[[], dict[str, float]] = dict
     clock: Callable[[], float] = time.perf_counter
     version: int = 0
-    steady: bool = False
+    weights_current: bool = False
     metrics: dict[str, float] = field(default_factory=dict)
     resumable: dict = field(default_factory=dict)
     made_of: dict = field(default_factory=dict)
@@ -140,8 +140,8 @@ class Run:
 
     async def rollout(self, slot: Slot) -> Group:
         """Stage 2; what is too stale already is not gone on with."""
-        begun = Group(slot.prompt, list(slot.begun))
-        return begun if self.too_stale(begun) else await self.generate(slot)
+        partial = Group(slot.prompt, list(slot.begun))
+        return partial if self.too_stale(partial) else await self.generate(slot)
 
     async def reward(self, group: Group) -> Group:
         """Stage 3."""
@@ -155,7 +155,7 @@ class Run:
             return stale_drop(group)
         return filter_group(group, self.chain)
 
-    async def take_back(self, slots: list[Slot]) -> None:
+    async def requeue(self, slots: list[Slot]) -> None:
         """Of slots that no batch can hold: what a plugin keeps goes on later, the prompts of the others come again."""
         keep = self.unfinished is not None
         if keep:
@@ -166,9 +166,9 @@ class Run:
                 slot.task.cancel()
             stale = isinstance(slot.outcome, Drop) and slot.outcome.reason == "stale"
             group = slot.group or (Group(slot.prompt, list(slot.begun)) if slot.begun else None)
-            kept = self.unfinished(group) if keep and group is not None and not stale else None
-            if kept is not None and kept.samples:
-                self.begun.append(kept)
+            remainder = self.unfinished(group) if keep and group is not None and not stale else None
+            if remainder is not None and remainder.samples:
+                self.begun.append(remainder)
             elif slot.prompt is not None:
                 anew.append(slot.prompt)
         self.prompts.give_back(anew)
@@ -184,7 +184,7 @@ class Run:
     async def _recall(self, slots: list[Slot]) -> None:
         """End the requests of these slots, and wait until each has what was drawn."""
         for slot in slots:
-            slot.recall.asked = True
+            slot.recall.cancelled = True
         under_way = [slot for slot in slots if slot.task is not None and not slot.task.done()]
         if not under_way:
             return
@@ -228,7 +228,7 @@ class Run:
 
     def batch(self, rollout_id: int, taken: Taken) -> Batch:
         """The taken groups as a batch; their rewards go through shape_rewards."""
-        self.steady = False
+        self.weights_current = False
         self._timed("rollout_time")
         self._passed_over(rollout_id, taken)
         batch = Batch(rollout_id, taken.groups, self.version)
@@ -256,8 +256,8 @@ class Run:
 
     async def step(self, index: int) -> None:
         """Stages 7 and 8. Metrics of several steps are averaged, seconds added up, the last learning rate is kept."""
-        found = await self.trainer.step(index)
-        for key, value in found.items():
+        metrics = await self.trainer.step(index)
+        for key, value in metrics.items():
             old = self.metrics.get(key, 0.0)
             summed = index and "lr-" not in key and key in self.metrics
             if key.startswith("perf/"):
@@ -277,7 +277,7 @@ class Run:
         begin = self.clock()
         async with within(self.config.perf.weight_sync_timeout, self._late(version)):
             figures = await self.weight_sync.sync(self.trainer, self.engine, version)
-        self.version, self.steady = version, True
+        self.version, self.weights_current = version, True
         self.metrics["perf/update_weights_time"] = self.clock() - begin
         self.journal.event("weight_sync", rollout_id=rollout_id, version=version, seconds=self.clock() - begin,
                            **figures)
@@ -287,10 +287,10 @@ class Run:
 
     async def recover(self) -> None:
         """Bring a restarted engine up to date, where the trainer still holds its version; else the next sync does."""
-        if not self.steady:
+        if not self.weights_current:
             return
         async with self.placement.lease("recover"):
-            if not self.steady:  # it waited for a step to end
+            if not self.weights_current:  # it waited for a step to end
                 return
             async with within(self.config.perf.weight_sync_timeout, self._late(self.version)):
                 figures = await self.weight_sync.sync(self.trainer, self.engine, self.version)
@@ -332,7 +332,8 @@ class Run:
         done = batch.rollout_id + 1
         parts = ("rollout_time", "train_time", "update_weights_time")
         self.metrics["perf/step_time"] = sum(self.metrics.get(f"perf/{part}", 0.0) for part in parts)
-        self.metrics.update(self.placement.figures() | self.took() | throughput(batch, self.metrics, self.config))
+        self.metrics.update(self.placement.figures() | self.hook_timings()
+                            | throughput(batch, self.metrics, self.config))
         self.journal.rollout(batch, self.metrics)
         norm, self.metrics = self.metrics.get("train/grad_norm"), {}
         if self.config.debug.debug_determinism and self.steps:
@@ -360,8 +361,8 @@ class Run:
             if checkpoint.save_hf:
                 await self.trainer.export(Path(checkpoint.save_hf.format(rollout_id=done)))
             plugins = with_ranks(self.resumable["plugins"], await self.trainer.plugin_state())
-            kept = self.resumable | {"plugins": plugins, "lock": self.made_of}
-            await self.trainer.save(Path(checkpoint.save), done, kept)
+            state = self.resumable | {"plugins": plugins, "lock": self.made_of}
+            await self.trainer.save(Path(checkpoint.save), done, state)
         self.journal.event("checkpoint", rollout_id=done - 1, path=checkpoint.save, seconds=self.clock() - begin)
 
     def _late(self, version: int) -> Callable[[], WaitError]:
@@ -378,8 +379,8 @@ class Run:
         resumed run does again has left a trace in it.
         """
         source, name = self.buffer if self.prompts is None else self.prompts, self.config.rollout.prompt_source
-        kept = {"prompt_source": name, **copy.deepcopy({"prompts": source.state_dict(), "plugins": self.state()})}
-        return kept if self.prompts is None else kept | save_flow(self.buffer.slots(), self.begun)
+        state = {"prompt_source": name, **copy.deepcopy({"prompts": source.state_dict(), "plugins": self.state()})}
+        return state if self.prompts is None else state | save_flow(self.buffer.slots(), self.begun)
 
     def _timed(self, name: str) -> None:
         now = self.clock()

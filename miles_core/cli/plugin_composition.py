@@ -89,8 +89,8 @@ def why(key: str, words: tuple[str, ...]) -> None:
             raise UnknownKeyError(f"the run has no key {key!r}", code="composition-key-unknown", fix=fix)
         key = meant[0]
         click.echo(key)
-    said = load(run_file, flags).said.get(key, [])
-    chain = [(_default(plan, key), "default"), *((value, str(origin)) for value, origin in said)]
+    assigned = load(run_file, flags).assigned.get(key, [])
+    chain = [(_default(plan, key), "default"), *((value, str(origin)) for value, origin in assigned)]
     if origins[key] not in {origin for _, origin in chain}:
         chain.append((values[key], f"derived: {origins[key]}"))
     width = max(len(repr(value)) for value, _ in chain)
@@ -178,10 +178,10 @@ def diff(first: Path, second: Path) -> None:
     """
     from miles_core.plugins import lock as locks
 
-    found = locks.differences(locks.read(first), locks.read(second))
-    for line in found:
+    differences = locks.differences(locks.read(first), locks.read(second))
+    for line in differences:
         click.echo(line)
-    if found:
-        raise PluginError(f"{len(found)} difference{'s'[:len(found) != 1]}", code="compositions-differ",
+    if differences:
+        raise PluginError(f"{len(differences)} difference{'s'[:len(differences) != 1]}", code="compositions-differ",
                           who=f"{first}, {second}")
     click.echo("the same")

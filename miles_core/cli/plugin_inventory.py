@@ -143,10 +143,10 @@ def _about(word: str, one: Selected) -> Iterator[tuple[str, str]]:
     if one.source in ("built-in", "file"):
         yield "lives in", one.manifest.plugin.rpartition(":")[0]
         return
-    found = importlib.metadata.distribution(one.source)
-    authors = [found.metadata[key] for key in ("Author", "Author-email", "Maintainer-email") if found.metadata[key]]
+    about = importlib.metadata.metadata(one.source)
+    authors = [about[key] for key in ("Author", "Author-email", "Maintainer-email") if about[key]]
     yield "author", authors[0] if authors else "not stated"
-    yield from (("home", url.partition(", ")[2]) for url in (found.metadata.get_all("Project-URL") or ())[:1])
+    yield from (("home", url.partition(", ")[2]) for url in (about.get_all("Project-URL") or ())[:1])
     package = one.manifest.plugin.partition(":")[0].partition(".")[0]
     spec = importlib.machinery.PathFinder.find_spec(package)  # imports nothing of it
     yield "lives in", next(iter(spec.submodule_search_locations)) if spec and spec.submodule_search_locations else "?"

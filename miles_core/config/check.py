@@ -25,8 +25,8 @@ def check(config: RunConfig, plugins: Sequence[Selected] | None = None) -> tuple
         ConfigError, DataError, CheckpointError: anything else; says what, got, who and the fix.
     """
     notes: list[str] = []
-    asked = built_in() if plugins is None else plugins
-    hooks = bind(asked, config, "plan")
+    selected = built_in() if plugins is None else plugins
+    hooks = bind(selected, config, "plan")
     config = _in_run_dir(config)
     with reading(f"--hf-checkpoint {config.checkpoint.hf_checkpoint}", CheckpointError):
         for step in (_debug, _required, _clip_band, colocate, _batch, _rollout, _rewards, hooks.derive,
@@ -34,7 +34,7 @@ def check(config: RunConfig, plugins: Sequence[Selected] | None = None) -> tuple
             config = step(config, notes.append) if step is not None else config
         if plugins is not None:
             resolve(plugins, config)  # a part that nobody offers is told before what is wrong with files
-        return config if hooks.check is None else hooks.check(config, notes.append, asked), notes
+        return config if hooks.check is None else hooks.check(config, notes.append, selected), notes
 
 
 Note = Callable[[str], None]
@@ -102,10 +102,10 @@ def _batch(config: RunConfig, note: Note) -> RunConfig:
     if steps is None and batch is None:
         steps = 1
     if steps is None:
-        steps, rest, divisor = total // batch, total % batch, f"global_batch_size {batch}"
+        steps, remainder, divisor = total // batch, total % batch, f"global_batch_size {batch}"
     else:
-        rest, divisor = total % steps, f"num_steps_per_rollout {steps}"
-    if rest or steps == 0:
+        remainder, divisor = total % steps, f"num_steps_per_rollout {steps}"
+    if remainder or steps == 0:
         raise BatchError(f"{rollout.rollout_batch_size} x {rollout.n_samples_per_prompt} = {total} samples per rollout "
                          f"do not divide by {divisor}", code="rollout-not-divisible",
                          who=who(config, *(f"rollout.{key}" for key in (*sampled, *trained))),

@@ -81,24 +81,24 @@ def split(argv: Sequence[str]) -> list[Given]:
     Raises:
         ConfigError: a word before the first flag.
     """
-    found: list[tuple[str, list[str]]] = []
+    groups: list[tuple[str, list[str]]] = []
     for word in argv:
-        if word.endswith("\r") or found and found[-1][1] and word and not word.strip(" \t"):
+        if word.endswith("\r") or groups and groups[-1][1] and word and not word.strip(" \t"):
             raise ConfigError("a line continuation of the command is broken", code="flag-broken-line", got=repr(word),
-                              who=found[-1][0] if found else None,
+                              who=groups[-1][0] if groups else None,
                               fix="use Unix line ends (sed -i 's/\\r$//' SCRIPT) and leave nothing after a backslash")
         if word.startswith("--") and len(word) > 2:
             flag, equals, value = word.partition("=")
-            found.append((flag.replace("_", "-"), [value] if equals else []))
-        elif not found:
+            groups.append((flag.replace("_", "-"), [value] if equals else []))
+        elif not groups:
             raise ConfigError("unexpected word before the first flag", code="word-before-flags", got=word,
                               fix="write miles run [RUN FILE] --flag value ...")
         else:
-            found[-1][1].append(word)
-    return [Given(flag, tuple(words)) for flag, words in found]
+            groups[-1][1].append(word)
+    return [Given(flag, tuple(words)) for flag, words in groups]
 
 
-def assign(given: Sequence[Given], spellings: Spellings, plugins: Mapping[str, str],
+def assign(cli_flags: Sequence[Given], spellings: Spellings, plugins: Mapping[str, str],
            surfaces: Sequence[Surface]) -> tuple[list[Assignment], list[str]]:
     """The assignments that the flags make, and notes about flags that are not needed.
 
@@ -112,7 +112,7 @@ def assign(given: Sequence[Given], spellings: Spellings, plugins: Mapping[str, s
     """
     made: list[Assignment] = []
     notes: list[str] = []
-    for one in given:
+    for one in cli_flags:
         for word in one.words:
             meant = re.sub("^[-\u2013\u2014]+(?=[a-z])", "--", word).partition("=")[0].replace("_", "-")
             if meant.startswith("--") and (meant in spellings or any(
@@ -123,8 +123,8 @@ def assign(given: Sequence[Given], spellings: Spellings, plugins: Mapping[str, s
             option, off = spellings[one.flag]
             made.append(Assignment(option.key, value_of(one, option, off), Origin("flag", one.flag)))
         else:
-            found = _foreign(one, spellings, plugins, surfaces, notes)
-            made = [*found, *made] if any(each.yields for each in found) else [*made, *found]
+            foreign = _foreign(one, spellings, plugins, surfaces, notes)
+            made = [*foreign, *made] if any(each.yields for each in foreign) else [*made, *foreign]
     return made, notes
 
 
@@ -138,11 +138,11 @@ def value_of(one: Given, option: Option, off: bool) -> object:
         if len(one.words) > 1:
             raise ConfigError(f"{one.flag} takes no value", code="flag-takes-no-value", got=" ".join(one.words),
                               fix="write the flag alone")
-        given = one.words[0].lower() if one.words else "true"
-        if given not in ("true", "false", "1", "0", "yes", "no"):
-            raise ConfigError(f"{one.flag} takes true, false or no value", code="flag-takes-true-or-false", got=given,
+        truth = one.words[0].lower() if one.words else "true"
+        if truth not in ("true", "false", "1", "0", "yes", "no"):
+            raise ConfigError(f"{one.flag} takes true, false or no value", code="flag-takes-true-or-false", got=truth,
                               fix="write the flag alone")
-        return (given in ("true", "1", "yes")) != off
+        return (truth in ("true", "1", "yes")) != off
     if option.is_list:
         numbers = "int" in option.type or "float" in option.type
         return [_number(word) if numbers else word for word in one.words]
@@ -212,6 +212,6 @@ def _not_enabled(flag: str, plugins: Mapping[str, str]) -> UnknownKeyError | Non
 def _unknown(flag: str, spellings: Spellings, surfaces: Sequence[Surface]) -> UnknownKeyError:
     near = alike(flag, [*spellings, *NAMING], 0.7)
     near += [one for surface in surfaces for one in surface.suggest(flag)]
-    said = advice(surfaces, flag[2:].rpartition(".")[2])  # verl's are a.b.c
-    return UnknownKeyError(f"unknown flag {flag}", code="flag-unknown", fix=said or (
+    remedy = advice(surfaces, flag[2:].rpartition(".")[2])  # verl's are a.b.c
+    return UnknownKeyError(f"unknown flag {flag}", code="flag-unknown", fix=remedy or (
                            f"did you mean {max(near)[1]}?" if near else "see miles run --help"))

@@ -37,28 +37,28 @@ def weight_sync(config: RunConfig, note: Note) -> RunConfig:
     Raises:
         ConfigError: one that cannot reach the engine.
     """
-    perf, given = config.perf, config.perf.weight_sync
-    if given is None:
+    perf, sync = config.perf, config.perf.weight_sync
+    if sync is None:
         apart = perf.placement == "local" and perf.trainer_host == "process"
         usual = ("shared-memory" if apart else "in-process", "ipc" if perf.colocate else "broadcast")
         how = next((name for name in (*usual, *_syncs(config)) if config.reaches(name)), usual[0])
         return weight_sync(with_values(config, "engine and placement", perf__weight_sync=how), note)
-    if not config.reaches(given):
+    if not config.reaches(sync):
         suited = ", ".join(name for name in _syncs(config) if config.reaches(name))
-        needs, engine = ", ".join(config.stated[f"weight_sync:{given}"]), config.rollout.engine or "local"
-        raise ConfigError(f"the weight sync {given!r} does not support the engine {engine!r}",
+        needs, engine = ", ".join(config.stated[f"weight_sync:{sync}"]), config.rollout.engine or "local"
+        raise ConfigError(f"the weight sync {sync!r} does not support the engine {engine!r}",
                           code="weight-sync-engine-mismatch", who=who(config, "perf.weight_sync"),
                           got=f"it needs {needs}, and the engine understands {', '.join(sorted(config.understood))}",
                           fix=f"use one of {suited}, or remove it" if suited else "use that of the engine's plugin")
-    if given == "ipc" and not perf.colocate:
+    if sync == "ipc" and not perf.colocate:
         raise ConfigError("the weight sync 'ipc' needs trainer and engine on the same GPUs", code="ipc-needs-colocate",
                           who=who(config, "perf.weight_sync"), fix="add --colocate, or use --weight-sync broadcast")
-    if given == "broadcast" and perf.colocate:
+    if sync == "broadcast" and perf.colocate:
         raise ConfigError("the weight sync 'broadcast' needs separate GPUs, and --colocate shares them",
                           code="broadcast-with-colocate", who=who(config, "perf.weight_sync", "perf.colocate"),
                           fix="remove --weight-sync: --colocate then uses ipc")
-    if given in ("disk", "disk-delta") and perf.update_weight_disk_dir is None:
-        raise ConfigError(f"the weight sync {given!r} needs a folder that trainer and engines share",
+    if sync in ("disk", "disk-delta") and perf.update_weight_disk_dir is None:
+        raise ConfigError(f"the weight sync {sync!r} needs a folder that trainer and engines share",
                           code="weight-sync-needs-folder", who=who(config, "perf.weight_sync"),
                           fix="add --update-weight-disk-dir FOLDER")
     return config

@@ -90,14 +90,14 @@ class Option:
 
 def options_of(table: str, kind: type) -> dict[str, Option]:
     """The options of an options class, in the order written."""
-    found = {}
+    options = {}
     for field in dataclasses.fields(kind):
         made = field.default_factory
         default = made() if field.default is REQUIRED and made is not dataclasses.MISSING else field.default
         words = field.type if isinstance(field.type, str) else inspect.formatannotation(field.type)
-        found[field.name] = Option(table, field.name, words, default, field.metadata["help"],
+        options[field.name] = Option(table, field.name, words, default, field.metadata["help"],
                                    field.metadata["flags"], field.metadata["off"], field.metadata["within"])
-    return found
+    return options
 
 
 def brief(text: str) -> str:

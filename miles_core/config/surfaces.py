@@ -90,7 +90,7 @@ _SURFACES: dict[tuple[str, ...], list[Surface]] = {}
 
 def advice(surfaces: Iterable[Surface], name: str) -> str | None:
     """What the first that knows it says to write in place of a flag, a key or a part that nobody has."""
-    return next((said for surface in surfaces if (said := surface.advice(name))), None)
+    return next((text for surface in surfaces if (text := surface.advice(name))), None)
 
 
 def alike(flag: str, known: Sequence[str], cutoff: float) -> list[tuple[float, str]]:

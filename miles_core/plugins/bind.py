@@ -59,16 +59,16 @@ class Figures:
 class Hooks(types.SimpleNamespace):
     """The bound hooks of one role; `instances` and `versions` are those of the plugins, by name. Frozen once bound."""
 
-    def took(self) -> dict[str, float]:
+    def timings(self) -> dict[str, float]:
         """Metrics since they were last asked for: seconds and calls of each plugin's hooks, and what it has logged."""
-        found = {}
+        metrics = {}
         for name, tallies in self.tallies.items():
             if calls := sum(count for count, _ in tallies):
-                found[f"perf/hooks/{name}"] = max(0.0, sum(seconds for _, seconds in tallies))
-                found[f"perf/hook_calls/{name}"] = float(calls)
+                metrics[f"perf/hooks/{name}"] = max(0.0, sum(seconds for _, seconds in tallies))
+                metrics[f"perf/hook_calls/{name}"] = float(calls)
             for tally in tallies:
                 tally[:] = 0, 0.0
-        return found | self.figures.take()
+        return metrics | self.figures.take()
 
     def __setattr__(self, name: str, value: object) -> None:
         raise HookError(f"hooks cannot be changed once the run has begun: {name!r}", code="hooks-frozen")
@@ -144,20 +144,20 @@ def check_roles_apart(roles: Sequence[Hooks]) -> None:
 
 def _instance(one: Selected, kind: type, config: RunConfig, figures: Figures) -> object:
     wanted = inspect.signature(kind).parameters
-    given: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     if "options" in wanted:
-        given["options"] = options_class(kind)(**config.options.get(one.manifest.name, {}))
+        arguments["options"] = options_class(kind)(**config.options.get(one.manifest.name, {}))
     if "config" in wanted:
-        given["config"] = config
+        arguments["config"] = config
     if "log" in wanted:
-        given["log"] = functools.partial(figures.log, one.manifest.name)
+        arguments["log"] = functools.partial(figures.log, one.manifest.name)
     unknown = set(wanted) - {"options", "config", "log"}
     if unknown:
         raise HookError(f"the constructor of plugin {one.manifest.name!r} has unknown arguments: "
                         f"{', '.join(sorted(unknown))}", code="constructor-arguments-unknown", who=one.manifest.plugin,
                         fix="it may take `options`, `config` and `log`")
     try:
-        return kind(**given)
+        return kind(**arguments)
     except MilesError:
         raise
     except (Exception, SystemExit) as error:
@@ -185,26 +185,26 @@ def _check_class(one: Selected, kind: type) -> None:
                                    fix="create it in __init__")
 
 
-def _combine(name: str, spec: Callable, found: list[tuple[str, str, Callable]]) -> Any:
+def _combine(name: str, spec: Callable, implementations: list[tuple[str, str, Callable]]) -> Any:
     """found: (plugin, offered name, callable) in the order of the run."""
-    calls = [call for _, _, call in found]
+    calls = [call for _, _, call in implementations]
     if spec.kind == "named":
-        return {offered: call for _, offered, call in found}
+        return {offered: call for _, offered, call in implementations}
     if not calls:
         return None
     if spec.kind == "gather":
-        return _gather(name, found, lists=spec.__annotations__["return"].startswith("Iterable"))
+        return _gather(name, implementations, lists=spec.__annotations__["return"].startswith("Iterable"))
     if spec.kind == "chain":
-        return _chain(name, found)
-    return _observe(calls) if spec.kind == "observe" else _around(name, found)
+        return _chain(name, implementations)
+    return _observe(calls) if spec.kind == "observe" else _around(name, implementations)
 
 
-def _chain(name: str, found: list[tuple[str, str, Callable]]) -> Callable:
+def _chain(name: str, implementations: list[tuple[str, str, Callable]]) -> Callable:
     def chained(value: object, *rest: object) -> object:
-        for _, _, call in found:
-            given, value = value, call(value, *rest)
-            if not isinstance(value, type(given) | Drop):
-                raise HookError(f"{name} should return its argument, a {type(given).__name__}, changed or not",
+        for _, _, call in implementations:
+            before, value = value, call(value, *rest)
+            if not isinstance(value, type(before) | Drop):
+                raise HookError(f"{name} should return its argument, a {type(before).__name__}, changed or not",
                                 code="filter-returned-other-type", got=type(value).__name__, who=call.who,
                                 fix="check for a path without `return`")
             if isinstance(value, Drop):
@@ -214,11 +214,11 @@ def _chain(name: str, found: list[tuple[str, str, Callable]]) -> Callable:
     return chained
 
 
-def _gather(name: str, found: list[tuple[str, str, Callable]], *, lists: bool) -> Callable:
+def _gather(name: str, implementations: list[tuple[str, str, Callable]], *, lists: bool) -> Callable:
     wanted = Iterable if lists else Mapping
 
     def results(args: tuple) -> Iterator[tuple[str, Any]]:
-        for plugin, _, call in found:
+        for plugin, _, call in implementations:
             if not isinstance(result := call(*args), wanted):
                 raise HookError(f"{name} should return {'an iterable' if lists else 'a dict'}",
                                 got=type(result).__name__, code="hook-returned-other-type", who=call.who,
@@ -258,19 +258,19 @@ def _observe(calls: list[Callable]) -> Callable:
     return observed
 
 
-def _around(name: str, found: list[tuple[str, str, Callable]]) -> Callable:
+def _around(name: str, implementations: list[tuple[str, str, Callable]]) -> Callable:
     """around(proceed, value, *rest): the first plugin of the run is outermost. `proceed` takes the value, changed or
     not, or nothing where the hook says so."""
 
-    def outer(call: Callable, proceed: Callable, value: object, rest: tuple, *changed: object) -> object:
-        result = call(fit.apart(proceed, call.tally), *(changed or (value,)), *rest)
+    def outer(call: Callable, proceed: Callable, value: object, others: tuple, *changed: object) -> object:
+        result = call(fit.apart(proceed, call.tally), *(changed or (value,)), *others)
         if result is None:
             raise HookError(f"{name} should return what `proceed` returns, changed or not", got="None",
                             who=call.who, code="wrapper-returned-nothing", fix="check for a path without `return`")
         return result
 
     def wrapped(proceed: Callable, value: object, *rest: object) -> object:
-        for _, _, call in reversed(found):
+        for _, _, call in reversed(implementations):
             proceed = functools.partial(outer, call, proceed, value, rest)
         return proceed()
 
@@ -297,14 +297,14 @@ def _mutable(value: object) -> bool:
 
 def _globals(kind: type, role: str) -> dict[str, object]:
     """Module-level objects that the hook methods of this role, and what they call on self, name."""
-    table, found = hookspecs.specs(), {}
+    table, reachable = hookspecs.specs(), {}
     for method, (hook, _, _) in marked(kind).items():
         if hook in table and table[hook].role == role:
             function = inspect.getattr_static(kind, method)
             for name in _names(function.__code__):
                 if name in function.__globals__ and not name.startswith("__"):
-                    found[f"{function.__module__}.{name}"] = function.__globals__[name]
-    return found
+                    reachable[f"{function.__module__}.{name}"] = function.__globals__[name]
+    return reachable
 
 
 def _names(code: types.CodeType) -> set[str]:

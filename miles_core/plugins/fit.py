@@ -67,11 +67,11 @@ def source_of(manifest: Manifest) -> tuple[Path, dict[str, ast.FunctionDef | ast
     where, _, kind = manifest.plugin.rpartition(":")
     path = Path(where)
     if not where.endswith(".py"):
-        package, *rest = where.split(".")
+        package, *inner = where.split(".")
         spec = importlib.machinery.PathFinder.find_spec(package)
         if spec is None or not spec.submodule_search_locations:
             return path, {}
-        path = Path(spec.submodule_search_locations[0], *rest).with_suffix(".py")
+        path = Path(spec.submodule_search_locations[0], *inner).with_suffix(".py")
     try:
         body = ast.parse(path.read_text(encoding="utf-8")).body
     except (OSError, SyntaxError):
@@ -116,8 +116,8 @@ def check_markers(one: Selected, kind: type) -> None:
         for name, value in vars(base).items():
             if not inspect.isfunction(value) or name in methods:
                 continue
-            foreign = [key.removesuffix("_impl") for key, found in vars(value).items()
-                       if key.endswith("_impl") and isinstance(found, dict) and "hookwrapper" in found]
+            foreign = [key.removesuffix("_impl") for key, marker in vars(value).items()
+                       if key.endswith("_impl") and isinstance(marker, dict) and "hookwrapper" in marker]
             hook = next((vars(value)[f"{project}_impl"].get("specname") for project in foreign), None) or name
             if hook in table and (foreign or not name.startswith("_")):
                 what = f"its marker is pluggy's for {foreign[0]!r}, not miles_core.hookimpl" if foreign else (
@@ -184,11 +184,11 @@ def _result(function: Callable, refused: tuple[str, ...], hook: str, spec: Calla
     if spec.__annotations__["return"] == "None" or inspect.isgeneratorfunction(function):
         return
     steps = list(dis.get_instructions(inspect.unwrap(function)))
-    given = [(before, step) for before, step in zip([None, *steps], steps) if step.opname.startswith("RETURN_")
+    returns = [(before, step) for before, step in zip([None, *steps], steps) if step.opname.startswith("RETURN_")
              and step.opname != "RETURN_GENERATOR"]
     nothing = [step.argval is None if step.opname == "RETURN_CONST" else
-               before.opname == "LOAD_CONST" and before.argval is None for before, step in given]
-    if given and all(nothing):
+               before.opname == "LOAD_CONST" and before.argval is None for before, step in returns]
+    if returns and all(nothing):
         yield "it returns None whatever it is given", f"return {spec.__annotations__['return']}"
 
 

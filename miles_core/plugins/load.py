@@ -49,8 +49,8 @@ def compare(manifest: Manifest, kind: type) -> None:
     Raises:
         ManifestError: the class does not have the hooks and options that the manifest states.
     """
-    found = {Offer(hook, given or manifest.name, method) for method, (hook, given, _) in marked(kind).items()}
-    differ = sorted(f"{o.hook}:{o.name}" for o in found ^ set(manifest.offers))
+    offers = {Offer(hook, part or manifest.name, method) for method, (hook, part, _) in marked(kind).items()}
+    differ = sorted(f"{o.hook}:{o.name}" for o in offers ^ set(manifest.offers))
     made = options_class(kind)
     code = {} if made is None else options_of(manifest.name, made)
     for name in [*manifest.options, *(code.keys() - manifest.options.keys())]:

@@ -223,9 +223,9 @@ def _marker(function: ast.FunctionDef | ast.AsyncFunctionDef) -> ast.expr | None
 def _offer(function: ast.FunctionDef | ast.AsyncFunctionDef, marker: ast.expr, plugin: str, path: Path) -> Offer:
     hook, name = function.name, None
     if isinstance(marker, ast.Call):
-        given = {k.arg: _literal(k.value, path) for k in marker.keywords}
-        hook = _literal(marker.args[0], path) if marker.args else given.get("spec") or hook
-        name = given.get("name")
+        keywords = {k.arg: _literal(k.value, path) for k in marker.keywords}
+        hook = _literal(marker.args[0], path) if marker.args else keywords.get("spec") or hook
+        name = keywords.get("name")
     about = (ast.get_docstring(function) or "").partition("\n")[0] if hook == "commands" else ""
     return Offer(hook, name or plugin, function.name, about)
 
@@ -241,7 +241,7 @@ def _options(table: str, node: ast.ClassDef, classes: dict[str, ast.ClassDef], p
         raise ManifestError(f"{node.name}.__init__ should annotate `options` with a dataclass of the same file",
                             code="options-not-annotated", got=kind, who=str(path),
                             fix="declare it there, with fields made by miles_core.option")
-    found = {}
+    options = {}
     for item in classes[kind].body:
         if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
             call = item.value
@@ -251,8 +251,8 @@ def _options(table: str, node: ast.ClassDef, classes: dict[str, ast.ClassDef], p
                                     fix="for example option(0.2, 'One sentence.', flags=('--eps',))")
             default, text = (_literal(arg, path) for arg in call.args)
             more = {k.arg: tuple(_literal(k.value, path)) for k in call.keywords}
-            found[item.target.id] = Option(table, item.target.id, ast.unparse(item.annotation), default, text, **more)
-    return found
+            options[item.target.id] = Option(table, item.target.id, ast.unparse(item.annotation), default, text, **more)
+    return options
 
 
 def _literal(node: ast.expr | None, path: Path) -> object:

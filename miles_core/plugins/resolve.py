@@ -95,11 +95,11 @@ def missing(selected: Sequence[Selected], config: RunConfig) -> list[tuple[str, 
     """
     offered = {(offer.hook, offer.name) for one in selected for offer in one.manifest.offers}
     known = {tuple(offer.split(":")): plugin for plugin, offers in KNOWN.items() for offer in offers}
-    found = {}
+    lacking = {}
     for hook, name, key in choices(config):
         if (hook, name) not in offered and (hook, name) in known:
-            found.setdefault(known[hook, name], f"{key} = {name!r}, {config.origin.get(key, 'default')}")
-    return list(found.items())
+            lacking.setdefault(known[hook, name], f"{key} = {name!r}, {config.origin.get(key, 'default')}")
+    return list(lacking.items())
 
 
 def called_for(selected: Sequence[Selected], config: RunConfig, quantised: str | None) -> list[tuple[str, str]]:
@@ -108,14 +108,14 @@ def called_for(selected: Sequence[Selected], config: RunConfig, quantised: str |
     Args:
         quantised: what config.json of --hf-checkpoint says its weights are quantised by.
     """
-    have, found = {one.manifest.name for one in selected}, {}
+    have, called = {one.manifest.name for one in selected}, {}
     for key, plugin in CALLED_FOR.items():
         table, _, name = key.partition(".")
-        given = quantised == name if table == "quantization_config" else config.surface(table).get(name)
-        if given and plugin not in have:
-            found.setdefault(plugin, f"{OF_CHECKPOINT}: {name}" if table == "quantization_config" else
-                             f"{key} = {given!r}, {config.origin.get(key, 'default')}")
-    return list(found.items())
+        value = quantised == name if table == "quantization_config" else config.surface(table).get(name)
+        if value and plugin not in have:
+            called.setdefault(plugin, f"{OF_CHECKPOINT}: {name}" if table == "quantization_config" else
+                             f"{key} = {value!r}, {config.origin.get(key, 'default')}")
+    return list(called.items())
 
 
 def resolve(selected: Sequence[Selected], config: RunConfig) -> list[Choice]:
@@ -156,9 +156,9 @@ def _own(selected: Sequence[Selected], hook: str, name: str, key: str, owners: d
     origin = str(config.origin.get(key, "default"))
     if (hook, name) in owners:
         return Choice(hook, name, owners[hook, name], origin)
-    if there := offered_by(hook, name):
-        raise OwnerError(f"no enabled plugin offers the {hook} {name!r}", got=f"not enabled: {', '.join(there)}",
-                         code="part-not-enabled", who=f"{key} ({origin})", fix=f"add --plugin {there[0]}")
+    if plugins := offered_by(hook, name):
+        raise OwnerError(f"no enabled plugin offers the {hook} {name!r}", got=f"not enabled: {', '.join(plugins)}",
+                         code="part-not-enabled", who=f"{key} ({origin})", fix=f"add --plugin {plugins[0]}")
     if hook == "model_spec":  # an official plugin that has it would be enabled by now (`missing`)
         built = sorted({*_official(hook), *(n for h, n in owners if h == hook)})
         raise OwnerError(f"no plugin builds the architecture {name!r}",

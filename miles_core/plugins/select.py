@@ -49,8 +49,8 @@ def built_in() -> list[Selected]:
     from miles_core import __version__
 
     have = {one.name: one for one in installed()}
-    found = [Selected(_built_in(name, module), "built-in", __version__, "default") for name, module in BUILT_IN.items()]
-    return found + [Selected(manifest_of(have[name]), have[name].distribution, have[name].version, "default")
+    parts = [Selected(_built_in(name, module), "built-in", __version__, "default") for name, module in BUILT_IN.items()]
+    return parts + [Selected(manifest_of(have[name]), have[name].distribution, have[name].version, "default")
                     for name in DEFAULTS if name in have]
 
 
@@ -109,17 +109,17 @@ def readable(hook: str | None = None) -> list[Manifest]:
     Args:
         hook: only of plugins that implement it.
     """
-    found = []
+    stated = []
     for one in installed():
         known = KNOWN.get(one.name, ()) if one.official else None
         if hook is not None and not (manifests.mentions(one.entry, f'hook = "{hook}"') if known is None else
                                      any(offer.startswith(f"{hook}:") for offer in known)):
             continue
         try:
-            found.append(manifest_of(one))
+            stated.append(manifest_of(one))
         except ManifestError:
             continue
-    return found
+    return stated
 
 
 def without(named: Sequence[tuple[str, str]], dropped: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
@@ -189,8 +189,8 @@ def manifest_of(one: Installed) -> Manifest:
 
 def _unknown(text: str, name: str, origin: str, have: Sequence[Installed]) -> UnknownPluginError:
     near = difflib.get_close_matches(name, [*KNOWN, *(one.name for one in have)], 1, 0.6)
-    there = ", ".join(one.name for one in have) or "none"
+    names = ", ".join(one.name for one in have) or "none"
     fix = "leave spaces between names, not commas" if "," in text else (
         f"did you mean {near[0]!r}?" if near else "pip install it, or pass a file: ./my_plugin.py")
-    return UnknownPluginError(f"unknown plugin {text!r}", code="plugin-unknown", got=f"installed: {there}", who=origin,
+    return UnknownPluginError(f"unknown plugin {text!r}", code="plugin-unknown", got=f"installed: {names}", who=origin,
                               fix=fix)

@@ -24,14 +24,14 @@ def collect(roles: Sequence[Hooks]) -> dict[str, dict[str, dict]]:
     Raises:
         StateError: a state that is no plain data.
     """
-    found: dict[str, dict[str, dict]] = {}
+    states: dict[str, dict[str, dict]] = {}
     for hooks in roles:
         for name, instance in hooks.instances.items():
             if hasattr(instance, "state_dict"):
-                found.setdefault(name, {})[hooks.role] = {
+                states.setdefault(name, {})[hooks.role] = {
                     "state_version": version_of(instance), "version": hooks.versions[name],
                     "state": _plain(instance.state_dict(), hooks, name)}
-    return found
+    return states
 
 
 def with_ranks(collected: dict[str, dict[str, dict]], ranks: Mapping[str, dict]) -> dict[str, dict[str, dict]]:
@@ -66,11 +66,11 @@ def restore(roles: Sequence[Hooks], saved: dict[str, dict[str, dict]], drop: Seq
         StateError: of a plugin that is not enabled, of another number of ranks, of a newer form, of an older one that
             cannot be migrated.
     """
-    kept = {name: states for name, states in saved.items() if name not in drop}
-    _enabled(roles, kept)
+    remaining = {name: states for name, states in saved.items() if name not in drop}
+    _enabled(roles, remaining)
     loads, notes = [], [f"the state of plugin {name} is left out, as --drop-plugin-state says"
                         for name in saved if name in drop]
-    for hooks, name, one in _each(roles, kept, rank):
+    for hooks, name, one in _each(roles, remaining, rank):
         state, note = _migrated(hooks, name, one)
         loads.append((hooks, name, state))
         notes += [note] if note else []

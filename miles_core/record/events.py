@@ -168,11 +168,11 @@ def stage_seconds(metrics: Mapping[str, float | None]) -> dict[str, float]:
     own (perf/score_time, perf/sync_time, ...) are taken as they are.
     """
     perf = {name: value for name, value in metrics.items() if name.startswith("perf/") and value is not None}
-    took = {stage: sum(perf.get(f"perf/{name}_time", 0.0) for name in _first(perf, sources))
+    spent = {stage: sum(perf.get(f"perf/{name}_time", 0.0) for name in _first(perf, sources))
             for stage, sources in _TIMERS.items()}
     if "perf/actor_train_time" not in perf and "perf/score_time" not in perf:
-        took["train"] = max(0.0, took["train"] - took["score"])
-    return {stage: seconds for stage, seconds in took.items() if seconds > 0}
+        spent["train"] = max(0.0, spent["train"] - spent["score"])
+    return {stage: seconds for stage, seconds in spent.items() if seconds > 0}
 
 
 _LOG_PROBS = ("log_probs", "ref_log_probs", "teacher_log_probs")

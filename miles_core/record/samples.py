@@ -61,9 +61,9 @@ def write_samples(run_dir: str | os.PathLike[str], name: str, rollout_id: int, s
 
 def list_samples(run_dir: str | os.PathLike[str]) -> list[tuple[str, int, Path]]:
     """(name, rollout_id, path) of every file of a run, rollouts first, in order."""
-    found = [(unquote(match[1]), int(match[2]), path) for path in Path(run_dir, "samples").glob("*.jsonl")
+    files = [(unquote(match[1]), int(match[2]), path) for path in Path(run_dir, "samples").glob("*.jsonl")
              if (match := _FILE.fullmatch(path.name))]
-    return sorted(found, key=lambda item: (item[0] != "rollout", item[0], item[1]))
+    return sorted(files, key=lambda item: (item[0] != "rollout", item[0], item[1]))
 
 
 def read_samples(path: str | os.PathLike[str]) -> Iterator[dict]:

@@ -40,8 +40,8 @@ def fill(batch: Batch, values: Values, estimator: str) -> dict[str, float]:
             array = np.full(sample.response_length, array, np.float32)
         sample.columns["advantages"] = array
     check(batch, f"advantage estimator {estimator!r}", fix="look at the rewards of its group")
-    kept = _trained(batch)
-    return {"rollout/advantages": float(kept.mean()) if kept.size else 0.0}
+    trained = _trained(batch)
+    return {"rollout/advantages": float(trained.mean()) if trained.size else 0.0}
 
 
 def check(batch: Batch, who: str, fix: str = "return one finite number for each response token") -> None:
@@ -63,10 +63,10 @@ def whiten(batch: Batch) -> None:
     The batch is whole on every rank, and so are the statistics (float64). Rows that are not trained on get the same
     map, as nobody looks at them. (--normalize-advantages)
     """
-    kept = _trained(batch).astype(np.float64)
-    if not kept.size:
+    trained = _trained(batch).astype(np.float64)
+    if not trained.size:
         return
-    mean, var = kept.mean(), kept.var(ddof=DDOF) if kept.size > DDOF else 0.0
+    mean, var = trained.mean(), trained.var(ddof=DDOF) if trained.size > DDOF else 0.0
     scale = 1.0 / math.sqrt(var + WHITEN_EPSILON)
     for sample in batch.samples:
         sample.columns["advantages"] = ((sample.columns["advantages"] - mean) * scale).astype(np.float32)
@@ -132,21 +132,21 @@ def token_rewards(batch: Batch, algorithm: Algorithm) -> list[np.ndarray]:
     Raises:
         TrainError, RewardError: see `rollout_rewards`.
     """
-    found = kl_penalties(batch, algorithm)
+    penalties = kl_penalties(batch, algorithm)
     rewards = (reward for group in batch.groups for reward in to_samples(group, rollout_rewards(group)))
-    for sample, row, reward in zip(batch.samples, found, rewards, strict=True):
+    for sample, row, reward in zip(batch.samples, penalties, rewards, strict=True):
         trained = np.flatnonzero(sample.columns["loss_mask"])
         if trained.size:
             row[trained[-1]] += reward
-    return found
+    return penalties
 
 
 def discounted(rewards: np.ndarray, gamma: float) -> np.ndarray:
     """Returns G_t = u_t + gamma G_{t+1} of [R] rewards, [R] float64."""
-    found, following = np.empty(len(rewards)), 0.0
+    returns, following = np.empty(len(rewards)), 0.0
     for t in range(len(rewards) - 1, -1, -1):
-        found[t] = following = float(rewards[t]) + gamma * following
-    return found
+        returns[t] = following = float(rewards[t]) + gamma * following
+    return returns
 
 
 def _trained(batch: Batch) -> np.ndarray:

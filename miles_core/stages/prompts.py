@@ -287,8 +287,8 @@ class JsonlRecords(list[dict[str, Any]]):
             record = parse_json(line.strip())
             if isinstance(record, dict):
                 return record
-            said = type(record).__name__
+            problem = type(record).__name__
         except ValueError as error:
-            said = str(error).replace("line 1 ", "")
-        raise DataError("the line is not a JSON object", code="prompt-line-not-json", got=said,
+            problem = str(error).replace("line 1 ", "")
+        raise DataError("the line is not a JSON object", code="prompt-line-not-json", got=problem,
                         who=f"{self._name}, line {number}", fix="write one JSON object per line, in UTF-8")

@@ -15,7 +15,7 @@ import numpy as np
 
 from miles_core.columns import Columns, joined
 from miles_core.errors import EngineError, RolloutError
-from miles_core.types import Prompt, Recall, Sample, Status
+from miles_core.types import CancelHandle, Prompt, Sample, Status
 from miles_core.waits import within
 
 if TYPE_CHECKING:
@@ -230,7 +230,7 @@ class Generation:
     decode: Callable[[Iterable[int], bool], str]
     timeout: float
     begun: Sequence[Sample] = ()
-    recall: Recall = field(default_factory=Recall)
+    recall: CancelHandle = field(default_factory=CancelHandle)
     columns: Columns = field(default_factory=Columns)
     vocabulary: int | None = None
     tokenizer: Any = None
@@ -255,29 +255,29 @@ async def single_turn(prompt: Prompt, generation: Generation) -> list[Sample]:
 
 
 async def _one_turn(prompt: Prompt, index: int, generation: Generation) -> Sample:
-    begun = next((sample for sample in generation.begun if sample.index == index), None)
-    if begun is not None and begun.status is not Status.ABORTED:
-        return begun
-    drawn, sampling = 0 if begun is None else begun.response_length, generation.sampling
-    if begun is not None and drawn and drawn >= sampling.max_new_tokens:
-        return replace(begun, status=Status.TRUNCATED)
+    partial = next((sample for sample in generation.begun if sample.index == index), None)
+    if partial is not None and partial.status is not Status.ABORTED:
+        return partial
+    drawn, sampling = 0 if partial is None else partial.response_length, generation.sampling
+    if partial is not None and drawn and drawn >= sampling.max_new_tokens:
+        return replace(partial, status=Status.TRUNCATED)
     request = Request(
         id=f"{prompt.stream}-{prompt.uid}-{index}",
-        input_ids=prompt.token_ids if begun is None else tuple(begun.tokens.tolist()),
+        input_ids=prompt.token_ids if partial is None else tuple(partial.tokens.tolist()),
         sampling=replace(sampling, max_new_tokens=sampling.max_new_tokens - drawn,
                          min_new_tokens=max(0, sampling.min_new_tokens - drawn)),
-        key=generation.key(index, 0 if begun is None else begun.metadata["spans"]),
+        key=generation.key(index, 0 if partial is None else partial.metadata["spans"]),
     )
     request = generation.on_request(request)
     response = await call_engine(generation, request)
     sample = to_sample(prompt, index, request, response)
     if sample.response_length or sample.status is not Status.ABORTED:  # else there is nothing to read from it
         sample = generation.on_response(sample, response)
-    if begun is not None:
-        sample = joined(begun, sample, generation.columns)
+    if partial is not None:
+        sample = joined(partial, sample, generation.columns)
         sample.text = generation.decode(sample.tokens[len(prompt.token_ids):].tolist(), sampling.skip_special_tokens)
     if sample.status is Status.ABORTED:
-        sample.metadata["spans"] = 1 + (0 if begun is None else begun.metadata["spans"])
+        sample.metadata["spans"] = 1 + (0 if partial is None else partial.metadata["spans"])
     return sample
 
 
@@ -312,7 +312,7 @@ async def call_engine(generation: Generation, request: Request) -> Response:
                            code="engine-request-timeout", fix="look at the engine's log, or raise --rollout-timeout")
 
     engine, recall = generation.engine, generation.recall
-    if recall.asked:
+    if recall.cancelled:
         return Response(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32), "abort")
     oldest = engine.version
     try:
@@ -370,8 +370,8 @@ def _tainted(response: Response, vocabulary: int | None, oldest: int, newest: in
     if (np.diff(versions) < 0).any():
         return "has weight versions that go backwards", versions.tolist()
     if versions[0] < oldest or versions[-1] > newest:
-        asked = f"version {newest}" if oldest == newest else f"versions {oldest} to {newest}"
-        return f"is of weight versions that the engine did not have, but {asked}", f"{versions[0]} to {versions[-1]}"
+        expected = f"version {newest}" if oldest == newest else f"versions {oldest} to {newest}"
+        return f"is of weight versions that the engine did not have, but {expected}", f"{versions[0]} to {versions[-1]}"
     return None
 
 

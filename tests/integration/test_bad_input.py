@@ -20,7 +20,7 @@ def change(path, **values) -> None:
 
 
 def test_hf_checkpoint_that_is_not_there(place):
-    place.refuses(2, "--hf-checkpoint nowhere: ... config.json ... [model-config-unusable]", "--hf-checkpoint", "nowhere")
+    place.refuses(2, "--hf-checkpoint nowhere: ... [model-config-unusable]", "--hf-checkpoint", "nowhere")
 
 
 def test_truncated_weights(place):

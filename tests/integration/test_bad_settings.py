@@ -11,7 +11,7 @@ import pytest
     (["--num-steps-per-rollout", "3"], "4 x 4 = 16 ... num_steps_per_rollout 3 ... [rollout-not-divisible]"),
     (["--global-batch-size", "5"], "4 x 4 = 16 ... global_batch_size 5 ... [rollout-not-divisible]"),
     (["--global-batch-size", "32"], "4 x 4 = 16 ... global_batch_size 32 ... [rollout-not-divisible]"),
-    (["--global-batch-size", "4", "--num-steps-per-rollout", "2"], "is 16 ... is 8 ... [rollout-and-train-sizes-differ]"),
+    (["--global-batch-size", "4", "--num-steps-per-rollout", "2"], "16 ... 8 ... [rollout-and-train-sizes-differ]"),
     (["--no-use-dynamic-batch-size", "--micro-batch-size", "3"],
      "global_batch_size 16 does not divide by micro_batch_size 3"),
     (["--no-use-dynamic-batch-size", "--micro-batch-size", "0"], "perf.micro_batch_size (--micro-batch-size)"),

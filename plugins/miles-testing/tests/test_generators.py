@@ -12,7 +12,7 @@ from miles_testing.clock import run_virtual
 
 from miles_core.errors import MilesError
 from miles_core.stages.rollout import single_turn
-from miles_core.types import Recall, Status
+from miles_core.types import CancelHandle, Status
 
 
 @pytest.fixture(autouse=True)
@@ -74,7 +74,7 @@ async def stubborn(prompt, generation):
 
 async def deaf(prompt, generation):
     """Asks the engine without telling anybody, so that it cannot be called back."""
-    return await single_turn(prompt, replace(generation, recall=Recall()))
+    return await single_turn(prompt, replace(generation, recall=CancelHandle()))
 
 
 async def endless(prompt, generation):

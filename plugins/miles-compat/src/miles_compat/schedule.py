@@ -23,7 +23,7 @@ from miles_compat.session import CURRENT, Drawn, Session
 from miles_core import rng
 from miles_core.errors import HookError
 from miles_core.hosts import in_daemon_thread
-from miles_core.types import Prompt, Recall, Sample, Status
+from miles_core.types import CancelHandle, Prompt, Sample, Status
 
 if TYPE_CHECKING:
     from miles_compat.args import Args
@@ -95,7 +95,7 @@ class Together(Session):
     """One session for all that a rollout function asks of the engine; the slots that wait for it are alive."""
 
     def __init__(self, args: Args, generation: Generation, name: Callable[[Sequence[int]], tuple[str, int]]):
-        super().__init__(args, replace(generation, recall=Recall()), name, args.rollout_max_context_len)
+        super().__init__(args, replace(generation, recall=CancelHandle()), name, args.rollout_max_context_len)
         self.waiting: list[Generation] = []
 
     async def generate(self, payload: Mapping[str, Any]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from miles_core.config.tables import RunConfig
 from miles_core.errors import ConfigError
 from miles_core.hosts import Handle, RankGroup, ThreadHost
 from miles_core.stages.placement import Leases, demand, engines, first_engine_gpu, logs
-from miles_core.types import Rank, Seat
+from miles_core.types import NodeSlot, Rank
 from miles_ray import cluster
 from miles_ray.cluster import Bundle
 from miles_ray.host import Actor, RayHost
@@ -116,7 +116,7 @@ class Hold:
         self._joined.leave()
 
 
-def seats(places: Sequence[Bundle], size: int) -> list[tuple[Seat, Bundle]]:
+def seats(places: Sequence[Bundle], size: int) -> list[tuple[NodeSlot, Bundle]]:
     """Seats of engines of `size` bundles each, engine after engine and node after node, and where their hosts go.
 
     Raises:
@@ -133,7 +133,7 @@ def seats(places: Sequence[Bundle], size: int) -> list[tuple[Seat, Bundle]]:
                               fix="choose sizes of trainer and engines that divide a node's GPUs")
         for index, node in enumerate(nodes):
             gpus = tuple(place.gpu for place in node if place.gpu is not None)
-            placed.append((Seat(engine, index, len(nodes), node[0].host, gpus), node[0]))
+            placed.append((NodeSlot(engine, index, len(nodes), node[0].host, gpus), node[0]))
     return placed
 
 

@@ -15,7 +15,7 @@ from miles_core.config.tables import RunConfig
 from miles_core.errors import ConfigError, DiedError, EngineError, MilesError
 from miles_core.hosts import Handle
 from miles_core.stages.placement import logs
-from miles_core.types import Seat
+from miles_core.types import NodeSlot
 from miles_core.waits import awake
 from miles_sglang.arguments import LOADER, command, environment
 from miles_sglang.client import Client
@@ -46,7 +46,7 @@ class Server:
 
     name: str
     client: Client
-    seats: tuple[Seat, ...] = ()
+    seats: tuple[NodeSlot, ...] = ()
     handles: tuple[Handle, ...] = ()
     size: int = 1
     version: int = 0
@@ -174,14 +174,14 @@ async def _ready(server: Server, config: RunConfig) -> None:
     server.answers()
 
 
-def _command(config: RunConfig, seat: Seat, port: int, meeting: str | None) -> list[str]:
+def _command(config: RunConfig, seat: NodeSlot, port: int, meeting: str | None) -> list[str]:
     words = command(config, seat, port, meeting)
     if config.rollout.pause_generation_mode == "in_place":
         words.append("--incremental-streaming-output")  # answers are streamed then; else each piece repeats all
     return words
 
 
-def _log(config: RunConfig, seat: Seat) -> Path:
+def _log(config: RunConfig, seat: NodeSlot) -> Path:
     return logs(config) / f"engine-{seat.engine}{f'-node-{seat.node}' if seat.nodes > 1 else ''}.log"
 
 

@@ -17,7 +17,7 @@ from urllib.parse import quote
 
 from miles_core.config.tables import RunConfig
 from miles_core.errors import EngineError, MilesError
-from miles_core.types import Seat
+from miles_core.types import NodeSlot
 from miles_core.waits import BEAT, awake
 from miles_sglang.client import Client
 from miles_sglang.forwarded import words
@@ -49,7 +49,7 @@ class Router:
     def __init__(self, config: RunConfig, log: Path, url: str | None = None):
         self._config, self._options, self._log = config, sglang_options(config), log
         self._kind = self._options.router or "smg"
-        self._process = None if url else ServerProcess(Seat())
+        self._process = None if url else ServerProcess(NodeSlot())
         self._workers: set[str] = set()  # those that should be in it
         self._old_protocol = False
         self._restarts = 0

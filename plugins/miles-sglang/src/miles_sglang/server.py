@@ -23,7 +23,7 @@ import psutil
 
 from miles_core.errors import EngineError
 from miles_core.stages.placement import visible_gpus
-from miles_core.types import Seat
+from miles_core.types import NodeSlot
 
 STOP_SECONDS = 5.0
 """Seconds between asking a server to end and making it."""
@@ -69,13 +69,13 @@ class ServerProcess:
         seat: where in an engine it is; its GPUs are set by the environment that `start` is given.
     """
 
-    def __init__(self, seat: Seat):
+    def __init__(self, seat: NodeSlot):
         self.seat = seat
         self._process: subprocess.Popen | None = None
         self._log: Path | None = None
         self._children: dict[int, float] = {}  # id -> when it was made: ids are used again
 
-    def where(self) -> Seat:
+    def where(self) -> NodeSlot:
         """The seat, for the driver, which only has a handle."""
         return self.seat
 

@@ -11,7 +11,7 @@ from miles_core.config.tables import RunConfig
 from miles_core.errors import EngineDiedError, EngineError, MilesError, SyncError
 from miles_core.hosts import Handle
 from miles_core.stages.placement import Placement, logs
-from miles_core.types import Seat
+from miles_core.types import NodeSlot
 from miles_core.waits import awake
 from miles_sglang.client import Client
 from miles_sglang.launch import Server, attach, compilers, end, exited, launch, log_of, together
@@ -204,7 +204,7 @@ class ServerPool:
         handles = self._placement.servers(ServerProcess)
         for handle in handles:
             handle.timeout = HOST_TIMEOUT
-        nodes: dict[int, list[tuple[Seat, Handle]]] = {}
+        nodes: dict[int, list[tuple[NodeSlot, Handle]]] = {}
         for seat, handle in zip(await together(handle.where() for handle in handles), handles, strict=True):
             nodes.setdefault(seat.engine, []).append((seat, handle))
         for engine, pairs in sorted(nodes.items()):

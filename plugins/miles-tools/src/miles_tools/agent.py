@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from miles_core.errors import ConfigError, RewardError
 from miles_core.stages.rollout import Generation
-from miles_core.types import Prompt, Recall, Sample, Status
+from miles_core.types import CancelHandle, Prompt, Sample, Status
 from miles_tools.agent_call import AgentFailed, Task, call_function, call_program, find_function, load_function
 from miles_tools.foreign import describe, is_unicode
 from miles_tools.session import CALLED_BACK, Failure, Session
@@ -119,7 +119,7 @@ class Agents:
         return sample
 
     async def _in_session(self, prompt: Prompt, session: Session,
-                          recall: Recall) -> tuple[dict[str, Any], Failure | None]:
+                          recall: CancelHandle) -> tuple[dict[str, Any], Failure | None]:
         """(what the agent returned, why it failed). An agent that fails for lack of context keeps its answers."""
         key = self._server.open(session)
         agent = asyncio.ensure_future(self._call(prompt, key))
@@ -128,7 +128,7 @@ class Agents:
             deadline = time.monotonic() + self._options.agent_timeout
             while (left := deadline - time.monotonic()) > 0 and not (agent.done() or broken.done()):
                 await asyncio.wait((agent, broken), timeout=min(left, LOOK), return_when=asyncio.FIRST_COMPLETED)
-                if recall.asked and not agent.done():
+                if recall.cancelled and not agent.done():
                     return {}, CALLED_BACK
             if session.error is not None:
                 raise session.error

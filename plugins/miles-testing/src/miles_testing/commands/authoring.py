@@ -49,9 +49,9 @@ def manifest(projects: tuple[Path, ...], write: bool) -> None:
 @click.option("--licence", type=click.Choice(["Apache-2.0", "MIT", "BSD-3-Clause"]), default="Apache-2.0",
               show_default=True)
 @click.option("--template", metavar="SRC", help="Another template: a folder or a git repository.")
-@click.option("--out", type=click.Path(path_type=Path), help="Folder of the project; default: the name of the distribution.")
+@click.option("--out", type=click.Path(path_type=Path), help="The project's folder; default: its distribution's name.")
 def new(name: str, template: str | None, out: Path | None, **answers: object) -> None:
-    """Create a project for a plugin called NAME: package, manifest, tests, README, workflow. Needs `pip install copier`.
+    """Create a plugin project called NAME: package, manifest, tests, README, workflow. Needs `pip install copier`.
 
     \b
       miles plugins new my-reward
