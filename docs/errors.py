@@ -23,9 +23,13 @@ Every error of Miles ends with a code in brackets, such as `[lr-out-of-range]`. 
 changes, so search for it here, match it in scripts (`run_end` of `events.jsonl` has it as `code`) and test for it:
 
 ```python
-with pytest.raises(ConfigError) as caught:
-    load(run_file)
-assert caught.value.code == "lr-out-of-range"
+from miles_core.config.load import load
+from miles_core.errors import ConfigError
+
+try:
+    load(None, ["--rollout-batch-size", "0"])
+except ConfigError as error:
+    assert error.code == "option-out-of-range" and error.got == 0
 ```
 
 An error also has `what`, `got` (the offending value), `who` (the file, flag, plugin or process) and `fix`. The classes

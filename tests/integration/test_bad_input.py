@@ -155,7 +155,7 @@ ROW = {"prompt": "1+1=", "label": "2"}
     ([ROW, '{"prompt": "1+', ROW],
      "data.jsonl, line 2: the line is not a JSON object (got Unterminated string ... column 12 ... one JSON object"),
     ([ROW, "", ["1+1=", "2"]], "data.jsonl, line 3: the line is not a JSON object (got list)"),
-    ([], "data.jsonl: ... [prompts-all-dropped]"),
+    ([], "data.jsonl: no prompt is left ... the file is empty"),
     ([ROW | {"prompt": 5}], "data.jsonl, line 1: 'prompt' should be text or a list of chat messages (got int)"),
     ([ROW | {"prompt": []}], "data.jsonl, line 1: 'prompt' should be text or a list of chat messages (got nothing)"),
     ([ROW | {"prompt": [{"role": "user"}]}], "data.jsonl, line 1: a message of 'prompt' has no text"),

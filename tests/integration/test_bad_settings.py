@@ -81,7 +81,7 @@ def test_run_file_that_cannot_be_read(place):
     place.refuses(2, "the run file is a folder ... .toml")
     (place.path / "latin.toml").write_bytes(b"# caf\xe9\n")
     place.file = "latin.toml"
-    place.refuses(2, "latin.toml: the run file is not TOML")
+    place.refuses(2, "latin.toml: ... [run-file-not-toml]")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")

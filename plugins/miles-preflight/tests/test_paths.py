@@ -36,7 +36,7 @@ def test_a_checkpoint_of_this_machine_is_there(plan, tmp_path, folder):
     model = folder("models/tiny", model_type="qwen3")
     refused(plan, "--hf-checkpoint /data/none/Qwen: there is no such folder", "--hf-checkpoint", "/data/none/Qwen")
     refused(plan, "there is no such folder", "--hf-checkpoint", model.parent / "tyni")
-    refused(plan, "~ is not expanded", "--hf-checkpoint", "~/models/tiny")
+    refused(plan, "[option-not-expanded]", "--hf-checkpoint", "~/models/tiny")
     refused(plan, "this is a file", "--hf-checkpoint", model / "config.json")
     refused(plan, f"is {model} meant?", "--hf-checkpoint", model.parent)
     assert not any("is not here" in note for note in plan("--hf-checkpoint", model).notes)

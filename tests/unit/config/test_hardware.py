@@ -131,7 +131,7 @@ REFUSED = {
     "the tensor-parallel size is": ["--sglang-tp-size", 2],
     "do not divide by its pipeline of 2": ["--sglang-pp-size", 2],
     "dp_size is for data-parallel attention": ["--sglang-dp-size", 2],
-    "the engine's dtype is said twice": ["--engine-dtype", "float32", "--sglang-dtype", "bfloat16"],
+    "[engine-dtype-twice]": ["--engine-dtype", "float32", "--sglang-dtype", "bfloat16"],
     "beyond the servers' context length": ["--sglang-context-length", 64, "--rollout-max-context-len", 65],
     "without an algorithm": ["--sglang-speculative-num-steps", 3],
     "there is no such draft model": ["--sglang-speculative-algorithm", "EAGLE",

@@ -21,8 +21,8 @@ class DapoFilterOptions:
     overlong_buffer_len: int | None = option(
         None, "Response tokens before --rollout-max-response-len in which a penalty grows; default: no penalty."
     )
-    overlong_penalty_factor: float = option(1.0, "What an answer of the full length loses.")
-    filter_penalised: bool = option(False, "Look at rewards less the penalty, not at raw ones, to drop a group.")
+    overlong_penalty_factor: float = option(1.0, "Penalty of an answer of the full length.")
+    filter_penalised: bool = option(False, "Compare rewards after the penalty, not raw ones, to drop a group.")
 
 
 class DapoFilter:

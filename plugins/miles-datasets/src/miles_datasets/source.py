@@ -225,6 +225,6 @@ def _split(wanted: str | None, there: list[str], name: str) -> str:
         return str(wanted)
     if wanted is None and ("train" in there or len(there) == 1):
         return "train" if "train" in there else there[0]
-    raise DataError(f"there is no split {wanted!r}" if wanted else "nobody says which split",
+    raise DataError(f"there is no split {wanted!r}" if wanted else "the dataset has several splits",
                     code="dataset-split-unknown", who=name, got=f"there are {', '.join(there) or 'none'}",
                     fix=f"write {name.split(':')[0]}:SPLIT")

@@ -34,11 +34,11 @@ class Fp8Options:
         "Default: as --fp8-recipe, else blockwise."
     )
     keep: list[str] = option(
-        [], "Modules that such weights leave as they are, by Hugging Face's name or the beginning or end of it.",
+        [], "Modules that such weights do not quantise, by their Hugging Face name or its beginning or end.",
         flags=("--extra-high-precision-layers-hf",),
     )
-    first_layers: int = option(0, "Layers at the start that such weights leave as they are, all their modules.")
-    last_layers: int = option(0, "Layers at the end that such weights leave as they are, all their modules.")
+    first_layers: int = option(0, "Layers at the start whose modules such weights do not quantise.")
+    last_layers: int = option(0, "Layers at the end whose modules such weights do not quantise.")
     emulate: Literal["all", "weights"] = option(
         "all", "What training without FP8 kernels rounds: all operands, or weights alone, as the local engine does."
     )

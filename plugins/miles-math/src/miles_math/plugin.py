@@ -18,13 +18,13 @@ class MathOptions:
     """How answers are found and compared."""
 
     boxed_only: bool = option(
-        True, "Scorer math takes answers in \\boxed{...} only; off: without a box the last number or expression counts."
+        True, "Scorer math accepts only answers in \\boxed{...}; off: else the last number or expression."
     )
     format_pattern: str | None = option(
-        None, "Regular expression that scorer format wants the whole response to match; default: ends in its only box."
+        None, "Regular expression for whole responses in scorer format; default: it ends in its only box."
     )
-    grading_timeout: float = option(3.0, "CPU seconds that one comparison may take; what needs more scores 0.")
-    grading_processes: int = option(2, "Most processes in which answers are compared.")
+    grading_timeout: float = option(3.0, "CPU seconds allowed for one comparison; answers that need more score 0.")
+    grading_processes: int = option(2, "Maximum number of processes that compare answers.")
 
 
 class Math:

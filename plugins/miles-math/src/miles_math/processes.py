@@ -102,7 +102,7 @@ class _Process:
         if -status in _ENDED_BY_THE_QUESTION:
             raise Ungradable(signal.Signals(-status).name)
         raise RewardError("a grading process ended", code="grading-process-ended", got=f"exit status {status}",
-                          who=self._who, fix="find out who ended it; an answer that nobody graded is not a wrong one")
+                          who=self._who, fix="find out what ended it; an ungraded answer does not count as wrong")
 
     def kill(self) -> None:
         self._popen.kill()

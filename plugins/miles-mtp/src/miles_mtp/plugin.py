@@ -37,7 +37,7 @@ class MtpOptions:
         False, "Train the layers; otherwise they stay unchanged.", flags=("--enable-mtp-training",)
     )
     loss_scaling_factor: float = option(
-        0.2, "Weight of their loss beside the policy's.", flags=("--mtp-loss-scaling-factor",)
+        0.2, "Weight of their loss relative to the policy loss.", flags=("--mtp-loss-scaling-factor",)
     )
     names: Literal["auto", "mtp", "nextn", "mimo"] = option(
         "auto", "What the checkpoint calls their tensors; auto: as it does, for fresh layers mtp if one, else nextn."

@@ -35,7 +35,7 @@ class R3Options:
         flags=("--use-rollout-routing-replay",),
     )
     use_routing_replay: bool = option(
-        False, "Alone: record the routing of the log-prob pass and replay it in the steps, whatever the engine did.",
+        False, "If set alone: replay the routing of the log-prob pass in the steps, independently of the engine.",
         flags=("--use-routing-replay",),
     )
     drop_computed_again: bool = option(
@@ -44,7 +44,7 @@ class R3Options:
         "weights.",
     )
     compare_every: int = option(
-        0, "Every so many rollouts, log-probs without replay as well, for a metric: one more pass; 0: never."
+        0, "Rollouts between extra passes without replay, for a metric that compares log-probs; 0 is never."
     )
 
 

@@ -26,9 +26,9 @@ class RemoteRmOptions:
     rm_url: str | None = option(None, "Address of the service, http://HOST:PORT/PATH.", flags=("--rm-url",))
     rm_send_metadata: bool = option(False, "Send the row's metadata with each sample.")
     rm_concurrency: int = option(64, "Largest number of concurrent requests.")
-    rm_connect_timeout: float = option(5.0, "Seconds that one connection may take.")
+    rm_connect_timeout: float = option(5.0, "Seconds allowed for one connection.")
     rm_request_timeout: float | None = option(
-        None, "Seconds for one request, waiting for its turn and all attempts included; default: 0.9 x rm_timeout."
+        None, "Seconds allowed for one request, including queueing and all attempts; default: 0.9 x rm_timeout."
     )
     rm_retries: int = option(4, "Further attempts after a failed connection or an answer of status 502, 503 or 504.")
     rm_check: bool = option(True, "Connect to the service when the run starts, and end the run if that fails.")

@@ -21,9 +21,10 @@ class RewardsOptions:
     """What the graders in processes of their own may take."""
 
     grading_timeout: float = option(
-        3.0, "CPU seconds for one answer, of all to a prompt half of rm_timeout; what needs more scores 0."
+        3.0, "CPU seconds for an answer, and half of rm_timeout for all answers to a prompt; longer ones score 0."
     )
-    grading_processes: int = option(2, "Most processes that compare by SymPy, and most that check instructions.")
+    grading_processes: int = option(
+        2, "Maximum number of processes that compare with SymPy, and that check instructions.")
 
 
 class Rewards:
@@ -201,7 +202,7 @@ def _read(sample: Sample, ask: Callable[[], T]) -> T:
     except (ValueError, OverflowError) as error:
         raise RewardError(f"{sample.name} cannot be scored: what its row holds does not fit",
                           code="rewards-row-unsuitable", got=str(error)[:200], who="rewards",
-                          fix="mend the row, or check --label-key and --metadata-key") from None
+                          fix="correct the row, or check --label-key and --metadata-key") from None
 
 
 def _graded(sample: Sample, scorer: str, ask: Callable[[], bool]) -> float:

@@ -23,7 +23,7 @@ class SftOptions:
     """Where answers are found and what of them is trained on."""
 
     sft_response_key: str = option("response", "Key of the answer in the row, where the prompt is no conversation.")
-    sft_append_eos: bool = option(True, "End an answer that no special token ends with the end-of-sequence token.")
+    sft_append_eos: bool = option(True, "Append the end-of-sequence token to answers that no special token ends.")
     sft_last_turn_only: bool = option(False, "Train on a conversation's last answer only.")
     sft_loss_mask_type: Literal["qwen", "qwen3", "qwen3_5", "distill_qwen"] = option(
         "qwen", "How conversations become text: qwen, as the template renders the whole; qwen3, each answer by itself, "

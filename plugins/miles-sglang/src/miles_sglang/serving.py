@@ -88,7 +88,7 @@ def _dtype(config: RunConfig, note: Note) -> RunConfig:
     if dtype is None or own == dtype:
         return config
     if own is not None:
-        raise ConfigError("the engine's dtype is said twice", code="engine-dtype-twice", got=f"{own} and {dtype}",
+        raise ConfigError("the engine's dtype is set twice", code="engine-dtype-twice", got=f"{own} and {dtype}",
                           who=who(config, "rollout.engine_dtype", "server.dtype"), fix="drop one")
     if dtype not in ("float32", "bfloat16"):
         return config

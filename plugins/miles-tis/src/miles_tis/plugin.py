@@ -28,12 +28,12 @@ class TisOptions:
         "token", "Ratio of a token, product over its sample, or geometric mean over it.", flags=("--tis-level",)
     )
     tis_mode: Literal["truncate", "clip", "mask"] = option(
-        "clip", "Bound from above, from both sides, or leave out what lies outside (IcePop).", flags=("--tis-mode",)
+        "clip", "Bound from above, on both sides, or drop tokens outside the bounds (IcePop).", flags=("--tis-mode",)
     )
     tis_batch_normalize: bool = option(
         False, "Divide the weights by their mean over the optimizer step.", flags=("--tis-batch-normalize",)
     )
-    use_rs: bool = option(False, "Leave out tokens whose ratio at rs_level is out of bounds.", flags=("--use-rs",))
+    use_rs: bool = option(False, "Drop tokens whose ratio at rs_level is out of bounds.", flags=("--use-rs",))
     rs_level: Literal["token", "sequence", "geometric"] = option(
         "token", "Level of the ratio that decides on rejection.", flags=("--rs-level",)
     )
@@ -44,10 +44,10 @@ class TisOptions:
         None, "Upper bound of rejection; default: tis_clip.", flags=("--rs-upper-bound",)
     )
     rs_veto_threshold: float | None = option(
-        None, "Leave out samples with a token whose ratio is below this.", flags=("--rs-veto-threshold",)
+        None, "Drop samples with a token whose ratio is below this.", flags=("--rs-veto-threshold",)
     )
     use_opsm: bool = option(
-        False, "Leave out samples of negative advantage that the policy has moved away from.", flags=("--use-opsm",)
+        False, "Drop samples of negative advantage from which the policy has moved away.", flags=("--use-opsm",)
     )
     opsm_delta: float = option(1e-4, "Mean old minus new log-prob above which a sample counts as moved away "
                                      "from.", flags=("--opsm-delta",))
