@@ -151,8 +151,8 @@ class Record:
     @cached_property
     def ending(self) -> str | None:
         """Which kind of ENDINGS the error is."""
-        told = f"{self.code} {self.error}"
-        return next((kind for kind, words in ENDINGS.items() if any(word in told for word in words)), None)
+        described = f"{self.code} {self.error}"
+        return next((kind for kind, words in ENDINGS.items() if any(word in described for word in words)), None)
 
     @cached_property
     def plugins(self) -> set[str]:

@@ -21,7 +21,7 @@ HEAD = """\
 
 Every key of a run file is also a flag: `rollout_batch_size = 32` in `[rollout]` is `--rollout-batch-size 32`. Flags
 override the run file, which overrides defaults; `miles run ... --plan` prints the origin of every value. `--key=value`
-is the same as `--key value`, and `_` the same as `-`. A boolean flag turns an option on, and with the prefix `--no-` off;
+is the same as `--key value`, and `_` the same as `-`. A boolean flag turns an option on, and with `--no-` off;
 lists take several words. Options of a plugin are keys of the table with its name, and flags `--PLUGIN.OPTION`.
 
 - [Tables of the core](#model)
@@ -34,7 +34,7 @@ lists take several words. Options of a plugin are keys of the table with its nam
 
 @click.command("flags")
 def command() -> None:
-    """Print every flag as Markdown: tables, plugins, fields of Megatron-core and SGLang, and the mapping of older flags.
+    """Print every flag as Markdown: tables, plugins, fields of Megatron-core and SGLang, mapping of older flags.
 
     \b
       miles flags | less
