@@ -4,13 +4,13 @@ Exit codes are those of errors before the first rollout; once it has begun, ever
 
     MilesError                     exit code 1
     ├── ConfigError                exit code 2: a key, a value or a relation between values
-    │   ├── UnknownKeyError            nobody owns this key or flag
+    │   ├── UnknownKeyError            an unknown key or flag
     │   └── BatchError                 batch sizes or a layout that do not divide
     ├── PluginError                exit code 2
     │   ├── UnknownPluginError         not installed, not found, or misspelt
     │   ├── ManifestError              a manifest that cannot be read or disagrees with the code
     │   ├── HookError                  a hook implementation that breaks its specification
-    │   ├── OwnerError                 two owners of one name, or a name that nobody offers
+    │   ├── OwnerError                 two owners of one name, or a name without one
     │   ├── LockError                  the run is made of something else than its lock says
     │   ├── StateError                 a plugin's saved state that this run cannot go on with
     │   └── SharedStateError           state that two roles of one plugin can both reach

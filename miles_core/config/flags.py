@@ -1,7 +1,7 @@
 """Flags: a command line becomes assignments of values to keys.
 
 Every key is a flag; options may declare further spellings, and a spelling has one owner. The surfaces of the enabled
-plugins are asked for what nobody owns (surfaces.py): they accept it, say that it is derived, or say what to write.
+plugins handle unknown flags (surfaces.py): they accept one, note that it is derived, or name its replacement.
 """
 
 from __future__ import annotations
@@ -104,10 +104,10 @@ def assign(cli_flags: Sequence[Given], spellings: Spellings, plugins: Mapping[st
 
     Args:
         plugins: plugins that are known but not enabled -> how to enable them, for messages.
-        surfaces: of the enabled plugins; asked in order for what nobody declares.
+        surfaces: of the enabled plugins; they handle undeclared flags, in order.
 
     Raises:
-        UnknownKeyError: nobody owns the flag, or it has no place here; says what to write.
+        UnknownKeyError: the flag is unknown or unsupported; names what to write instead.
         ConfigError: too many or too few words after it.
     """
     made: list[Assignment] = []

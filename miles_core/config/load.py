@@ -167,12 +167,10 @@ def _build(from_file: Sequence[Assignment], cli_flags: Sequence[Given], selected
         plugins=tuple(text for text, _ in named),
         options={name: _of(values, name) for name in plugins},
         surfaces={table: _of(values, table) for surface in surfaces for table in surface.stored},
-        origin=origin,
-        name=path.stem if path else "run",
+        origin=origin, name=path.stem if path else "run",
         stated={f"{hook}:{name}": tuple(words) for one in selected for hook, name, *words in
                 (word.split(":") for word in one.manifest.provides
-                 if word.startswith(("engine:", "trainer:", "weight_sync:")))},
-    )
+                 if word.startswith(("engine:", "trainer:", "weight_sync:")))})
     return Loaded(_with_model_name(config), selected, notes, assigned)
 
 

@@ -208,8 +208,7 @@ class Algorithm:
     reduction: str | None = option(None, 'Which reduction: "sample" (default), "token" or "constant".')
     calculate_per_token_loss: bool = option(False, 'Miles\'s name for --reduction token.')
     reduction_constant: float | None = option(
-        None, "Divisor of each rollout with --reduction constant; default: --rollout-max-response-len.", within=(1e-09,)
-    )
+        None, "Divisor of each rollout for --reduction constant; default: --rollout-max-response-len.", within=(1e-9,))
     eps_clip: float = option(0.2, "Lower width of the clip band; if given alone, also the upper one.", within=(0,))
     eps_clip_high: float = option(
         0.28, "Upper width of the clip band; default: --eps-clip, if given.", within=(0,))

@@ -14,7 +14,7 @@ from miles_core.errors import CheckpointError
 from miles_core.record.directory import make_folder, sync
 
 TEMPORARY = ".tmp-"
-"""Prefix of folders that were never published; nobody reads them and the next `publish` beside them clears them."""
+"""Prefix of folders that were never published; they are never read, and the next `publish` beside them clears them."""
 
 _HERE, _EXCHANGE = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
 
@@ -54,7 +54,7 @@ def publish(target: Path, *, writer: bool = True, beside: bool = True) -> Iterat
 
 
 def discard(folder: Path, writer: bool = True) -> None:
-    """Remove a folder that was never published, or no longer is; a failure to do so is nobody's business."""
+    """Remove a folder that was never published, or no longer is; a failure to do so is ignored."""
     if writer:
         shutil.rmtree(folder, ignore_errors=True)
 

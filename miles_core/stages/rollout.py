@@ -219,7 +219,7 @@ class Generation:
         begun: samples of this group that were called back before; a generator that resumes goes on from them.
         recall: what ends the group's requests early; `call_engine` sees to it.
         columns: of the run.
-        vocabulary: token ids are below it; None where nobody knows.
+        vocabulary: token ids are below it; None if it is unknown.
         on_request, on_response: the chains of the hooks generate_request and generate_response.
     """
 
@@ -266,8 +266,7 @@ async def _one_turn(prompt: Prompt, index: int, generation: Generation) -> Sampl
         input_ids=prompt.token_ids if partial is None else tuple(partial.tokens.tolist()),
         sampling=replace(sampling, max_new_tokens=sampling.max_new_tokens - drawn,
                          min_new_tokens=max(0, sampling.min_new_tokens - drawn)),
-        key=generation.key(index, 0 if partial is None else partial.metadata["spans"]),
-    )
+        key=generation.key(index, 0 if partial is None else partial.metadata["spans"]))
     request = generation.on_request(request)
     response = await call_engine(generation, request)
     sample = to_sample(prompt, index, request, response)
@@ -329,12 +328,12 @@ def check_response(request: Request, response: Response, vocabulary: int | None,
     """Whether an answer can be trained on.
 
     Args:
-        vocabulary: token ids are below it; None where nobody knows.
+        vocabulary: token ids are below it; None if it is unknown.
         oldest, newest: weight versions that the engine had when it was asked and when it answered.
 
     Raises:
-        EngineError: parts of different lengths, nothing drawn although nobody ended it, ids outside of the vocabulary,
-            log-probs that are none, versions that the engine did not have meanwhile or that go backwards.
+        EngineError: parts of different lengths, an empty answer that was not aborted, ids outside the vocabulary,
+            invalid log-probs, versions that the engine did not have meanwhile or that go backwards.
     """
     problem = _unfit(response) or _tainted(response, vocabulary, oldest, newest)
     if problem is not None:
@@ -379,11 +378,9 @@ def to_sample(prompt: Prompt, index: int, request: Request, response: Response) 
     """The sample that one engine answer makes; its columns are the core's."""
     status = {"stop": Status.COMPLETED, "length": Status.TRUNCATED}.get(response.finish_reason, Status.ABORTED)
     return Sample(
-        prompt=prompt,
-        index=index,
+        prompt=prompt, index=index,
         response_length=len(response.output_ids),
-        text=response.text,
-        status=status,
+        text=response.text, status=status,
         metadata={"figures": response.figures} if response.figures else {},
         columns={
             "tokens": np.concatenate([np.asarray(ids, np.int32) for ids in (request.input_ids, response.output_ids)]),
