@@ -59,11 +59,11 @@ SHORT = "name.removeprefix('miles-plugin-').removeprefix('miles-')"
 CHECKS = {
     "name": "{% if not (name | regex_search('^[a-z][a-z0-9]*(-[a-z0-9]+)*$')) %}Lower-case letters and digits, with "
             "single dashes between: my-reward.{% elif " + SHORT + " in '" + " ".join(taken()) + "'.split(' ') %}The "
-            "name {{ " + SHORT + " }} is taken, by Miles or by an official plugin.{% endif %}",
+            "name {{ " + SHORT + " }} is already used by Miles or an official plugin.{% endif %}",
     "distribution": "{% set short = " + SHORT + " %}{% if distribution not in ['miles-' ~ short, 'miles-plugin-' ~ "
                     "short] %}It should be miles-{{ short }} or miles-plugin-{{ short }}.{% endif %}",
     "hooks": "{% set known = '" + " ".join(stubs()) + "'.split(' ') %}{% for hook in hooks.replace(' ', '').split(',') "
-             "if hook not in known %}There is no hook {{ hook }} to begin with; there are {{ known | join(', ') }}."
+             "if hook not in known %}Unknown hook {{ hook }}; choose from {{ known | join(', ') }}."
              "{% endfor %}",
 }  # fmt: skip
 """What copier asks again after; hooks/pre_gen_project.py says the same to users of cookiecutter."""

@@ -15,7 +15,7 @@ from miles_core.stages.prompts import PromptSource, Records
 from miles_core.stages.rollout import Engine, Generation, Request, Response, SamplingParams, ServerEngine
 from miles_core.stages.step import Resume, ScoredRows, Trainer, TrainerAccess
 from miles_core.stages.sync import Sender, WeightSync
-from miles_core.types import Batch, Group, Prompt, Recall, Sample
+from miles_core.types import Batch, CancelHandle, Group, Prompt, Sample
 
 HERE = Path(__file__).parent
 FENCE = "<!-- not run: of the code -->\n```text"
@@ -40,7 +40,7 @@ PARTS = {
     Placement: ("placement", "[placement](placement.md)"),
 }
 """Protocol of a part -> its hook, and where more is said."""
-HANDED = (Generation, Request, SamplingParams, Response, Recall, Prompt, Sample, Group, Batch, Resume, Sender,
+HANDED = (Generation, Request, SamplingParams, Response, CancelHandle, Prompt, Sample, Group, Batch, Resume, Sender,
           TrainerAccess, ScoredRows)
 """What generators, engines and trainers are given, or give back."""
 

@@ -36,7 +36,7 @@ from miles_core.stages.prompts import Records, RowPrompts, rows_of
 from miles_core.stages.reward import Scoring
 from miles_core.stages.rollout import Engine, Generation, SamplingParams, ServerEngine, attended
 from miles_core.stages.step import Resume
-from miles_core.types import Batch, Group, Prompt, Rank, Recall, Sample
+from miles_core.types import Batch, CancelHandle, Group, Prompt, Rank, Sample
 
 
 @dataclass(slots=True)
@@ -52,8 +52,9 @@ class Parts:
     def read(self, path: str) -> Records:
         """All rows of a path, by its format."""
         if (name := format_of(path)) not in self.readers:
-            raise DataError(f"nobody enabled reads rows of the format {name!r}", who=path,
-                            got=f"offered: {', '.join(sorted(self.readers))}", fix="add the plugin that does: --plugin")
+            raise DataError(f"no enabled plugin reads rows of the format {name!r}", code="row-format-unknown", who=path,
+                            got=f"offered: {', '.join(sorted(self.readers))}",
+                            fix="enable the plugin that reads it with --plugin NAME")
         return self.readers[name](path, None)
 
     @property
@@ -102,12 +103,12 @@ async def _assembled(parts: Parts, journal: Journal, placement: Placement, train
     journal.console.loaded(resume.source)
     prompts = None if only_train else parts.rollout.prompt_source[config.rollout.prompt_source](
         config, tokenizer, parts.read)
-    slots, begun = load_flow(resume.state or {})
+    slots, partial_groups = load_flow(resume.state or {})
     if resume.state is not None:
         await restore((parts.driver, parts.rollout), trainer, resume.state, config, journal)
         if not restore_prompts(config, prompts, resume.state, journal):
-            slots, begun = [], []  # their prompts are of the other source
-    if slots or begun:
+            slots, partial_groups = [], []  # their prompts are of the other source
+    if slots or partial_groups:
         check_same_data(config, prompts, resume.state["prompts"])
     if engine is not None:
         journal.message("info", f"engine {chosen(config, 'engine')}: {engine.path}")
@@ -130,13 +131,13 @@ async def _assembled(parts: Parts, journal: Journal, placement: Placement, train
         evaluation=Evaluation([] if only_train else _datasets(parts, engine), config.eval.eval_interval,
                               config.eval.skip_eval_before_train),
         journal=journal, state=lambda: state.collect((parts.driver, parts.rollout)),
-        took=lambda: parts.driver.took() | parts.rollout.took(),
-        unfinished=parts.rollout.unfinished, select=parts.rollout.select_from_buffer, begun=begun,
+        hook_timings=lambda: parts.driver.timings() | parts.rollout.timings(),
+        unfinished=parts.rollout.unfinished, select=parts.rollout.select_from_buffer, begun=partial_groups,
         made_of=(resume.state or {}).get("lock") or {},
     )  # fmt: skip
     if isinstance(buffer, Buffer):
-        buffer.take_back, buffer.too_stale = run.take_back, run.too_stale
-        await run.take_back(buffer.restore(slots))
+        buffer.requeue, buffer.too_stale = run.requeue, run.too_stale
+        await run.requeue(buffer.restore(slots))
     if isinstance(engine, ServerEngine):
         engine.recover, engine.event = run.recover, journal.event
     return run
@@ -212,8 +213,8 @@ def sampling(config: RunConfig, dataset: dict | None = None) -> SamplingParams:
     if dataset is not None:
         for key, name in (("temperature", "temperature"), ("top_p", "top_p"), ("top_k", "top_k"),
                           ("max_new_tokens", "max_response_len"), ("min_new_tokens", "min_new_tokens")):
-            given = dataset.get(name, getattr(eval_, f"eval_{name}", None))
-            values[key] = values[key] if given is None else given
+            value = dataset.get(name, getattr(eval_, f"eval_{name}", None))
+            values[key] = values[key] if value is None else value
     return SamplingParams(
         **values, stop=tuple(rollout.rollout_stop), stop_token_ids=tuple(rollout.rollout_stop_token_ids),
         skip_special_tokens=rollout.rollout_skip_special_tokens, ignore_eos=rollout.rollout_ignore_eos,
@@ -229,23 +230,23 @@ def _generator(parts: Parts, engine: Engine | None, params: SamplingParams, stre
     def decode(ids, skip_special_tokens):
         return tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
-    async def generate(prompt: Prompt, begun: Sequence[Sample] = (), recall: Recall | None = None) -> Group:
+    async def generate(prompt: Prompt, begun: Sequence[Sample] = (), recall: CancelHandle | None = None) -> Group:
         on_request = (lambda request: hooks.generate_request(request, prompt)) if hooks.generate_request else None
         room = min(params.max_new_tokens, context - len(prompt.token_ids))
         generation = Generation(
             engine=engine, sampling=replace(params, max_new_tokens=room), samples=samples,
             key=lambda index, turn: rng.key(config.rollout.rollout_seed, stream, prompt.uid, index, turn),
-            decode=decode, timeout=config.rollout.rollout_timeout, begun=begun, recall=recall or Recall(),
+            decode=decode, timeout=config.rollout.rollout_timeout, begun=begun, recall=recall or CancelHandle(),
             columns=columns, vocabulary=vocabulary, tokenizer=tokenizer,
             on_request=on_request or (lambda request: request),
             on_response=hooks.generate_response or (lambda sample, response: sample),
         )  # fmt: skip
         who = f"generator {config.rollout.generate!r}, {stream} prompt {prompt.uid}"
-        found = await attended(how(prompt, generation), generation, who)
-        if not (isinstance(found, list) and found and all(isinstance(sample, Sample) for sample in found)):
-            raise HookError("a generator should return a list of samples, at least one", got=repr(found)[:100],
-                            who=who, fix="see docs/hooks.md")
-        group = Group(prompt, found)
+        answer = await attended(how(prompt, generation), generation, who)
+        if not (isinstance(answer, list) and answer and all(isinstance(sample, Sample) for sample in answer)):
+            raise HookError("a generator must return a non-empty list of samples", code="generator-returns-no-samples",
+                            got=repr(answer)[:100], who=who, fix="see docs/hooks.md")
+        group = Group(prompt, answer)
         for sample in group.samples:
             columns.check(sample)
         return group
@@ -263,15 +264,16 @@ def _scoring(parts: Parts, key: str, own: str | None = None) -> Scoring:
 
 def _datasets(parts: Parts, engine: Engine | None) -> list[Dataset]:
     config = parts.config
-    found = []
+    datasets = []
     for dataset in config.eval.every:
         rows = rows_of(config, dataset)
         samples = dataset.get("n_samples") or config.eval.n_samples_per_eval_prompt
         generate = _generator(parts, engine, sampling(config, dataset), rows.stream, samples)
         key = config.eval.eval_reward_key or config.rollout.reward_key
         prompts = RowPrompts(rows, parts.read(rows.path), parts.tokenizer)
-        found.append(Dataset(dataset["name"], prompts, generate, samples, _scoring(parts, key, dataset.get("rm_type"))))
-    return found
+        scoring = _scoring(parts, key, dataset.get("rm_type"))
+        datasets.append(Dataset(dataset["name"], prompts, generate, samples, scoring))
+    return datasets
 
 
 def with_context(config: RunConfig) -> RunConfig:
@@ -285,14 +287,15 @@ def with_context(config: RunConfig) -> RunConfig:
     most = (config_json(config)[1] or {}).get("max_position_embeddings")
     if not isinstance(most, int):
         what = "config.json cannot be read, or has no max_position_embeddings"
-        raise CheckpointError(what if folder.is_dir() else "there is no such folder", got=most, who=who, fix=fix)
+        raise CheckpointError(what if folder.is_dir() else "the folder does not exist", code="model-config-unusable",
+                              got=most, who=who, fix=fix)
     stretched = config.surface("server").get("context_length") or 0  # which the servers are told too
     most = max(most, stretched)
-    given = config.rollout.rollout_max_context_len
-    if given is not None and given > most:
-        raise ConfigError("rollout_max_context_len is beyond what the model was made for", got=given, who=who,
-                          fix=f"at most {most}")
-    return with_values(config, "config.json", rollout__rollout_max_context_len=given or most)
+    wanted = config.rollout.rollout_max_context_len
+    if wanted is not None and wanted > most:
+        raise ConfigError("rollout_max_context_len exceeds the model's max_position_embeddings",
+                          code="context-above-model", got=wanted, who=who, fix=f"use at most {most}")
+    return with_values(config, "config.json", rollout__rollout_max_context_len=wanted or most)
 
 
 def load_tokenizer(config: RunConfig) -> Any:
@@ -303,20 +306,21 @@ def load_tokenizer(config: RunConfig) -> Any:
     """
     from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedTokenizerFast
 
-    folder, said = config.checkpoint.hf_checkpoint, config_json(config)[1] or {}
-    kind = AutoTokenizer if said.get("model_type") in CONFIG_MAPPING else PreTrainedTokenizerFast  # tokenizer.json's
+    folder, constants = config.checkpoint.hf_checkpoint, config_json(config)[1] or {}
+    kind = AutoTokenizer if constants.get("model_type") in CONFIG_MAPPING else PreTrainedTokenizerFast
     try:
         tokenizer = kind.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # the Rust half of a tokenizer raises what it likes
-        raise DataError("the tokenizer cannot be loaded", got=(str(error).splitlines() or [type(error).__name__])[0],
-                        who=f"--hf-checkpoint {folder}",
-                        fix="the folder needs tokenizer.json and tokenizer_config.json") from error
+        raise DataError("the tokenizer cannot be loaded", code="tokenizer-unloadable",
+                        got=(str(error).splitlines() or [type(error).__name__])[0], who=f"--hf-checkpoint {folder}",
+                        fix="the folder must contain tokenizer.json and tokenizer_config.json") from error
     if template := config.rollout.chat_template_path:
         try:
             tokenizer.chat_template = Path(template).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise DataError("the chat template cannot be read", got=getattr(error, "strerror", None) or error,
-                            who=f"--chat-template-path {template}", fix="name a Jinja file") from None
+            raise DataError("the chat template cannot be read", code="chat-template-unreadable",
+                            got=getattr(error, "strerror", None) or error, who=f"--chat-template-path {template}",
+                            fix="pass the path of a Jinja file") from None
     return tokenizer
 
 

@@ -106,17 +106,13 @@ class Columns(Mapping[str, Column]):
         for column in (*CORE, *declared):
             first = self._by_name.get(column.name)
             if first is not None:
-                raise ColumnError(
-                    f"two owners declare the column {column.name!r}: {first.owner} and {column.owner}",
-                    fix="rename one of them, for instance with the plugin's name as prefix",
-                )
+                raise ColumnError(f"column {column.name!r} is declared twice: by {first.owner} and {column.owner}",
+                                  code="column-declared-twice",
+                                  fix="rename one of them, for instance with the plugin's name as a prefix")
             if column.missing not in ("error", "pad") or column.spans not in ("concat", "last"):
-                raise ColumnError(
-                    f"column {column.name!r} has an unknown policy",
-                    got=f"missing={column.missing!r}, spans={column.spans!r}",
-                    who=column.owner,
-                    fix='missing is "error" or "pad"; spans is "concat" or "last"',
-                )
+                raise ColumnError(f"column {column.name!r} has an unknown policy", code="column-policy-unknown",
+                                  got=f"missing={column.missing!r}, spans={column.spans!r}", who=column.owner,
+                                  fix='missing is "error" or "pad"; spans is "concat" or "last"')
             self._by_name[column.name] = column
 
     def __getitem__(self, name: str) -> Column:
@@ -137,18 +133,13 @@ class Columns(Mapping[str, Column]):
         for name, array in sample.columns.items():
             column = self._by_name.get(name)
             if column is None:
-                raise ColumnError(
-                    f"{sample.name} carries the undeclared column {name!r}",
-                    fix="return it from the plugin's `columns` hook",
-                )
+                raise ColumnError(f"{sample.name} has the undeclared column {name!r}", code="column-undeclared",
+                                  fix="declare it in the plugin's `columns` hook")
             sample.columns[name] = _fit(column, np.asarray(array), sample)
         for column in self._by_name.values():
             if column.missing == "error" and column.name not in sample.columns:
-                raise ColumnError(
-                    f"{sample.name} lacks the column {column.name!r}",
-                    who=column.owner,
-                    fix='fill it in the generator, or declare missing="pad"',
-                )
+                raise ColumnError(f"{sample.name} lacks the column {column.name!r}", code="column-missing",
+                                  who=column.owner, fix='fill it in the generator, or declare missing="pad"')
 
     def pack(self, samples: Sequence[Sample], *, multiple: int = 1, total_multiple: int = 1) -> Packed:
         """Lay samples end to end: the one path that every column takes into the trainer.
@@ -189,8 +180,8 @@ def read_only(samples: Sequence[Sample], who: str) -> Iterator[None]:
     for sample in samples:
         sample.columns = {name: _locked(array) for name, array in sample.columns.items()}
     shown = [dict(sample.columns) for sample in samples]
-    error = ColumnError("a hook that may only look at samples changes their columns", who=who,
-                        fix="copy what shall be changed; samples are made by a generator and generate_response")
+    error = ColumnError("a read-only hook changed the columns of samples", code="column-changed-by-reader", who=who,
+                        fix="copy before changing; only a generator and generate_response may write columns")
     try:
         yield
         for sample, (columns, sums), views in zip(samples, before, shown, strict=True):
@@ -243,11 +234,12 @@ def joined(begun: Sample, later: Sample, columns: Mapping[str, Column]) -> Sampl
     """
     size = begun.length
     if not np.array_equal(later.tokens[:size], begun.tokens) or later.length - later.response_length != size:
-        raise ColumnError(f"{begun.name} was not gone on with: its later span begins with other tokens", who="core",
-                          fix="pass the tokens so far, and only those, as the input of the next request")
-    found = {name: _spliced(columns[name], begun.columns.get(name), later.columns.get(name), begun, later)
+        raise ColumnError(f"{begun.name} cannot be continued: its later span starts with different tokens",
+                          code="continued-tokens-differ", who="core",
+                          fix="send exactly the tokens so far as the input of the next request")
+    values = {name: _spliced(columns[name], begun.columns.get(name), later.columns.get(name), begun, later)
              for name in {*begun.columns, *later.columns}}
-    return replace(later, columns=found, response_length=begun.response_length + later.response_length,
+    return replace(later, columns=values, response_length=begun.response_length + later.response_length,
                    metadata={**begun.metadata, **later.metadata})
 
 
@@ -283,10 +275,11 @@ def split(packed: Packed, rank: int, size: int) -> Packed:
     bounds = sorted({*packed.cu_seqlens.tolist(), total})
     parts = []
     for start, stop in zip(bounds[:-1], bounds[1:], strict=True):
-        chunk, rest = divmod(int(stop - start), 2 * size)
-        if rest:
-            raise ColumnError("a packed sample does not divide for context parallelism", got=int(stop - start),
-                              who="core", fix=f"pack with multiple={2 * size}")
+        chunk, remainder = divmod(int(stop - start), 2 * size)
+        if remainder:
+            raise ColumnError("the length of a packed sample does not divide for context parallelism",
+                              code="sample-length-not-divisible", got=int(stop - start), who="core",
+                              fix=f"pack with multiple={2 * size}")
         for piece in (rank, 2 * size - 1 - rank):
             parts.append(np.arange(start + piece * chunk, start + (piece + 1) * chunk))
     index = np.concatenate(parts) if parts else np.zeros(0, np.int64)
@@ -305,19 +298,19 @@ def _fit(column: Column, array: np.ndarray, sample: Sample) -> np.ndarray:
         expected = ([rows] if rows is not None else []) + list(column.axes)
         raise ColumnError(
             f"column {column.name!r} of {sample.name} should have shape {expected} ({column.align})",
-            got=list(array.shape),
-            who=column.owner,
+            code="column-shape", got=list(array.shape), who=column.owner,
             fix="return one row per " + {"prediction": "token but the last"}.get(column.align, column.align),
         )
     if array.dtype.kind == "f" and not np.isfinite(array).all():
-        raise ColumnError(f"column {column.name!r} of {sample.name} holds NaN or infinity", who=column.owner,
-                          fix="find out why the engine or plugin produced it; it must not be trained on")
+        raise ColumnError(f"column {column.name!r} of {sample.name} contains NaN or infinity", code="column-not-finite",
+                          who=column.owner, fix="find out why the engine or plugin produced it")
     if array.dtype == column.dtype:
         return array
     cast = array.astype(column.dtype)
     if array.dtype.kind in "iub" and not np.array_equal(cast, array):
         raise ColumnError(f"column {column.name!r} of {sample.name} does not fit {column.dtype}",
-                          got=f"{array.min()} to {array.max()}", who=column.owner, fix="declare a wider dtype")
+                          code="column-dtype-overflow", got=f"{array.min()} to {array.max()}", who=column.owner,
+                          fix="declare a wider dtype")
     return cast
 
 
@@ -326,6 +319,7 @@ def _axes(column: Column, samples: Sequence[Sample]) -> tuple[int, ...] | None:
     lead = column.align in PER_TOKEN
     shapes = {s.columns[column.name].shape[lead:] for s in samples if column.name in s.columns}
     if len(shapes) > 1:
-        raise ColumnError(f"samples disagree on the axes {column.axes} of column {column.name!r}", got=sorted(shapes),
-                          who=column.owner, fix="give every sample of a run the same axis sizes")
+        raise ColumnError(f"samples disagree on the axes {column.axes} of column {column.name!r}",
+                          code="column-axes-differ", got=sorted(shapes), who=column.owner,
+                          fix="give every sample of a run the same axis sizes")
     return shapes.pop() if shapes else None

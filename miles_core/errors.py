@@ -1,16 +1,16 @@
-"""The tree of errors. Each says what is wrong, what was got, who is concerned and what to do.
+"""The tree of errors. Each says what is wrong, what was got, who is concerned and what to do, and has a code.
 
 Exit codes are those of errors before the first rollout; once it has begun, every error is exit code 1.
 
     MilesError                     exit code 1
     ├── ConfigError                exit code 2: a key, a value or a relation between values
-    │   ├── UnknownKeyError            nobody owns this key or flag
+    │   ├── UnknownKeyError            an unknown key or flag
     │   └── BatchError                 batch sizes or a layout that do not divide
     ├── PluginError                exit code 2
     │   ├── UnknownPluginError         not installed, not found, or misspelt
     │   ├── ManifestError              a manifest that cannot be read or disagrees with the code
     │   ├── HookError                  a hook implementation that breaks its specification
-    │   ├── OwnerError                 two owners of one name, or a name that nobody offers
+    │   ├── OwnerError                 two owners of one name, or a name without one
     │   ├── LockError                  the run is made of something else than its lock says
     │   ├── StateError                 a plugin's saved state that this run cannot go on with
     │   └── SharedStateError           state that two roles of one plugin can both reach
@@ -41,6 +41,7 @@ class MilesError(Exception):
 
     Args:
         what: one sentence without a full stop that says what is wrong.
+        code: its stable name in kebab-case, such as "lr-out-of-range"; docs/errors.md lists those of Miles.
         got: the offending value, shown after "got".
         who: the file, plugin, flag or process concerned.
         fix: what to write or do instead.
@@ -48,9 +49,10 @@ class MilesError(Exception):
 
     exit_code = 1
 
-    def __init__(self, what: str, *, got: object = None, who: str | None = None, fix: str | None = None):
-        self.what, self.got, self.who, self.fix = what, got, who, fix
-        super().__init__(what, got, who, fix)
+    def __init__(self, what: str, *, code: str | None = None, got: object = None, who: str | None = None,
+                 fix: str | None = None):
+        self.what, self.code, self.got, self.who, self.fix = what, code, got, who, fix
+        super().__init__(what)
 
     def __str__(self) -> str:
         parts = [self.what if self.who is None else f"{self.who}: {self.what}"]
@@ -58,15 +60,11 @@ class MilesError(Exception):
             parts[0] += f" (got {self.got})"
         if self.fix is not None:
             parts.append(f"Fix: {self.fix}")
-        return " ".join(part if part.endswith(("?", "!")) else part.rstrip(".") + "." for part in parts)
+        text = " ".join(part if part.endswith(("?", "!")) else part.rstrip(".") + "." for part in parts)
+        return text if self.code is None else f"{text} [{self.code}]"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (type(self), self.what, self.got, self.who, self.fix), self.__dict__  # with its notes
-
-
-def _rebuild(kind: type[MilesError], what: str, got: object, who: str | None, fix: str | None) -> MilesError:
-    """Errors cross process boundaries; keyword-only arguments need this for pickling."""
-    return kind(what, got=got, who=who, fix=fix)
+        return type(self), (self.what,), self.__dict__  # across processes, with what is keyword-only and the notes
 
 
 class ConfigError(MilesError, ValueError):

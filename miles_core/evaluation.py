@@ -61,18 +61,18 @@ class Evaluation:
         Raises:
             RolloutError: none of a dataset's was.
         """
-        found = []
+        results = []
         for dataset in self.datasets:
             groups = await asyncio.gather(*(self._group(dataset, uid) for uid in range(len(dataset.prompts))))
             finished = [group for group in groups if not unfinished(group)]
             if not finished:
-                raise RolloutError(f"no group of eval dataset {dataset.name} was finished",
+                raise RolloutError(f"no group of the eval dataset {dataset.name} finished", code="eval-without-groups",
                                    got=next(filter(None, (told(group) for group in groups)), None),
-                                   fix="look at its samples, and at the generator's own log")
+                                   fix="look at its samples and at the generator's log")
             metrics = metrics_of(dataset.name, finished)
             metrics[f"eval/{dataset.name}-failed_ratio"] = 1 - len(finished) / len(groups)
-            found.append((dataset.name, metrics, [sample for group in finished for sample in group.samples]))
-        return found
+            results.append((dataset.name, metrics, [sample for group in finished for sample in group.samples]))
+        return results
 
     async def _group(self, dataset: Dataset, uid: int) -> Group:
         """Scored, unless it was not finished: a failure is no answer that scores 0."""
@@ -89,20 +89,20 @@ def metrics_of(name: str, groups: Sequence[Group]) -> dict[str, float]:
     """Miles's names: eval/NAME is the mean reward; pass@k by the unbiased estimator (arXiv:2107.03374, eq. 1)."""
     samples = [sample for group in groups for sample in group.samples]
     lengths = np.array([sample.response_length for sample in samples])
-    found = {
+    metrics = {
         f"eval/{name}": np.mean([sample.reward for sample in samples]),
         f"eval/{name}-truncated_ratio": np.mean([sample.status == "truncated" for sample in samples]),
         f"eval/{name}/response_len/mean": lengths.mean(),
         f"eval/{name}/response_len/max": lengths.max(),
     }
     for scorer in samples[0].rewards:
-        found[f"eval/{name}/reward/{scorer}"] = np.mean([sample.rewards[scorer] for sample in samples])
-    found |= {f"eval/{name}/{figure}": mean for figure, mean in figures(samples).items()}
+        metrics[f"eval/{name}/reward/{scorer}"] = np.mean([sample.rewards[scorer] for sample in samples])
+    metrics |= {f"eval/{name}/{figure}": mean for figure, mean in figures(samples).items()}
     count, k = len(groups[0].samples), 1
     while count > 1 and k <= count:
-        found[f"eval/{name}-pass@{k}"] = np.mean([pass_at_k(group, k) for group in groups])
+        metrics[f"eval/{name}-pass@{k}"] = np.mean([pass_at_k(group, k) for group in groups])
         k *= 2
-    return {key: float(value) for key, value in found.items()}
+    return {key: float(value) for key, value in metrics.items()}
 
 
 def pass_at_k(group: Group, k: int) -> float:

@@ -69,9 +69,9 @@ def execute(plan: Plan, *, live: bool | None = None) -> int:
             except (Exception, SystemExit) as error:
                 console.stop("failed")
                 text = next((line for line in str(error).splitlines() if line.strip()), "no message")
-                raise MilesError(f"{type(error).__name__}: {text}",
+                raise MilesError(f"{type(error).__name__}: {text}", code="unexpected-error",
                                  who=" ".join(_blame(error)).removeprefix("in ") or "miles",
-                                 fix=f"look at what raised it; {_traceback(directory)}") from error
+                                 fix=f"look at the code that raised it; {_traceback(directory)}") from error
 
 
 @dataclass
@@ -107,9 +107,9 @@ class Attempt:
 
     def resumes(self) -> str | None:
         """Where the next start goes on; None for where the first began."""
-        given, tracker = self.plan.config.checkpoint, _published(self.plan.config.checkpoint.save)
-        own = tracker is not None and (given.load == given.save or tracker != self.published)
-        return given.save if own else None
+        checkpoint, tracker = self.plan.config.checkpoint, _published(self.plan.config.checkpoint.save)
+        own = tracker is not None and (checkpoint.load == checkpoint.save or tracker != self.published)
+        return checkpoint.save if own else None
 
     def next(self) -> Attempt:
         """The start after this one."""
@@ -126,10 +126,10 @@ class Attempt:
 def _published(save: str | None) -> object:
     """Tells one checkpoint published into a folder from the next; None where none was."""
     try:
-        found = os.stat(os.path.join(save or "", TRACKER))
+        status = os.stat(os.path.join(save or "", TRACKER))
     except OSError:
         return None
-    return found.st_mtime_ns, found.st_ino
+    return status.st_mtime_ns, status.st_ino
 
 
 def _how_to_go_on(plan: Plan, checkpoint: str | None) -> str:
@@ -137,12 +137,12 @@ def _how_to_go_on(plan: Plan, checkpoint: str | None) -> str:
     Args:
         checkpoint: the folder that has one of this run, or that it began from; None where it has saved none.
     """
-    given = plan.config.checkpoint
-    if given.save is None:
+    options = plan.config.checkpoint
+    if options.save is None:
         return "Nothing was saved; with --save FOLDER and --save-interval N a run can be resumed."
     if checkpoint is None:
         return "Nothing was saved yet: the same command starts over. A smaller --save-interval saves earlier."
-    again = "The same command" if given.load == given.save else f"The same command with --load {given.save}"
+    again = "The same command" if options.load == options.save else f"The same command with --load {options.save}"
     return f"{again} goes on from the last checkpoint."
 
 
@@ -169,13 +169,13 @@ async def _run(attempt: Attempt, directory: RunDirectory, console: Views) -> int
     from miles_core.loop import train
 
     plan, rollout = attempt.plan, attempt.plan.config.rollout
-    found = parts(plan)
-    journal = Journal(directory, console, hooks=found.driver, decode_piece=found.decode_piece,
+    components = parts(plan)
+    journal = Journal(directory, console, hooks=components.driver, decode_piece=components.decode_piece,
                       strict=plan.config.debug.strict_trackers, print_every=plan.config.debug.debug_rollout_print_every)
     run, status, error = None, "failed", None
     try:
-        run = await build(plan, found, journal)
-        _tell(attempt, found, run, journal)
+        run = await build(plan, components, journal)
+        _tell(attempt, components, run, journal)
         attempt.begun = True
         with stall.watched(journal, run.beat, rollout.heartbeat_interval):
             await train(run)
@@ -193,7 +193,7 @@ async def _run(attempt: Attempt, directory: RunDirectory, console: Views) -> int
         raise
     finally:
         console.stop(status)
-        late = await _stop(run, found, journal, status)
+        late = await _stop(run, components, journal, status)
         try:
             if status == "restarting":
                 journal.event("restart", count=attempt.restarts + 1, most=plan.config.perf.max_restarts,
@@ -255,9 +255,9 @@ def _saving(plan: Plan, directory: RunDirectory) -> Iterator[None]:
         RunDirectoryError: another run saves there.
         CheckpointError: --save or --save-hf cannot be written to; otherwise that would be found out after the rollouts.
     """
-    given = plan.config.checkpoint
-    exports = given.save_hf and (os.path.dirname(given.save_hf.partition("{")[0]) or ".")
-    folders = {f"--save {given.save}": given.save, f"--save-hf {given.save_hf}": exports}
+    checkpoint = plan.config.checkpoint
+    exports = checkpoint.save_hf and (os.path.dirname(checkpoint.save_hf.partition("{")[0]) or ".")
+    folders = {f"--save {checkpoint.save}": checkpoint.save, f"--save-hf {checkpoint.save_hf}": exports}
     for who, folder in folders.items():
         if folder is None:
             continue
@@ -265,10 +265,11 @@ def _saving(plan: Plan, directory: RunDirectory) -> Iterator[None]:
             make_folder(folder)
             tempfile.TemporaryFile(dir=folder).close()
         except OSError as error:
-            raise CheckpointError("checkpoints cannot be written here", got=error.strerror, who=who,
-                                  fix="give a folder that you may write to, with space left") from error
-    lock = None if given.save is None else Lock(Path(given.save, LOCK), "--save")
-    if lock is not None and not os.path.samefile(given.save, directory):  # else it is held already
+            raise CheckpointError("checkpoints cannot be written to this folder", code="checkpoint-folder-unwritable",
+                                  got=error.strerror, who=who,
+                                  fix="choose a writable folder with free space") from error
+    lock = None if checkpoint.save is None else Lock(Path(checkpoint.save, LOCK), "--save")
+    if lock is not None and not os.path.samefile(checkpoint.save, directory):  # else it is held already
         lock.take()
     try:
         yield
@@ -277,7 +278,7 @@ def _saving(plan: Plan, directory: RunDirectory) -> Iterator[None]:
             lock.release()
 
 
-async def _stop(run: Run | None, found: Parts, journal: Journal, status: str) -> list[Exception]:
+async def _stop(run: Run | None, components: Parts, journal: Journal, status: str) -> list[Exception]:
     """End the engine, the trainer, their hosts and the plugins, each within seconds; returns what went wrong.
 
     A further signal meanwhile cuts the present wait short, and the next part's turn comes.
@@ -290,7 +291,7 @@ async def _stop(run: Run | None, found: Parts, journal: Journal, status: str) ->
                     await asyncio.wait_for(end(), 10)
             except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - told of by the caller
                 late.append(error)
-    for hooks in (found.driver, found.rollout):
+    for hooks in (components.driver, components.rollout):
         try:
             journal.tell(hooks.finish, status)
         except Exception as error:  # noqa: BLE001 - told of by the caller

@@ -78,14 +78,15 @@ class HandOver:
 
     def figures(self) -> dict[str, float]:
         """Seconds of each kind of call since the last time, as perf/ metrics."""
-        found = {f"perf/{name}_time": seconds for name, seconds in self._seconds.items()}
+        metrics = {f"perf/{name}_time": seconds for name, seconds in self._seconds.items()}
         self._seconds.clear()
-        return found
+        return metrics
 
     async def _to(self, purpose: str) -> None:
         if purpose == "rollout" and not self._filled:
-            raise SyncError("the engine's weights are empty, and a rollout is about to begin", who="hand-over",
-                            got=f"{self.purpose} before it", fix="a sync has to come between training and rollouts")
+            raise SyncError("the engine's weights are released, and a rollout is about to start",
+                            code="engine-weights-released", who="hand-over", got=f"{self.purpose} before it",
+                            fix="run a weight sync between training and rollouts")
         if self.purpose == purpose:
             return
         async with self._turn:
@@ -115,7 +116,8 @@ class HandOver:
             for side, method in (("trainer", "onload"), ("engine", "occupy")):
                 await self._change(side, method, row[side] - self._held[side])
         except BaseException as error:
-            self._error = error if isinstance(error, Exception) else SyncError("the hand-over was interrupted")
+            self._error = error if isinstance(error, Exception) else SyncError("offloading was interrupted",
+                                                                               code="offload-interrupted")
             raise
         self.purpose = purpose
 
@@ -133,7 +135,7 @@ class HandOver:
 
         def late() -> WaitError:
             return WaitError(f"the engine did not {method} {', '.join(tags)} within {self._timeout:g} s",
-                             who="hand-over", fix="look at the engines' logs in logs/")
+                             who="hand-over", code="offload-timeout", fix="look at the engines' logs in logs/")
 
         begin = time.perf_counter()
         async with within(self._timeout if side == "engine" else None, late):

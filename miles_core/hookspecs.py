@@ -4,10 +4,10 @@
     named     parts under names; the run picks one by name (or the sole offer, or the documented default)
     chain     value in, value out, in the order of the run file
     gather    every result merged; a duplicate key is an error that names both owners
-    observe   sees, returns nothing; must not change what it sees
+    observe   returns nothing and must not change its arguments
     around    takes the next callable first and returns its result; may change what it passes on
 
-A plugin is a class whose methods, marked with `@hookimpl`, are the behaviour; an implementation may take fewer
+A plugin is a class whose methods, marked with `@hookimpl`, implement hooks; an implementation may take fewer
 arguments than its hook, never others. `role` says which of the plugin's instances is called: driver, rollout or
 trainer. A named hook marked `part` returns the part itself; the others are called for each unit in `per`.
 """
@@ -83,79 +83,79 @@ def hookspec(kind: str, *, role: str, per: str, part: bool = False) -> Callable[
 
 @hookspec("gather", role="every", per="run")
 def columns() -> Iterable[Column]:
-    """Data that shall ride along with samples: declared here, then carried from generator to trainer by the core."""
+    """Data that travels with samples: declared here, then carried from generator to trainer by the core."""
 
 
 @hookspec("gather", role="plan", per="plan")
 def option_surface() -> Iterable[Surface]:
-    """Flags and keys that nobody declares, as of an installed program; asked of an instance with default options."""
+    """Flags and keys of an installed program, that no plugin declares; called with default options."""
 
 
 @hookspec("chain", role="plan", per="plan")
 def derive(config: RunConfig, note: Callable[[str], None]) -> RunConfig:
-    """Fill what follows from what was said: an engine's GPUs, a trainer's hosts. `note` announces."""
+    """Fill in what follows from other settings: an engine's GPUs, a trainer's hosts. `note` adds a line to the plan."""
 
 
 @hookspec("chain", role="plan", per="plan")
 def check(config: RunConfig, note: Callable[[str], None], plugins: Sequence[Selected]) -> RunConfig:
-    """Refuse what would spoil the run unseen, destroy something or fail late. All is derived."""
+    """Refuse settings that would silently spoil the run, destroy something or fail late. `config` is complete."""
 
 
 @hookspec("gather", role="plan", per="plan")
 def plan_lines(config: RunConfig, plugins: Sequence[Selected]) -> Iterable[tuple[str, str]]:
-    """(title, line) of what --plan says beside the core: layout, memory."""
+    """(title, line) pairs that --plan prints beside the core's: layout, memory."""
 
 
 @hookspec("gather", role="plan", per="run")
 def diagnose() -> Iterable[object]:
-    """Rules of `miles doctor`; asked of an instance with default options."""
+    """Rules of `miles doctor`; called on an instance with default options."""
 
 
 @hookspec("observe", role="every", per="run")
 def finish(status: str) -> None:
-    """The run ends "completed", "failed", "interrupted" or "restarting"; trainers, which cannot know, get "closed"."""
+    """How it ended: "completed", "failed", "interrupted", "restarting"; "closed" in trainers, which cannot know."""
 
 
 # ------------------------------------------------------------------------------------------------------- rollout
 @hookspec("named", role="plan", per="dataset", part=True)
 def read_rows(path: str, most: int | None) -> Records:
-    """1: rows of --prompt-data and eval datasets, by the ending of `path`. A plan wants about `most` bytes of them."""
+    """1: rows of --prompt-data and eval datasets, chosen by the suffix of `path`. A plan reads about `most` bytes."""
 
 
 @hookspec("named", role="rollout", per="run", part=True)
 def prompt_source(config: RunConfig, tokenizer: Any, read: Callable[[str], Records]) -> PromptSource:
-    """1: where prompts come from; `read` has the rows of a path. Default "rows". (--data-source-path)"""
+    """1: where prompts come from; `read` returns the rows of a path. Default "rows". (--data-source-path)"""
 
 
 @hookspec("named", role="rollout", per="run", part=True)
 def engine(config: RunConfig, tokenizer: Any, placement: Placement, hooks: Any) -> Engine:
-    """2: what turns tokens into tokens. `placement` gives hosts to servers. Default "local"."""
+    """2: generates tokens from tokens. `placement` provides the hosts of servers. Default "local"."""
 
 
 @hookspec("named", role="rollout", per="group")
 async def generate(prompt: Prompt, generation: Generation) -> list[Sample]:
-    """2: a prompt and an engine become a group's samples. Default "single-turn". (--custom-generate-function-path)"""
+    """2: samples the group of a prompt with the engine. Default "single-turn". (--custom-generate-function-path)"""
 
 
 @hookspec("chain", role="rollout", per="request")
 def generate_request(request: Request, prompt: Prompt) -> Request:
-    """2: what a plugin adds to an engine request, such as `want`."""
+    """2: changes an engine request, for instance its `want`."""
 
 
 @hookspec("chain", role="rollout", per="response")
 def generate_response(sample: Sample, response: Response) -> Sample:
-    """2: what a plugin reads from the engine's answer into the sample's columns or metadata."""
+    """2: copies values of the engine's answer into the sample's columns or metadata."""
 
 
 @hookspec("named", role="rollout", per="sample")
 def reward(sample: Sample, samples: Sequence[Sample]) -> float | dict[str, float] | list[float | dict[str, float]]:
-    """3: a scorer, chosen by --rm-type: of `sample`, or of `samples`, a whole group. Returns a number each, or a dict
-    whose number --reward-key names. Plain ones run in a thread. It changes no column. (--custom-rm-path, --group-rm)"""
+    """3: a scorer of one `sample`, or of `samples`, a whole group; chosen by --rm-type. Returns a number each, or a
+    dict with --reward-key. Plain functions run in a thread. Columns are read-only. (--custom-rm-path, --group-rm)"""
 
 
 @hookspec("named", role="rollout", per="sample")
 def combine_rewards(sample: Sample, weights: dict[str, float]) -> float:
-    """3: `sample.rewards` become one number. Default "weighted-sum"."""
+    """3: combines `sample.rewards` into one number. Default "weighted-sum"."""
 
 
 @hookspec("chain", role="rollout", per="group")
@@ -165,19 +165,19 @@ def filter_group(group: Group) -> Group | Drop:
 
 @hookspec("chain", role="rollout", per="group")
 def unfinished(group: Group) -> Group:
-    """5: a group that was called back, its samples finished or not: return what of it goes on later, without samples
-    to have the prompt sampled anew. With an implementation, over-sampling loses no token."""
+    """5: a group that was cancelled, its samples finished or not. Return the part to continue later; without samples,
+    the prompt is sampled again. With an implementation, over-sampling loses no token."""
 
 
 @hookspec("chain", role="rollout", per="group")
 def select_from_buffer(groups: list[Group], rollout_id: int) -> list[Group]:
-    """1: which of the groups that were called back, oldest first, goes on now: the first of what is returned; none to
-    take a new prompt. (--buffer-filter-path)"""
+    """1: which cancelled group continues now: the first of the returned ones; an empty list takes a new prompt.
+    `groups` are oldest first. (--buffer-filter-path)"""
 
 
 @hookspec("chain", role="rollout", per="rollout")
 def shape_rewards(groups: list[Group]) -> list[Group]:
-    """5: the whole rollout's rewards before advantages are made of them. (--custom-reward-post-process-path)"""
+    """5: changes the rewards of a whole rollout before advantages are computed. (--custom-reward-post-process-path)"""
 
 
 # ------------------------------------------------------------------------------------------------------- trainer
@@ -204,7 +204,7 @@ def advantage(batch: Batch) -> Sequence[float | np.ndarray]:
 
 @hookspec("chain", role="trainer", per="rollout")
 def shape_advantages(batch: Batch) -> Batch:
-    """6: the column `advantages` after the estimator and before --normalize-advantages."""
+    """6: changes the column `advantages`, after the estimator and before --normalize-advantages."""
 
 
 @hookspec("around", role="trainer", per="step")
@@ -245,19 +245,19 @@ def clip_gradients(gradients: Gradients) -> float:
 
 @hookspec("chain", role="trainer", per="sync")
 def export_weights(stream: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """9: the actor's names and tensors on their way to the engine, as a generator; every rank goes through it."""
+    """9: changes the stream of the actor's names and tensors to the engine, as a generator that every rank runs."""
 
 
 @hookspec("chain", role="trainer", per="run")
 def save_weights(stream: Iterator[tuple[str, torch.Tensor]], folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """The actor's names and tensors on their way into a Hugging Face directory (--save-hf), which appears when every
-    rank has gone through all of them."""
+    """Changes the stream of the actor's names and tensors into a Hugging Face directory (--save-hf), which is published
+    once every rank has consumed it."""
 
 
 # -------------------------------------------------------------------------------------------------------- driver
 @hookspec("named", role="driver", per="command")
 def commands() -> click.Command:
-    """A command of `miles`, by the name offered; `miles --help` shows the first line of the method's docstring."""
+    """A command of `miles` under the offered name; `miles --help` shows the first line of the method's docstring."""
 
 
 @hookspec("named", role="driver", per="run", part=True)
@@ -277,12 +277,12 @@ def begin(plan: dict[str, Any], run_id: str, resumed_from: int | None, run_dir: 
 
 @hookspec("observe", role="driver", per="rollout")
 def metrics(rollout_id: int, values: dict[str, float], run_dir: Path) -> None:
-    """All metrics of a rollout, or of an eval, by Miles's names: trackers; `rollout_id` is the step."""
+    """Trackers. All metrics of a rollout, or of an eval, by Miles's names; `rollout_id` is the step."""
 
 
 @hookspec("observe", role="driver", per="rollout")
 def samples(rollout_id: int, dataset: str | None, samples: Sequence[Sample], run_dir: Path) -> None:
-    """What was trained on, or the answers to an eval `dataset`: tables, histograms, media of metadata."""
+    """The samples of a batch, or the answers to an eval `dataset`: tables, histograms, media in metadata."""
 
 
 def specs() -> dict[str, Any]:

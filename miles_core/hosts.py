@@ -62,7 +62,7 @@ class Handle:
         """
         def late() -> WaitError:
             return WaitError(f"the {self._name} did not finish {method}() within {self.timeout:g} s",
-                             fix="look at what it was doing (logs/run.log), or raise --trainer-timeout")
+                             code="host-call-timeout", fix="see logs/run.log, or raise --trainer-timeout")
 
         async with within(self.timeout, late):
             return await self.call(method, *args)
@@ -175,9 +175,9 @@ class ProcessHost(Handle):
         except (EOFError, OSError):
             self._process.join(5)
             output = "its output above" if self._log is None else f"the end of {self._log}"
-            raise DiedError(f"the process {self._name!r} died in {method}()",
+            raise DiedError(f"the process {self._name!r} died in {method}()", code="host-process-died",
                             got=f"exit code {self._process.exitcode}",
-                            fix=f"look at {output}; a negative code is a signal, -9 often a lack of memory") from None
+                            fix=f"see {output}; a negative code is a signal, -9 often a lack of memory") from None
         return unpacked(self._name, result, error, trace)
 
 
@@ -212,7 +212,8 @@ class RankGroup(Handle):
         except asyncio.CancelledError:
             for call in calls:
                 call.cancel()
-            self._end(TrainError(f"the {self._name} was abandoned in {method}()", fix="see the error before this one"))
+            abandoned = f"the {self._name} was abandoned in {method}()"
+            self._end(TrainError(abandoned, code="host-abandoned", fix="see the error before this one"))
             raise
         errors = [error for call in calls if call in done and (error := call.exception())]
         if errors:
@@ -257,8 +258,7 @@ def meeting_folder() -> tempfile.TemporaryDirectory[str]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(left.parent)
     folder = tempfile.TemporaryDirectory(prefix="miles-ranks-")
-    held = os.open(f"{folder.name}/new", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    fcntl.flock(held, fcntl.LOCK_EX)
+    fcntl.flock(os.open(f"{folder.name}/new", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600), fcntl.LOCK_EX)
     os.rename(f"{folder.name}/new", f"{folder.name}/lock")  # no other process finds it before it is locked
     return folder
 

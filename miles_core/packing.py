@@ -45,7 +45,7 @@ def in_steps(rollouts: Sequence[Hashable], steps: int) -> list[list[int]]:
         members.setdefault(rollout, []).append(index)
     whole = list(members.values())
     if len(whole) < steps:
-        raise BatchError("a batch has fewer rollouts than optimizer steps, and no rollout is split",
+        raise BatchError("the batch has fewer rollouts than optimizer steps", code="batch-below-steps",
                          got=f"{len(rollouts)} samples of {len(whole)} rollouts for {steps} steps",
                          who="rollout.num_steps_per_rollout", fix="lower --num-steps-per-rollout, or sample more")
     ends = [len(whole) * step // steps for step in range(steps + 1)]
@@ -146,6 +146,7 @@ def schedule(lengths: Sequence[int], *, data: int, capacity: int | None, micro_b
     if not packed or len(packed) % unit:
         each = f"micro-batches of {micro_batch_size}" if capacity is None else f"at most {capacity} tokens each"
         raise BatchError(f"a step's micro-batches cannot be dealt to {data} ranks, which take a multiple of {unit}",
+                         code="micro-batches-not-divisible",
                          got=f"{len(lengths)} samples, {each}, hence {len(packed)}", who="rollout.global_batch_size",
                          fix=f"make global_batch_size a multiple of {unit}, at least {unit}" + (
                              "; --use-dynamic-batch-size takes steps of any size" if capacity is None else ""))

@@ -72,7 +72,8 @@ def sliced(path: str) -> tuple[str, slice]:
     """
     name, _, cut = path.partition("@")
     if (span := re.fullmatch(r"\[(-?\d*):(-?\d*)\]", cut or "[:]")) is None:
-        raise DataError("the slice should be @[a:b]", got=cut, who=name, fix="for instance data.jsonl@[0:1000]")
+        raise DataError("the slice should have the form @[a:b]", code="slice-malformed", got=cut, who=name,
+                        fix="for instance data.jsonl@[0:1000]")
     return name, slice(*(int(edge) if edge else None for edge in span.groups()))
 
 
@@ -93,6 +94,6 @@ def reading(who: str, kind: type[MilesError] = DataError) -> Iterator[None]:
     except MilesError:
         raise
     except Exception as error:
-        said = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0][:200]
-        raise kind("it holds something that cannot be read", got=said.encode(errors="replace").decode(), who=who,
-                   fix="fetch or write the file again, and correct the value that is named") from error
+        reason = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0][:200]
+        raise kind("it contains a value that cannot be read", got=reason.encode(errors="replace").decode(), who=who,
+                   code="file-unreadable", fix="correct the value named above, or write the file again") from error

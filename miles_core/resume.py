@@ -42,17 +42,18 @@ def restore_prompts(config: RunConfig, prompts: PromptSource | None, saved: dict
         journal.message("info", f"prompt source {name} begins anew: the position of {before} is left out, as "
                                 "--drop-plugin-state says")
         return False
-    who, anew = f"prompt source {name!r}", f"begin {name} anew: --drop-plugin-state {before}"
+    who, anew = f"prompt source {name!r}", f"start {name} afresh with --drop-plugin-state {before}"
     if before != name:
-        raise StateError("the checkpoint's position is of another prompt source", got=f"saved by {before!r}", who=who,
-                         fix=f"resume with --prompt-source {before}, or {anew}")
+        raise StateError("the saved position belongs to another prompt source", code="prompt-source-changed",
+                         got=f"saved by {before!r}", who=who, fix=f"resume with --prompt-source {before}, or {anew}")
     try:
         prompts.load_state_dict(saved["prompts"])
     except MilesError:
         raise
     except Exception as error:
-        raise StateError("its position in the checkpoint cannot be loaded", got=f"{type(error).__name__}: {error}",
-                         who=who, fix=f"resume with the version that saved it, or {anew}") from error
+        raise StateError("its saved position cannot be loaded", code="prompt-position-unloadable",
+                         got=f"{type(error).__name__}: {error}", who=who,
+                         fix=f"resume with the version that saved it, or {anew}") from error
     then, data = saved["prompts"], getattr(prompts, "data", None)
     if isinstance(then, dict) and then.get("data", data) != data:
         journal.message("info", "resumed with other prompts: the content of --prompt-data is not what it was")
@@ -65,9 +66,10 @@ def check_same_data(config: RunConfig, prompts: PromptSource | None, state: dict
         CheckpointError: the groups under way in a checkpoint are of other prompts than this run's.
     """
     if prompts is None or state.get("data") != prompts.data:
-        raise CheckpointError("the checkpoint has groups under way whose prompts are of another dataset",
+        raise CheckpointError("the checkpoint's unfinished groups belong to another dataset",
                               who=f"--load {config.checkpoint.load}, --prompt-data {config.rollout.prompt_data}",
-                              fix="resume with the prompts of that run, or start anew from its weights with --ref-load")
+                              code="unfinished-groups-of-other-data", fix="resume with the prompts of that run, or "
+                              "start a new run from its weights with --ref-load")
 
 
 class Hosted:
@@ -80,7 +82,7 @@ class Hosted:
         return getattr(self._trainer, name)
 
     def step(self, index: int) -> dict[str, float]:
-        return self._trainer.step(index) | self._hooks.took()
+        return self._trainer.step(index) | self._hooks.timings()
 
     def close(self) -> None:
         try:

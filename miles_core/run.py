@@ -45,7 +45,7 @@ class Run:
         trainer: handle of the hosted trainer.
         unfinished, select: the bound chains unfinished and select_from_buffer, or None.
         state: () -> JSON state of the plugins, for checkpoints.
-        took: () -> metrics of the time that driver's and rollout's plugins took since it was last asked.
+        hook_timings: () -> metrics of the time in hooks of driver and rollout since its last call.
         begun: groups that were called back and go on later, oldest first.
         clock: seconds, for the figures under perf/.
         version: of the weights that the engine has.
@@ -72,7 +72,7 @@ class Run:
     unfinished: Callable[[Group], Group] | None = None
     select: Callable[[list[Group], int], list[Group]] | None = None
     state: Callable[[], dict] = dict
-    took: Callable[[], dict[str, float]] = dict
+    hook_timings: Callable[[], dict[str, float]] = dict
     clock: Callable[[], float] = time.perf_counter
     version: int = 0
     weights_current: bool = False
@@ -131,17 +131,18 @@ class Run:
         try:
             return self.prompts.next()
         except StopIteration:
-            raise DataError("it ended, and the run needs more prompts", who=who, fix="begin again at its end, as an "
-                            "endless stream does, or lower --num-rollout") from None
+            raise DataError("it ended, but the run needs more prompts", code="prompts-exhausted", who=who,
+                            fix="start again at its end, as an endless stream does, or lower --num-rollout") from None
         except Exception as error:
             if isinstance(error, MilesError):
                 raise
-            raise DataError("it failed", got=f"{type(error).__name__}: {error}", who=who, fix="correct it") from error
+            raise DataError("it failed", code="prompt-source-failed", got=f"{type(error).__name__}: {error}", who=who,
+                            fix="correct the prompt source") from error
 
     async def rollout(self, slot: Slot) -> Group:
         """Stage 2; what is too stale already is not gone on with."""
-        begun = Group(slot.prompt, list(slot.begun))
-        return begun if self.too_stale(begun) else await self.generate(slot)
+        partial = Group(slot.prompt, list(slot.begun))
+        return partial if self.too_stale(partial) else await self.generate(slot)
 
     async def reward(self, group: Group) -> Group:
         """Stage 3."""
@@ -155,7 +156,7 @@ class Run:
             return stale_drop(group)
         return filter_group(group, self.chain)
 
-    async def take_back(self, slots: list[Slot]) -> None:
+    async def requeue(self, slots: list[Slot]) -> None:
         """Of slots that no batch can hold: what a plugin keeps goes on later, the prompts of the others come again."""
         keep = self.unfinished is not None
         if keep:
@@ -166,9 +167,9 @@ class Run:
                 slot.task.cancel()
             stale = isinstance(slot.outcome, Drop) and slot.outcome.reason == "stale"
             group = slot.group or (Group(slot.prompt, list(slot.begun)) if slot.begun else None)
-            kept = self.unfinished(group) if keep and group is not None and not stale else None
-            if kept is not None and kept.samples:
-                self.begun.append(kept)
+            remainder = self.unfinished(group) if keep and group is not None and not stale else None
+            if remainder is not None and remainder.samples:
+                self.begun.append(remainder)
             elif slot.prompt is not None:
                 anew.append(slot.prompt)
         self.prompts.give_back(anew)
@@ -184,15 +185,16 @@ class Run:
     async def _recall(self, slots: list[Slot]) -> None:
         """End the requests of these slots, and wait until each has what was drawn."""
         for slot in slots:
-            slot.recall.asked = True
+            slot.recall.cancelled = True
         under_way = [slot for slot in slots if slot.task is not None and not slot.task.done()]
         if not under_way:
             return
         limit = self.config.rollout.rollout_timeout
         async with within(limit, lambda: WaitError(
-                f"groups that were called back did not end within {limit:g} s", who="the engine, or a generator",
+                f"cancelled groups did not end within {limit:g} s", code="cancelled-groups-timeout",
+                who="the engine or a generator",
                 got=f"prompts {[slot.prompt.uid for slot in under_way if not slot.task.done()]}",
-                fix="look at the engine's log; a generator has to end once its engine calls do")):
+                fix="see the engine's log; a generator must end with its engine calls")):
             if ids := [id for slot in under_way for id in slot.recall.ids]:
                 await self.engine.abort(ids)
             await asyncio.wait([slot.task for slot in under_way])
@@ -205,8 +207,9 @@ class Run:
             return None
         place = next((i for i, group in enumerate(self.begun) if group is chosen[0]), None)
         if place is None:
-            raise HookError("select_from_buffer should return groups that it was given",
-                            got=f"one of prompt {chosen[0].prompt.uid}", fix="order and leave out, but do not copy")
+            raise HookError("select_from_buffer returned a group that it was not given",
+                            code="buffer-returned-other-groups", got=f"one of prompt {chosen[0].prompt.uid}",
+                            fix="reorder or omit groups, but do not copy them")
         return self.begun.pop(place)
 
     async def heartbeat(self) -> None:
@@ -256,8 +259,8 @@ class Run:
 
     async def step(self, index: int) -> None:
         """Stages 7 and 8. Metrics of several steps are averaged, seconds added up, the last learning rate is kept."""
-        found = await self.trainer.step(index)
-        for key, value in found.items():
+        metrics = await self.trainer.step(index)
+        for key, value in metrics.items():
             old = self.metrics.get(key, 0.0)
             summed = index and "lr-" not in key and key in self.metrics
             if key.startswith("perf/"):
@@ -332,7 +335,8 @@ class Run:
         done = batch.rollout_id + 1
         parts = ("rollout_time", "train_time", "update_weights_time")
         self.metrics["perf/step_time"] = sum(self.metrics.get(f"perf/{part}", 0.0) for part in parts)
-        self.metrics.update(self.placement.figures() | self.took() | throughput(batch, self.metrics, self.config))
+        self.metrics.update(self.placement.figures() | self.hook_timings()
+                            | throughput(batch, self.metrics, self.config))
         self.journal.rollout(batch, self.metrics)
         norm, self.metrics = self.metrics.get("train/grad_norm"), {}
         if self.config.debug.debug_determinism and self.steps:
@@ -363,14 +367,15 @@ class Run:
             if checkpoint.save_hf:
                 await self.trainer.export(Path(checkpoint.save_hf.format(rollout_id=done)))
             plugins = with_ranks(self.resumable["plugins"], await self.trainer.plugin_state())
-            kept = self.resumable | {"plugins": plugins, "lock": self.made_of}
-            await self.trainer.save(Path(checkpoint.save), done, kept)
+            state = self.resumable | {"plugins": plugins, "lock": self.made_of}
+            await self.trainer.save(Path(checkpoint.save), done, state)
         self.journal.event("checkpoint", rollout_id=done - 1, path=checkpoint.save, seconds=self.clock() - begin)
 
     def _late(self, version: int) -> Callable[[], WaitError]:
         perf = self.config.perf
         return lambda: WaitError(
             f"the weight sync to version {version} did not finish within {perf.weight_sync_timeout:g} s",
+            code="weight-sync-timeout",
             who=f"weight_sync {perf.weight_sync!r}", fix="look at the engine's log, or raise --weight-sync-timeout")
 
     def _state(self) -> dict:
@@ -380,8 +385,8 @@ class Run:
         resumed run does again has left a trace in it.
         """
         source, name = self.buffer if self.prompts is None else self.prompts, self.config.rollout.prompt_source
-        kept = {"prompt_source": name, **copy.deepcopy({"prompts": source.state_dict(), "plugins": self.state()})}
-        return kept if self.prompts is None else kept | save_flow(self.buffer.slots(), self.begun)
+        state = {"prompt_source": name, **copy.deepcopy({"prompts": source.state_dict(), "plugins": self.state()})}
+        return state if self.prompts is None else state | save_flow(self.buffer.slots(), self.begun)
 
     def _timed(self, name: str) -> None:
         now = self.clock()

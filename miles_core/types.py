@@ -128,16 +128,16 @@ class Group:
 
 
 @dataclass(slots=True)
-class Recall:
-    """The engine's requests of one group, so that it can be called back.
+class CancelHandle:
+    """Cancels one group: knows its requests to the engine.
 
     Args:
-        asked: no further request shall begin; those under way were told to end.
-        ids: of the requests under way.
-        idle: bounds the time in which none is.
+        cancelled: no further request may begin; those in flight were told to end.
+        ids: of the requests in flight.
+        idle: limits the time without a request.
     """
 
-    asked: bool = False
+    cancelled: bool = False
     ids: set[str] = field(default_factory=set)
     idle: Bound | None = None
 
@@ -194,7 +194,7 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
+class NodeSlot:
     """Where one node's share of an engine server runs.
 
     Args:

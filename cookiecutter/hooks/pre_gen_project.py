@@ -1,4 +1,4 @@
-"""Refuse answers that would not make a plugin, before anything is written."""
+"""Check the answers before anything is written."""
 
 import re
 import sys
@@ -11,10 +11,10 @@ hooks = "{{ cookiecutter.hooks }}".replace(" ", "").split(",")
 if not re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", name):
     sys.exit(f"The name {name!r} should be lower-case letters and digits, with single dashes between: my-reward.")
 if name in taken:
-    sys.exit(f"The name {name} is taken, by Miles or by an official plugin.")
+    sys.exit(f"The name {name} is already used by Miles or an official plugin.")
 if distribution not in (f"miles-{name}", f"miles-plugin-{name}"):
     sys.exit(f"The distribution should be miles-{name} or miles-plugin-{name}.")
 if unknown := [hook for hook in hooks if hook not in known]:
-    sys.exit(f"There is no hook {unknown[0]!r} to begin with; there are {', '.join(known)}.")
+    sys.exit(f"Unknown hook {unknown[0]!r}; choose from {', '.join(known)}.")
 if len(set(hooks)) < len(hooks):
-    sys.exit("A hook is named twice.")
+    sys.exit("A hook is listed twice.")

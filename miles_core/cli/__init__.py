@@ -65,14 +65,14 @@ def offered(group: str = "") -> dict[str, tuple[Manifest, Offer]]:
     from miles_core.errors import OwnerError
     from miles_core.plugins.select import readable
 
-    found: dict[str, tuple[Manifest, Offer]] = {}
+    commands: dict[str, tuple[Manifest, Offer]] = {}
     for manifest in readable("commands"):
         for offer in (one for one in manifest.offers if one.hook == "commands"):
-            if offer.name in found:
-                raise OwnerError(f"two plugins offer the command {offer.name!r}: {found[offer.name][0].name} and "
-                                 f"{manifest.name}", fix="uninstall one of them")
-            found[offer.name] = (manifest, offer)
-    return {name.rpartition(" ")[2]: owner for name, owner in found.items() if name.rpartition(" ")[0] == group}
+            if offer.name in commands:
+                raise OwnerError(f"two plugins offer the command {offer.name!r}: {commands[offer.name][0].name} and "
+                                 f"{manifest.name}", code="command-offered-twice", fix="uninstall one of them")
+            commands[offer.name] = (manifest, offer)
+    return {name.rpartition(" ")[2]: owner for name, owner in commands.items() if name.rpartition(" ")[0] == group}
 
 
 def of_plugin(name: str, group: str = "") -> click.Command | None:

@@ -44,20 +44,20 @@ def run_flags(incomplete: str) -> list[CompletionItem]:
     from miles_core.config.surfaces import surfaces_of
     from miles_core.plugins.select import built_in
 
-    found = {flag: text for flag, text in _own_flags() if flag.startswith(incomplete)}
+    flags = {flag: text for flag, text in _own_flags() if flag.startswith(incomplete)}
     for surface in surfaces_of(built_in()):
         for flag, text in surface.complete(incomplete):
-            found.setdefault(flag, text)
+            flags.setdefault(flag, text)
     if "--plugin".startswith(incomplete):
-        found["--plugin"] = "Enable a plugin, by name or file; may be repeated."
-    found |= {flag: text for flag, text in _SELECTING.items() if flag.startswith(incomplete)}
-    return [CompletionItem(flag, help=text) for flag, text in found.items()]
+        flags["--plugin"] = "Enable a plugin, by name or file; may be repeated."
+    flags |= {flag: text for flag, text in _SELECTING.items() if flag.startswith(incomplete)}
+    return [CompletionItem(flag, help=text) for flag, text in flags.items()]
 
 
 def run_words(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """What may follow: the values of a flag that has a list of them, plugins after --plugin, else a file."""
-    given = ctx.params.get("words") or ()
-    last = given[-1] if given else ""
+    words = ctx.params.get("words") or ()
+    last = words[-1] if words else ""
     if last == "--plugin":
         return plugins(ctx, param, incomplete)
     values = dict(_choices()).get(last.replace("_", "-"))

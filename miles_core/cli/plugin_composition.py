@@ -49,8 +49,9 @@ def check(words: tuple[str, ...]) -> None:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
     except subprocess.TimeoutExpired:
-        raise WaitError(f"binding the hooks took more than {SECONDS:g} s", who="miles plugins check",
-                        fix="miles plugins doctor says which plugin takes long") from None
+        raise WaitError(f"binding the hooks took more than {SECONDS:g} s", code="hook-binding-timeout",
+                        who="miles plugins check",
+                        fix="run `miles plugins doctor` to see which plugin is slow") from None
     if done.returncode:
         click.echo(done.stderr, nl=False, err=True)
         raise SystemExit(done.returncode)
@@ -84,12 +85,12 @@ def why(key: str, words: tuple[str, ...]) -> None:
         meant = [one for one in values if one.rpartition(".")[2] == name]
         near = meant or difflib.get_close_matches(key, values, 1, 0.5)
         if len(meant) != 1:
-            raise UnknownKeyError(f"the run has no key {key!r}", fix=f"did you mean {' or '.join(near)}?" if near else
-                                  "keys are table.name: miles run --plan lists those that are set")
+            fix = f"did you mean {' or '.join(near)}?" if near else "`miles run --plan` lists the keys that are set"
+            raise UnknownKeyError(f"the run has no key {key!r}", code="composition-key-unknown", fix=fix)
         key = meant[0]
         click.echo(key)
-    said = load(run_file, flags).said.get(key, [])
-    chain = [(_default(plan, key), "default"), *((value, str(origin)) for value, origin in said)]
+    assigned = load(run_file, flags).assigned.get(key, [])
+    chain = [(_default(plan, key), "default"), *((value, str(origin)) for value, origin in assigned)]
     if origins[key] not in {origin for _, origin in chain}:
         chain.append((values[key], f"derived: {origins[key]}"))
     width = max(len(repr(value)) for value, _ in chain)
@@ -177,9 +178,10 @@ def diff(first: Path, second: Path) -> None:
     """
     from miles_core.plugins import lock as locks
 
-    found = locks.differences(locks.read(first), locks.read(second))
-    for line in found:
+    differences = locks.differences(locks.read(first), locks.read(second))
+    for line in differences:
         click.echo(line)
-    if found:
-        raise PluginError(f"{len(found)} difference{'s'[:len(found) != 1]}", who=f"{first}, {second}")
+    if differences:
+        raise PluginError(f"{len(differences)} difference{'s'[:len(differences) != 1]}", code="compositions-differ",
+                          who=f"{first}, {second}")
     click.echo("the same")

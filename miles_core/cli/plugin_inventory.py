@@ -143,10 +143,10 @@ def _about(word: str, one: Selected) -> Iterator[tuple[str, str]]:
     if one.source in ("built-in", "file"):
         yield "lives in", one.manifest.plugin.rpartition(":")[0]
         return
-    found = importlib.metadata.distribution(one.source)
-    authors = [found.metadata[key] for key in ("Author", "Author-email", "Maintainer-email") if found.metadata[key]]
+    about = importlib.metadata.metadata(one.source)
+    authors = [about[key] for key in ("Author", "Author-email", "Maintainer-email") if about[key]]
     yield "author", authors[0] if authors else "not stated"
-    yield from (("home", url.partition(", ")[2]) for url in (found.metadata.get_all("Project-URL") or ())[:1])
+    yield from (("home", url.partition(", ")[2]) for url in (about.get_all("Project-URL") or ())[:1])
     package = one.manifest.plugin.partition(":")[0].partition(".")[0]
     spec = importlib.machinery.PathFinder.find_spec(package)  # imports nothing of it
     yield "lives in", next(iter(spec.submodule_search_locations)) if spec and spec.submodule_search_locations else "?"
@@ -182,8 +182,8 @@ def install(names: tuple[str, ...], dry_run: bool) -> None:
         if not status or not bare:
             break
     if status:
-        raise PluginError("pip did not install them", got=f"exit status {status}",
-                          fix="see above; a distribution of another name goes by its full name")
+        raise PluginError("pip install failed", code="pip-install-failed", got=f"exit status {status}",
+                          fix="see pip's output above; give a distribution of another name in full")
 
 
 @click.command("uninstall")
@@ -199,9 +199,10 @@ def uninstall(names: tuple[str, ...], yes: bool, dry_run: bool) -> None:
     have = {one.name: one.distribution for one in installed()}
     if unknown := next((name for name in names if short(name) not in have), None):
         raise UnknownPluginError(f"plugin {unknown!r} is not installed", got=f"installed: {', '.join(have) or 'none'}",
-                                 fix="miles plugins list")
+                                 code="plugin-not-installed", fix="run `miles plugins list` to see what is installed")
     if status := _pip("uninstall", ["-y"] * yes + [have[short(name)] for name in names], dry_run):
-        raise PluginError("pip did not remove them", got=f"exit status {status}", fix="see above")
+        raise PluginError("pip uninstall failed", code="pip-uninstall-failed", got=f"exit status {status}",
+                          fix="see pip's output above")
 
 
 def _pip(verb: str, words: list[str], dry_run: bool) -> int:

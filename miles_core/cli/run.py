@@ -55,12 +55,12 @@ def _named(words: tuple[str, ...]) -> list[Manifest]:
     from miles_core.errors import MilesError
     from miles_core.plugins.select import built_in
 
-    found = {one.manifest.name: one.manifest for one in built_in()}
+    by_name = {one.manifest.name: one.manifest for one in built_in()}
     try:
-        found |= {one.manifest.name: one.manifest for one in plugins_named(*split(words))}
+        by_name |= {one.manifest.name: one.manifest for one in plugins_named(*split(words))}
     except MilesError as error:
         click.secho(f"Options of plugins are left out: {error}", err=True)
-    return list(found.values())
+    return list(by_name.values())
 
 
 def _described(option: Option, prefix: str) -> tuple[str, str]:

@@ -137,40 +137,42 @@ class Architecture:
 
 def architecture_of(config: RunConfig) -> Architecture:
     """The constants of --hf-checkpoint; without a checkpoint there, what [model] says."""
-    path, said = config_json(config)
-    found: dict[str, int] = {}
+    path, constants = config_json(config)
+    sizes: dict[str, int] = {}
     source: dict[str, str] = {}
     for name, (theirs, ours) in NAMES.items():
-        values = [config.surface("megatron").get(ours)] if said is None else [said.get(key) for key in theirs]
+        values = [config.surface("megatron").get(ours)] if constants is None else [constants.get(key) for key in theirs]
         value = next((value for value in values if isinstance(value, int) and value > 0), None)
         if value is not None:
-            found[name] = value
-            source[name] = who(config, f"megatron.{ours}") if said is None else str(path)
-    if "head_dim" not in found and {"hidden", "heads"} <= set(found):
-        found["head_dim"] = found["hidden"] // found["heads"]
-    if "rank" in found and {"plain", "turned", "heads"} <= set(found):  # config.json's head_dim may be the turned part
-        found |= {"head_dim": found["plain"] + found["turned"], "groups": found["heads"]}
-    if "experts" in found and "expert_ffn" not in found and "ffn" in found:  # no dense layers, so no name for it
-        found["expert_ffn"] = found["ffn"]
-    if said is not None and "expert_ffn" in found and "shared_ffn" not in found and said.get("n_shared_experts"):
-        found["shared_ffn"], source["shared_ffn"] = said["n_shared_experts"] * found["expert_ffn"], str(path)
-    sparse = _sparse(said or {}, found.get("layers", 0)) if "experts" in found else 0
-    linear = _linear(said or {}, found.get("layers", 0))
-    return Architecture(**found, linear=linear, sparse=sparse, checkpoint=said is not None, source=source)
+            sizes[name] = value
+            source[name] = who(config, f"megatron.{ours}") if constants is None else str(path)
+    if "head_dim" not in sizes and {"hidden", "heads"} <= set(sizes):
+        sizes["head_dim"] = sizes["hidden"] // sizes["heads"]
+    if "rank" in sizes and {"plain", "turned", "heads"} <= set(sizes):  # config.json's head_dim may be the turned part
+        sizes |= {"head_dim": sizes["plain"] + sizes["turned"], "groups": sizes["heads"]}
+    if "experts" in sizes and "expert_ffn" not in sizes and "ffn" in sizes:  # no dense layers, so no name for it
+        sizes["expert_ffn"] = sizes["ffn"]
+    shared = (constants or {}).get("n_shared_experts")
+    if shared and "expert_ffn" in sizes and "shared_ffn" not in sizes:
+        sizes["shared_ffn"], source["shared_ffn"] = shared * sizes["expert_ffn"], str(path)
+    sparse = _sparse(constants or {}, sizes.get("layers", 0)) if "experts" in sizes else 0
+    linear = _linear(constants or {}, sizes.get("layers", 0))
+    return Architecture(**sizes, linear=linear, sparse=sparse, checkpoint=constants is not None, source=source)
 
 
-def _linear(said: Mapping[str, object], layers: int) -> int:
+def _linear(constants: Mapping[str, object], layers: int) -> int:
     """Layers with linear attention: those that are called so, or all but every n-th."""
-    if isinstance(said.get("layer_types"), list):
-        return sum(kind == "linear_attention" for kind in said["layer_types"][:layers])
-    every = said.get("full_attention_interval")
-    return layers - layers // every if isinstance(every, int) and every > 0 and "linear_num_key_heads" in said else 0
+    if isinstance(constants.get("layer_types"), list):
+        return sum(kind == "linear_attention" for kind in constants["layer_types"][:layers])
+    every = constants.get("full_attention_interval")
+    hybrid = "linear_num_key_heads" in constants and isinstance(every, int) and every > 0
+    return layers - layers // every if hybrid else 0
 
 
-def _sparse(said: Mapping[str, object], layers: int) -> int:
+def _sparse(constants: Mapping[str, object], layers: int) -> int:
     """Layers with experts, by the keys that transformers' families have for them."""
-    if isinstance(said.get("mlp_layer_types"), list):
-        return sum(kind == "sparse" for kind in said["mlp_layer_types"][:layers])
-    dense, step = said.get("mlp_only_layers") or (), said.get("decoder_sparse_step") or 1
-    first = said.get("first_k_dense_replace") or 0
+    if isinstance(constants.get("mlp_layer_types"), list):
+        return sum(kind == "sparse" for kind in constants["mlp_layer_types"][:layers])
+    dense, step = constants.get("mlp_only_layers") or (), constants.get("decoder_sparse_step") or 1
+    first = constants.get("first_k_dense_replace") or 0
     return sum(layer not in dense and (layer + 1) % step == 0 and layer >= first for layer in range(layers))

@@ -27,11 +27,11 @@ def cached(name: str, stamp: int, make: Callable[[], dict]) -> dict:
 
 def stamp(files: Iterable[Path]) -> int:
     """A checksum of the files that are read and of their reader: either may change while a version does not."""
-    found = 0
+    checksum = 0
     for file in files:
         # A missing file is for the reader to report, with a sentence.
-        found = zlib.crc32(file.read_bytes() if file.is_file() else file.name.encode(), found)
-    return found
+        checksum = zlib.crc32(file.read_bytes() if file.is_file() else file.name.encode(), checksum)
+    return checksum
 
 
 def _write(path: Path, data: dict) -> None:

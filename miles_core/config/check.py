@@ -25,8 +25,8 @@ def check(config: RunConfig, plugins: Sequence[Selected] | None = None) -> tuple
         ConfigError, DataError, CheckpointError: anything else; says what, got, who and the fix.
     """
     notes: list[str] = []
-    asked = built_in() if plugins is None else plugins
-    hooks = bind(asked, config, "plan")
+    selected = built_in() if plugins is None else plugins
+    hooks = bind(selected, config, "plan")
     config = _in_run_dir(config)
     with reading(f"--hf-checkpoint {config.checkpoint.hf_checkpoint}", CheckpointError):
         for step in (_debug, _required, _clip_band, colocate, _batch, _rollout, _rewards, hooks.derive,
@@ -34,7 +34,7 @@ def check(config: RunConfig, plugins: Sequence[Selected] | None = None) -> tuple
             config = step(config, notes.append) if step is not None else config
         if plugins is not None:
             resolve(plugins, config)  # a part that nobody offers is told before what is wrong with files
-        return config if hooks.check is None else hooks.check(config, notes.append, asked), notes
+        return config if hooks.check is None else hooks.check(config, notes.append, selected), notes
 
 
 Note = Callable[[str], None]
@@ -69,11 +69,12 @@ def _debug(config: RunConfig, note: Note) -> RunConfig:
         note("--debug-train-only is not needed: supervised fine-tuning asks no engine")
         config = with_values(config, "--loss-type sft_loss", debug__debug_train_only=False)
     elif debug.debug_train_only:
-        raise ConfigError("--debug-train-only has nothing to train on", who=who(config, "debug.debug_train_only"),
-                          fix="name saved rollouts with --load-debug-rollout-data PATH/{rollout_id}")
+        raise ConfigError("--debug-train-only needs saved rollouts", who=who(config, "debug.debug_train_only"),
+                          code="train-only-without-data", fix="add --load-debug-rollout-data PATH/{rollout_id}")
     if config.debug.debug_train_only and debug.debug_rollout_only:
-        raise ConfigError("--debug-rollout-only and --debug-train-only exclude each other",
-                          who=who(config, "debug.debug_rollout_only", "debug.debug_train_only"), fix="drop one")
+        raise ConfigError("--debug-rollout-only and --debug-train-only are mutually exclusive",
+                          code="debug-modes-exclusive",
+                          who=who(config, "debug.debug_rollout_only", "debug.debug_train_only"), fix="remove one")
     return config
 
 
@@ -87,8 +88,8 @@ def _required(config: RunConfig, note: Note) -> RunConfig:
     for key, value in needed.items():
         if value is None:
             table, _, name = key.partition(".")
-            raise ConfigError(f"{key} is needed", who="run file and flags",
-                              fix=f"write {name} = ... in [{table}], or --{name.replace('_', '-')} VALUE")
+            raise ConfigError(f"{key} is required", code="setting-required", who="run file and flags",
+                              fix=f"set {name} = ... in [{table}], or pass --{name.replace('_', '-')} VALUE")
     return config
 
 
@@ -101,20 +102,18 @@ def _batch(config: RunConfig, note: Note) -> RunConfig:
     if steps is None and batch is None:
         steps = 1
     if steps is None:
-        steps, rest, divisor = total // batch, total % batch, f"global_batch_size {batch}"
+        steps, remainder, divisor = total // batch, total % batch, f"global_batch_size {batch}"
     else:
-        rest, divisor = total % steps, f"num_steps_per_rollout {steps}"
-    if rest or steps == 0:
-        raise BatchError(
-            f"a rollout's {rollout.rollout_batch_size} x {rollout.n_samples_per_prompt} = {total} samples do not "
-            f"divide by {divisor}",
-            who=who(config, *(f"rollout.{key}" for key in (*sampled, *trained))),
-            fix=f"{' x '.join(sampled)} = {' x '.join(trained)}")
+        remainder, divisor = total % steps, f"num_steps_per_rollout {steps}"
+    if remainder or steps == 0:
+        raise BatchError(f"{rollout.rollout_batch_size} x {rollout.n_samples_per_prompt} = {total} samples per rollout "
+                         f"do not divide by {divisor}", code="rollout-not-divisible",
+                         who=who(config, *(f"rollout.{key}" for key in (*sampled, *trained))),
+                         fix=f"{' x '.join(sampled)} must equal {' x '.join(trained)}")
     if batch is not None and batch * steps != total:
-        raise BatchError(
-            f"{' x '.join(sampled)} is {total}, {' x '.join(trained)} is {batch * steps}",
-            who=who(config, *(f"rollout.{key}" for key in trained)),
-            fix="drop one of the last two: it follows from the other three")
+        raise BatchError(f"{' x '.join(sampled)} is {total}, but {' x '.join(trained)} is {batch * steps}",
+                         code="rollout-and-train-sizes-differ", who=who(config, *(f"rollout.{key}" for key in trained)),
+                         fix="remove one of the last two; it follows from the other three")
     return with_values(config, "batch arithmetic", rollout__global_batch_size=total // steps,
                        rollout__num_steps_per_rollout=steps)
 
@@ -123,11 +122,11 @@ def _rollout(config: RunConfig, note: Note) -> RunConfig:
     rollout = config.rollout
     over = rollout.over_sampling_batch_size or rollout.rollout_batch_size
     if over < rollout.rollout_batch_size:
-        raise BatchError("rollout.over_sampling_batch_size is below rollout_batch_size", got=over,
-                         who=who(config, "rollout.over_sampling_batch_size"),
-                         fix=f"at least {rollout.rollout_batch_size}")
+        raise BatchError("over_sampling_batch_size is below rollout_batch_size", code="over-sampling-too-small",
+                         got=over, who=who(config, "rollout.over_sampling_batch_size"),
+                         fix=f"use at least {rollout.rollout_batch_size}")
     if rollout.max_lag and config.perf.colocate:
-        raise ConfigError("--colocate hands the GPUs back and forth and needs max_lag = 0",
+        raise ConfigError("--colocate requires max_lag = 0", code="colocate-needs-lag-zero",
                           got=f"max_lag = {rollout.max_lag}", who=who(config, "perf.colocate", "rollout.max_lag"),
                           fix="set max_lag = 0")
     if rollout.rollout_top_p < 1 or rollout.rollout_top_k > 0:
@@ -139,9 +138,9 @@ def _rewards(config: RunConfig, note: Note) -> RunConfig:
     rollout = config.rollout
     weights = rollout.rm_weights or [1.0] * len(rollout.rm_type)
     if len(weights) != len(rollout.rm_type):
-        raise ConfigError(f"{len(rollout.rm_type)} scorers and {len(weights)} weights",
+        raise ConfigError(f"{len(rollout.rm_type)} scorers, but {len(weights)} weights", code="reward-weights-count",
                           who=who(config, "rollout.rm_type", "rollout.rm_weights"),
-                          fix="one weight for each scorer, in the same order")
+                          fix="give one weight per scorer, in the same order")
     return with_values(config, "rm_type", rollout__rm_weights=weights)
 
 

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from miles_core.config.tables import RunConfig
 
 
-def environment(config: RunConfig, *, gpus: bool, given: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """What a trainer's rank, which may compute on a GPU, gets beside `given`, which it inherits and which wins."""
+def environment(config: RunConfig, *, gpus: bool, env: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """What a trainer's rank, which may compute on a GPU, gets beside `env`, which it inherits and which wins."""
     if not gpus:
         return {}
     perf, megatron = config.perf, config.surface("megatron")
@@ -24,7 +24,7 @@ def environment(config: RunConfig, *, gpus: bool, given: Mapping[str, str] = os.
         wanted["NVTE_FP8_BLOCK_SCALING_FP32_SCALES"] = "1"  # Hopper's kernels take no other scales
     if megatron.get("deterministic_mode"):
         wanted |= {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "NCCL_ALGO": "Ring", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-    return {name: value for name, value in wanted.items() if name not in given}
+    return {name: value for name, value in wanted.items() if name not in env}
 
 
 KINDS = ("NCCL_", "TORCH_NCCL_", "NVTE_", "GLOO_", "PYTORCH_", "OMP_", "CUBLAS", "CUDA_DEVICE_MAX_CONNECTIONS",
@@ -32,6 +32,6 @@ KINDS = ("NCCL_", "TORCH_NCCL_", "NVTE_", "GLOO_", "PYTORCH_", "OMP_", "CUBLAS",
 """Names, or how they begin, of variables that change how ranks compute or talk."""
 
 
-def relevant(given: Mapping[str, str] = os.environ) -> dict[str, str]:
+def relevant(env: Mapping[str, str] = os.environ) -> dict[str, str]:
     """The variables of these kinds, sorted: what a rank elsewhere gets too, and what the record holds."""
-    return {name: given[name] for name in sorted(given) if name.startswith(KINDS)}
+    return {name: env[name] for name in sorted(env) if name.startswith(KINDS)}

@@ -1,7 +1,7 @@
 """Flags: a command line becomes assignments of values to keys.
 
 Every key is a flag; options may declare further spellings, and a spelling has one owner. The surfaces of the enabled
-plugins are asked for what nobody owns (surfaces.py): they accept it, say that it is derived, or say what to write.
+plugins handle unknown flags (surfaces.py): they accept one, note that it is derived, or name its replacement.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ class Spellings:
     def _claim(self, flag: str, option: Option, off: bool) -> None:
         first = self._owners.setdefault(flag, (option, off))[0]
         if first.key != option.key:
-            raise OwnerError(f"the flag {flag} belongs to {first.key} and to {option.key}",
-                             fix="one of the two plugins has to rename its spelling")
+            raise OwnerError(f"the flag {flag} is claimed by {first.key} and by {option.key}", code="flag-owned-twice",
+                             fix="rename the spelling in one of the two plugins")
 
 
 def split(argv: Sequence[str]) -> list[Given]:
@@ -81,49 +81,50 @@ def split(argv: Sequence[str]) -> list[Given]:
     Raises:
         ConfigError: a word before the first flag.
     """
-    found: list[tuple[str, list[str]]] = []
+    groups: list[tuple[str, list[str]]] = []
     for word in argv:
-        if word.endswith("\r") or found and found[-1][1] and word and not word.strip(" \t"):
-            raise ConfigError("a word of the command ends with the end of a line, or is a blank after one",
-                              got=repr(word), who=found[-1][0] if found else None, fix="lines of a script end as on "
-                              "Linux (sed -i 's/\\r$//' SCRIPT), with nothing after a backslash")
+        if word.endswith("\r") or groups and groups[-1][1] and word and not word.strip(" \t"):
+            raise ConfigError("a line continuation of the command is broken", code="flag-broken-line", got=repr(word),
+                              who=groups[-1][0] if groups else None,
+                              fix="use Unix line ends (sed -i 's/\\r$//' SCRIPT) and leave nothing after a backslash")
         if word.startswith("--") and len(word) > 2:
             flag, equals, value = word.partition("=")
-            found.append((flag.replace("_", "-"), [value] if equals else []))
-        elif not found:
-            raise ConfigError("a word stands before the first flag", got=word,
+            groups.append((flag.replace("_", "-"), [value] if equals else []))
+        elif not groups:
+            raise ConfigError("unexpected word before the first flag", code="word-before-flags", got=word,
                               fix="write miles run [RUN FILE] --flag value ...")
         else:
-            found[-1][1].append(word)
-    return [Given(flag, tuple(words)) for flag, words in found]
+            groups[-1][1].append(word)
+    return [Given(flag, tuple(words)) for flag, words in groups]
 
 
-def assign(given: Sequence[Given], spellings: Spellings, plugins: Mapping[str, str],
+def assign(cli_flags: Sequence[Given], spellings: Spellings, plugins: Mapping[str, str],
            surfaces: Sequence[Surface]) -> tuple[list[Assignment], list[str]]:
     """The assignments that the flags make, and notes about flags that are not needed.
 
     Args:
         plugins: plugins that are known but not enabled -> how to enable them, for messages.
-        surfaces: of the enabled plugins; asked in order for what nobody declares.
+        surfaces: of the enabled plugins; they handle undeclared flags, in order.
 
     Raises:
-        UnknownKeyError: nobody owns the flag, or it has no place here; says what to write.
+        UnknownKeyError: the flag is unknown or unsupported; names what to write instead.
         ConfigError: too many or too few words after it.
     """
     made: list[Assignment] = []
     notes: list[str] = []
-    for one in given:
+    for one in cli_flags:
         for word in one.words:
             meant = re.sub("^[-\u2013\u2014]+(?=[a-z])", "--", word).partition("=")[0].replace("_", "-")
             if meant.startswith("--") and (meant in spellings or any(
                     near == (1.0, meant) for surface in surfaces for near in surface.suggest(meant))):
-                raise ConfigError("a flag begins with two dashes", got=word, who=one.flag, fix=f"write {meant}")
+                raise ConfigError("a flag starts with two dashes", code="flag-single-dash", got=word, who=one.flag,
+                                  fix=f"write {meant}")
         if one.flag in spellings:
             option, off = spellings[one.flag]
             made.append(Assignment(option.key, value_of(one, option, off), Origin("flag", one.flag)))
         else:
-            found = _foreign(one, spellings, plugins, surfaces, notes)
-            made = [*found, *made] if any(each.yields for each in found) else [*made, *found]
+            foreign = _foreign(one, spellings, plugins, surfaces, notes)
+            made = [*foreign, *made] if any(each.yields for each in foreign) else [*made, *foreign]
     return made, notes
 
 
@@ -135,17 +136,19 @@ def value_of(one: Given, option: Option, off: bool) -> object:
     """
     if option.is_bool:
         if len(one.words) > 1:
-            raise ConfigError(f"{one.flag} takes no value", got=" ".join(one.words), fix="write the flag alone")
-        given = one.words[0].lower() if one.words else "true"
-        if given not in ("true", "false", "1", "0", "yes", "no"):
-            raise ConfigError(f"{one.flag} takes no value, or true or false", got=given, fix="write the flag alone")
-        return (given in ("true", "1", "yes")) != off
+            raise ConfigError(f"{one.flag} takes no value", code="flag-takes-no-value", got=" ".join(one.words),
+                              fix="write the flag alone")
+        truth = one.words[0].lower() if one.words else "true"
+        if truth not in ("true", "false", "1", "0", "yes", "no"):
+            raise ConfigError(f"{one.flag} takes true, false or no value", code="flag-takes-true-or-false", got=truth,
+                              fix="write the flag alone")
+        return (truth in ("true", "1", "yes")) != off
     if option.is_list:
         numbers = "int" in option.type or "float" in option.type
         return [_number(word) if numbers else word for word in one.words]
     if len(one.words) != 1:
-        raise ConfigError(f"{one.flag} takes one value", got=" ".join(one.words) or "none",
-                          fix=f"write {one.flag} VALUE; every other flag begins with two dashes")
+        raise ConfigError(f"{one.flag} takes exactly one value", got=" ".join(one.words) or "none",
+                          code="flag-takes-one-value", fix=f"write {one.flag} VALUE; a flag starts with two dashes")
     return one.words[0]
 
 
@@ -183,7 +186,7 @@ def alone(one: Given) -> None:
         ConfigError: a word after a flag that says all by itself, other than a yes.
     """
     if one.words and [word.lower() for word in one.words] not in (["true"], ["1"], ["yes"]):
-        raise ConfigError(f"{one.flag} takes no value", got=" ".join(one.words),
+        raise ConfigError(f"{one.flag} takes no value", code="flag-takes-no-value", got=" ".join(one.words),
                           fix="write the flag alone, or leave it out")
 
 
@@ -203,12 +206,12 @@ def _not_enabled(flag: str, plugins: Mapping[str, str]) -> UnknownKeyError | Non
     name = flag[2:].partition(".")[0]
     owner = name if name in plugins else next(claiming, None)
     return None if owner is None else UnknownKeyError(
-        f"{flag} belongs to plugin {owner!r}, which is not enabled", fix=plugins[owner])
+        f"{flag} belongs to plugin {owner!r}, which is not enabled", code="flag-of-disabled-plugin", fix=plugins[owner])
 
 
 def _unknown(flag: str, spellings: Spellings, surfaces: Sequence[Surface]) -> UnknownKeyError:
     near = alike(flag, [*spellings, *NAMING], 0.7)
     near += [one for surface in surfaces for one in surface.suggest(flag)]
-    said = advice(surfaces, flag[2:].rpartition(".")[2])  # verl's are a.b.c
-    return UnknownKeyError(f"there is no flag {flag}", fix=said or (
-        f"did you mean {max(near)[1]}?" if near else "see miles run --help"))
+    remedy = advice(surfaces, flag[2:].rpartition(".")[2])  # verl's are a.b.c
+    return UnknownKeyError(f"unknown flag {flag}", code="flag-unknown", fix=remedy or (
+                           f"did you mean {max(near)[1]}?" if near else "see miles run --help"))

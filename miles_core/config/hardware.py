@@ -22,9 +22,9 @@ def trainer_host(config: RunConfig, note: Note) -> RunConfig:
     """
     perf = config.perf
     if perf.placement != "local" and perf.trainer_host is not None:
-        raise ConfigError(f"--placement {perf.placement} decides itself what ranks are",
-                          got=f"trainer_host = {perf.trainer_host}", who=who(config, "perf.trainer_host"),
-                          fix="leave --trainer-host out")
+        raise ConfigError(f"--placement {perf.placement} chooses the trainer's host itself",
+                          code="trainer-host-and-placement", got=f"trainer_host = {perf.trainer_host}",
+                          who=who(config, "perf.trainer_host"), fix="remove --trainer-host")
     if perf.trainer_host is not None:
         return config
     host = "process" if trainer_gpus(config) > 1 else "thread"
@@ -37,30 +37,30 @@ def weight_sync(config: RunConfig, note: Note) -> RunConfig:
     Raises:
         ConfigError: one that cannot reach the engine.
     """
-    perf, given = config.perf, config.perf.weight_sync
-    if given is None:
+    perf, sync = config.perf, config.perf.weight_sync
+    if sync is None:
         apart = perf.placement == "local" and perf.trainer_host == "process"
         usual = ("shared-memory" if apart else "in-process", "ipc" if perf.colocate else "broadcast")
         how = next((name for name in (*usual, *_syncs(config)) if config.reaches(name)), usual[0])
         return weight_sync(with_values(config, "engine and placement", perf__weight_sync=how), note)
-    if not config.reaches(given):
-        there = [name for name in _syncs(config) if config.reaches(name)]
-        needs, engine = config.stated[f"weight_sync:{given}"], config.rollout.engine or "local"
-        raise ConfigError(f"the weight sync {given!r} does not reach the engine {engine!r}",
-                          who=who(config, "perf.weight_sync"), got=f"it needs {', '.join(needs)}, and the engine "
-                          f"understands {', '.join(sorted(config.understood))}",
-                          fix=f"one of {', '.join(there)}, or leave it out" if there else
-                          "the one that the engine's plugin brings")
-    if given == "ipc" and not perf.colocate:
-        raise ConfigError("the weight sync 'ipc' hands over memory of a GPU that both sides share",
-                          who=who(config, "perf.weight_sync"), fix="add --colocate, or use broadcast")
-    if given == "broadcast" and perf.colocate:
-        raise ConfigError("the weight sync 'broadcast' joins GPUs in a group, and with --colocate both sides have the "
-                          "same ones", who=who(config, "perf.weight_sync", "perf.colocate"),
-                          fix="leave --weight-sync out: ipc hands over memory of a GPU that both sides share")
-    if given in ("disk", "disk-delta") and perf.update_weight_disk_dir is None:
-        raise ConfigError(f"the weight sync {given!r} needs a folder that trainer and engines share",
-                          who=who(config, "perf.weight_sync"), fix="add --update-weight-disk-dir FOLDER")
+    if not config.reaches(sync):
+        suited = ", ".join(name for name in _syncs(config) if config.reaches(name))
+        needs, engine = ", ".join(config.stated[f"weight_sync:{sync}"]), config.rollout.engine or "local"
+        raise ConfigError(f"the weight sync {sync!r} does not support the engine {engine!r}",
+                          code="weight-sync-engine-mismatch", who=who(config, "perf.weight_sync"),
+                          got=f"it needs {needs}, and the engine understands {', '.join(sorted(config.understood))}",
+                          fix=f"use one of {suited}, or remove it" if suited else "use that of the engine's plugin")
+    if sync == "ipc" and not perf.colocate:
+        raise ConfigError("the weight sync 'ipc' needs trainer and engine on the same GPUs", code="ipc-needs-colocate",
+                          who=who(config, "perf.weight_sync"), fix="add --colocate, or use --weight-sync broadcast")
+    if sync == "broadcast" and perf.colocate:
+        raise ConfigError("the weight sync 'broadcast' needs separate GPUs, and --colocate shares them",
+                          code="broadcast-with-colocate", who=who(config, "perf.weight_sync", "perf.colocate"),
+                          fix="remove --weight-sync: --colocate then uses ipc")
+    if sync in ("disk", "disk-delta") and perf.update_weight_disk_dir is None:
+        raise ConfigError(f"the weight sync {sync!r} needs a folder that trainer and engines share",
+                          code="weight-sync-needs-folder", who=who(config, "perf.weight_sync"),
+                          fix="add --update-weight-disk-dir FOLDER")
     return config
 
 

@@ -30,13 +30,13 @@ class Loaded:
     Args:
         selected: the plugins that take part, in order, the built-in ones first.
         notes: announcements, such as a flag that is not needed.
-        said: everybody who said something of a key, and what, the last of whom counts.
+        assigned: key -> (value, origin) of everything that sets it; the last one counts.
     """
 
     config: RunConfig
     selected: list[Selected]
     notes: list[str] = field(default_factory=list)
-    said: dict[str, list[tuple[object, Origin]]] = field(default_factory=dict)
+    assigned: dict[str, list[tuple[object, Origin]]] = field(default_factory=dict)
 
 
 def load(run_file: Path | None, argv: Sequence[str] = ()) -> Loaded:
@@ -52,26 +52,26 @@ def load(run_file: Path | None, argv: Sequence[str] = ()) -> Loaded:
     """
     look_again()
     path, document, lines = _read(run_file)
-    given = flags.split(argv)
-    chosen = presets.find(_named("preset", document, lines, path, given))
-    named, gone = _enabled(chosen, _named("plugin", document, lines, path, given), given)
-    given = [one for one in given if one.flag not in flags.NAMING]
+    cli_flags = flags.split(argv)
+    chosen = presets.find(_named("preset", document, lines, path, cli_flags))
+    named, gone = _enabled(chosen, _named("plugin", document, lines, path, cli_flags), cli_flags)
+    cli_flags = [one for one in cli_flags if one.flag not in flags.NAMING]
 
     selected = select.select(named, select.built_in())
-    selected = select.select(_by_flags(given, selected), selected)
+    selected = select.select(_by_flags(cli_flags, selected), selected)
     from_file = [*(Assignment(key, value, Origin("preset", one.origin)) for one in chosen
                    for key, value in one.values.items() if key.partition(".")[0] not in gone),
                  *_assignments(document, path, lines)]
     # Named parts may bring plugins of their own (--rm-type math), whose flags are only known then: look twice.
-    first = _build(from_file, given, selected, named, path, lenient=True)
+    first = _build(from_file, cli_flags, selected, named, path, lenient=True)
     more = resolve.missing(selected, first.config)
     selected = select.select(more, selected)
     more = resolve.called_for(selected, first.config, None)
     selected = select.select(more, selected)
-    loaded = _build(from_file, given, selected, named, path, lenient=False)
+    loaded = _build(from_file, cli_flags, selected, named, path, lenient=False)
     if more := resolve.called_for(selected, loaded.config, quantised(loaded.config)):  # with Megatron's flags read
         selected = select.select(more, selected)
-        loaded = _build(from_file, given, selected, named, path, lenient=False)
+        loaded = _build(from_file, cli_flags, selected, named, path, lenient=False)
     if loaded.config.algorithm.policy_loss is None:
         name, reason = resolve.policy_loss(selected, loaded.config)
         loaded.config = with_values(loaded.config, reason, algorithm__policy_loss=name)
@@ -85,36 +85,36 @@ def plugins_named(run_file: Path | None, argv: Sequence[str] = ()) -> list[Selec
         PluginError, ConfigError: one is not there or cannot be read, or so the run file.
     """
     path, document, lines = _read(run_file)
-    given = flags.split(argv)
-    chosen = presets.find(_named("preset", document, lines, path, given))
-    return select.select(_enabled(chosen, _named("plugin", document, lines, path, given), given)[0], ())
+    cli_flags = flags.split(argv)
+    chosen = presets.find(_named("preset", document, lines, path, cli_flags))
+    return select.select(_enabled(chosen, _named("plugin", document, lines, path, cli_flags), cli_flags)[0], ())
 
 
 def _enabled(chosen: Sequence[presets.Preset], mine: Sequence[tuple[str, str]],
-             given: Sequence[Given]) -> tuple[list[tuple[str, str]], set[str]]:
+             cli_flags: Sequence[Given]) -> tuple[list[tuple[str, str]], set[str]]:
     """(plugin, who wrote it) of presets and of the run's own list, less what --no-plugin takes out; what that is.
 
     Raises:
         ConfigError: a flag names nothing.
     """
-    if bare := next((one.flag for one in given if one.flag in flags.NAMING and not one.words), None):
-        raise ConfigError(f"{bare} takes a name", got="none", fix=f"write {bare} NAME")
+    if bare := next((one.flag for one in cli_flags if one.flag in flags.NAMING and not one.words), None):
+        raise ConfigError(f"{bare} needs a name", code="flag-needs-name", got="none", fix=f"write {bare} NAME")
     theirs = {plugin: one.origin for one in chosen for plugin in one.plugins}
     twice = {select.short(text) for text, _ in mine}
     named = [(plugin, origin) for plugin, origin in theirs.items() if select.short(plugin) not in twice] + list(mine)
-    dropped = [(word, one.flag) for one in given if one.flag == "--no-plugin" for word in one.words]
+    dropped = [(word, one.flag) for one in cli_flags if one.flag == "--no-plugin" for word in one.words]
     return select.without(named, dropped), {select.short(text) for text, _ in dropped}
 
 
-def _by_flags(given: Sequence[Given], selected: Sequence[Selected]) -> list[tuple[str, str]]:
+def _by_flags(cli_flags: Sequence[Given], selected: Sequence[Selected]) -> list[tuple[str, str]]:
     """(official plugin, flag) for flags that are a plugin's by a surface: --use-tis says tis as clearly as --plugin."""
     have, spellings = {one.manifest.name for one in selected}, _spellings(_declared(selected))
-    found: dict[str, str] = {}
-    for one in given:
+    enabled: dict[str, str] = {}
+    for one in cli_flags:
         for surface in surfaces_of(selected) if one.flag not in spellings else ():
             if (name := surface.plugin(one.flag)) is not None and name not in have:
-                found.setdefault(name, one.flag)
-    return list(found.items())
+                enabled.setdefault(name, one.flag)
+    return list(enabled.items())
 
 
 def _declared(selected: Sequence[Selected]) -> dict[str, dict[str, Option]]:
@@ -127,8 +127,8 @@ def _declared(selected: Sequence[Selected]) -> dict[str, dict[str, Option]]:
     plugins = {one.manifest.name: dict(one.manifest.options) for one in selected
                if one.manifest.options or one.manifest.name not in core}
     if clash := sorted(set(core) & set(plugins)):
-        raise OwnerError(f"a plugin cannot have the options [{clash[0]}]: that is a table of the core",
-                         fix="rename the plugin")
+        raise OwnerError(f"a plugin cannot be called {clash[0]!r}: [{clash[0]}] is a table of the core",
+                         code="plugin-option-table-reserved", fix="rename the plugin")
     return {**core, **plugins}
 
 
@@ -136,60 +136,59 @@ def _spellings(tables: Mapping[str, Mapping[str, Option]]) -> Spellings:
     return Spellings((option for table in tables.values() for option in table.values()), frozenset(TABLES))
 
 
-def _build(from_file: Sequence[Assignment], given: Sequence[Given], selected: list[Selected],
+def _build(from_file: Sequence[Assignment], cli_flags: Sequence[Given], selected: list[Selected],
            named: Sequence[tuple[str, str]], path: Path | None, *, lenient: bool) -> Loaded:
     tables = _declared(selected)
     plugins, spellings = [name for name in tables if name not in TABLES], _spellings(tables)
     absent, surfaces = _absent(plugins), surfaces_of(selected)
     if lenient:
-        given = [one for one in given if one.flag in spellings]
+        cli_flags = [one for one in cli_flags if one.flag in spellings]
         from_file = [one for one in from_file if one.key.partition(".")[0] in TABLES]
-    made, notes = flags.assign(given, spellings, absent, surfaces)
+    made, notes = flags.assign(cli_flags, spellings, absent, surfaces)
     values: dict[str, object] = {}
     origin: dict[str, Origin] = {}
-    said: dict[str, list[tuple[object, Origin]]] = {}
+    assigned: dict[str, list[tuple[object, Origin]]] = {}
     for one in (*from_file, *made):
         key, value = _typed(one, tables, absent, surfaces)
         values[key], origin[key] = value, one.origin
-        said.setdefault(key, []).append((value, one.origin))
-        if value == [] and one.origin.kind == "flag" and len(said[key]) == 1:
-            raise ConfigError(f"{one.origin} takes a value or more", got="none", fix="name them, or leave the flag out")
+        assigned.setdefault(key, []).append((value, one.origin))
+        if value == [] and one.origin.kind == "flag" and len(assigned[key]) == 1:
+            raise ConfigError(f"{one.origin} needs at least one value", code="option-needs-values", got="none",
+                              fix="list the values, or remove the flag")
     for one in _implied(selected, tables, lenient, values):
         key, value = _typed(one, tables, absent, surfaces)
         if key not in values:
             values[key], origin[key] = value, one.origin
         elif values[key] != value:
             notes.append(_outvoted(key, value, one.origin, values[key], origin[key]))
-        said.setdefault(key, []).insert(0, (value, one.origin))
+        assigned.setdefault(key, []).insert(0, (value, one.origin))
     config = RunConfig(
         **{name: kind(**_of(values, name)) for name, kind in TABLES.items()},
         plugins=tuple(text for text, _ in named),
         options={name: _of(values, name) for name in plugins},
         surfaces={table: _of(values, table) for surface in surfaces for table in surface.stored},
-        origin=origin,
-        name=path.stem if path else "run",
+        origin=origin, name=path.stem if path else "run",
         stated={f"{hook}:{name}": tuple(words) for one in selected for hook, name, *words in
                 (word.split(":") for word in one.manifest.provides
-                 if word.startswith(("engine:", "trainer:", "weight_sync:")))},
-    )
-    return Loaded(_with_model_name(config), selected, notes, said)
+                 if word.startswith(("engine:", "trainer:", "weight_sync:")))})
+    return Loaded(_with_model_name(config), selected, notes, assigned)
 
 
 def _implied(selected: Sequence[Selected], tables: Mapping[str, object], lenient: bool,
-             said: Mapping[str, object]) -> list[Assignment]:
+             assigned: Mapping[str, object]) -> list[Assignment]:
     """What plugins' manifests give the run; the run file and flags have the last word.
 
     A plugin that nobody has named gives less: for the checkpoint's sake nothing, for an option's sake what is not said.
     """
-    found = []
+    implied = []
     for one in selected:
         if one.origin.startswith(resolve.OF_CHECKPOINT):
             continue
         called = one.origin.startswith(resolve.OPTIONS)
         origin = Origin("plugin", f"plugin {one.manifest.name}")
-        found += [Assignment(key, value, origin) for key, value in one.manifest.implies.items()
-                  if (not lenient or key.partition(".")[0] in tables) and not (called and key in said)]
-    return found
+        implied += [Assignment(key, value, origin) for key, value in one.manifest.implies.items()
+                  if (not lenient or key.partition(".")[0] in tables) and not (called and key in assigned)]
+    return implied
 
 
 def _outvoted(key: str, implied: object, by: Origin, value: object, origin: Origin) -> str:
@@ -199,8 +198,8 @@ def _outvoted(key: str, implied: object, by: Origin, value: object, origin: Orig
         OwnerError: two plugins want two values of one key, and nobody has said which.
     """
     if origin.kind == "plugin":
-        raise OwnerError(f"{origin} and {by} want two values of {key}", got=f"{value!r} and {implied!r}",
-                         fix="say which in the run file, or enable one of them")
+        raise OwnerError(f"{origin} and {by} set {key} to different values", code="settings-conflict",
+                         got=f"{value!r} and {implied!r}", fix="set it in the run file, or enable only one of them")
     return f"{key} = {value!r} ({origin}) in place of the {implied!r} that {by} would have it be"
 
 
@@ -211,8 +210,8 @@ def config_json(config: RunConfig) -> tuple[Path, Mapping[str, object] | None]:
     """
     path = Path(config.checkpoint.hf_checkpoint or "") / "config.json"
     try:
-        said = parse_json(path.read_text(encoding="utf-8"))
-        return path, {**(said.get("text_config") or {}), **said}
+        constants = parse_json(path.read_text(encoding="utf-8"))
+        return path, {**(constants.get("text_config") or {}), **constants}
     except (OSError, ValueError, AttributeError, TypeError):
         return path, None
 
@@ -220,14 +219,14 @@ def config_json(config: RunConfig) -> tuple[Path, Mapping[str, object] | None]:
 def quantised(config: RunConfig) -> str | None:
     """What config.json of --hf-checkpoint says its weights are quantised by; None for plain ones."""
     constants = config_json(config)[1] or {}
-    said = constants.get("quantization_config") or constants.get("compression_config")
-    return str(said.get("quant_method", "quantised")) if isinstance(said, Mapping) else None
+    quantization = constants.get("quantization_config") or constants.get("compression_config")
+    return str(quantization.get("quant_method", "quantised")) if isinstance(quantization, Mapping) else None
 
 
 def _with_model_name(config: RunConfig) -> RunConfig:
     """The architecture that config.json names, so that its plugin is known; what is wrong with it the start says."""
-    path, said = config_json(config)
-    name = (said or {}).get("model_type")
+    path, constants = config_json(config)
+    name = (constants or {}).get("model_type")
     if config.model.model_name is not None or not isinstance(name, str):
         return config
     return with_values(config, str(path), model__model_name=name)
@@ -249,15 +248,15 @@ def _typed(one: Assignment, tables: Mapping[str, Mapping[str, Option]],
     if table not in tables:
         if table in absent:
             raise UnknownKeyError(f"the table [{table}] belongs to a plugin that is not enabled", who=str(one.origin),
-                                  fix=absent[table])
+                                  fix=absent[table], code="table-of-disabled-plugin")
         near = difflib.get_close_matches(table, tables, 1)
         fix = f"did you mean [{near[0]}]?" if near else f"tables are {', '.join(TABLES)} and plugins"
-        raise UnknownKeyError(f"there is no table [{table}]", who=str(one.origin), fix=fix)
+        raise UnknownKeyError(f"unknown table [{table}]", code="table-unknown", who=str(one.origin), fix=fix)
     mine = difflib.get_close_matches(name, tables[table], 1, 0.6)
     home = [t for t, options in tables.items() if name in options]
     fix = f"it belongs in [{home[0]}]" if home else advice(surfaces, name.replace("_", "-")) or (
         f"did you mean {mine[0]!r}?" if mine else f"see `miles run --help` for the keys of [{table}]")
-    raise UnknownKeyError(f"[{table}] has no key {name!r}", who=str(one.origin), fix=fix)
+    raise UnknownKeyError(f"[{table}] has no key {name!r}", code="key-unknown", who=str(one.origin), fix=fix)
 
 
 def _absent(enabled: Sequence[str]) -> dict[str, str]:
@@ -268,17 +267,17 @@ def _absent(enabled: Sequence[str]) -> dict[str, str]:
 
 
 def _named(what: str, document: Mapping[str, object], lines: Mapping[str, int], path: Path | None,
-           given: Sequence[Given]) -> list[tuple[str, str]]:
+           cli_flags: Sequence[Given]) -> list[tuple[str, str]]:
     """(name, who wrote it) of the plugins or presets that the run file lists and flags add."""
     key = f"{what}s"
     named = document.get(key, [])
     if not isinstance(named, list) or not all(isinstance(item, str) for item in named):
         raise ConfigError(f"{key} should be a list of names", got=repr(named), who=str(path),
-                          fix='write plugins = ["grpo", "math"]')
+                          fix='write plugins = ["grpo", "math"]', code="plugin-list-malformed")
     # A file plugin is meant relative to the run file that names it, wherever the run is started.
-    found = [str(path.parent / item) if item.startswith((".", "/")) and path else item for item in named]
-    flagged = [(word, f"--{what}") for one in given if one.flag == f"--{what}" for word in one.words]
-    return [(text, f"{path.name}:{lines.get(key, 1)}") for text in found] + flagged
+    names = [str(path.parent / item) if item.startswith((".", "/")) and path else item for item in named]
+    flagged = [(word, f"--{what}") for one in cli_flags if one.flag == f"--{what}" for word in one.words]
+    return [(text, f"{path.name}:{lines.get(key, 1)}") for text in names] + flagged
 
 
 def _assignments(document: Mapping[str, object], path: Path | None, lines: Mapping[str, int]):
@@ -289,7 +288,8 @@ def _assignments(document: Mapping[str, object], path: Path | None, lines: Mappi
         if not isinstance(content, Mapping):
             fix = (f"write [{table}] in place of [[{table}]]" if table in TABLES else "did you mean plugins?"
                    if table == "plugin" else "move it into its table; only `plugins` and `presets` stand at the top")
-            raise UnknownKeyError(f"the key {table!r} stands outside of any table", who=where, fix=fix)
+            raise UnknownKeyError(f"the key {table!r} is outside any table", code="key-outside-table", who=where,
+                                  fix=fix)
         for key, value in content.items():
             spot = Origin("file", f"{path.name}:{lines.get(f'{table}.{key}', lines.get(table, 1))}")
             yield Assignment(f"{table}.{key.replace('-', '_')}", value, spot)
@@ -304,15 +304,17 @@ def _read(path: Path | None) -> tuple[Path | None, dict, dict[str, int]]:
         text = path.read_text(encoding="utf-8-sig")
         document = tomllib.loads(text)
     except FileNotFoundError:
-        raise ConfigError("there is no such run file", who=str(path), fix="check the path") from None
+        raise ConfigError("the run file does not exist", code="run-file-missing", who=str(path),
+                          fix="check the path") from None
     except IsADirectoryError:
-        raise ConfigError("the run file is a folder", who=str(path), fix="name the .toml file in it") from None
+        raise ConfigError("the run file is a folder", code="run-file-is-folder", who=str(path),
+                          fix="give the .toml file in it") from None
     except OSError as error:
-        raise ConfigError("the run file cannot be read", got=error.strerror, who=str(path),
-                          fix="check owner and mode") from None
+        raise ConfigError("the run file cannot be read", code="run-file-unreadable", got=error.strerror, who=str(path),
+                          fix="check its owner and permissions") from None
     except (ValueError, RecursionError) as error:
-        raise ConfigError("the run file is not TOML", got=str(error), who=str(path),
-                          fix="mend the line it names") from None
+        raise ConfigError("the run file is not valid TOML", code="run-file-not-toml", got=str(error), who=str(path),
+                          fix="correct the line named above") from None
     lines: dict[str, int] = {}
     table = ""
     for number, line in enumerate(text.splitlines(), 1):

@@ -90,14 +90,14 @@ class Option:
 
 def options_of(table: str, kind: type) -> dict[str, Option]:
     """The options of an options class, in the order written."""
-    found = {}
+    options = {}
     for field in dataclasses.fields(kind):
         made = field.default_factory
         default = made() if field.default is REQUIRED and made is not dataclasses.MISSING else field.default
         words = field.type if isinstance(field.type, str) else inspect.formatannotation(field.type)
-        found[field.name] = Option(table, field.name, words, default, field.metadata["help"],
+        options[field.name] = Option(table, field.name, words, default, field.metadata["help"],
                                    field.metadata["flags"], field.metadata["off"], field.metadata["within"])
-    return found
+    return options
 
 
 def brief(text: str) -> str:
@@ -130,8 +130,8 @@ def _annotation(text: str) -> Any:
                 return walk(base)[tuple(walk(item) for item in items)]
             case ast.Subscript(value=base, slice=item):
                 return walk(base)[walk(item)]
-        raise ConfigError("an option is declared with a type that options cannot have", got=text,
-                          fix=f"build it from {', '.join(_WORDS)}, None and |")
+        raise ConfigError("an option is declared with an unsupported type", code="option-type-unsupported", got=text,
+                          fix=f"build the type from {', '.join(_WORDS)}, None and |")
 
     return walk(ast.parse(text, mode="eval").body)
 
@@ -149,11 +149,11 @@ def _left_over(option: Option, value: str, origin: Origin) -> None:
         ConfigError: text that a shell has left empty, or that it would have replaced and has not.
     """
     what = None if option.default == value or "dict" in option.type else "is empty" if not value.strip() else (
-        f"names a variable, and nothing replaces {found[0]} here" if (found := _VARIABLE.search(value)) else
-        "begins with ~, and ~ is not expanded here" if re.match(r"~\w*(/|$)", value) else None)
+        f"contains {variable[0]}, which is not expanded" if (variable := _VARIABLE.search(value)) else
+        "starts with ~, which is not expanded" if re.match(r"~\w*(/|$)", value) else None)
     if what is not None:
-        raise ConfigError(f"{option.key} {what}", got=repr(value), who=str(origin), fix="write what it stands for, or "
-                          "leave it out for its default; a shell replaces $NAME, and ~ at the start of a word alone")
+        raise ConfigError(f"{option.key} {what}", got=repr(value), who=str(origin), fix="write the value itself, or "
+                          "remove the option; only a shell expands $NAME and a leading ~", code="option-not-expanded")
 
 
 _VARIABLE = re.compile(r"\$(\{\w+\}|[A-Za-z_]\w*)")
@@ -171,7 +171,8 @@ def convert(option: Option, value: object, origin: Origin) -> object:
         try:
             value = json.loads(value)
         except json.JSONDecodeError as error:
-            raise ConfigError(f"{option.key} takes JSON", got=value, who=str(origin), fix=str(error)) from None
+            raise ConfigError(f"{option.key} should be JSON", code="option-not-json", got=value, who=str(origin),
+                              fix=str(error)) from None
     if isinstance(value, str) and value.lower() == "none" and "None" in option.type and "none" not in option.choices:
         return None
     if isinstance(value, str):
@@ -187,7 +188,8 @@ def convert(option: Option, value: object, origin: Origin) -> object:
         if option.is_list and isinstance(value, str):
             reason = f"write [{json.dumps(value)}]"
         wanted = f"one of {', '.join(map(str, option.choices))}" if option.choices else option.type
-        raise ConfigError(f"{option.key} should be {wanted}", got=repr(value), who=str(origin), fix=reason) from None
+        raise ConfigError(f"{option.key} should be {wanted}", code="option-wrong-type", got=repr(value),
+                          who=str(origin), fix=reason) from None
     _bounded(option, made, origin)
     return made
 
@@ -202,5 +204,5 @@ def _bounded(option: Option, value: object, origin: Origin) -> None:
     least, most = option.within[0], option.within[-1] if len(option.within) > 1 else math.inf
     if not least <= value <= most:  # NaN is in no range
         above = f" and at most {most}" if most < math.inf else ""
-        raise ConfigError(f"{option.key} should be at least {least}{above}", got=value,
-                          who=f"{option.key} ({origin})", fix="correct it, or leave it out for its default")
+        raise ConfigError(f"{option.key} should be at least {least}{above}", code="option-out-of-range", got=value,
+                          who=f"{option.key} ({origin})", fix="correct it, or remove it for the default")

@@ -1,4 +1,4 @@
-"""Surfaces: flags and keys that nobody declares here, and that a package knows all the same.
+"""Surfaces: flags and keys without a declared option, which a package knows all the same.
 
 A trainer's or an engine's package brings the options of the program that is installed, with the hook `option_surface`;
 their values are in `RunConfig.surfaces`, by the names of the plan's tables, such as "megatron". A list of another
@@ -51,12 +51,12 @@ class Surface(Protocol):
         return None
 
     def advice(self, name: str) -> str | None:
-        """What to write in place of something that nobody has: of a flag without its dashes, which a key is as well, or
+        """What to write in place of an unknown name: of a flag without its dashes, which is also a key, or
         of "HOOK:NAME", a part."""
         return None
 
     def suggest(self, flag: str) -> Iterable[tuple[float, str]]:
-        """(likeness from 0 to 1, flag) of flags that were perhaps meant by one that nobody knows."""
+        """(likeness from 0 to 1, flag) of flags that an unknown one may have meant."""
         return ()
 
     def complete(self, prefix: str) -> Iterable[tuple[str, str]]:
@@ -89,8 +89,8 @@ _SURFACES: dict[tuple[str, ...], list[Surface]] = {}
 
 
 def advice(surfaces: Iterable[Surface], name: str) -> str | None:
-    """What the first that knows it says to write in place of a flag, a key or a part that nobody has."""
-    return next((said for surface in surfaces if (said := surface.advice(name))), None)
+    """The advice of the first surface that knows an unknown flag, key or part."""
+    return next((text for surface in surfaces if (text := surface.advice(name))), None)
 
 
 def alike(flag: str, known: Sequence[str], cutoff: float) -> list[tuple[float, str]]:

@@ -28,19 +28,16 @@ class Checkpoint:
 
     hf_checkpoint: str | None = option(None, "Hugging Face directory: tokenizer, config.json and first weights.")
     ref_load: str | None = option(
-        None, "Reference checkpoint (Hugging Face or torch_dist); also the warm start when --load is empty."
-    )
+        None, "Reference checkpoint (Hugging Face or torch_dist); also the warm start when --load is empty.")
     load: str | None = option(None, "Checkpoint directory to resume from; usually the same as --save.")
     save: str | None = option(None, "Checkpoint directory to write to; saves at the end and every --save-interval.")
     save_interval: int | None = option(None, "Rollouts between checkpoints; needs --save.", within=(1,))
     save_trigger_sentinel: str | None = option(None, "File that asks for a checkpoint after the rollout; is removed.")
     save_hf: str | None = option(
-        None, "Hugging Face export at each save; may hold {rollout_id} and, like other paths, {run_dir}."
-    )
+        None, "Hugging Face export at each save; may contain {rollout_id} and, like other paths, {run_dir}.")
     no_save_optim: bool = option(False, "Leave the optimizer out of checkpoints: smaller, but no exact resume.")
     drop_plugin_state: list[str] = option(
-        [], "Plugins, or the prompt source, whose state in --load is left out; what is enabled begins anew."
-    )
+        [], "Plugins, or the prompt source, whose state in --load is discarded; an enabled one starts afresh.")
     run_dir: str | None = option(None, "Plan, events, samples and logs of the run; default: runs/NAME-OF-RUN-FILE.")
 
 
@@ -53,84 +50,71 @@ class Rollout:
     prompt_source: str = option("rows", "Which prompt source.")
     input_key: str = option("input", "Key of the prompt: text, or a list of chat messages.")
     label_key: str | None = option(None, "Key of the ground truth that scorers compare with.")
-    metadata_key: str = option("metadata", "Key of an object that is handed to generators and scorers.")
+    metadata_key: str = option("metadata", "Key of an object that is passed to generators and scorers.")
     apply_chat_template: bool = option(False, "Render prompts with the tokenizer's chat template.")
     apply_chat_template_kwargs: dict[str, object] | None = option(None, "JSON object of template arguments.")
     chat_template_path: str | None = option(None, "Jinja file that replaces the tokenizer's template.")
-    rollout_shuffle: bool = option(False, "Shuffle the prompts anew in each epoch.")
+    rollout_shuffle: bool = option(False, "Shuffle the prompts again in each epoch.")
     rollout_seed: int = option(42, "Seed of the prompts' order and of every random draw of the rollout.")
-    num_rollout: int | None = option(None, "Rollouts in all; this or --num-epoch.", within=(0,))
+    num_rollout: int | None = option(None, "Total number of rollouts; this or --num-epoch.", within=(0,))
     num_epoch: int | None = option(None, "Passes over the prompts; ignored when --num-rollout is given.", within=(1,))
-    start_rollout_id: int | None = option(None, "First rollout; default: what the checkpoint says.")
+    start_rollout_id: int | None = option(None, "First rollout; default: the checkpoint's next one.")
     rollout_batch_size: int | None = option(None, "Prompts drawn per rollout.", within=(1,))
     n_samples_per_prompt: int = option(1, "Answers sampled per prompt: the group.", within=(1,))
     global_batch_size: int | None = option(None, "Samples per optimizer step.", within=(1,))
     num_steps_per_rollout: int | None = option(
-        None, "Optimizer steps per rollout; 1 when neither knob is given.", within=(1,)
-    )
+        None, "Optimizer steps per rollout; default: 1, unless --global-batch-size is given.", within=(1,))
     over_sampling_batch_size: int | None = option(
-        None, "Prompts in flight while filters may drop some; default: --rollout-batch-size."
-    )
+        None, "Prompts in flight, to make up for filtered groups; default: --rollout-batch-size.")
     max_over_sampling_waves: int = option(
-        32, "Waves of --over-sampling-batch-size prompts for one rollout before the run ends with an error."
-    )
+        32, "Waves of --over-sampling-batch-size prompts for one rollout before the run ends with an error.")
     max_lag: int = option(
-        0, "Rollouts that sampling may run ahead of training; 0 is synchronous and on-policy.", within=(0,)
-    )
+        0, "Rollouts that sampling may run ahead of training; 0 is synchronous and on-policy.", within=(0,))
     max_weight_staleness: int | None = option(
-        None, "Weight versions that the oldest token of a group may be behind when it is trained on.", within=(0,)
-    )
+        None, "Largest age of a group's oldest token when it is trained on, in weight versions.", within=(0,))
     async_max_concurrent_samples: int | None = option(
-        None, "Most samples in flight, in whole groups; default: as many as there is room for."
-    )
+        None, "Maximum number of samples in flight, in whole groups; default: as many as the buffer has room for.")
     async_unused_samples_handler: Literal["drop", "retry"] = option(
-        "drop", "What becomes of groups that were aborted or are too stale: dropped and counted, or sampled again."
-    )
+        "drop", "What to do with aborted and too stale groups: drop and count them, or sample their prompts again.")
     batch_order: Literal["started", "window"] = option(
-        "started", "Batches hold groups as they were started, or (window) finished ones overtake those that can wait."
-    )
+        "started", "Order of groups in batches: as started, or (window) finished ones overtake those that can wait.")
     heartbeat_interval: float = option(30.0, "Seconds between heartbeat events of the rollout; 0 is off.")
-    engine: str | None = option(None, "Which engine; default: sglang where a GPU and SGLang are, else local.")
+    engine: str | None = option(None, "Which engine; default: sglang on a GPU with SGLang installed, else local.")
     engine_dtype: Literal["float32", "bfloat16"] | None = option(None, "Engine's dtype; default: the trainer's.")
     engine_max_batch: int = option(256, "Requests that the local engine decodes at once.")
     generate: str = option("single-turn", "Which generator turns a prompt into samples.")
     rollout_temperature: float = option(
-        1.0, "Sampling temperature; log-probs are scaled by it on both sides.", within=(0,)
-    )
-    rollout_top_p: float = option(1.0, "Nucleus sampling; below 1 the ratio is that of the uncut distribution.")
+        1.0, "Sampling temperature; log-probs are scaled by it on both sides.", within=(0,))
+    rollout_top_p: float = option(1.0, "Nucleus sampling; below 1 the policy ratio still uses the full distribution.")
     rollout_top_k: int = option(-1, "Top-k sampling; -1 is off.")
-    rollout_max_response_len: int = option(1024, "Most response tokens.", within=(1,))
+    rollout_max_response_len: int = option(1024, "Maximum number of response tokens.", within=(1,))
     rollout_min_new_tokens: int = option(0, "Stop tokens are not drawn before this many tokens.")
-    rollout_ignore_eos: bool = option(False, "Go on after end-of-sequence; for benchmarks.")
-    rollout_max_prompt_len: int | None = option(None, "Leave out longer prompts; default: what the context allows.")
+    rollout_ignore_eos: bool = option(False, "Continue after end-of-sequence; for benchmarks.")
+    rollout_max_prompt_len: int | None = option(None, "Drop longer prompts; default: what the context allows.")
     rollout_max_context_len: int | None = option(None, "Prompt and response together; default: the model's.")
     rollout_stop: list[str] = option([], "Strings that end a response.")
     rollout_stop_token_ids: list[int] = option([], "Token ids that end a response.")
     rollout_skip_special_tokens: bool = option(False, "Leave special tokens out of the decoded text.")
     rollout_timeout: float = option(
-        600.0, "Seconds that one engine call may take, and all else that a generator does between two of them."
-    )
+        600.0, "Seconds allowed for one engine call, and for everything a generator does between two calls.")
     pause_generation_mode: Literal["retract", "in_place", "abort"] = option(
-        "retract", "What becomes of requests in flight while weights change."
-    )
-    rm_type: list[str] = option([], "Scorers by name; several may stand side by side.")
+        "retract", "What happens to requests in flight while weights change.")
+    rm_type: list[str] = option([], "Scorers by name; several are combined.")
     rm_weights: list[float] = option([], "One weight per scorer; default: 1 each.")
     combine_rewards: str = option("weighted-sum", "How the scores of a sample become its reward.")
-    reward_key: str = option("score", "Which number is the reward where a scorer gives a dict; others are metrics.")
-    rm_timeout: float = option(60.0, "Seconds that scoring one group may take.")
+    reward_key: str = option("score", "Key of the reward in a scorer's dict; its other numbers are metrics.")
+    rm_timeout: float = option(60.0, "Seconds allowed for scoring one group.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Eval:
-    """Evaluation; what is not given here is as in [rollout]."""
+    """Evaluation; settings that are not given here are those of [rollout]."""
 
     eval_interval: int | None = option(
-        None, "Rollouts between evaluations; also once before and once after training.", within=(1,)
-    )
+        None, "Rollouts between evaluations; also evaluates once before and once after training.", within=(1,))
     eval_prompt_data: list[str] = option([], "NAME PATH pairs; a single PATH is named by its file.")
     datasets: list[dict[str, object]] = option(
-        [], "In a run file: [[eval.datasets]] tables with name, path and their own sampling options."
-    )
+        [], "In a run file: [[eval.datasets]] tables with name, path and their own sampling options.")
     skip_eval_before_train: bool = option(False, "No evaluation before the first rollout.")
     eval_input_key: str | None = option(None, "Key of the prompt.")
     eval_label_key: str | None = option(None, "Key of the ground truth.")
@@ -138,9 +122,9 @@ class Eval:
     eval_temperature: float | None = option(None, "Sampling temperature.", within=(0,))
     eval_top_p: float | None = option(None, "Nucleus sampling.", within=(1e-09, 1))
     eval_top_k: int | None = option(None, "Top-k sampling.")
-    eval_max_response_len: int | None = option(None, "Most response tokens.", within=(1,))
-    eval_max_prompt_len: int | None = option(None, "Leave out longer prompts.")
-    eval_reward_key: str | None = option(None, "The same for evaluation.")
+    eval_max_response_len: int | None = option(None, "Maximum number of response tokens.", within=(1,))
+    eval_max_prompt_len: int | None = option(None, "Drop longer prompts.")
+    eval_reward_key: str | None = option(None, "Key of the reward in a scorer's dict.")
     eval_min_new_tokens: int | None = option(None, "Stop tokens are not drawn before this many tokens.")
 
     @property
@@ -158,56 +142,48 @@ class Perf:
 
     trainer: str = option("megatron", "Which trainer.", flags=("--train-backend",))
     trainer_host: Literal["thread", "process"] | None = option(
-        None, "Run the trainer of --placement local in a thread or in processes; default: a thread for one rank."
-    )
-    trainer_timeout: float = option(3600.0, "Seconds that one call of the trainer may take: a pass, a step, a save.")
+        None, "Run the trainer of --placement local in a thread or in processes; default: a thread for one rank.")
+    trainer_timeout: float = option(3600.0, "Seconds allowed for one call of the trainer: a pass, a step, a save.")
     placement: str = option("local", "Where ranks and servers run: processes of this machine (local), or Ray (ray).")
-    placement_timeout: float = option(120.0, "Seconds that the hardware of --placement ray may take to become free.")
+    placement_timeout: float = option(120.0, "Seconds to wait for the hardware of --placement ray to become free.")
     placement_labels: list[str] = option([], "KEY=VALUE labels that a Ray node must have to be used.")
     placement_rack_label: str | None = option(None, "Label of Ray nodes that names their rack: ranks go rack by rack.")
     placement_spares: int = option(0, "GPUs that --placement ray holds for a restart, where the cluster has them.")
-    ray_address: str | None = option(None, "Ray cluster to use; default: RAY_ADDRESS, else a Ray of this run's own.")
+    ray_address: str | None = option(None, "Ray cluster to use; default: RAY_ADDRESS, else one that the run starts.")
     colocate: bool = option(False, "Trainer and engine share their GPUs and take turns; needs --max-lag 0.")
-    offload_train: bool | None = option(None, "Park the trainer in host memory while engines sample; as --colocate.")
-    offload_rollout: bool | None = option(None, "Engines give their memory back during training; as --colocate.")
+    offload_train: bool | None = option(None, "Offload the trainer while engines sample; default: as --colocate.")
+    offload_rollout: bool | None = option(None, "Offload the engines during training; default: as --colocate.")
     weight_sync: str | None = option(
         None, "How weights reach the engine: in-process, shared-memory, ipc, broadcast, disk, disk-delta; default: "
-        "what engine and placement allow."
-    )
+        "chosen by engine and placement.")
     update_weight_buffer_size: int = option(
-        512 * 1024**2, "Most bytes of a bucket of tensors in a weight sync.", within=(1,)
-    )
+        512 * 1024**2, "Maximum size in bytes of a bucket of tensors in a weight sync.", within=(1,))
     update_weight_disk_dir: str | None = option(None, "Folder that trainer and engines share, for disk and disk-delta.")
     check_weight_update_equal: bool = option(
-        False, "At the first sync: overwrite the engine's weights, send, and compare with what they were."
-    )
-    weight_sync_timeout: float = option(600.0, "Seconds that one weight sync may take.")
+        False, "At the first sync: overwrite the engine's weights, send, and compare with the originals.")
+    weight_sync_timeout: float = option(600.0, "Seconds allowed for one weight sync.")
     actor_num_nodes: int = option(1, "Nodes of the trainer.", within=(1,))
-    actor_num_gpus_per_node: int = option(1, "Ranks of the trainer on each node; on a CPU, processes.", within=(1,))
+    actor_num_gpus_per_node: int = option(1, "Ranks of the trainer on each node; processes, on a CPU.", within=(1,))
     rollout_num_gpus: int | None = option(None, "GPUs of all engines; default: one engine, or with --colocate the "
-                                          "trainer's GPUs.", within=(1,)
-    )
+                                          "trainer's GPUs.", within=(1,))
     rollout_num_gpus_per_engine: int = option(1, "GPUs of one engine: its tensor-parallel size.", within=(1,))
     num_gpus_per_node: int = option(8, "GPUs of a node, for engines that span several.", within=(1,))
     gpu_memory_gib: float | None = option(
-        None, "Memory of a GPU, for the plan's estimate; default: that of this machine's GPUs."
-    )
+        None, "Memory of a GPU for the plan's estimate; default: detected on this machine.")
     mfu_peak_tflops: float | None = option(None, "Dense bf16 TFLOP/s of a GPU; default: its data sheet's.", within=(0,))
-    max_restarts: int = option(0, "Times that a run whose trainer died starts again from its last checkpoint.")
+    max_restarts: int = option(0, "How often a run whose trainer died is restarted from its last checkpoint.")
     bf16: bool = option(True, "Train in bfloat16 with float32 master weights; --no-bf16 trains in float32.")
     use_dynamic_batch_size: bool = option(False, "Pack by --max-tokens-per-gpu instead of --micro-batch-size.")
-    max_tokens_per_gpu: int | None = option(None, "Most tokens of a packed micro-batch.", within=(1,))
+    max_tokens_per_gpu: int | None = option(None, "Maximum number of tokens of a packed micro-batch.", within=(1,))
     log_probs_max_tokens_per_gpu: int | None = option(
-        None, "The same for passes without gradient; default: --max-tokens-per-gpu."
-    )
-    log_probs_chunk_size: int = option(1024, "Rows of logits that exist at once.")
+        None, "The same for passes without gradient; default: --max-tokens-per-gpu.")
+    log_probs_chunk_size: int = option(1024, "Rows of logits in memory at once.")
     skip_zero_advantages: bool = option(
-        False, "Leave samples whose advantages are all 0 out of the steps where the objective's gradient is then 0; "
-        "metrics under train/ count them as 0."
-    )
-    micro_batch_size: int = option(1, "Samples of a micro-batch when the batch size is not dynamic.", within=(1,))
-    balance_data: bool = option(True, "Deal micro-batches to data-parallel ranks by load; --no-balance-data: in turn.")
-    balance_by_flops: bool = option(False, "The load is floating-point operations instead of tokens.")
+        False, "Skip samples whose advantages are all 0 in the steps where their gradient is 0; "
+        "metrics under train/ count them as 0.")
+    micro_batch_size: int = option(1, "Samples of a micro-batch, unless --use-dynamic-batch-size is on.", within=(1,))
+    balance_data: bool = option(True, "Deal micro-batches to data-parallel ranks by load; off: in turn.")
+    balance_by_flops: bool = option(False, "Measure that load in floating-point operations instead of tokens.")
     threads: int | None = option(None, "Threads of torch in each process; default: the CPUs of this process.")
 
 
@@ -218,51 +194,41 @@ class Algorithm:
     advantage_estimator: str = option("grpo", "Which advantage estimator.")
     policy_loss: str | None = option(None, "Which policy loss; default: the estimator's namesake, else clip.")
     loss_type: Literal["policy_loss", "sft_loss", "custom_loss"] = option(
-        "policy_loss", "sft_loss is of plugin sft; custom_loss, a function of --custom-loss-function-path, of compat."
-    )
+        "policy_loss", "sft_loss comes with plugin sft; custom_loss (--custom-loss-function-path) with plugin compat.")
     rewards_normalization: bool = option(
         True, "Subtract the mean reward of the group; for estimators that compare within it.",
-        off=("--disable-rewards-normalization",),
-    )
+        off=("--disable-rewards-normalization",))
     std_normalization: bool = option(
         True, "Divide by the group's standard deviation too; off is the Dr. GRPO estimator.",
-        off=("--disable-grpo-std-normalization",),
-    )
+        off=("--disable-grpo-std-normalization",))
     normalize_advantages: bool = option(False, "Whiten the advantages over all trained tokens of the rollout.")
     gamma: float = option(1.0, "Discount per token, for estimators with returns.", within=(0, 1))
     lambd: float = option(1.0, "Lambda of generalised advantage estimation.", within=(0, 1))
     kl_coef: float = option(
-        0.0, "Weight of the KL divergence to the reference in the reward of each token.", within=(0,)
-    )
+        0.0, "Weight of the KL divergence to the reference in the reward of each token.", within=(0,))
     reduction: str | None = option(None, 'Which reduction: "sample" (default), "token" or "constant".')
     calculate_per_token_loss: bool = option(False, 'Miles\'s name for --reduction token.')
     reduction_constant: float | None = option(
-        None, "Divisor of each rollout with --reduction constant; default: --rollout-max-response-len.", within=(1e-09,)
-    )
-    eps_clip: float = option(0.2, "Lower width of the clip band; given alone, the upper one too.", within=(0,))
+        None, "Divisor of each rollout for --reduction constant; default: --rollout-max-response-len.", within=(1e-9,))
+    eps_clip: float = option(0.2, "Lower width of the clip band; if given alone, also the upper one.", within=(0,))
     eps_clip_high: float = option(
-        0.28, "Upper width of the clip band; default: --eps-clip where that is given.", within=(0,)
-    )
+        0.28, "Upper width of the clip band; default: --eps-clip, if given.", within=(0,))
     eps_clip_c: float | None = option(None, "Dual-clip constant, above 1.")
     use_kl_loss: bool = option(False, "Load the reference model and report the KL divergence to it.")
-    kl_loss_coef: float = option(0.0, "Its weight in the loss; 0 makes it a monitor.", within=(0,))
+    kl_loss_coef: float = option(0.0, "Weight of the KL divergence in the loss; 0 only reports it.", within=(0,))
     kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = option(
-        "k1", "Estimator of the KL divergence, in the loss and in the reward."
-    )
+        "k1", "Estimator of the KL divergence, in the loss and in the reward.")
     use_unbiased_kl: bool = option(False, "Multiply the KL term of the loss by policy / old policy, with gradient.")
     entropy_coef: float = option(0.0, "Weight of the entropy bonus.")
     observe_training_entropy: bool = option(False, "Report the entropy although its coefficient is 0.")
-    use_rollout_logprobs: bool = option(False, "The engine's log-probs are the old policy; no pass to recompute them.")
+    use_rollout_logprobs: bool = option(False, "Use the engine's log-probs as the old policy's; no pass computes them.")
     skip_actor_forward_only: bool = option(
-        False, "No pass for old log-probs: the ratio is 1. Needs one optimizer step per rollout."
-    )
+        False, "Skip the pass for old log-probs: the ratio is 1. Needs one optimizer step per rollout.")
     fp32_lm_head: bool = option(
-        False, "Keep bf16 logits in the float32 of their product, in the trainer and in SGLang: the two sides' "
-        "log-probs come closer."
-    )
+        False, "Do not round logits to bf16, in the trainer and in SGLang; this brings the log-probs of the two "
+        "closer.")
     true_on_policy_mode: bool = option(
-        False, "Engine and trainer agree bit for bit, or the run ends: dense Qwen3, float32, one rank, on a CPU."
-    )
+        False, "Engine and trainer must agree bit for bit, or the run ends: dense Qwen3, float32, one rank, CPU.")
 
     @property
     def needs_reference(self) -> bool:
@@ -279,8 +245,8 @@ class Optimizer:
     min_lr: float = option(0.0, "Learning rate at the end of a decay.")
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root"] = option("constant", "Schedule.")
     lr_warmup_iters: int = option(0, "Optimizer steps of linear warm-up.")
-    lr_warmup_fraction: float = option(0.0, "Or the share of the decay's steps that they are.", within=(0, 1))
-    lr_decay_iters: int | None = option(None, "Optimizer steps of the decay; default: all of them.")
+    lr_warmup_fraction: float = option(0.0, "The same as a share of the decay's steps.", within=(0, 1))
+    lr_decay_iters: int | None = option(None, "Optimizer steps of the decay; default: all steps of the run.")
     weight_decay: float = option(0.0, "Decoupled weight decay.")
     adam_beta1: float = option(0.9, "Decay of the first moment.")
     adam_beta2: float = option(0.95, "Decay of the second moment.")
@@ -292,11 +258,11 @@ class Optimizer:
 
 @dataclass(frozen=True, kw_only=True)
 class Debug:
-    """Look at one side alone, replay, print, prove."""
+    """Run one side alone, replay rollouts, print samples, check determinism."""
 
     debug_rollout_only: bool = option(False, "Sample and score; no trainer. The engine serves --hf-checkpoint.")
     debug_train_only: bool = option(False, "Train on saved rollouts; no engine.")
-    save_debug_rollout_data: str | None = option(None, "Folder to save each rollout in; holds {rollout_id}.")
+    save_debug_rollout_data: str | None = option(None, "Folder to save each rollout in; contains {rollout_id}.")
     load_debug_rollout_data: str | None = option(None, "Folder to replay; implies --debug-train-only.")
     debug_determinism: bool = option(False, "Record hashes of every weight and batch column, for `miles diff`.")
     debug_rollout_print_every: int | None = option(None, "Print a sample of every N-th rollout.")
@@ -305,14 +271,12 @@ class Debug:
     plan_without_weights: bool = option(False, "Plan from config.json alone; a run needs the weights.")
     use_pytorch_profiler: bool = option(False, "Write traces of the trainer's phases to profile/ in the run directory.")
     max_first_logprob_diff: float = option(
-        0.5, "Nats per token by which the trainer's log-probs may differ from the engine's in the first batch of a "
-        "start, on average over the tokens of the current weights; 0 allows any difference."
-    )
-    profile_step_start: int = option(10, "First rollout that is traced.")
-    profile_step_end: int = option(12, "First rollout after it that is not traced any more.")
+        0.5, "Largest average difference, in nats per token, between the log-probs of trainer and engine for "
+        "tokens of the current weights in the first batch of a start; 0 turns the check off.")
+    profile_step_start: int = option(10, "First rollout to trace.")
+    profile_step_end: int = option(12, "First rollout after it that is no longer traced.")
     profile_target: list[Literal["train_overall", "train_actor", "train_log_probs"]] = option(
-        ["train_overall"], "What is traced: every phase of the trainer, optimizer steps, passes for log-probs."
-    )
+        ["train_overall"], "What to trace: every phase of the trainer, its optimizer steps, its passes for log-probs.")
 
 
 TABLES: dict[str, type] = {

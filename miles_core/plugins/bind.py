@@ -59,23 +59,24 @@ class Figures:
 class Hooks(types.SimpleNamespace):
     """The bound hooks of one role; `instances` and `versions` are those of the plugins, by name. Frozen once bound."""
 
-    def took(self) -> dict[str, float]:
+    def timings(self) -> dict[str, float]:
         """Metrics since they were last asked for: seconds and calls of each plugin's hooks, and what it has logged."""
-        found = {}
+        metrics = {}
         for name, tallies in self.tallies.items():
             if calls := sum(count for count, _ in tallies):
-                found[f"perf/hooks/{name}"] = max(0.0, sum(seconds for _, seconds in tallies))
-                found[f"perf/hook_calls/{name}"] = float(calls)
+                metrics[f"perf/hooks/{name}"] = max(0.0, sum(seconds for _, seconds in tallies))
+                metrics[f"perf/hook_calls/{name}"] = float(calls)
             for tally in tallies:
                 tally[:] = 0, 0.0
-        return found | self.figures.take()
+        return metrics | self.figures.take()
 
     def __setattr__(self, name: str, value: object) -> None:
-        raise HookError(f"hooks are frozen once the run has begun; {name!r} cannot be set")
+        raise HookError(f"hooks cannot be changed once the run has begun: {name!r}", code="hooks-frozen")
 
     def __reduce_ex__(self, protocol: object) -> object:
-        raise HookError("bound hooks stay in their process", who=f"the hooks of role {self.role}",
-                        fix="send what is selected, which is plain data, and bind it there")
+        raise HookError("bound hooks cannot be sent to another process", code="hooks-not-picklable",
+                        who=f"the hooks of role {self.role}",
+                        fix="send the selected plugins, which are plain data, and bind them there")
 
 
 def bind(selected: Sequence[Selected], config: RunConfig, role: str) -> Hooks:
@@ -134,75 +135,77 @@ def check_roles_apart(roles: Sequence[Hooks]) -> None:
                     continue
                 first = seen.setdefault(id(value), (name, hooks.role, where))
                 if first[1] != hooks.role and first[0] == name:
-                    raise SharedStateError(
-                        f"plugin {name!r} shares {where} between its roles {first[1]} and {hooks.role}",
-                        got=type(value).__name__,
-                        fix="create it in __init__, which runs once per role; constants belong in a tuple, frozenset "
-                        "or types.MappingProxyType; data goes from role to role in columns",
-                    )
+                    raise SharedStateError(f"plugin {name!r} shares {where} between its roles {first[1]} and "
+                                           f"{hooks.role}", code="state-shared-between-roles", got=type(value).__name__,
+                                           fix="create it in __init__, which runs once per role; make constants a "
+                                           "tuple, frozenset or types.MappingProxyType; pass data between roles in "
+                                           "columns")
 
 
 def _instance(one: Selected, kind: type, config: RunConfig, figures: Figures) -> object:
     wanted = inspect.signature(kind).parameters
-    given: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     if "options" in wanted:
-        given["options"] = options_class(kind)(**config.options.get(one.manifest.name, {}))
+        arguments["options"] = options_class(kind)(**config.options.get(one.manifest.name, {}))
     if "config" in wanted:
-        given["config"] = config
+        arguments["config"] = config
     if "log" in wanted:
-        given["log"] = functools.partial(figures.log, one.manifest.name)
+        arguments["log"] = functools.partial(figures.log, one.manifest.name)
     unknown = set(wanted) - {"options", "config", "log"}
     if unknown:
-        raise HookError(f"the constructor of plugin {one.manifest.name!r} takes {', '.join(sorted(unknown))}",
-                        who=one.manifest.plugin, fix="it may take `options`, `config` and `log`")
+        raise HookError(f"the constructor of plugin {one.manifest.name!r} has unknown arguments: "
+                        f"{', '.join(sorted(unknown))}", code="constructor-arguments-unknown", who=one.manifest.plugin,
+                        fix="it may take `options`, `config` and `log`")
     try:
-        return kind(**given)
+        return kind(**arguments)
     except MilesError:
         raise
     except (Exception, SystemExit) as error:
-        raise PluginError(f"plugin {one.manifest.name!r} cannot be made", got=f"{type(error).__name__}: {error}",
-                          who=one.manifest.plugin, fix="correct its __init__, or the options it gets") from error
+        raise PluginError(f"plugin {one.manifest.name!r} cannot be constructed", code="plugin-constructor-failed",
+                          got=f"{type(error).__name__}: {error}", who=one.manifest.plugin,
+                          fix="correct its __init__ or its options") from error
 
 
 def _register(manager: pluggy.PluginManager, one: Selected, instance: object) -> None:
     try:
         manager.register(instance, one.manifest.name)
     except pluggy.PluginValidationError as error:
-        raise HookError(f"plugin {one.manifest.name!r} {one.version} does not fit its hook", got=str(error),
-                        who=one.manifest.plugin, fix="see docs/hooks.md for the hook's arguments") from None
+        raise HookError(f"plugin {one.manifest.name!r} {one.version} does not fit its hook",
+                        code="hook-signature-mismatch", got=str(error), who=one.manifest.plugin,
+                        fix="see docs/hooks.md for the hook's arguments") from None
 
 
 def _check_class(one: Selected, kind: type) -> None:
     fit.check_markers(one, kind)
     for name, value in vars(kind).items():
         if not name.startswith("_") and name not in STATEMENTS and _mutable(value):
-            raise SharedStateError(f"plugin {one.manifest.name!r} keeps {name} on its class, "
-                                   "where every role would share it", got=type(value).__name__,
+            raise SharedStateError(f"plugin {one.manifest.name!r} keeps {name} on its class, which all roles share",
+                                   code="state-shared-on-class", got=type(value).__name__,
                                    who=f"{one.manifest.name} {one.version}, {fit.definition(kind)}",
                                    fix="create it in __init__")
 
 
-def _combine(name: str, spec: Callable, found: list[tuple[str, str, Callable]]) -> Any:
+def _combine(name: str, spec: Callable, implementations: list[tuple[str, str, Callable]]) -> Any:
     """found: (plugin, offered name, callable) in the order of the run."""
-    calls = [call for _, _, call in found]
+    calls = [call for _, _, call in implementations]
     if spec.kind == "named":
-        return {offered: call for _, offered, call in found}
+        return {offered: call for _, offered, call in implementations}
     if not calls:
         return None
     if spec.kind == "gather":
-        return _gather(name, found, lists=spec.__annotations__["return"].startswith("Iterable"))
+        return _gather(name, implementations, lists=spec.__annotations__["return"].startswith("Iterable"))
     if spec.kind == "chain":
-        return _chain(name, found)
-    return _observe(calls) if spec.kind == "observe" else _around(name, found)
+        return _chain(name, implementations)
+    return _observe(calls) if spec.kind == "observe" else _around(name, implementations)
 
 
-def _chain(name: str, found: list[tuple[str, str, Callable]]) -> Callable:
+def _chain(name: str, implementations: list[tuple[str, str, Callable]]) -> Callable:
     def chained(value: object, *rest: object) -> object:
-        for _, _, call in found:
-            given, value = value, call(value, *rest)
-            if not isinstance(value, type(given) | Drop):
-                raise HookError(f"{name} should return what it is given, a {type(given).__name__}, changed or not",
-                                got=type(value).__name__, who=call.who,
+        for _, _, call in implementations:
+            before, value = value, call(value, *rest)
+            if not isinstance(value, type(before) | Drop):
+                raise HookError(f"{name} should return its argument, a {type(before).__name__}, changed or not",
+                                code="filter-returned-other-type", got=type(value).__name__, who=call.who,
                                 fix="check for a path without `return`")
             if isinstance(value, Drop):
                 break
@@ -211,14 +214,14 @@ def _chain(name: str, found: list[tuple[str, str, Callable]]) -> Callable:
     return chained
 
 
-def _gather(name: str, found: list[tuple[str, str, Callable]], *, lists: bool) -> Callable:
+def _gather(name: str, implementations: list[tuple[str, str, Callable]], *, lists: bool) -> Callable:
     wanted = Iterable if lists else Mapping
 
     def results(args: tuple) -> Iterator[tuple[str, Any]]:
-        for plugin, _, call in found:
+        for plugin, _, call in implementations:
             if not isinstance(result := call(*args), wanted):
                 raise HookError(f"{name} should return {'an iterable' if lists else 'a dict'}",
-                                got=type(result).__name__, who=call.who,
+                                got=type(result).__name__, code="hook-returned-other-type", who=call.who,
                                 fix="check for a path without `return`")
             yield plugin, result
 
@@ -231,7 +234,8 @@ def _gather(name: str, found: list[tuple[str, str, Callable]], *, lists: bool) -
         for plugin, result in results(args):
             for key, value in result.items():
                 if key in everything:
-                    raise OwnerError(f"{owner[key]} and {plugin} both give {name} the key {key!r}", fix="rename one")
+                    raise OwnerError(f"{owner[key]} and {plugin} both return the key {key!r} from {name}",
+                                     code="hook-keys-clash", fix="rename one of them")
                 everything[key], owner[key] = value, plugin
         return everything
 
@@ -254,19 +258,19 @@ def _observe(calls: list[Callable]) -> Callable:
     return observed
 
 
-def _around(name: str, found: list[tuple[str, str, Callable]]) -> Callable:
+def _around(name: str, implementations: list[tuple[str, str, Callable]]) -> Callable:
     """around(proceed, value, *rest): the first plugin of the run is outermost. `proceed` takes the value, changed or
     not, or nothing where the hook says so."""
 
-    def outer(call: Callable, proceed: Callable, value: object, rest: tuple, *changed: object) -> object:
-        result = call(fit.apart(proceed, call.tally), *(changed or (value,)), *rest)
+    def outer(call: Callable, proceed: Callable, value: object, others: tuple, *changed: object) -> object:
+        result = call(fit.apart(proceed, call.tally), *(changed or (value,)), *others)
         if result is None:
             raise HookError(f"{name} should return what `proceed` returns, changed or not", got="None",
-                            who=call.who, fix="check for a path without `return`")
+                            who=call.who, code="wrapper-returned-nothing", fix="check for a path without `return`")
         return result
 
     def wrapped(proceed: Callable, value: object, *rest: object) -> object:
-        for _, _, call in reversed(found):
+        for _, _, call in reversed(implementations):
             proceed = functools.partial(outer, call, proceed, value, rest)
         return proceed()
 
@@ -293,14 +297,14 @@ def _mutable(value: object) -> bool:
 
 def _globals(kind: type, role: str) -> dict[str, object]:
     """Module-level objects that the hook methods of this role, and what they call on self, name."""
-    table, found = hookspecs.specs(), {}
+    table, reachable = hookspecs.specs(), {}
     for method, (hook, _, _) in marked(kind).items():
         if hook in table and table[hook].role == role:
             function = inspect.getattr_static(kind, method)
             for name in _names(function.__code__):
                 if name in function.__globals__ and not name.startswith("__"):
-                    found[f"{function.__module__}.{name}"] = function.__globals__[name]
-    return found
+                    reachable[f"{function.__module__}.{name}"] = function.__globals__[name]
+    return reachable
 
 
 def _names(code: types.CodeType) -> set[str]:

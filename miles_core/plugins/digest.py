@@ -33,23 +33,23 @@ def core() -> str:
 
 
 def _of_files(root: Path, files: Iterable[Path]) -> str:
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     files = [path for path in sorted(files) if path.is_file()]
     if not files:
         return "missing"
     for path in files:
         if "__pycache__" not in path.parts:
-            found.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
-    return found.hexdigest()[:SHOWN]
+            digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:SHOWN]
 
 
 def proof(selected: Sequence[Selected]) -> dict[str, str]:
     """What this process runs, by its own files: version and digest of the core and of each plugin."""
-    found = {"miles-core": core()}
+    digests = {"miles-core": core()}
     for one in selected:
         if one.source != "built-in":
-            found[f"plugin {one.manifest.name}"] = f"{_version(one)} {of(one)}"
-    return found
+            digests[f"plugin {one.manifest.name}"] = f"{_version(one)} {of(one)}"
+    return digests
 
 
 def check(expected: Mapping[str, str], selected: Sequence[Selected], who: str) -> None:
@@ -63,11 +63,11 @@ def check(expected: Mapping[str, str], selected: Sequence[Selected], who: str) -
         ConfigError: names the process, and each package of which it has another version or other code.
     """
     mine = proof(selected)
-    differing = [f"{name}: {mine.get(name)} here, {there} at the driver" for name, there in expected.items()
-                 if mine.get(name) != there]
+    differing = [f"{name}: {mine.get(name)} here, {theirs} at the driver" for name, theirs in expected.items()
+                 if mine.get(name) != theirs]
     if differing:
-        raise ConfigError("this process would run other code than was planned", got="; ".join(differing), who=who,
-                          fix="install the same packages on every host")
+        raise ConfigError("this process would run other code than the plan's", code="code-differs-from-plan",
+                          got="; ".join(differing), who=who, fix="install the same packages on every host")
 
 
 def _version(one: Selected) -> str:

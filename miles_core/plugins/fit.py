@@ -67,11 +67,11 @@ def source_of(manifest: Manifest) -> tuple[Path, dict[str, ast.FunctionDef | ast
     where, _, kind = manifest.plugin.rpartition(":")
     path = Path(where)
     if not where.endswith(".py"):
-        package, *rest = where.split(".")
+        package, *inner = where.split(".")
         spec = importlib.machinery.PathFinder.find_spec(package)
         if spec is None or not spec.submodule_search_locations:
             return path, {}
-        path = Path(spec.submodule_search_locations[0], *rest).with_suffix(".py")
+        path = Path(spec.submodule_search_locations[0], *inner).with_suffix(".py")
     try:
         body = ast.parse(path.read_text(encoding="utf-8")).body
     except (OSError, SyntaxError):
@@ -87,7 +87,7 @@ def check_hook(name: str) -> None:
     """
     if name not in (table := all_specs()):
         near = difflib.get_close_matches(name, table, 1)
-        raise HookError(f"there is no hook {name!r}", fix=f"did you mean {near[0]!r}?" if near else
+        raise HookError(f"unknown hook {name!r}", code="hook-unknown", fix=f"did you mean {near[0]!r}?" if near else
                         "`miles hooks` lists them")
 
 
@@ -100,8 +100,8 @@ def hook_of(one: Selected, offer: Offer) -> Callable:
     table = hookspecs.specs()
     if offer.hook not in table:
         near = difflib.get_close_matches(offer.hook, table, 1)
-        raise HookError(f"plugin {one.manifest.name!r} implements {offer.hook!r}, which is no hook",
-                        who=who(one, offer.hook, located(one, offer.method)),
+        raise HookError(f"plugin {one.manifest.name!r} implements {offer.hook!r}, which is not a hook",
+                        code="hook-not-declared", who=who(one, offer.hook, located(one, offer.method)),
                         fix=f"did you mean {near[0]!r}?" if near else "see docs/hooks.md")
     return table[offer.hook]
 
@@ -116,14 +116,14 @@ def check_markers(one: Selected, kind: type) -> None:
         for name, value in vars(base).items():
             if not inspect.isfunction(value) or name in methods:
                 continue
-            foreign = [key.removesuffix("_impl") for key, found in vars(value).items()
-                       if key.endswith("_impl") and isinstance(found, dict) and "hookwrapper" in found]
+            foreign = [key.removesuffix("_impl") for key, marker in vars(value).items()
+                       if key.endswith("_impl") and isinstance(marker, dict) and "hookwrapper" in marker]
             hook = next((vars(value)[f"{project}_impl"].get("specname") for project in foreign), None) or name
             if hook in table and (foreign or not name.startswith("_")):
                 what = f"its marker is pluggy's for {foreign[0]!r}, not miles_core.hookimpl" if foreign else (
                     f"it has a hook's name but no @hookimpl: {name}")
-                raise HookError(what, who=who(one, hook, definition(value)),
-                                fix="from miles_core import hookimpl, and mark it with that; or rename it")
+                raise HookError(what, code="hook-marker-missing", who=who(one, hook, definition(value)),
+                                fix="mark it with miles_core.hookimpl, or rename it")
 
 
 def check(one: Selected, kind: type, method: str, hook: str, spec: Callable) -> Callable:
@@ -134,7 +134,8 @@ def check(one: Selected, kind: type, method: str, hook: str, spec: Callable) -> 
     """
     function = inspect.getattr_static(kind, method)
     for what, fix in problems(function, marked(kind)[method][2], hook, spec):
-        raise HookError(what, who=who(one, hook, definition(inspect.unwrap(getattr(kind, method)))), fix=fix)
+        raise HookError(what, code="hook-signature-unfit",
+                        who=who(one, hook, definition(inspect.unwrap(getattr(kind, method)))), fix=fix)
     return function
 
 
@@ -183,11 +184,11 @@ def _result(function: Callable, refused: tuple[str, ...], hook: str, spec: Calla
     if spec.__annotations__["return"] == "None" or inspect.isgeneratorfunction(function):
         return
     steps = list(dis.get_instructions(inspect.unwrap(function)))
-    given = [(before, step) for before, step in zip([None, *steps], steps) if step.opname.startswith("RETURN_")
+    returns = [(before, step) for before, step in zip([None, *steps], steps) if step.opname.startswith("RETURN_")
              and step.opname != "RETURN_GENERATOR"]
     nothing = [step.argval is None if step.opname == "RETURN_CONST" else
-               before.opname == "LOAD_CONST" and before.argval is None for before, step in given]
-    if given and all(nothing):
+               before.opname == "LOAD_CONST" and before.argval is None for before, step in returns]
+    if returns and all(nothing):
         yield "it returns None whatever it is given", f"return {spec.__annotations__['return']}"
 
 

@@ -39,9 +39,9 @@ def imported(manifest: Manifest) -> type:
         module = import_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
         return getattr(module, name)
     except (Exception, SystemExit) as error:
-        raise PluginError(f"plugin {manifest.name!r} cannot be imported", got=f"{type(error).__name__}: {error}",
-                          who=where,
-                          fix=f"install what it needs, or run without it: drop --plugin {manifest.name}") from error
+        raise PluginError(f"plugin {manifest.name!r} cannot be imported", code="plugin-import-failed",
+                          got=f"{type(error).__name__}: {error}", who=where,
+                          fix=f"install what it needs, or remove --plugin {manifest.name}") from error
 
 
 def compare(manifest: Manifest, kind: type) -> None:
@@ -49,8 +49,8 @@ def compare(manifest: Manifest, kind: type) -> None:
     Raises:
         ManifestError: the class does not have the hooks and options that the manifest states.
     """
-    found = {Offer(hook, given or manifest.name, method) for method, (hook, given, _) in marked(kind).items()}
-    differ = sorted(f"{o.hook}:{o.name}" for o in found ^ set(manifest.offers))
+    offers = {Offer(hook, part or manifest.name, method) for method, (hook, part, _) in marked(kind).items()}
+    differ = sorted(f"{o.hook}:{o.name}" for o in offers ^ set(manifest.offers))
     made = options_class(kind)
     code = {} if made is None else options_of(manifest.name, made)
     for name in [*manifest.options, *(code.keys() - manifest.options.keys())]:
@@ -58,8 +58,9 @@ def compare(manifest: Manifest, kind: type) -> None:
         if stated != has:
             differ.append(f"option {name}: {stated} in the manifest, {has} in the code")
     if differ:
-        raise ManifestError(f"plugin {manifest.name!r} is not what its manifest states", got="; ".join(differ),
-                            who=manifest.plugin, fix="its author runs `miles plugins manifest --write`")
+        raise ManifestError(f"plugin {manifest.name!r} does not match its manifest", code="manifest-out-of-date",
+                            got="; ".join(differ), who=manifest.plugin,
+                            fix="run `miles plugins manifest --write` in its project")
 
 
 def options_class(kind: type) -> type | None:

@@ -51,37 +51,37 @@ def read(path: Path) -> dict:
     """
     path = path / "plugins.lock" if path.is_dir() else path
     try:
-        found = parse_json(path.read_text(encoding="utf-8"))
-        if found["format"] != FORMAT:
-            raise ValueError(f"format {found['format']} where this version reads {FORMAT}")
-        differences(found, found)  # whether it has all that is compared
+        lock = parse_json(path.read_text(encoding="utf-8"))
+        if lock["format"] != FORMAT:
+            raise ValueError(f"format {lock['format']} where this version reads {FORMAT}")
+        differences(lock, lock)  # whether it has all that is compared
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError("this is no lock", got=str(error), who=str(path),
-                          fix="write one with miles plugins lock RUN_FILE --out plugins.lock") from None
-    return found
+        raise ConfigError("the file is not a lock", code="lock-unreadable", got=str(error), who=str(path),
+                          fix="write one with `miles plugins lock RUN_FILE --out plugins.lock`") from None
+    return lock
 
 
 def differences(then: Mapping, now: Mapping) -> list[str]:
     """In sentences, the weightiest first; none where both are the same."""
     same = then["core"] == now["core"]
-    found = [] if same else [f"miles_core: its code is another ({then['core']} -> {now['core']})"]
+    changes = [] if same else [f"miles_core: its code is another ({then['core']} -> {now['core']})"]
     before, after = ({one["name"]: one for one in lock["plugins"]} for lock in (then, now))
-    found += [f"plugin {name} takes part no longer" for name in before if name not in after]
-    found += [f"plugin {name} is new" for name in after if name not in before]
+    changes += [f"plugin {name} takes part no longer" for name in before if name not in after]
+    changes += [f"plugin {name} is new" for name in after if name not in before]
     for name in before.keys() & after.keys():
         old, new = before[name], after[name]
         if (old["source"], old["version"]) != (new["source"], new["version"]):
-            found.append(f"plugin {name}: {old['source']} {old['version']} -> {new['source']} {new['version']}")
+            changes.append(f"plugin {name}: {old['source']} {old['version']} -> {new['source']} {new['version']}")
         elif old["digest"] != new["digest"]:
-            found.append(f"plugin {name} {old['version']}: its code is another ({old['digest']} -> {new['digest']})")
+            changes.append(f"plugin {name} {old['version']}: its code is another ({old['digest']} -> {new['digest']})")
     names = [one["name"] for one in then["plugins"]], [one["name"] for one in now["plugins"]]
     if set(names[0]) == set(names[1]) and names[0] != names[1]:
-        found.append(f"the order of plugins: {', '.join(names[0])} -> {', '.join(names[1])}")
+        changes.append(f"the order of plugins: {', '.join(names[0])} -> {', '.join(names[1])}")
     for what in ("packages", "options", "order"):
-        found += _changed(what, then[what], now[what])
-    found += [f"owner of {a[0]}: {a[1]} of {a[2]} -> {b[1]} of {b[2]}"
+        changes += _changed(what, then[what], now[what])
+    changes += [f"owner of {a[0]}: {a[1]} of {a[2]} -> {b[1]} of {b[2]}"
               for a, b in zip(then["owners"], now["owners"], strict=False) if a[:3] != b[:3]]
-    return found
+    return changes
 
 
 def check(lock: Mapping, plan: Plan, who: str) -> None:
@@ -89,10 +89,10 @@ def check(lock: Mapping, plan: Plan, who: str) -> None:
     Raises:
         LockError: the plan is made of something else than the lock says.
     """
-    if found := differences(lock, json.loads(text(of(plan)))):
-        rest = f"; and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
-        raise LockError("the run is not what was locked", got="; ".join(found[:SHOWN]) + rest, who=who,
-                        fix="install and write what the lock says, or lock anew: miles plugins lock")
+    if changes := differences(lock, json.loads(text(of(plan)))):
+        more = f"; and {len(changes) - SHOWN} more" if len(changes) > SHOWN else ""
+        raise LockError("the run differs from its lock", code="lock-mismatch", got="; ".join(changes[:SHOWN]) + more,
+                        who=who, fix="install the locked versions, or write a new lock with `miles plugins lock`")
 
 
 def _changed(what: str, then: Mapping, now: Mapping) -> list[str]:

@@ -92,16 +92,16 @@ def _of_source(path: Path, name: str | None, module: str | None) -> Manifest:
         tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
     except OSError as error:
         raise ManifestError("the plugin file cannot be read", got=error.strerror, who=str(path),
-                            fix="check the path") from None
+                            fix="check the path", code="plugin-file-unreadable") from None
     except SyntaxError as error:
-        raise ManifestError("the plugin file is not Python", got=f"line {error.lineno}: {error.msg}", who=str(path),
-                            fix="mend the file") from None
+        raise ManifestError("the plugin file is not valid Python", got=f"line {error.lineno}: {error.msg}",
+                            code="plugin-file-not-python", who=str(path), fix="correct the syntax error") from None
     classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
     plugins = [node for node in classes.values() if any(_marker(f) is not None for f in _functions(node))]
     if len(plugins) != 1:
         raise ManifestError("a plugin file needs exactly one class with methods marked @hookimpl",
-                            got=", ".join(p.name for p in plugins) or "none", who=str(path),
-                            fix="from miles_core import hookimpl, and mark the methods of one class")
+                            code="plugin-class-count", got=", ".join(p.name for p in plugins) or "none", who=str(path),
+                            fix="mark the methods of one class with miles_core.hookimpl")
     node = plugins[0]
     constants = {t.id: s.value for s in node.body if isinstance(s, ast.Assign)
                  for t in s.targets if isinstance(t, ast.Name)}
@@ -117,9 +117,7 @@ def _of_source(path: Path, name: str | None, module: str | None) -> Manifest:
         default=bool(_literal(constants.get("default"), path)),
         offers=tuple(_offer(f, _marker(f), name, path) for f in _functions(node) if _marker(f) is not None),
         options=_options(name, node, classes, path),
-        **words,
-        **tables,
-    )
+        **words, **tables)
 
 
 def of_package(module: str, name: str, *, editable: bool = False) -> Manifest:
@@ -136,7 +134,7 @@ def of_package(module: str, name: str, *, editable: bool = False) -> Manifest:
     package = module.partition(":")[0].partition(".")[0]
     spec = importlib.machinery.PathFinder.find_spec(package)  # the top-level package only: a submodule would import it
     if spec is None or not spec.submodule_search_locations:
-        raise ManifestError(f"plugin {name!r} names the package {package!r}, which is not there",
+        raise ManifestError(f"the package {package!r} of plugin {name!r} is missing", code="plugin-package-missing",
                             fix=f"reinstall it: pip install --force-reinstall miles-{name}")
     folder = Path(next(iter(spec.submodule_search_locations)))
     path = folder / FILE
@@ -147,11 +145,12 @@ def of_package(module: str, name: str, *, editable: bool = False) -> Manifest:
     try:
         return of_toml(tomllib.loads(path.read_text(encoding="utf-8")), str(path))
     except OSError:
-        raise ManifestError(f"plugin {name!r} has no manifest", who=str(path),
-                            fix="its author runs `miles plugins manifest --write`") from None
+        raise ManifestError(f"plugin {name!r} has no manifest", code="manifest-missing", who=str(path),
+                            fix="run `miles plugins manifest --write` in its project") from None
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise ManifestError(f"the manifest of plugin {name!r} cannot be read", got=str(error), who=str(path),
-                            fix="its author runs `miles plugins manifest --write`") from None
+        raise ManifestError(f"the manifest of plugin {name!r} cannot be read", code="manifest-unreadable",
+                            got=str(error), who=str(path),
+                            fix="run `miles plugins manifest --write` in its project") from None
 
 
 def mentions(module: str, word: str) -> bool:
@@ -222,9 +221,9 @@ def _marker(function: ast.FunctionDef | ast.AsyncFunctionDef) -> ast.expr | None
 def _offer(function: ast.FunctionDef | ast.AsyncFunctionDef, marker: ast.expr, plugin: str, path: Path) -> Offer:
     hook, name = function.name, None
     if isinstance(marker, ast.Call):
-        given = {k.arg: _literal(k.value, path) for k in marker.keywords}
-        hook = _literal(marker.args[0], path) if marker.args else given.get("spec") or hook
-        name = given.get("name")
+        keywords = {k.arg: _literal(k.value, path) for k in marker.keywords}
+        hook = _literal(marker.args[0], path) if marker.args else keywords.get("spec") or hook
+        name = keywords.get("name")
     about = (ast.get_docstring(function) or "").partition("\n")[0] if hook == "commands" else ""
     return Offer(hook, name or plugin, function.name, about)
 
@@ -238,18 +237,20 @@ def _options(table: str, node: ast.ClassDef, classes: dict[str, ast.ClassDef], p
     kind = argument.annotation.id if isinstance(argument.annotation, ast.Name) else None
     if kind not in classes:
         raise ManifestError(f"{node.name}.__init__ should annotate `options` with a dataclass of the same file",
-                            got=kind, who=str(path), fix="declare it there, with fields made by miles_core.option")
-    found = {}
+                            code="options-not-annotated", got=kind, who=str(path),
+                            fix="declare it there, with fields made by miles_core.option")
+    options = {}
     for item in classes[kind].body:
         if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
             call = item.value
             if not (isinstance(call, ast.Call) and call.args and len(call.args) == 2):
                 raise ManifestError(f"option {item.target.id!r} should be declared as option(default, help)",
-                                    who=str(path), fix="option(0.2, 'One sentence.', flags=('--eps',))")
+                                    code="option-not-declared", who=str(path),
+                                    fix="for example option(0.2, 'One sentence.', flags=('--eps',))")
             default, text = (_literal(arg, path) for arg in call.args)
             more = {k.arg: tuple(_literal(k.value, path)) for k in call.keywords}
-            found[item.target.id] = Option(table, item.target.id, ast.unparse(item.annotation), default, text, **more)
-    return found
+            options[item.target.id] = Option(table, item.target.id, ast.unparse(item.annotation), default, text, **more)
+    return options
 
 
 def _literal(node: ast.expr | None, path: Path) -> object:
@@ -258,6 +259,6 @@ def _literal(node: ast.expr | None, path: Path) -> object:
     try:
         return ast.literal_eval(node)
     except ValueError:
-        raise ManifestError("a plugin's hooks, names and options are written as literals", got=ast.unparse(node),
-                            who=f"{path}, line {node.lineno}",
-                            fix="so that they can be read without running the file") from None
+        raise ManifestError("a plugin's hooks, names and options must be literals", code="declaration-not-literal",
+                            got=ast.unparse(node), who=f"{path}, line {node.lineno}",
+                            fix="write a literal: the file is read without being run") from None

@@ -86,27 +86,27 @@ def _order(selected: Sequence[Selected]) -> dict[str, list[str]]:
     """Hook -> plugins in call order, for the hooks that several may implement."""
     order: dict[str, list[str]] = {}
     for name, spec in hookspecs.specs().items():
-        found = [one.manifest.name for one in selected for offer in one.manifest.offers if offer.hook == name]
-        if spec.kind != "named" and spec.role != "plan" and found:
-            order[name] = found
+        names = [one.manifest.name for one in selected for offer in one.manifest.offers if offer.hook == name]
+        if spec.kind != "named" and spec.role != "plan" and names:
+            order[name] = names
     return order
 
 
 def _values(plan: Plan) -> list[tuple[str, object, str]]:
     """(key, value, who set it) of every option, and of fields of Megatron-core, SGLang and its router that are set."""
-    config, found = plan.config, []
+    config, rows = plan.config, []
     for table, kind in TABLES.items():
         for name, option in options_of(table, kind).items():
             value = getattr(getattr(config, table), name)
-            found.append((option.key, value, str(config.origin.get(option.key, "default"))))
+            rows.append((option.key, value, str(config.origin.get(option.key, "default"))))
     for table, values in config.surfaces.items():
         for name, value in values.items():
-            found.append((f"{table}.{name}", value, str(config.origin.get(f"{table}.{name}") or "run file")))
+            rows.append((f"{table}.{name}", value, str(config.origin.get(f"{table}.{name}") or "run file")))
     for one in plan.selected:
         for option in one.manifest.options.values():
             value = config.options.get(one.manifest.name, {}).get(option.name, option.default)
-            found.append((option.key, value, str(config.origin.get(option.key, "default"))))
-    return found
+            rows.append((option.key, value, str(config.origin.get(option.key, "default"))))
+    return rows
 
 
 def _text(plan: Plan) -> list[str]:
@@ -121,35 +121,35 @@ def _text(plan: Plan) -> list[str]:
     lines += [f"  {hook:<18}{' -> '.join(names)}" for hook, names in _order(plan.selected).items()]
     size, samples, over = rollout.rollout_batch_size, rollout.n_samples_per_prompt, rollout.over_sampling_batch_size
     batch, steps = rollout.global_batch_size, rollout.num_steps_per_rollout
-    said = _of_plugins(plan)
+    sections = _of_plugins(plan)
     lines += ["", "batch arithmetic",
               f"  rollout_batch_size {size} x n_samples_per_prompt {samples} = {size * samples}"
               f" = global_batch_size {batch} x num_steps_per_rollout {steps}",
               f"  in flight at most {size * (rollout.max_lag + 1) + over - size}"
               f" groups (max_lag {rollout.max_lag}, over_sampling_batch_size {over})",
-              *said.pop("batch arithmetic", ())]
-    lines += ["", "layout", *said.pop("layout", ())]
+              *sections.pop("batch arithmetic", ())]
+    lines += ["", "layout", *sections.pop("layout", ())]
     if "server_args" not in config.understood:
         name = plan.owner("engine").name
         where = "" if "servers" in config.understood else " in the driver's process"
         lines.append(f"  engine {name}{where}, {engine_dtype(config)}")
-    for title, more in said.items():
+    for title, more in sections.items():
         lines += ["", title, *more]
-    given = [(k, v, o) for k, v, o in _values(plan) if o != "default"]
+    changed = [(k, v, o) for k, v, o in _values(plan) if o != "default"]
     lines += ["", "options that are not defaults"]
-    lines += [f"  {key} = {value!r}  ({origin})" for key, value, origin in given]
-    lines += ["", f"all other options have their defaults ({len(_values(plan)) - len(given)})"]
+    lines += [f"  {key} = {value!r}  ({origin})" for key, value, origin in changed]
+    lines += ["", f"all other options have their defaults ({len(_values(plan)) - len(changed)})"]
     lines += ["", "notes", *(f"  {note}" for note in plan.notes)] if plan.notes else []
     return lines
 
 
 def _of_plugins(plan: Plan) -> dict[str, list[str]]:
     """What plugins say of the plan, by title."""
-    said: dict[str, list[str]] = {}
+    sections: dict[str, list[str]] = {}
     plan_lines = bind(plan.selected, plan.config, "plan").plan_lines
     for title, line in plan_lines(plan.config, plan.selected) if plan_lines is not None else ():
-        said.setdefault(title, []).append(f"  {line}")
-    return said
+        sections.setdefault(title, []).append(f"  {line}")
+    return sections
 
 
 def _summary(plan: Plan) -> Iterator[str]:

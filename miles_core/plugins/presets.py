@@ -50,32 +50,33 @@ def find(names: Sequence[tuple[str, str]]) -> list[Preset]:
     """
     if not names:
         return []
-    there = offered()
-    return [_one(name, origin, there) for name, origin in names]
+    presets = offered()
+    return [_one(name, origin, presets) for name, origin in names]
 
 
 def offered() -> list[Preset]:
     """Every preset of the installed plugins that can be read."""
-    found = []
+    presets = []
     for manifest in readable():
         try:
-            found += of_manifest(manifest)
+            presets += of_manifest(manifest)
         except ConfigError:  # of a plugin that nobody enabled
             continue
-    return found
+    return presets
 
 
-def _one(name: str, origin: str, there: Sequence[Preset]) -> Preset:
-    found = [one for one in there if one.name == name]
-    if len(found) > 1:
-        raise OwnerError(f"two plugins offer the preset {name!r}: {found[0].plugin} and {found[1].plugin}", who=origin,
-                         fix="uninstall one, or write out what it stands for")
-    if found:
-        return found[0]
+def _one(name: str, origin: str, presets: Sequence[Preset]) -> Preset:
+    matches = [one for one in presets if one.name == name]
+    if len(matches) > 1:
+        first, second = (one.plugin for one in matches[:2])
+        raise OwnerError(f"two plugins offer the preset {name!r}: {first} and {second}", code="preset-offered-twice",
+                         who=origin, fix="uninstall one of them, or write out the preset's values")
+    if matches:
+        return matches[0]
     known = [plugin for plugin, offers in KNOWN.items() if f"preset:{name}" in offers]
-    near = difflib.get_close_matches(name, [one.name for one in there], 1, 0.6)
-    raise ConfigError(f"there is no preset {name!r}", who=origin, got="there are "
-                      + (", ".join(sorted(one.name for one in there)) or "none"),
+    near = difflib.get_close_matches(name, [one.name for one in presets], 1, 0.6)
+    raise ConfigError(f"unknown preset {name!r}", code="preset-unknown", who=origin, got="there are "
+                      + (", ".join(sorted(one.name for one in presets)) or "none"),
                       fix=f"pip install miles-{known[0]}" if known else f"did you mean {near[0]!r}?" if near else
                       "a plugin offers presets: `miles plugins info NAME`")
 
@@ -86,10 +87,11 @@ def of_manifest(manifest: Manifest) -> list[Preset]:
     Raises:
         ConfigError: a preset that is not a table of plugins and values.
     """
-    found = []
+    presets = []
     for name, stated in manifest.presets.items():
         if not isinstance(stated, dict) or set(stated) - {"plugins", "values"}:
-            raise ConfigError(f"the preset {name!r} of plugin {manifest.name!r} cannot be read", got=repr(stated)[:100],
-                              who=manifest.plugin, fix='write {"plugins": [...], "values": {"table.key": value}}')
-        found.append(Preset(name, manifest.name, tuple(stated.get("plugins", ())), dict(stated.get("values", {}))))
-    return found
+            raise ConfigError(f"the preset {name!r} of plugin {manifest.name!r} cannot be read",
+                              code="preset-unreadable", got=repr(stated)[:100], who=manifest.plugin,
+                              fix='write {"plugins": [...], "values": {"table.key": value}}')
+        presets.append(Preset(name, manifest.name, tuple(stated.get("plugins", ())), dict(stated.get("values", {}))))
+    return presets

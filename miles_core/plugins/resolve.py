@@ -95,11 +95,11 @@ def missing(selected: Sequence[Selected], config: RunConfig) -> list[tuple[str, 
     """
     offered = {(offer.hook, offer.name) for one in selected for offer in one.manifest.offers}
     known = {tuple(offer.split(":")): plugin for plugin, offers in KNOWN.items() for offer in offers}
-    found = {}
+    lacking = {}
     for hook, name, key in choices(config):
         if (hook, name) not in offered and (hook, name) in known:
-            found.setdefault(known[hook, name], f"{key} = {name!r}, {config.origin.get(key, 'default')}")
-    return list(found.items())
+            lacking.setdefault(known[hook, name], f"{key} = {name!r}, {config.origin.get(key, 'default')}")
+    return list(lacking.items())
 
 
 def called_for(selected: Sequence[Selected], config: RunConfig, quantised: str | None) -> list[tuple[str, str]]:
@@ -108,14 +108,14 @@ def called_for(selected: Sequence[Selected], config: RunConfig, quantised: str |
     Args:
         quantised: what config.json of --hf-checkpoint says its weights are quantised by.
     """
-    have, found = {one.manifest.name for one in selected}, {}
+    have, called = {one.manifest.name for one in selected}, {}
     for key, plugin in CALLED_FOR.items():
         table, _, name = key.partition(".")
-        given = quantised == name if table == "quantization_config" else config.surface(table).get(name)
-        if given and plugin not in have:
-            found.setdefault(plugin, f"{OF_CHECKPOINT}: {name}" if table == "quantization_config" else
-                             f"{key} = {given!r}, {config.origin.get(key, 'default')}")
-    return list(found.items())
+        value = quantised == name if table == "quantization_config" else config.surface(table).get(name)
+        if value and plugin not in have:
+            called.setdefault(plugin, f"{OF_CHECKPOINT}: {name}" if table == "quantization_config" else
+                             f"{key} = {value!r}, {config.origin.get(key, 'default')}")
+    return list(called.items())
 
 
 def resolve(selected: Sequence[Selected], config: RunConfig) -> list[Choice]:
@@ -131,15 +131,15 @@ def resolve(selected: Sequence[Selected], config: RunConfig) -> list[Choice]:
         if one.manifest.api != hookspecs.API:
             raise ManifestError(f"plugin {one.manifest.name!r} was written for plugin API {one.manifest.api}",
                                 got=f"this is API {hookspecs.API}", who=f"{one.source} {one.version}",
-                                fix="install a version that matches miles-core")
+                                fix="install a version that matches miles-core", code="plugin-api-mismatch")
         for offer in one.manifest.offers:
             if fit.hook_of(one, offer).kind == "named":
                 first = owners.setdefault((offer.hook, offer.name), one.manifest.name)
                 if first != one.manifest.name:
                     raise OwnerError(f"two plugins offer the {offer.hook} {offer.name!r}: "
-                                     f"{first} and {one.manifest.name}",
+                                     f"{first} and {one.manifest.name}", code="part-offered-twice",
                                      who=" and ".join(_definitions(selected, offer)),
-                                     fix="enable one of them, or rename one offer")
+                                     fix="enable only one of them, or rename one")
     _capabilities(selected)
     _resumes(selected, config)
     return [_own(selected, hook, name, key, owners, config) for hook, name, key in choices(config)]
@@ -156,12 +156,13 @@ def _own(selected: Sequence[Selected], hook: str, name: str, key: str, owners: d
     origin = str(config.origin.get(key, "default"))
     if (hook, name) in owners:
         return Choice(hook, name, owners[hook, name], origin)
-    if there := offered_by(hook, name):
-        raise OwnerError(f"nobody enabled offers the {hook} {name!r}", got=f"not enabled: {', '.join(there)}",
-                         who=f"{key} ({origin})", fix=f"add --plugin {there[0]}")
+    if plugins := offered_by(hook, name):
+        raise OwnerError(f"no enabled plugin offers the {hook} {name!r}", got=f"not enabled: {', '.join(plugins)}",
+                         code="part-not-enabled", who=f"{key} ({origin})", fix=f"add --plugin {plugins[0]}")
     if hook == "model_spec":  # an official plugin that has it would be enabled by now (`missing`)
         built = sorted({*_official(hook), *(n for h, n in owners if h == hook)})
-        raise OwnerError(f"no plugin builds the architecture {name!r}", got=f"there are {', '.join(built)}",
+        raise OwnerError(f"no plugin builds the architecture {name!r}",
+                         code="architecture-unknown", got=f"there are {', '.join(built)}",
                          who=f"{key} ({origin})", fix=("leave it out: config.json names the architecture" if key in
                          config.origin and config.origin[key].kind != "derived" else "take another checkpoint") +
                          "; or add the family in a plugin of about fifty lines: docs/model-families.md")
@@ -171,8 +172,8 @@ def _own(selected: Sequence[Selected], hook: str, name: str, key: str, owners: d
     fix = advice(surfaces_of(selected), f"{hook}:{name}") or (
         f"add --plugin {known[0]} (pip install miles-{known[0]})" if known else
         f"did you mean {near[0]!r}?" if near else "enable the plugin that offers it with --plugin")
-    raise OwnerError(f"nobody enabled offers the {hook} {name!r}", got=f"offered: {', '.join(offered) or 'none'}",
-                     who=f"{key} ({origin})", fix=fix)
+    raise OwnerError(f"no enabled plugin offers the {hook} {name!r}", code="part-not-enabled",
+                     got=f"offered: {', '.join(offered) or 'none'}", who=f"{key} ({origin})", fix=fix)
 
 
 def _official(hook: str) -> list[str]:
@@ -206,9 +207,9 @@ def _resumes(selected: Sequence[Selected], config: RunConfig) -> None:
     """
     keeps, name = keeper(selected), config.rollout.generate
     if keeps is not None and not any(f"resumes:{name}" in one.manifest.provides for one in selected):
-        raise OwnerError(f"the generator {name!r} cannot go on with what was sampled before", who=f"plugin {keeps}",
-                         fix="--generate single-turn can; a plugin whose generator starts from generation.begun says "
-                         f'so: provides = ("resumes:{name}",)')
+        raise OwnerError(f"the generator {name!r} cannot continue partial samples", code="generator-cannot-continue",
+                         who=f"plugin {keeps}", fix='use --generate single-turn; a plugin whose generator starts from '
+                         f'generation.begun declares provides = ("resumes:{name}",)')
 
 
 def _capabilities(selected: Sequence[Selected]) -> None:
@@ -216,9 +217,10 @@ def _capabilities(selected: Sequence[Selected]) -> None:
     for one in selected:
         for word in one.manifest.requires:
             if word not in provided:
-                raise OwnerError(f"plugin {one.manifest.name!r} requires {word!r}, which nothing enabled provides",
-                                 fix=f"add a plugin that does, for instance --plugin {word}")
+                raise OwnerError(f"plugin {one.manifest.name!r} requires {word!r}, which no enabled plugin provides",
+                                 code="plugin-requirement-missing",
+                                 fix=f"enable one that does, for instance with --plugin {word}")
         for word in one.manifest.conflicts:
             if word in provided:
                 raise OwnerError(f"plugin {one.manifest.name!r} conflicts with {word!r} of plugin {provided[word]!r}",
-                                 fix="enable one of the two")
+                                 code="plugin-conflict", fix="enable only one of them")

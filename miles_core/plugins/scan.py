@@ -86,7 +86,7 @@ def installed() -> list[Installed]:
 @functools.lru_cache(maxsize=1)
 def _installed(_stamp: tuple[tuple[str, int | None], ...]) -> list[Installed]:
     """Read once a plan, which asks some six times."""
-    found = {}
+    plugins = {}
     for entry in importlib.metadata.entry_points(group=GROUP):
         stated, direct = _headers(entry.dist), entry.dist.read_text("direct_url.json")
         if not {"Name", "Version"} <= stated.keys():
@@ -94,19 +94,19 @@ def _installed(_stamp: tuple[tuple[str, int | None], ...]) -> list[Installed]:
         distribution = re.sub(r"[-_.]+", "-", stated["Name"][0]).lower()
         editable = bool(direct and json.loads(direct).get("dir_info", {}).get("editable"))
         needs = (_CORE.fullmatch(one) for one in stated.get("Requires-Dist", ()))
-        found.setdefault((entry.name, distribution), Installed(
+        plugins.setdefault((entry.name, distribution), Installed(
             entry.name, entry.value, distribution, stated["Version"][0], editable,
             next((one[1].strip() for one in needs if one), "")))
-    return sorted(found.values(), key=lambda item: (item.name, item.distribution))
+    return sorted(plugins.values(), key=lambda item: (item.name, item.distribution))
 
 
 def _headers(distribution: importlib.metadata.Distribution) -> dict[str, list[str]]:
     """Of its metadata, which email.parser takes a third of a plan's start to read."""
     text = distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or ""
-    found: dict[str, list[str]] = {}
+    headers: dict[str, list[str]] = {}
     for name, value in re.findall(r"^([A-Z][\w-]*): (.*)$", text.partition("\n\n")[0], re.MULTILINE):
-        found.setdefault(name, []).append(value)
-    return found
+        headers.setdefault(name, []).append(value)
+    return headers
 
 
 def look_again() -> None:

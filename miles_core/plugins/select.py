@@ -49,8 +49,8 @@ def built_in() -> list[Selected]:
     from miles_core import __version__
 
     have = {one.name: one for one in installed()}
-    found = [Selected(_built_in(name, module), "built-in", __version__, "default") for name, module in BUILT_IN.items()]
-    return found + [Selected(manifest_of(have[name]), have[name].distribution, have[name].version, "default")
+    parts = [Selected(_built_in(name, module), "built-in", __version__, "default") for name, module in BUILT_IN.items()]
+    return parts + [Selected(manifest_of(have[name]), have[name].distribution, have[name].version, "default")
                     for name in DEFAULTS if name in have]
 
 
@@ -81,9 +81,9 @@ def select(named: Sequence[tuple[str, str]], chosen: Sequence[Selected]) -> list
     if lacking:
         names, one = ", ".join(map(repr, lacking)), len(lacking) == 1
         raise UnknownPluginError(f"plugin {names} is not installed" if one else f"plugins {names} are not installed",
-                                 who=", ".join(dict.fromkeys(lacking.values())),
-                                 fix=f"pip install {' '.join(f'miles-{name}' for name in lacking)}; pip install miles "
-                                 "brings all that most runs need")
+                                 code="plugins-missing", who=", ".join(dict.fromkeys(lacking.values())),
+                                 fix=f"pip install {' '.join(f'miles-{name}' for name in lacking)}; `pip install "
+                                 "miles` brings what most runs need")
     for text, origin in named:
         new = _find(text, origin, have)
         clash = next((old for old in chosen if old.manifest.name == new.manifest.name), None)
@@ -91,8 +91,8 @@ def select(named: Sequence[tuple[str, str]], chosen: Sequence[Selected]) -> list
             chosen.remove(clash)  # a plugin of every run that is named takes the place where it is named
         elif clash is not None:
             raise OwnerError(f"two plugins are called {new.manifest.name!r}: {clash.source} ({clash.origin}) and "
-                             f"{new.source} ({origin})",
-                             fix="name it once, or rename the file's class attribute `name`")
+                             f"{new.source} ({origin})", code="plugin-name-twice",
+                             fix="name it once, or change the class attribute `name` in the file")
         chosen.append(new)
     return chosen
 
@@ -109,17 +109,17 @@ def readable(hook: str | None = None) -> list[Manifest]:
     Args:
         hook: only of plugins that implement it.
     """
-    found = []
+    stated = []
     for one in installed():
         known = KNOWN.get(one.name, ()) if one.official else None
         if hook is not None and not (manifests.mentions(one.entry, f'hook = "{hook}"') if known is None else
                                      any(offer.startswith(f"{hook}:") for offer in known)):
             continue
         try:
-            found.append(manifest_of(one))
+            stated.append(manifest_of(one))
         except ManifestError:
             continue
-    return found
+    return stated
 
 
 def without(named: Sequence[tuple[str, str]], dropped: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
@@ -132,13 +132,13 @@ def without(named: Sequence[tuple[str, str]], dropped: Sequence[tuple[str, str]]
     names = {short(text) for text, _ in named}
     for text, origin in dropped:
         if short(text) in (*BUILT_IN, *DEFAULTS):
-            raise OwnerError(f"{text!r} is a part of the core", who=origin, fix="choose another owner of what it does, "
-                             "for instance --engine NAME")
+            raise OwnerError(f"{text!r} belongs to the core and cannot be disabled", code="core-part-not-removable",
+                             who=origin, fix="choose another part in its place, for instance --engine NAME")
         if short(text) not in names:
             near = difflib.get_close_matches(short(text), names, 1, 0.6)
-            raise UnknownPluginError(f"plugin {text!r} is not enabled", who=origin,
+            raise UnknownPluginError(f"plugin {text!r} is not enabled", code="plugin-not-enabled", who=origin,
                                      got=f"enabled: {', '.join(sorted(names)) or 'none'}",
-                                     fix=f"did you mean {near[0]!r}?" if near else "leave it out")
+                                     fix=f"did you mean {near[0]!r}?" if near else "remove it")
     gone = {short(text) for text, _ in dropped}
     return [one for one in named if short(one[0]) not in gone]
 
@@ -159,17 +159,17 @@ def _find(text: str, origin: str, have: Sequence[Installed]) -> Selected:
     matches = [one for one in have if one.name == name and distribution in ("", one.distribution)]
     if len(matches) > 1:
         raise OwnerError(f"plugin {name!r} is in {len(matches)} distributions: "
-                         + ", ".join(f"{m.distribution} {m.version}" for m in matches), who=origin,
-                         fix=f"write {matches[0].distribution}:{name}, or uninstall one")
+                         + ", ".join(f"{m.distribution} {m.version}" for m in matches), code="plugin-distributed-twice",
+                         who=origin, fix=f"write {matches[0].distribution}:{name}, or uninstall one")
     if not matches:
         raise _unknown(text, name, origin, have)
     one = matches[0]
     if needs := one.unmet():
         from miles_core import __version__
 
-        raise ManifestError(f"plugin {name!r} needs {needs}", got=f"this is {__version__}",
-                            who=f"{one.distribution} {one.version}",
-                            fix=f"pip install --upgrade {one.distribution}, which brings versions that fit each other")
+        raise ManifestError(f"plugin {name!r} needs {needs}", code="plugin-version-mismatch",
+                            got=f"this is {__version__}", who=f"{one.distribution} {one.version}",
+                            fix=f"pip install --upgrade {one.distribution}")
     return Selected(manifest_of(one), one.distribution, one.version, origin)
 
 
@@ -189,7 +189,8 @@ def manifest_of(one: Installed) -> Manifest:
 
 def _unknown(text: str, name: str, origin: str, have: Sequence[Installed]) -> UnknownPluginError:
     near = difflib.get_close_matches(name, [*KNOWN, *(one.name for one in have)], 1, 0.6)
-    there = ", ".join(one.name for one in have) or "none"
+    names = ", ".join(one.name for one in have) or "none"
     fix = "leave spaces between names, not commas" if "," in text else (
         f"did you mean {near[0]!r}?" if near else "pip install it, or pass a file: ./my_plugin.py")
-    return UnknownPluginError(f"there is no plugin {text!r}", got=f"installed: {there}", who=origin, fix=fix)
+    return UnknownPluginError(f"unknown plugin {text!r}", code="plugin-unknown", got=f"installed: {names}", who=origin,
+                              fix=fix)

@@ -24,14 +24,14 @@ def collect(roles: Sequence[Hooks]) -> dict[str, dict[str, dict]]:
     Raises:
         StateError: a state that is no plain data.
     """
-    found: dict[str, dict[str, dict]] = {}
+    states: dict[str, dict[str, dict]] = {}
     for hooks in roles:
         for name, instance in hooks.instances.items():
             if hasattr(instance, "state_dict"):
-                found.setdefault(name, {})[hooks.role] = {
+                states.setdefault(name, {})[hooks.role] = {
                     "state_version": version_of(instance), "version": hooks.versions[name],
                     "state": _plain(instance.state_dict(), hooks, name)}
-    return found
+    return states
 
 
 def with_ranks(collected: dict[str, dict[str, dict]], ranks: Mapping[str, dict]) -> dict[str, dict[str, dict]]:
@@ -66,11 +66,11 @@ def restore(roles: Sequence[Hooks], saved: dict[str, dict[str, dict]], drop: Seq
         StateError: of a plugin that is not enabled, of another number of ranks, of a newer form, of an older one that
             cannot be migrated.
     """
-    kept = {name: states for name, states in saved.items() if name not in drop}
-    _enabled(roles, kept)
+    remaining = {name: states for name, states in saved.items() if name not in drop}
+    _enabled(roles, remaining)
     loads, notes = [], [f"the state of plugin {name} is left out, as --drop-plugin-state says"
                         for name in saved if name in drop]
-    for hooks, name, one in _each(roles, kept, rank):
+    for hooks, name, one in _each(roles, remaining, rank):
         state, note = _migrated(hooks, name, one)
         loads.append((hooks, name, state))
         notes += [note] if note else []
@@ -91,10 +91,10 @@ def _enabled(roles: Sequence[Hooks], saved: dict[str, dict[str, dict]]) -> None:
     gone = sorted(name for name in saved if all(name not in hooks.instances for hooks in roles))
     if gone:
         version = next(iter(saved[gone[0]].values()))["version"]
-        more = f", as it does of {', '.join(gone[1:])}" if len(gone) > 1 else ""
-        raise StateError(f"the checkpoint holds state of plugin {gone[0]!r}, which this run does not enable{more}",
-                         got=f"saved by {gone[0]} {version}",
-                         fix=f"add --plugin {gone[0]}, or go on without its state: --drop-plugin-state {gone[0]}")
+        more = f" (nor are {', '.join(gone[1:])})" if len(gone) > 1 else ""
+        raise StateError(f"the checkpoint has state of plugin {gone[0]!r}, which is not enabled{more}",
+                         code="state-of-disabled-plugin", got=f"saved by {gone[0]} {version}",
+                         fix=f"add --plugin {gone[0]}, or discard its state with --drop-plugin-state {gone[0]}")
 
 
 def _each(roles: Sequence[Hooks], saved: dict[str, dict[str, dict]], rank: Rank) -> Iterator[tuple[Hooks, str, dict]]:
@@ -102,11 +102,10 @@ def _each(roles: Sequence[Hooks], saved: dict[str, dict[str, dict]], rank: Rank)
         for name, states in saved.items():
             if ranks := [role for role in states if role.startswith(f"{hooks.role}/")]:
                 if len(ranks) != rank.size:
-                    raise StateError("its state in the checkpoint differs from rank to rank, and there are other ranks",
-                                     who=_who(hooks, name, "load_state_dict"),
-                                     got=f"state of {len(ranks)} ranks, {rank.size} in this run",
-                                     fix=f"resume with {len(ranks)} ranks, or begin its state anew: "
-                                     f"--drop-plugin-state {name}")
+                    raise StateError("its saved state differs between ranks, and the number of ranks has changed",
+                                     code="state-rank-count", who=_who(hooks, name, "load_state_dict"),
+                                     got=f"state of {len(ranks)} ranks, {rank.size} in this run", fix="resume with "
+                                     f"{len(ranks)} ranks, or discard its state with --drop-plugin-state {name}")
                 yield hooks, name, states[f"{hooks.role}/{rank.index}"]
             elif hooks.role in states:
                 yield hooks, name, states[hooks.role]
@@ -115,28 +114,30 @@ def _each(roles: Sequence[Hooks], saved: dict[str, dict[str, dict]], rank: Rank)
 def _migrated(hooks: Hooks, name: str, one: dict) -> tuple[dict, str | None]:
     """The state in the form that the instance takes, and what to announce of it."""
     instance, have = hooks.instances[name], one["state_version"]
-    want, fix = version_of(instance), f"or begin its state anew: --drop-plugin-state {name}"
+    want, fix = version_of(instance), f"or discard its state with --drop-plugin-state {name}"
     if not hasattr(instance, "load_state_dict"):
-        raise StateError("the checkpoint holds its state, and it has none", who=_who(hooks, name, "load_state_dict"),
-                         got=f"state of {name} {one['version']}", fix=f"install that version, {fix}")
+        raise StateError("the checkpoint has state for it, and it has no load_state_dict", code="state-not-wanted",
+                         who=_who(hooks, name, "load_state_dict"), got=f"state of {name} {one['version']}",
+                         fix=f"install that version, {fix}")
     if have > want:
-        raise StateError(f"its state in the checkpoint is newer: of form {have}, and this version reads up to {want}",
+        raise StateError(f"its saved state has state_version {have}, and this version reads up to {want}",
                          who=_who(hooks, name, "load_state_dict"), got=f"saved by {name} {one['version']}",
-                         fix=f"install {name} {one['version']} or newer, {fix}")
+                         code="state-too-new", fix=f"install {name} {one['version']} or newer, {fix}")
     if have == want:
         return one["state"], None
     if not hasattr(instance, "migrate_state"):
-        raise StateError(f"its state in the checkpoint is of form {have}, and this version reads {want} alone",
-                         who=_who(hooks, name, "load_state_dict"), got=f"saved by {name} {one['version']}",
-                         fix=f"its author adds migrate_state(version, state); install {name} {one['version']}, {fix}")
+        raise StateError(f"its saved state has state_version {have}, and this version reads only {want}",
+                         code="state-form-unsupported", who=_who(hooks, name, "load_state_dict"),
+                         got=f"saved by {name} {one['version']}",
+                         fix=f"add migrate_state(version, state) to it, install {name} {one['version']}, {fix}")
     try:
         state = instance.migrate_state(have, one["state"])
     except Exception as error:
         raise _failed(f"its state of form {have} cannot be migrated", hooks, name, error, "migrate_state") from error
     if not isinstance(state, dict):
-        raise StateError("migrate_state should return the state in the form of today, a dict",
-                         got=type(state).__name__, who=_who(hooks, name, "migrate_state"),
-                         fix="check for a path without `return`")
+        raise StateError("migrate_state should return the state in its current form, a dict",
+                         code="migrated-state-not-dict", got=type(state).__name__,
+                         who=_who(hooks, name, "migrate_state"), fix="check for a path without `return`")
     return state, f"plugin {name} ({hooks.role}): its state of form {have} was migrated to {want}"
 
 
@@ -152,16 +153,18 @@ def _plain(state: object, hooks: Hooks, name: str) -> dict:
     except (TypeError, ValueError) as error:
         problem = str(error)
     if problem is not None:
-        raise StateError("state_dict should give plain data: a dict of numbers, texts, lists and dicts", got=problem,
-                         who=_who(hooks, name, "state_dict"), fix="arrays become lists (x.tolist()), keys texts")
+        raise StateError("state_dict should return plain data: a dict of numbers, strings, lists and dicts",
+                         code="state-not-plain-data", got=problem, who=_who(hooks, name, "state_dict"),
+                         fix="convert arrays with x.tolist() and keys with str()")
     return state
 
 
 def _failed(what: str, hooks: Hooks, name: str, error: Exception, method: str) -> MilesError:
     if isinstance(error, StateError):
         return error
-    return StateError(what, got=f"{type(error).__name__}: {error}", who=_who(hooks, name, method),
-                      fix=f"correct its load_state_dict, or begin its state anew: --drop-plugin-state {name}")
+    return StateError(what, code="state-load-failed", got=f"{type(error).__name__}: {error}",
+                      who=_who(hooks, name, method),
+                      fix=f"correct its load_state_dict, or discard its state with --drop-plugin-state {name}")
 
 
 def _who(hooks: Hooks, name: str, method: str) -> str:

@@ -104,15 +104,15 @@ class Console:
             total: rollouts in all, None when unknown.
             first: the rollout it begins with; above 0 after a resume.
         """
-        rest = {key: _clean(str(value)) for key, value in summary.items() if key != "run"}
+        fields = {key: _clean(str(value)) for key, value in summary.items() if key != "run"}
         self._title = _clean(str(summary.get("run", "run")))
         self._total, self._done = total, first
         self._began = self._stage_began = time.monotonic()
         self._ends.append(self._began)
         if self._wanted:
-            self._open_panel(rest)
+            self._open_panel(fields)
         else:
-            self._print(f"run {self._title}" + "".join(f"  {key} {value}" for key, value in rest.items()))
+            self._print(f"run {self._title}" + "".join(f"  {key} {value}" for key, value in fields.items()))
 
     @_guarded
     def stage(self, name: str) -> None:
@@ -181,8 +181,8 @@ class Console:
             live.stop()
         else:
             total = "" if self._total is None else f"/{self._total}"
-            took = _clock(time.monotonic() - self._began)
-            self._print(f"run {self._title} {status}  {self._done}{total} rollouts  {took}")
+            elapsed = _clock(time.monotonic() - self._began)
+            self._print(f"run {self._title} {status}  {self._done}{total} rollouts  {elapsed}")
 
     # ------------------------------------------------------------------------------------------------------- plain
 

@@ -110,12 +110,13 @@ class RunDirectory:
         """
         run = cls(path)
         if not run.path.is_dir():
-            what = "this is a file, not the folder of a run" if run.path.exists() else "there is no such folder"
+            what = "this is a file, not a run folder" if run.path.exists() else "the folder does not exist"
         elif not run.events.is_file() and not run.plan_json.is_file():
-            what = "this folder is no run: it has neither events.jsonl nor plan.json"
+            what = "this is not a run folder: it has neither events.jsonl nor plan.json"
         else:
             return run
-        raise RunDirectoryError(what, who=str(path), fix="give the folder that --run-dir named, such as runs/demo")
+        raise RunDirectoryError(what, code="not-a-run-directory", who=str(path),
+                                fix="give the folder passed as --run-dir, such as runs/demo")
 
     def acquire(self) -> RunDirectory:
         """Take the directory for this process until it ends, and make its folders. Again is a no-op.
@@ -229,15 +230,14 @@ class Lock:
                 if attempt < 5:
                     time.sleep(0.03)
             except OSError as error:
-                raise RunDirectoryError(
-                    "the file system does not support locks (flock)", got=error.strerror, who=who,
-                    fix=f"name a folder on another file system with {self._option}, such as a local disk, or mount "
-                        "this one with locks (Lustre: -o flock)",
-                ) from error
+                raise RunDirectoryError("the file system does not support locks (flock)", code="file-locks-unsupported",
+                                        got=error.strerror, who=who, fix="choose a folder on another file system with "
+                                        f"{self._option}, such as a local disk, or mount this one with locks (Lustre: "
+                                        "-o flock)") from error
         holder = _named(file)
-        raise RunDirectoryError(
-            f"another run is writing here: process {holder['pid']} on {holder['host']}, since {holder['since']}",
-            who=who, fix=f"wait for it, stop it, or give this run its own {self._option}")
+        raise RunDirectoryError(f"another run uses this folder: process {holder['pid']} on {holder['host']}, since "
+                                f"{holder['since']}", code="run-directory-in-use", who=who,
+                                fix=f"wait for it, stop it, or give this run another {self._option}")
 
 
 _held: weakref.WeakSet[Lock] = weakref.WeakSet()
@@ -268,12 +268,13 @@ def explained(path: str | os.PathLike[str]) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno in FULL:
-            what, fix = "the disk is full", "free some space, or give a --run-dir on another disk; then resume"
+            what, fix = "the disk is full", "free some space or choose a --run-dir on another disk, then resume"
         elif error.errno in (errno.ENOTDIR, errno.EEXIST):
-            what, fix = "a file stands where a folder is needed", "move it away, or give another --run-dir"
+            what, fix = "a file exists where a folder is needed", "move it away, or choose another --run-dir"
         else:
-            what, fix = "cannot be written", "check owner and mount, or give a --run-dir that you may write to"
-        raise RunDirectoryError(what, got=error.strerror or error, who=os.fspath(path), fix=fix) from error
+            what, fix = "cannot be written", "check its owner and mount, or choose a --run-dir that you may write to"
+        raise RunDirectoryError(what, code="run-directory-unwritable", got=error.strerror or error, who=os.fspath(path),
+                                fix=fix) from error
 
 
 @contextlib.contextmanager

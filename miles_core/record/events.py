@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping
 from enum import StrEnum
 from pathlib import Path
 
-from miles_core.errors import RunDirectoryError
+from miles_core.errors import MilesError, RunDirectoryError
 from miles_core.record.directory import explained, sync
 
 
@@ -46,7 +46,7 @@ class Kind(StrEnum):
     ENGINE_STALE = "engine_stale"  # engine, says, expected
     ENGINE_RECOVERED = "engine_recovered"  # version, tensors, bytes: a restarted server has the weights that it should
     RESTART = "restart"  # count, most, culprit, error, resumes: the checkpoint, null from the start
-    RUN_END = "run_end"  # status, error
+    RUN_END = "run_end"  # status, error, code (of an error of Miles)
 
 
 LIFECYCLE = frozenset({Kind.RUN_START, Kind.RUN_END, Kind.MESSAGE, Kind.ENVIRONMENT, Kind.ENGINE_RECOVERED,
@@ -114,7 +114,8 @@ class EventLog:
         self.append(Kind.MESSAGE, rollout_id, level=level, text=text)
 
     def run_end(self, status: str, error: object = None) -> None:
-        self.append(Kind.RUN_END, status=status, error=None if error is None else str(error))
+        code = error.code if isinstance(error, MilesError) else None
+        self.append(Kind.RUN_END, status=status, error=None if error is None else str(error), code=code)
 
     def sync(self) -> None:
         """Have what was appended outlast a power cut."""
@@ -167,11 +168,11 @@ def stage_seconds(metrics: Mapping[str, float | None]) -> dict[str, float]:
     own (perf/score_time, perf/sync_time, ...) are taken as they are.
     """
     perf = {name: value for name, value in metrics.items() if name.startswith("perf/") and value is not None}
-    took = {stage: sum(perf.get(f"perf/{name}_time", 0.0) for name in _first(perf, sources))
+    spent = {stage: sum(perf.get(f"perf/{name}_time", 0.0) for name in _first(perf, sources))
             for stage, sources in _TIMERS.items()}
     if "perf/actor_train_time" not in perf and "perf/score_time" not in perf:
-        took["train"] = max(0.0, took["train"] - took["score"])
-    return {stage: seconds for stage, seconds in took.items() if seconds > 0}
+        spent["train"] = max(0.0, spent["train"] - spent["score"])
+    return {stage: seconds for stage, seconds in spent.items() if seconds > 0}
 
 
 _LOG_PROBS = ("log_probs", "ref_log_probs", "teacher_log_probs")
@@ -236,10 +237,9 @@ def parsed(line: bytes, number: int, path: str | os.PathLike[str]) -> dict:
                 and (rollout is None or isinstance(rollout, int) and abs(rollout) < LATEST)):
             raise ValueError("values of another kind")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise RunDirectoryError(
-            f"line {number} is damaged", got=line[:60].decode("utf-8", "replace").rstrip(), who=str(path),
-            fix="remove that line; the others stand on their own",
-        ) from error
+        raise RunDirectoryError(f"line {number} is damaged", code="events-damaged",
+                                got=line[:60].decode("utf-8", "replace").rstrip(), who=str(path),
+                                fix="remove the line; the other lines do not depend on it") from error
     return event
 
 

@@ -14,7 +14,7 @@ from miles_core.errors import CheckpointError
 from miles_core.record.directory import make_folder, sync
 
 TEMPORARY = ".tmp-"
-"""Prefix of folders that were never published; nobody reads them and the next `publish` beside them clears them."""
+"""Prefix of folders that were never published; they are never read, and the next `publish` beside them clears them."""
 
 _HERE, _EXCHANGE = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
 
@@ -54,7 +54,7 @@ def publish(target: Path, *, writer: bool = True, beside: bool = True) -> Iterat
 
 
 def discard(folder: Path, writer: bool = True) -> None:
-    """Remove a folder that was never published, or no longer is; a failure to do so is nobody's business."""
+    """Remove a folder that was never published, or no longer is; a failure to do so is ignored."""
     if writer:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -134,10 +134,6 @@ def exchange(one: Path, other: Path) -> bool:
 def write_error(target: Path, error: OSError) -> CheckpointError:
     """What went wrong with a write, as a CheckpointError."""
     full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-    return CheckpointError(
-        "the disk is full" if full else "a checkpoint could not be written",
-        got=None if full else str(error),
-        who=str(target),
-        fix=("free some space" if full else "see that the folder can be written to")
-        + "; checkpoints that were complete before still are",
-    )
+    return CheckpointError("the disk is full" if full else "a checkpoint could not be written",
+                           code="checkpoint-not-written", got=None if full else str(error), who=str(target),
+                           fix=f"{'free some space' if full else 'make it writable'}; earlier checkpoints are intact")

@@ -44,11 +44,11 @@ def load_batch(template: str, rollout_id: int) -> Batch:
         groups = [_group(samples, next(sizes)) for _ in meta["groups"]]
         return Batch(meta["rollout_id"], groups, meta["version"])
     except FileNotFoundError:
-        raise DataError("there is no saved rollout", who=str(path),
+        raise DataError("the saved rollout does not exist", code="rollout-dump-missing", who=str(path),
                         fix="check --load-debug-rollout-data and --num-rollout") from None
     except Exception as error:  # noqa: BLE001 - damage may be of any kind
-        raise DataError("this is no saved rollout", got=str(error), who=str(path),
-                        fix="write it with --save-debug-rollout-data") from None
+        raise DataError("the file is not a saved rollout", code="rollout-dump-unreadable", got=str(error),
+                        who=str(path), fix="write it with --save-debug-rollout-data") from None
 
 
 def save_flow(slots: Sequence[tuple[int, Slot]], begun: Sequence[Group]) -> dict[str, object]:
@@ -66,10 +66,10 @@ def save_flow(slots: Sequence[tuple[int, Slot]], begun: Sequence[Group]) -> dict
     samples: list[Sample] = []
     entries = []
     for round_, slot in slots:
-        held, drop = _held(slot), slot.outcome if isinstance(slot.outcome, Drop) else None
-        entries.append({"round": round_, "prompt": _prompt_record(slot.prompt), "samples": len(held),
+        sampled, drop = _held(slot), slot.outcome if isinstance(slot.outcome, Drop) else None
+        entries.append({"round": round_, "prompt": _prompt_record(slot.prompt), "samples": len(sampled),
                         "drop": drop and astuple(drop), "finished": isinstance(slot.outcome, Group)})
-        samples += held
+        samples += sampled
     for group in begun:
         samples += group.samples
     data = _pack({}, samples)
@@ -93,21 +93,21 @@ def load_flow(state: Mapping[str, object]) -> tuple[list[Slot], list[Group]]:
         slots = []
         for entry in meta["slots"]:
             slot = Slot(entry["round"], _prompt(entry["prompt"]))
-            held = [samples.pop(0) for _ in range(entry["samples"])]
+            sampled = [samples.pop(0) for _ in range(entry["samples"])]
             if entry["drop"] is not None:
-                slot.outcome, slot.group = Drop(*entry["drop"]), Group(slot.prompt, held) if held else None
+                slot.outcome, slot.group = Drop(*entry["drop"]), Group(slot.prompt, sampled) if sampled else None
             elif entry["finished"]:
-                slot.outcome = slot.group = Group(slot.prompt, held)
+                slot.outcome = slot.group = Group(slot.prompt, sampled)
             else:
-                slot.begun = tuple(held)
+                slot.begun = tuple(sampled)
             slots.append(slot)
         later = [_group(samples, size) for size in meta["begun"]]
         if samples:
             raise ValueError(f"{len(samples)} samples are nobody's")
         return slots, later
     except Exception as error:
-        raise CheckpointError("the groups under way cannot be read", got=f"{type(error).__name__}: {error}",
-                              who=FLOW, fix="use an earlier iteration") from error
+        raise CheckpointError("the unfinished groups cannot be read", got=f"{type(error).__name__}: {error}", who=FLOW,
+                              code="unfinished-groups-unreadable", fix="resume from an earlier iteration") from error
 
 
 def _held(slot: Slot) -> Sequence[Sample]:
@@ -140,7 +140,7 @@ def _unpack(data: bytes) -> tuple[dict, list[Sample]]:
     for key, array in arrays.items():
         index, _, name = key.partition(".")
         columns[int(index)][name] = array
-    return meta, [_sample(record, held) for record, held in zip(meta["samples"], columns, strict=True)]
+    return meta, [_sample(record, arrays_of) for record, arrays_of in zip(meta["samples"], columns, strict=True)]
 
 
 def _sum(arrays: Mapping[str, np.ndarray]) -> bytes:
@@ -210,7 +210,7 @@ def _plain(value: object) -> object:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Mapping):
-        return {str(key): _plain(held) for key, held in value.items()}
+        return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(held) for held in value]
+        return [_plain(item) for item in value]
     return _plain(value.tolist()) if hasattr(value, "tolist") else str(value)

@@ -61,9 +61,9 @@ def write_samples(run_dir: str | os.PathLike[str], name: str, rollout_id: int, s
 
 def list_samples(run_dir: str | os.PathLike[str]) -> list[tuple[str, int, Path]]:
     """(name, rollout_id, path) of every file of a run, rollouts first, in order."""
-    found = [(unquote(match[1]), int(match[2]), path) for path in Path(run_dir, "samples").glob("*.jsonl")
+    files = [(unquote(match[1]), int(match[2]), path) for path in Path(run_dir, "samples").glob("*.jsonl")
              if (match := _FILE.fullmatch(path.name))]
-    return sorted(found, key=lambda item: (item[0] != "rollout", item[0], item[1]))
+    return sorted(files, key=lambda item: (item[0] != "rollout", item[0], item[1]))
 
 
 def read_samples(path: str | os.PathLike[str]) -> Iterator[dict]:
@@ -78,7 +78,8 @@ def read_samples(path: str | os.PathLike[str]) -> Iterator[dict]:
                 sample = json.loads(line)
                 hash(sample["prompt_uid"]), sample["response"]
             except (ValueError, KeyError, TypeError, RecursionError) as error:
-                raise RunDirectoryError(f"line {number} is no sample", who=str(path), fix="remove the file") from error
+                raise RunDirectoryError(f"line {number} is not a sample", code="samples-damaged", who=str(path),
+                                        fix="remove the file") from error
             yield sample
 
 

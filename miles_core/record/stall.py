@@ -40,19 +40,19 @@ def watched(journal: Journal, beat: Callable[..., None], every: float, limit: fl
             loop.call_later(limit / 4, alive)
 
     def watch() -> None:
-        report, told = limit, 0.0
+        report, reported = limit, 0.0
         while not over.wait(limit / 4):
             seconds = time.monotonic() - turn[0]
             blocker = blocking(sys._current_frames().get(thread)) if seconds >= limit else None
             if blocker is None:
-                report, told = limit, 0.0
+                report, reported = limit, 0.0
                 continue
             with contextlib.suppress(Exception):  # a full disk is found out by the loop, once it goes on
                 if seconds >= report:
                     report = 2 * seconds
                     journal.event("loop_blocked", seconds=seconds, **blocker)
-                if every and seconds >= told + every:
-                    told = seconds
+                if every and seconds >= reported + every:
+                    reported = seconds
                     beat(blocked_s=seconds, **blocker)
 
     alive()

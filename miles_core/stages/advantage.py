@@ -31,16 +31,17 @@ def fill(batch: Batch, values: Values, estimator: str) -> dict[str, float]:
     """
     samples = batch.samples
     if len(values) != len(samples):
-        raise TrainError(f"advantage estimator {estimator!r} answered for {len(values)} of {len(samples)} samples",
-                         fix="return one number or [R] array for each of batch.samples, in that order")
+        raise TrainError(f"advantage estimator {estimator!r} returned {len(values)} values for {len(samples)} samples",
+                         code="advantages-count",
+                         fix="return one number or [R] array for each of batch.samples, in order")
     for sample, value in zip(samples, values, strict=True):
         array = np.asarray(value, np.float32)
         if array.ndim == 0:
             array = np.full(sample.response_length, array, np.float32)
         sample.columns["advantages"] = array
     check(batch, f"advantage estimator {estimator!r}", fix="look at the rewards of its group")
-    kept = _trained(batch)
-    return {"rollout/advantages": float(kept.mean()) if kept.size else 0.0}
+    trained = _trained(batch)
+    return {"rollout/advantages": float(trained.mean()) if trained.size else 0.0}
 
 
 def check(batch: Batch, who: str, fix: str = "return one finite number for each response token") -> None:
@@ -52,7 +53,7 @@ def check(batch: Batch, who: str, fix: str = "return one finite number for each 
     for sample in batch.samples:
         array = np.asarray(sample.columns.get("advantages", np.nan))
         if array.shape != (sample.response_length,) or not np.isfinite(array).all():
-            raise TrainError(f"{who} gave {sample.name} what is not [R] finite numbers",
+            raise TrainError(f"{who} did not return [R] finite numbers for {sample.name}", code="advantages-not-finite",
                              got=f"shape {list(array.shape)} for R = {sample.response_length}", fix=fix)
 
 
@@ -62,10 +63,10 @@ def whiten(batch: Batch) -> None:
     The batch is whole on every rank, and so are the statistics (float64). Rows that are not trained on get the same
     map, as nobody looks at them. (--normalize-advantages)
     """
-    kept = _trained(batch).astype(np.float64)
-    if not kept.size:
+    trained = _trained(batch).astype(np.float64)
+    if not trained.size:
         return
-    mean, var = kept.mean(), kept.var(ddof=DDOF) if kept.size > DDOF else 0.0
+    mean, var = trained.mean(), trained.var(ddof=DDOF) if trained.size > DDOF else 0.0
     scale = 1.0 / math.sqrt(var + WHITEN_EPSILON)
     for sample in batch.samples:
         sample.columns["advantages"] = ((sample.columns["advantages"] - mean) * scale).astype(np.float32)
@@ -131,21 +132,21 @@ def token_rewards(batch: Batch, algorithm: Algorithm) -> list[np.ndarray]:
     Raises:
         TrainError, RewardError: see `rollout_rewards`.
     """
-    found = kl_penalties(batch, algorithm)
+    penalties = kl_penalties(batch, algorithm)
     rewards = (reward for group in batch.groups for reward in to_samples(group, rollout_rewards(group)))
-    for sample, row, reward in zip(batch.samples, found, rewards, strict=True):
+    for sample, row, reward in zip(batch.samples, penalties, rewards, strict=True):
         trained = np.flatnonzero(sample.columns["loss_mask"])
         if trained.size:
             row[trained[-1]] += reward
-    return found
+    return penalties
 
 
 def discounted(rewards: np.ndarray, gamma: float) -> np.ndarray:
     """Returns G_t = u_t + gamma G_{t+1} of [R] rewards, [R] float64."""
-    found, following = np.empty(len(rewards)), 0.0
+    returns, following = np.empty(len(rewards)), 0.0
     for t in range(len(rewards) - 1, -1, -1):
-        found[t] = following = float(rewards[t]) + gamma * following
-    return found
+        returns[t] = following = float(rewards[t]) + gamma * following
+    return returns
 
 
 def _trained(batch: Batch) -> np.ndarray:
@@ -157,8 +158,9 @@ def _trained(batch: Batch) -> np.ndarray:
 def _trainable_reward(sample: Sample) -> float:
     if not sample.status.finished:
         raise TrainError(f"{sample.name} must not be trained on", got=f"status {sample.status}",
-                         fix="drop unfinished samples before the advantage stage")
+                         fix="drop unfinished samples before the advantage stage", code="sample-not-trainable")
     if sample.reward is None or not abs(sample.reward) <= LARGEST_REWARD:
-        raise RewardError(f"{sample.name} has no finite reward of float32", got=repr(sample.reward),
+        raise RewardError(f"the reward of {sample.name} is not a finite float32", code="reward-not-finite",
+                          got=repr(sample.reward),
                           fix="name a scorer with --rm-type, or let the generator set sample.reward")
     return sample.reward

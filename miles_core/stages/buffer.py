@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
 from miles_core.errors import StarvedError
-from miles_core.types import Drop, Group, Prompt, Recall, Sample
+from miles_core.types import CancelHandle, Drop, Group, Prompt, Sample
 
 Order = Literal["started", "window"]
 
@@ -48,7 +48,7 @@ class Slot:
     group: Group | None = None
     outcome: Group | Drop | None = None
     task: asyncio.Task[Any] | None = None
-    recall: Recall = field(default_factory=Recall)
+    recall: CancelHandle = field(default_factory=CancelHandle)
     since: float = 0.0
 
 
@@ -91,17 +91,17 @@ class Buffer:
         too_stale: whether a group is too old to be trained on now.
         again: reasons ("aborted", "stale") for which a group is taken back in place of being dropped.
         resumes: what is taken back goes on later, so a window need not wait for anybody.
-        take_back: what becomes of slots that no batch can hold any more, oldest first.
+        requeue: what becomes of slots that no batch can hold any more, oldest first.
     """
 
     def __init__(self, batch_size: int, max_lag: int, *, batches: int, credit: int = 0,
                  most_in_flight: int | None = None, order: Order = "started", most_drops: int = 1024,
                  too_stale: Callable[[Group], bool] = lambda group: False, again: frozenset[str] = frozenset(),
                  resumes: bool = False,
-                 take_back: Callable[[list[Slot]], Awaitable[None]] = forget):
+                 requeue: Callable[[list[Slot]], Awaitable[None]] = forget):
         self.batch_size, self.max_lag, self.credit, self.most_drops = batch_size, max_lag, credit, most_drops
         self.batches, self.most_in_flight, self.order = batches, most_in_flight, order
-        self.too_stale, self.again, self.resumes, self.take_back = too_stale, again, resumes, take_back
+        self.too_stale, self.again, self.resumes, self.requeue = too_stale, again, resumes, requeue
         self._slots: list[Slot] = []
         self._leaving: list[Slot] = []
         self._restored: deque[Slot] = deque()
@@ -256,21 +256,20 @@ class Buffer:
         """Have slots taken back. Meanwhile a checkpoint still keeps them, and nothing else begins before they can."""
         self._slots = [slot for slot in self._slots if slot not in slots]
         self._leaving += slots
-        await self.take_back(slots)
+        await self.requeue(slots)
         self._leaving = [slot for slot in self._leaving if slot not in slots]
         self._wake()
 
     def _starved(self, dropped: list[Drop]) -> StarvedError:
         counts = Counter(drop.reason for drop in dropped) + self._retried
         reasons = ", ".join(f"{reason} {count}" for reason, count in counts.most_common())
-        kept = sum(isinstance(slot.outcome, Group) for slot in self._slots)
+        passed = sum(isinstance(slot.outcome, Group) for slot in self._slots)
         detail = next((d.detail for d in reversed(dropped) if d.detail), "")
-        return StarvedError(
-            f"filters dropped {counts.total()} groups ({reasons}) and kept {kept} of the {self.batch_size} that a "
-            f"rollout needs{'; last: ' + detail if detail else ''}",
-            fix="look at the reward first: when every answer of a group scores the same there is nothing to learn from "
-            "(wrong --label-key, a scorer that never matches, or a task that is too hard or too easy)",
-        )
+        return StarvedError(f"filters dropped {counts.total()} groups ({reasons}) and kept {passed} of the "
+                            f"{self.batch_size} that a rollout needs{'; last: ' + detail if detail else ''}",
+                            code="batch-starved",
+                            fix="check the reward first: a group whose answers all score the same teaches nothing "
+                                "(wrong --label-key, a scorer that never matches, a task that is too hard or too easy)")
 
     async def _until(self, ready: Callable[[], object]) -> None:
         async with self._changed:

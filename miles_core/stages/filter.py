@@ -12,8 +12,8 @@ def filter_group(group: Group, chain: Callable[[Group], Group | Drop] | None) ->
     unfit = unfinished(group)
     if unfit:
         # A generator may say why in metadata["drop"]: {"reason": a word that is counted, "detail": a sentence}.
-        told = unfit[0].metadata.get("drop", {})
-        return Drop(told.get("reason", str(unfit[0].status)), told.get(
+        drop = unfit[0].metadata.get("drop", {})
+        return Drop(drop.get("reason", str(unfit[0].status)), drop.get(
             "detail", f"prompt {group.prompt.uid} has {len(unfit)} sample(s) that did not finish"))
     return group if chain is None else chain(group)
 

@@ -183,8 +183,8 @@ def clipped_surrogate(inputs: LossInputs, log_ratios: torch.Tensor | None = None
         ConfigError: a dual-clip constant of 1 or less.
     """
     if inputs.eps_clip_c is not None and not inputs.eps_clip_c > 1:
-        raise ConfigError("the dual-clip constant should be above 1", got=inputs.eps_clip_c, who="algorithm.eps_clip_c",
-                          fix="--eps-clip-c 3, or leave it out")
+        raise ConfigError("the dual-clip constant should be above 1", code="dual-clip-out-of-range",
+                          got=inputs.eps_clip_c, who="algorithm.eps_clip_c", fix="use --eps-clip-c 3, or remove it")
     log_ratios = log_ratio(inputs) if log_ratios is None else log_ratios
     advantages = at_trained(inputs, inputs.advantages)
     ratio = bounded_exp(log_ratios)

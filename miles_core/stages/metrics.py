@@ -16,7 +16,7 @@ def rollout_metrics(batch: Batch) -> dict[str, float]:
     rewards = np.array([s.reward for s in samples])
     lengths = np.array([s.response_length for s in samples])
     behind = np.concatenate([(batch.version - s.columns["versions"])[s.columns["loss_mask"] > 0] for s in samples])
-    found = {
+    metrics = {
         "rollout/raw_reward": np.mean([s.metadata.get("raw_reward", s.reward) for s in samples]),
         **({"rollout/rewards": rewards.mean()} if any("raw_reward" in s.metadata for s in samples) else {}),
         "rollout/response_len/mean": lengths.mean(), "rollout/response_len/median": np.median(lengths),
@@ -27,9 +27,9 @@ def rollout_metrics(batch: Batch) -> dict[str, float]:
         "rollout/staleness/mean": behind.mean() if len(behind) else 0, "rollout/staleness/max": max(behind, default=0),
         "rollout/off_policy_tokens": np.mean(behind > 0) if len(behind) else 0,
     }  # fmt: skip
-    found |= {f"rollout/{name}": mean for name, mean in figures(samples).items()}
-    found |= {f"rollout/reward/{name}": np.mean([s.rewards[name] for s in samples]) for name in samples[0].rewards}
-    return {key: float(value) for key, value in found.items()}
+    metrics |= {f"rollout/{name}": mean for name, mean in figures(samples).items()}
+    metrics |= {f"rollout/reward/{name}": np.mean([s.rewards[name] for s in samples]) for name in samples[0].rewards}
+    return {key: float(value) for key, value in metrics.items()}
 
 
 def throughput(batch: Batch, metrics: Mapping[str, float], config: RunConfig) -> dict[str, float]:
@@ -42,5 +42,5 @@ def throughput(batch: Batch, metrics: Mapping[str, float], config: RunConfig) ->
 
 def figures(samples: list[Sample]) -> dict[str, float]:
     """The mean of each figure over the samples that have it."""
-    given = [sample.metadata.get("figures", {}) for sample in samples]
-    return {name: float(np.mean([one[name] for one in given if name in one])) for name in sorted(set().union(*given))}
+    each = [sample.metadata.get("figures", {}) for sample in samples]
+    return {name: float(np.mean([one[name] for one in each if name in one])) for name in sorted(set().union(*each))}

@@ -19,10 +19,9 @@ def check_first(difference: float, limit: float) -> None:
     """
     if limit and difference > limit:
         raise TrainError(
-            "engine and trainer are not the same model: they give the same tokens of the same weights other log-probs",
-            got=f"{difference:.3g} nats per token on average", who="the first batch, debug.max_first_logprob_diff "
-            f"= {limit:g}",
+            "engine and trainer are not the same model: their log-probs of the same tokens and weights differ",
+            code="engine-trainer-mismatch", got=f"{difference:.3g} nats per token on average",
+            who=f"the first batch, debug.max_first_logprob_diff = {limit:g}",
             fix="compare what each side was built from: --hf-checkpoint, --load, rope and tied head in config.json, a "
-                "plugin that changes one side alone; then run once with --check-weight-update-equal. "
-                "--max-first-logprob-diff 0 trains nevertheless (docs/debugging.md)",
-        )  # fmt: skip
+                "plugin that changes only one side; then run once with --check-weight-update-equal. "
+                "--max-first-logprob-diff 0 disables this check (docs/debugging.md)")

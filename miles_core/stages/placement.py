@@ -14,7 +14,7 @@ from miles_core.config.hardware import gpus, trainer_gpus
 from miles_core.errors import ConfigError
 from miles_core.handover import HandOver
 from miles_core.hosts import Handle, ThreadHost, process_group
-from miles_core.types import Seat
+from miles_core.types import NodeSlot
 
 if TYPE_CHECKING:
     from miles_core.config.tables import RunConfig
@@ -132,22 +132,22 @@ class Local(Leases):
     """Processes of this machine. The first GPUs are the trainer's; the engines' come next, or are the same."""
 
     async def open(self) -> None:
-        there, (count, size) = visible_gpus(), engines(self.config)
-        if there and demand(self.config) > len(there):
-            raise ConfigError(f"the run takes {demand(self.config)} GPUs and this machine has {len(there)}",
-                              got=f"trainer {trainer_gpus(self.config)}, engines {count} x {size}",
+        gpus, (count, size) = visible_gpus(), engines(self.config)
+        if gpus and demand(self.config) > len(gpus):
+            raise ConfigError(f"the run needs {demand(self.config)} GPUs, and this machine has {len(gpus)}",
+                              code="gpus-too-few", got=f"trainer {trainer_gpus(self.config)}, engines {count} x {size}",
                               who="--placement local",
-                              fix="ask for fewer, share them with --colocate, or join machines with --placement ray")
-        self.environment = environment(self.config, gpus=bool(there))
+                              fix="use fewer, share them with --colocate, or add machines with --placement ray")
+        self.environment = environment(self.config, gpus=bool(gpus))
 
     def trainer(self, factory: Callable[..., Any], *args: object) -> Handle:
         return process_group("trainer", trainer_gpus(self.config), factory, *args, logs=logs(self.config),
                              environment=self.environment)
 
     def servers(self, factory: Callable[..., Any], *args: object) -> list[Handle]:
-        there, first = visible_gpus(), first_engine_gpu(self.config)
+        gpus, first = visible_gpus(), first_engine_gpu(self.config)
         count, size = engines(self.config)
-        seats = [Seat(engine=i, gpus=there[first + i * size : first + (i + 1) * size]) for i in range(count)]
+        seats = [NodeSlot(engine=i, gpus=gpus[first + i * size : first + (i + 1) * size]) for i in range(count)]
         return [ThreadHost(f"engine {seat.engine}", factory, *args, seat) for seat in seats]
 
     async def close(self) -> None:
@@ -186,9 +186,9 @@ def visible_gpus() -> tuple[int, ...]:
     Raises:
         ConfigError: CUDA_VISIBLE_DEVICES holds names in place of numbers.
     """
-    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    numbers = os.environ.get("CUDA_VISIBLE_DEVICES")
     try:
-        return tuple(range(gpus())) if given is None else tuple(int(word) for word in given.split(",")[: gpus()])
+        return tuple(range(gpus())) if numbers is None else tuple(map(int, numbers.split(",")[: gpus()]))
     except ValueError:
-        raise ConfigError("CUDA_VISIBLE_DEVICES names GPUs by something else than numbers", got=given,
-                          who="--placement local", fix="give their numbers") from None
+        raise ConfigError("CUDA_VISIBLE_DEVICES should list GPUs by number", code="visible-gpus-not-numbers",
+                          got=numbers, who="--placement local", fix="write CUDA_VISIBLE_DEVICES=0,1") from None

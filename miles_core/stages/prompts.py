@@ -120,8 +120,8 @@ class RowPrompts:
         self._keep = np.array([row for row, record in enumerate(records) if self._prompt.fits(row, record)], int)
         self.left_out = len(records) - len(self._keep)
         if not len(self._keep):
-            raise DataError("no prompt is left", who=rows.path,
-                            fix="the file is empty, its @[a:b] slice is, or --rollout-max-prompt-len leaves all out")
+            raise DataError("no prompts are left", code="prompts-all-dropped", who=rows.path, fix="check that the file "
+                            "and its @[a:b] slice are not empty, and raise --rollout-max-prompt-len")
 
     def __len__(self) -> int:
         return len(self._keep)
@@ -181,9 +181,9 @@ class Rendering:
             return True
         length = len(self(row, row, record).token_ids)
         if length > limit and rows.max_prompt_len is None:
-            raise DataError(f"the prompt has {length} tokens and leaves no room for an answer",
-                            got=f"a context of {rows.context}", who=self._where(row),
-                            fix="shorten it, or leave long prompts out with --rollout-max-prompt-len N")
+            raise DataError(f"the prompt has {length} tokens, which leaves no room for an answer",
+                            code="prompt-too-long", got=f"a context of {rows.context}", who=self._where(row),
+                            fix="shorten it, or drop long prompts with --rollout-max-prompt-len N")
         return length <= limit
 
     def __call__(self, uid: int, row: int, record: Mapping[str, Any]) -> Prompt:
@@ -202,8 +202,9 @@ class Rendering:
         label = self._field(row, record, rows.label_key, "label-key") if rows.label_key is not None else None
         metadata = record.get(rows.metadata_key) or {}
         if not isinstance(metadata, dict):
-            raise DataError(f"{rows.metadata_key!r} should be an object", got=type(metadata).__name__,
-                            who=self._where(row), fix="write {...}, or name another key with --metadata-key")
+            raise DataError(f"{rows.metadata_key!r} should be an object", code="metadata-not-object",
+                            got=type(metadata).__name__, who=self._where(row),
+                            fix="write {...}, or name another key with --metadata-key")
         whole = isinstance(label, dict)  # as text in the label, and itself beside it
         apart = {rows.input_key} if whole else {rows.input_key, rows.label_key}
         return Prompt(uid, row, text, tuple(ids), json.dumps(label) if whole else None if label is None else str(label),
@@ -215,11 +216,11 @@ class Rendering:
         chat = isinstance(source, list) and source and all(isinstance(m, dict) and "role" in m for m in source)
         if not (chat or isinstance(source, str)):
             raise DataError(f"{self._rows.input_key!r} should be text or a list of chat messages", who=self._where(row),
-                            got=type(source).__name__ if source else "nothing",
+                            got=type(source).__name__ if source else "nothing", code="prompt-not-text-or-chat",
                             fix='write "..." or [{"role": "user", "content": "..."}]')
         if chat and self._rows.template is None:
             raise DataError(f"{self._rows.input_key!r} is a list of chat messages", who=self._where(row),
-                            fix="add --apply-chat-template")
+                            fix="add --apply-chat-template", code="prompt-is-chat")
         return cast("str | list[dict[str, Any]]", source)
 
     def _field(self, row: int, record: Mapping[str, Any], key: str, flag: str) -> Any:
@@ -227,7 +228,8 @@ class Rendering:
             return field_of(record, key)
         except KeyError:
             raise DataError(f"the row has no key {key!r}", got=", ".join(record), who=self._where(row),
-                            fix=f"name the right key with --{'eval-' * (self._rows.stream != 'train')}{flag}") from None
+                            fix=f"name the right key with --{'eval-' * (self._rows.stream != 'train')}{flag}",
+                            code="row-key-missing") from None
 
 
 def render(tokenizer: Any, messages: Sequence[Mapping[str, Any]], arguments: dict[str, object], where: str) -> str:
@@ -237,16 +239,17 @@ def render(tokenizer: Any, messages: Sequence[Mapping[str, Any]], arguments: dic
         DataError: the tokenizer has no template, or the template refuses the messages.
     """
     if not getattr(tokenizer, "chat_template", None):
-        raise DataError("the tokenizer has no chat template", who=str(getattr(tokenizer, "name_or_path", "tokenizer")),
-                        fix="pass --chat-template-path FILE, or drop --apply-chat-template")
+        raise DataError("the tokenizer has no chat template", code="chat-template-missing",
+                        who=str(getattr(tokenizer, "name_or_path", "tokenizer")),
+                        fix="pass --chat-template-path FILE, or remove --apply-chat-template")
     import jinja2
 
     options = {"add_generation_prompt": True, **arguments}
     try:
         return str(tokenizer.apply_chat_template(list(messages), tokenize=False, **options))
     except (jinja2.TemplateError, ValueError, TypeError, KeyError) as error:
-        raise DataError("the chat template refuses the messages", got=str(error), who=where,
-                        fix="check the roles and contents, and `miles check-template`") from error
+        raise DataError("the chat template rejected the messages", code="chat-template-failed", got=str(error),
+                        who=where, fix="check the roles and contents; try `miles check-template`") from error
 
 
 class JsonlRecords(list[dict[str, Any]]):
@@ -262,7 +265,7 @@ class JsonlRecords(list[dict[str, Any]]):
     def __init__(self, path: str, most: int | None = None):
         self._name, part = sliced(path)
         if not Path(self._name).is_file():
-            raise DataError("there is no such prompt file", who=self._name,
+            raise DataError("the prompt file does not exist", code="prompt-file-missing", who=self._name,
                             fix="check --prompt-data or --eval-prompt-data")
         whole, self.data = most is None or Path(self._name).stat().st_size <= most, ""
         with open(self._name, "rb") as file:
@@ -285,8 +288,8 @@ class JsonlRecords(list[dict[str, Any]]):
             record = parse_json(line.strip())
             if isinstance(record, dict):
                 return record
-            said = type(record).__name__
+            problem = type(record).__name__
         except ValueError as error:
-            said = str(error).replace("line 1 ", "")
-        raise DataError("the line is not a JSON object", got=said, who=f"{self._name}, line {number}",
-                        fix="one JSON object a line, as UTF-8")
+            problem = str(error).replace("line 1 ", "")
+        raise DataError("the line is not a JSON object", code="prompt-line-not-json", got=problem,
+                        who=f"{self._name}, line {number}", fix="write one JSON object per line, in UTF-8")

@@ -51,7 +51,7 @@ class Scoring:
                 sample.reward = _number("combine_rewards", sample, self._combine(sample, self._weights))
         for sample in group.samples:
             if sample.reward is None:
-                raise RewardError(f"nobody scored {sample.name}",
+                raise RewardError(f"{sample.name} has no reward", code="sample-not-scored",
                                   fix="name a scorer with --rm-type, or let the generator set sample.reward")
         return group
 
@@ -61,7 +61,8 @@ class Scoring:
             return value
         if self._key not in value:
             raise RewardError(f"scorer {name!r} gave {sample.name} a dict without {self._key!r}",
-                              got=", ".join(map(str, value)) or "an empty one", fix="name its reward with --reward-key")
+                              code="reward-key-missing", got=", ".join(map(str, value)) or "an empty one",
+                              fix="name the key of the reward with --reward-key")
         sample.metadata["figures"] = sample.metadata.get("figures", {}) | {
             f"reward/{name}/{key}": float(one) for key, one in value.items()
             if key != self._key and isinstance(one, Real) and one <= LARGEST_REWARD and not one < -LARGEST_REWARD}
@@ -73,7 +74,8 @@ class Scoring:
 
         def late() -> RewardError:
             return RewardError(f"scorer {name!r} took longer than {self._timeout:g} s for {samples[0].prompt.stream} "
-                               f"prompt {samples[0].prompt.uid}", fix="mend the scorer, or raise --rm-timeout")
+                               f"prompt {samples[0].prompt.uid}", code="scorer-timeout",
+                               fix="make the scorer faster, or raise --rm-timeout")
 
         try:
             with read_only(samples, getattr(scorer, "who", f"scorer {name!r}")):
@@ -88,12 +90,14 @@ class Scoring:
             raise
         except Exception as error:
             raise RewardError(f"scorer {name!r} failed on {samples[0].prompt.stream} prompt {samples[0].prompt.uid} "
-                              f"(row {samples[0].prompt.row})", got=f"{type(error).__name__}: {error}",
-                              fix="mend the scorer; a failure is not a reward of 0") from error
+                              f"(row {samples[0].prompt.row})", code="scorer-failed",
+                              got=f"{type(error).__name__}: {error}",
+                              fix="correct the scorer; a failure does not count as a reward of 0") from error
         answers = answers[0] if whole else answers
         if not isinstance(answers, Sequence) or len(answers) != len(samples):
-            raise RewardError(f"scorer {name!r} should answer with one number for each of {len(samples)} samples",
-                              got=repr(answers), fix="return a list as long as `samples`, in its order")
+            raise RewardError(f"scorer {name!r} should return one number for each of {len(samples)} samples",
+                              code="scores-count", got=repr(answers),
+                              fix="return a list as long as `samples`, in its order")
         return list(answers)
 
 
@@ -110,5 +114,5 @@ def _number(name: str, sample: Sample, value: object) -> float:
         got = repr(value)[:200]
     except Exception:  # noqa: BLE001 - an integer of too many digits
         got = f"{type(value).__name__} that cannot be printed"
-    raise RewardError(f"scorer {name!r} gave {sample.name} no finite number of float32", got=got,
-                      fix="return a float for every sample; those of a usual size train best")
+    raise RewardError(f"scorer {name!r} did not return a finite float32 for {sample.name}", code="score-not-finite",
+                      got=got, fix="return a finite float for every sample")

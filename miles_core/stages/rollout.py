@@ -15,7 +15,7 @@ import numpy as np
 
 from miles_core.columns import Columns, joined
 from miles_core.errors import EngineError, RolloutError
-from miles_core.types import Prompt, Recall, Sample, Status
+from miles_core.types import CancelHandle, Prompt, Sample, Status
 from miles_core.waits import within
 
 if TYPE_CHECKING:
@@ -107,19 +107,19 @@ def check_request(request: Request, vocabulary: int, experts: bool, engine: str)
         engine: who asks, for the error.
 
     Raises:
-        EngineError: ids outside of the vocabulary, or something wanted that there is not.
+        EngineError: token ids outside the vocabulary, or an output that the engine does not have.
     """
     who = f"request {request.id}"
     if not 0 <= min(request.input_ids) <= max(request.input_ids) < vocabulary:
-        raise EngineError(f"{who} has token ids outside of the vocabulary of {vocabulary}",
+        raise EngineError(f"{who} has token ids outside the vocabulary of {vocabulary}", code="token-ids-out-of-range",
                           got=f"{min(request.input_ids)} to {max(request.input_ids)}",
                           fix="use the checkpoint's tokenizer")
     if unknown := request.want - {"routed_experts"}:
-        raise EngineError(f"{who} wants what {engine} cannot give", got=sorted(unknown),
-                          fix="ask for routed_experts, or for nothing")
+        raise EngineError(f"{who} asks for outputs that {engine} does not have", code="engine-feature-missing",
+                          got=sorted(unknown), fix="ask only for routed_experts")
     if request.want and not experts:
-        raise EngineError(f"{who} wants routed_experts of a model without experts, or of which {engine} cannot tell",
-                          fix="use a mixture of experts, and --engine sglang if it is one")
+        raise EngineError(f"{who} asks for routed_experts, which {engine} does not return for this model",
+                          code="routed-experts-unavailable", fix="use a mixture-of-experts model with --engine sglang")
 
 
 class Engine(Protocol):
@@ -219,7 +219,7 @@ class Generation:
         begun: samples of this group that were called back before; a generator that resumes goes on from them.
         recall: what ends the group's requests early; `call_engine` sees to it.
         columns: of the run.
-        vocabulary: token ids are below it; None where nobody knows.
+        vocabulary: token ids are below it; None if it is unknown.
         on_request, on_response: the chains of the hooks generate_request and generate_response.
     """
 
@@ -230,7 +230,7 @@ class Generation:
     decode: Callable[[Iterable[int], bool], str]
     timeout: float
     begun: Sequence[Sample] = ()
-    recall: Recall = field(default_factory=Recall)
+    recall: CancelHandle = field(default_factory=CancelHandle)
     columns: Columns = field(default_factory=Columns)
     vocabulary: int | None = None
     tokenizer: Any = None
@@ -255,29 +255,28 @@ async def single_turn(prompt: Prompt, generation: Generation) -> list[Sample]:
 
 
 async def _one_turn(prompt: Prompt, index: int, generation: Generation) -> Sample:
-    begun = next((sample for sample in generation.begun if sample.index == index), None)
-    if begun is not None and begun.status is not Status.ABORTED:
-        return begun
-    drawn, sampling = 0 if begun is None else begun.response_length, generation.sampling
-    if begun is not None and drawn and drawn >= sampling.max_new_tokens:
-        return replace(begun, status=Status.TRUNCATED)
+    partial = next((sample for sample in generation.begun if sample.index == index), None)
+    if partial is not None and partial.status is not Status.ABORTED:
+        return partial
+    drawn, sampling = 0 if partial is None else partial.response_length, generation.sampling
+    if partial is not None and drawn and drawn >= sampling.max_new_tokens:
+        return replace(partial, status=Status.TRUNCATED)
     request = Request(
         id=f"{prompt.stream}-{prompt.uid}-{index}",
-        input_ids=prompt.token_ids if begun is None else tuple(begun.tokens.tolist()),
+        input_ids=prompt.token_ids if partial is None else tuple(partial.tokens.tolist()),
         sampling=replace(sampling, max_new_tokens=sampling.max_new_tokens - drawn,
                          min_new_tokens=max(0, sampling.min_new_tokens - drawn)),
-        key=generation.key(index, 0 if begun is None else begun.metadata["spans"]),
-    )
+        key=generation.key(index, 0 if partial is None else partial.metadata["spans"]))
     request = generation.on_request(request)
     response = await call_engine(generation, request)
     sample = to_sample(prompt, index, request, response)
     if sample.response_length or sample.status is not Status.ABORTED:  # else there is nothing to read from it
         sample = generation.on_response(sample, response)
-    if begun is not None:
-        sample = joined(begun, sample, generation.columns)
+    if partial is not None:
+        sample = joined(partial, sample, generation.columns)
         sample.text = generation.decode(sample.tokens[len(prompt.token_ids):].tolist(), sampling.skip_special_tokens)
     if sample.status is Status.ABORTED:
-        sample.metadata["spans"] = 1 + (0 if begun is None else begun.metadata["spans"])
+        sample.metadata["spans"] = 1 + (0 if partial is None else partial.metadata["spans"])
     return sample
 
 
@@ -288,8 +287,9 @@ async def attended(work: Awaitable[list[Sample]], generation: Generation, who: s
         RolloutError: nothing came of it, and no engine call, for `generation.timeout` seconds.
     """
     def late() -> RolloutError:
-        return RolloutError(f"the generator neither ended nor asked the engine for {generation.timeout:g} s", who=who,
-                            fix="look at what it waits for (a tool, another server), or raise --rollout-timeout")
+        return RolloutError(f"the generator neither finished nor called the engine for {generation.timeout:g} s",
+                            code="generator-stalled", who=who,
+                            fix="check what it waits for (a tool, another server), or raise --rollout-timeout")
 
     async with within(generation.timeout, late) as generation.recall.idle:
         try:
@@ -308,10 +308,10 @@ async def call_engine(generation: Generation, request: Request) -> Response:
     """
     def late() -> EngineError:
         return EngineError(f"the engine did not answer request {request.id} within {generation.timeout:g} s",
-                           fix="raise --rollout-timeout, or look at the engine's log")
+                           code="engine-request-timeout", fix="look at the engine's log, or raise --rollout-timeout")
 
     engine, recall = generation.engine, generation.recall
-    if recall.asked:
+    if recall.cancelled:
         return Response(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32), "abort")
     oldest = engine.version
     try:
@@ -328,17 +328,17 @@ def check_response(request: Request, response: Response, vocabulary: int | None,
     """Whether an answer can be trained on.
 
     Args:
-        vocabulary: token ids are below it; None where nobody knows.
+        vocabulary: token ids are below it; None if it is unknown.
         oldest, newest: weight versions that the engine had when it was asked and when it answered.
 
     Raises:
-        EngineError: parts of different lengths, nothing drawn although nobody ended it, ids outside of the vocabulary,
-            log-probs that are none, versions that the engine did not have meanwhile or that go backwards.
+        EngineError: parts of different lengths, an empty answer that was not aborted, ids outside the vocabulary,
+            invalid log-probs, versions that the engine did not have meanwhile or that go backwards.
     """
     problem = _unfit(response) or _tainted(response, vocabulary, oldest, newest)
     if problem is not None:
         what, got = problem
-        raise EngineError(f"the engine's answer to request {request.id} {what}", got=got,
+        raise EngineError(f"the engine's answer to request {request.id} {what}", code="engine-answer-invalid", got=got,
                           fix="look at the engine's log; such an answer must not be trained on")
 
 
@@ -349,7 +349,7 @@ def _unfit(response: Response) -> tuple[str, object] | None:
         return "has parts of different lengths", (f"{count} tokens, {len(response.log_probs)} log-probs, "
                                                   f"{len(response.versions)} versions")
     if reason not in ("stop", "length", "abort"):
-        return "ended for a reason that nobody knows", repr(reason)
+        return "has an unknown finish reason", repr(reason)
     if not count and reason != "abort":  # a stop token alone is one
         return f"ended by {reason!r} and is empty", "no token"
     return None
@@ -361,7 +361,7 @@ def _tainted(response: Response, vocabulary: int | None, oldest: int, newest: in
     if not len(ids):
         return None
     if ids.min() < 0 or vocabulary is not None and ids.max() >= vocabulary:
-        return f"has token ids outside of the vocabulary of {vocabulary}", f"{ids.min()} to {ids.max()}"
+        return f"has token ids outside the vocabulary of {vocabulary}", f"{ids.min()} to {ids.max()}"
     if not np.isfinite(log_probs).all():
         return "has log-probs that are not finite", log_probs[~np.isfinite(log_probs)][0]
     if log_probs.max() > ROUNDING:
@@ -369,8 +369,8 @@ def _tainted(response: Response, vocabulary: int | None, oldest: int, newest: in
     if (np.diff(versions) < 0).any():
         return "has weight versions that go backwards", versions.tolist()
     if versions[0] < oldest or versions[-1] > newest:
-        asked = f"version {newest}" if oldest == newest else f"versions {oldest} to {newest}"
-        return f"is of weight versions that the engine did not have, but {asked}", f"{versions[0]} to {versions[-1]}"
+        expected = f"version {newest}" if oldest == newest else f"versions {oldest} to {newest}"
+        return f"is of weight versions that the engine did not have, but {expected}", f"{versions[0]} to {versions[-1]}"
     return None
 
 
@@ -378,11 +378,9 @@ def to_sample(prompt: Prompt, index: int, request: Request, response: Response) 
     """The sample that one engine answer makes; its columns are the core's."""
     status = {"stop": Status.COMPLETED, "length": Status.TRUNCATED}.get(response.finish_reason, Status.ABORTED)
     return Sample(
-        prompt=prompt,
-        index=index,
+        prompt=prompt, index=index,
         response_length=len(response.output_ids),
-        text=response.text,
-        status=status,
+        text=response.text, status=status,
         metadata={"figures": response.figures} if response.figures else {},
         columns={
             "tokens": np.concatenate([np.asarray(ids, np.int32) for ids in (request.input_ids, response.output_ids)]),

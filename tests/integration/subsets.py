@@ -215,7 +215,7 @@ def _owned(said: str, stated: Sequence[Manifest]) -> str:
 
 
 def _implied(said: str, stated: Sequence[Manifest]) -> str:
-    found = re.search(r"want two values of ([\w.-]+)", said)
+    found = re.search(r"set ([\w.-]+) to different values", said)
     who = [one.name for one in stated if found and found[1] in one.implies]
     return f"{' and '.join(who)} imply {found[1]}" if len(who) > 1 else ""
 
@@ -224,7 +224,7 @@ def _refused(who: str, said: str, stated: Sequence[Manifest]) -> str:
     for one in stated:
         parts = "|".join(re.escape(name) for name in sorted({one.name, *(offer.name for offer in one.offers)}))
         named = re.search(rf"(?<![\w-]){re.escape(one.name)}(?![\w-])", who)
-        if named or re.search(rf"\b(plugin|generator|scorer|estimator) '?({parts})'? (?!and |conflicts |want )", said):
+        if named or re.search(rf"\b(plugin|generator|scorer|estimator) '?({parts})'? (?!and |conflicts |set )", said):
             return f"{one.name} refuses"
     return ""
 

@@ -217,7 +217,7 @@ def limit(size: int):
 @pytest.mark.full
 def test_file_limit_while_saving(place):
     place.saved()
-    place.refused(1, "ckpt/iter_0000002: the disk is full ... complete before still are",
+    place.refused(1, "ckpt/iter_0000002: the disk is full ... earlier checkpoints are intact",
                   "--save", "ckpt", "--load", "ckpt", "--num-rollout", "2", before=limit(100_000))
     place.clean("--load", "ckpt", "--num-rollout", "2")
 
@@ -235,13 +235,13 @@ def test_file_limit_at_the_start(place):
 
 
 @pytest.mark.parametrize(("flags", "words"), [
-    (["--save", "run.toml"], "--save run.toml: checkpoints cannot be written here (got File exists)"),
-    (["--save", "/proc/nowhere"], "--save /proc/nowhere: checkpoints cannot be written here"),
+    (["--save", "run.toml"], "--save run.toml: checkpoints cannot be written "),
+    (["--save", "/proc/nowhere"], "--save /proc/nowhere: ... [checkpoint-folder-unwritable]"),
     (["--run-dir", "run.toml"], "run.toml: a file stands where a folder is needed"),
     (["--run-dir", "/proc/nowhere"], "/proc/nowhere: cannot be written"),
     (["--save", "ckpt", "--save-hf", "hf/{rollout}"], "checkpoint.save_hf (--save-hf): ... {rollout_id}"),
     (["--save", "ckpt", "--save-hf", "run.toml/{rollout_id}"],
-     "--save-hf run.toml/{rollout_id}: checkpoints cannot be written here (got File exists)"),
+     "--save-hf run.toml/{rollout_id}: ... (got File exists) ... [checkpoint-folder-unwritable]"),
 ], ids=lambda value: "".join(value) if isinstance(value, list) else "")  # fmt: skip
 def test_unwritable_folder(place, flags, words):
     """Known before the first rollout, not when the first checkpoint is due."""
@@ -259,7 +259,7 @@ def test_two_runs_in_one_directory(place, quiet):
     def second(process):
         wait_for(place, "metrics", process)
         seen.append(place.run())
-        place.decent(seen[0], 2, f"runs/a: another run is writing here: process {process.pid} on ... --run-dir")
+        place.decent(seen[0], 2, f"runs/a: another run uses this folder: process {process.pid} on ... --run-dir")
         interrupt(place, process, after="metrics")
 
     outcome = place.run("--num-rollout", "1000", before=os.setsid, while_running=second)
@@ -278,7 +278,7 @@ def test_two_runs_that_save_into_one_folder(place, quiet):
     def second(process):
         wait_for(place, "metrics", process)
         seen.append(place.run("--save", "ckpt", "--run-dir", "runs/b"))
-        place.decent(seen[0], 2, f"ckpt: another run is writing here: process {process.pid} on ... --save")
+        place.decent(seen[0], 2, f"ckpt: another run uses this folder: process {process.pid} on ... --save")
         os.killpg(process.pid, signal.SIGKILL)
 
     place.run("--num-rollout", "1000", "--save", "ckpt", before=os.setsid, while_running=second)
@@ -321,16 +321,16 @@ class Bad:
     ("", "def filter_group", "group", "Drop('dull', 'too easy')", ["--max-over-sampling-waves", "2"],
      "filters dropped ... groups (dull ... and kept 0 of the 4 ... too easy ... look at the reward"),
     ("name='bad'", "async def generate", "prompt, generation", "[]", ["--generate", "bad"],
-     "generator 'bad', train prompt 0: a generator should return a list of samples, at least one (got [])"),
+     "generator 'bad', train prompt 0: a generator must return a non-empty list of samples (got [])"),
     ("name='bad'", "async def generate", "prompt, generation", "None if prompt else []", ["--generate", "bad"],
-     "generator 'bad', train prompt 0: a generator should return a list of samples, at least one (got None)"),
+     "generator 'bad', train prompt 0: a generator must return a non-empty list of samples (got None)"),
     ("name='bad'", "def advantage", "batch", "[1.0]", ["--advantage-estimator", "bad", "--policy-loss", "clip"],
      "advantage ... 'bad' ... 16"),
     ("name='bad'", "def advantage", "batch", "[float('nan')] * 16",
      ["--advantage-estimator", "bad", "--policy-loss", "clip"],
      "advantage ... 'bad' ... finite"),
     ("name='bad'", "def combine_rewards", "sample, weights", "None if sample else 0", ["--combine-rewards", "bad"],
-     "no finite number ... (got None)"),
+     "(got None) ... [score-not-finite]"),
     ("", "def finish", "", "1 / 0", ["--num-rollout", "1", "--strict-trackers"],
      "plugin bad ... hook finish: ZeroDivisionError"),
     ("", "def metrics", "rollout_id", "1 / 0", ["--strict-trackers"], "plugin bad ... hook metrics: ZeroDivisionError"),

@@ -178,13 +178,13 @@ def test_groups_under_way_of_other_data_or_in_a_broken_file_are_refused(course, 
     whole = (folder / "iter_0000002/flow.safetensors").read_bytes()
     (folder / "latest_checkpointed_iteration.txt").write_text("2\n")
     outcome = run.start("run", "--prompt-data", tiny / "eval.jsonl")
-    assert outcome.code == 2 and "groups under way whose prompts are of another dataset" in outcome.err
+    assert outcome.code == 2 and "[unfinished-groups-of-other-data]" in outcome.err
     assert str(tiny / "eval.jsonl") in outcome.err and "Fix: resume with the prompts of that run" in outcome.err
     foreign = (folder / "iter_0000001/flow.safetensors").read_bytes()
     for data in (whole[:-1], whole[:100], b"", foreign):
         (folder / "iter_0000002/flow.safetensors").write_bytes(data)
         outcome = run.start("run")
-        assert outcome.code == 2 and "the groups under way cannot be read" in outcome.err, outcome
+        assert outcome.code == 2 and "[unfinished-groups-unreadable]" in outcome.err, outcome
     (folder / "iter_0000002/flow.safetensors").write_bytes(whole)
     run.finish("run")
 

@@ -91,7 +91,7 @@ def test_draws_are_of_all_sizes_and_of_every_plugin():
 @pytest.mark.parametrize("said", [
     "the batch is empty", "mine compares the answers to one prompt",
     "two plugins offer the advantage 'grpo': grpo and ppo",
-    "plugin grpo and plugin ppo want two values of megatron.fp8", "plugin 'grpo' conflicts with 'ppo'",
+    "plugin grpo and plugin ppo set megatron.fp8 to different values", "plugin 'grpo' conflicts with 'ppo'",
 ])  # fmt: skip
 def test_what_no_manifest_declares_does_not_count(said):
     assert not declared(said, sorted(KNOWN))

@@ -116,7 +116,7 @@ def test_every_hook_alone_makes_a_plugin_that_binds(tmp_path):
 
 @pytest.mark.parametrize(("name", "answers", "message"), [
     ("My Reward", {}, "not a valid plugin name"), ("x--y", {}, "not a valid plugin name"),
-    ("rollout", {}, "name rollout is taken"), ("grpo", {}, "name grpo is taken"),
+    ("rollout", {}, "name rollout is already used"), ("grpo", {}, "name grpo is already used"),
     ("fine", {"hooks": "rewrd"}, "'rewrd'.*did you mean 'reward'"),
     ("fine", {"distribution": "other"}, "miles-fine or"),
 ])  # fmt: skip

@@ -90,12 +90,12 @@ def serving(config: RunConfig, name: str):
     from miles_sglang.server import ServerProcess
 
     from miles_core.errors import MilesError
-    from miles_core.types import Seat
+    from miles_core.types import NodeSlot
 
-    process = ServerProcess(Seat())
+    process = ServerProcess(NodeSlot())
     port = process.free_ports(1)[0]
     log = Path(config.checkpoint.run_dir) / "logs" / name
-    process.start(command(config, Seat(), port, None), environment(config, Seat()), log)
+    process.start(command(config, NodeSlot(), port, None), environment(config, NodeSlot()), log)
 
     async def healthy() -> bool:
         client = Client(f"http://127.0.0.1:{port}", "the server")

@@ -25,7 +25,7 @@ def length(uid, tries=1):
 def trained_lengths(buffer=Buffer, **flow):
     run = toy_run(rollouts=GROUPS // 16, batch_size=16, duration=length, train=1.0, buffer=buffer, **flow)
     if buffer is not Buffer:
-        run.buffer.take_back = forget
+        run.buffer.requeue = forget
     run_virtual(lambda: train(run))
     uids = [group.prompt.uid for batch in run.trainer.batches for group in batch.groups]
     assert len(uids) == GROUPS

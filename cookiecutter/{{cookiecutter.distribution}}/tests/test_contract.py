@@ -1,4 +1,4 @@
-"""What every plugin of Miles holds to."""
+"""The contract that every Miles plugin must satisfy."""
 
 from miles_testing import plugin_contract
 

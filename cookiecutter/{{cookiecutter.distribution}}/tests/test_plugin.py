@@ -1,4 +1,4 @@
-"""The plugin takes part in a run, with its options, and says what is wrong with them."""
+"""The plugin can be enabled, and its options are validated."""
 
 import pytest
 from miles_core.errors import ConfigError
@@ -17,8 +17,9 @@ def test_it_takes_part_in_a_plan():
 
 
 def test_an_option_that_does_not_fit_is_refused():
-    with pytest.raises(ConfigError, match="strength"):
+    with pytest.raises(ConfigError, match="strength") as caught:
         prepare(None, [*RUN, "--plugin", "{{ cookiecutter.__name }}", "--{{ cookiecutter.__name }}.strength", "much"])
+    assert caught.value.code == "option-wrong-type"
 
 
 def test_it_is_made_of_its_options():

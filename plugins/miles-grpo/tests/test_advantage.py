@@ -83,7 +83,7 @@ def test_truncated_samples_are_welcome():
 
 @pytest.mark.parametrize("reward", [None, math.nan, math.inf, 1e39])
 def test_rewards_must_be_there_and_finite(reward):
-    with pytest.raises(RewardError, match="sample 1.*no finite reward"):
+    with pytest.raises(RewardError, match=r"sample 1.*\[reward-not-finite\]"):
         relative(group([1.0, reward]))
 
 

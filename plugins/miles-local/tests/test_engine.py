@@ -301,9 +301,9 @@ def test_the_context_bounds_a_response(models):
 @pytest.mark.parametrize(("change", "message"), [
     ({"input_ids": tuple(range(40))}, r"no room in a context of 37 tokens \(got a prompt of 40 tokens\).*Fix"),
     ({"input_ids": ()}, "no room"),
-    ({"input_ids": (1, VOCAB)}, "outside of the vocabulary"),
-    ({"want": frozenset(["routed_experts"])}, "without experts"),
-    ({"want": frozenset(["hidden_states"])}, "cannot give"),
+    ({"input_ids": (1, VOCAB)}, r"\[token-ids-out-of-range\]"),
+    ({"want": frozenset(["routed_experts"])}, r"\[routed-experts-unavailable\]"),
+    ({"want": frozenset(["hidden_states"])}, r"hidden_states.*\[engine-feature-missing\]"),
     ({"sampling": SamplingParams(stop=("x",))}, "no tokenizer"),
     ({"sampling": SamplingParams(top_p=0)}, "top_p"),
 ])  # fmt: skip

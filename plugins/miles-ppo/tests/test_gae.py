@@ -55,7 +55,7 @@ def test_a_sample_without_a_trained_token_has_nothing_to_learn():
 
 
 def test_a_reward_that_is_missing_is_not_a_zero():
-    with pytest.raises(RewardError, match="no finite reward"):
+    with pytest.raises(RewardError, match=r"\[reward-not-finite\]"):
         advantages_and_returns(batch(make_sample(0, 0, float("nan"), (1,), values=[0])), Algorithm(), vanilla_gae)
 
 

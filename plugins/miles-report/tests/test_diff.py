@@ -186,7 +186,7 @@ def test_without_hashes_metrics_are_compared_and_said_to_be_no_proof(run):
 
 def test_what_cannot_be_compared_is_refused(tmp_path, run):
     path = run("a")
-    with pytest.raises(RunDirectoryError, match="there is no such folder") as caught:
+    with pytest.raises(RunDirectoryError, match=r"\[not-a-run-directory\]") as caught:
         load(tmp_path / "nowhere")
     assert caught.value.exit_code == 2
     later = Written(tmp_path / "later").start(first=7).rollouts(7, 8).end()

@@ -10,7 +10,7 @@ from miles_sglang.arguments import SERVED, command, environment
 
 from miles_core.config.check import check
 from miles_core.config.load import load
-from miles_core.types import Seat
+from miles_core.types import NodeSlot
 
 NEEDED = ["--hf-checkpoint", "m", "--prompt-data", "x", "--rollout-batch-size", "8", "--num-rollout", "1",
           "--engine", "sglang"]  # fmt: skip
@@ -22,7 +22,7 @@ def config(*flags):
 
 def words(*flags, seat=None, meeting=None):
     """The command's words after the program, as {flag: words after it}."""
-    seat = seat or Seat()
+    seat = seat or NodeSlot()
     found: dict[str, list[str]] = {}
     for word in command(config(*flags), seat, 31000, meeting)[3:]:
         if word.startswith("--"):
@@ -33,7 +33,7 @@ def words(*flags, seat=None, meeting=None):
 
 
 def test_a_plain_command():
-    assert command(config(), Seat(), 31000, None)[:3] == [sys.executable, "-m", "sglang.launch_server"]
+    assert command(config(), NodeSlot(), 31000, None)[:3] == [sys.executable, "-m", "sglang.launch_server"]
     assert words() == {
         "--model-path": ["m"], "--host": ["127.0.0.1"], "--port": ["31000"], "--tp-size": ["1"],
         "--random-seed": ["42"], "--dtype": ["bfloat16"], "--skip-server-warmup": [], "--enable-metrics": [],
@@ -42,12 +42,12 @@ def test_a_plain_command():
 
 
 def test_the_words_that_start_a_server_can_be_others():
-    made = command(config("--server-command", "python", "x.py"), Seat(), 1, None)
+    made = command(config("--server-command", "python", "x.py"), NodeSlot(), 1, None)
     assert made[:3] == ["python", "x.py", "--model-path"]
 
 
 def test_each_node_of_an_engine_knows_its_place():
-    said = words("--rollout-num-gpus-per-engine", 16, seat=Seat(engine=3, node=1, nodes=2, host="10.0.0.2"),
+    said = words("--rollout-num-gpus-per-engine", 16, seat=NodeSlot(engine=3, node=1, nodes=2, host="10.0.0.2"),
                  meeting="10.0.0.1:9000")
     assert said["--tp-size"] == ["16"] and said["--random-seed"] == ["45"] and said["--host"] == ["10.0.0.2"]
     assert (said["--nnodes"], said["--node-rank"], said["--dist-init-addr"]) == (["2"], ["1"], ["10.0.0.1:9000"])
@@ -88,9 +88,9 @@ def test_what_a_run_says_is_in_the_command(flags, expected):
 
 def test_the_environment(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "mine")
-    assert environment(config(), Seat()) == {"NCCL_CUMEM_ENABLE": "0", "PYTHONPATH": f"{SERVED}{os.pathsep}mine"}
+    assert environment(config(), NodeSlot()) == {"NCCL_CUMEM_ENABLE": "0", "PYTHONPATH": f"{SERVED}{os.pathsep}mine"}
     monkeypatch.delenv("PYTHONPATH")
-    found = environment(config("--colocate", "--sglang-context-length", 4096), Seat(gpus=(6, 7)))
+    found = environment(config("--colocate", "--sglang-context-length", 4096), NodeSlot(gpus=(6, 7)))
     assert found == {"NCCL_CUMEM_ENABLE": "0", "PYTHONPATH": str(SERVED), "CUDA_VISIBLE_DEVICES": "6,7",
                      "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "false",
                      "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}

@@ -122,7 +122,7 @@ def test_an_own_option_wins_over_an_argument_of_the_same_spelling():
     (["--sglang-random-seed", "1"], "--rollout-seed"), (["--sglang-enable-memory-saver"], "--offload-rollout"),
     (["--sglang-custom-weight-loader", "a.b"], "which verifies them"), (["--router-worker-urls", "x"], "which servers"),
     (["--sglang-attention-backend", "abacus"], "should be one of triton"),
-    (["--sglang-mem-fraction-static"], "takes one value"), (["--sglang-mem-fraction-static", "high"], "float"),
+    (["--sglang-mem-fraction-static"], "[flag-takes-one-value]"), (["--sglang-mem-fraction-static", "high"], "float"),
     (["--sglang-context-length", "32q"], "int"), (["--no-sglang-page-size"], "write --sglang-page-size VALUE"),
     (["--no-sglang-enable-multimodal"], "only be switched on"),
     (["--sglang-forward-hooks", "[1"], "JSON"), (["--sglang-cuda-graph-config", "{"], "JSON"),

@@ -16,7 +16,7 @@ from miles_sglang.arguments import command
 
 from miles_core.config.check import check
 from miles_core.config.load import load
-from miles_core.types import Seat
+from miles_core.types import NodeSlot
 
 ROOT = Path(__file__).parents[3]
 PYTHON = Path(os.environ.get("MILES_SGLANG_PYTHON") or ROOT / ".venv-sglang" / "bin" / "python")
@@ -63,7 +63,7 @@ def words(tiny):
     needed = ["--hf-checkpoint", str(tiny / "qwen3"), "--prompt-data", "x", "--rollout-batch-size", "1",
               "--num-rollout", "1"]  # fmt: skip
     config = check(load(None, [*needed, *FLAGS]).config)[0]
-    return command(config, Seat(engine=2), 31999, None)[3:]
+    return command(config, NodeSlot(engine=2), 31999, None)[3:]
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ import pytest
 from miles_sglang.server import ServerProcess, ended
 
 from miles_core.errors import EngineError
-from miles_core.types import Seat
+from miles_core.types import NodeSlot
 
 TREE = """
 import os, subprocess, sys, time, signal
@@ -43,7 +43,7 @@ def child_of(process):
 
 @pytest.fixture
 def process():
-    made = ServerProcess(Seat())
+    made = ServerProcess(NodeSlot())
     yield made
     made.stop()
 
@@ -67,7 +67,7 @@ def test_nothing_is_left_however_it_ends(process, tmp_path, how, monkeypatch):
 
 
 def test_it_dies_with_who_started_it(tmp_path):
-    code = ("import sys, time; from miles_sglang.server import *; process = ServerProcess(Seat());"
+    code = ("import sys, time; from miles_sglang.server import *; process = ServerProcess(NodeSlot());"
             f"print(process.start([sys.executable, '-c', 'import time; time.sleep(600)'], {{}}, '{tmp_path}/log'),"
             "flush=True); time.sleep(600)")
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=Path(__file__).parents[3]) as host:
@@ -145,5 +145,5 @@ def test_a_server_that_never_answers_is_said():
 def test_a_gpu_that_is_not_there_is_named_before_the_start(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     with pytest.raises(EngineError, match=r"engine 3, node 1, on .*: GPU 2 .*got 2 GPUs: \[0, 1\]"):
-        ServerProcess(Seat(engine=3, node=1, nodes=2, gpus=(1, 2))).start(["true"], {}, tmp_path / "log")
+        ServerProcess(NodeSlot(engine=3, node=1, nodes=2, gpus=(1, 2))).start(["true"], {}, tmp_path / "log")
     assert not (tmp_path / "log").exists()

@@ -38,10 +38,10 @@ def scaled(batch):
 
 
 BROKEN = {
-    "'in its contract' answered for 5 of 6 samples": lambda batch: relative(batch)[1:],
+    "'in its contract' returned 5 values for 6 samples": lambda batch: relative(batch)[1:],
     "changes no column and no reward": greedy,
     "the order of the groups matters": lambda batch: [float(place) for place, _ in enumerate(batch.samples)],
-    "'in its contract, all rewards equal' gave": scaled,
+    "'in its contract, all rewards equal'": scaled,
     "depend on other groups": whitened,
 }
 

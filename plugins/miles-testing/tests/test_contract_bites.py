@@ -164,7 +164,7 @@ BROKEN = {
         REWARD.format("return 1.0"), "    def state_dict(self):\n        return {}"), {}, "have both", ""),
     "no migration of what was recorded": ("test_state_round_trip", plugin(
         "    state_version = 2", STATE.format(gives="{'seen': list(self.seen)}", takes="list(state['seen'])")),
-        {"old_states": {1: {"seen": []}}}, "of form 1, and this version reads 2 alone", ""),
+        {"old_states": {1: {"seen": []}}}, "state_version 1, and this version reads only 2", ""),
     "a state version that is no number": ("test_state_round_trip", plugin(
         "    state_version = '2'", STATE.format(gives="{'seen': list(self.seen)}", takes="list(state['seen'])")), {},
         "state_version is '2', not 1 or more", ""),

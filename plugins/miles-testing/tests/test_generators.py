@@ -12,7 +12,7 @@ from miles_testing.clock import run_virtual
 
 from miles_core.errors import MilesError
 from miles_core.stages.rollout import single_turn
-from miles_core.types import Recall, Status
+from miles_core.types import CancelHandle, Status
 
 
 @pytest.fixture(autouse=True)
@@ -74,7 +74,7 @@ async def stubborn(prompt, generation):
 
 async def deaf(prompt, generation):
     """Asks the engine without telling anybody, so that it cannot be called back."""
-    return await single_turn(prompt, replace(generation, recall=Recall()))
+    return await single_turn(prompt, replace(generation, recall=CancelHandle()))
 
 
 async def endless(prompt, generation):
@@ -97,7 +97,7 @@ BROKEN = {
     r"a list of samples comes back.*not \['[^']*', ": answering(lambda found: [sample.text for sample in found]),
     "a group takes more than 30 s": endless,
     "is of another prompt": changing(lambda sample: setattr(sample, "prompt", replace(sample.prompt, uid=99))),
-    "holds NaN or infinity": setting("rollout_log_probs", lambda rows: rows * np.float32("nan")),
+    "contains NaN or infinity": setting("rollout_log_probs", lambda rows: rows * np.float32("nan")),
     "does not begin with its prompt": setting("tokens", lambda tokens: tokens + 1),
     "response_length is not what it has": setting("tokens", lambda tokens: np.append(tokens, tokens[-1:])),
     "not called back": changing(lambda sample: setattr(sample, "status", Status.ABORTED)),
@@ -105,7 +105,7 @@ BROKEN = {
     "it changes its prompt": changing(lambda sample: sample.prompt.metadata.update(seen=True)),
     "two samples of a group have one index": changing(lambda sample: setattr(sample, "index", 0)),
     "samples depend on when the engine answers": globally,
-    "neither ended nor asked the engine": deaf,
+    "neither finished nor called the engine": deaf,
     "called back, no sample of it is aborted": changing(lambda sample: setattr(sample, "status", Status.COMPLETED)),
     "requests are left under way: {'another'}": untidy,
     "the engine failed, and samples came back": stubborn,

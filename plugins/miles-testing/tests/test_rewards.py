@@ -60,7 +60,7 @@ def marks(sample):
 BROKEN = {
     "one after the other": Counts().score,
     "scoring changes": marks,
-    "no finite number": lambda sample: float("nan"),
+    "did not return a finite float32": lambda sample: float("nan"),
     "depends on others": Crowd().score,
     "division by zero": lambda sample: 1 / sample.response_length,
     "one number for each": lambda samples: [1.0],

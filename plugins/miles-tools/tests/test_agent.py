@@ -22,7 +22,7 @@ from miles_core.config.tables import Checkpoint, Rollout, RunConfig
 from miles_core.errors import ConfigError, EngineError, RewardError
 from miles_core.record.events import read
 from miles_core.stages.rollout import Generation, SamplingParams
-from miles_core.types import Prompt, Recall, Sample, Status
+from miles_core.types import CancelHandle, Prompt, Sample, Status
 
 ROOT = Path(__file__).parents[3]
 MODEL = ROOT / "examples" / "arithmetic" / "tiny-qwen3"
@@ -73,7 +73,7 @@ def samples_of(options, *, samples=2, during=None, spoil=lambda engine: None, st
         generation = Generation(
             engine, SamplingParams(max_new_tokens=128), samples, lambda i, turn: rng.key(7, stream, 3, i, turn),
             lambda ids, skip: tokenizer().decode(list(ids), skip_special_tokens=skip), timeout=20.0,
-            begun=begun, recall=recall or Recall())
+            begun=begun, recall=recall or CancelHandle())
         spoil(engine)
         try:
             going = asyncio.ensure_future(agents.generate(prompt, generation))
@@ -304,11 +304,11 @@ def test_a_run_that_ends_takes_its_agents_along(program, tmp_path):
 
 
 def test_a_group_that_is_called_back_ends_its_agents(function):
-    recall = Recall()
+    recall = CancelHandle()
 
     async def call_back(_agents, _going):
         await asyncio.sleep(0.3)
-        recall.asked = True
+        recall.cancelled = True
 
     begin = time.monotonic()
     group = samples_of(function("async def agent(base_url):\n    await asyncio.sleep(60)"), recall=recall,

@@ -596,7 +596,7 @@ def test_an_engine_that_fails_is_kept_for_the_run():
 def test_a_group_that_is_called_back_begins_anew():
     async def talk(client, session, _engine):
         await client.ask([USER])
-        session._generation.recall.asked = True
+        session._generation.recall.cancelled = True
         for _ in range(2):
             headers = await client.refused({"messages": [USER, session.messages[-1], USER]}, 503, "will start over")
             assert headers["x-should-retry"] == "false"

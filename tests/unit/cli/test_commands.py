@@ -117,7 +117,7 @@ def test_a_plan_as_json(call):
     (("--multi-lora-backend-path", "a.b"), "has no place here"),
     (("--sglang-mem-fraction-statik", "0.7"), "did you mean --sglang-mem-fraction-static"),
     (("--num-steps-per-rollout", "3"), "do not divide"),
-    (("--prompt-source", "parquet"), "nobody enabled offers the prompt_source 'parquet'"),
+    (("--prompt-source", "parquet"), "the prompt_source 'parquet'"),
     (("--tensor-model-parallel-size", "2"), "1 rank does not divide"),
 ])  # fmt: skip
 def test_what_cannot_run_is_refused_with_exit_code_2_and_a_fix(call, words, said):
@@ -129,7 +129,7 @@ def test_what_cannot_run_is_refused_with_exit_code_2_and_a_fix(call, words, said
 
 def test_a_run_file_that_is_not_there(call):
     code, _, err = call("run", "nowhere.toml")
-    assert code == 2 and "nowhere.toml: there is no such run file" in err
+    assert code == 2 and "nowhere.toml: " in err and "[run-file-missing]" in err
 
 
 def test_a_key_in_a_run_file_is_blamed_on_its_line(call, tmp_path):
@@ -176,7 +176,7 @@ def test_a_manifest_that_is_behind_its_code(call, tmp_path):
 
 def test_a_report_of_nothing(call):
     code, _, err = call("report", "nowhere")
-    assert code == 2 and "there is no such folder" in err
+    assert code == 2 and "[not-a-run-directory]" in err
 
 
 def test_flags_and_hooks_print_pages(invoke):
@@ -201,4 +201,4 @@ def test_the_exit_codes_of_a_diff(call, tmp_path):
     code, out, err = call("diff", "a", "other")
     assert (code, err) == (1, "") and "first difference: weights w" in out
     code, out, err = call("diff", "a", "nowhere")
-    assert (code, out) == (2, "") and "there is no such folder" in err
+    assert (code, out) == (2, "") and "[not-a-run-directory]" in err

@@ -47,7 +47,7 @@ PAIRS = {
                      ["--rollout-temperature", 0, "--debug-rollout-only"]),
     "quantises-itself": (QWEN, [*SGLANG, "--sglang-quantization", "fp8"], "quantise plain weights by itself",
                          [*SGLANG, "--sglang-quantization", "fp8", "--debug-rollout-only"]),
-    "broadcast-to-itself": (None, [*SGLANG, "--weight-sync", "broadcast"], "both sides have the same ones",
+    "broadcast-to-itself": (None, [*SGLANG, "--weight-sync", "broadcast"], "[broadcast-with-colocate]",
                             ["--engine", "sglang", "--weight-sync", "broadcast"]),
 }  # fmt: skip
 

@@ -103,7 +103,7 @@ def test_every_field_of_megatron_core_is_a_flag_or_says_why_not(name):
     (["--multi-lora-backend-path", "a.b"], "one adapter"), (["--log-multi-turn"], "hook metrics"),
     (["--fp16"], "--bf16"),
     (["word"], "miles run"), (["--lr"], "one value"), (["--lr", "1", "2"], "one value"), (["--lr", "fast"], "float"),
-    (["--use-kl-loss", "maybe"], "true or false"), (["--num-rollout", "2.5"], "int"),
+    (["--use-kl-loss", "maybe"], "[flag-takes-true-or-false]"), (["--num-rollout", "2.5"], "int"),
     (["--kl-loss-type", "k7"], "k1, k2"), (["--apply-chat-template-kwargs", "{"], "JSON"),
 ])  # fmt: skip
 def test_what_is_wrong_says_what_to_write(argv, message):
@@ -118,7 +118,7 @@ def test_what_is_wrong_says_what_to_write(argv, message):
     ("rolout", "x", "did you mean [rollout]"), ("sft", "x", "not enabled"),
     ("sglang", "server_concurency", "did you mean server_concurrency"),
     ("sglang", "router_polizy", "did you mean router_policy"), ("sglang", "model_path", "--hf-checkpoint"),
-    ("server", "tp_size", "no table [server]"),
+    ("server", "tp_size", "[table-unknown]"),
     ("perf", "fp16", "--bf16"), ("eval", "eval_config", "[[eval.datasets]]"),
 ])  # fmt: skip
 def test_a_wrong_key_of_a_run_file_is_named_with_its_line(tmp_path, table, key, message):
@@ -134,7 +134,7 @@ def test_a_spelling_has_one_owner():
     from miles_core.config.options import Option
 
     options = [Option("a", "x", "int", 1, "", ("--shared",)), Option("b", "y", "int", 1, "", ("--shared",))]
-    with pytest.raises(OwnerError, match=r"a\.x and to b\.y"):
+    with pytest.raises(OwnerError, match=r"a\.x and by b\.y.*\[flag-owned-twice\]"):
         Spellings(options, frozenset())
 
 

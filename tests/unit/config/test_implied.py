@@ -62,7 +62,7 @@ def test_a_flag_overrules_what_is_implied_and_that_is_announced(plugin):
 
 def test_two_plugins_that_want_two_values_are_refused_by_name(plugin):
     both = [*plugin("one", {"rollout.rollout_seed": 7}), *plugin("two", {"rollout.rollout_seed": 8})]
-    with pytest.raises(OwnerError, match=r"plugin one and plugin two want two values of rollout.rollout_seed.*7 and 8"):
+    with pytest.raises(OwnerError, match=r"plugin one and plugin two .*rollout_seed.*7 and 8.*\[settings-conflict\]"):
         prepare(None, [*BASE, *both])
     assert prepare(None, [*BASE, *both, "--rollout-seed", "8"]).config.rollout.rollout_seed == 8, "somebody has said"
     same = [*plugin("one", {"rollout.rollout_seed": 7}), *plugin("two", {"rollout.rollout_seed": 7})]

@@ -48,7 +48,7 @@ def bound(selected, role="rollout"):
 OTHER = 'hookimpl = pluggy.HookimplMarker("{0}")\n'
 MISTAKES = {
     "misspelt hook": ("@hookimpl\ndef filter_gruop(self, group):\n    return group", "filter_gruop", 7,
-                      "which is no hook", "did you mean 'filter_group'"),
+                      "which is not a hook", "did you mean 'filter_group'"),
     "forgotten marker": (GOOD + "def filter_group(self, group):\n    return group", "filter_group", 9,
                          "no @hookimpl", "mark it"),
     "wrapper": ("@hookimpl(wrapper=True)\ndef filter_group(self, group):\n    yield", "filter_group", 7,
@@ -96,7 +96,7 @@ def test_a_marker_that_is_not_ours_is_refused(project, plugin):
     selected = plugin("@hookimpl\ndef filter_group(self, group):\n    return group", head=head)
     with pytest.raises(HookError, match=f"pluggy's for '{project}', not miles_core.hookimpl") as caught:
         bound(selected)
-    _complete(caught.value, selected[0], "filter_group", 8, "from miles_core import hookimpl")
+    _complete(caught.value, selected[0], "filter_group", 8, "miles_core.hookimpl")
 
 
 def test_a_marker_forgotten_in_a_base_class_is_found(plugin):
@@ -180,7 +180,7 @@ def test_one_name_in_two_distributions_is_told_with_both(tmp_path, monkeypatch):
 def test_bound_hooks_are_never_sent_anywhere(send, empty, plugin):
     """An empty manager of pluggy pickles, and one in use does not: here neither does, and what is selected does."""
     selected = [] if empty else plugin(GOOD)
-    with pytest.raises(HookError, match="stay in their process.*send what is selected"):
+    with pytest.raises(HookError, match=r"\[hooks-not-picklable\]"):
         send(bound(selected))
     assert pickle.loads(pickle.dumps(selected)) == selected
 

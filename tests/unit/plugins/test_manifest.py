@@ -70,12 +70,12 @@ def test_a_plan_with_a_plugin_file_does_not_execute_it(hostile, tmp_path):
 
 
 @pytest.mark.parametrize(("text", "message"), [
-    ("def broken(:", "not Python.*line 1"),
+    ("def broken(:", r"line 1.*\[plugin-file-not-python\]"),
     ("x = 1", "exactly one class.*none"),
     ("from miles_core import hookimpl\nclass A:\n @hookimpl\n def finish(self): ...\n"
      "class B:\n @hookimpl\n def finish(self): ...", "exactly one class.*A, B"),
     ("from miles_core import hookimpl\nN = 'x'\nclass A:\n @hookimpl('reward', name=N)\n def f(self, sample): ...",
-     "written as literals"),
+     r"got N\).*\[declaration-not-literal\]"),
     ("from miles_core import hookimpl\nclass A:\n def __init__(self, options): ...\n @hookimpl\n def finish(self): ...",
      "annotate `options`"),
     ("from miles_core import hookimpl\nclass O:\n a: int = 3\n"

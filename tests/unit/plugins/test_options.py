@@ -32,7 +32,7 @@ def test_an_option_of_two_plugins_is_one_of_each(site):
 def test_a_further_flag_of_two_plugins_names_both(site):
     for name in ("one", "two"):
         install(site, name, body=BODY.replace('"How wide."', '"How wide.", flags=("--wide",)'))
-    with pytest.raises(OwnerError, match=r"--wide belongs to one\.width and to two\.width.*rename"):
+    with pytest.raises(OwnerError, match=r"--wide .* one\.width and by two\.width.*rename.*\[flag-owned-twice\]"):
         prepare(None, [*RUN, "--wide", "5"])
 
 

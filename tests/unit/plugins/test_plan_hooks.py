@@ -73,7 +73,7 @@ def test_a_plugin_refuses_with_its_own_options(planner):
 def test_a_chain_that_forgets_to_return_is_named(planner, tmp_path):
     path = tmp_path / "planner.py"
     path.write_text(PLUGIN.replace("        return config\n", "        return None if config else config\n"))
-    with pytest.raises(Exception, match="check should return what it is given"):
+    with pytest.raises(Exception, match=r"\[filter-returned-other-type\]"):
         prepare(None, [*planner, "--rollout-batch-size", "4"])
 
 

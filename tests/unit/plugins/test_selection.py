@@ -85,7 +85,7 @@ def test_a_preset_and_parts_of_official_plugins_that_are_not_installed_say_what_
         monkeypatch.setattr(module, "installed", lambda: rooms)
     monkeypatch.setattr(presets, "readable", list)
     for flags, words in (
-        (["--preset", "dapo"], "no preset 'dapo'.*pip install miles-dapo-filter"),
+        (["--preset", "dapo"], "unknown preset 'dapo'.*pip install miles-dapo-filter"),
         (["--plugin", "gspo"], "plugin 'gspo' is not installed.*pip install miles-gspo"),
         (["--advantage-estimator", "gspo"], "plugin 'gspo' is not installed.*pip install miles-gspo"),
         (["--rm-type", "math"], "'math', 'grpo' are not installed.*pip install miles-math miles-grpo;"),
@@ -102,16 +102,16 @@ def test_a_plugin_of_a_preset_that_is_named_too_stands_where_it_is_named(two):
 
 
 @pytest.mark.parametrize(("flags", "kind", "message"), [
-    (["--preset", "wode"], ConfigError, "no preset 'wode'.*there are .*wide.*did you mean 'wide'"),
+    (["--preset", "wode"], ConfigError, "unknown preset 'wode'.*there are .*wide.*did you mean 'wide'"),
     (["--plugin", "one", "--no-plugin", "two"], UnknownPluginError, "'two' is not enabled.*enabled: one"),
-    (["--plugin", "one", "--no-plugin", "megatron"], OwnerError, "'megatron' is a part of the core"),
-    (["--plugin", "oen"], UnknownPluginError, "no plugin 'oen'.*did you mean 'one'"),
+    (["--plugin", "one", "--no-plugin", "megatron"], OwnerError, r"'megatron'.*\[core-part-not-removable\]"),
+    (["--plugin", "oen"], UnknownPluginError, "unknown plugin 'oen'.*did you mean 'one'"),
     (["--plugin", "one", "--plugin", "one"], OwnerError, "two plugins are called 'one'"),
     (["--plugin", "one", "--two.width", "3"], ConfigError, "belongs to plugin 'two', which is not enabled.*add"),
-    (["--plugin", "one,two"], UnknownPluginError, "no plugin 'one,two'.*leave spaces between names"),
-    (["--plugin", "wrong:tis"], UnknownPluginError, "no plugin 'wrong:tis'.*did you mean 'tis'"),
-    (["--plugin", "one", "--plugin"], ConfigError, "--plugin takes a name.*write --plugin NAME"),
-    (["--plugins", "one"], ConfigError, "no flag --plugins.*did you mean --plugin"),
+    (["--plugin", "one,two"], UnknownPluginError, "unknown plugin 'one,two'.*leave spaces between names"),
+    (["--plugin", "wrong:tis"], UnknownPluginError, "unknown plugin 'wrong:tis'.*did you mean 'tis'"),
+    (["--plugin", "one", "--plugin"], ConfigError, "--plugin needs a name.*write --plugin NAME"),
+    (["--plugins", "one"], ConfigError, "unknown flag --plugins.*did you mean --plugin"),
     (["--rm-type", "two-reward"], OwnerError, "rm_type.*add --plugin two"),
     (["--plugin", "one", "--log-multi-turn"], ConfigError, "--log-multi-turn belongs to.* 'tracker'.*--plugin tracker"),
     (["--plugin", "ahead"], ManifestError, "miles-ahead 1.0: .*miles-core>=9.9.*0.1.0"),

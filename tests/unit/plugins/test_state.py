@@ -101,14 +101,14 @@ def test_older_state_passes_the_migration_and_is_announced(roles):
 
 
 @pytest.mark.parametrize(("more", "found", "words"), [
-    ("pass", saved(state_version=2), r"newer: of form 2, and this version reads up to 1.*saved by keeps 0\.9.*"
+    ("pass", saved(state_version=2), r"state_version 2, .* up to 1.*saved by keeps 0\.9.*"
                                      r"install keeps 0\.9 or newer.*--drop-plugin-state keeps"),
-    ("state_version = 2", saved(), r"of form 1, and this version reads 2 alone.*migrate_state\(version, state\)"),
+    ("state_version = 2", saved(), r"state_version 1, .* only 2.*migrate_state\(version, state\)"),
     (MIGRATES, saved(state={}), "its state of form 1 cannot be migrated.*KeyError: 'count'"),
     ("state_version = 2\n    def migrate_state(self, version, state):\n        pass", saved(),
      "migrate_state should return.*NoneType"),
     ("pass", saved(state={}), "its state cannot be loaded.*KeyError: 'seen'"),
-    ("pass", {"other": saved()["keeps"]}, "state of plugin 'other', which this run does not enable.*saved by other "
+    ("pass", {"other": saved()["keeps"]}, "state of plugin 'other', which is not enabled.*saved by other "
                                           r"0\.9.*--plugin other, .*--drop-plugin-state other"),
 ], ids=["newer", "no-migration", "failing-migration", "empty-migration", "failing-load", "not-enabled"])  # fmt: skip
 def test_state_that_cannot_be_gone_on_with_is_an_error_and_nothing_is_loaded(roles, more, found, words):

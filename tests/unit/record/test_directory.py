@@ -95,9 +95,9 @@ def test_what_a_run_writes_is_for_its_owner_alone(tmp_path):
 
 def test_a_file_in_the_way_is_explained(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(RunDirectoryError, match="a file stands where a folder is needed"):
+    with pytest.raises(RunDirectoryError, match=r"a file exists.*\[run-directory-unwritable\]"):
         RunDirectory(tmp_path / "file").acquire()
-    with pytest.raises(RunDirectoryError, match="a file stands"):
+    with pytest.raises(RunDirectoryError, match="a file exists"):
         RunDirectory(tmp_path / "file" / "below").acquire()
 
 
@@ -133,8 +133,8 @@ def test_acquire_sweeps_what_a_kill_left_half_published(tmp_path):
 
 
 def test_existing_refuses_what_is_no_run(tmp_path):
-    for path, words in ((tmp_path / "no", "no such folder"), (tmp_path, "is no run"), (Path(__file__), "is a file")):
-        with pytest.raises(RunDirectoryError, match=words):
+    for path, words in ((tmp_path / "no", "not exist"), (tmp_path, "neither"), (Path(__file__), "is a file")):
+        with pytest.raises(RunDirectoryError, match=rf"{words}.*\[not-a-run-directory\]"):
             RunDirectory.existing(path)
     (tmp_path / "plan.json").write_text("{}")
     assert RunDirectory.existing(tmp_path).path == tmp_path

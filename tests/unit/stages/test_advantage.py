@@ -38,7 +38,7 @@ def test_what_a_hook_left_behind_is_checked_by_name():
     made = make_batch([1.0, 2.0])
     fill(made, [0.0, 0.0], "mine")
     made.samples[1].columns["advantages"][1] = np.nan
-    with pytest.raises(TrainError, match="shape_advantages gave train prompt 0 .*, sample 1"):
+    with pytest.raises(TrainError, match=r"shape_advantages .* train prompt 0 .*, sample 1.*\[advantages-not-finite\]"):
         check(made, "shape_advantages")
     made.samples[1].columns["advantages"] = np.zeros(3, np.float32)
     with pytest.raises(TrainError, match=r"\[3\] for R = 2"):

@@ -84,7 +84,7 @@ class Lineage:
         if self.state:
             run.prompts.fresh, run.prompts.again = self.state["prompts"]["next"], self.state["prompts"]["again"]
             slots, run.begun = load_flow(self.state)
-            await run.take_back(run.buffer.restore(slots))
+            await run.requeue(run.buffer.restore(slots))
         try:
             async with asyncio.timeout(until):
                 await train(run)
@@ -111,7 +111,7 @@ class Lineage:
         versions = [] if begun is None else begun.columns["versions"].tolist()
         tokens = list(slot.prompt.token_ids) if begun is None else begun.tokens.tolist()
         spans = 0 if begun is None else begun.metadata["spans"]
-        while len(versions) < whole and not slot.recall.asked:
+        while len(versions) < whole and not slot.recall.cancelled:
             await asyncio.sleep(0.3)
             tokens.append(token(uid, index, spans, len(versions)))
             versions.append(run.version)

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 class Options:
     """Options of the plugin: [{{ cookiecutter.__name }}] in a run file, --{{ cookiecutter.__name }}.NAME as a flag."""
 
-    strength: float = option(1.0, "What this plugin does is done so strongly.")
+    strength: float = option(1.0, "Example option; replace it with your own.")
 
 
 class {{ cookiecutter.__class }}:
@@ -52,11 +52,11 @@ class {{ cookiecutter.__class }}:
         self.count = 0
 
     def state_dict(self) -> dict[str, Json]:
-        """What a checkpoint keeps: plain data."""
+        """State for checkpoints, as plain data."""
         return {"count": self.count}
 
     def load_state_dict(self, state: dict[str, Json]) -> None:
-        """The inverse."""
+        """Restore what `state_dict` returned."""
         self.count = state["count"]
 {%- endif %}
 {% for hook in chosen %}

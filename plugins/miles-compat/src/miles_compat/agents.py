@@ -42,7 +42,8 @@ async def generate(input: GenerateFnInput) -> GenerateFnOutput:
     """
     session = CURRENT.get(None)
     if session is None or session.prompt is None:
-        raise HookError("an agent needs a prompt of the run", who="custom_agent_function_path",
+        raise HookError("an agent needs a prompt of the run", code="agent-without-prompt",
+                        who="custom_agent_function_path",
                         fix="--custom-generate-function-path miles.rollout.generate_hub.agentic_tool_call.generate")
     args = input.args
     told: dict[str, Any] = {}

@@ -35,21 +35,23 @@ def check(options: Any, config: RunConfig) -> None:
     for key, hook, name, flag in PARTS:
         path, used = getattr(options, key), (hook, name) in picked
         if used and path is None and not instead.get(key):
-            raise ConfigError(f"{flag} needs a function", who="plugin compat",
+            raise ConfigError(f"{flag} needs a function", code="function-path-required", who="plugin compat",
                               fix=f"--{key.replace('_', '-')} ./file.py:function, of {SHAPES[key].text}")
         asked = whole and hook in ("generate", "reward")  # by the rollout function
         if path is not None and not used and not asked and (trains or hook in ("prompt_source", "generate", "reward")):
-            raise ConfigError(f"nothing calls the function of {key}", got=path, who="plugin compat", fix=f"add {flag}")
+            raise ConfigError(f"nothing calls the function of {key}", code="function-never-called", got=path,
+                              who="plugin compat", fix=f"add {flag}")
     _check_functions(options, config)
     _check_rewards(options, config)
     if options.custom_megatron_post_save_hook_path and not config.checkpoint.save:
         raise ConfigError("nothing is saved, so nothing calls the function of custom_megatron_post_save_hook_path",
-                          who="plugin compat", fix="add --save FOLDER")
+                          who="plugin compat", code="post-save-function-never-called", fix="add --save FOLDER")
     if options.custom_tis_function_path and config.options.get("tis", {}).get("use_tis"):
         raise ConfigError("use_tis and custom_tis_function_path would both weigh the tokens", who="[tis], [compat]",
-                          fix="drop --use-tis: the path alone is enough")
+                          fix="drop --use-tis: the path alone is enough", code="tis-applied-twice")
     if options.custom_tis_function_path and layout_of(config).context > 1:
         raise ConfigError("custom_tis_function_path is given whole samples, and context parallelism cuts them",
+                          code="tis-function-context-parallel",
                           got=f"context_parallel_size {layout_of(config).context}", who="plugin compat",
                           fix="take an option of plugin tis, or write the hook token_weights, which has segment_sum")
 
@@ -62,26 +64,31 @@ GENERATED = ("eval_function_path", "rollout_sample_hook_path", "custom_agent_fun
 def _check_functions(options: Any, config: RunConfig) -> None:
     for key in GENERATED:
         if getattr(options, key) and config.rollout.generate != "custom":
-            raise ConfigError(f"nothing calls the function of {key}", got=f"--generate {config.rollout.generate}",
-                              who="plugin compat", fix="leave --generate out, or the function")
+            raise ConfigError(f"nothing calls the function of {key}", code="function-never-called",
+                              got=f"--generate {config.rollout.generate}", who="plugin compat",
+                              fix="leave --generate out, or the function")
     if options.custom_update_weight_post_write_path and not str(config.perf.weight_sync).startswith("disk"):
         raise ConfigError("no weights are written to files, so nothing calls the function of "
-                          "custom_update_weight_post_write_path", got=f"--weight-sync {config.perf.weight_sync}",
+                          "custom_update_weight_post_write_path",
+                          code="post-write-function-never-called", got=f"--weight-sync {config.perf.weight_sync}",
                           who="plugin compat", fix="--weight-sync disk or disk-delta, with --update-weight-disk-dir")
     if options.rollout_function_path and options.data_source_path:
-        raise ConfigError("a rollout function is given a data source of the run's prompts", got="data_source_path, too",
-                          who="plugin compat", fix="drop --data-source-path: the function may make a source itself")
+        raise ConfigError("a rollout function is given a data source of the run's prompts",
+                          code="rollout-function-data-source", got="data_source_path, too", who="plugin compat",
+                          fix="drop --data-source-path: the function may make a source itself")
     if options.eval_function_path and not (config.eval.eval_prompt_data or config.eval.datasets):
-        raise ConfigError("nothing calls the eval function, as there are no eval datasets", who="plugin compat",
-                          got=options.eval_function_path, fix="--eval-prompt-data NAME PATH, or --eval-config")
+        raise ConfigError("nothing calls the eval function, as there are no eval datasets",
+                          code="eval-function-never-called", who="plugin compat", got=options.eval_function_path,
+                          fix="--eval-prompt-data NAME PATH, or --eval-config")
 
 
 def _check_rewards(options: Any, config: RunConfig) -> None:
     if options.custom_reward_post_process_path and "algorithm.rewards_normalization" not in config.origin:
         raise ConfigError("custom_reward_post_process_path leaves open whether the estimator still compares rewards "
-                          "within their group", who="plugin compat",
+                          "within their group", code="reward-function-group-unclear", who="plugin compat",
                           fix="--disable-rewards-normalization is what Miles does, --rewards-normalization does both")
     if options.rollout_all_samples_process_path and config.rollout.max_lag:
         raise ConfigError("rollout_all_samples_process_path is called once for each rollout, and groups of several "
-                          "rollouts are sampled at once", got=f"max_lag {config.rollout.max_lag}", who="plugin compat",
+                          "rollouts are sampled at once", got=f"max_lag {config.rollout.max_lag}",
+                          code="all-samples-function-max-lag", who="plugin compat",
                           fix="drop --max-lag, or look at each group in the hook filter_group")

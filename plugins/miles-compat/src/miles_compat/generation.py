@@ -69,7 +69,8 @@ async def _one(function: Callable[..., Any], args: Args, prompt: Prompt, index: 
     answer = answer.samples if hasattr(answer, "samples") else answer
     found: list[Any] = answer if isinstance(answer, list) else [answer]
     if not found or not all(hasattr(one, "tokens") and hasattr(one, "response_length") for one in found):
-        raise HookError("the function should return a sample, or a list of samples", got=repr(answer)[:100], who=WHO,
+        raise HookError("the function should return a sample, or a list of samples", code="generate-function-return",
+                        got=repr(answer)[:100], who=WHO,
                         fix="return the sample that it was given, with tokens, response, response_length and status")
     found = [await hooks(one) for one in found]
     made = [drawn(one, prompt, index, session.drawn, session) for one in found]
@@ -115,11 +116,12 @@ def drawn(one: Any, prompt: Prompt, index: int, answers: Sequence[Drawn], sessio
     mask = np.ones(size, np.uint8) if one.loss_mask is None else np.array(one.loss_mask, np.uint8)
     status = Status(getattr(one.status, "value", one.status))
     if not 0 <= size <= len(tokens) or len(mask) != size:
-        raise HookError(f"{name} has parts that do not fit", who=WHO,
+        raise HookError(f"{name} has parts that do not fit", code="generate-function-parts", who=WHO,
                         got=f"{len(tokens)} tokens, response_length {size}, {len(mask)} entries in loss_mask",
                         fix="tokens are prompt and response; loss_mask has one entry per response token")
     if status is Status.PENDING:
-        raise HookError(f"{name} was left pending", who=WHO, fix="set sample.status: completed, truncated or aborted")
+        raise HookError(f"{name} was left pending", code="generate-function-left-pending", who=WHO,
+                        fix="set sample.status: completed, truncated or aborted")
     if one.remove_sample:
         mask[:] = 0
     log_probs, versions = _origin(tokens, mask, answers, session, name)
@@ -139,7 +141,7 @@ def reward_of(one: Any, args: Args) -> float | None:
         key = args.reward_key
         if key not in value:
             raise HookError(f"a reward is a dict without {key!r}", got=", ".join(map(str, value)), who=WHO,
-                            fix="name its reward with --reward-key")
+                            fix="name its reward with --reward-key", code="generate-function-reward-key")
         value = value[key]
     return None if value is None else float(value)
 
@@ -171,7 +173,7 @@ def _origin(tokens: np.ndarray, mask: np.ndarray, answers: Sequence[Drawn], sess
         there = next((i for i in places if np.array_equal(ids[i:i + len(run)], run)), None)
         if there is None:
             raise HookError(f"{name} trains on tokens that the engine did not draw", who=WHO,
-                            got=f"response tokens {start} to {stop - 1}",
+                            got=f"response tokens {start} to {stop - 1}", code="generate-function-trains-prompt",
                             fix="append output_ids as they come, do not tokenise text again, and give tokens of others "
                             "the loss mask 0")
         at = there + len(run)

@@ -43,7 +43,8 @@ def weighted(function: Callable[..., Any], args: Args, given: TokenWeights, inpu
     (factor, keep, metrics), (other, _, _) = answers
     kept = keep > 0
     if not torch.allclose(other[kept], (factor * losses[1])[kept], rtol=1e-5, atol=1e-6):
-        raise HookError("the function does more than multiply the loss of each token", who=WHO,
+        raise HookError("the function does more than multiply the loss of each token",
+                        code="importance-function-changes-loss", who=WHO,
                         fix="multiply pg_loss by weights; write the hook policy_loss for another loss")
     more = {name: grid.rows(value) for name, value in metrics.items()}
     return TokenWeights(given.weight * grid.rows(factor).to(given.weight), given.keep & (grid.rows(keep) > 0),
@@ -83,7 +84,7 @@ def _answer(answer: object, grid: Grid) -> tuple[torch.Tensor, torch.Tensor, Met
     """(loss, mask, metrics) of all response tokens."""
     if not (isinstance(answer, tuple) and len(answer) == 3 and isinstance(answer[2], Mapping)):
         raise HookError("the function should return (pg_loss, loss_masks, metrics)", got=repr(answer)[:100], who=WHO,
-                        fix="a tensor, a list of tensors and a dict")
+                        fix="a tensor, a list of tensors and a dict", code="importance-function-return")
     loss, keep = grid.flat(answer[0]), grid.flat(answer[1])
     metrics = {str(name): grid.flat(value) for name, value in answer[2].items()}
     found: dict[str, torch.Tensor] = {}
@@ -91,10 +92,11 @@ def _answer(answer: object, grid: Grid) -> tuple[torch.Tensor, torch.Tensor, Met
         if value is not None:
             found[name] = value
         else:
-            raise HookError(f"{name} should have one value for each of {sum(grid.lengths)} response tokens", who=WHO,
+            raise HookError(f"{name} should have one value for each of {sum(grid.lengths)} response tokens",
+                            code="importance-function-length", who=WHO,
                             fix="return what is given, changed; a metric may be one number as well")
     mask = found["loss_masks"]
     if not ((mask == 0) | (mask == 1)).all():
         raise HookError("loss_masks should be 0 or 1", got=f"{float(mask.min()):g} to {float(mask.max()):g}", who=WHO,
-                        fix="multiply weights into pg_loss")
+                        fix="multiply weights into pg_loss", code="importance-function-mask")
     return found["pg_loss"], mask, {name: found[name] for name in metrics}

@@ -35,6 +35,7 @@ def provided(function: Callable[..., Any], args: Args, chunk: torch.nn.Module) -
         CHUNK.reset(token)
     if not isinstance(found, type(chunk)):
         raise HookError("the provider should give the model that is built here, changed or wrapped by a subclass",
+                        code="model-provider-return",
                         got=type(found).__name__, who=WHO, fix="begin with miles.backends.megatron_utils."
                         "model_provider.get_model_provider_func(args)(...); an architecture is the hook model_spec")
     return found
@@ -49,7 +50,8 @@ def get_model_provider_func(args: object, role: str = "actor") -> Callable[..., 
     def provider(*given: object, **named: object) -> Any:
         chunk = CHUNK.get(None)
         if chunk is None:
-            raise HookError("models are built by the trainer", who="get_model_provider_func",
+            raise HookError("models are built by the trainer", code="model-provider-in-driver",
+                            who="get_model_provider_func",
                             fix="call it in the function of --custom-model-provider-path")
         return chunk
     return provider

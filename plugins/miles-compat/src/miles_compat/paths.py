@@ -115,10 +115,11 @@ def function_at(option: str, path: str) -> Callable[..., Any]:
     shape, who = SHAPES[option], f"--{option.replace('_', '-')} {path}"
     function: Callable[..., Any] = anything_at(path, who, shape.text)
     if not callable(function):
-        raise HookError("there is no such function", got=repr(function), who=who, fix=f"define {shape.text}")
+        raise HookError("there is no such function", code="function-missing", got=repr(function), who=who,
+                        fix=f"define {shape.text}")
     problem = _misfit(function, shape)
     if problem is not None:
-        raise HookError("the function cannot be called as it would be", got=problem, who=who,
+        raise HookError("the function cannot be called as it would be", code="function-signature", got=problem, who=who,
                         fix=f"it is called as {shape.text}{shape.note}")
     return function
 
@@ -131,7 +132,7 @@ def anything_at(path: str, who: str, wanted: str = "a function") -> Any:
     """
     module, name = _imported(path, who, wanted)
     if not hasattr(module, name):
-        raise HookError("there is no such function", who=who, fix=f"define {wanted}",
+        raise HookError("there is no such function", code="function-missing", who=who, fix=f"define {wanted}",
                         got=f"{module.__name__ if '.py' not in path else path.rpartition(':')[0]} has no {name!r}")
     return getattr(module, name)
 
@@ -152,7 +153,8 @@ def _imported(path: str, who: str, wanted: str) -> tuple[ModuleType, str]:
 
     where, _, name = path.rpartition(":" if ":" in path else ".")
     if not where or not name.isidentifier():
-        raise HookError("this is no path of a function", got=path, who=who.partition(" ")[0],
+        raise HookError("this is no path of a function", code="function-path-malformed", got=path,
+                        who=who.partition(" ")[0],
                         fix=f"write package.module.function or ./file.py:function, of {wanted}")
     modules.provide()
     here = os.getcwd()
@@ -167,7 +169,7 @@ def _imported(path: str, who: str, wanted: str) -> tuple[ModuleType, str]:
             fix = ("there is no such part of Miles here; a function may import "
                    f"{', '.join(f'miles.{name}' for name in modules.NAMES)}")
         raise HookError("the module of the function cannot be imported", got=f"{type(error).__name__}: {error}",
-                        who=who, fix=fix) from error
+                        who=who, code="function-import-failed", fix=fix) from error
 
 
 def _misfit(function: Callable[..., Any], shape: Shape) -> str | None:

@@ -49,11 +49,11 @@ class CompatOptions:
     dynamic_sampling_filter_path: str | None = option(
         None, "Keeps or drops each group.", flags=("--dynamic-sampling-filter-path",))
     buffer_filter_path: str | None = option(
-        None, "Selects which of the groups that were called back go on.", flags=("--buffer-filter-path",))
+        None, "Selects which cancelled groups continue.", flags=("--buffer-filter-path",))
     rollout_sample_filter_path: str | None = option(
         None, "Marks samples of a rollout that are not trained on.", flags=("--rollout-sample-filter-path",))
     rollout_all_samples_process_path: str | None = option(
-        None, "Sees every group that was finished, also those that a filter dropped.",
+        None, "Called with every finished group, including filtered ones.",
         flags=("--rollout-all-samples-process-path",))
     custom_reward_post_process_path: str | None = option(
         None, "Changes the rewards of a whole rollout.", flags=("--custom-reward-post-process-path",))
@@ -72,18 +72,18 @@ class CompatOptions:
     custom_megatron_post_save_hook_path: str | None = option(
         None, "Called when a checkpoint is complete.", flags=("--custom-megatron-post-save-hook-path",))
     custom_rollout_log_function_path: str | None = option(
-        None, "Told of every rollout.", flags=("--custom-rollout-log-function-path",))
+        None, "Called after every rollout.", flags=("--custom-rollout-log-function-path",))
     custom_eval_rollout_log_function_path: str | None = option(
-        None, "Told of every evaluation.", flags=("--custom-eval-rollout-log-function-path",))
+        None, "Called after every evaluation.", flags=("--custom-eval-rollout-log-function-path",))
     rollout_function_path: str | None = option(
         None, "Samples, scores and filters whole rollouts.", flags=("--rollout-function-path",))
     eval_function_path: str | None = option(
-        None, "Evaluates; datasets that it says nothing of are sampled by the run.", flags=("--eval-function-path",))
+        None, "Evaluates; the run samples the datasets that it does not return.", flags=("--eval-function-path",))
     custom_agent_function_path: str | None = option(
         None, "Talks to the model over an OpenAI endpoint; its answers are the sample.",
         flags=("--custom-agent-function-path",))
     session_sample_picker_path: str | None = option(
-        None, "Picks the samples that an agent's session is trained on as.", flags=("--session-sample-picker-path",))
+        None, "Selects the samples of an agent's session to train on.", flags=("--session-sample-picker-path",))
     session_sample_postprocessor_path: str | None = option(
         None, "Changes rewards and masks of an agent's samples.", flags=("--session-sample-postprocessor-path",))
     session_message_matcher: str = option(
@@ -100,13 +100,13 @@ class CompatOptions:
     generate_tool_call_parser: str | None = option(
         None, "How calls are written: qwen25, JSON in <tool_call>.", flags=("--generate-tool-call-parser",))
     rollout_sample_hook_path: list[str] = option(
-        [], "See each sample before it is scored, one after the other.", flags=("--rollout-sample-hook-path",))
+        [], "Called for each sample before it is scored, one after the other.", flags=("--rollout-sample-hook-path",))
     custom_convert_samples_to_train_data_path: str | None = option(
-        None, "Says what a rollout's samples are trained on as.",
+        None, "Converts the samples of a rollout to training data.",
         flags=("--custom-convert-samples-to-train-data-path",))
     custom_model_provider_path: str | None = option(
         None, "Changes the model that the trainer builds.", flags=("--custom-model-provider-path",))
-    scorer: str | None = option(None, "Scorer that a rollout function asks for rewards; --rm-type says it.")
+    scorer: str | None = option(None, "Scorer from which a rollout function gets rewards; set by --rm-type.")
     custom_config_path: str | None = option(
         None, "YAML file whose keys functions read as attributes of args.", flags=("--custom-config-path",))
 

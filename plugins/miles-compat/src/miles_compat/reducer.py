@@ -40,19 +40,19 @@ def token_weights(factory: Callable[..., Any], samples: Sequence[Sample], *, per
     lengths = [sample.response_length for sample in samples]
     reducer = factory([sample.length for sample in samples], lengths, masks, per_token)
     if not callable(reducer):
-        raise HookError("the function should return a reducer", got=repr(reducer)[:100], who=WHO,
-                        fix="return a callable that maps the losses of all tokens to a number")
+        raise HookError("the function should return a reducer", code="reducer-function-return", got=repr(reducer)[:100],
+                        who=WHO, fix="return a callable that maps the losses of all tokens to a number")
     weights = _slopes(reducer, sum(lengths))
     found = []
     for sample, mask, part in zip(samples, masks, weights.split(lengths), strict=True):
         trained = part[mask > 0]
         if part[mask == 0].any():
             raise HookError(f"the reducer counts tokens of {sample.name} that are masked", who=WHO,
-                            got=f"{int(part[mask == 0].count_nonzero())} of them",
+                            got=f"{int(part[mask == 0].count_nonzero())} of them", code="reducer-counts-masked",
                             fix="multiply by the loss mask")
         if len(trained) and float(trained.max() - trained.min()) > TOLERANCE * float(weights.abs().max()):
             raise HookError(f"the reducer weighs the tokens of {sample.name} differently", who=WHO,
-                            got=f"{float(trained.min()):g} to {float(trained.max()):g}",
+                            got=f"{float(trained.min()):g} to {float(trained.max()):g}", code="reducer-weighs-tokens",
                             fix="weigh tokens in the hook token_weights")
         found.append(float(trained.mean()) if len(trained) else 0.0)
     share = weight_per_token(samples) if per_token else per_constant(samples, 1.0)
@@ -68,8 +68,9 @@ def _slopes(reducer: Callable[[torch.Tensor], torch.Tensor], size: int) -> torch
         leaf = point.clone().requires_grad_()
         value = reducer(leaf)
         if not (isinstance(value, torch.Tensor) and value.numel() == 1 and value.requires_grad):
-            raise HookError("the reducer should map tokens' losses to one number, by operations of torch", who=WHO,
-                            got=repr(value)[:100], fix="return a sum, without item() and detach()")
+            raise HookError("the reducer should map tokens' losses to one number, by operations of torch",
+                            code="reducer-not-a-number", who=WHO, got=repr(value)[:100],
+                            fix="return a sum, without item() and detach()")
         slope, = torch.autograd.grad(value.sum(), leaf)
         found.append((slope, float(value.detach())))
     (slope, _), (other, given) = found
@@ -77,6 +78,7 @@ def _slopes(reducer: Callable[[torch.Tensor], torch.Tensor], size: int) -> torch
     straight = float(other.sub(slope).abs().max()) <= TOLERANCE * scale
     expected = float(slope @ points[1])
     if not straight or abs(value - expected) > TOLERANCE * scale * size:
-        raise HookError("the reducer is not linear", who=WHO, got=f"{value:g} in place of {expected:g}",
+        raise HookError("the reducer is not linear", code="reducer-not-linear", who=WHO,
+                        got=f"{value:g} in place of {expected:g}",
                         fix="return a weighted sum of the tokens' losses; for more write the hook policy_loss")
     return slope

@@ -88,7 +88,7 @@ def create_tool_call_parser(tool_specs: object, tool_call_parser: str | None) ->
     from miles_core.errors import HookError
 
     if tool_call_parser not in FORMATS:
-        raise HookError("calls of this format are not read here", got=tool_call_parser,
+        raise HookError("calls of this format are not read here", code="tool-call-parser-unknown", got=tool_call_parser,
                         who="--generate-tool-call-parser", fix="write qwen25, whose calls are JSON in <tool_call>")
     return Parser()
 

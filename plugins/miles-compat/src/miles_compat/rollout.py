@@ -36,9 +36,10 @@ def post_processed(function: Callable[..., Any], args: Args, groups: list[Group]
         raw, rewards = ([float(value) for value in values] for values in answer)
     except (TypeError, ValueError):
         raise HookError("the function should return (raw_rewards, rewards)", got=repr(answer)[:100], who=who,
-                        fix="two lists of a number for each sample") from None
+                        fix="two lists of a number for each sample", code="reward-function-return") from None
     if not len(raw) == len(rewards) == len(samples) or not all(map(math.isfinite, rewards)):
         raise HookError(f"the function should return a finite number for each of {len(samples)} samples, twice",
+                        code="reward-function-count",
                         got=f"{len(raw)} and {len(rewards)}, of which {sum(map(math.isfinite, rewards))} finite",
                         who=who, fix="return (raw_rewards, rewards) in the order of the samples")
     for sample, before, reward in zip(samples, raw, rewards, strict=True):
@@ -62,23 +63,23 @@ def converted(function: Callable[..., Any], args: Args, groups: list[Group]) -> 
     with groups_lent(groups) as found:
         data = function(args, [one for group in found for one in group])
     if not isinstance(data, dict) or unknown(data):
-        raise HookError("the function should return a dict of lists, by Miles's names", who=who,
-                        got=", ".join(unknown(data)) if isinstance(data, dict) else type(data).__name__,
+        raise HookError("the function should return a dict of lists, by Miles's names", code="convert-function-return",
+                        who=who, got=", ".join(unknown(data)) if isinstance(data, dict) else type(data).__name__,
                         fix="what more a loss needs is a column: a one-file plugin with the hook columns")
     if any(len(values) != len(samples) for values in data.values()):
         raise HookError(f"the function should say something of each of {len(samples)} samples", who=who,
                         got=", ".join(f"{len(values)} {name}" for name, values in data.items()),
-                        fix="take samples out of training with loss masks of 0")
+                        fix="take samples out of training with loss masks of 0", code="convert-function-count")
     for place, sample in enumerate(samples):
         if "tokens" in data and list(map(int, data["tokens"][place])) != sample.tokens.tolist():
-            raise HookError(f"the function changes the tokens of {sample.name}", who=who,
-                            fix="what is sampled is what is trained on: change them in a generate function")
+            raise HookError(f"the function changes the tokens of {sample.name}", code="convert-function-changes-tokens",
+                            who=who, fix="what is sampled is what is trained on: change them in a generate function")
         if "loss_masks" in data:
             mask = np.asarray(torch.as_tensor(data["loss_masks"][place]).cpu(), np.uint8)
             if mask.shape != sample.columns["loss_mask"].shape:
                 raise HookError(f"the loss mask of {sample.name} does not fit its response", who=who,
                                 got=f"{len(mask)} entries for {sample.response_length} tokens",
-                                fix="one entry for each response token")
+                                fix="one entry for each response token", code="convert-function-mask-length")
             sample.columns["loss_mask"] = mask
         if "raw_reward" in data:
             sample.metadata["raw_reward"] = float(data["raw_reward"][place])
@@ -103,7 +104,8 @@ def kept(function: Callable[..., Any], args: Args, group: Group) -> Group | Drop
     keep = bool(keep) if isinstance(keep, torch.Tensor) and keep.numel() == 1 else keep
     if not isinstance(keep, bool | np.bool_):
         raise HookError("the function should return DynamicFilterOutput(keep, reason), or a bool",
-                        got=repr(answer)[:100], who="dynamic_sampling_filter_path", fix="return True to keep a group")
+                        code="dynamic-filter-return", got=repr(answer)[:100], who="dynamic_sampling_filter_path",
+                        fix="return True to keep a group")
     return group if keep else Drop(str(reason or "filtered"), f"prompt {group.prompt.uid}")
 
 
@@ -133,12 +135,14 @@ def postprocessed(function: Callable[..., Any], args: Args, batch: Batch, algori
     before = [mask.clone() for mask in data["loss_masks"]]
     function(args, batch.rollout_id, data)
     if not all(map(torch.equal, before, data["loss_masks"])):
-        raise HookError("the function changes loss_masks, whose sums are denominators by now", who=who,
+        raise HookError("the function changes loss_masks, whose sums are denominators by now",
+                        code="advantage-function-changes-masks", who=who,
                         fix="mark samples in --rollout-sample-filter-path, tokens in --custom-tis-function-path")
     found = [torch.as_tensor(row).detach().cpu().numpy() for row in data.get("advantages", ())]
     if [row.shape for row in found] != [(sample.response_length,) for sample in batch.samples]:
         raise HookError('rollout_data["advantages"] should stay one tensor for each sample, as long as its response',
-                        who=who, got=f"{len(found)} for {len(batch.samples)}", fix="change values, not lengths")
+                        code="advantage-function-lengths", who=who, got=f"{len(found)} for {len(batch.samples)}",
+                        fix="change values, not lengths")
     for sample, row in zip(batch.samples, found, strict=True):
         sample.columns["advantages"] = row.astype(np.float32)
 
@@ -153,7 +157,8 @@ def advantages(function: Callable[..., Any], args: Args, batch: Batch, algorithm
     function(args, data)
     found = data.get("advantages")
     if found is None or len(found) != len(batch.samples):
-        raise HookError('the function should set rollout_data["advantages"]', who="custom_advantage_function_path",
+        raise HookError('the function should set rollout_data["advantages"]', code="advantage-function-sets-nothing",
+                        who="custom_advantage_function_path",
                         got="nothing" if found is None else f"{len(found)} of {len(batch.samples)}",
                         fix="a list with one tensor for each sample, as long as its response")
     return [torch.as_tensor(value).detach().cpu().numpy() for value in found]

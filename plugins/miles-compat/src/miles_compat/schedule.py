@@ -23,7 +23,7 @@ from miles_compat.session import CURRENT, Drawn, Session
 from miles_core import rng
 from miles_core.errors import HookError
 from miles_core.hosts import in_daemon_thread
-from miles_core.types import Prompt, Recall, Sample, Status
+from miles_core.types import CancelHandle, Prompt, Sample, Status
 
 if TYPE_CHECKING:
     from miles_compat.args import Args
@@ -95,7 +95,7 @@ class Together(Session):
     """One session for all that a rollout function asks of the engine; the slots that wait for it are alive."""
 
     def __init__(self, args: Args, generation: Generation, name: Callable[[Sequence[int]], tuple[str, int]]):
-        super().__init__(args, replace(generation, recall=Recall()), name, args.rollout_max_context_len)
+        super().__init__(args, replace(generation, recall=CancelHandle()), name, args.rollout_max_context_len)
         self.waiting: list[Generation] = []
 
     async def generate(self, payload: Mapping[str, Any]) -> dict[str, Any]:
@@ -174,7 +174,8 @@ class Schedule:
             with contextlib.suppress(TypeError, ValueError):  # what is no number is no metric
                 self._log(name, float(value))
         if not isinstance(groups, list) or not groups or not all(isinstance(one, list) and one for one in groups):
-            raise HookError("the function should return groups of samples", got=repr(groups)[:100], who=WHO,
+            raise HookError("the function should return groups of samples", code="rollout-function-return",
+                            got=repr(groups)[:100], who=WHO,
                             fix="a list with a list of samples for each prompt, rollout_batch_size of them")
         self._ready.extend(_taker(group, self.source, session) for group in groups)
 
@@ -274,7 +275,8 @@ class Evaluations:
         found = found or [_scored(value, prompt, index) for index, value in enumerate(rewards[rows])]
         if len(found) != generation.samples:
             raise HookError(f"the function gave prompt {prompt.uid} of {name} {len(found)} of {generation.samples} "
-                            "samples", who=EVAL, fix="return all of a dataset's in its order, or nothing of it")
+                            "samples", who=EVAL, fix="return all of a dataset's in its order, or nothing of it",
+                            code="eval-function-sample-count")
         return found
 
     async def _evaluation(self, generation: Generation) -> Mapping[str, Any]:
@@ -297,7 +299,8 @@ class Evaluations:
                 self._log(word.removeprefix("eval/"), float(value))
         data = getattr(answer, "data", answer)
         if not isinstance(data, Mapping):
-            raise HookError("the function should return figures by dataset", got=repr(data)[:100], who=EVAL,
+            raise HookError("the function should return figures by dataset", code="eval-function-return",
+                            got=repr(data)[:100], who=EVAL,
                             fix='a dict of NAME -> {"rewards": [...], "truncated": [...], "samples": [...]}')
         return data
 

@@ -43,7 +43,7 @@ async def scored(args: Any, name: str | None, sample: Sample) -> Any:
     scorer = _scorer(args, name) if name else None
     if scorer is None:
         raise ConfigError("no installed plugin has this scorer", got=name, who="--rm-type",
-                          fix="name one that `miles plugins` lists")
+                          fix="name one that `miles plugins` lists", code="compat-scorer-unknown")
     given = _core(sample)
     whole = "samples" in inspect.signature(scorer).parameters
     if inspect.iscoroutinefunction(scorer):

@@ -29,4 +29,4 @@ def selected(function: Callable[..., Any], args: Args, groups: Sequence[Group], 
     except (TypeError, KeyError, IndexError):
         raise HookError("the function should return groups of the buffer", got=repr(answer)[:100],
                         who="buffer_filter_path", fix="a list of at most num_samples entries of `buffer`, not copies "
-                        "of their samples; an empty list for none") from None
+                        "of their samples; an empty list for none", code="buffer-filter-return") from None

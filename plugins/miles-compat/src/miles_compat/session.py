@@ -77,7 +77,7 @@ class Session:
             text = payload.get("text")
             if not isinstance(text, str):
                 raise HookError("a request needs input_ids or text", got=", ".join(payload), who=WHO,
-                                fix="pass the token ids so far as input_ids")
+                                fix="pass the token ids so far as input_ids", code="engine-request-without-input")
             ids = self.args.tokenizer(text, add_special_tokens=False)["input_ids"]
         name, key = self.name(ids)
         sampling = replace(self.generation.sampling, **_sampling(payload.get("sampling_params") or {}))
@@ -109,7 +109,7 @@ async def post(url: str, payload: Mapping[str, Any], max_retries: int = 1, actio
         return {}
     if session is None or where.path != "/generate":
         raise HookError("the engine answers /generate, to a generate function or a rollout function",
-                        got=where.path or url, who="post",
+                        got=where.path or url, code="engine-path-unsupported", who="post",
                         fix="name the function with --custom-generate-function-path; everything else is the core's")
     return await session.ask(payload)
 
@@ -152,8 +152,9 @@ def _sampling(given: Mapping[str, Any]) -> dict[str, Any]:
         HookError: a parameter that nothing here stands for.
     """
     if unknown := given.keys() - TAKEN - LEFT:
-        raise HookError("a request has a sampling parameter that is not known here", got=", ".join(sorted(unknown)),
-                        who=WHO, fix=f"leave it out; there are {', '.join(sorted(TAKEN))}")
+        raise HookError("a request has a sampling parameter that is not known here",
+                        code="engine-sampling-parameter-unknown", got=", ".join(sorted(unknown)), who=WHO,
+                        fix=f"leave it out; there are {', '.join(sorted(TAKEN))}")
     found = {name: value for name, value in given.items() if name in TAKEN and value is not None}
     for name in ("stop", "stop_token_ids"):
         if name in found:

@@ -40,7 +40,8 @@ class Source:
         try:
             return len(self.inner)
         except TypeError:
-            raise DataError("the data source does not say how many prompts an epoch has", who=WHO,
+            raise DataError("the data source does not say how many prompts an epoch has",
+                            code="data-source-length-unknown", who=WHO,
                             fix="give it __len__, or write --num-rollout in place of --num-epoch") from None
 
     def next(self) -> Prompt:
@@ -74,7 +75,7 @@ class Source:
         except (TypeError, ValueError, IndexError, KeyError, AttributeError):
             raise DataError("get_samples(1) should return one group of samples with a prompt", who=WHO,
                             got=repr(groups)[:100], fix="return [[Sample(prompt=..., label=...)]]; a data source that "
-                            "ends begins again") from None
+                            "ends begins again", code="data-source-return") from None
         self._next += 1
         ids = self.tokenizer(text, add_special_tokens=messages is None)["input_ids"]
         label = getattr(sample, "label", None)
@@ -99,6 +100,7 @@ def source_of(kind: Callable[..., Any], args: Args, config: RunConfig, tokenizer
     """
     inner = kind(args)
     if not callable(getattr(inner, "get_samples", None)):
-        raise DataError("the data source has no get_samples", got=type(inner).__name__, who=f"{WHO} {path}",
+        raise DataError("the data source has no get_samples", code="data-source-without-get-samples",
+                        got=type(inner).__name__, who=f"{WHO} {path}",
                         fix="define get_samples(num_samples) -> list of groups of samples")
     return Source(inner, config, tokenizer, hashlib.sha256(path.encode()).hexdigest()[:16])

@@ -47,16 +47,19 @@ class Overlong:
         if buffer is None:
             for key in ("overlong_penalty_factor", "filter_penalised"):
                 if f"dapo-filter.{key}" in config.origin:
-                    raise ConfigError(f"{key} has no effect without overlong_buffer_len", who=who,
+                    raise ConfigError(f"{key} has no effect without overlong_buffer_len",
+                                      code="overlong-option-without-buffer", who=who,
                                       fix="write overlong_buffer_len, or drop it")
             return None
         if not 1 <= buffer <= most:
-            raise ConfigError("overlong_buffer_len should be shorter than the response", who=f"{who}, "
+            raise ConfigError("overlong_buffer_len should be shorter than the response",
+                              code="overlong-buffer-too-long", who=f"{who}, "
                                                                                              "rollout_max_response_len",
                               got=f"{buffer} of {most} tokens", fix=f"take 1 to {most}; DAPO has a fifth of it")
         if options.overlong_penalty_factor <= 0:
-            raise ConfigError("overlong_penalty_factor should be above 0", got=options.overlong_penalty_factor,
-                              who=who, fix="DAPO has 1; leave overlong_buffer_len out for no penalty")
+            raise ConfigError("overlong_penalty_factor should be above 0", code="overlong-penalty-out-of-range",
+                              got=options.overlong_penalty_factor, who=who,
+                              fix="DAPO has 1; leave overlong_buffer_len out for no penalty")
         return cls(most, buffer, options.overlong_penalty_factor)
 
     def penalty(self, sample: Sample) -> float:

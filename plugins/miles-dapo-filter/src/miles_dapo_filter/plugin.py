@@ -21,8 +21,8 @@ class DapoFilterOptions:
     overlong_buffer_len: int | None = option(
         None, "Response tokens before --rollout-max-response-len in which a penalty grows; default: no penalty."
     )
-    overlong_penalty_factor: float = option(1.0, "What an answer of the full length loses.")
-    filter_penalised: bool = option(False, "Look at rewards less the penalty, not at raw ones, to drop a group.")
+    overlong_penalty_factor: float = option(1.0, "Penalty of an answer of the full length.")
+    filter_penalised: bool = option(False, "Compare rewards after the penalty, not raw ones, to drop a group.")
 
 
 class DapoFilter:
@@ -39,7 +39,8 @@ class DapoFilter:
 
         if config.rollout.n_samples_per_prompt == 1:
             raise ConfigError("dapo-filter would drop every group: a group of one has no spread",
-                              who="rollout.n_samples_per_prompt", got=1, fix="sample at least 2 answers per prompt")
+                              code="dapo-group-of-one", who="rollout.n_samples_per_prompt", got=1,
+                              fix="sample at least 2 answers per prompt")
         self.options = options
         self.overlong = Overlong.of(options, config)
 

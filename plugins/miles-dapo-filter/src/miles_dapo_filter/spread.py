@@ -36,7 +36,8 @@ def keep_spread(group: Group, min_std: float, penalty: Callable[[Sample], float]
     raw, rewards = [], []
     for sample in group.samples:
         if sample.reward is None:
-            raise RewardError(f"no scorer scored {sample.name}", who="dapo-filter", fix="name a scorer with --rm-type")
+            raise RewardError(f"no scorer scored {sample.name}", code="dapo-sample-without-score", who="dapo-filter",
+                              fix="name a scorer with --rm-type")
         raw.append(sample.reward)
         rewards.append(sample.reward + (penalty(sample) if penalty else 0.0))
     if reward_std(rewards) > min_std:

@@ -56,7 +56,7 @@ def header(file: str) -> list[str]:
     with open(file, newline="", encoding="utf-8-sig") as lines:
         names = next(csv.reader(lines, delimiter=DELIMITERS[Path(file).suffix.lower()]), None)
     if not names:
-        raise DataError("the file is empty", who=file, fix="its first line names the columns")
+        raise DataError("the file is empty", code="data-file-empty", who=file, fix="its first line names the columns")
     return names
 
 
@@ -108,7 +108,8 @@ def _footer(file: str) -> pyarrow.parquet.FileMetaData:
     try:
         return pyarrow.parquet.read_metadata(file)
     except (pyarrow.ArrowException, OSError) as error:
-        raise DataError("the file is not Parquet, or not whole", got=str(error).splitlines()[0][:200], who=file,
+        raise DataError("the file is not Parquet, or not whole", code="parquet-unreadable",
+                        got=str(error).splitlines()[0][:200], who=file,
                         fix="fetch or write it again; a pointer of Git LFS is fetched by git lfs pull") from None
 
 
@@ -116,9 +117,10 @@ def _object(file: str, number: int, line: bytes) -> Iterator[Row]:
     try:
         row = parse_json(line.strip())
     except ValueError as error:
-        raise DataError("the line is not JSON", got=str(error), who=f"{file}, line {number}",
+        raise DataError("the line is not JSON", code="data-line-not-json", got=str(error), who=f"{file}, line {number}",
                         fix="one object a line; a list of objects is read whole, which no stream does") from None
     if not isinstance(row, dict):
-        raise DataError("the line is not a JSON object", got=type(row).__name__, who=f"{file}, line {number}",
+        raise DataError("the line is not a JSON object", code="prompt-line-not-json", got=type(row).__name__,
+                        who=f"{file}, line {number}",
                         fix="one object a line; a list of objects is read whole, which no stream does")
     yield row

@@ -38,7 +38,7 @@ class Datasets:
         self._labels = tuple(sorted({str(key) for key in labels if key}))
         if options.label_after == "":
             raise ConfigError("datasets.label_after should be a mark", got="nothing", who="datasets.label_after",
-                              fix="for instance ####")
+                              fix="for instance ####", code="label-mark-empty")
 
     @hookimpl("read_rows", name="parquet")
     def parquet(self, path: str, most: int | None) -> Records:

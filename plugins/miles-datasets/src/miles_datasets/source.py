@@ -101,7 +101,8 @@ class Source:
         """
         stop = self.part.stop if self.counted is None else range(self.counted)[self.part].stop
         if self.begin is None or stop is not None and stop < 0:
-            raise DataError("the slice counts from the end, which a stream does not know", got=self._cut, who=self.name,
+            raise DataError("the slice counts from the end, which a stream does not know", code="stream-slice-from-end",
+                            got=self._cut, who=self.name,
                             fix="count from the beginning, or leave --prompt-source stream out")
         left = None if stop is None else max(stop - self.begin - row, 0)
         with self._explained():
@@ -122,7 +123,7 @@ class Source:
                 _, mark_there, label = text.rpartition(mark)
                 if not mark_there:
                     raise DataError(f"the label {key!r} has no {mark}", got=text[-40:], who=self.where(number),
-                                    fix="leave the row out, or --datasets.label-after")
+                                    fix="leave the row out, or --datasets.label-after", code="label-mark-missing")
                 row = {**row, key: label.strip()}
         return row
 
@@ -158,7 +159,7 @@ class Source:
             builder = datasets.load_dataset_builder(str(_folder(name)), config, cache_dir=self._cache_dir)
         except ValueError as error:
             what = "the dataset has no such configuration" if config else "the dataset has several configurations"
-            raise DataError(what, got=" ".join(str(error).split())[:200], who=self.name,
+            raise DataError(what, code="data-shard-failed", got=" ".join(str(error).split())[:200], who=self.name,
                             fix=f"write {name}:CONFIG:SPLIT") from None
         return builder, _split(split, [str(one) for one in builder.config.data_files], self.name)
 
@@ -182,11 +183,12 @@ class Source:
             raise
         except ImportError as error:
             raise DataError("the package that reads it is not installed", got=str(error), who=self.name,
-                            fix="pip install datasets pyarrow") from error
+                            fix="pip install datasets pyarrow", code="data-reader-not-installed") from error
         except Exception as error:
             cause = error.__cause__ or error
             message = (str(cause).strip().splitlines() or [""])[0][:200]
-            raise DataError("it cannot be read", got=f"{type(cause).__name__}: {message}", who=self.name,
+            raise DataError("it cannot be read", code="data-unreadable", got=f"{type(cause).__name__}: {message}",
+                            who=self.name,
                             fix="write it again, as what its ending says; no script of a dataset is run") from error
 
 
@@ -194,7 +196,8 @@ def _files(name: str, ending: str) -> list[str]:
     files = [name] if Path(name).is_file() else sorted(
         map(str, Path(name).rglob(f"*.{ending}")) if Path(name).is_dir() else glob.glob(name, recursive=True))
     if not files:
-        raise DataError("there is no such prompt file", who=name, fix="check --prompt-data or --eval-prompt-data")
+        raise DataError("the prompt file does not exist", code="prompt-file-missing", who=name,
+                        fix="check --prompt-data or --eval-prompt-data")
     return files
 
 
@@ -214,7 +217,7 @@ def _folder(name: str) -> Path:
     except (HFValidationError, LocalEntryNotFoundError, OSError):
         raise DataError("there is no such folder, and no such dataset in the Hugging Face cache; a run fetches nothing",
                         who=name, fix=f"where there is a network: hf download --repo-type dataset {name}; "
-                        "a file is named with its ending") from None
+                        "a file is named with its ending", code="dataset-missing") from None
 
 
 def _split(wanted: str | None, there: list[str], name: str) -> str:
@@ -222,5 +225,6 @@ def _split(wanted: str | None, there: list[str], name: str) -> str:
         return str(wanted)
     if wanted is None and ("train" in there or len(there) == 1):
         return "train" if "train" in there else there[0]
-    raise DataError(f"there is no split {wanted!r}" if wanted else "nobody says which split", who=name,
-                    got=f"there are {', '.join(there) or 'none'}", fix=f"write {name.split(':')[0]}:SPLIT")
+    raise DataError(f"there is no split {wanted!r}" if wanted else "the dataset has several splits",
+                    code="dataset-split-unknown", who=name, got=f"there are {', '.join(there) or 'none'}",
+                    fix=f"write {name.split(':')[0]}:SPLIT")

@@ -47,7 +47,7 @@ class StreamedPrompts:
         """
         if (total := self._source.total) is None:
             raise DataError("only Parquet says how many rows a stream has", who=self._source.name,
-                            fix="write --num-rollout in place of --num-epoch")
+                            fix="write --num-rollout in place of --num-epoch", code="stream-length-unknown")
         return total
 
     def next(self) -> Prompt:
@@ -77,8 +77,9 @@ class StreamedPrompts:
             DataError: windows are of another size than those of the state.
         """
         if state["buffer"] != self._buffer:
-            raise DataError("the checkpoint's position is in windows of another size", got=self._buffer,
-                            who="datasets.shuffle_buffer", fix=f"--datasets.shuffle-buffer {state['buffer']}")
+            raise DataError("the checkpoint's position is in windows of another size", code="shuffle-buffer-changed",
+                            got=self._buffer, who="datasets.shuffle_buffer",
+                            fix=f"--datasets.shuffle-buffer {state['buffer']}")
         self._next, self._first = state["next"], state["first"]
         self._epoch, self._number, self._row = state["epoch"], state["window"], state["row"]
         self._read(self._rows(self._row))
@@ -113,7 +114,7 @@ class StreamedPrompts:
             if len(window) == self._buffer:
                 break
         if not window and self._number == 0:
-            raise DataError("no prompt is left", who=self._source.name,
+            raise DataError("no prompt is left", code="stream-prompts-all-dropped", who=self._source.name,
                             fix="the files are empty, the @[a:b] slice is, or --rollout-max-prompt-len leaves all out")
         self._window = window
         if self._shuffle and window:

@@ -95,11 +95,12 @@ def listed(file: str) -> list[dict[str, Any]]:
     try:
         objects = parse_json(Path(file).read_bytes())
     except ValueError as error:
-        raise DataError("the file is not JSON", got=str(error), who=file, fix="fetch or write it again") from None
+        raise DataError("the file is not JSON", code="data-file-not-json", got=str(error), who=file,
+                        fix="fetch or write it again") from None
     for number, row in enumerate(objects):
         if not isinstance(row, dict):
             raise DataError("the row is not an object", got=type(row).__name__, who=f"{file}, row {number}",
-                            fix="write a list of objects")
+                            fix="write a list of objects", code="data-row-not-object")
     return list(objects)
 
 

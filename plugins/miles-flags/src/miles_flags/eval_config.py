@@ -29,10 +29,10 @@ def datasets_of(flag: Given) -> list[dict[str, object]]:
         document = yaml.safe_load(Path(*flag.words).read_text(encoding="utf-8"))
     except (OSError, ValueError, TypeError, yaml.YAMLError) as error:
         raise DataError("the file of eval datasets cannot be read", got=str(error), who=who,
-                        fix="name one YAML file") from None
+                        fix="name one YAML file", code="eval-config-unreadable") from None
     whole = document.get("eval", document) if isinstance(document, Mapping) else {}
     if more := sorted(set(whole) - {"defaults", "datasets"}):
-        raise ConfigError(f"an evaluation here has no {', '.join(more)}", who=who,
+        raise ConfigError(f"an evaluation here has no {', '.join(more)}", code="eval-key-unsupported", who=who,
                           fix="datasets are sampled and scored by the run itself: leave the key out of the file")
     tables = ({**(whole.get("defaults") or {}), **dataset} for dataset in whole.get("datasets") or [])
     return [{KEYS.get(key, key): value for key, value in table.items() if value is not None} for table in tables]

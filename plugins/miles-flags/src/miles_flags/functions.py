@@ -89,7 +89,7 @@ def _distilled(config: RunConfig, note: Callable[[str], None]) -> RunConfig:
     if opd and opd.get("opd_log_prob_top_k") and strategy != "only-teacher" and (url or opd.get("opd_teacher_urls")):
         raise ConfigError("a teacher's server is asked for its own likeliest tokens alone", who="--opd-top-k-strategy",
                           got=strategy, fix="--opd-top-k-strategy only-teacher, or a teacher in the trainer "
-                          "(--opd-teacher-load)")
+                          "(--opd-teacher-load)", code="opd-top-k-strategy-unsupported")
     if opd is None or not url or opd.get("opd_teacher_urls") or "on_policy_distillation" not in config.rollout.rm_type:
         return config
     note("--rm-url: the teacher's server, as --opd-teacher-urls")

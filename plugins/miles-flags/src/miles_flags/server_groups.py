@@ -34,13 +34,15 @@ def sizes_of(flag: Given, notes: list[str]) -> dict[str, int]:
         each = {int(group.get("num_gpus_per_engine", group["num_gpus"])) for group in groups}
         whole = sum(int(group["num_gpus"]) for group in groups)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, yaml.YAMLError) as error:
-        raise DataError("the file of server groups cannot be read", got=f"{type(error).__name__}: {error}", who=who,
+        raise DataError("the file of server groups cannot be read", code="server-groups-unreadable",
+                        got=f"{type(error).__name__}: {error}", who=who,
                         fix="name one YAML file: sglang, a list of models with server_groups") from None
     apart = sorted({key for group in groups for key in group.get("overrides") or {} if key in MEANT})
     other = [model for model in models if model.get("model_path") or model.get("update_weights") is False]
     kinds = sorted({str(group.get("worker_type", "regular")) for group in groups} - {*KINDS})
     if len(models) != 1 or other or kinds or apart or len(each) != 1:
-        raise ConfigError("a run has one model here, on engines that are all alike", who=who,
+        raise ConfigError("a run has one model here, on engines that are all alike",
+                          code="server-groups-differ", who=who,
                           got=f"{len(models)} models, {len(groups)} groups" + f", {', '.join([*kinds, *apart])}" * bool(
                               kinds or apart), fix="leave the flag out: --rollout-num-gpus and "
                           "--rollout-num-gpus-per-engine are the sizes, --sglang-* fields of all servers")

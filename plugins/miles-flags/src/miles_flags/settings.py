@@ -23,4 +23,4 @@ def custom_config(path: str | None) -> dict[str, Any]:
         return {str(key): value for key, value in (document or {}).items()}
     except (OSError, ValueError, AttributeError, yaml.YAMLError) as error:
         raise DataError("the settings of functions cannot be read", got=str(error), who=f"--custom-config-path {path}",
-                        fix="name a YAML file of keys and values") from None
+                        fix="name a YAML file of keys and values", code="function-settings-unreadable") from None

@@ -66,7 +66,8 @@ class MilesFlags(Surface):
             words = " ".join(flag.words)
             entry = next((taken for like, taken in entry["values"].items() if fnmatchcase(words, like)), entry)
         if (reason := refusal(flag.flag)) is not None and (entry is None or "refused" in entry):
-            raise UnknownKeyError(f"{flag.flag} has no place here", who="Miles's flag", fix=reason)
+            raise UnknownKeyError(f"{flag.flag} has no place here", code="miles-flag-unsupported", who="Miles's flag",
+                                  fix=reason)
         if entry is None:
             return None
         if "environment" in entry:

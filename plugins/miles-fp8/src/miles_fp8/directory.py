@@ -26,7 +26,8 @@ def convert(source: Path, out: Path, fp8_format: Held) -> str:
     with reading(str(source / "config.json"), CheckpointError):
         config = parse_json((source / "config.json").read_text(encoding="utf-8"))
         if "quantization_config" in config:
-            raise CheckpointError("the checkpoint is quantised already", who=str(source / "config.json"),
+            raise CheckpointError("the checkpoint is quantised already",
+                                  code="fp8-already-quantised", who=str(source / "config.json"),
                                   got=config["quantization_config"].get("quant_method"), fix="convert an unquantised "
                                                                                              "checkpoint")
     files = sorted(set(tensor_files(source).values()))
@@ -34,8 +35,9 @@ def convert(source: Path, out: Path, fp8_format: Held) -> str:
     matrices = [name for name, shape in shapes.items() if len(shape) == 2]
     taken = [name for name in matrices if fp8_format.quantises(name, shapes[name])]
     if not taken:
-        raise CheckpointError("no tensor has the name of a linear layer's weight", who=str(source),
-                              got=f"{len(shapes)} tensors", fix="use a decoder with Hugging Face tensor names")
+        raise CheckpointError("no tensor has the name of a linear layer's weight", code="fp8-no-linear-layers",
+                              who=str(source), got=f"{len(shapes)} tensors",
+                              fix="use a decoder with Hugging Face tensor names")
     left = plain_modules(set(matrices) - set(taken))
     more = {"quantization_config": {**fp8_format.config, plain_key(fp8_format.recipe): left}}
     more |= {key: config[key] for key in ("dtype", "torch_dtype") if key in config}

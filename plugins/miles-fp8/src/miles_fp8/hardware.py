@@ -49,21 +49,22 @@ def emulated(device: Device, fields: dict[str, object], bf16: bool) -> bool:
     """
     recipe = str(fields.get("fp8_recipe") or "delayed")
     if fields.get("fp8_param"):
-        raise ConfigError("parameters stored in FP8 cannot be streamed to engines", who="--fp8-param-gather",
-                          got="fp8_param", fix="leave it out: parameters stay in bfloat16 and GEMMs run in FP8")
+        raise ConfigError("parameters stored in FP8 cannot be streamed to engines", code="fp8-parameters-not-streamed",
+                          who="--fp8-param-gather", got="fp8_param",
+                          fix="leave it out: parameters stay in bfloat16 and GEMMs run in FP8")
     if device.name is None or fields.get("transformer_impl") == "local":
         if recipe not in (*RECIPES, NVFP4):
             raise ConfigError(f"the recipe {recipe!r} is supported by Transformer Engine's kernels only",
-                              got=_without(device),
+                              got=_without(device), code="fp8-recipe-needs-transformer-engine",
                               who="--fp8-recipe", fix="write --fp8-recipe blockwise, tensorwise or mxfp8")
         return True
     if not bf16:
         raise ConfigError("FP8 kernels train in bfloat16", got="float32", who="--fp8-format, --no-bf16",
-                          fix="write --bf16, or leave FP8 out")
+                          fix="write --bf16, or leave FP8 out", code="fp8-needs-bf16")
     if not device.engine:
         raise ConfigError("FP8 on a GPU needs Transformer Engine, which is not installed", got=device.name,
                           who="--fp8-format", fix="pip install transformer_engine[pytorch], or emulate it slowly with "
-                          "--transformer-impl local")
+                          "--transformer-impl local", code="fp8-transformer-engine-missing")
     needed = NEEDED[recipe]
     if device.capability < needed:
         able = [name for name in ("blockwise", "tensorwise") if device.capability >= NEEDED[name]]

@@ -34,11 +34,11 @@ class Fp8Options:
         "Default: as --fp8-recipe, else blockwise. nvfp4, in four bits, is the recipe of training as well."
     )
     keep: list[str] = option(
-        [], "Modules that such weights leave as they are, by Hugging Face's name or the beginning or end of it.",
+        [], "Modules that such weights do not quantise, by their Hugging Face name or its beginning or end.",
         flags=("--extra-high-precision-layers-hf",),
     )
-    first_layers: int = option(0, "Layers at the start that such weights leave as they are, all their modules.")
-    last_layers: int = option(0, "Layers at the end that such weights leave as they are, all their modules.")
+    first_layers: int = option(0, "Layers at the start whose modules such weights do not quantise.")
+    last_layers: int = option(0, "Layers at the end whose modules such weights do not quantise.")
     emulate: Literal["all", "weights"] = option(
         "all", "What training without FP8 kernels rounds: all operands, or weights alone, as the local engine does."
     )
@@ -86,7 +86,8 @@ class Fp8:
         served = chosen(config, "engine") == "sglang" and not config.debug.debug_rollout_only
         if served and stated.get("quant_method") == "fp8" and not stated.get("weight_block_size"):
             raise ConfigError("SGLang rearranges FP8 weights with one scale each when it loads them, and cannot load "
-                              "new ones", got=f"no weight_block_size in {path}", who="plugin fp8",
+                              "new ones",
+                              code="fp8-sglang-needs-blocks", got=f"no weight_block_size in {path}", who="plugin fp8",
                               fix="serve scales per block: miles convert hf-to-fp8 --recipe blockwise")
         if served and stated.get("quant_method") == "modelopt":
             raise ConfigError("SGLang rearranges NVFP4 weights when it loads them, and cannot load new ones",

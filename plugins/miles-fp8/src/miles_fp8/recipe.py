@@ -150,8 +150,9 @@ def of_checkpoint(quantization: Mapping[str, object], folder: Path) -> Held | No
     wrong = {key: quantization[key] for key, wanted in (("activation_scheme", "dynamic"), ("fmt", "e4m3"))
              if quantization.get(key) not in (None, wanted)}
     if wrong:
-        raise ConfigError("the engine's checkpoint is in an FP8 format that this plugin does not write", got=wrong,
-                          who=str(folder / "config.json"), fix="create one with miles convert hf-to-fp8")
+        raise ConfigError("the engine's checkpoint is in an FP8 format that this plugin does not write",
+                          code="fp8-format-unsupported", got=wrong, who=str(folder / "config.json"),
+                          fix="create one with miles convert hf-to-fp8")
     block: Any = quantization.get("weight_block_size")
     if method == "mxfp8":
         recipe, tiles = "mxfp8", WEIGHTS["mxfp8"]
@@ -172,7 +173,8 @@ def _scaled(folder: Path) -> frozenset[str] | None:
 
     scales = frozenset(name for name in tensor_files(folder) if name.endswith(SCALES))
     if not scales:
-        raise CheckpointError("config.json says FP8, but no tensor has a scale", who=str(folder),
+        raise CheckpointError("config.json says FP8, but no tensor has a scale", code="fp8-scales-missing",
+                              who=str(folder),
                               fix="fetch the checkpoint again, or take quantization_config out of config.json")
     return scales
 

@@ -108,6 +108,7 @@ def plain(stream: Stream, tiles: Tiles = WEIGHTS["blockwise"]) -> Stream:
             cut = WEIGHTS["mxfp8"] if scale.dtype == torch.uint8 else tiles
             yield f"{module}weight", dequantise(weight, scale, cut)
     if weights:
-        raise EngineError("FP8 weights came without their scales", got=f"{len(weights)}, such as {min(weights)}weight",
+        raise EngineError("FP8 weights came without their scales", code="fp8-scales-not-sent",
+                          got=f"{len(weights)}, such as {min(weights)}weight",
                           fix="send weight and weight_scale_inv of each, or fetch the checkpoint again")
     yield from scales.values()

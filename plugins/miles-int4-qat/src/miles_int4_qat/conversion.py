@@ -26,12 +26,13 @@ def convert(source: Path, out: Path, group_size: int, targets: str) -> str:
     with reading(str(source / "config.json"), CheckpointError):
         quantization = parse_json((source / "config.json").read_text(encoding="utf-8")).get("quantization_config")
         if quantization:
-            raise CheckpointError("the weights are already quantised", who=str(source),
+            raise CheckpointError("the weights are already quantised", code="int4-already-quantised", who=str(source),
                                   got=quantization.get("quant_method"), fix="convert the unquantised weights")
     files = tensor_files(source)
     names = chosen(files, targets)
     if not names:
-        raise ConfigError("no weight would be packed", got=f"targets {targets}", who=str(source),
+        raise ConfigError("no weight would be packed", code="int4-nothing-packed", got=f"targets {targets}",
+                          who=str(source),
                           fix="choose other targets; fused experts have to be split into one weight each")
     before, after = [0], [0]
 

@@ -42,6 +42,7 @@ def round_weights(chunk: torch.nn.Module, weight_map: WeightMap, names: Collecti
         inside = [name for name in theirs if name in names]
         if inside and len(inside) < len(theirs):
             raise ConfigError("weights that the trainer keeps as one are not all int4",
+                              code="int4-merged-weights-differ",
                               got=f"{inside[0]} is, {next(name for name in theirs if name not in names)} is not",
                               who="quantization_config of --hf-checkpoint", fix="quantise all of them, or none")
         if inside:

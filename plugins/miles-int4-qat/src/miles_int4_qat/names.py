@@ -78,7 +78,7 @@ def stated(folder: Path) -> Stated | None:
                 and (bits, kind, symmetric, strategy, reordered) == (4, "int", True, "group", False))
         if not ours or not isinstance(size, int):
             raise ConfigError("the checkpoint's weights are quantised in a way that plugin int4-qat does not train",
-                              got=f"{method}, format {layout}, weights {weights}",
+                              got=f"{method}, format {layout}, weights {weights}", code="int4-format-unsupported",
                               who=str(path), fix="use a directory that `miles convert hf-to-int4` wrote")
         return Stated(size, tuple(quantization.get("ignore") or ()))
 
@@ -102,7 +102,7 @@ def packed_names(folder: Path, statement: Stated, names: Collection[str]) -> fro
         packed, scale = (stored_tensors(files[name])[name].shape
                          for name in (f"{bases[0]}_packed", f"{bases[0]}_scale"))
         if packed[-1] * 8 != scale[-1] * statement.group_size:
-            raise CheckpointError(f"config.json says groups of {statement.group_size}",
+            raise CheckpointError(f"config.json says groups of {statement.group_size}", code="int4-group-size-mismatch",
                                   got=f"{bases[0]}: {scale[-1]} scales for {packed[-1] * 8} weights", who=str(folder),
                                   fix="convert the checkpoint again")
     return frozenset(bases)
@@ -176,7 +176,7 @@ def check_width(name: str, width: int, group_size: int, ranks: int = 1) -> None:
         fix = f"groups of {' or '.join(map(str, fits))} would fit" if fits else (
             "use fewer tensor-parallel ranks" if ranks > 1 else "choose other targets, or leave the weight as it is")
         raise ConfigError(f"groups of {group_size} do not divide the input axis of {name}", got=f"{width}{among}",
-                          who="plugin int4-qat", fix=fix)
+                          who="plugin int4-qat", code="int4-group-not-divisible", fix=fix)
 
 
 def differing(option: str, wanted: Collection[str], stored: Collection[str], who: str) -> None:
@@ -188,4 +188,5 @@ def differing(option: str, wanted: Collection[str], stored: Collection[str], who
 
     if wanted := set(wanted) ^ set(stored):
         raise ConfigError("the engine's checkpoint has other layers in int4 than the run trains for",
-                          got=few(sorted(wanted), 3), who=f"{option}, {who}", fix=f"leave {option} out")
+                          code="int4-layers-differ", got=few(sorted(wanted), 3), who=f"{option}, {who}",
+                          fix=f"leave {option} out")

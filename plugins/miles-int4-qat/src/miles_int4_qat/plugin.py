@@ -54,8 +54,9 @@ class Int4Qat:
         from miles_int4_qat.names import GROUPS
 
         if options.group_size not in (None, *GROUPS):
-            raise ConfigError(f"group_size should be one of {', '.join(map(str, GROUPS))}", got=options.group_size,
-                              who="--int4-qat.group-size", fix="write 32 for precision, or 128 for size")
+            raise ConfigError(f"group_size should be one of {', '.join(map(str, GROUPS))}",
+                              code="int4-group-size-unknown", got=options.group_size, who="--int4-qat.group-size",
+                              fix="write 32 for precision, or 128 for size")
         self.options, self.config = options, config
         self._map: WeightMap | None = None
         self._rounds = True
@@ -162,8 +163,9 @@ class Int4Qat:
                 differing("--int4-qat.targets", wanted, stored_names & set(inside), str(self._folder))
             wanted = stored_names
         if not wanted:
-            raise ConfigError("no weight would be rounded to int4", got=f"targets {self.options.targets}",
-                              who=str(self._folder), fix="choose other targets, or run without plugin int4-qat")
+            raise ConfigError("no weight would be rounded to int4", code="int4-nothing-rounded",
+                              got=f"targets {self.options.targets}", who=str(self._folder),
+                              fix="choose other targets, or run without plugin int4-qat")
         return wanted
 
 
@@ -173,20 +175,20 @@ def _check(options: Int4QatOptions, config: RunConfig) -> None:
     size = options.group_size
     if (requested := os.environ.get(THEIRS)) not in (None, "", str(size)):
         raise ConfigError("the environment variable and the run name different group sizes", who="plugin int4-qat",
-                          got=f"{THEIRS}={requested}",
+                          got=f"{THEIRS}={requested}", code="int4-group-size-twice",
                           fix=f"write --int4-qat.group-size {requested}, or unset the variable")
     if config.surface("megatron").get("fp8"):
         raise ConfigError("weights that are rounded to int4 in the forward cannot be rounded to fp8 as well",
-                          got=f"fp8 {config.surface('megatron')['fp8']}", who="plugin int4-qat",
+                          got=f"fp8 {config.surface('megatron')['fp8']}", code="int4-with-fp8", who="plugin int4-qat",
                               fix="leave --fp8-format out")
     folder = Path(config.checkpoint.hf_checkpoint or "")
     if not (folder / "config.json").is_file() or (stored := stated(folder)) is None:
         return
     if size not in (None, stored.group_size):
         raise ConfigError(f"the engine's checkpoint has groups of {stored.group_size}", got=f"group_size {size}",
-                          who=f"--int4-qat.group-size, {folder}",
+                          who=f"--int4-qat.group-size, {folder}", code="int4-engine-group-size",
                           fix="leave the option out, or convert the checkpoint again")
     if part(config, "engine") == "sglang" and str(config.perf.weight_sync).startswith("disk"):
         raise ConfigError("SGLang loads no files over layers that it has repacked for its int4 kernels",
                           got=f"weight_sync {config.perf.weight_sync}", who=f"plugin int4-qat, {folder}",
-                          fix="--weight-sync broadcast, or ipc with --colocate")
+                          fix="--weight-sync broadcast, or ipc with --colocate", code="int4-sync-unsupported")

@@ -65,7 +65,7 @@ def unpacked(stream: Stream) -> Iterator[tuple[str, torch.Tensor]]:
     if pending:
         name, parts = next(iter(pending.items()))
         raise EngineError("a packed weight is incomplete", got=f"{name}: {', '.join(parts)} and no "
-                          f"{', '.join(kind for kind in PARTS if kind not in parts)}",
+                          f"{', '.join(kind for kind in PARTS if kind not in parts)}", code="int4-weight-incomplete",
                           fix="send all three tensors of a weight")
 
 
@@ -73,7 +73,7 @@ def _whole(name: str, packed: torch.Tensor, scale: torch.Tensor, shape: torch.Te
     rows, width = shape.tolist()
     fits = list(packed.shape) == [rows, width // quantise.NIBBLES] and scale.shape[0] == rows
     if not fits or scale.shape[1] == 0 or width % scale.shape[1]:
-        raise EngineError(f"the parts of packed weight {name} do not match",
+        raise EngineError(f"the parts of packed weight {name} do not match", code="int4-weight-parts-differ",
                           got=f"shape {[rows, width]}, packed {list(packed.shape)}, scales {list(scale.shape)}",
                           fix="convert the checkpoint again")
     return quantise.dequantise(quantise.unpack(packed), scale)

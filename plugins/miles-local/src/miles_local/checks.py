@@ -19,5 +19,6 @@ def check_head(config: RunConfig, note: Callable[[str], None]) -> RunConfig:
     local = config.rollout.engine in (None, "local")
     if config.algorithm.fp32_lm_head and local and low == "bfloat16":
         raise ConfigError("the local engine rounds bf16 logits, and the trainer would not",
-                          who=who(config, "algorithm.fp32_lm_head"), fix="drop it, or use --engine-dtype float32")
+                          code="local-engine-fp32-head", who=who(config, "algorithm.fp32_lm_head"),
+                          fix="drop it, or use --engine-dtype float32")
     return config

@@ -56,7 +56,8 @@ def decoder_for(folder: Path, dtype: torch.dtype,
         CheckpointError: no config.json, or an architecture that this engine does not decode.
     """
     if not (folder / "config.json").is_file():
-        raise CheckpointError("config.json is missing", who=str(folder), fix="name a Hugging Face checkpoint")
+        raise CheckpointError("config.json is missing", code="config-json-missing", who=str(folder),
+                              fix="name a Hugging Face checkpoint")
     with reading(f"{folder}/config.json", CheckpointError):
         kind = parse_json((folder / "config.json").read_text(encoding="utf-8")).get("model_type")
         if kind in FAMILIES and (shape := ModelShape.read(folder)) is not None:
@@ -168,7 +169,8 @@ class LocalEngine:
         across a weight update. Requests that come while paused wait.
         """
         if mode not in ("abort", "retract", "in_place"):
-            raise EngineError("unknown pause mode", got=mode, fix="use abort, retract or in_place")
+            raise EngineError("unknown pause mode", code="pause-mode-unknown", got=mode,
+                              fix="use abort, retract or in_place")
         self._submit()
         await self._ask(lambda: self._pause(mode))
 
@@ -209,7 +211,7 @@ class LocalEngine:
         await in_daemon_thread(lambda: thread.join(STOP_SECONDS))
         if thread.is_alive():
             raise EngineError(f"the local engine's thread did not end within {STOP_SECONDS:g} s",
-                              fix="look at what it computes, e.g. with py-spy")
+                              fix="look at what it computes, e.g. with py-spy", code="local-engine-stop-timeout")
         self._thread = None
 
     def _read(self) -> Weights | PreTrainedModel:
@@ -220,13 +222,16 @@ class LocalEngine:
         sampling, length, who = request.sampling, len(request.input_ids), f"request {request.id}"
         check(sampling, request.id)
         if request.id in self._in_flight:
-            raise EngineError(f"{who} is already in flight", fix="give each request an id of its own")
+            raise EngineError(f"{who} is already in flight", code="request-in-flight",
+                              fix="give each request an id of its own")
         if not 0 < length < self.max_context:
             raise EngineError(f"{who} leaves no room in a context of {self.max_context} tokens",
-                              got=f"a prompt of {length} tokens", fix="shorten the prompt, or raise max_context")
+                              code="local-prompt-too-long", got=f"a prompt of {length} tokens",
+                              fix="shorten the prompt, or raise max_context")
         check_request(request, self.shape.vocab, bool(self.shape.sparse), "the local engine")
         if sampling.stop and self._tokenizer is None:
-            raise EngineError(f"{who} has stop strings and the engine no tokenizer", got=sampling.stop,
+            raise EngineError(f"{who} has stop strings and the engine no tokenizer",
+                              code="stop-strings-without-tokenizer", got=sampling.stop,
                               fix="give the engine a tokenizer, or use stop_token_ids")
         stops = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else self._eos)
         watch = StopStrings(self._tokenizer, sampling.stop, sampling.skip_special_tokens) if sampling.stop else None
@@ -266,13 +271,15 @@ class LocalEngine:
 
     def _gone(self) -> EngineError:
         if self._failure is None:
-            return EngineError("the local engine is not running", fix="await start() first")
+            return EngineError("the local engine is not running", code="local-engine-not-running",
+                               fix="await start() first")
         return EngineError("the local engine failed", got=f"{type(self._failure).__name__}: {self._failure}",
-                           fix="see the cause below, then stop() and start() it")
+                           fix="see the cause below, then stop() and start() it", code="local-engine-failed")
 
     def _must_be_newer(self, version: int) -> None:
         if version <= self.version:
-            raise EngineError(f"weights must be newer than version {self.version}", got=f"version {version}")
+            raise EngineError(f"weights must be newer than version {self.version}", code="weights-not-newer",
+                              got=f"version {version}")
 
     # The thread's side.
 

@@ -147,10 +147,11 @@ class ModuleDecoder:
         state: dict[str, torch.Tensor] = {}
         for name, tensor in stream:
             if name in state:
-                raise EngineError("a tensor appears twice in the weights", got=name, fix="send each name once")
+                raise EngineError("a tensor appears twice in the weights", code="tensor-sent-twice", got=name,
+                                  fix="send each name once")
             state[name] = tensor.detach().to(self._dtype, copy=True)
             if not torch.isfinite(state[name]).all():
-                raise EngineError(f"tensor {name} holds values that are not finite",
+                raise EngineError(f"tensor {name} holds values that are not finite", code="tensor-not-finite",
                                   fix="look at the last training step")
         return self._ready(self._load(state))
 
@@ -278,12 +279,14 @@ class ModuleDecoder:
                     output_loading_info=True, ignore_mismatched_sizes=True,
                 )  # fmt: skip
         except RuntimeError as error:
-            raise EngineError("the weights do not fit the architecture", got=str(error).splitlines()[0],
+            raise EngineError("the weights do not fit the architecture", code="weights-architecture-mismatch",
+                              got=str(error).splitlines()[0],
                               fix="send the complete stream of the checkpoint's tensors") from error
         for kind, what in (("unexpected_keys", "an unknown tensor"), ("mismatched_keys", "a tensor of the wrong shape"),
                            ("missing_keys", "the weights are incomplete: a tensor is missing")):
             if names := sorted(map(str, info[kind])):
-                raise EngineError(f"{what} in the weights", got=f"{len(names)}, such as {names[0]}",
+                raise EngineError(f"{what} in the weights", code="weights-names-mismatch",
+                                  got=f"{len(names)}, such as {names[0]}",
                                   fix="send each tensor of the checkpoint once, as it is on disk")
         return module
 
@@ -298,10 +301,12 @@ class ModuleDecoder:
                     module.set_attn_implementation(ROWS_ATTENTION)
                     gap = self._gap(module, expected)
             except Exception as error:
-                raise CheckpointError("the local engine cannot decode this architecture", got=str(error),
-                                      who=self._config.model_type, fix="use --engine sglang") from error
+                raise CheckpointError("the local engine cannot decode this architecture",
+                                      code="local-decode-unsupported", got=str(error), who=self._config.model_type,
+                                      fix="use --engine sglang") from error
             if not gap <= TOLERANCE.get(self._dtype, 0.2):
                 raise CheckpointError("decoding does not match the full forward pass for this architecture",
+                                      code="local-decode-mismatch",
                                       got=f"logits differ by {gap:.1e} standard deviations",
                                       who=self._config.model_type, fix="use --engine sglang")
             self._checked = True
@@ -355,8 +360,9 @@ def _config(folder: Path) -> PreTrainedConfig:
         config = AutoConfig.for_model(known, **more) if known else AutoConfig.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
-        raise CheckpointError("transformers does not support this architecture", got=str(error).splitlines()[0],
-                              who=str(folder), fix="use --engine sglang, or another checkpoint") from error
+        raise CheckpointError("transformers does not support this architecture",
+                              code="architecture-not-in-transformers", got=str(error).splitlines()[0], who=str(folder),
+                              fix="use --engine sglang, or another checkpoint") from error
     if getattr(config, "quantization_config", None) is not None:
         del config.quantization_config  # `import_weights` makes streams plain; transformers would not expect that
     text = config.get_text_config()
@@ -371,7 +377,7 @@ def _config(folder: Path) -> PreTrainedConfig:
     for key, got in problems.items():
         if got:
             raise CheckpointError(f"the local engine does not decode this {key}", got=got, who=str(folder),
-                                  fix="use --engine sglang, or another checkpoint")
+                                  fix="use --engine sglang, or another checkpoint", code="local-config-unsupported")
     return config
 
 

@@ -97,7 +97,8 @@ def _draw(logits: torch.Tensor, draws: Draws) -> tuple[np.ndarray, np.ndarray]:
         tokens = torch.where(torch.from_numpy(greedy)[:, None], allowed.argmax(-1, keepdim=True), tokens)
     drawn = log_probs.gather(1, tokens.clamp_(max=logits.shape[1] - 1))[:, 0].numpy()
     if not np.isfinite(drawn).all():
-        raise EngineError("the model's logits are not finite", fix="check whether the last weight update diverged")
+        raise EngineError("the model's logits are not finite", code="logits-not-finite",
+                          fix="check whether the last weight update diverged")
     return tokens[:, 0].numpy(), drawn
 
 
@@ -143,7 +144,8 @@ def check(sampling: SamplingParams, name: str) -> None:
     }
     for parameter, bad in wrong.items():
         if bad:
-            raise EngineError(f"request {name} has an invalid {parameter}", got=repr(getattr(sampling, parameter)),
+            raise EngineError(f"request {name} has an invalid {parameter}", code="sampling-parameter-invalid",
+                              got=repr(getattr(sampling, parameter)),
                               fix="temperature >= 0, 0 < top_p <= 1, max_new_tokens >= 1, no empty stop string")
 
 

@@ -78,7 +78,7 @@ class SharedSender:
         self._leads = rank.index == 0
         if self._leads and not Path(self.folder).is_dir():
             raise SyncError("the trainer's first rank is not on the driver's machine", who=self.folder,
-                            fix="use --weight-sync in-process")
+                            fix="use --weight-sync in-process", code="first-rank-not-local")
 
     def send(self, stream: Iterator[tuple[str, torch.Tensor]], version: int) -> dict[str, float]:
         if not self._leads:
@@ -102,7 +102,7 @@ class SharedSender:
                     line.hear()
         except (OSError, EOFError) as error:
             raise SyncError("the engine failed to load the weights", got=f"{type(error).__name__}: {error}",
-                            fix="see the engine's error") from error
+                            fix="see the engine's error", code="engine-load-failed") from error
         return {"tensors": tensors, "bytes": size, "transfer_s": time.perf_counter() - begin}
 
     def close(self) -> None:
@@ -116,7 +116,7 @@ class SharedSender:
         """
         if index not in self._files or self._files[index][1].numel() < size:
             if (room := shutil.disk_usage(self.folder).free) < size:  # writing beyond it would end the process
-                raise SyncError("not enough shared memory for a bucket of weights",
+                raise SyncError("not enough shared memory for a bucket of weights", code="shared-memory-full",
                                 got=f"{room} bytes free", who=self.folder,
                                 fix="lower --update-weight-buffer-size")
             path = f"{self.folder}/{index}-{size}"
@@ -168,7 +168,8 @@ class SharedMemory:
                 while "end" not in (message := line.hear()):
                     memory, begin = self._mapped(message["file"], message["bytes"]), time.perf_counter()
                     if zlib.crc32(memory[: message["size"]].numpy()) != message["crc"]:
-                        raise SyncError("weights changed on their way through shared memory", who=message["file"],
+                        raise SyncError("weights changed on their way through shared memory",
+                                        code="shared-memory-changed", who=message["file"],
                                         fix="resume from the last checkpoint, and test the machine's memory")
                     seconds[0] += time.perf_counter() - begin
                     yield from Bucket(memory, message["tensors"]).views()
@@ -176,7 +177,7 @@ class SharedMemory:
                 line.say({})
         except (OSError, EOFError) as error:
             raise SyncError("the trainer ended the weight sync early", got=f"{type(error).__name__}: {error}",
-                            fix="see the trainer's error") from error
+                            fix="see the trainer's error", code="weight-sync-ended-early") from error
 
     def _mapped(self, path: str, size: int) -> torch.Tensor:
         if path not in self._maps:

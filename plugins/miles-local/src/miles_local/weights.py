@@ -222,18 +222,20 @@ class Weights:
                 if name == "lm_head.weight" and shape.tied:
                     fix = "the embeddings are tied: leave it out"
                 what = "a repeated" if name in seen else "an unknown"
-                raise EngineError(f"{what} tensor in the weights", got=name, fix=fix)
+                raise EngineError(f"{what} tensor in the weights", code="weights-tensor-unexpected", got=name, fix=fix)
             place, expected = slots[name]
             if tuple(tensor.shape) != expected:
                 raise EngineError(f"tensor {name} has the wrong shape, expected {list(expected)}",
-                                  got=list(tensor.shape), fix="send tensors in their on-disk shapes")
+                                  code="tensor-shape-mismatch", got=list(tensor.shape),
+                                  fix="send tensors in their on-disk shapes")
             place.copy_(tensor.detach())
             if not torch.isfinite(place).all():
-                raise EngineError(f"tensor {name} holds values that are not finite",
+                raise EngineError(f"tensor {name} holds values that are not finite", code="tensor-not-finite",
                                   fix="look at the last training step")
             seen.add(name)
         if missing := [name for name in slots if name not in seen]:
-            raise EngineError("the weights are incomplete", got=f"{len(missing)} of {len(slots)} tensors are missing, "
+            raise EngineError("the weights are incomplete",
+                              code="weights-incomplete", got=f"{len(missing)} of {len(slots)} tensors are missing, "
                               f"such as {missing[0]}", fix="send the complete stream of the checkpoint's tensors")
         return weights
 
@@ -260,7 +262,7 @@ def read_tensors(folder: Path, skip: Collection[str] = ()) -> Iterator[tuple[str
 
     files = sorted(folder.glob("*.safetensors"))
     if not files:
-        raise CheckpointError("no safetensors files found", who=str(folder),
+        raise CheckpointError("no safetensors files found", code="safetensors-not-found", who=str(folder),
                               fix="use a checkpoint with weights, or random_init=True")
     for path in files:
         with safe_open(path, framework="pt") as file:

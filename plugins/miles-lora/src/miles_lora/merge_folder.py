@@ -30,11 +30,11 @@ def merge_folder(source: Path, out: Path, adapters: Path | None, alpha: float) -
     files = base if adapters is None else base | tensor_files(adapters)
     changed = {adapter[0] for name in files if (adapter := adapter_of(name)) is not None}
     if not changed:
-        raise CheckpointError("no adapters to merge", who=str(source),
+        raise CheckpointError("no adapters to merge", code="lora-nothing-to-merge", who=str(source),
                               fix="name a PEFT directory with --lora-adapter-path")
     if lost := sorted(changed - base.keys()):
         raise CheckpointError("the adapters belong to another model", got=f"no {lost[0]}", who=str(source),
-                              fix="use the base model that they were trained on")
+                              fix="use the base model that they were trained on", code="lora-adapters-of-other-model")
     shape = None if adapters is None else peft.read(adapters)
     with Readers(files) as read:
 

@@ -26,7 +26,7 @@ def merged(stream: Stream, scale: float) -> Stream:
         yield name, with_adapter(name, tensor, adapters, scale)
     if adapters:
         raise SyncError("adapters arrived without the weights that they modify", got=next(iter(adapters)),
-                        fix="send an adapter before its weight")
+                        fix="send an adapter before its weight", code="lora-adapter-without-weights")
 
 
 def with_adapter(name: str, weight: torch.Tensor, adapters: dict[str, torch.Tensor], scale: float) -> torch.Tensor:
@@ -35,7 +35,8 @@ def with_adapter(name: str, weight: torch.Tensor, adapters: dict[str, torch.Tens
     if not any(one in adapters for one in names):
         return weight
     if missing := [one for one in names if one not in adapters]:
-        raise SyncError("one half of an adapter is missing", got=missing[0], fix="send both A and B")
+        raise SyncError("one half of an adapter is missing", code="lora-adapter-incomplete", got=missing[0],
+                        fix="send both A and B")
     first, second = (adapters.pop(one) for one in names)
     return merge(weight, first, second, scale)
 
@@ -68,6 +69,7 @@ class Base:
             self._kept[name] = tensor.detach().clone()
             yield name, with_adapter(name, tensor, adapters, self.scale)
         if not whole and not self._kept:
-            raise SyncError("adapters arrived before any weights", fix="send all weights once")
+            raise SyncError("adapters arrived before any weights", code="lora-adapters-before-weights",
+                            fix="send all weights once")
         for name, tensor in self._kept.items() if not whole else ():
             yield name, with_adapter(name, tensor, adapters, self.scale)

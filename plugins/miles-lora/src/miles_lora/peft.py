@@ -48,7 +48,8 @@ def shape(rank: int | None, path: str | None, alpha: float) -> Shape:
         ConfigError: the size of the adapters is not given.
     """
     if rank is None and path is None:
-        raise ConfigError("LoRA adapters need a rank", who="plugin lora", fix="add --lora-rank, for example "
+        raise ConfigError("LoRA adapters need a rank",
+                          code="lora-rank-missing", who="plugin lora", fix="add --lora-rank, for example "
                                                                               "--lora-rank 32")
     return Shape(read(Path(str(path))).rank if rank is None else rank, alpha)
 
@@ -85,10 +86,10 @@ def read(folder: Path) -> Shape:
         other = {key: adapter_config[key] for key, usual in _OTHER.items()
                  if key in adapter_config and adapter_config[key] not in usual}
     except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
-        raise CheckpointError("not a PEFT directory", got=str(error), who=str(path),
+        raise CheckpointError("not a PEFT directory", code="peft-directory-invalid", got=str(error), who=str(path),
                               fix=f"give the folder of {CONFIG} and {WEIGHTS}") from error
     if adapter_config.get("peft_type", "LORA") != "LORA" or other:
-        raise CheckpointError("adapters of this kind are not supported", who=str(path),
+        raise CheckpointError("adapters of this kind are not supported", code="peft-kind-unsupported", who=str(path),
                               got=str(other or adapter_config["peft_type"]),
                               fix="use plain LoRA adapters: one rank and one alpha, no DoRA, no biases")
     return shape
@@ -128,4 +129,4 @@ def check(folder: Path, shape: Shape) -> None:
         raise CheckpointError("the initial adapters do not match the run", who=str(folder),
                               got="; ".join(f"they have {flag} {theirs:g}, the run {ours:g}"
                                             for flag, (theirs, ours) in wrong.items()),
-                              fix="use the values of the directory")
+                              fix="use the values of the directory", code="lora-initial-adapters-differ")

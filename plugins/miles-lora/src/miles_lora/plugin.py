@@ -87,7 +87,7 @@ def _check(options: LoraOptions, config: RunConfig) -> None:
     }
     for flag, (got, wrong, what, fix) in problems.items():
         if wrong:
-            raise ConfigError(what, got=got, who=f"plugin lora, {flag}", fix=fix)
+            raise ConfigError(what, code="lora-option-unsupported", got=got, who=f"plugin lora, {flag}", fix=fix)
 
 
 class Lora:
@@ -133,7 +133,8 @@ class Lora:
         self._map = weight_map
         if (self.alone or self._given) and (weight_map.packed or weight_map.renamed):
             raise ConfigError("adapters travel alone only to a model whose files name its layers one by one",
-                              who=str(self.config.checkpoint.hf_checkpoint), fix="leave --weight-sync adapter out")
+                              code="lora-merged-layer-names", who=str(self.config.checkpoint.hf_checkpoint),
+                              fix="leave --weight-sync adapter out")
         if self.options.lora_adapter_path is not None and not next(chunk.parameters()).is_meta:
             from miles_lora.streams import fill
 

@@ -29,12 +29,12 @@ def modules(checkpoint: Path, wanted: Sequence[str], excluded: Sequence[str]) ->
         # SGLang 0.5.16 wraps the experts, and its loaders then miss their weights by a name, base_layer, in between.
         raise ConfigError("SGLang cannot update the weights of experts that may have adapters", got=", ".join(experts),
                           who="--weight-sync adapter", fix=f"add --exclude-modules {','.join(experts)}, or leave "
-                          "--weight-sync out: merged weights reach experts too")
+                          "--weight-sync out: merged weights reach experts too", code="lora-sglang-experts")
     for group in JOINED:
         missing = [name for name in group if name in known and name not in adapted]
         if missing and adapted & set(group):
             raise ConfigError(f"SGLang keeps {', '.join(group)} as one layer, and takes adapters for all of them or "
-                              "for none",
+                              "for none", code="lora-sglang-merged-layers",
                               got=f"none for {', '.join(missing)}", who="--weight-sync adapter, --target-modules",
                               fix=f"add {', '.join(missing)}, or leave --weight-sync out: merged weights do not need "
                                   "them")

@@ -149,12 +149,12 @@ class AdapterSender:
         post(target, "load_lora_adapter_from_tensors", body, timeout=timeout)
         if self.name not in (served := _served(target, timeout)):
             raise SyncError(f"{target.name} does not serve the adapter that was sent to it", who=target.url,
-                            got=", ".join(served), fix="look at the engine's log")
+                            got=", ".join(served), code="lora-adapter-not-served", fix="look at the engine's log")
 
     def _able(self, target: Target) -> None:
         info = get(target, "server_info", timeout=self.settings.timeout)
         if not info.get("enable_lora"):
-            raise SyncError(f"{target.name} was started without LoRA", who=target.url,
+            raise SyncError(f"{target.name} was started without LoRA", code="lora-server-without-lora", who=target.url,
                             fix=f"start it with --enable-lora --max-lora-rank {self.shape.rank} --lora-target-modules "
                             "and the layers' names, or leave --weight-sync out: merged weights do not need it")
 

@@ -76,11 +76,11 @@ def targets(weight_map: WeightMap, wanted: Sequence[str], excluded: Sequence[str
     for flag, names in (("--target-modules", wanted), ("--exclude-modules", excluded)):
         if unknown := [name for name in names if name not in known and name != ALL]:
             raise ConfigError("the model has no linear layers of this name", got=", ".join(unknown), who=flag,
-                              fix=f"choose from {', '.join(known)}, or write {ALL}")
+                              fix=f"choose from {', '.join(known)}, or write {ALL}", code="lora-target-unknown")
     chosen = (set(known) if ALL in wanted else set(wanted)) - set(excluded)
     if not chosen:
         raise ConfigError("no layer is left to get an adapter", who="--target-modules, --exclude-modules",
-                          fix=f"choose from {', '.join(known)}")
+                          fix=f"choose from {', '.join(known)}", code="lora-no-target-left")
     matched = []
     for rule in linear:
         parts = tuple(last(name) for name in rule.hf)

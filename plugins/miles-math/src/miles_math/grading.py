@@ -68,5 +68,5 @@ class Grader:
         verdict = self._processes.ask({"answer": answer, "label": label, "boxed": boxed})
         if verdict == "label":
             raise RewardError("the label cannot be read as a mathematical expression", got=repr(label), who="math",
-                              fix="correct the row, or check --label-key")
+                              fix="correct the row, or check --label-key", code="math-label-unreadable")
         return verdict == "equal"

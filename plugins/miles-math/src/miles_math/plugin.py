@@ -18,13 +18,13 @@ class MathOptions:
     """How answers are found and compared."""
 
     boxed_only: bool = option(
-        True, "Scorer math takes answers in \\boxed{...} only; off: without a box the last number or expression counts."
+        True, "Scorer math accepts only answers in \\boxed{...}; off: else the last number or expression."
     )
     format_pattern: str | None = option(
-        None, "Regular expression that scorer format wants the whole response to match; default: ends in its only box."
+        None, "Regular expression for whole responses in scorer format; default: it ends in its only box."
     )
-    grading_timeout: float = option(3.0, "CPU seconds that one comparison may take; what needs more scores 0.")
-    grading_processes: int = option(2, "Most processes in which answers are compared.")
+    grading_timeout: float = option(3.0, "CPU seconds allowed for one comparison; answers that need more score 0.")
+    grading_processes: int = option(2, "Maximum number of processes that compare answers.")
 
 
 class Math:
@@ -39,12 +39,13 @@ class Math:
 
         for name in ("grading_timeout", "grading_processes"):
             if not getattr(options, name) > 0:
-                raise ConfigError(f"{name} should be positive", got=getattr(options, name), who=f"math.{name}")
+                raise ConfigError(f"{name} should be positive", code="option-not-positive", got=getattr(options, name),
+                                  who=f"math.{name}")
         try:
             self._pattern = None if options.format_pattern is None else re.compile(options.format_pattern, re.DOTALL)
         except re.error as error:
             raise ConfigError("format_pattern is not a regular expression", got=options.format_pattern,
-                              who="math.format_pattern", fix=str(error)) from None
+                              who="math.format_pattern", code="math-pattern-invalid", fix=str(error)) from None
         self.options = options
         self._grader = Grader(options.grading_timeout, options.grading_processes)
 
@@ -77,7 +78,7 @@ class Math:
 
         if sample.prompt.label is None or not sample.prompt.label.strip():
             raise RewardError(f"{sample.name} has no label to compare the answer with", who="math",
-                              fix="set --label-key to the dataset's ground-truth key")
+                              fix="set --label-key to the dataset's ground-truth key", code="math-label-missing")
         try:
             return float(self._grader.grade(sample.text, sample.prompt.label, boxed_only=boxed_only))
         except RewardError as error:

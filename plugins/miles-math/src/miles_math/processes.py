@@ -83,7 +83,7 @@ class _Process:
         self._asked, self._told = cast("IO[bytes]", self._popen.stdin), cast("IO[bytes]", self._popen.stdout)
         if self._told.readline() != b"ready\n":
             self.kill()
-            raise RewardError("the grading process did not start", who=who,
+            raise RewardError("the grading process did not start", code="grading-process-not-started", who=who,
                               got=f"exit status {self._popen.returncode}", fix=fix)
 
     def alive(self) -> bool:
@@ -101,8 +101,8 @@ class _Process:
         status = self._popen.wait()
         if -status in _ENDED_BY_THE_QUESTION:
             raise Ungradable(signal.Signals(-status).name)
-        raise RewardError("a grading process ended", got=f"exit status {status}", who=self._who,
-                          fix="find out who ended it; an answer that nobody graded is not a wrong one")
+        raise RewardError("a grading process ended", code="grading-process-ended", got=f"exit status {status}",
+                          who=self._who, fix="find out what ended it; an ungraded answer does not count as wrong")
 
     def kill(self) -> None:
         self._popen.kill()

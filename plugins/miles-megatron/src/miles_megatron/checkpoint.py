@@ -82,7 +82,8 @@ def latest(folder: str | Path) -> int:
     if text == foreign.RELEASE:
         text = "0"
     if not re.fullmatch(r"[0-9]{1,18}", text):
-        raise CheckpointError("the tracker file does not name an iteration", got=repr(text[:40]), who=str(tracker),
+        raise CheckpointError("the tracker file does not name an iteration", code="tracker-unreadable",
+                              got=repr(text[:40]), who=str(tracker),
                               fix=f"write the number of a complete iteration into it, of {_present(folder)}")
     where = iteration_folder(folder, int(text))
     if not where.is_dir():
@@ -173,7 +174,8 @@ def load(folder: str | Path, parts: Mapping[str, Part], iteration: int | None = 
                               who=str(source), fix=f"choose one of {_present(Path(folder))}")
     for (where, part), name in zip(_folders(source, parts), parts, strict=True):
         if not where.is_dir():
-            raise CheckpointError(f"the checkpoint holds no {name}", got=f"no folder {name}", who=str(source),
+            raise CheckpointError(f"the checkpoint holds no {name}", code="checkpoint-part-missing",
+                                  got=f"no folder {name}", who=str(source),
                                   fix="resume with the plugins that the run had, or start over with --ref-load")
         foreign_names = None if (source / STATE).is_file() else others(where)
         stored = index.read(where / ".metadata") if foreign_names is None else foreign_names
@@ -186,7 +188,7 @@ def load(folder: str | Path, parts: Mapping[str, Part], iteration: int | None = 
         except (Exception, CheckpointException) as error:  # torch's own is a BaseException; a flipped bit raises any
             raise CheckpointError("the checkpoint cannot be read or does not fit this model", got=_first_line(error),
                                   who=str(where), fix="use the checkpoint of a run of the same model and optimizer, or "
-                                  "an earlier iteration") from error
+                                  "an earlier iteration", code="checkpoint-does-not-fit") from error
     return iteration, saved_state
 
 
@@ -208,7 +210,7 @@ def _load_part(source: Path, stored: index.Held, other: bool, chunks: Sequence[t
     index.check(stored, sharded, source, padded=other)
     if more := index.unknown(stored, sharded):
         raise CheckpointError("the checkpoint holds weights that the model does not have", got=few(more),
-                              who=str(source), fix=known_by())
+                              who=str(source), code="checkpoint-weights-unknown", fix=known_by())
     with warnings.catch_warnings():
         # torch deprecates the ShardedTensor that Megatron still reads with: nothing that the reader could fix.
         warnings.simplefilter("ignore", FutureWarning)
@@ -283,7 +285,7 @@ def write_errors(target: Path) -> Iterator[None]:
         if errno := re.search(r"\[Errno (\d+)\][^\n]*", text):
             raise write_error(target, OSError(int(errno[1]), errno[0])) from error
         if "unexpected pos" in text or "PytorchStreamWriter" in text:
-            raise CheckpointError("the disk is full or failing", who=str(target),
+            raise CheckpointError("the disk is full or failing", code="checkpoint-disk-failing", who=str(target),
                                   fix="free some space; earlier checkpoints are intact") from error
         raise
 
@@ -329,16 +331,17 @@ def _unnamed(folder: Path) -> int | None:
 
 def _not_a_checkpoint(folder: Path) -> CheckpointError:
     if not folder.is_dir():
-        return CheckpointError("the checkpoint folder does not exist", who=str(folder),
-                               fix="correct --load, or leave it out to start from --hf-checkpoint")
+        return CheckpointError("the checkpoint folder does not exist", code="checkpoint-folder-missing",
+                               who=str(folder), fix="correct --load, or leave it out to start from --hf-checkpoint")
     if _ITERATION.fullmatch(folder.name) or (folder / "metadata.json").is_file():
         return CheckpointError("this is one iteration of a checkpoint", who=str(folder),
-                               fix=f"give the folder above it, {folder.parent}")
+                               fix=f"give the folder above it, {folder.parent}", code="checkpoint-is-one-iteration")
     if (folder / "config.json").is_file():
-        return CheckpointError("this is a Hugging Face directory, not a torch_dist checkpoint", who=str(folder),
+        return CheckpointError("this is a Hugging Face directory, not a torch_dist checkpoint",
+                               code="checkpoint-is-hugging-face", who=str(folder),
                                fix="give it as --hf-checkpoint, or convert it with miles convert hf-to-dist")
     return CheckpointError("this is not a checkpoint", got=f"no {TRACKER}; {_present(folder)}", who=str(folder),
-                           fix="give a folder that a run saved into with --save")
+                           fix="give a folder that a run saved into with --save", code="not-a-checkpoint")
 
 
 def _present(folder: Path) -> str:

@@ -37,7 +37,7 @@ def check(folder: Path, rank: int = 0, ranks: int = 1) -> None:
         if size is not None and len(data) != size or data.startswith(ZIP) and _damaged(data):
             raise CheckpointError("the checkpoint cannot be read: bytes of it are not those that were written",
                                   got=f"{len(data)} bytes from {begin} on", who=str(path),
-                                  fix="check the disk, and use an earlier iteration")
+                                  fix="check the disk, and use an earlier iteration", code="checkpoint-bytes-changed")
 
 
 def _damaged(data: bytes) -> bool:
@@ -59,4 +59,4 @@ def check_state(saved: Mapping[str, object], path: Path) -> None:
     """
     if "digest" in saved and saved["digest"] != digest(saved["state"]):
         raise CheckpointError("the run's own state cannot be read: it is not what was written", who=str(path),
-                              fix="check the disk, and use an earlier iteration")
+                              fix="check the disk, and use an earlier iteration", code="checkpoint-state-changed")

@@ -33,7 +33,8 @@ def check_trainer(config: RunConfig, note: Callable[[str], None]) -> RunConfig:
     for name in NOISE:
         if value := config.surface("megatron").get(name):
             raise ConfigError(f"{name} makes the old policy's log-probs those of a different model than the one being "
-                              "trained", got=value, who=who(config, f"megatron.{name}"), fix="leave it at 0")
+                              "trained", got=value,
+                              code="old-log-probs-differ", who=who(config, f"megatron.{name}"), fix="leave it at 0")
     if config.surface("megatron").get("average_in_collective"):
         raise ConfigError("gradients are sums over tokens that the loss has divided: averaging divides them again",
                           got=True, who=who(config, "megatron.average_in_collective"), fix="leave it out")
@@ -71,5 +72,6 @@ def _computed(hf_config: Mapping[str, object], origin: str) -> None:
     }
     for name, (value, wrong) in problems.items():
         if wrong:
-            raise ConfigError(f"{name} in config.json is not what the trainer would compute", got=value, who=origin,
+            raise ConfigError(f"{name} in config.json is not what the trainer would compute",
+                              code="config-field-not-computed", got=value, who=origin,
                               fix="fetch config.json again, or use another checkpoint")

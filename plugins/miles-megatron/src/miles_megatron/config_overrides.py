@@ -56,12 +56,13 @@ def check_architecture(options: Mapping[str, object], spec: ModelSpec) -> None:
         if value in spec.also.get(name, ()):
             continue
         if name in fixed and value != fixed[name]:
-            raise ConfigError(f"{name} disagrees with the checkpoint, which says {fixed[name]}", got=value,
-                              who=spec.source, fix=f"leave {name} out, or use a checkpoint with that value")
+            raise ConfigError(f"{name} disagrees with the checkpoint, which says {fixed[name]}",
+                              code="override-disagrees-with-checkpoint", got=value, who=spec.source,
+                              fix=f"leave {name} out, or use a checkpoint with that value")
         owner = surface()[name].owner
         if owner == "MLATransformerConfig" or (owner == "GPTModel" and name not in fixed):
             raise ConfigError(f"{name} does not apply to the architecture of this checkpoint",
-                              got=value, who=spec.source,
+                              got=value, code="override-not-applicable", who=spec.source,
                               fix="leave it out")
 
 
@@ -76,6 +77,7 @@ def _value(name: str, value: object) -> object:
         return _ACTIVATIONS[str(value)]
     if surface()[name].type.startswith("dtype") and isinstance(value, str):
         if value not in _DTYPES:
-            raise ConfigError(f"{name} should be one of {', '.join(_DTYPES)}", got=value, fix="write one of these")
+            raise ConfigError(f"{name} should be one of {', '.join(_DTYPES)}", code="override-dtype-unknown", got=value,
+                              fix="write one of these")
         return _DTYPES[value]
     return value

@@ -182,7 +182,7 @@ def architecture(folder: Path, plugins: Sequence[str],
     if len(owners) != 1:
         names = ", ".join(one.manifest.name for one in owners)
         raise OwnerError(f"{'two' if owners else 'no'} plugins build the architecture {name!r}", who=str(path),
-                         got=names or None, fix="name one of them" if owners else
+                         got=names or None, code="architecture-builders-count", fix="name one of them" if owners else
                          "add the family in a plugin of about fifty lines, --plugin ./my_family.py: "
                          "docs/model-families.md")
     config = with_values(RunConfig(options=_options(options, selected)), str(path),
@@ -203,8 +203,8 @@ def _options(texts: Sequence[str], selected: Sequence[Selected]) -> dict[str, di
         key, _, value = text.partition("=")
         plugin, _, name = key.partition(".")
         if (plugin, name) not in known:
-            raise ConfigError("none of the plugins has this option", got=text, who="--option",
-                              fix="write PLUGIN.KEY=VALUE, and name the plugin with --plugin")
+            raise ConfigError("none of the plugins has this option", code="convert-option-unknown", got=text,
+                              who="--option", fix="write PLUGIN.KEY=VALUE, and name the plugin with --plugin")
         options.setdefault(plugin, {})[name] = convert(known[plugin, name], value, Origin("flag", f"--option {text}"))
     return options
 
@@ -256,7 +256,7 @@ def _parameters(job: Job) -> list[Parameter]:
             by_name[ours] = Parameter(rule, dict(zip(names, shapes, strict=True)), entries[ours])
     if unmapped := sorted(entries.keys() - by_name.keys()):
         raise ConfigError("no rule of the weight map fills these parameters", got=shards.few(unmapped),
-                          fix="add rules to the family's weight_map")
+                          fix="add rules to the family's weight_map", code="parameters-unmapped")
     return list(by_name.values())
 
 
@@ -273,7 +273,8 @@ async def drive(handle: Handle, progress: Callable[[int, int], object]) -> tuple
         WaitError: a call took longer than WAIT.
     """
     def late() -> WaitError:
-        return WaitError(f"the conversion made no progress within {WAIT:g} s", fix="check the file systems")
+        return WaitError(f"the conversion made no progress within {WAIT:g} s", code="conversion-stalled",
+                         fix="check the file systems")
 
     async with within(WAIT, late):
         total, done = sum((await handle.begin()).values()), -1

@@ -37,7 +37,7 @@ class ToDist(Conversion):
         stored = {file: shards.stored_tensors(file) for file in set(files.values())}
         if absent := sorted(name for name, file in files.items() if name not in stored[file]):
             raise CheckpointError("the index places tensors in files that lack them", got=shards.few(absent),
-                                  who=str(folder), fix="fetch the checkpoint again")
+                                  who=str(folder), code="index-misplaces-tensors", fix="fetch the checkpoint again")
         self._stored = {name: stored[file][name] for name, file in files.items()}
         self._read_packed = PlainReaders(files, weight_map)
         places = self._read_packed.places

@@ -41,7 +41,7 @@ class ToHuggingFace(Conversion):
                           - {name for name in shapes if name.startswith(index.OPTIMIZER)}):
             raise CheckpointError("the checkpoint holds weights that the model does not have", got=shards.few(more),
                                   who=str(folder), fix=f"{weights.known_by()}; or give the --hf-checkpoint that the "
-                                  "run started from")
+                                  "run started from", code="checkpoint-weights-unknown")
         self._index = FileSystemReader(folder).read_metadata()
         axes = {piece.key: piece.prepend_axis_num for piece in pieces}
         self._chunks = collections.defaultdict(list)  # those of one layer, or expert, so that nothing looks at all
@@ -101,7 +101,7 @@ class ToHuggingFace(Conversion):
         items = create_read_items_for_chunk_list(piece.key, candidates, [wanted])
         if sum(math.prod(item.lengths) for item in items) != math.prod(piece.local_shape):
             raise CheckpointError("the checkpoint lacks a part of a tensor", got=piece.key, who=str(self.job.source),
-                                  fix="use another iteration")
+                                  fix="use another iteration", code="tensor-part-missing")
         return items
 
     def _read(self, piece: ShardedTensor) -> torch.Tensor:
@@ -124,7 +124,7 @@ class ToHuggingFace(Conversion):
         except Exception as error:
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise CheckpointError("a file of the checkpoint cannot be read", got=reason, who=str(file),
-                                  fix="use another iteration") from error
+                                  fix="use another iteration", code="checkpoint-file-unreadable") from error
 
     def _conclude(self) -> int:
         dist.barrier()  # every file is there

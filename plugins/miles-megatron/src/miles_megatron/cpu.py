@@ -153,7 +153,8 @@ def patched(module: str, source: str) -> str:
             source, count = rule.pattern.subn(rule.replacement, source)
             if rule.module is not None and count == 0:
                 raise ConfigError(f"the adaptation {rule.name!r} finds nothing to adapt in {module}",
-                                  who="miles_megatron.cpu", fix="install megatron-core 0.16.1")
+                                  code="megatron-adaptation-failed", who="miles_megatron.cpu",
+                                  fix="install megatron-core 0.16.1")
     return source
 
 
@@ -220,7 +221,7 @@ def install() -> None:
         ConfigError: megatron.core was imported before.
     """
     if not finder.installed() and "megatron.core" in sys.modules:
-        raise ConfigError("megatron.core was imported before miles could adapt it",
+        raise ConfigError("megatron.core was imported before miles could adapt it", code="megatron-imported-too-early",
                           who="miles_megatron.cpu.install",
                           fix="import miles_megatron (or call install()) before megatron.core")
     finder.install()
@@ -291,7 +292,7 @@ def _take_gpu(rank: Rank) -> None:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         raise ConfigError(f"no GPU {rank.local} for it", who=f"trainer rank {rank.index} on {platform.node()}",
                           got=f"{seen} GPUs that torch sees there, CUDA_VISIBLE_DEVICES "
-                              f"{'not set' if visible is None else repr(visible)}",
+                              f"{'not set' if visible is None else repr(visible)}", code="rank-without-gpu",
                           fix="look at nvidia-smi and torch.cuda.is_available() there, or ask for fewer GPUs")
     torch.cuda.set_device(rank.local)
 
@@ -331,7 +332,7 @@ def initialize(
     dense, sparse = tensor * pipeline * context, (expert_tensor or tensor) * pipeline * expert
     if world % dense or world % sparse:
         raise ConfigError(
-            f"{world} processes do not divide by the layout",
+            f"{world} processes do not divide by the layout", code="processes-not-divisible",
             got=f"tensor {tensor} x pipeline {pipeline} x context {context}; experts {expert_tensor or tensor} x "
             f"{pipeline} x {expert}",
             fix="choose sizes whose products divide the number of processes",

@@ -288,5 +288,6 @@ def stored_names(hf) -> frozenset[str]:
 
 
 def _unsupported(hf, what: str, got: object) -> ConfigError:
-    return ConfigError(f"{hf.model_type} with {what} is not supported", got=got, who=source(hf),
+    return ConfigError(f"{hf.model_type} with {what} is not supported", code="architecture-variant-unsupported",
+                       got=got, who=source(hf),
                        fix="use a checkpoint without it, or write a model_spec plugin (docs/model-families.md)")

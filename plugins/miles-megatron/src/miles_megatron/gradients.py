@@ -117,18 +117,18 @@ def update(optimizer: MegatronOptimizer, gradients: MegatronGradients, clip: Cal
             answer = None if overflow else clip(gradients)
         if not overflow and not isinstance(answer, int | float | torch.Tensor):
             raise HookError("clipping should return a number, which is reported as grad_norm", got=repr(answer),
-                            who=who, fix="return the norm before clipping")
+                            who=who, code="clipping-returned-no-number", fix="return the norm before clipping")
         norm = math.nan if overflow else float(answer)
         if not math.isfinite(norm):
             raise NonFiniteError("the norm of the gradients is not finite", got=norm, who=who,
                                  fix="the weights are unchanged and the last checkpoint is good; look at the learning "
-                                 "rate and the precision")
+                                 "rate and the precision", code="gradient-norm-not-finite")
         norms[f"{group}_grad_norm" if group else "grad_norm"] = norm
     if name != "norm":  # Megatron's own multiplies by a finite number
         spoilt = gradients.sums({piece.name: 1.0 for piece in gradients.pieces if not torch.isfinite(piece.grad).all()})
         if spoilt:
             raise NonFiniteError(f"clipping left the gradient of {next(iter(spoilt))} not finite", who=who,
-                                 got=f"{len(spoilt)} parameter(s)",
+                                 got=f"{len(spoilt)} parameter(s)", code="clipped-gradient-not-finite",
                                  fix="the weights are unchanged; look for a division by a norm that may be 0")
     optimizer.step_with_ready_grads()
     return norms

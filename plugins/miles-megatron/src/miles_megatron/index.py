@@ -109,7 +109,7 @@ def read(path: Path, *, tensors_only: bool = True) -> Held:
     for name, (kind, shape) in entries.items():
         if kind is not _MetadataReader.kinds[_TENSOR] or not all(isinstance(size, int) for size in shape):
             raise CheckpointError("the checkpoint holds something other than tensors", got=name, who=str(path),
-                                  fix="use a checkpoint written by Miles")
+                                  fix="use a checkpoint written by Miles", code="checkpoint-not-only-tensors")
     return {name: shape for name, (_, shape) in entries.items()}
 
 
@@ -123,7 +123,8 @@ def places(path: Path) -> list[tuple[Path, int, int]]:
         stored = sorted((str(one.relative_path), max(0, one.offset), max(0, one.length))
                         for one in (index.storage_data or {}).values())
     if wrong := [name for name, _, _ in stored if Path(name).name != name]:
-        raise CheckpointError("the checkpoint's index refers to files outside its folder", got=wrong[0], who=str(path),
+        raise CheckpointError("the checkpoint's index refers to files outside its folder",
+                              code="checkpoint-index-escapes-folder", got=wrong[0], who=str(path),
                               fix="do not load checkpoints from untrusted sources")
     return [(path.parent / name, begin, size) for name, begin, size in stored]
 
@@ -134,8 +135,8 @@ def _reading(path: Path) -> Iterator[Any]:
         with open(path, "rb") as file:
             yield _MetadataReader(file).load()
     except Exception as error:
-        raise CheckpointError("the checkpoint's index cannot be trusted or read", who=str(path),
-                              got=(str(error).strip() or type(error).__name__).splitlines()[0][:300],
+        raise CheckpointError("the checkpoint's index cannot be trusted or read", code="checkpoint-index-unreadable",
+                              who=str(path), got=(str(error).strip() or type(error).__name__).splitlines()[0][:300],
                               fix="use another iteration; do not load checkpoints from untrusted sources") from error
 
 
@@ -159,15 +160,16 @@ def check(stored: Held, sharded: dict, folder: Path, *, padded: bool = False) ->
     weights = [text for name, text in wrong.items() if not name.startswith(OPTIMIZER)]
     state = [text for name, text in wrong.items() if name.startswith(OPTIMIZER)]
     if weights:
-        raise CheckpointError("the checkpoint belongs to another architecture", got=_few(weights), who=str(folder),
+        raise CheckpointError("the checkpoint belongs to another architecture", code="checkpoint-architecture-mismatch",
+                              got=_few(weights), who=str(folder),
                               fix="use the checkpoint of a run of this --hf-checkpoint")
     if state and not any(name.startswith(OPTIMIZER) for name in stored):
         raise CheckpointError("the checkpoint holds weights without optimizer state, so nothing can be resumed exactly",
                               who=str(folder), fix="start from its weights with --ref-load in place of --load; save "
-                              "without --no-save-optim next time")
+                              "without --no-save-optim next time", code="checkpoint-without-optimizer")
     if state:
         raise CheckpointError("the optimizer state belongs to another model or optimizer",
-                              got=_few(state), who=str(folder),
+                              got=_few(state), code="optimizer-state-mismatch", who=str(folder),
                               fix="resume with the model and the [optimizer] it was saved with, or start from its "
                               "weights with --ref-load")
 

@@ -85,7 +85,7 @@ def layout_of(config: RunConfig) -> Layout:
     for name, size in requested.items():
         if size is not None and size < 1:
             raise BatchError(f"{KEYS[name]} should be at least 1", got=size, who=_sizes(config, name),
-                             fix="raise it, or leave it out")
+                             fix="raise it, or leave it out", code="layout-size-not-positive")
     virtual = requested.pop("virtual_pipeline")
     stated = {name: size for name, size in requested.items() if size is not None}
     sizes = {"tensor": 1, "pipeline": 1, "context": 1, "expert": 1} | stated
@@ -117,7 +117,7 @@ def _indivisible_world(config: RunConfig, world: int, sizes: dict[str, int]) -> 
     defaulted = "expert_tensor" in wide and config.surface("megatron").get(KEYS["expert_tensor"]) is None
     less = f"{KEYS['expert_tensor']} = 1 (left out it is the tensor-parallel size)" if defaulted else "smaller sizes"
     ranks = f"{world} ranks do" if world > 1 else "1 rank does"
-    return BatchError(f"the trainer's {ranks} not divide by {text}",
+    return BatchError(f"the trainer's {ranks} not divide by {text}", code="ranks-not-divisible",
                       got=f"{config.perf.actor_num_nodes} nodes x {config.perf.actor_num_gpus_per_node} ranks",
                       who=who(config, *RANKS, *(f"megatron.{KEYS[name]}" for name in wide)),
                       fix=f"use a multiple of {product} ranks, or {less}")
@@ -162,30 +162,33 @@ def _sizes(config: RunConfig, *names: str) -> str:
 def _host(layout: Layout, config: RunConfig) -> None:
     if config.perf.trainer_host == "thread" and layout.world > 1:
         raise ConfigError('trainer_host = "thread" is the driver\'s process, which holds one rank',
-                          got=f"{layout.world} ranks", who=who(config, "perf.trainer_host", *RANKS),
+                          code="thread-host-many-ranks", got=f"{layout.world} ranks",
+                          who=who(config, "perf.trainer_host", *RANKS),
                           fix='trainer_host = "process", or actor_num_nodes = actor_num_gpus_per_node = 1')
     if config.perf.placement != "ray" and config.perf.actor_num_nodes > 1:
         raise ConfigError("spawned processes are all on the driver's machine; ranks on several nodes are Ray actors",
-                          got=f"actor_num_nodes = {config.perf.actor_num_nodes}",
+                          got=f"actor_num_nodes = {config.perf.actor_num_nodes}", code="spawned-ranks-many-nodes",
                           who=who(config, "perf.actor_num_nodes", "perf.placement"), fix='placement = "ray"')
 
 
 def _combinations(layout: Layout, config: RunConfig) -> None:
     if layout.virtual_pipeline and layout.pipeline == 1:
         raise BatchError(f"{KEYS['virtual_pipeline']} {layout.virtual_pipeline} needs a pipeline to interleave",
-                         got="pipeline_model_parallel_size = 1", who=_sizes(config, "virtual_pipeline", "pipeline"),
+                         code="virtual-pipeline-without-pipeline", got="pipeline_model_parallel_size = 1",
+                         who=_sizes(config, "virtual_pipeline", "pipeline"),
                          fix="raise pipeline_model_parallel_size, or leave the virtual size out")
     group = config.surface("megatron").get("microbatch_group_size_per_vp_stage")
     if layout.virtual_pipeline and group not in (None, layout.pipeline):
         # Smaller is refused by megatron-core's schedule; larger would want another multiple of micro-batches.
         raise BatchError("microbatch_group_size_per_vp_stage should be the pipeline-parallel size", got=group,
-                         who=who(config, "megatron.microbatch_group_size_per_vp_stage"),
+                         who=who(config, "megatron.microbatch_group_size_per_vp_stage"), code="microbatch-group-size",
                          fix=f"leave it out, or write {layout.pipeline}")
 
 
 def _experts(layout: Layout, architecture: Architecture, config: RunConfig) -> None:
     if architecture.experts and layout.tensor > 1 and not layout.sequence_parallel:
         raise BatchError("a mixture of experts is trained with tensor parallelism only if sequence_parallel is on too",
+                         code="moe-needs-sequence-parallel",
                          got=f"tensor_model_parallel_size = {layout.tensor}, "
                          f"{architecture.experts} experts ({architecture.source['experts']})",
                          who=_sizes(config, "tensor"), fix="--sequence-parallel, or tensor_model_parallel_size = 1")
@@ -195,7 +198,7 @@ def _experts(layout: Layout, architecture: Architecture, config: RunConfig) -> N
             if (size := getattr(layout, name)) not in allowed:
                 raise BatchError(f"{KEYS[name]} {size} has no experts to split", got="a dense model",
                                  who=f"{_sizes(config, name)}, {architecture.source.get('layers')}",
-                                 fix=f"leave {KEYS[name]} out")
+                                 fix=f"leave {KEYS[name]} out", code="expert-layout-of-dense-model")
 
 
 def _divisions(layout: Layout, architecture: Architecture, config: RunConfig) -> Iterator[tuple[str, tuple[str, ...]]]:
@@ -230,7 +233,7 @@ def _divides(layout: Layout, architecture: Architecture, config: RunConfig, cons
     what = "the product of both" if len(wide) > 1 else KEYS[next(iter(wide))]
     raise BatchError(f"{NAMES[constant][0][0]} {number} does not divide by {text}", got=f"{number} / {product}",
                      who=f"{_sizes(config, *wide)}, {architecture.source.get(constant)}",
-                     fix=f"make {what} one of {fitting}")
+                     fix=f"make {what} one of {fitting}", code="model-size-not-divisible")
 
 
 def _micro_batches(layout: Layout, config: RunConfig) -> None:
@@ -240,7 +243,7 @@ def _micro_batches(layout: Layout, config: RunConfig) -> None:
     if not perf.use_dynamic_batch_size:
         factors["perf.micro_batch_size"] = (f"micro_batch_size {perf.micro_batch_size}", perf.micro_batch_size)
     elif perf.max_tokens_per_gpu is None:
-        raise BatchError("use_dynamic_batch_size needs max_tokens_per_gpu",
+        raise BatchError("use_dynamic_batch_size needs max_tokens_per_gpu", code="max-tokens-missing",
                          who=who(config, "perf.use_dynamic_batch_size"), fix="--max-tokens-per-gpu 8192")
     if layout.data > 1:
         factors["perf.actor_num_gpus_per_node"] = (f"{layout.data} data-parallel ranks", layout.data)
@@ -253,7 +256,7 @@ def _micro_batches(layout: Layout, config: RunConfig) -> None:
         near = " or ".join(str(n) for n in (batch // unit * unit, (batch // unit + 1) * unit) if n)
         other = "" if perf.use_dynamic_batch_size else ", or --use-dynamic-batch-size"
         text = " x ".join(text for text, _ in factors.values())
-        raise BatchError(f"global_batch_size {batch} does not divide by {text}",
+        raise BatchError(f"global_batch_size {batch} does not divide by {text}", code="batch-not-divisible",
                          got=f"{batch} / {unit}", who=who(config, "rollout.global_batch_size", *factors),
                          fix=f"use a multiple of {unit}: {near}{other}")
 
@@ -263,7 +266,8 @@ def _balance(architecture: Architecture, config: RunConfig) -> None:
         return
     if architecture.checkpoint and (missing := architecture.uncounted):
         raise ConfigError("balance_by_flops cannot count the operations of this architecture",
-                          got=f"no {', '.join(missing)} in config.json", who=who(config, "perf.balance_by_flops"),
+                          code="balance-architecture-unknown", got=f"no {', '.join(missing)} in config.json",
+                          who=who(config, "perf.balance_by_flops"),
                           fix="leave it out: micro-batches are balanced by their tokens")
 
 

@@ -72,7 +72,7 @@ def _weights(config: RunConfig, model: ModelDimensions, capacity: float) -> None
     weights, fraction = engine(config, model)
     room = (fraction or 1) * capacity
     if weights * (1 - TOLERANCE) > room:
-        raise ConfigError("an engine's weights alone exceed its memory limit",
+        raise ConfigError("an engine's weights alone exceed its memory limit", code="engine-exceeds-memory-limit",
                           got=f"about {weights / GIB:.1f} of {room / GIB:.1f} GiB",
                           who=who(config, "server.mem_fraction_static", "perf.rollout_num_gpus_per_engine"),
                           fix="raise --rollout-num-gpus-per-engine" + (
@@ -92,6 +92,7 @@ def _share(config: RunConfig, model: ModelDimensions, needed: float, capacity: f
     if needed * (1 - TOLERANCE) + engine_ > room:
         raise ConfigError(
             "trainer and engine share the GPU, both stay in its memory, and both do not fit",
+            code="colocated-memory-exceeded",
             got=f"about {needed / GIB:.0f} + {engine_ / GIB:.0f} of {room / GIB:.0f} GiB",
             who=who(config, "server.mem_fraction_static", "perf.offload_train", "perf.offload_rollout"),
             fix="alternate them (--offload-rollout, --offload-train), or lower --sglang-mem-fraction-static")

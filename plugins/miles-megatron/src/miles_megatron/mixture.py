@@ -84,7 +84,7 @@ class Mixture:
             if present:
                 raise ConfigError(f"a router with {what} is not supported", who="the checkpoint's config.json",
                                   fix="use another checkpoint: Megatron's router would select or weight experts "
-                                      "differently")
+                                      "differently", code="router-unsupported")
 
     @property
     def constants(self) -> dict[str, object]:

@@ -130,8 +130,9 @@ def transformer_config(
     try:
         return TransformerConfig(**values)
     except (ValueError, AssertionError, ImportError, TypeError, ZeroDivisionError) as error:
-        raise ConfigError("Megatron rejects this model or layout", got=str(error).strip() or type(error).__name__,
-                          who=spec.source, fix="change the [model] or [perf] keys that it names") from error
+        raise ConfigError("Megatron rejects this model or layout", code="megatron-rejects-model",
+                          got=str(error).strip() or type(error).__name__, who=spec.source,
+                          fix="change the [model] or [perf] keys that it names") from error
 
 
 def _checked(spec: ModelSpec, overrides: Mapping[str, object], chosen: str) -> dict[str, object]:
@@ -140,13 +141,14 @@ def _checked(spec: ModelSpec, overrides: Mapping[str, object], chosen: str) -> d
     overrides = {name: value for name, value in overrides.items() if value not in spec.also.get(name, ())}
     for name, value in overrides.items():
         if name not in known:
-            raise UnknownKeyError("unknown field of Megatron's TransformerConfig", got=name,
-                                  fix="see the fields of megatron.core.transformer.TransformerConfig")
+            raise UnknownKeyError("unknown field of Megatron's TransformerConfig", code="megatron-field-unknown",
+                                  got=name, fix="see the fields of megatron.core.transformer.TransformerConfig")
         if name == "moe_layer_freq" and isinstance(value, int):
             value = [int(layer % value == 0) for layer in range(spec.constants["num_layers"])]
         if name in spec.constants and value != spec.constants[name]:
-            raise ConfigError(f"{name} disagrees with the checkpoint, which says {spec.constants[name]}", got=value,
-                              who=spec.source, fix=f"leave {name} out, or use a checkpoint with that value")
+            raise ConfigError(f"{name} disagrees with the checkpoint, which says {spec.constants[name]}",
+                              code="constant-disagrees-with-checkpoint", got=value, who=spec.source,
+                              fix=f"leave {name} out, or use a checkpoint with that value")
     off = ALWAYS_OFF | (LOCAL_ONLY_OFF if chosen == LOCAL else {})
     for name, needs in off.items():
         if overrides.get(name):
@@ -204,7 +206,7 @@ def build(config: TransformerConfig, spec: ModelSpec, vp_stage: int | None = Non
         ConfigError: the vocabulary does not divide among tensor-parallel ranks.
     """
     if spec.vocab_size % config.tensor_model_parallel_size:
-        raise ConfigError("the vocabulary does not divide by the tensor-parallel size",
+        raise ConfigError("the vocabulary does not divide by the tensor-parallel size", code="vocabulary-not-divisible",
                           got=f"{spec.vocab_size} / {config.tensor_model_parallel_size}", who=spec.source,
                           fix="choose a tensor-parallel size that divides it")
     where = {"ignore_virtual": False, "vp_stage": vp_stage}

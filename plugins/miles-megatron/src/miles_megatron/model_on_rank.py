@@ -132,7 +132,7 @@ class ModelOnRank:
         """
         if names := optimizer.non_finite_gradients(self.wrapped):
             raise NonFiniteError(f"the gradient of {names[0]} is not finite", got=f"{len(names)} parameter(s)",
-                                 who=f"optimizer step of the {self.name}",
+                                 who=f"optimizer step of the {self.name}", code="gradient-not-finite",
                                  fix="the weights are unchanged and the last checkpoint is good; "
                                  "look at the step's samples, the learning rate and the precision")
         rate = self.optimizer.param_groups[0]["lr"]
@@ -212,7 +212,7 @@ def architecture(folder: Path, config: RunConfig, hooks: Hooks):
     name = (ours and config.model.model_name) or hf.model_type
     if name not in hooks.model_spec:
         raise ConfigError(f"no enabled plugin builds the architecture {name!r}", who=str(folder),
-                          got=f"there are {', '.join(sorted(hooks.model_spec))}",
+                          got=f"there are {', '.join(sorted(hooks.model_spec))}", code="architecture-not-built",
                           fix="enable the plugin that does with --plugin: docs/model-families.md")
     family = hooks.model_spec[name](hf)
     return family.model_spec(hf), family.weight_map(hf)

@@ -51,7 +51,8 @@ class Models:
         declared = {"ref": Model(paths.ref_load or paths.hf_checkpoint)} if self.has_reference else {}
         for name, model in (hooks.models() if hooks.models else {}).items():
             if name in ("actor", "ref"):
-                raise HookError(f"a plugin declares the model {name!r}, which is reserved", fix="rename it")
+                raise HookError(f"a plugin declares the model {name!r}, which is reserved", code="model-name-reserved",
+                                fix="rename it")
             declared[name] = model
         # Of what another program saved the weights are taken: a start, not a resume.
         self._start = paths.load if paths.load and checkpoints().of_another_program(paths.load) else None
@@ -114,7 +115,8 @@ class Models:
             ConfigError: there is no such model.
         """
         if name not in self.on_rank and name not in self._swapped:
-            raise ConfigError(f"no model is named {name!r}", got=", ".join([*self.on_rank, *self._swapped]),
+            raise ConfigError(f"no model is named {name!r}", code="model-unknown",
+                              got=", ".join([*self.on_rank, *self._swapped]),
                               fix="declare it in the hook `models`, or add --use-kl-loss for the reference")
         return self.on_rank.get(name, self.actor)
 

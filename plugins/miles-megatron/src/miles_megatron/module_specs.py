@@ -74,8 +74,8 @@ def implementation(wanted: str | None, bf16: bool) -> str:
         ConfigError: neither of the two.
     """
     if wanted not in (None, LOCAL, TRANSFORMER_ENGINE):
-        raise ConfigError("transformer_impl should be local or transformer_engine", got=wanted,
-                          who="--transformer-impl", fix="write one of them, or leave it out")
+        raise ConfigError("transformer_impl should be local or transformer_engine", code="transformer-impl-unknown",
+                          got=wanted, who="--transformer-impl", fix="write one of them, or leave it out")
     missing = "the package transformer_engine" if cpu.no_transformer_engine() else None
     if cpu.no_cuda():
         missing = "a GPU"

@@ -53,7 +53,7 @@ class Objective:
         self._unchecked.append((value.detach(), total.detach(), batch.sample, batch.offset, batch.samples))
         if not value.requires_grad:
             raise TrainError("the loss has no gradient", who=f"policy loss {self._name!r}",
-                             fix="compute it from inputs.log_probs, without detach()")
+                             fix="compute it from inputs.log_probs, without detach()", code="loss-without-gradient")
         if self.actor:
             # The trainer before its first step, where it was asked: later steps would measure what was learnt as well.
             trainer = inputs.rows.get("log_probs", inputs.log_probs)
@@ -100,7 +100,7 @@ class Objective:
         per_token, metrics = self._policy_loss(inputs)
         if per_token.shape != inputs.mask.shape:  # a scalar would be broadcast, and train on something else
             raise TrainError("the loss should have one value for each token", who=f"policy loss {self._name!r}",
-                             got=f"shape {list(per_token.shape)}",
+                             got=f"shape {list(per_token.shape)}", code="loss-not-per-token",
                              fix=f"return shape {list(inputs.mask.shape)}; the core reduces")
         per_token, more = self._weighted(per_token, inputs)
         total, share = per_token, {**({"pg_loss": per_token} if self.actor else {}), **metrics, **more}

@@ -159,5 +159,5 @@ def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
 def _known(tags: Sequence[str]) -> Sequence[str]:
     if unknown := [tag for tag in tags if tag not in TAGS]:
         raise ConfigError("unknown part of the trainer to offload", got=", ".join(unknown), who="Trainer.offload",
-                          fix=f"use one or more of {', '.join(TAGS)}")
+                          fix=f"use one or more of {', '.join(TAGS)}", code="offload-part-unknown")
     return tags

@@ -37,7 +37,8 @@ def check_on_policy(config: RunConfig, note: Callable[[str], None]) -> RunConfig
         return config
     checkpoint = config_json(config)[1] or {}
     for what, got, origin, fix in (*_settings(config), *_model(config, checkpoint)):
-        raise ConfigError(f"true_on_policy_mode {what}", got=got, who=origin, fix=fix)
+        raise ConfigError(f"true_on_policy_mode {what}", code="true-on-policy-unavailable", got=got, who=origin,
+                          fix=fix)
     if config.rollout.rollout_max_context_len is None and checkpoint.get("max_position_embeddings", LONGEST) > LONGEST:
         note(f"true_on_policy_mode bounds rollout_max_context_len to {LONGEST}: longer prompts are left out")
         return with_values(config, "true_on_policy_mode", rollout__rollout_max_context_len=LONGEST)
@@ -60,7 +61,7 @@ def check_equal(samples: Sequence[Sample]) -> None:
             raise TrainError(
                 f"true_on_policy_mode: {unequal.size} of {sample.response_length} log-probs differ, first at response "
                 f"token {first}", got=f"trainer {float(trainer[first])!r}, engine {float(engine[first])!r}",
-                who=f"prompt {sample.prompt.uid}, sample {sample.index}",
+                who=f"prompt {sample.prompt.uid}, sample {sample.index}", code="true-on-policy-log-probs-differ",
                 fix="look for what changes one side alone: a plugin around the forward pass, other thread counts, "
                     "another build of torch; or leave true_on_policy_mode out",
             )  # fmt: skip

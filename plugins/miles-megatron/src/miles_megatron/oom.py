@@ -41,13 +41,12 @@ def explained(phase: str, rank: int, config: RunConfig, *, starting: bool = Fals
                 raise ConfigError(
                     f"Megatron-core fails in {phase} with these options", got=f"{type(error).__name__}: {error}"[:500],
                     who=who(config, *(f"megatron.{name}" for name in config.surface("megatron"))),
-                    fix="remove or change the option that the message names",
+                    fix="remove or change the option that the message names", code="megatron-options-fail",
                 ) from error
             raise
-        raise OutOfMemoryError(
-            f"out of memory in {phase}", got=f"an allocation of {size[1]}" if size else None,
-            who=f"trainer rank {rank}", fix=f"try, in this order: {', '.join(remedies(phase, config))}",
-        ) from error
+        raise OutOfMemoryError(f"out of memory in {phase}", code="trainer-out-of-memory",
+                               got=f"an allocation of {size[1]}" if size else None, who=f"trainer rank {rank}",
+                               fix=f"try, in this order: {', '.join(remedies(phase, config))}") from error
 
 
 def _raised_in_megatron(error: BaseException) -> bool:

@@ -76,18 +76,19 @@ class OptimizerOptions:
         """
         if self.lr_decay_style not in STYLES:
             raise ConfigError("unknown learning-rate schedule", got=self.lr_decay_style, who="--lr-decay-style",
-                              fix="choose one of " + ", ".join(STYLES))
+                              fix="choose one of " + ", ".join(STYLES), code="lr-schedule-unknown")
         for name in ("lr", "min_lr", "lr_warmup_init", "lr_warmup_iters", "weight_decay", "clip_grad"):
             if not getattr(self, name) >= 0:
-                raise ConfigError(f"{name} cannot be negative", got=getattr(self, name),
+                raise ConfigError(f"{name} cannot be negative", code="lr-negative", got=getattr(self, name),
                                   who="--" + name.replace("_", "-"), fix="write 0 or more")
         for name in ("min_lr", "lr_warmup_init"):
             if getattr(self, name) > self.lr:
-                raise ConfigError(f"{name} is above lr = {self.lr}", got=getattr(self, name),
+                raise ConfigError(f"{name} is above lr = {self.lr}", code="lr-out-of-range", got=getattr(self, name),
                                   who="--" + name.replace("_", "-"), fix="write at most lr")
         if self.lr_decay_style != "constant" and self.warmup_iters >= self.decay_iters:
-            raise ConfigError("the warmup leaves no steps for the decay", who="--lr-warmup-iters",
-                              got=f"{self.warmup_iters} of {self.decay_iters}", fix="shorten the warmup")
+            raise ConfigError("the warmup leaves no steps for the decay", code="lr-warmup-too-long",
+                              who="--lr-warmup-iters", got=f"{self.warmup_iters} of {self.decay_iters}",
+                              fix="shorten the warmup")
 
     @property
     def warmup_iters(self) -> float:
@@ -151,7 +152,7 @@ def _refusals(who: str) -> Iterator[None]:
         yield
     except (AssertionError, ValueError, ImportError, TypeError, NotImplementedError) as error:
         raise ConfigError("Megatron rejects these options", got=str(error).strip() or type(error).__name__, who=who,
-                          fix="change the keys that it names") from error
+                          fix="change the keys that it names", code="megatron-rejects-options") from error
 
 
 def make_optimizer(

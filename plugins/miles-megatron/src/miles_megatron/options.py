@@ -43,7 +43,8 @@ class MegatronOptions(Surface):
             off = flag.flag == "--no-" + meaning.name.replace("_", "-")
             return [Assignment(f"megatron.{meaning.name}", False if off else words_of(flag), origin)]
         if meaning.status == "refused":
-            raise UnknownKeyError(f"{flag.flag} does not apply here", who="Megatron-LM's flag", fix=meaning.text)
+            raise UnknownKeyError(f"{flag.flag} does not apply here", code="megatron-flag-not-applicable",
+                                  who="Megatron-LM's flag", fix=meaning.text)
         if meaning.status == "derived":
             return needless(flag, meaning.switch, meaning.text, notes)
         made = [Assignment(_key(key), value, origin) for key, value in (meaning.set or {}).items()]
@@ -58,7 +59,8 @@ class MegatronOptions(Surface):
         name, origin = assignment.key.partition(".")[2], assignment.origin
         meaning = flags.lookup("--" + name.replace("_", "-"))
         if isinstance(meaning, Flag) and meaning.status != "accepted" and origin.kind == "file":
-            raise UnknownKeyError(f"the key {name!r} does not apply here", who=str(origin), fix=meaning.text)
+            raise UnknownKeyError(f"the key {name!r} does not apply here", code="megatron-key-not-applicable",
+                                  who=str(origin), fix=meaning.text)
         if (field := surface().get(name)) is None:
             return None
         kind, value = _type(field), assignment.value

@@ -33,7 +33,7 @@ class Readers:
             return list(self._reader(name).get_slice(name).get_shape())
         except SafetensorError as error:
             raise CheckpointError(f"the index places {name} in a file that lacks it", who=str(self._files[name]),
-                                  fix="fetch the checkpoint again") from error
+                                  fix="fetch the checkpoint again", code="index-misplaces-tensor") from error
 
     def tensor(self, name: str) -> torch.Tensor:
         return self._reader(name).get_tensor(name)
@@ -48,4 +48,4 @@ def _open(file: Path):
         return safe_open(file, "pt")
     except (SafetensorError, OSError) as error:
         raise CheckpointError("a tensor file cannot be read", got=str(error), who=str(file),
-                              fix="fetch the checkpoint again") from error
+                              fix="fetch the checkpoint again", code="tensor-file-unreadable") from error

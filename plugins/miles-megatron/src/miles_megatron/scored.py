@@ -64,12 +64,14 @@ class Scored:
 
     def values(self) -> torch.Tensor:
         if self.model.declared.head != "value":
-            raise HookError(f"the model {self.model.name!r} has no values", fix='declare it with head="value"')
+            raise HookError(f"the model {self.model.name!r} has no values", code="model-without-values",
+                            fix='declare it with head="value"')
         return (self._hidden.float() @ self.model.head.float().t())[:, 0]
 
     def _policy_head(self) -> torch.Tensor:
         if self.model.declared.head != "policy":
-            raise HookError(f"the model {self.model.name!r} has no log-probs", fix="read values() of it")
+            raise HookError(f"the model {self.model.name!r} has no log-probs", code="model-without-log-probs",
+                            fix="read values() of it")
         return self.model.head
 
     def _how(self) -> dict[str, object]:

@@ -59,8 +59,8 @@ def stored_tensors(file: Path) -> dict[str, Stored]:
         raise _unreadable(file, str(error)) from error
     for name, (dtype, shape, start, stop) in entries.items():
         if dtype not in _BY_NAME:
-            raise CheckpointError(f"the tensor {name} is stored as {dtype}", who=str(file),
-                                  fix=f"use a checkpoint of these: {', '.join(_BY_NAME)}")
+            raise CheckpointError(f"the tensor {name} is stored as {dtype}", code="tensor-dtype-unsupported",
+                                  who=str(file), fix=f"use a checkpoint of these: {', '.join(_BY_NAME)}")
         if stop - start != math.prod(shape) * _BY_NAME[dtype].itemsize or not 0 <= start <= stop <= end - first:
             raise _unreadable(file, f"{name} lies outside of the file or has another size, by the header")
     return {name: Stored(file, _BY_NAME[dtype], shape, first + start)
@@ -139,14 +139,14 @@ def tensor_files(folder: Path) -> dict[str, Path]:
             where = {name: folder / file for name, file in parse_json(index.read_text())["weight_map"].items()}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError("the index of the tensor files cannot be read", got=str(error), who=str(index),
-                                  fix="fetch the checkpoint again") from error
+                                  fix="fetch the checkpoint again", code="tensor-index-unreadable") from error
         if absent := sorted({file.name for file in where.values() if not file.is_file()}):
             raise CheckpointError("files that the index names are missing", got=few(absent), who=str(folder),
-                                  fix="fetch the checkpoint again")
+                                  fix="fetch the checkpoint again", code="tensor-files-missing")
         return where
     files = sorted(folder.glob("*.safetensors"))
     if not files:
-        raise CheckpointError("no .safetensors files found", who=str(folder),
+        raise CheckpointError("no .safetensors files found", code="safetensors-missing", who=str(folder),
                               got="a folder" if folder.is_dir() else "no such folder",
                               fix="give a Hugging Face directory with weights in safetensors")
     return {name: file for file in files for name in stored_tensors(file)}
@@ -157,7 +157,8 @@ def _bytes(tensor: torch.Tensor) -> memoryview:
 
 
 def _unreadable(file: Path, got: str) -> CheckpointError:
-    return CheckpointError("a tensor file cannot be read", got=got, who=str(file), fix="fetch the checkpoint again")
+    return CheckpointError("a tensor file cannot be read", code="tensor-file-unreadable", got=got, who=str(file),
+                           fix="fetch the checkpoint again")
 
 
 def few(names: Sequence[str], most: int = 8) -> str:

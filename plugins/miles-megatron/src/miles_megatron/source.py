@@ -61,7 +61,8 @@ def read_surface(folder: Path) -> tuple[dict[str, SurfaceField], dict[str, str]]
     for file, owner in SOURCES:
         node = next((n for n in trees[file].body if isinstance(n, ast.ClassDef) and n.name == owner), None)
         if node is None:
-            raise ConfigError(f"this megatron-core has no class {owner}", who=file, fix="install megatron-core 0.16.1")
+            raise ConfigError(f"this megatron-core has no class {owner}", code="megatron-class-missing", who=file,
+                              fix="install megatron-core 0.16.1")
         entries = _parameters(node) if owner in PARAMETERS else _attributes(node)
         for name, annotation, value, text in entries:
             field = _field(owner, name, annotation, value, text, enums)
@@ -76,9 +77,8 @@ def _parse(path: Path) -> ast.Module:
     try:
         return ast.parse(path.read_text(encoding="utf-8"))
     except (OSError, SyntaxError) as error:
-        raise ConfigError(
-            "megatron-core's source cannot be read", got=error, who=str(path), fix="install megatron-core 0.16.1"
-        ) from error
+        raise ConfigError("megatron-core's source cannot be read", code="megatron-source-unreadable", got=error,
+                          who=str(path), fix="install megatron-core 0.16.1") from error
 
 
 def _enums(tree: ast.Module) -> dict[str, list[str]]:

@@ -90,7 +90,8 @@ def root() -> Path:
         folder = Path(place) / "core"
         if (folder / "package_info.py").is_file():
             return folder
-    raise ConfigError("megatron-core is not installed", who="trainer megatron", fix="pip install megatron-core==0.16.1")
+    raise ConfigError("megatron-core is not installed", code="megatron-not-installed", who="trainer megatron",
+                      fix="pip install megatron-core==0.16.1")
 
 
 @functools.lru_cache(maxsize=1)

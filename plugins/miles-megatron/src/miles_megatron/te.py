@@ -37,7 +37,7 @@ def layer_modules() -> LayerModules:
     if not te.HAVE_TE:
         raise ConfigError("Transformer Engine is installed, but importing it fails", who="transformer_engine",
                           fix="see why with python -c 'import transformer_engine.pytorch', or write "
-                          "--transformer-impl local")
+                          "--transformer-impl local", code="transformer-engine-import-failed")
     return LayerModules(
         te.TEColumnParallelLinear, te.TERowParallelLinear, te.TENorm,
         {"silu": Activation, "gelu_pytorch_tanh": Activation, "clamped_swiglu": ClampedSwiGLU}, attention,

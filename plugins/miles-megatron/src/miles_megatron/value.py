@@ -63,7 +63,7 @@ def load(folder: Path, chunks: Sequence[torch.nn.Module], mapping: WeightMap, *,
     if missing and not fresh:
         raise CheckpointError("the checkpoint has no value head", got=f"no tensor {HEAD}", who=str(folder),
                               fix="name a checkpoint that has one, or leave it out to start from --hf-checkpoint with "
-                                  "a new head")
+                                  "a new head", code="value-head-missing")
     weights.load_hf(folder, chunks, mapping, but=frozenset({"value_head.weight"}) if missing else frozenset())
     if missing and chunks[-1].post_process:
         head = chunks[-1].value_head.weight

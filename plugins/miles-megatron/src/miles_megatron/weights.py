@@ -74,7 +74,7 @@ def load_hf(folder: str | Path, model: Model, weight_map: WeightMap, *, but: fro
         rules[_TIED] = rules[EMBEDDING]
     if unmapped := sorted(parameters.keys() - rules.keys() - but):
         raise ConfigError("no rule of the weight map fills these parameters", got=few(unmapped),
-                          fix="add rules to the family's weight_map")
+                          fix="add rules to the family's weight_map", code="parameters-unmapped")
     announce_left(folder, read.places, expected, weight_map)
     wanted = {ours: rules[ours] for ours in rules if ours in parameters}
     with read:
@@ -103,7 +103,7 @@ def refuse_quantised(folder: Path) -> None:
         if quantization:
             raise CheckpointError("training cannot start from quantised weights", who=str(path),
                                   got=quantization.get("quant_method", quantization), fix="name the plain checkpoint "
-                                  "with --ref-load; --hf-checkpoint may stay, for the engine")
+                                  "with --ref-load; --hf-checkpoint may stay, for the engine", code="weights-quantised")
 
 
 def lacking(weight_map: WeightMap, present: Collection[str]) -> frozenset[str]:
@@ -140,7 +140,7 @@ def check_fit(folder: str | Path, present: Collection[str], expected: Collection
         text = "; ".join(f"{len(names)} {kind}: {few(names)}" for kind, names in problems.items() if names)
         raise CheckpointError("the tensors do not fit the model that config.json describes", got=text,
                               who=str(folder), fix=f"{known_by()}; or take them out of the files" if only_more
-                              else "use a complete checkpoint of this architecture")
+                              else "use a complete checkpoint of this architecture", code="tensors-do-not-fit-config")
 
 
 def announce_left(folder: str | Path, present: Collection[str], expected: Collection[str],
@@ -161,7 +161,8 @@ def check_tied(folder: str | Path, read: PlainReaders, weight_map: WeightMap) ->
     if weight_map.tied and {head, embedding} <= read.places.keys() and (
             not torch.equal(read.tensor(head), read.tensor(embedding))):
         raise CheckpointError("config.json ties the output layer to the embedding, and the files hold two that "
-                              "differ", got=head, who=str(folder), fix="set tie_word_embeddings to false in "
+                              "differ", got=head,
+                              code="tied-embedding-differs", who=str(folder), fix="set tie_word_embeddings to false in "
                               "config.json to train both, or remove lm_head.weight from the files")
 
 
@@ -230,8 +231,8 @@ def export_hf(
     """
     source = Path(source_folder)
     if not (source / "config.json").is_file():
-        raise CheckpointError("config.json is missing, so it cannot be copied", who=str(source),
-                              fix="give the Hugging Face directory that the run started from")
+        raise CheckpointError("config.json is missing, so it cannot be copied", code="config-json-not-copied",
+                              who=str(source), fix="give the Hugging Face directory that the run started from")
     with publish(Path(folder)) as target:
         written = _write_shards(target, stream, dtype, shard_bytes)
         copy_companions(source, target, written, config)

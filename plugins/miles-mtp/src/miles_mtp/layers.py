@@ -76,7 +76,8 @@ class Predictors(MultiTokenPredictionBlock):
         last = layer_spec(config, spec, chunk.vp_stage).layer_specs[-1]
         if "attn_mask_type" not in last.submodules.self_attention.params:
             raise ConfigError("multi-token-prediction layers copy the model's last layer, which has no attention",
-                              who=f"plugin mtp, {spec.source}", fix="run without the plugin")
+                              code="mtp-last-layer-without-attention", who=f"plugin mtp, {spec.source}",
+                              fix="run without the plugin")
         layer = ModuleSpec(
             module=HiddenFirst if hidden_first else EmbeddingFirst,
             submodules=MultiTokenPredictionLayerSubmodules(

@@ -114,17 +114,17 @@ def layers_of(folder: Path, number: int | None, scheme: str) -> Layers:
     if stored is not None:
         if number not in (None, counts[stored]):
             raise ConfigError("the checkpoint has a different number of multi-token-prediction layers",
-                              got=counts[stored],
+                              got=counts[stored], code="mtp-layer-count-differs",
                               who=f"--mtp-num-layers {number}, {folder}", fix="leave --mtp-num-layers out")
         if scheme not in ("auto", stored):
             raise ConfigError("the checkpoint uses other names for its multi-token-prediction layers", got=stored,
-                              who=f"mtp.names {scheme}, {folder}", fix="leave mtp.names out")
+                              who=f"mtp.names {scheme}, {folder}", code="mtp-names-differ", fix="leave mtp.names out")
         return Layers(counts[stored], stored, True)
     number = number or 1
     scheme = ("mtp" if number == 1 else "nextn") if scheme == "auto" else scheme
     if scheme == "mtp" and number > 1:
         raise ConfigError("the names mtp.* are for one layer", got=f"--mtp-num-layers {number}", who="mtp.names mtp",
-                          fix="write --mtp.names nextn, or leave it out")
+                          fix="write --mtp.names nextn, or leave it out", code="mtp-names-need-one-layer")
     return Layers(number, scheme, False)
 
 
@@ -155,7 +155,7 @@ def _own_layers(folder: Path) -> int:
         return int(hf_config.get("text_config", hf_config)["num_hidden_layers"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise ConfigError("config.json does not say how many layers the model has", got=str(error), who=str(path),
-                          fix="fetch the checkpoint again") from error
+                          fix="fetch the checkpoint again", code="mtp-layer-count-unknown") from error
 
 
 def _inside(name: str) -> str:

@@ -38,7 +38,7 @@ class MtpOptions:
         False, "Train the layers; otherwise they stay unchanged.", flags=("--enable-mtp-training",)
     )
     loss_scaling_factor: float = option(
-        0.2, "Weight of their loss beside the policy's.", flags=("--mtp-loss-scaling-factor",)
+        0.2, "Weight of their loss relative to the policy loss.", flags=("--mtp-loss-scaling-factor",)
     )
     seed: int | None = option(None, "Of layers that the checkpoint does not have; default: the run's.")
     names: Literal["auto", "mtp", "nextn", "mimo"] = option(
@@ -148,11 +148,12 @@ class Mtp:
 
 def _check(options: MtpOptions, config: RunConfig) -> None:
     if options.num_layers is not None and options.num_layers < 1:
-        raise ConfigError("at least one layer is needed", got=options.num_layers, who="--mtp-num-layers",
+        raise ConfigError("at least one layer is needed", code="mtp-no-layers", got=options.num_layers,
+                          who="--mtp-num-layers",
                           fix="leave it out to keep those of the checkpoint, or run without plugin mtp")
     if options.loss_scaling_factor < 0:
         raise ConfigError("the weight of a loss should not be negative", got=options.loss_scaling_factor,
-                          who="--mtp-loss-scaling-factor", fix="use 0.2, for example")
+                          who="--mtp-loss-scaling-factor", code="mtp-loss-weight-negative", fix="use 0.2, for example")
     sync = str(config.perf.weight_sync)
     layered = config.surface("server").get("enable_multi_layer_eagle")
     if options.enable_training and layered and not sync.startswith("disk"):

@@ -40,7 +40,7 @@ def fill(access: TrainerAccess, options: OpdOptions, student: str) -> None:
     here = options.opd_type == "megatron"
     needed = "opd_teacher_tokens" if options.opd_log_prob_top_k else "teacher_log_probs"
     if not here and (left := next((s for s in access.samples if needed not in s.columns), None)) is not None:
-        raise TrainError(f"no teacher's server has scored {left.name}", who="plugin opd",
+        raise TrainError(f"no teacher's server has scored {left.name}", code="opd-sample-not-scored", who="plugin opd",
                          fix="saved rollouts need the column already; otherwise see --rm-type")
     if options.opd_log_prob_top_k:
         _TopK(access, options).run(here)

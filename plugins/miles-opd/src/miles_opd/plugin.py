@@ -27,25 +27,25 @@ class OpdOptions:
     """Who the teacher is and how far the student is from it."""
 
     use_opd: bool = option(
-        False, "Take the reverse KL to the teacher off the advantages of any estimator.", flags=("--use-opd",)
+        False, "Subtract the reverse KL to the teacher from the advantages of any estimator.", flags=("--use-opd",)
     )
     opd_type: Literal["megatron", "sglang"] | None = option(
-        None, "Teacher in the trainer, or behind a server; default: what is given of --opd-teacher-load and -urls.",
+        None, "Teacher in the trainer or behind a server; default: the one that --opd-teacher-load or -urls names.",
         flags=("--opd-type",),
     )
     opd_kl_coef: float = option(1.0, "Weight of the reverse KL.", flags=("--opd-kl-coef",))
     opd_log_prob_top_k: int = option(
-        0, "Compare the k likeliest tokens at each position; 0: the sampled token alone.",
+        0, "Compare the k most likely tokens at each position; 0 compares only the sampled token.",
         flags=("--opd-log-prob-top-k",),
     )
     opd_top_k_strategy: Literal["only-student", "only-teacher", "intersection", "union", "xor"] = option(
-        "only-student", "Whose k likeliest tokens.", flags=("--opd-top-k-strategy",)
+        "only-student", "Model whose k most likely tokens are compared.", flags=("--opd-top-k-strategy",)
     )
     opd_reward_weight_mode: Literal["student_p", "teacher_p", "none"] = option(
-        "student_p", "How these tokens are weighted.", flags=("--opd-reward-weight-mode",)
+        "student_p", "Weighting of these tokens.", flags=("--opd-reward-weight-mode",)
     )
     opd_top_k_baseline: bool = option(
-        False, "Take the top-k estimate as the baseline of the sampled token's reverse KL, not in its place."
+        False, "Use the top-k estimate as a baseline of the sampled token's reverse KL instead of replacing it."
     )
     opd_teacher_load: str | None = option(
         None, "Checkpoint of a teacher in the trainer (Hugging Face, or torch_dist of the student's architecture).",
@@ -58,8 +58,8 @@ class OpdOptions:
         "opd_teacher", "Key of a prompt's metadata that names its teacher; without it: default.",
         flags=("--opd-teacher-key",),
     )
-    opd_teacher_timeout: float = option(60.0, "Seconds that a server may take for one sample, retries included.")
-    opd_teacher_concurrency: int = option(64, "Requests to servers that are under way at once.")
+    opd_teacher_timeout: float = option(60.0, "Seconds allowed for one sample, including retries.")
+    opd_teacher_concurrency: int = option(64, "Maximum number of concurrent requests to servers.")
 
 
 class Opd:

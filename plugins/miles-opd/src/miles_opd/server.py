@@ -69,7 +69,7 @@ class Servers:
         name = str({**sample.prompt.metadata, **sample.metadata}.get(self._key, DEFAULT))
         if name not in self.urls:
             raise RewardError(f"{sample.name} names an unknown teacher", got=name, who="opd.opd_teacher_urls",
-                              fix=f"add {name}=URL; known: {', '.join(self.urls)}")
+                              fix=f"add {name}=URL; known: {', '.join(self.urls)}", code="opd-teacher-unknown")
         return self.urls[name]
 
 
@@ -80,11 +80,11 @@ def addresses(texts: Sequence[str]) -> dict[str, str]:
         match = re.fullmatch(r"(?:([\w.-]+)=)?(https?://\S+)", text)
         if match is None:
             raise ConfigError("not the address of a teacher", got=text, who="opd.opd_teacher_urls",
-                              fix="write http://HOST:PORT, or NAME=http://HOST:PORT")
+                              fix="write http://HOST:PORT, or NAME=http://HOST:PORT", code="opd-address-malformed")
         name, url = match[1] or DEFAULT, match[2].rstrip("/").removesuffix("/generate")
         if name in urls:
             raise ConfigError(f"two addresses for the teacher {name!r}", got=text, who="opd.opd_teacher_urls",
-                              fix="give each teacher its own name: NAME=URL")
+                              fix="give each teacher its own name: NAME=URL", code="opd-address-twice")
         urls[name] = f"{url}/generate"
     return urls
 
@@ -106,7 +106,8 @@ def post(url: str, payload: dict[str, Any], timeout: float) -> dict[str, Any]:
             refused = isinstance(error, ValueError) or getattr(error, "code", 500) < 500
             if refused or time.monotonic() + pause >= deadline:
                 detail = error.read()[:200].decode(errors="replace") if hasattr(error, "read") else ""
-                raise RewardError("the teacher's server returned no answer", who=url, got=f"{error} {detail}".strip(),
+                raise RewardError("the teacher's server returned no answer", code="opd-server-no-answer", who=url,
+                                  got=f"{error} {detail}".strip(),
                                   fix=f"look at its log; it had {timeout:g} s (opd_teacher_timeout)") from error
         time.sleep(pause)
         pause *= 2
@@ -135,6 +136,6 @@ def read(answer: dict[str, Any], sample: Sample, top_k: int, url: str) -> dict[s
             raise ValueError("log-probs that are not finite")
     except (KeyError, IndexError, TypeError, ValueError) as error:
         raise RewardError(f"the teacher's answer for {sample.name} cannot be used", who=url,
-                          got=f"{type(error).__name__}: {error}"[:200],
+                          got=f"{type(error).__name__}: {error}"[:200], code="opd-server-answer-invalid",
                           fix="use an SGLang server with the student's tokenizer") from error
     return columns

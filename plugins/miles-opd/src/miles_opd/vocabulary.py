@@ -27,7 +27,7 @@ def check_vocabulary(student: str, teacher: str | None, top_k: int = 0) -> None:
         _compare(Path(student), Path(teacher), sizes, top_k)
     if top_k > min(sizes):
         raise ConfigError("top-k asks for more tokens than the vocabulary has", got=f"{top_k} of {min(sizes)}",
-                          who="opd.opd_log_prob_top_k", fix="lower it; 20 is usual")
+                          who="opd.opd_log_prob_top_k", code="opd-top-k-above-vocabulary", fix="lower it; 20 is usual")
 
 
 def _compare(student: Path, teacher: Path, sizes: list[int], top_k: int) -> None:
@@ -41,7 +41,8 @@ def _compare(student: Path, teacher: Path, sizes: list[int], top_k: int) -> None
     if what is None and top_k and one != other:
         what = f"their output layers have {one} and {other} rows, and top-k asks each model about the other's tokens"
     if what is not None:
-        raise ConfigError("teacher and student do not share a vocabulary", got=what, who=f"{teacher} and {student}",
+        raise ConfigError("teacher and student do not share a vocabulary", code="opd-vocabulary-mismatch", got=what,
+                          who=f"{teacher} and {student}",
                           fix="take a teacher of the student's family, with the same tokenizer")
 
 

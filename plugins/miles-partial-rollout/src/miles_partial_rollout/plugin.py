@@ -17,10 +17,10 @@ class PartialRolloutOptions:
     """Which group goes on first, and what is trained on of it."""
 
     order: Literal["fifo", "stalest", "most-complete"] = option(
-        "fifo", "Which group goes on first: called back first, of the oldest weights, or with the fewest tokens to go."
+        "fifo", "Which cancelled group continues first: first cancelled, of the oldest weights, or fewest tokens left."
     )
     mask_offpolicy_in_partial_rollout: bool = option(
-        False, "Do not train on tokens that were sampled before their group was called back.",
+        False, "Do not train on tokens sampled before their group was cancelled.",
         flags=("--mask-offpolicy-in-partial-rollout",),
     )
 

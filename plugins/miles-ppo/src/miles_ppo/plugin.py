@@ -55,18 +55,18 @@ def _check(options: PpoOptions, config: RunConfig) -> None:
     algorithm, last = config.algorithm, config.rollout.num_rollout
     if algorithm.advantage_estimator != "ppo" or algorithm.loss_type == "sft_loss":
         raise ConfigError("plugin ppo would train a critic that no estimator uses", got=algorithm.advantage_estimator,
-                          who="algorithm.advantage_estimator, algorithm.loss_type",
+                          who="algorithm.advantage_estimator, algorithm.loss_type", code="ppo-critic-unused",
                           fix="write --advantage-estimator ppo, or leave the plugin and its options out")
     if not options.value_clip > 0:
         raise ConfigError("value_clip should be above 0: the critic's loss would not move it", got=options.value_clip,
-                          who="ppo.value_clip", fix="use 0.2, for example")
+                          who="ppo.value_clip", code="ppo-value-clip-out-of-range", fix="use 0.2, for example")
     if options.critic_lr is not None and options.critic_lr != 0 and not 1e-12 <= options.critic_lr <= 0.1:
         raise ConfigError("critic_lr should be 0, or from 1e-12 to 0.1", got=options.critic_lr, who="ppo.critic_lr",
-                          fix="use 1e-5, for example")
+                          fix="use 1e-5, for example", code="ppo-critic-lr-out-of-range")
     if last and options.num_critic_only_steps >= last and config.checkpoint.save is None:
         raise ConfigError("the critic would train alone until the run ends, and no result of it would be saved",
                           got=f"{options.num_critic_only_steps} of {last} rollouts", who="ppo.num_critic_only_steps",
-                          fix="lower --num-critic-only-steps, or add --save")
+                          fix="lower --num-critic-only-steps, or add --save", code="ppo-warm-up-fills-run")
 
 
 class Ppo:

@@ -31,16 +31,16 @@ def routes_of(sample: Sample, response: Response, sizes: Sizes, stale: int = 2) 
     experts = response.extra.get("routed_experts")
     who = f"the engine's answer to {sample.name}"
     if experts is None:
-        raise EngineError("the engine returns no routed experts", who=who,
+        raise EngineError("the engine returns no routed experts", code="r3-engine-without-routing", who=who,
                           fix="give SGLang --sglang-enable-return-routed-experts and --router smg or none; an engine "
                           "of a plugin's has to fill Response.extra, or run without plugin r3")
     shape = (sample.length - 1, sizes.layers, sizes.topk)
     if experts.ndim != 3 or any(size not in (None, got) for size, got in zip(shape, experts.shape, strict=True)):
         raise EngineError(f"routed experts should have shape {list(shape)}: positions, layers, experts of a token",
-                          got=list(experts.shape), who=who, fix=LAYERS)
+                          got=list(experts.shape), code="r3-routing-shape", who=who, fix=LAYERS)
     if experts.size and (experts.min() < -1 or experts.max() >= min(sizes.experts or 2**15, 2**15)):
         raise EngineError(f"routed experts should be below {sizes.experts}", got=f"{experts.min()} to {experts.max()}",
-                          who=who, fix=LAYERS)
+                          who=who, code="r3-routing-out-of-range", fix=LAYERS)
     routes, again = experts.astype(np.int16), response.extra.get("computed_again")
     if again is not None:
         routes[np.asarray(again) >= stale] = -1

@@ -35,7 +35,7 @@ class R3Options:
         flags=("--use-rollout-routing-replay",),
     )
     use_routing_replay: bool = option(
-        False, "Alone: record the routing of the log-prob pass and replay it in the steps, whatever the engine did.",
+        False, "If set alone: replay the routing of the log-prob pass in the steps, independently of the engine.",
         flags=("--use-routing-replay",),
     )
     drop_computed_again: bool = option(
@@ -44,7 +44,7 @@ class R3Options:
         "weights.",
     )
     compare_every: int = option(
-        0, "Every so many rollouts, log-probs without replay as well, for a metric: one more pass; 0: never."
+        0, "Rollouts between extra passes without replay, for a metric that compares log-probs; 0 is never."
     )
 
 
@@ -163,25 +163,25 @@ def _check(options: R3Options, config: RunConfig, records: bool) -> Sizes:
     if model.experts is None and model.checkpoint:
         raise ConfigError("routing replay is for mixtures of experts, and this model has none",
                           got=str(config.model.model_name), who=f"plugin r3, {config.checkpoint.hf_checkpoint}",
-                          fix="leave the plugin out")
+                          fix="leave the plugin out", code="r3-model-without-experts")
     for key, bad, why in (("moe_router_fusion", True, "the fused router of Transformer Engine replays nothing"),
                           ("moe_router_load_balancing_type", "sinkhorn", "Sinkhorn routing replays nothing"),
                           ("moe_enable_routing_replay", False, "the plugin needs Megatron's RouterReplay")):
         if config.surface("megatron").get(key) == bad:
             raise ConfigError(why, got=f"{key} = {bad}", who=f"plugin r3, {who(config, f'megatron.{key}')}",
-                              fix=f"leave {key} out, or run without the plugin")
+                              fix=f"leave {key} out, or run without the plugin", code="r3-setting-unsupported")
     if not records and config.rollout.engine == "sglang" and (
             config.surface("server").get("enable_return_routed_experts") is False):
         raise ConfigError("the engine's routing is to be replayed, but the engine would not return it", got=False,
                           who=f"plugin r3, {who(config, 'server.enable_return_routed_experts')}",
-                          fix="leave it out, or write --use-routing-replay alone")
+                          fix="leave it out, or write --use-routing-replay alone", code="r3-engine-routing-disabled")
     if options.compare_every < 0:
         raise ConfigError("compare_every counts rollouts", got=options.compare_every, who="[r3]",
-                          fix="0 for never, 10 for every tenth")
+                          fix="0 for never, 10 for every tenth", code="r3-compare-every-invalid")
     if records and (options.compare_every or algorithm.use_rollout_logprobs or algorithm.skip_actor_forward_only):
         raise ConfigError("the routing that is replayed is that of the log-prob pass, which this run does not have" if
                           not options.compare_every else "compare_every is about the engine's routing",
                           who="--use-routing-replay", fix="write --use-rollout-routing-replay, or leave "
                           + ("compare_every out" if options.compare_every else
-                             "use_rollout_logprobs and skip_actor_forward_only out"))
+                             "use_rollout_logprobs and skip_actor_forward_only out"), code="r3-no-routing-to-replay")
     return Sizes(model.layers, model.experts_per_token, model.experts)

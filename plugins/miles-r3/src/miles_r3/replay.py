@@ -73,7 +73,8 @@ class Replay(RouterReplay):
             recorded = self.replay_backward_list.pop(0)
             return (values, free) if recorded is None else self._replayed(scores, free, recorded, None)
         if self.routers.in_step:
-            raise TrainError(f"layer {self.layer} is recomputed, but its routing was not recorded", who="plugin r3",
+            raise TrainError(f"layer {self.layer} is recomputed, but its routing was not recorded",
+                             code="r3-routing-not-recorded", who="plugin r3",
                              fix="use Megatron's own recomputation (--recompute-granularity)")
         return values, free
 
@@ -81,7 +82,7 @@ class Replay(RouterReplay):
                   under_way: Forward | None) -> Chosen:
         if recorded.shape != free.shape:
             raise TrainError(f"the router of layer {self.layer} has other rows than its micro-batch", who="plugin r3",
-                             got=f"{list(free.shape)} scores, {list(recorded.shape)} routes",
+                             got=f"{list(free.shape)} scores, {list(recorded.shape)} routes", code="r3-rows-mismatch",
                              fix="report the layout of this run; the plugin does not support its order of rows")
         recorded = recorded.to(torch.int64)
         known = ((recorded >= 0) & (recorded < scores.shape[1])).all(-1)
@@ -141,7 +142,7 @@ class Counts:
         whole, replayed, differ, broken = total.tolist()
         if broken:
             raise TrainError(f"{broken} of {whole} routed token-layers name an expert twice, or one that does not "
-                             "exist",
+                             "exist", code="r3-experts-invalid",
                              who="plugin r3", fix="the engine serves another model than the trainer trains")
         if not whole:
             return {}
@@ -178,7 +179,7 @@ class Routers:
             if router is None:
                 continue
             if router.router_replay is None:
-                raise TrainError("the model's routers cannot replay", who="plugin r3",
+                raise TrainError("the model's routers cannot replay", code="r3-routers-unsupported", who="plugin r3",
                                  fix="leave moe_enable_routing_replay to the plugin")
             every = RouterReplay.global_router_replay_instances
             if router.router_replay in every:
@@ -210,8 +211,8 @@ class Routers:
         if routes is None:  # of samples none of which has any
             routes = np.full((len(place), self.config.num_layers, self.config.moe_router_topk), -1, np.int16)
         elif routes.shape[1:] != (self.config.num_layers, self.config.moe_router_topk):
-            raise TrainError("the routes of the rollout come from another model", who="plugin r3",
-                             got=f"{routes.shape[1]} layers of {routes.shape[2]} experts",
+            raise TrainError("the routes of the rollout come from another model", code="r3-routes-of-other-model",
+                             who="plugin r3", got=f"{routes.shape[1]} layers of {routes.shape[2]} experts",
                              fix=f"the trainer has {self.config.num_layers} and {self.config.moe_router_topk}")
         return Forward(self._mine(routes), own, gradient, counts=self._counts)
 

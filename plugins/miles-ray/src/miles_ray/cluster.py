@@ -90,7 +90,7 @@ def join(address: str | None, *, places: int, who: str, dashboard: Dashboard | N
     try:
         import ray
     except ImportError:
-        raise ConfigError(f"{who} needs Ray", fix="pip install 'miles-ray'") from None
+        raise ConfigError(f"{who} needs Ray", code="ray-not-installed", fix="pip install 'miles-ray'") from None
     if ray.is_initialized():
         return Joined(ours=False, alone=False)
     logging.getLogger("ray").setLevel(logging.ERROR)  # what it says at every start is of no use here
@@ -101,7 +101,7 @@ def join(address: str | None, *, places: int, who: str, dashboard: Dashboard | N
         context = ray.init(address=address, log_to_driver=False, configure_logging=False, **own)
     except (OSError, RuntimeError, ValueError, ray.exceptions.AuthenticationError) as error:
         raise ConfigError("cannot connect to the Ray cluster", who=f"Ray at {address or 'this machine'}",
-                          got=str(error).splitlines()[0].partition(". ")[0],
+                          got=str(error).splitlines()[0].partition(". ")[0], code="ray-unreachable",
                           fix="start one with ray start --head, or leave the address out to start one here; "
                               f"{TOKEN}") from None
     if dashboard is not None and context.dashboard_url:
@@ -193,7 +193,7 @@ def too_small(count: int, bundle: Mapping[str, float], labels: Mapping[str, str]
         text = f"{count} bundles ({what} each) were not free within {timeout:g} s"
         has = f"free: {_amounts(ray.available_resources())}; of {has}"
         fix = "wait for the other jobs, or raise --placement-timeout"
-    return ConfigError(text, got=has, who="--placement ray", fix=fix)
+    return ConfigError(text, code="ray-cluster-too-small", got=has, who="--placement ray", fix=fix)
 
 
 def bundles(group: Any, rack_label: str | None) -> list[Bundle]:
@@ -215,7 +215,7 @@ def bundles(group: Any, rack_label: str | None) -> list[Bundle]:
     except (ray.exceptions.GetTimeoutError, ray.exceptions.RayError) as error:
         raise ConfigError("a node of the Ray cluster does not start processes", who="--placement ray",
                           got=str(error).splitlines()[0], fix="look at `ray status`, and at the nodes' disks and "
-                          "memory") from None
+                          "memory", code="ray-node-cannot-start") from None
     racks = {node["NodeID"]: node.get("Labels", {}).get(rack_label or "", "") for node in nodes()}
     seen: dict[str, int] = {}
     ordered = []

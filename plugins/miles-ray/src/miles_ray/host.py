@@ -109,7 +109,7 @@ class RayHost(Handle):
             except ray.exceptions.RayError as error:
                 log = "its log in Ray's session folder" if self._log is None else f"the end of {self._log}"
                 raise DiedError(f"the Ray actor of {self._name} died in {method}()", got=str(error).splitlines()[0],
-                                fix=f"look at {log}; often a lack of memory") from None
+                                fix=f"look at {log}; often a lack of memory", code="ray-actor-died") from None
         if not self._alike:
             versions.check(self._name, versions.here(self._plugins), installed)
             self._alike = True
@@ -151,7 +151,7 @@ def ray_group(name: str, ranks: int, factory: Callable, *args: object) -> Handle
     except ray.exceptions.GetTimeoutError:
         raise ConfigError(f"Ray placed no rank within {START_TIMEOUT:g} s", who="--host ray",
                           got=f"{ray.available_resources().get('CPU', 0):g} CPUs free for {ranks} ranks",
-                          fix="free some resources, or ask for fewer ranks") from None
+                          fix="free some resources, or ask for fewer ranks", code="ray-placement-timeout") from None
     hosts = [RayHost(f"{name} rank {i}", actor, factory, (*args, Rank(i, ranks, i, at)))
              for i, actor in enumerate(actors)]
 

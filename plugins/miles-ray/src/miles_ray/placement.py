@@ -20,7 +20,7 @@ from miles_core.config.tables import RunConfig
 from miles_core.errors import ConfigError
 from miles_core.hosts import Handle, RankGroup, ThreadHost
 from miles_core.stages.placement import Leases, demand, engines, first_engine_gpu, logs
-from miles_core.types import Rank, Seat
+from miles_core.types import NodeSlot, Rank
 from miles_ray import cluster
 from miles_ray.cluster import Bundle
 from miles_ray.host import Actor, RayHost
@@ -118,7 +118,7 @@ class Hold:
         self._joined.leave()
 
 
-def seats(places: Sequence[Bundle], size: int) -> list[tuple[Seat, Bundle]]:
+def seats(places: Sequence[Bundle], size: int) -> list[tuple[NodeSlot, Bundle]]:
     """Seats of engines of `size` bundles each, engine after engine and node after node, and where their hosts go.
 
     Raises:
@@ -130,16 +130,18 @@ def seats(places: Sequence[Bundle], size: int) -> list[tuple[Seat, Bundle]]:
         nodes = [list(group) for _, group in itertools.groupby(mine, key=lambda place: place.host)]
         if len({len(node) for node in nodes}) > 1:
             shares = ", ".join(f"{len(node)} on {node[0].host}" for node in nodes)
-            raise ConfigError(f"engine {engine} would be split unevenly over nodes", got=shares, who="--placement ray",
+            raise ConfigError(f"engine {engine} would be split unevenly over nodes", code="engine-split-unevenly",
+                              got=shares, who="--placement ray",
                               fix="choose sizes of trainer and engines that divide a node's GPUs")
         for index, node in enumerate(nodes):
             gpus = tuple(place.gpu for place in node if place.gpu is not None)
-            placed.append((Seat(engine, index, len(nodes), node[0].host, gpus), node[0]))
+            placed.append((NodeSlot(engine, index, len(nodes), node[0].host, gpus), node[0]))
     return placed
 
 
 def _labels(texts: Sequence[str]) -> dict[str, str]:
     labels = dict(text.partition("=")[::2] for text in texts)
     if bad := [text for text in texts if "=" not in text]:
-        raise ConfigError("a label should be KEY=VALUE", got=bad[0], who="--placement-labels", fix=f"{bad[0]}=VALUE")
+        raise ConfigError("a label should be KEY=VALUE", code="placement-label-malformed", got=bad[0],
+                          who="--placement-labels", fix=f"{bad[0]}=VALUE")
     return labels

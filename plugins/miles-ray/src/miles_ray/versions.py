@@ -61,7 +61,7 @@ def check(name: str, ours: Mapping[str, str], theirs: Mapping[str, str]) -> None
             f"{', '.join(package for package, *_ in differing[:SHOWN])}{more} {verb} not the same on every host",
             who=f"{name} on {theirs.get('host', '?')}", fix="install the same packages on every node",
             got="; ".join(f"{package}: {remote} there, {local} at the driver"
-                          for package, remote, local in differing[:SHOWN]))
+                          for package, remote, local in differing[:SHOWN]), code="versions-differ-across-hosts")
 
 
 def _version(name: str) -> str:

@@ -26,9 +26,9 @@ class RemoteRmOptions:
     rm_url: str | None = option(None, "Address of the service, http://HOST:PORT/PATH.", flags=("--rm-url",))
     rm_send_metadata: bool = option(False, "Send the row's metadata with each sample.")
     rm_concurrency: int = option(64, "Largest number of concurrent requests.")
-    rm_connect_timeout: float = option(5.0, "Seconds that one connection may take.")
+    rm_connect_timeout: float = option(5.0, "Seconds allowed for one connection.")
     rm_request_timeout: float | None = option(
-        None, "Seconds for one request, waiting for its turn and all attempts included; default: 0.9 x rm_timeout."
+        None, "Seconds allowed for one request, including queueing and all attempts; default: 0.9 x rm_timeout."
     )
     rm_retries: int = option(4, "Further attempts after a failed connection or an answer of status 502, 503 or 504.")
     rm_check: bool = option(True, "Connect to the service when the run starts, and end the run if that fails.")
@@ -94,7 +94,7 @@ def _check_options(options: RemoteRmOptions, config: RunConfig) -> None:
     if options.rm_url is None:
         if wanted:
             raise ConfigError("the address of the reward service is not set", who="remote-rm.rm_url",
-                              fix="--rm-url http://HOST:PORT/PATH")
+                              fix="--rm-url http://HOST:PORT/PATH", code="reward-service-url-missing")
         return
     try:
         parts = urlsplit(options.rm_url)
@@ -103,20 +103,20 @@ def _check_options(options: RemoteRmOptions, config: RunConfig) -> None:
         good = False
     if not good or options.rm_url != options.rm_url.strip():
         raise ConfigError("not the address of a reward service", got=options.rm_url, who="remote-rm.rm_url",
-                          fix="write http://HOST:PORT/PATH, or https://...")
+                          fix="write http://HOST:PORT/PATH, or https://...", code="reward-service-url-malformed")
     if not wanted:
-        raise ConfigError("the reward service would never be queried", got="rm_type "
+        raise ConfigError("the reward service would never be queried", code="reward-service-unused", got="rm_type "
                                                                            f"{', '.join(rollout.rm_type) or 'none'}",
                           who="remote-rm.rm_url, rollout.rm_type", fix="add remote_rm to --rm-type, or drop --rm-url")
     for key, least in (("rm_concurrency", 1), ("rm_retries", 0)):
         if getattr(options, key) < least:
             raise ConfigError(f"{key} should be at least {least}", got=getattr(options, key), who=f"remote-rm.{key}",
-                              fix="leave it out for its default")
+                              fix="leave it out for its default", code="option-too-small")
     for key in ("rm_connect_timeout", "rm_request_timeout"):
         if (value := getattr(options, key)) is not None and not 0 < value <= rollout.rm_timeout:
             raise ConfigError(f"{key} should be above 0, and not above rm_timeout, which bounds a whole group",
                               got=f"{value:g} s of {rollout.rm_timeout:g} s", who=f"remote-rm.{key}",
-                              fix="raise --rm-timeout, or lower it")
+                              fix="raise --rm-timeout, or lower it", code="reward-service-timeout-invalid")
 
 
 def _check_connection(options: RemoteRmOptions) -> None:
@@ -130,6 +130,6 @@ def _check_connection(options: RemoteRmOptions) -> None:
         socket.create_connection(where, options.rm_connect_timeout).close()
     except OSError as error:
         raise ConfigError("the reward service cannot be reached", got=str(error) or type(error).__name__,
-                          who=f"--rm-url, {where[0]} port {where[1]}",
+                          who=f"--rm-url, {where[0]} port {where[1]}", code="reward-service-unreachable",
                           fix="start it first, or correct the address; --remote-rm.no-rm-check starts without it"
                           ) from None

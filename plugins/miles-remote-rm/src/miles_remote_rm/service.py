@@ -42,7 +42,7 @@ class Answer:
     def useless(self, why: str) -> RewardError:
         """The error for an answer that holds no reward."""
         return RewardError(f"the reward service's answer for {self.name} {why}", who=self.url,
-                           got=f"HTTP {self.status}: {self.begins}",
+                           got=f"HTTP {self.status}: {self.begins}", code="reward-service-answer-invalid",
                            fix="fix the service; a failure is not a reward of 0")
 
 
@@ -77,7 +77,7 @@ class Service:
 
         def late() -> RewardError:
             return RewardError(f"the reward service returned no reward for {name} within {self._timeout:g} s",
-                               who=self._shown,
+                               who=self._shown, code="reward-service-timeout",
                                got=last, fix="look at its log, or raise --rm-timeout")
 
         async with within(self._timeout, late), self._turns:
@@ -92,13 +92,13 @@ class Service:
                     continue
                 except aiohttp.ClientError as error:
                     raise RewardError(f"the answer for {name} is not HTTP", who=self._shown,
-                                      got=f"{type(error).__name__}: {error}"[:SHOWN],
+                                      got=f"{type(error).__name__}: {error}"[:SHOWN], code="reward-service-not-http",
                                       fix="correct the address, or fix the service") from None
                 last = f"HTTP {status}: {_beginning(body)}"
                 if status not in AGAIN:
                     return self._read(status, body, name)
         raise RewardError(f"the reward service returned no reward for {name} in {self._retries + 1} attempts",
-                          who=self._shown,
+                          who=self._shown, code="reward-service-retries-exhausted",
                           got=last, fix="look at its log")
 
     def close(self) -> None:

@@ -133,7 +133,7 @@ def compare(one: Record, other: Record) -> Comparison:
     common = sorted(left.keys() & right.keys())
     if not common:
         raise RunDirectoryError("these runs have no rollout in common", who=f"{one.directory}, {other.directory}",
-                                got=f"rollouts {span(left)} and {span(right)}",
+                                got=f"rollouts {span(left)} and {span(right)}", code="runs-without-common-rollout",
                                 fix="run both for the same rollouts, with --debug-determinism")
     facts = [(label, *pair) for label, *pair in _pairs(one.facts, other.facts) if pair[0] != pair[1]]
     parting = next((rollout_id for rollout_id in common if left[rollout_id] != right[rollout_id]), None)
@@ -202,7 +202,7 @@ def _facts(directory: RunDirectory, versions: Mapping[str, str]) -> dict[str, ob
             facts[f"owner of {hook}"] = [*facts.get(f"owner of {hook}", ()), f"{name} ({plugin})"]
         facts |= {f"order of {hook}": names for hook, names in plan.get("order", {}).items()}
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise RunDirectoryError("plan.json is damaged", got=str(error), who=str(directory),
+        raise RunDirectoryError("plan.json is damaged", code="plan-json-damaged", got=str(error), who=str(directory),
                                 fix="remove it to compare the results alone") from None
     for key, value in options.items():
         within = run_dir and isinstance(value, str) and (value == run_dir or value.startswith(f"{run_dir}/"))

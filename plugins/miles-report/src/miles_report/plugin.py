@@ -24,14 +24,14 @@ class Report:
 
     @hookimpl("commands", name="watch")
     def watch(self) -> click.Command:
-        """Look at a run while it goes on, in the browser."""
+        """Watch a running run in the browser."""
         from miles_report.commands.watch import command
 
         return command
 
     @hookimpl("commands", name="doctor")
     def doctor(self) -> click.Command:
-        """Say what is wrong with a run, and which side to look at."""
+        """Diagnose a run: what is wrong, and on which side."""
         from miles_report.commands.doctor import command
 
         return command

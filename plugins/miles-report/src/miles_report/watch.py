@@ -129,7 +129,7 @@ class Server(ThreadingHTTPServer):
             super().__init__((host, port), _Handler)
         except (OSError, OverflowError) as error:
             raise ConfigError("cannot listen on this address", got=getattr(error, "strerror", None) or error,
-                              who=f"--host {host} --port {port}",
+                              who=f"--host {host} --port {port}", code="watch-address-unusable",
                               fix="leave out --port to use a free one, and --host to listen on this machine "
                                   "only") from error
         self.loopback = ipaddress.ip_address(self.server_address[0]).is_loopback

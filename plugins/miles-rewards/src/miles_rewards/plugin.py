@@ -21,9 +21,10 @@ class RewardsOptions:
     """What the graders in processes of their own may take."""
 
     grading_timeout: float = option(
-        3.0, "CPU seconds for one answer, of all to a prompt half of rm_timeout; what needs more scores 0."
+        3.0, "CPU seconds for an answer, and half of rm_timeout for all answers to a prompt; longer ones score 0."
     )
-    grading_processes: int = option(2, "Most processes that compare by SymPy, and most that check instructions.")
+    grading_processes: int = option(
+        2, "Maximum number of processes that compare with SymPy, and that check instructions.")
 
 
 class Rewards:
@@ -38,7 +39,8 @@ class Rewards:
 
         for name in ("grading_timeout", "grading_processes"):
             if not getattr(options, name) > 0:
-                raise ConfigError(f"{name} should be positive", got=getattr(options, name), who=f"rewards.{name}")
+                raise ConfigError(f"{name} should be positive", code="option-not-positive", got=getattr(options, name),
+                                  who=f"rewards.{name}")
         self._seed, self._config = config.rollout.rollout_seed, config
         group = max(config.rollout.n_samples_per_prompt, config.eval.n_samples_per_eval_prompt)
         seconds = min(options.grading_timeout, config.rollout.rm_timeout / 2 / group)  # a whole group has rm_timeout
@@ -63,7 +65,8 @@ class Rewards:
         from miles_rewards.ifbench import INSTALL, installed
 
         if asks_ifbench(self._config) and not installed():
-            raise ConfigError("the checkers of IFBench are not installed", who="rollout.rm_type", fix=INSTALL)
+            raise ConfigError("the checkers of IFBench are not installed", code="ifbench-not-installed",
+                              who="rollout.rm_type", fix=INSTALL)
 
     @hookimpl("reward", name="deepscaler")
     def deepscaler(self, sample: Sample) -> float:
@@ -163,8 +166,8 @@ def _label(sample: Sample) -> str:
         RewardError: the row has no label.
     """
     if sample.prompt.label is None or not sample.prompt.label.strip():
-        raise RewardError(f"{sample.name} has no label to compare its answer with", who="rewards",
-                          fix="name the dataset's key of the ground truth with --label-key")
+        raise RewardError(f"{sample.name} has no label to compare its answer with", code="rewards-label-missing",
+                          who="rewards", fix="name the dataset's key of the ground truth with --label-key")
     return sample.prompt.label
 
 
@@ -197,8 +200,9 @@ def _read(sample: Sample, ask: Callable[[], T]) -> T:
     try:
         return ask()
     except (ValueError, OverflowError) as error:
-        raise RewardError(f"{sample.name} cannot be scored: what its row holds does not fit", got=str(error)[:200],
-                          who="rewards", fix="mend the row, or check --label-key and --metadata-key") from None
+        raise RewardError(f"{sample.name} cannot be scored: what its row holds does not fit",
+                          code="rewards-row-unsuitable", got=str(error)[:200], who="rewards",
+                          fix="correct the row, or check --label-key and --metadata-key") from None
 
 
 def _graded(sample: Sample, scorer: str, ask: Callable[[], bool]) -> float:

@@ -50,7 +50,7 @@ def encode(tokenizer: Any, messages: Sequence[Mapping[str, object]], arguments: 
     """
     template = getattr(tokenizer, "chat_template", None)
     if not template:
-        raise DataError("the tokenizer has no chat template", who=where,
+        raise DataError("the tokenizer has no chat template", code="chat-template-missing", who=where,
                         fix="pass --chat-template-path FILE, or give the prompt as text")
     if isinstance(template, str) and _GENERATION.search(template):
         encoded = _by_generation_blocks(tokenizer, messages, arguments, where)
@@ -78,7 +78,7 @@ def _by_prefixes(tokenizer: Any, messages: Sequence[Mapping[str, object]], answe
         if not (whole.startswith(before) and whole.startswith(after) and at <= len(before) < len(after)):
             raise DataError(
                 f"the chat template renders message {i} differently when others follow, so the answer cannot be "
-                "located",
+                "located", code="sft-template-not-incremental",
                 who=where,
                 fix="--loss-mask-type qwen3 renders each answer alone, --sft-last-turn-only trains on the last; or "
                 "--chat-template-path with a template that has {% generation %} blocks",
@@ -106,7 +106,7 @@ def _as_shown(tokenizer: Any, messages: Sequence[Mapping[str, object]], trained:
             raise DataError(f"the chat template's text shows no answer for message {i}", who=where,
                             got=f"an answer begins with {line!r} and ends with a special token",
                             fix="leave --loss-mask-type out, or --chat-template-path with a template that has "
-                            "{% generation %} blocks")
+                            "{% generation %} blocks", code="sft-answer-not-in-text")
         _append(encoded, tokenizer, whole[at:start], trained=False)
         _append(encoded, tokenizer, whole[start:stop], trained=i in trained)
         at = stop
@@ -137,7 +137,8 @@ def _each_alone(tokenizer: Any, messages: Sequence[Mapping[str, object]], traine
         opened, shown = behind([], opening=True), behind([message], opening=False)
         answer = shown[len(opened):] if shown.startswith(opened) else _behind_tag(message, opened, shown)
         if not answer:
-            raise DataError(f"the chat template does not open answers as it renders message {i}", who=where,
+            raise DataError(f"the chat template does not open answers as it renders message {i}",
+                            code="sft-answer-opening-differs", who=where,
                             fix="--chat-template-path with a template that has {% generation %} blocks")
         _append(encoded, tokenizer, context, trained=False)
         _append(encoded, tokenizer, answer, trained=i in trained)
@@ -211,4 +212,4 @@ def _render(tokenizer: Any, messages: Sequence[Mapping[str, object]], arguments:
 
 def _refused(error: Exception, where: str) -> DataError:
     return DataError("the chat template rejects the messages", got=f"{type(error).__name__}: {error}", who=where,
-                     fix="check the roles and contents of the row")
+                     fix="check the roles and contents of the row", code="sft-template-failed")

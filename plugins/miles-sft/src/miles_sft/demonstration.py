@@ -32,14 +32,16 @@ def load_tokenizer(config: RunConfig) -> Any:
     from transformers import AutoTokenizer
 
     if config.checkpoint.hf_checkpoint is None:
-        raise ConfigError("sft needs a tokenizer", who="checkpoint.hf_checkpoint", fix="pass --hf-checkpoint FOLDER")
+        raise ConfigError("sft needs a tokenizer", code="sft-tokenizer-missing", who="checkpoint.hf_checkpoint",
+                          fix="pass --hf-checkpoint FOLDER")
     tokenizer = AutoTokenizer.from_pretrained(config.checkpoint.hf_checkpoint)
     if config.rollout.chat_template_path is not None:
         tokenizer.chat_template = Path(config.rollout.chat_template_path).read_text(encoding="utf-8")
     one = tokenizer("a", add_special_tokens=False)["input_ids"]
     if tokenizer.decode([*one, *one]).strip() != "aa":
         raise DataError("the tokenizer writes a space before every text, so prompt and answer cannot be joined",
-                        who=config.checkpoint.hf_checkpoint, fix="use one without a dummy prefix: byte-level BPE")
+                        code="sft-tokenizer-adds-space", who=config.checkpoint.hf_checkpoint,
+                        fix="use one without a dummy prefix: byte-level BPE")
     return tokenizer
 
 
@@ -70,12 +72,13 @@ def to_sample(prompt: Prompt, tokenizer: Any, options: SftOptions, config: RunCo
     if limit is not None and len(encoded.ids) > limit:
         encoded, status = EncodedConversation(encoded.ids[:limit], encoded.mask[:limit]), Status.TRUNCATED
     if 1 not in encoded.mask:
-        raise DataError("nothing of the row is left to train on", who=where, got=f"{len(encoded.ids)} tokens",
+        raise DataError("nothing of the row is left to train on", code="sft-row-all-masked", who=where,
+                        got=f"{len(encoded.ids)} tokens",
                         fix="check that the answer is not empty, and --rollout-max-context-len")
     start = encoded.mask.index(1)
     if start == 0:
         raise DataError("no tokens precede the answer, so its first token cannot be predicted", who=where,
-                        fix="give the row a prompt")
+                        fix="give the row a prompt", code="sft-answer-without-prompt")
     return _sample(prompt, encoded, start, status, version, tokenizer)
 
 
@@ -101,7 +104,7 @@ def _sample(prompt: Prompt, encoded: EncodedConversation, start: int, status: St
 def _response(prompt: Prompt, key: str, where: str) -> str:
     response = prompt.metadata.get(key, prompt.label)
     if not isinstance(response, str):
-        raise DataError("the row has no answer to train on", who=where,
+        raise DataError("the row has no answer to train on", code="sft-answer-missing", who=where,
                         got=f"no text under {key!r} and no label" if response is None else type(response).__name__,
                         fix="name its key with --sft-response-key or --label-key, or let the conversation end with it")
     return response

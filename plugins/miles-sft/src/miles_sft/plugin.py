@@ -23,7 +23,7 @@ class SftOptions:
     """Where answers are found and what of them is trained on."""
 
     sft_response_key: str = option("response", "Key of the answer in the row, where the prompt is no conversation.")
-    sft_append_eos: bool = option(True, "End an answer that no special token ends with the end-of-sequence token.")
+    sft_append_eos: bool = option(True, "Append the end-of-sequence token to answers that no special token ends.")
     sft_last_turn_only: bool = option(False, "Train on a conversation's last answer only.")
     sft_loss_mask_type: Literal["qwen", "qwen3", "qwen3_5", "distill_qwen"] = option(
         "qwen", "How conversations become text: qwen, as the template renders the whole; qwen3, each answer by itself, "
@@ -41,11 +41,13 @@ class Sft:
         rollout, replays = config.rollout, config.debug.debug_train_only
         if config.algorithm.loss_type == "sft_loss" and rollout.generate == "single-turn" and not replays:
             raise ConfigError("every answer of the model would be treated as a demonstration and made more likely",
-                              got=rollout.generate, who="algorithm.loss_type, rollout.generate",
+                              code="sft-loss-on-sampled-answers", got=rollout.generate,
+                              who="algorithm.loss_type, rollout.generate",
                               fix="add --generate sft, whose samples are the rows' own answers")
         if rollout.generate == "sft" and rollout.n_samples_per_prompt != 1:
-            raise ConfigError("the generator sft makes one sample per row", got=rollout.n_samples_per_prompt,
-                              who="rollout.n_samples_per_prompt", fix="--n-samples-per-prompt 1")
+            raise ConfigError("the generator sft makes one sample per row", code="sft-one-sample-per-row",
+                              got=rollout.n_samples_per_prompt, who="rollout.n_samples_per_prompt",
+                              fix="--n-samples-per-prompt 1")
         self.options, self._config = options, config
         self._tokenizer = None
 
@@ -58,7 +60,7 @@ class Sft:
             return await single_turn(prompt, generation)
         if generation.samples != 1:
             raise ConfigError("sft makes one sample per row", who="rollout.n_samples_per_prompt",
-                              got=generation.samples, fix="--n-samples-per-prompt 1")
+                              got=generation.samples, code="sft-generator-one-sample", fix="--n-samples-per-prompt 1")
         from miles_sft.demonstration import load_tokenizer, to_sample
 
         if self._tokenizer is None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from miles_core.config.hardware import engine_dtype
 from miles_core.config.load import quantised
 from miles_core.config.tables import RunConfig
-from miles_core.types import Seat
+from miles_core.types import NodeSlot
 from miles_sglang.forwarded import words
 from miles_sglang.plugin import sglang_options
 
@@ -18,7 +18,7 @@ LOADER = "miles_weights.load"
 SERVED = Path(__file__).with_name("server_extension")
 
 
-def command(config: RunConfig, seat: Seat, port: int, meeting: str | None) -> list[str]:
+def command(config: RunConfig, seat: NodeSlot, port: int, meeting: str | None) -> list[str]:
     """The words that start one node's share of an engine; what the run sets wins over what Miles would.
 
     Args:
@@ -30,7 +30,7 @@ def command(config: RunConfig, seat: Seat, port: int, meeting: str | None) -> li
     return [*start, *words("server", fields)]
 
 
-def environment(config: RunConfig, seat: Seat) -> dict[str, str]:
+def environment(config: RunConfig, seat: NodeSlot) -> dict[str, str]:
     """What a server's environment has beyond that of the process which starts it."""
     variables = {
         # Without it a weight group between trainer and server fails with "invalid argument"; SGLang sets the same.
@@ -52,7 +52,7 @@ def tensor_parallel(config: RunConfig) -> int:
     return config.perf.rollout_num_gpus_per_engine // int(config.surface("server").get("pp_size", 1))
 
 
-def _placed(config: RunConfig, seat: Seat, port: int, meeting: str | None) -> dict[str, object]:
+def _placed(config: RunConfig, seat: NodeSlot, port: int, meeting: str | None) -> dict[str, object]:
     """Fields that belong to one server."""
     fields: dict[str, object] = {
         "model_path": config.checkpoint.hf_checkpoint, "host": seat.host, "port": port,

@@ -105,7 +105,7 @@ class Client:
             return await self._exchange(method, path, body, timeout)
         except Failed as error:
             raise EngineError(f"{path} failed", got=str(error), who=f"{self.name} at {self.url}",
-                              fix="see its log") from error
+                              fix="see its log", code="server-request-failed") from error
 
     async def abort(self, rid: str | None = None) -> None:
         """End one request, or all; their own calls return with what was drawn until then."""
@@ -159,7 +159,7 @@ class Client:
             if timeout is None:
                 raise Failed(f"{self.name}: no connection within {CONNECT_TIMEOUT:g} s") from error
             raise EngineError(f"no answer to {path} within {timeout:g} s", who=f"{self.name} at {self.url}",
-                              fix="see its log") from error
+                              fix="see its log", code="server-request-timeout") from error
         except (aiohttp.ClientError, OSError) as error:
             raise Failed(f"{self.name}: {_says(error)}") from error
         if response.status >= 300:
@@ -171,7 +171,7 @@ class Client:
         if status in RETRIED or "model_not_found" in data.decode(errors="replace"):  # smg's word for no worker
             raise Failed(f"{self.name}: HTTP {status} from {path}: {text}")
         raise EngineError(f"{path} was rejected with HTTP {status}", got=text, who=f"{self.name} at {self.url}",
-                          fix="the request does not fit this server; see its log")
+                          fix="the request does not fit this server; see its log", code="server-request-rejected")
 
 
 def parse(body: Any, seen: int) -> Answer:

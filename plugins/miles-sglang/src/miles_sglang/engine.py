@@ -121,7 +121,8 @@ class SglangEngine:
             EngineError: a request that does not fit, one that failed RETRIES times, or no server is left.
         """
         if request.id in self._in_flight:
-            raise EngineError(f"request {request.id} is already in flight", fix="give each request an id of its own")
+            raise EngineError(f"request {request.id} is already in flight", code="request-id-in-flight",
+                              fix="give each request an id of its own")
         inflight = InFlightRequest(request, next(self._orders), self._facts, self._decode)
         self._in_flight[request.id] = inflight
         try:
@@ -156,7 +157,8 @@ class SglangEngine:
             EngineError: requests do not come back within DRAIN_SECONDS seconds.
         """
         if mode not in ("abort", "retract", "in_place"):
-            raise EngineError("unknown pause mode", got=mode, fix="use abort, retract or in_place")
+            raise EngineError("unknown pause mode", code="pause-mode-unknown", got=mode,
+                              fix="use abort, retract or in_place")
         async with self._control:
             self._open, self._mode = False, mode
             self._pool.serving = False
@@ -179,7 +181,7 @@ class SglangEngine:
         async with self._control:
             if count := len(self._scheduler.sent):
                 raise EngineError("memory cannot be released while requests are in flight", got=f"{count} of them",
-                                  fix="pause() first, or wait for them")
+                                  fix="pause() first, or wait for them", code="release-with-requests-in-flight")
             self._released |= set(tags)
             self._pool.serving = self._pool.memory = False
             await self._halt("abort")
@@ -218,7 +220,7 @@ class SglangEngine:
         Raises:
             EngineError: always. A weight sync sends them to the servers, between `pause` and `confirm`.
         """
-        raise EngineError("weights cannot be sent to SGLang servers through the driver",
+        raise EngineError("weights cannot be sent to SGLang servers through the driver", code="weights-through-driver",
                           got=f"weight_sync {self._config.perf.weight_sync}", who="--weight-sync",
                           fix="use ipc, broadcast, disk or disk-delta")
 
@@ -296,7 +298,8 @@ class SglangEngine:
             return
         inflight.failures += 1
         if inflight.failures > RETRIES:
-            raise EngineError(f"request {inflight.request.id} failed {inflight.failures} times", got=str(why),
+            raise EngineError(f"request {inflight.request.id} failed {inflight.failures} times",
+                              code="request-retries-exhausted", got=str(why),
                               fix="look at the logs of the engines and the router") from why
         self.event("request_failed", request=inflight.request.id, attempt=inflight.failures, why=str(why)[:300])
         self._spawn(self._pool.abort([inflight.rid]))  # a server may still draw for a call that was cut off
@@ -357,7 +360,7 @@ class SglangEngine:
                 return
         raise EngineError(f"{len(left)} requests did not come back within {DRAIN_SECONDS:g} s",
                           who=", ".join(sorted({endpoint.client.name for endpoint in self._scheduler.sent.values()})),
-                          fix="look at its log")
+                          fix="look at its log", code="requests-not-drained")
 
     async def _guarded(self, watch: Coroutine) -> None:
         """Run a watch; if it fails, every waiting request gets its error."""
@@ -365,7 +368,8 @@ class SglangEngine:
             await watch
         except Exception as error:  # noqa: BLE001 - whatever it is, otherwise no task would watch the servers
             own = isinstance(error, MilesError)
-            self._failure = error if own else EngineError("the server watchdog failed", got=repr(error))
+            self._failure = error if own else EngineError("the server watchdog failed", code="server-watchdog-failed",
+                                                          got=repr(error))
             self._failure.__cause__ = None if own else error
             self._scheduler.end(list(self._in_flight.values()), self._failure)
 

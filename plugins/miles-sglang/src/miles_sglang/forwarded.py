@@ -77,7 +77,8 @@ def from_flag(one: Given) -> list[Assignment]:
         name, off = name[3:], True
     option = _field(table, f"--{name}", origin).option(table)
     if off and not option.is_bool:
-        raise UnknownKeyError(f"unknown flag {one.flag}", fix=f"write --{prefix}-{name} VALUE")
+        raise UnknownKeyError(f"unknown flag {one.flag}", code="sglang-flag-unknown",
+                              fix=f"write --{prefix}-{name} VALUE")
     return [Assignment(option.key, value_of(one, option, off), origin)]
 
 
@@ -96,7 +97,8 @@ def typed(one: Assignment) -> tuple[str, object]:
     option = field.option(table)
     value = convert(option, _read(one.value, field, option, one.origin), one.origin)
     if value is False and field.form == "switch" and field.default is not False:
-        raise ConfigError(f"{option.key} can only be switched on", who=str(one.origin), fix="leave it out")
+        raise ConfigError(f"{option.key} can only be switched on", code="sglang-switch-only", who=str(one.origin),
+                          fix="leave it out")
     return option.key, value
 
 
@@ -136,10 +138,12 @@ def _field(table: str, flag: str, origin: Origin) -> Field:
             bare[dashed] = [f"--{dashed}", *option.flags][-1] if as_flag else option.name
         near = difflib.get_close_matches(flag[2:], bare, 1, 0.6)
         what = f"unknown flag {shown}" if as_flag else f"[sglang] has no key {shown!r}"
-        raise UnknownKeyError(f"{what}; checked against {known}", who=None if as_flag else str(origin),
+        raise UnknownKeyError(f"{what}; checked against {known}", code="sglang-name-unknown",
+                              who=None if as_flag else str(origin),
                               fix=f"did you mean {bare[near[0]]}?" if near else "`miles flags` lists what there is")
     if (reason := OWNED[table].get(field.name)) is not None:
-        raise UnknownKeyError(f"{shown} does not apply here", who=str(origin), fix=reason)
+        raise UnknownKeyError(f"{shown} does not apply here", code="sglang-flag-not-applicable", who=str(origin),
+                              fix=reason)
     return field
 
 
@@ -156,7 +160,8 @@ def _read(value: object, field: Field, option: Option, origin: Origin) -> object
         try:
             return json.loads(" ".join(map(str, value)))
         except json.JSONDecodeError as error:
-            raise ConfigError(f"{option.key} takes JSON", got=value, who=str(origin), fix=str(error)) from None
+            raise ConfigError(f"{option.key} takes JSON", code="sglang-option-not-json", got=value, who=str(origin),
+                              fix=str(error)) from None
     if isinstance(value, str) and option.choices:
         return next((choice for choice in option.choices if str(choice) == value), value)
     short = re.fullmatch(r"(\d+(?:\.\d+)?)(Ki|Mi|Gi|k|M|G)", value) if isinstance(value, str) else None

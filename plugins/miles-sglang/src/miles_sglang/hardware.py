@@ -55,26 +55,27 @@ def _external(config: RunConfig, note: Note) -> RunConfig:
     external, addresses = options.rollout_external, options.rollout_external_engine_addrs
     origin = who(config, "sglang.rollout_external", "sglang.rollout_external_engine_addrs")
     if bool(external) != bool(addresses):
-        raise ConfigError("servers that already run need both flags", who=origin,
-                          fix="write --rollout-external --rollout-external-engine-addrs HOST:PORT ...")
+        raise ConfigError("servers that already run need both flags", code="external-servers-need-both-flags",
+                          who=origin, fix="write --rollout-external --rollout-external-engine-addrs HOST:PORT ...")
     for address in addresses:
         if not re.fullmatch(r"(https?://)?([\w.-]+|\[[\da-fA-F:]+\]):[1-9]\d*/?", address):
             raise ConfigError("the address of a server should be HOST:PORT", got=address, who=origin,
-                              fix="for instance 10.0.0.7:30000")
+                              fix="for instance 10.0.0.7:30000", code="server-address-malformed")
     plain = [address.partition("://")[2].rstrip("/") or address for address in addresses]
     plain += [f"{options.router_ip}:{options.router_port}"] if options.router_ip else []
     if twice := next((address for address in plain if plain.count(address) > 1), None):
-        raise ConfigError("two servers, or a server and the router, have the same address", got=twice,
-                          who=f"{origin}, {who(config, 'sglang.router_ip')}", fix="name each server once")
+        raise ConfigError("two servers, or a server and the router, have the same address", code="server-address-twice",
+                          got=twice, who=f"{origin}, {who(config, 'sglang.router_ip')}", fix="name each server once")
     if external and config.perf.colocate:
-        raise ConfigError("servers that already run cannot hand over their GPUs",
+        raise ConfigError("servers that already run cannot hand over their GPUs", code="external-servers-colocated",
                           who=who(config, "sglang.rollout_external", "perf.colocate"), fix="drop --colocate")
     if external and config.rollout.engine != "sglang":
-        raise ConfigError("--rollout-external is for the engine sglang", got=f"engine {config.rollout.engine}",
-                          who=who(config, "rollout.engine"), fix="leave --engine out")
+        raise ConfigError("--rollout-external is for the engine sglang", code="external-servers-other-engine",
+                          got=f"engine {config.rollout.engine}", who=who(config, "rollout.engine"),
+                          fix="leave --engine out")
     if options.router_ip is not None and options.router_port is None:
         raise ConfigError("a router that already runs needs a port", who=who(config, "sglang.router_ip"),
-                          fix="add --sglang-router-port PORT")
+                          fix="add --sglang-router-port PORT", code="external-router-without-port")
     return _running(config, options)
 
 
@@ -111,10 +112,10 @@ def _gpus(config: RunConfig, note: Note) -> RunConfig:
         requested = min(requested, shared)
     number = number if requested is None else requested
     if number % each or number < each:
-        raise ConfigError(f"{number} GPUs do not divide into engines of {each}", who=origin,
-                          fix="rollout_num_gpus is a multiple of rollout_num_gpus_per_engine")
+        raise ConfigError(f"{number} GPUs do not divide into engines of {each}", code="engine-gpus-not-divisible",
+                          who=origin, fix="rollout_num_gpus is a multiple of rollout_num_gpus_per_engine")
     if addresses and len(addresses) != number // each:
-        raise ConfigError("as many servers have to be named as there are engines",
+        raise ConfigError("as many servers have to be named as there are engines", code="external-servers-count",
                           got=f"addresses: {len(addresses)}, engines: {number // each} ({number} GPUs, {each} each)",
                           who=who(config, "sglang.rollout_external_engine_addrs", "perf.rollout_num_gpus"),
                           fix="name every server, and leave --rollout-num-gpus out: it follows from the addresses")
@@ -122,7 +123,7 @@ def _gpus(config: RunConfig, note: Note) -> RunConfig:
     if each > node and each % node or perf.colocate and number > node and each < node and node % each:
         raise ConfigError(f"engines of {each} GPUs do not fill nodes of {node}", who=who(
             config, "perf.rollout_num_gpus_per_engine", "perf.num_gpus_per_node", "perf.actor_num_gpus_per_node"),
-            fix="an engine takes whole nodes, or a part of one that divides it")
+            fix="an engine takes whole nodes, or a part of one that divides it", code="engines-do-not-fill-nodes")
     return with_values(config, reason, perf__rollout_num_gpus=number)
 
 

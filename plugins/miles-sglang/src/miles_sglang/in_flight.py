@@ -63,8 +63,9 @@ class ModelFacts:
                 topk=int(text.get("num_experts_per_tok") or 0), context=context, longest=context - 1,
             )  # fmt: skip
         except Exception as error:
-            raise CheckpointError("config.json cannot be read", got=f"{type(error).__name__}: {error}",
-                                  who=f"{folder}/config.json", fix="name a Hugging Face checkpoint") from error
+            raise CheckpointError("config.json cannot be read", code="config-json-unreadable",
+                                  got=f"{type(error).__name__}: {error}", who=f"{folder}/config.json",
+                                  fix="name a Hugging Face checkpoint") from error
 
     def of_servers(self, infos: Sequence[Mapping[str, Any]]) -> ModelFacts:
         """With what all servers said of themselves."""
@@ -239,11 +240,11 @@ def _check(request: Request, facts: ModelFacts) -> None:
     who, sampling, length = f"request {request.id}", request.sampling, len(request.input_ids)
     if not 0 < length <= facts.longest:
         raise EngineError(f"{who} leaves no room in a context of {facts.context} tokens; an input has at most "
-                          f"{facts.longest}",
+                          f"{facts.longest}", code="prompt-exceeds-context",
                           got=f"a prompt of {length} tokens", fix="shorten the prompt, or raise the context length")
     check_request(request, facts.vocab, facts.topk > 0, "SGLang")
     if not 0 <= sampling.min_new_tokens <= sampling.max_new_tokens or sampling.max_new_tokens < 1:
-        raise EngineError(f"{who} has invalid lengths",
+        raise EngineError(f"{who} has invalid lengths", code="sampling-lengths-invalid",
                           got=f"min_new_tokens {sampling.min_new_tokens}, max_new_tokens {sampling.max_new_tokens}",
                           fix="at least one new token, and not fewer than min_new_tokens")
 

@@ -15,7 +15,7 @@ from miles_core.config.tables import RunConfig
 from miles_core.errors import ConfigError, DiedError, EngineError, MilesError
 from miles_core.hosts import Handle
 from miles_core.stages.placement import logs
-from miles_core.types import Seat
+from miles_core.types import NodeSlot
 from miles_core.waits import awake
 from miles_sglang.arguments import LOADER, command, environment
 from miles_sglang.client import Client
@@ -46,7 +46,7 @@ class Server:
 
     name: str
     client: Client
-    seats: tuple[Seat, ...] = ()
+    seats: tuple[NodeSlot, ...] = ()
     handles: tuple[Handle, ...] = ()
     size: int = 1
     version: int = 0
@@ -105,9 +105,10 @@ async def attach(server: Server, config: RunConfig, timeout: float = 30.0) -> No
         await server.client.resume()
     except MilesError as error:
         raise EngineError("no SGLang server answers at this address", got=error.got or error.what, who=who,
-                          fix="start it, or correct the address") from error
+                          fix="start it, or correct the address", code="external-server-unreachable") from error
     if not config.debug.debug_rollout_only and LOADER not in (info.get("custom_weight_loader") or ()):
-        raise EngineError("the server cannot verify the weights that it is sent", who=who,
+        raise EngineError("the server cannot verify the weights that it is sent",
+                          code="external-server-unverified", who=who,
                           got=f"custom_weight_loader {info.get('custom_weight_loader')}",
                           fix=f"start it with --custom-weight-loader {LOADER}, and with "
                               "plugins/miles-sglang/src/miles_sglang/server_extension on its PYTHONPATH")
@@ -173,14 +174,14 @@ async def _ready(server: Server, config: RunConfig) -> None:
     server.answers()
 
 
-def _command(config: RunConfig, seat: Seat, port: int, meeting: str | None) -> list[str]:
+def _command(config: RunConfig, seat: NodeSlot, port: int, meeting: str | None) -> list[str]:
     words = command(config, seat, port, meeting)
     if config.rollout.pause_generation_mode == "in_place":
         words.append("--incremental-streaming-output")  # answers are streamed then; else each piece repeats all
     return words
 
 
-def _log(config: RunConfig, seat: Seat) -> Path:
+def _log(config: RunConfig, seat: NodeSlot) -> Path:
     return logs(config) / f"engine-{seat.engine}{f'-node-{seat.node}' if seat.nodes > 1 else ''}.log"
 
 
@@ -193,4 +194,4 @@ def check_installed(config: RunConfig) -> None:
     if not (options.server_command or options.rollout_external) and find_spec("sglang") is None:
         raise ConfigError("SGLang is not installed in this Python", got=sys.executable, who="engine sglang",
                           fix="pip install 'miles-sglang[server]', name another Python's with --server-command PYTHON "
-                          "-m sglang.launch_server, or write --engine local")
+                          "-m sglang.launch_server, or write --engine local", code="sglang-not-installed")

@@ -29,41 +29,41 @@ class SglangOptions:
     router's."""
 
     server_command: list[str] = option(
-        [], "Words that start a server; default: this Python with -m sglang.launch_server.", flags=("--server-command",)
+        [], "Command to start a server; default: this Python -m sglang.launch_server.", flags=("--server-command",)
     )
     server_concurrency: int = option(
-        512, "Most requests in flight per engine.", flags=("--server-concurrency", "--sglang-server-concurrency"),
+        512, "Maximum requests in flight per engine.", flags=("--server-concurrency", "--sglang-server-concurrency"),
         within=(1,)
     )
     server_start_timeout: float = option(
-        900.0, "Seconds that a server may take until it answers.", flags=("--server-start-timeout",)
+        900.0, "Seconds until a starting server must answer.", flags=("--server-start-timeout",)
     )
     health_check_interval: float = option(
-        3.0, "Seconds between looks at each server.",
+        3.0, "Seconds between health checks of each server.",
         flags=("--health-check-interval", "--rollout-health-check-interval"),
     )
     health_check_timeout: float = option(
-        10.0, "Seconds without an answer after which a server that does not compile is dead.",
+        10.0, "Seconds without an answer after which a server that is not compiling counts as dead.",
         flags=("--health-check-timeout", "--rollout-health-check-timeout"),
     )
     max_engine_restarts: int = option(
-        3, "Times that one engine is started anew before the run ends.", flags=("--max-engine-restarts",)
+        3, "How often one engine is restarted before the run ends.", flags=("--max-engine-restarts",)
     )
     router: Literal["smg", "sglang-router", "none"] | None = option(
-        None, "In front of the engines; default: smg, or none for one engine. sglang-router loses routed experts.",
+        None, "Router of the engines; default: smg, or none for one engine. sglang-router drops routed experts.",
         flags=("--router",),
     )
     router_ip: str | None = option(
-        None, "Address of a router that runs already.", flags=("--router-ip", "--sglang-router-ip")
+        None, "Address of a router that is already running.", flags=("--router-ip", "--sglang-router-ip")
     )
     router_port: int | None = option(
-        None, "Its port; or the port of ours.", flags=("--router-port", "--sglang-router-port")
+        None, "Port of that router, or of the one that the run starts.", flags=("--router-port", "--sglang-router-port")
     )
     rollout_external: bool = option(
-        False, "Use servers that run already.", flags=("--rollout-external",), off=("--no-rollout-external",)
+        False, "Use servers that are already running.", flags=("--rollout-external",), off=("--no-rollout-external",)
     )
     rollout_external_engine_addrs: list[str] = option(
-        [], "Their addresses, HOST:PORT.", flags=("--rollout-external-engine-addrs",)
+        [], "Addresses of these servers, HOST:PORT.", flags=("--rollout-external-engine-addrs",)
     )
 
 
@@ -180,5 +180,5 @@ def _folder(config: RunConfig) -> Path:
 
     if config.perf.update_weight_disk_dir is None:
         raise ConfigError(f"the weight sync {config.perf.weight_sync!r} needs a folder that trainer and engines share",
-                          fix="add --update-weight-disk-dir FOLDER")
+                          fix="add --update-weight-disk-dir FOLDER", code="weight-sync-needs-folder")
     return Path(config.perf.update_weight_disk_dir)

@@ -17,7 +17,7 @@ from urllib.parse import quote
 
 from miles_core.config.tables import RunConfig
 from miles_core.errors import EngineError, MilesError
-from miles_core.types import Seat
+from miles_core.types import NodeSlot
 from miles_core.waits import BEAT, awake
 from miles_sglang.client import Client
 from miles_sglang.forwarded import words
@@ -49,7 +49,7 @@ class Router:
     def __init__(self, config: RunConfig, log: Path, url: str | None = None):
         self._config, self._options, self._log = config, sglang_options(config), log
         self._kind = self._options.router or "smg"
-        self._process = None if url else ServerProcess(Seat())
+        self._process = None if url else ServerProcess(NodeSlot())
         self._workers: set[str] = set()  # those that should be in it
         self._old_protocol = False
         self._restarts = 0
@@ -72,7 +72,8 @@ class Router:
         await self._learn_protocol()
         if unknown := set(await self._list()) - self._workers:
             raise EngineError("the router has workers that this run does not know, with other weights",
-                              got=sorted(unknown), who=f"the router at {self.client.url}",
+                              code="router-has-foreign-workers", got=sorted(unknown),
+                              who=f"the router at {self.client.url}",
                               fix="remove them from the router, or use one of its own for this run")
         self.alive = True
 
@@ -132,7 +133,7 @@ class Router:
         self.alive = False
         most = self._options.max_engine_restarts
         if self.own and self._restarts >= most:
-            raise EngineError(f"it died after {most} restarts", got=why, who="the router",
+            raise EngineError(f"it died after {most} restarts", code="router-died", got=why, who="the router",
                               fix=f"look at {self._log}, or raise --max-engine-restarts")
         self._restarts += 1
         if self.own:
@@ -192,7 +193,7 @@ class Router:
             try:
                 probe.bind(("127.0.0.1", port))
             except OSError as error:
-                raise EngineError("the router's port cannot be used", got=error.strerror,
+                raise EngineError("the router's port cannot be used", code="router-port-unusable", got=error.strerror,
                                   who=f"--sglang-router-port {port}",
                                   fix="name a free port, or leave it out to use any; a router that already runs needs "
                                       "--sglang-router-ip too") from None
@@ -208,7 +209,7 @@ class Router:
             except MilesError as error:
                 errors.append(error.got or error.what)
         raise EngineError("it answers neither /workers nor /list_workers", got="; ".join(map(str, errors)),
-                          who=f"the router at {self.client.url}",
+                          who=f"the router at {self.client.url}", code="router-without-worker-list",
                           fix="check --sglang-router-ip and --sglang-router-port")
 
     async def _list(self, timeout: float = 10.0) -> dict[str, str]:
@@ -234,7 +235,7 @@ class Router:
             if time.monotonic() > until:
                 raise EngineError(f"the router did not {'take' if listed else 'give up'} a worker within "
                                   f"{START_TIMEOUT:g} s", got=url, who=f"the router at {self.client.url}",
-                                  fix=f"look at {self._log}")
+                                  fix=f"look at {self._log}", code="router-worker-timeout")
             await asyncio.sleep(0.1)
 
 
@@ -249,6 +250,6 @@ def launcher(kind: str) -> list[str]:
         return [sys.executable, "-m", f"{module}.launch_router"]
     if program := shutil.which(kind):  # in an environment of its own
         return [program, "launch"]
-    raise EngineError(f"the router {kind} is not installed", who=f"--router {kind}",
+    raise EngineError(f"the router {kind} is not installed", code="router-not-installed", who=f"--router {kind}",
                       fix=f"{INSTALL[kind]}, or --router none and Miles spreads the requests")
 

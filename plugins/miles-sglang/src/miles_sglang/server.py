@@ -23,7 +23,7 @@ import psutil
 
 from miles_core.errors import EngineError
 from miles_core.stages.placement import visible_gpus
-from miles_core.types import Seat
+from miles_core.types import NodeSlot
 
 STOP_SECONDS = 5.0
 """Seconds between asking a server to end and making it."""
@@ -69,13 +69,13 @@ class ServerProcess:
         seat: where in an engine it is; its GPUs are set by the environment that `start` is given.
     """
 
-    def __init__(self, seat: Seat):
+    def __init__(self, seat: NodeSlot):
         self.seat = seat
         self._process: subprocess.Popen | None = None
         self._log: Path | None = None
         self._children: dict[int, float] = {}  # id -> when it was made: ids are used again
 
-    def where(self) -> Seat:
+    def where(self) -> NodeSlot:
         """The seat, for the driver, which only has a handle."""
         return self.seat
 
@@ -97,9 +97,10 @@ class ServerProcess:
         if missing := [gpu for gpu in self.seat.gpus if gpu not in visible]:
             raise EngineError(f"GPU {missing[0]} is not available", got=f"{len(visible)} GPUs: {list(visible)}",
                               who=f"engine {self.seat.engine}, node {self.seat.node}, on {platform.node()}",
-                              fix="look at nvidia-smi and CUDA_VISIBLE_DEVICES there")
+                              fix="look at nvidia-smi and CUDA_VISIBLE_DEVICES there", code="server-gpu-unavailable")
         if self._process is not None and self._process.poll() is None:
-            raise EngineError("the server is already running", got=f"process {self._process.pid}", fix="stop() it "
+            raise EngineError("the server is already running",
+                              code="server-already-running", got=f"process {self._process.pid}", fix="stop() it "
                                                                                                        "first")
         self._log, self._children = Path(log), {}
         try:
@@ -114,7 +115,7 @@ class ServerProcess:
                 )  # fmt: skip
         except OSError as error:
             raise EngineError("the server's log cannot be written", got=error.strerror, who=str(log),
-                              fix="make the run directory writable") from error
+                              fix="make the run directory writable", code="server-log-unwritable") from error
         return self._process.pid
 
     def exit_code(self) -> int | None:
@@ -124,7 +125,7 @@ class ServerProcess:
             EngineError: it has not been started.
         """
         if self._process is None:
-            raise EngineError("the server has not been started", fix="start() it")
+            raise EngineError("the server has not been started", code="server-not-started", fix="start() it")
         code = self._process.poll()
         if code is None:
             self._see_children()
@@ -208,4 +209,4 @@ def ended(who: str, code: int | None, lines: Sequence[str], log: Path, seconds: 
             what, got, fix = f"{what}: {meaning}", matching[-1].strip()[:300], remedy
             break
     text = "\n  ".join(line[:300] for line in lines[-10:])
-    return EngineError(what, got=got, who=who, fix=f"{fix}. The end of {log}:\n  {text}")
+    return EngineError(what, code="server-start-failed", got=got, who=who, fix=f"{fix}. The end of {log}:\n  {text}")

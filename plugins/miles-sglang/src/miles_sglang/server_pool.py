@@ -11,7 +11,7 @@ from miles_core.config.tables import RunConfig
 from miles_core.errors import EngineDiedError, EngineError, MilesError, SyncError
 from miles_core.hosts import Handle
 from miles_core.stages.placement import Placement, logs
-from miles_core.types import Seat
+from miles_core.types import NodeSlot
 from miles_core.waits import awake
 from miles_sglang.client import Client
 from miles_sglang.launch import Server, attach, compilers, end, exited, launch, log_of, together
@@ -204,7 +204,7 @@ class ServerPool:
         handles = self._placement.servers(ServerProcess)
         for handle in handles:
             handle.timeout = HOST_TIMEOUT
-        nodes: dict[int, list[tuple[Seat, Handle]]] = {}
+        nodes: dict[int, list[tuple[NodeSlot, Handle]]] = {}
         for seat, handle in zip(await together(handle.where() for handle in handles), handles, strict=True):
             nodes.setdefault(seat.engine, []).append((seat, handle))
         for engine, pairs in sorted(nodes.items()):
@@ -274,7 +274,7 @@ class ServerPool:
             await asyncio.sleep(LOOK)
         if server.handles:
             if server.restarts >= most:
-                raise EngineDiedError(f"it died after {most} restarts", got=why, who=server.name,
+                raise EngineDiedError(f"it died after {most} restarts", code="server-died", got=why, who=server.name,
                                       fix=f"look at {log_of(self._config, server)}, or raise --max-engine-restarts")
             server.restarts += 1
             await launch(server, self._config)
@@ -300,8 +300,8 @@ class ServerPool:
             if not server.alive:
                 return False
             raise SyncError(f"version {version} is not in use: {error.what}", got=error.got, who=server.name,
-                            fix=error.fix) from error
+                            fix=error.fix, code="server-version-not-served") from error
         if not right:
-            raise SyncError(f"the server does not have weights of version {version}", who=server.name,
-                            got=repr(reported), fix="see what its log says about the update")
+            raise SyncError(f"the server does not have weights of version {version}", code="server-version-wrong",
+                            who=server.name, got=repr(reported), fix="see what its log says about the update")
         return True

@@ -55,15 +55,16 @@ def _parallel(config: RunConfig, note: Note) -> RunConfig:
     stages = server.get("pp_size", 1)
     if each % stages:
         raise ConfigError(f"an engine's {each} GPUs do not divide by its pipeline of {stages}",
-                          who=who(config, size, "server.pp_size"), fix="a multiple of --sglang-pp-size")
+                          code="pipeline-gpus-not-divisible", who=who(config, size, "server.pp_size"),
+                          fix="a multiple of --sglang-pp-size")
     if server.get("tp_size", each // stages) != each // stages:
         raise ConfigError(f"the tensor-parallel size is an engine's {each} GPUs / pipeline size {stages}",
                           got=server["tp_size"], who=who(config, "server.tp_size", size),
                           fix=f"leave --sglang-tp-size out, or write --rollout-num-gpus-per-engine "
-                          f"{server['tp_size'] * stages}")
+                          f"{server['tp_size'] * stages}", code="tensor-parallel-size-wrong")
     if server.get("dp_size", 1) > 1 and not server.get("enable_dp_attention"):
         raise ConfigError("copies of a server are engines here; dp_size is for data-parallel attention",
-                          got=server["dp_size"], who=who(config, "server.dp_size"),
+                          got=server["dp_size"], code="dp-size-without-attention", who=who(config, "server.dp_size"),
                           fix="add --sglang-enable-dp-attention, or raise --rollout-num-gpus")
     tensor = each // stages
     for names in (("dp_size", "attn_cp_size"), ("moe_dp_size", "ep_size")):
@@ -71,10 +72,11 @@ def _parallel(config: RunConfig, note: Note) -> RunConfig:
         if product < 1 or tensor % product:
             keys = [f"server.{name}" for name in names if name in server]
             raise ConfigError(f"{' x '.join(name for name in names if name in server)} does not divide an engine's "
-                              f"{tensor} tensor-parallel ranks", got=product, who=who(config, *keys, size),
+                              f"{tensor} tensor-parallel ranks",
+                              code="parallel-sizes-not-divisible", got=product, who=who(config, *keys, size),
                               fix="make it a divisor of --rollout-num-gpus-per-engine")
     if server.get("moe_dense_tp_size") not in (None, 1, tensor):
-        raise ConfigError("dense layers are on one GPU each, or cut over all of an engine's",
+        raise ConfigError("dense layers are on one GPU each, or cut over all of an engine's", code="dense-layers-size",
                           got=server["moe_dense_tp_size"], who=who(config, "server.moe_dense_tp_size", size),
                           fix="--sglang-moe-dense-tp-size 1, or leave it out")
     return config
@@ -85,7 +87,7 @@ def _dtype(config: RunConfig, note: Note) -> RunConfig:
     if dtype is None or own == dtype:
         return config
     if own is not None:
-        raise ConfigError("the engine's dtype is said twice", got=f"{own} and {dtype}",
+        raise ConfigError("the engine's dtype is set twice", code="engine-dtype-twice", got=f"{own} and {dtype}",
                           who=who(config, "rollout.engine_dtype", "server.dtype"), fix="drop one")
     if dtype not in ("float32", "bfloat16"):
         return config
@@ -109,7 +111,7 @@ def _context(config: RunConfig, note: Note) -> RunConfig:
     if own is not None and own > most:
         raise ConfigError("rollout_max_context_len is beyond the servers' context length", got=f"{own} > {most}",
                           who=who(config, "rollout.rollout_max_context_len", "server.context_length"),
-                          fix=f"at most {most}")
+                          fix=f"at most {most}", code="context-above-servers")
     made = (config_json(config)[1] or {}).get("max_position_embeddings")
     if isinstance(made, int) and most > made:
         note(f"the context of {most} tokens is longer than the {made} that config.json says: beyond them the model was "
@@ -124,11 +126,11 @@ def _speculative(config: RunConfig, note: Note) -> RunConfig:
     keys = [f"server.{name}" for name, value in config.surface("server").items()
             if name.startswith("speculative_") and value is not None]
     if keys and config.surface("server").get("speculative_algorithm") is None:
-        raise ConfigError("nothing is decoded speculatively without an algorithm", who=who(config, *keys),
-                          fix="add --sglang-speculative-algorithm, for instance EAGLE")
+        raise ConfigError("nothing is decoded speculatively without an algorithm", code="speculation-without-algorithm",
+                          who=who(config, *keys), fix="add --sglang-speculative-algorithm, for instance EAGLE")
     draft = config.surface("server").get("speculative_draft_model_path")
     if draft and draft.startswith((".", "/", "~")) and not Path(draft).expanduser().exists():
-        raise ConfigError("there is no such draft model", got=draft,
+        raise ConfigError("there is no such draft model", code="draft-model-missing", got=draft,
                           who=who(config, "server.speculative_draft_model_path"), fix="name a Hugging Face folder")
     for name, fix in (("speculative_draft_model_path", "name a draft with the policy's tokenizer"),
                       ("tokenizer_path", "leave --sglang-tokenizer-path out: it is --hf-checkpoint's")):
@@ -136,7 +138,7 @@ def _speculative(config: RunConfig, note: Note) -> RunConfig:
         if path and (other := other_tokens(Path(str(config.checkpoint.hf_checkpoint)), Path(path))):
             whose = "the draft's" if name.startswith("spec") else "the servers'"
             raise ConfigError(f"{whose} tokens are not the policy's", got=other, who=who(config, f"server.{name}"),
-                              fix=fix)
+                              fix=fix, code="draft-vocabulary-differs")
     made = "max_position_embeddings"
     its = read(Path(draft, "config.json")).get(made) if draft else None
     most = its and (config.surface("server").get("context_length") or (config_json(config)[1] or {}).get(made))
@@ -144,7 +146,7 @@ def _speculative(config: RunConfig, note: Note) -> RunConfig:
             "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN" not in os.environ):
         raise ConfigError("the draft was made for a shorter context than the servers have",
                           got=f"{its} < {most}", who=who(config, "server.speculative_draft_model_path"),
-                          fix=f"--sglang-context-length {its}, or another draft")
+                          fix=f"--sglang-context-length {its}, or another draft", code="draft-context-shorter")
     return config
 
 
@@ -156,7 +158,7 @@ def _tokenizer(config: RunConfig, note: Note) -> RunConfig:
     keys = [key for key, value in needs.items() if value]
     if config.surface("server").get("skip_tokenizer_init") and keys:
         raise ConfigError("servers without a tokenizer know no stop strings and no least number of tokens",
-                          who=who(config, "server.skip_tokenizer_init", *keys),
+                          who=who(config, "server.skip_tokenizer_init", *keys), code="stop-without-tokenizer",
                           fix="drop --sglang-skip-tokenizer-init")
     return config
 
@@ -182,14 +184,14 @@ def _router(config: RunConfig, note: Note) -> RunConfig:
 def _older_router(config: RunConfig) -> None:
     """What sglang-router cannot do and smg can."""
     if config.surface("server").get("enable_return_routed_experts"):
-        raise ConfigError("sglang-router drops routed experts from answers",
+        raise ConfigError("sglang-router drops routed experts from answers", code="router-drops-routed-experts",
                           who=who(config, "sglang.router", "server.enable_return_routed_experts"),
                           fix="leave --router out: smg hands them on")
     known = surface.router("sglang_router")
     for name in config.surface("router"):
         if known.package == "sglang_router" and name not in known.fields:
             raise UnknownKeyError(f"{known} has no argument {name}", who=who(config, f"router.{name}"),
-                                  fix="leave it out, or --router out: smg has it")
+                                  fix="leave it out, or --router out: smg has it", code="router-argument-unknown")
 
 
 def with_engine_args(config: RunConfig, hooks: Hooks) -> RunConfig:
@@ -202,6 +204,7 @@ def with_engine_args(config: RunConfig, hooks: Hooks) -> RunConfig:
         return config
     fields = hooks.engine_args(dict(config.surface("server")))
     if unknown := sorted(fields.keys() - surface_of("server").fields.keys()):
-        raise HookError("engine_args sets a field that the server does not have", got=", ".join(unknown),
-                        who=str(surface_of("server")), fix="see the fields of SGLang's ServerArgs")
+        raise HookError("engine_args sets a field that the server does not have", code="engine-args-field-unknown",
+                        got=", ".join(unknown), who=str(surface_of("server")),
+                        fix="see the fields of SGLang's ServerArgs")
     return replace(config, surfaces={**config.surfaces, "server": fields})

@@ -237,21 +237,23 @@ def _parse(file: Path) -> ast.Module:
         return ast.parse(file.read_text(encoding="utf-8"))
     except (OSError, SyntaxError) as error:
         raise ConfigError("the arguments cannot be read from the source", got=error, who=str(file),
-                          fix="install sglang 0.5.16 and smg 1.13.0") from error
+                          fix="install sglang 0.5.16 and smg 1.13.0", code="server-arguments-unreadable") from error
 
 
 def _class(tree: ast.Module, name: str, file: Path) -> ast.ClassDef:
     for node in tree.body:
         if isinstance(node, ast.ClassDef) and node.name == name:
             return node
-    raise ConfigError(f"there is no class {name}", who=str(file), fix="install sglang 0.5.16 and smg 1.13.0")
+    raise ConfigError(f"there is no class {name}", code="source-class-missing", who=str(file),
+                      fix="install sglang 0.5.16 and smg 1.13.0")
 
 
 def _method(kind: ast.ClassDef, name: str, file: Path) -> ast.FunctionDef:
     for node in kind.body:
         if isinstance(node, ast.FunctionDef) and node.name == name:
             return node
-    raise ConfigError(f"{kind.name} has no method {name}", who=str(file), fix="install sglang 0.5.16 and smg 1.13.0")
+    raise ConfigError(f"{kind.name} has no method {name}", code="source-method-missing", who=str(file),
+                      fix="install sglang 0.5.16 and smg 1.13.0")
 
 
 def bundle(site: Path) -> str:

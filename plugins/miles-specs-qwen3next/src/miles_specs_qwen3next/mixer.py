@@ -72,6 +72,7 @@ class GatedDeltaNet(MegatronModule):
         ranks = self.tensor_group.size()
         if config.linear_num_key_heads % ranks:
             raise ConfigError("the key heads of linear attention do not divide by the tensor-parallel size",
+                              code="linear-attention-heads-not-divisible",
                               got=f"{config.linear_num_key_heads} / {ranks}", who="linear_num_key_heads",
                               fix="choose a tensor-parallel size that divides them")
         self.key_heads, self.heads = config.linear_num_key_heads // ranks, config.linear_num_value_heads // ranks

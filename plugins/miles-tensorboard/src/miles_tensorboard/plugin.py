@@ -20,7 +20,7 @@ class TensorboardOptions:
     """Where event files go."""
 
     use_tensorboard: bool = option(
-        True, "Write event files; --no-use-tensorboard keeps the plugin named but idle.", flags=("--use-tensorboard",),
+        True, "Write event files; --no-use-tensorboard leaves the plugin idle.", flags=("--use-tensorboard",),
         off=("--no-use-tensorboard",),
     )
     tb_project_name: str | None = option(

@@ -21,7 +21,7 @@ from miles_core import rng
 from miles_core.columns import Column, Columns
 from miles_core.errors import MilesError
 from miles_core.stages.rollout import Engine, Generation, Request, Response, SamplingParams, attended
-from miles_core.types import Prompt, Recall, Sample, Status
+from miles_core.types import CancelHandle, Prompt, Sample, Status
 from miles_testing import sample_inputs
 from miles_testing.sample_inputs import canned_samples, grouped
 
@@ -85,7 +85,7 @@ def generator_contract(generate: Generate, *, prompts: Callable[[], Sequence[Pro
     make_prompts = prompts or (lambda: [group.prompt for group in grouped(canned_samples())])
     carried = Columns(columns)
 
-    def group(prompt: Prompt, engine: KeyedEngine, recall: Recall | None = None) -> list[Sample]:
+    def group(prompt: Prompt, engine: KeyedEngine, recall: CancelHandle | None = None) -> list[Sample]:
         return asyncio.run(_group(generate, prompt, engine, samples, max_new_tokens, carried, recall,
                                   tokenizer))
 
@@ -106,8 +106,8 @@ def generator_contract(generate: Generate, *, prompts: Callable[[], Sequence[Pro
 
 
 async def _group(generate: Generate, prompt: Prompt, engine: KeyedEngine, samples: int, most: int, columns: Columns,
-                 recall: Recall | None, tokenizer: Any) -> list[Sample]:
-    recall = recall or Recall()
+                 recall: CancelHandle | None, tokenizer: Any) -> list[Sample]:
+    recall = recall or CancelHandle()
     generation = Generation(
         engine=cast("Engine", engine), sampling=SamplingParams(max_new_tokens=most), samples=samples,
         key=lambda index, turn: rng.key(0, "contract", prompt.uid, index, turn),
@@ -117,7 +117,7 @@ async def _group(generate: Generate, prompt: Prompt, engine: KeyedEngine, sample
     if engine.hangs:
         while not engine.waiting and not work.done():
             await asyncio.sleep(0.001)
-        recall.asked = True
+        recall.cancelled = True
         await engine.abort(list(recall.ids))
     try:
         async with asyncio.timeout(PATIENCE):
@@ -145,7 +145,7 @@ def _frozen(answered: Sequence[Sample]) -> list[object]:
 
 def _recalled(group: Callable[..., Any], prompt: Prompt) -> None:
     """A group that is called back ends at once, its samples aborted; the engine is not asked any more."""
-    engine, recall = KeyedEngine(hangs=True), Recall()
+    engine, recall = KeyedEngine(hangs=True), CancelHandle()
     group_samples = group(prompt, engine, recall)
     assert any(sample.status is Status.ABORTED for sample in group_samples), "called back, no sample of it is aborted"
     assert not recall.ids, f"requests are left under way: {recall.ids}; ask by `call_engine`"

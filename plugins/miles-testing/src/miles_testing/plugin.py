@@ -17,7 +17,7 @@ class Testing:
 
     @hookimpl("commands", name="plugins new")
     def new(self) -> click.Command:
-        """Make the project of a plugin."""
+        """Create a plugin project."""
         from miles_testing.commands.authoring import new
 
         return new
@@ -38,7 +38,7 @@ class Testing:
 
     @hookimpl("commands", name="plugins doctor")
     def doctor(self) -> click.Command:
-        """Import each plugin in a process of its own."""
+        """Import each plugin in a separate process."""
         from miles_testing.commands.doctor import doctor
 
         return doctor

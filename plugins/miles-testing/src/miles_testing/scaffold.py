@@ -44,14 +44,15 @@ def new(name: str, *, template: str | None, out: Path | None, answers: Mapping[s
     """
     if not re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", name):
         raise ConfigError("not a valid plugin name", got=name, fix="use lower-case letters and digits, "
-                          "separated by single dashes: my-reward")
+                          "separated by single dashes: my-reward", code="plugin-name-invalid")
     if (plain := short(name)) != name:
         name, answers = plain, {"distribution": name, **answers}
     for hook in filter(None, re.split(r"[\s,]+", str(answers.get("hooks", "")))):
         check_hook(hook)
     folder = out or Path(str(answers.get("distribution") or f"miles-plugin-{name}"))
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError("the target already exists", who=str(folder), fix="name another folder with --out")
+        raise ConfigError("the target already exists", code="scaffold-target-exists", who=str(folder),
+                          fix="name another folder with --out")
     _render(template or str(template_folder()), folder, {"name": name, **answers})
     return folder
 
@@ -74,7 +75,8 @@ def _template_of(version: str, folder: Path) -> str:
     done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
     wheel = next(folder.glob("miles_core-*.whl"), None)
     if wheel is None:
-        raise PluginError(f"the template of miles-core {version} cannot be fetched", got=done.stderr.strip()[-200:],
+        raise PluginError(f"the template of miles-core {version} cannot be fetched", code="template-not-fetched",
+                          got=done.stderr.strip()[-200:],
                           fix="see the output of pip; its index is set by PIP_INDEX_URL or PIP_FIND_LINKS")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(folder / "wheel")
@@ -115,10 +117,11 @@ def update(project: Path, template: str | None) -> str:
     """
     path = project / ANSWERS
     if not path.is_file():
-        raise ConfigError(f"the project has no {ANSWERS}, by which its template is known", who=str(project),
+        raise ConfigError(f"the project has no {ANSWERS}, by which its template is known",
+                          code="scaffold-answers-missing", who=str(project),
                           fix="recreate it with miles plugins new, and copy your code over")
     if _git(project, "status", "--porcelain"):
-        raise ConfigError("there are uncommitted changes", who=str(project),
+        raise ConfigError("there are uncommitted changes", code="scaffold-uncommitted-changes", who=str(project),
                           fix="commit them first")
     import yaml  # copier's
 
@@ -145,18 +148,19 @@ def _git(project: Path, *words: str) -> str:
 
 def _copier(words: Sequence[str]) -> None:
     if find_spec("copier") is None:
-        raise PluginError("copier is not installed in this Python", got=sys.executable,
+        raise PluginError("copier is not installed in this Python", code="copier-not-installed", got=sys.executable,
                           fix="pip install copier; or use cookiecutter: cookiecutter " + str(template_folder()))
     try:
         done = subprocess.run([sys.executable, "-m", "copier", *words], capture_output=True, text=True, timeout=SECONDS,
                               check=False)
     except subprocess.TimeoutExpired:
-        raise PluginError(f"copier did not end within {SECONDS:g} s", got=" ".join(words),
+        raise PluginError(f"copier did not end within {SECONDS:g} s", code="copier-timeout", got=" ".join(words),
                           fix="check that the template can be reached") from None
     wrong = re.search(r"Validation error for question '(\w+)': (.+)", done.stderr)
     if wrong:
-        raise ConfigError(wrong[2].rstrip("."), who=wrong[1], fix="give another answer")
+        raise ConfigError(wrong[2].rstrip("."), code="copier-question-invalid", who=wrong[1], fix="give another answer")
     if done.returncode:
         output = [line for line in done.stderr.splitlines() if line.strip()]
-        raise PluginError("the template cannot be rendered", got=output[-1].strip() if output else done.returncode,
+        raise PluginError("the template cannot be rendered", code="template-not-rendered",
+                          got=output[-1].strip() if output else done.returncode,
                           fix="see what copier says of the template: copier copy " + words[-2])

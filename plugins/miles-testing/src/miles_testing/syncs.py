@@ -85,9 +85,11 @@ class Shelf:
 
     async def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         if not self.paused:
-            raise EngineError("weights arrive while the engine serves", fix="pause it before the first byte")
+            raise EngineError("weights arrive while the engine serves", code="weights-during-serving",
+                              fix="pause it before the first byte")
         if version <= self.version:
-            raise EngineError("the version is not newer", got=version, fix="increase the version")
+            raise EngineError("the version is not newer", code="weights-version-not-newer", got=version,
+                              fix="increase the version")
         from miles_core.hosts import in_daemon_thread
 
         self.received = await in_daemon_thread(lambda: {name: tensor.clone() for name, tensor in weights})

@@ -186,5 +186,5 @@ def toy_run(*, rollouts: int, batch_size: int, max_lag: int, duration: Callable[
         evaluation=Evaluation([], None), journal=cast("Journal", ToyJournal()),
         clock=lambda: asyncio.get_running_loop().time(),
     )  # fmt: skip
-    run.buffer.take_back, run.buffer.too_stale = run.take_back, run.too_stale
+    run.buffer.requeue, run.buffer.too_stale = run.requeue, run.too_stale
     return run

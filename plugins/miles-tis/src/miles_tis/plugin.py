@@ -28,12 +28,12 @@ class TisOptions:
         "token", "Ratio of a token, product over its sample, or geometric mean over it.", flags=("--tis-level",)
     )
     tis_mode: Literal["truncate", "clip", "mask"] = option(
-        "clip", "Bound from above, from both sides, or leave out what lies outside (IcePop).", flags=("--tis-mode",)
+        "clip", "Bound from above, on both sides, or drop tokens outside the bounds (IcePop).", flags=("--tis-mode",)
     )
     tis_batch_normalize: bool = option(
         False, "Divide the weights by their mean over the optimizer step.", flags=("--tis-batch-normalize",)
     )
-    use_rs: bool = option(False, "Leave out tokens whose ratio at rs_level is out of bounds.", flags=("--use-rs",))
+    use_rs: bool = option(False, "Drop tokens whose ratio at rs_level is out of bounds.", flags=("--use-rs",))
     rs_level: Literal["token", "sequence", "geometric"] = option(
         "token", "Level of the ratio that decides on rejection.", flags=("--rs-level",)
     )
@@ -44,10 +44,10 @@ class TisOptions:
         None, "Upper bound of rejection; default: tis_clip.", flags=("--rs-upper-bound",)
     )
     rs_veto_threshold: float | None = option(
-        None, "Leave out samples with a token whose ratio is below this.", flags=("--rs-veto-threshold",)
+        None, "Drop samples with a token whose ratio is below this.", flags=("--rs-veto-threshold",)
     )
     use_opsm: bool = option(
-        False, "Leave out samples of negative advantage that the policy has moved away from.", flags=("--use-opsm",)
+        False, "Drop samples of negative advantage from which the policy has moved away.", flags=("--use-opsm",)
     )
     opsm_delta: float = option(1e-4, "Mean old minus new log-prob above which a sample counts as moved away "
                                      "from.", flags=("--opsm-delta",))
@@ -86,25 +86,30 @@ def _check(options: TisOptions, config: RunConfig) -> None:
                                 ("rs_lower_bound and rs_upper_bound", low, high)):
         if not 0 <= lower < upper:
             raise ConfigError(f"{names} should be bounds of a ratio, the lower one first", got=f"{lower} and {upper}",
-                              who="[tis]", fix="use 0.5 and 2.0, for example")
+                              who="[tis]", code="tis-bounds-invalid", fix="use 0.5 and 2.0, for example")
     if options.use_tis and not options.tis_clip_low <= 1 <= options.tis_clip or options.use_rs and not low <= 1 <= high:
         raise ConfigError("the ratio is 1 where engine and trainer agree, and it should lie within its bounds",
                           got=f"{options.tis_clip_low} to {options.tis_clip}, {low} to {high}", who="[tis]",
-                          fix="use 0.5 and 2.0, for example")
+                          fix="use 0.5 and 2.0, for example", code="tis-bounds-exclude-one")
     if options.use_tis and options.tis_clip_low > 0 and options.tis_mode == "truncate":
-        raise ConfigError("truncation only bounds weights from above", got=f"tis_clip_low {options.tis_clip_low}",
-                          who="tis.tis_clip_low, tis.tis_mode", fix="leave --tis-clip-low out, or --tis-mode clip")
+        raise ConfigError("truncation only bounds weights from above", code="tis-truncation-lower-bound",
+                          got=f"tis_clip_low {options.tis_clip_low}", who="tis.tis_clip_low, tis.tis_mode",
+                          fix="leave --tis-clip-low out, or --tis-mode clip")
     if (options.use_tis or options.use_rs) and algorithm.loss_type == "sft_loss":
         raise ConfigError("demonstrations were not sampled, so there are no engine probabilities to weight them by",
-                          who="[tis], algorithm.loss_type", fix="leave --use-tis and --use-rs out")
+                          code="tis-with-demonstrations", who="[tis], algorithm.loss_type",
+                          fix="leave --use-tis and --use-rs out")
     if options.use_tis and algorithm.use_rollout_logprobs:
-        raise ConfigError("use_tis and use_rollout_logprobs correct the same gap twice", who="[tis], [algorithm]",
+        raise ConfigError("use_tis and use_rollout_logprobs correct the same gap twice",
+                          code="tis-with-rollout-log-probs", who="[tis], [algorithm]",
                           fix="drop one: with use_rollout_logprobs the ratio of the loss is to the engine already")
     if not options.tis_batch_normalize:
         return
     if not options.use_tis or options.tis_level == "geometric":
-        raise ConfigError("tis_batch_normalize is for use_tis with tis_level token or sequence", who="[tis]",
+        raise ConfigError("tis_batch_normalize is for use_tis with tis_level token or sequence",
+                          code="tis-normalize-needs-use-tis", who="[tis]",
                           got=f"use_tis {options.use_tis}, tis_level {options.tis_level}", fix="leave it out")
     if algorithm.skip_actor_forward_only:
         raise ConfigError("tis_batch_normalize needs the old log-probs of the whole step before its first micro-batch",
-                          who="[tis], algorithm.skip_actor_forward_only", fix="drop one of them")
+                          code="tis-normalize-needs-old-log-probs", who="[tis], algorithm.skip_actor_forward_only",
+                          fix="drop one of them")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from miles_core.errors import ConfigError, RewardError
 from miles_core.stages.rollout import Generation
-from miles_core.types import Prompt, Recall, Sample, Status
+from miles_core.types import CancelHandle, Prompt, Sample, Status
 from miles_tools.agent_call import AgentFailed, Task, call_function, call_program, find_function, load_function
 from miles_tools.foreign import describe, is_unicode
 from miles_tools.session import CALLED_BACK, Failure, Session
@@ -36,16 +36,18 @@ def check(options: ToolsOptions, config: RunConfig) -> None:
     """
     if (options.agent is None) == (not options.agent_command):
         raise ConfigError("the generator agent needs exactly one agent", who="tools.agent, tools.agent_command",
-                          got="neither" if options.agent is None else "a function and a program",
+                          got="neither" if options.agent is None else "a function and a program", code="agent-count",
                           fix="--agent FILE.py:FUNCTION, or --agent-command PROGRAM ARGUMENT ...")
     if options.agent is not None:
         find_function(options.agent)
     if not options.agent_timeout > 0 or options.agent_concurrency < 1:
-        raise ConfigError("agent_timeout should be above 0, and agent_concurrency at least 1", who="[tools]",
+        raise ConfigError("agent_timeout should be above 0, and agent_concurrency at least 1",
+                          code="agent-limits-invalid", who="[tools]",
                           got=f"{options.agent_timeout:g} and {options.agent_concurrency}", fix="leave them out")
     if not config.rollout.rollout_temperature > 0:
         raise ConfigError("an agent's tokens are drawn at the run's temperature, which is 0",
-                          who="rollout.rollout_temperature", fix="--rollout-temperature 1")
+                          code="agent-temperature-zero", who="rollout.rollout_temperature",
+                          fix="--rollout-temperature 1")
 
 
 class Agents:
@@ -117,7 +119,7 @@ class Agents:
         return sample
 
     async def _in_session(self, prompt: Prompt, session: Session,
-                          recall: Recall) -> tuple[dict[str, Any], Failure | None]:
+                          recall: CancelHandle) -> tuple[dict[str, Any], Failure | None]:
         """(what the agent returned, why it failed). An agent that fails for lack of context keeps its answers."""
         key = self._server.open(session)
         agent = asyncio.ensure_future(self._call(prompt, key))
@@ -126,7 +128,7 @@ class Agents:
             deadline = time.monotonic() + self._options.agent_timeout
             while (left := deadline - time.monotonic()) > 0 and not (agent.done() or broken.done()):
                 await asyncio.wait((agent, broken), timeout=min(left, LOOK), return_when=asyncio.FIRST_COMPLETED)
-                if recall.asked and not agent.done():
+                if recall.cancelled and not agent.done():
                     return {}, CALLED_BACK
             if session.error is not None:
                 raise session.error
@@ -162,7 +164,7 @@ class Agents:
         if "reward" in result:
             if scorers and SCORER not in scorers:
                 raise RewardError(f"the agent gave {sample.name} a reward that no scorer uses", who=self._who,
-                                  got=f"rm_type {', '.join(scorers)}",
+                                  got=f"rm_type {', '.join(scorers)}", code="agent-reward-unused",
                                   fix=f"add {SCORER} to --rm-type, or let the agent return none")
             sample.rewards[SCORER] = sample.reward = result["reward"]
         elif session.full and not set(scorers) - {SCORER}:
@@ -181,7 +183,7 @@ def reward_of(sample: Sample) -> float:
         RewardError: it gave none.
     """
     if SCORER not in sample.rewards:
-        raise RewardError(f"the agent gave {sample.name} no reward", who="--rm-type agent",
+        raise RewardError(f"the agent gave {sample.name} no reward", code="agent-reward-missing", who="--rm-type agent",
                           fix="let the agent return one, or leave the scorer agent out")
     return sample.rewards[SCORER]
 

@@ -70,19 +70,21 @@ def load_function(path: str) -> Callable[..., Any]:
         module = import_file(Path(where).resolve()) if where.endswith(".py") else importlib.import_module(where)
         function: Callable[..., Any] = getattr(module, name)
     except AttributeError:
-        raise ConfigError(f"{where} has no {name!r}", who=who, fix="name one of its functions") from None
+        raise ConfigError(f"{where} has no {name!r}", code="agent-function-missing", who=who,
+                          fix="name one of its functions") from None
     except (Exception, SystemExit) as error:
         raise ConfigError("the agent cannot be imported", got=f"{type(error).__name__}: {error}", who=who,
-                          fix="fix the import, or install what it needs") from error
+                          fix="fix the import, or install what it needs", code="agent-import-failed") from error
     if not callable(function):
-        raise ConfigError("the agent is not a function", got=type(function).__name__, who=who, fix="name a function")
+        raise ConfigError("the agent is not a function", code="agent-not-a-function", got=type(function).__name__,
+                          who=who, fix="name a function")
     known = tuple(Task.__dataclass_fields__)
     parameters = inspect.signature(function).parameters.values()
     strange = [p.name for p in parameters if p.name not in known and p.default is p.empty
                and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
     if strange:
         raise ConfigError(f"the agent takes {strange[0]!r}, which is not passed to agents", who=who,
-                          fix=f"it may take {', '.join(known)}")
+                          fix=f"it may take {', '.join(known)}", code="agent-argument-unknown")
     return function
 
 
@@ -94,14 +96,15 @@ def find_function(path: str) -> None:
     """
     where, _, name = path.rpartition(":")
     if not where or not name.isidentifier():
-        raise ConfigError("not the name of a function", got=path, who="tools.agent",
+        raise ConfigError("not the name of a function", code="agent-path-malformed", got=path, who="tools.agent",
                           fix="write FILE.py:FUNCTION or MODULE:FUNCTION")
     if where.endswith(".py"):
         exists = Path(where).is_file()
     else:  # the top-level package only: a submodule would import it
         exists = importlib.util.find_spec(where.partition(".")[0]) is not None
     if not exists:
-        raise ConfigError("no such file or package", got=where, who="tools.agent", fix="check --agent")
+        raise ConfigError("no such file or package", code="agent-file-missing", got=where, who="tools.agent",
+                          fix="check --agent")
 
 
 async def call_function(function: Callable[..., Any], task: Task) -> object:

@@ -66,12 +66,13 @@ class Conversations:
         """
         where = f"{prompt.stream} row {prompt.row}"
         if prompt.messages is None:
-            raise DataError("the prompt is already rendered text", who=where, fix="add --apply-chat-template")
+            raise DataError("the prompt is already rendered text", code="prompt-already-rendered", who=where,
+                            fix="add --apply-chat-template")
         text = self.template.text(prompt.messages, where)
         ids = tuple(self.template.encode(text))
         if len(ids) >= self.context:
             raise DataError(f"the prompt has {len(ids)} tokens with its tools and leaves no room for an answer",
-                            got=f"a context of {self.context}", who=where,
+                            got=f"a context of {self.context}", code="prompt-with-tools-too-long", who=where,
                             fix="shorten it, or leave long prompts out with --rollout-max-prompt-len N")
         return dataclasses.replace(prompt, text=text, token_ids=ids)
 
@@ -185,7 +186,7 @@ def check(options: ToolsOptions, config: RunConfig) -> None:
     tools = load_tools(options.tools)
     if unknown := [name for name in options.ending_tools if name not in tools]:
         raise ConfigError("an unknown tool cannot end a conversation", got=unknown, who="tools.ending_tools",
-                          fix=f"use one of {', '.join(tools)}")
+                          fix=f"use one of {', '.join(tools)}", code="ending-tool-unknown")
     arguments = config.rollout.apply_chat_template_kwargs or {}
     template = Template(load_tokenizer(config), arguments, [tool.schema for tool in tools.values()])
     template.check(options.tool_role, rewriting=options.allow_rewriting_template)

@@ -32,7 +32,7 @@ def check_history(render: Render, role: str, who: str, *, allowed: bool, allow: 
     """
     answer = {"role": role, "name": "find", "content": ANSWER, "tool_call_id": "0"}
     if ANSWER not in after_a_turn(render, [answer], DRAWN):
-        raise DataError(f"it leaves out messages of the role {role!r}", who=who,
+        raise DataError(f"it leaves out messages of the role {role!r}", code="template-drops-role", who=who,
                         fix="pass a template that writes them with --chat-template-path, or give them another role")
     for name, turn in () if allowed else (("the reasoning", THOUGHT + CALL), ("the opening", CALL)):
         messages: list[Mapping[str, Any]] = [{"role": "user", "content": "Find 1."}]
@@ -44,7 +44,7 @@ def check_history(render: Render, role: str, who: str, *, allowed: bool, allow: 
             if not shown.startswith(expected):
                 at = next((i for i, (a, b) in enumerate(zip(shown, expected)) if a != b), len(shown))
                 raise DataError(
-                    f"it rewrites {name} of earlier turns", who=who,
+                    f"it rewrites {name} of earlier turns", code="template-rewrites-history", who=who,
                     got=f"{shown[max(at - 20, 0):at + 30]!r} in place of {expected[max(at - 20, 0):at + 30]!r}",
                     fix="pass a template that only appends with --chat-template-path (`miles check-template` shows "
                     f"where it does not), or train on the history as it was with {allow}")

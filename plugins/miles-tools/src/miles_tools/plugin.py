@@ -30,33 +30,35 @@ class ToolsOptions:
         "hermes", "How a call is written: <tool_call>{json}</tool_call>, <NAME>text</NAME>, or a fenced block NAME."
     )
     generate_max_turns: int = option(16, "Turns after which a sample is truncated.", flags=("--generate-max-turns",))
-    tool_response_tokens: int = option(1024, "Tokens that one answer of a tool may have; the rest is cut, with a mark.")
+    tool_response_tokens: int = option(
+        1024, "Maximum number of tokens of a tool's answer; longer ones are cut and marked.")
     tool_role: Literal["tool", "user"] = option("tool", "Role of the messages that hold a tool's answer.")
     ending_tools: list[str] = option([], "Tools whose call ends the conversation; they are not run.")
     allow_rewriting_template: bool = option(
-        False, "Go on with a chat template that rewrites earlier turns; training sees them as they were drawn."
+        False, "Allow a chat template that rewrites earlier turns; training uses the tokens that were sampled."
     )
     sandbox_isolation: Literal["auto", "namespaces", "plain"] = option(
-        "auto", "Isolation of tools: the strictest that works, namespaces or an error, or processes with limits alone."
+        "auto", "Isolation of tools: the strictest that works, namespaces or an error, or only processes with limits."
     )
-    sandbox_workers: int = option(2, "Calls that run side by side.")
-    sandbox_wall_time: float = option(5.0, "Seconds that a call may take.")
-    sandbox_cpu_time: float = option(5.0, "CPU seconds that each process of a call may take.")
+    sandbox_workers: int = option(2, "Maximum number of concurrent calls.")
+    sandbox_wall_time: float = option(5.0, "Seconds allowed for a call.")
+    sandbox_cpu_time: float = option(5.0, "CPU seconds allowed for each process of a call.")
     sandbox_memory: int = option(1024, "MiB of address space of each process of a call.")
     sandbox_disk: int = option(16, "MiB that a call may write.")
     sandbox_processes: int = option(16, "Processes and threads of a call.")
-    sandbox_output: int = option(65536, "Bytes that a call may print, and return.")
+    sandbox_output: int = option(65536, "Maximum number of bytes that a call may print or return.")
     unit_tests_key: str = option("tests", "Key of a prompt's metadata that holds its unit tests; else the label does.")
-    unit_tests_share: bool = option(False, "Scorer unit-tests gives the share of tests that pass, not all or nothing.")
-    unit_tests_timeout: float = option(60.0, "Seconds that all tests of one answer may take.")
+    unit_tests_share: bool = option(
+        False, "Scorer unit-tests returns the share of passing tests instead of all or nothing.")
+    unit_tests_timeout: float = option(60.0, "Seconds allowed for all tests of one answer.")
     agent: str | None = option(
         None, "Agent of the generator agent: FILE.py:FUNCTION or MODULE:FUNCTION.", flags=("--agent",)
     )
     agent_command: list[str] = option(
         [], "Agent of the generator agent: a program and its arguments; no shell.", flags=("--agent-command",)
     )
-    agent_timeout: float = option(600.0, "Seconds that one agent may take.", flags=("--agent-timeout",))
-    agent_concurrency: int = option(64, "Agents that run at once.", flags=("--agent-concurrency",))
+    agent_timeout: float = option(600.0, "Seconds allowed for one agent.", flags=("--agent-timeout",))
+    agent_concurrency: int = option(64, "Maximum number of concurrent agents.", flags=("--agent-concurrency",))
 
 
 class Tools:
@@ -73,7 +75,7 @@ class Tools:
         for name in POSITIVE:
             if not getattr(options, name) > 0:
                 raise ConfigError(f"{name} should be positive", got=getattr(options, name), who=f"tools.{name}",
-                                  fix="leave it out for its default")
+                                  fix="leave it out for its default", code="option-not-positive")
         if config.rollout.generate == "tools":
             from miles_tools.conversation import check as check_tools
 

@@ -229,7 +229,8 @@ class Sandbox:
             finally:
                 if supervisor is not None:
                     supervisor.close()
-        raise ConfigError("the sandbox cannot be set up here", got="; ".join(reasons), who="tools.sandbox_isolation",
+        raise ConfigError("the sandbox cannot be set up here",
+                          code="sandbox-unavailable", got="; ".join(reasons), who="tools.sandbox_isolation",
                           fix="allow unprivileged user namespaces, raise tools.sandbox_memory, or run as another user "
                           "than root; --tools.sandbox-isolation plain works without namespaces")
 
@@ -256,7 +257,7 @@ class _Supervisor:
         self._asked, self._told = cast("IO[bytes]", self._popen.stdin), cast("IO[bytes]", self._popen.stdout)
         try:
             if not (answer := self._read(START)).get("ready"):
-                raise SandboxError("the sandbox did not start", got=answer.get("detail"))
+                raise SandboxError("the sandbox did not start", code="sandbox-not-started", got=answer.get("detail"))
         except SandboxError:
             self.close()
             raise
@@ -270,10 +271,10 @@ class _Supervisor:
             self._asked.write(json.dumps(call).encode() + b"\n")
             self._asked.flush()
         except OSError as error:
-            raise SandboxError("a sandbox process ended", got=error.strerror) from None
+            raise SandboxError("a sandbox process ended", code="sandbox-process-gone", got=error.strerror) from None
         answer = self._read(self._wall + GRACE)
         if answer.get("kind") in (None, "ours", "given up"):
-            raise SandboxError("the sandbox failed", got=answer.get("detail"))
+            raise SandboxError("the sandbox failed", code="sandbox-failed", got=answer.get("detail"))
         return Outcome(**answer)
 
     def close(self) -> None:
@@ -297,11 +298,12 @@ class _Supervisor:
         while b"\n" not in self._rest:
             left = deadline - time.monotonic()
             if left <= 0 or not ready.poll(1000 * left):
-                raise _UnderWay(f"a sandbox process did not answer within {seconds:g} s")
+                raise _UnderWay(f"a sandbox process did not answer within {seconds:g} s", code="sandbox-timeout")
             data = os.read(pipe, 1 << 16)
             if not data:
-                raise _UnderWay("a sandbox process ended", got=f"exit status {self._popen.wait()}",
-                                   fix=f"run {sys.executable} -I -c 'import miles_tools.sandbox_supervisor' to see why")
+                raise _UnderWay("a sandbox process ended", code="sandbox-process-ended",
+                                got=f"exit status {self._popen.wait()}",
+                                fix=f"run {sys.executable} -I -c 'import miles_tools.sandbox_supervisor' to see why")
             self._rest += data
         line, _, self._rest = self._rest.partition(b"\n")
         try:
@@ -309,7 +311,7 @@ class _Supervisor:
             return answer
         except ValueError:
             raise SandboxError("a sandbox process answered with something other than JSON",
-                               got=repr(line[:100])) from None
+                               got=repr(line[:100]), code="sandbox-answer-not-json") from None
 
 
 def _private() -> str:

@@ -226,7 +226,8 @@ class Session:
         if response.finish_reason not in ("stop", "length"):
             raise self._over(CALLED_BACK)
         if not len(response.output_ids):
-            raise EngineError(f"the engine drew nothing for request {request.id}", fix="look at the engine's log")
+            raise EngineError(f"the engine drew nothing for request {request.id}", code="engine-drew-nothing",
+                              fix="look at the engine's log")
         return self._commit(chat, ids, suffix, response)
 
     def _commit(self, chat: Asked, ids: list[int], suffix: list[int], response: Response) -> Completion:

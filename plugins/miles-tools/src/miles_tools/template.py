@@ -31,7 +31,8 @@ def load(config: RunConfig) -> Any:
     """
     if not config.rollout.apply_chat_template:
         raise ConfigError("a conversation needs prompts that a chat template renders",
-                          who="rollout.apply_chat_template", fix="add --apply-chat-template")
+                          code="conversation-needs-template", who="rollout.apply_chat_template",
+                          fix="add --apply-chat-template")
     from miles_core.build import load_tokenizer
 
     return load_tokenizer(config)

@@ -57,11 +57,11 @@ def load(wanted: Sequence[str]) -> dict[str, Tool]:
     for item in wanted:
         for tool in _tools(item):
             if tool.name in tools:
-                raise ConfigError(f"two tools are called {tool.name!r}", who="tools.tools",
+                raise ConfigError(f"two tools are called {tool.name!r}", code="tool-name-twice", who="tools.tools",
                                   got=f"{tools[tool.name].file}, {tool.file}", fix="rename one of the functions")
             tools[tool.name] = tool
     if not tools:
-        raise ConfigError("the generator tools needs at least one tool", who="tools.tools",
+        raise ConfigError("the generator tools needs at least one tool", code="tools-empty", who="tools.tools",
                           fix="--tools.tools calc, or a file of functions: --tools.tools FILE.py")
     return tools
 
@@ -71,26 +71,29 @@ def _tools(item: str) -> list[Tool]:
     known = [name for name, _ in _functions(vars(builtin), builtin.__name__)]
     if not file.endswith(".py"):
         if item not in known:
-            raise ConfigError("no such built-in tool", got=item, who="tools.tools",
+            raise ConfigError("no such built-in tool", code="tool-unknown", got=item, who="tools.tools",
                               fix=f"use one of {', '.join(known)}, or a path to a file: FILE.py")
         source, scope = inspect.getsource(builtin), vars(builtin)
         return [_tool(item, scope[item], f"{item} (built-in)", source)]
     try:
         source = Path(file).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError("the file of tools cannot be read", got=getattr(error, "strerror", None) or error,
-                          who=f"tools.tools {file}", fix="check the path; Python files are UTF-8") from None
+        raise ConfigError("the file of tools cannot be read", code="tools-file-unreadable",
+                          got=getattr(error, "strerror", None) or error, who=f"tools.tools {file}",
+                          fix="check the path; Python files are UTF-8") from None
     scope = {"__name__": "miles_tools_file", "__file__": file}
     try:
         exec(compile(source, file, "exec"), scope)
     except Exception as error:
-        raise ConfigError("the file of tools does not run", got=f"{type(error).__name__}: {error}",
-                          who=f"tools.tools {file}", fix="fix the error in the file") from error
+        raise ConfigError("the file of tools does not run", code="tools-file-failed",
+                          got=f"{type(error).__name__}: {error}", who=f"tools.tools {file}",
+                          fix="fix the error in the file") from error
     functions = dict(_functions(scope, "miles_tools_file"))
     chosen = {name: functions[name]} if name in functions else functions
     if not functions or (name and name not in functions):
-        raise ConfigError("the file has no such function", got=name or "no public function at all",
-                          who=f"tools.tools {file}", fix=f"it has: {', '.join(functions) or 'none'}")
+        raise ConfigError("the file has no such function", code="tools-function-missing",
+                          got=name or "no public function at all", who=f"tools.tools {file}",
+                          fix=f"it has: {', '.join(functions) or 'none'}")
     return [_tool(name, function, file, source) for name, function in chosen.items()]
 
 
@@ -106,7 +109,8 @@ def _tool(name: str, function: Any, file: str, source: str) -> Tool:
     try:
         schema = get_json_schema(function)
     except (DocstringParsingException, TypeHintParsingException) as error:
-        raise ConfigError(f"no description can be made of tool {name!r}", got=str(error), who=file,
+        raise ConfigError(f"no description can be made of tool {name!r}",
+                          code="tool-description-failed", got=str(error), who=file,
                           fix="give each parameter a type hint, and the docstring an `Args:` with a line for each"
                           ) from None
     return Tool(name, file, source, schema, tuple(inspect.signature(function).parameters))

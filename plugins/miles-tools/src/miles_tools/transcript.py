@@ -84,7 +84,8 @@ class Transcript:
             EngineError: nothing was drawn yet, so the ids would belong to the prompt.
         """
         if not self.versions:
-            raise EngineError("the engine drew nothing for a tool to answer", fix="begin with the longer prompt")
+            raise EngineError("the engine drew nothing for a tool to answer", code="engine-drew-no-tool-call",
+                              fix="begin with the longer prompt")
         self.ids += [int(token) for token in ids]
         self.mask += [0] * len(ids)
         self.log_probs += [0.0] * len(ids)

@@ -51,7 +51,8 @@ def tests_of(sample: Sample, key: str) -> list[Test]:
         try:
             tests = loads(tests)
         except ValueError as error:
-            raise RewardError("the tests are not JSON", got=str(error), who=who, fix="correct the row") from None
+            raise RewardError("the tests are not JSON", code="unit-tests-not-json", got=str(error), who=who,
+                              fix="correct the row") from None
     if isinstance(tests, str) and tests.strip():
         return [Test(tests)]
     if isinstance(tests, list) and tests and all(isinstance(item, str) for item in tests):
@@ -63,7 +64,7 @@ def tests_of(sample: Sample, key: str) -> list[Test]:
             return [Test(*pair) for pair in zip(inputs, outputs, strict=True)]
     raise RewardError("the row has no tests", got=type(tests).__name__ if tests else None, who=who,
                       fix=f'write statements, or {{"inputs": [...], "outputs": [...]}}, under {key!r} of the metadata '
-                      "or in the label")
+                      "or in the label", code="unit-tests-missing")
 
 
 def code_of(text: str) -> str:
@@ -125,5 +126,6 @@ class UnitTests:
         try:
             return await self._sandbox.call(SOURCE, "harness.py", function, arguments)
         except SandboxError as error:
-            raise RewardError(f"the sandbox could not run the tests of {sample.name}", got=str(error), who="unit-tests",
+            raise RewardError(f"the sandbox could not run the tests of {sample.name}", code="unit-tests-not-run",
+                              got=str(error), who="unit-tests",
                               fix="an untested answer is not counted as wrong: check the sandbox") from error

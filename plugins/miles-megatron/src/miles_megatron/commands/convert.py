@@ -82,7 +82,8 @@ def hf_to_dist(source: Path, out: Path, dtype: str | None, plugins: tuple[str, .
     ranks = _Ranks(processes, host)
     if not (source / "config.json").is_file():
         other = "convert it with miles convert dist-to-hf" if _is_dist(source) else "give the folder of config.json"
-        raise CheckpointError("not a Hugging Face directory", got="no config.json", who=str(source), fix=other)
+        raise CheckpointError("not a Hugging Face directory", code="not-hugging-face", got="no config.json",
+                              who=str(source), fix=other)
     from miles_core.record import publish
     from miles_megatron import checkpoint
     from miles_megatron.convert import Job, architecture
@@ -114,10 +115,11 @@ def dist_to_hf(source: Path, out: Path, hf_checkpoint: Path, shard_size: int, dt
     """
     ranks = _Ranks(processes, host)
     if (source / "config.json").is_file():
-        raise CheckpointError("already a Hugging Face directory", who=str(source),
+        raise CheckpointError("already a Hugging Face directory", code="already-hugging-face", who=str(source),
                               fix="give a torch_dist checkpoint, or convert this one with miles convert hf-to-dist")
     if not (hf_checkpoint / "config.json").is_file():
-        raise CheckpointError("config.json is missing", who=f"--hf-checkpoint {hf_checkpoint}",
+        raise CheckpointError("config.json is missing", code="config-json-missing",
+                              who=f"--hf-checkpoint {hf_checkpoint}",
                               fix="give the Hugging Face directory that the run started from")
     from miles_core.record import publish
     from miles_megatron import checkpoint
@@ -147,7 +149,8 @@ class _Ranks:
         self.rank = Rank()
         if self.torchrun:
             if processes > 1 or host != "process":
-                raise ConfigError("torchrun has already started the processes", who="--processes, --host",
+                raise ConfigError("torchrun has already started the processes", code="torchrun-and-processes",
+                                  who="--processes, --host",
                                   fix="leave them out, or start the command without torchrun")
             index, size, local = (int(os.environ.get(name, 0)) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
             self.rank = Rank(index, size, local, "env://")

@@ -27,7 +27,8 @@ def offered() -> dict[str, str]:
 
 def taken(out: Path) -> CheckpointError:
     """The error for a target that already exists."""
-    return CheckpointError("the target already exists", who=str(out), fix="give a folder that does not exist yet")
+    return CheckpointError("the target already exists", code="convert-target-exists", who=str(out),
+                           fix="give a folder that does not exist yet")
 
 
 def check_free(out: Path) -> None:
@@ -89,7 +90,7 @@ def _convert(one: Selected, name: str, source: Path, out: Path, flags: dict[str,
 
     if not (source / "config.json").is_file():
         raise CheckpointError("not a Hugging Face directory", got="no config.json", who=str(source),
-                              fix="give the folder of config.json and *.safetensors")
+                              fix="give the folder of config.json and *.safetensors", code="not-hugging-face")
     check_free(out)
     options = one.manifest.options
     values = {key: convert(options[key], value, Origin("flag", f"--{key.replace('_', '-')}"))

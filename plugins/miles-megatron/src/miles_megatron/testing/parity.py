@@ -277,7 +277,8 @@ def builder(model_type: str) -> tuple[Selected, str]:
     named = [(name, "the parity kit") for name in official or [each.name for each in installed()]]
     for family in offered(select.built_in()) or offered(select.select(named, ())):
         return family
-    raise ConfigError("no installed plugin builds this architecture", got=model_type, fix="see docs/model-families.md")
+    raise ConfigError("no installed plugin builds this architecture", code="architecture-without-plugin",
+                      got=model_type, fix="see docs/model-families.md")
 
 
 def matrix(results: Iterable[tuple[Parity, Sequence[Cut]]]) -> str:

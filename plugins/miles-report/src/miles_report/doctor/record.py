@@ -28,10 +28,11 @@ EACH, ALL = 16 << 20, 96 << 20
 
 
 class Cause(Enum):
-    """Why a run ended, by words of its error; the first cause of which one is there."""
+    """Why a run ended, by codes of its error or words of it; the first cause of which one is there."""
 
     FILTERS = ("filters dropped",)  # so many groups that no batch came together
-    SCORER = ("scorer ", "nobody scored", "no scorer scored", "has no finite reward")  # failed, or there was none
+    # It failed, or there was none.
+    SCORER = ("scorer ", "sample-not-scored", "reward-not-finite", "nobody scored", "has no finite reward")
     NON_FINITE = ("not finite",)  # a loss or a gradient
     MEMORY = ("out of memory", "too little memory")  # of a GPU or the machine
     DISK = ("disk is full", "No space left on device")
@@ -132,8 +133,13 @@ class Record:
 
     @cached_property
     def error(self) -> str:
-        """What the last start ended with; "" for nothing."""
-        return str((self.end or {}).get("error") or "")
+        """What the last start ended with, without its code; "" for nothing."""
+        return str((self.end or {}).get("error") or "").removesuffix(f" [{self.code}]")
+
+    @property
+    def code(self) -> str:
+        """The code of that error; "" where it has none, as in records of older versions."""
+        return str((self.end or {}).get("code") or "")
 
     @property
     def said(self) -> str:
@@ -148,7 +154,8 @@ class Record:
     @cached_property
     def cause(self) -> Cause | None:
         """Of the last start's end; None for one that its error does not tell."""
-        return next((cause for cause in Cause if any(word in self.error for word in cause.value)), None)
+        described = f"{self.code} {self.error}"
+        return next((cause for cause in Cause if any(word in described for word in cause.value)), None)
 
     @cached_property
     def plugins(self) -> set[str]:
@@ -249,7 +256,7 @@ def newest(folder: str | os.PathLike[str] = "runs") -> Path:
     """
     runs = [(events.stat().st_mtime, events.parent) for events in Path(folder).glob("*/events.jsonl")]
     if not runs:
-        raise RunDirectoryError("no run in this folder", who=f"{folder}/",
+        raise RunDirectoryError("no run in this folder", code="no-run-in-folder", who=f"{folder}/",
                                 fix="name the run's folder (--run-dir): miles doctor RUN")
     return max(runs)[1]
 

@@ -51,7 +51,7 @@ class BroadcastSender:
         self._backend = "nccl" if torch.cuda.is_available() else "gloo"
         if self._backend == "nccl" and os.environ.get("NCCL_CUMEM_ENABLE") != "0":
             raise SyncError("NCCL_CUMEM_ENABLE must be 0 in the trainer for weight broadcasts, as in SGLang",
-                            got=os.environ.get("NCCL_CUMEM_ENABLE", "unset"),
+                            got=os.environ.get("NCCL_CUMEM_ENABLE", "unset"), code="nccl-cumem-enabled",
                             fix="start the trainer with NCCL_CUMEM_ENABLE=0")
         self._device = torch.cuda.current_device() if self._backend == "nccl" else None
         self._servers = Servers(self.targets, self.settings)
@@ -152,6 +152,6 @@ def _together(ours: Future, theirs: Sequence[Future], targets: Sequence[Target],
         return ours.result()
     late = [target.name for target, future in zip(targets, theirs, strict=True) if not future.done()]
     cause = ours.exception() if ours.done() else None
-    raise SyncError(f"{', '.join(late) or 'the trainer'} had not {what} within {timeout:g} s",
+    raise SyncError(f"{', '.join(late) or 'the trainer'} had not {what} within {timeout:g} s", code="broadcast-timeout",
                     got=None if cause is None else str(cause)[:300],
                     fix="look at the engine's log; its hosts and the trainer's have to reach each other")

@@ -55,7 +55,8 @@ class IpcSender:
             if not target.gpus:
                 continue
             if ranks[-1] >= rank.size:
-                raise SyncError(f"{target.name} runs on GPUs that no trainer rank uses", got=list(target.gpus),
+                raise SyncError(f"{target.name} runs on GPUs that no trainer rank uses", code="ipc-gpus-without-rank",
+                                got=list(target.gpus),
                                 fix="use --weight-sync broadcast, or as many trainer ranks as GPUs of engines")
             group = dist.new_group(ranks, timedelta(seconds=self.settings.timeout), "gloo") if len(ranks) > 1 else None
             if rank.index in ranks:
@@ -167,7 +168,8 @@ def _same_gpu(target: Target, position: int) -> None:
     number = visible.split(",")[here].strip() if visible else str(here)
     if number.isdecimal() and int(number) != target.gpus[position]:
         raise SyncError(f"rank {position} of {target.name} is on GPU {target.gpus[position]} and the trainer's rank "
-                        f"beside it on GPU {number}", fix="use --weight-sync broadcast, or place them on the same GPUs")
+                        f"beside it on GPU {number}",
+                        code="ipc-gpus-misaligned", fix="use --weight-sync broadcast, or place them on the same GPUs")
 
 
 def _give_back() -> None:

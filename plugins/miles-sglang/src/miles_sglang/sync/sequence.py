@@ -91,7 +91,8 @@ class ServerSync:
         for target, info in zip(targets, infos, strict=True):
             if info.get("load_format") == "dummy":
                 raise SyncError(f"{target.name} started with random weights: there are no weights to compare with",
-                                who="--check-weight-update-equal", fix="add --sglang-load-format auto")
+                                code="nothing-to-compare-with", who="--check-weight-update-equal",
+                                fix="add --sglang-load-format auto")
         for action in ("snapshot", "reset_tensors"):
             await self._all(targets, partial(post, path="weights_checker", body={"action": action}))
 

@@ -66,18 +66,19 @@ def post(target: Target, path: str, body: dict | None = None, *, timeout: float,
             answer = connection.getresponse()
             status, text = answer.status, answer.read().decode(errors="replace")
     except TimeoutError:
-        raise SyncError(f"{target.name} did not answer /{path} within {timeout:g} s", who=target.url,
-                        fix="look at the engine's log, or raise --weight-sync-timeout") from None
+        raise SyncError(f"{target.name} did not answer /{path} within {timeout:g} s", code="sync-request-timeout",
+                        who=target.url, fix="look at the engine's log, or raise --weight-sync-timeout") from None
     except (OSError, http.client.HTTPException) as error:
-        raise SyncError(f"the connection to {target.name} was lost in /{path}", who=target.url,
-                        got=f"{type(error).__name__}: {error}", fix="look at the engine's log") from error
+        raise SyncError(f"the connection to {target.name} was lost in /{path}", code="sync-connection-lost",
+                        who=target.url, got=f"{type(error).__name__}: {error}",
+                        fix="look at the engine's log") from error
     try:
         reply = json.loads(text)
     except ValueError:
         reply = {}
     if status != 200 or (isinstance(reply, dict) and reply.get("success") is False):
         raise SyncError(f"{target.name} refused /{path}", who=target.url, got=text.strip()[:1000],
-                        fix="look at the engine's log")
+                        fix="look at the engine's log", code="sync-request-refused")
     return reply if isinstance(reply, dict) else {}
 
 
@@ -90,7 +91,7 @@ def get(target: Target, path: str, *, timeout: float) -> dict:
             connection.request("GET", f"/{path}")
             return json.loads(connection.getresponse().read())
     except (OSError, http.client.HTTPException, ValueError) as error:
-        raise SyncError(f"{target.name} did not answer /{path}", who=target.url,
+        raise SyncError(f"{target.name} did not answer /{path}", code="sync-no-answer", who=target.url,
                         got=f"{type(error).__name__}: {error}", fix="look at the engine's log") from error
 
 
@@ -190,11 +191,11 @@ class Reports:
             except dist.QueueEmptyError:
                 raise SyncError(f"rank {rank} of {target.name} did not report what it loaded", who=target.url,
                                 fix=f"the engine's hosts have to reach {self.address} at port {self._store.port}; "
-                                "see the engine's log") from None
+                                "see the engine's log", code="sync-rank-silent") from None
         errors = [f"rank {i}: {one['error']}" for i, one in enumerate(reports) if one["error"]]
         if errors:
             raise SyncError(f"{target.name} could not load the weights", who=target.url, got="; ".join(errors[:3]),
-                            fix="look at the engine's log; the engine stays paused")
+                            fix="look at the engine's log; the engine stays paused", code="sync-load-failed")
         return reports
 
     def _said(self, key: str, under_way: Future | None) -> bytes:
@@ -224,7 +225,8 @@ def describe(reports: Reports, target: Target, timeout: float) -> tuple[dict, fr
     """
     info = get(target, "server_info", timeout=timeout)
     if LOADER not in (info.get("custom_weight_loader") or []):
-        raise SyncError(f"{target.name} was started without --custom-weight-loader {LOADER}", who=target.url,
+        raise SyncError(f"{target.name} was started without --custom-weight-loader {LOADER}",
+                        code="weight-loader-missing", who=target.url,
                         fix="start it with that flag and PYTHONPATH=.../miles_sglang/server_extension")
     answers = reports.ask(target, timeout, names_only=True)
     return info, frozenset(name for answer in answers for name in answer["names"])

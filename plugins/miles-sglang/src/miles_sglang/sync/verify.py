@@ -99,15 +99,17 @@ def check(who: str, url: str, sent: Sums, ranks: Sequence[Mapping], *, layers: i
     """
     comparison = SumComparison.of(sent.names, tuple(tuple(rank["names"]) for rank in ranks), layers, copies)
     if problems := comparison.differences(sent.values, [_values(rank) for rank in ranks]):
-        raise SyncError(f"{who} does not hold the weights that were sent", who=url, got=_few(problems),
-                        fix="it stays paused and serves nothing; report this with the engine's log")
+        raise SyncError(f"{who} does not hold the weights that were sent", code="synced-weights-differ", who=url,
+                        got=_few(problems), fix="it stays paused and serves nothing; report this with the engine's log")
     if comparison.unsent and random:
-        raise SyncError(f"{who} has weights that the trainer never sends; they are random in the engine", who=url,
+        raise SyncError(f"{who} has weights that the trainer never sends; they are random in the engine",
+                        code="engine-weights-never-sent", who=url,
                         got=_few(comparison.unsent), fix="start the engine with --sglang-load-format auto, so that "
                         "they come from the checkpoint, or add them to the family's weight_map")
     if changed := {rank["names"][i] for rank in ranks for i in rank["changed"]} & set(comparison.unsent):
         raise SyncError(f"{who} has weights that the trainer never sends and that changed since its first sync",
-                        who=url, got=_few(sorted(changed)), fix="keep them when memory is released, or send them")
+                        code="engine-weights-changed", who=url, got=_few(sorted(changed)),
+                        fix="keep them when memory is released, or send them")
 
 
 def _values(rank: Mapping) -> torch.Tensor:

@@ -34,50 +34,50 @@ def manifest(projects: tuple[Path, ...], write: bool) -> None:
                 click.echo(f"wrote {target}")
             elif not target.is_file() or target.read_text() != text:
                 raise ManifestError(f"the manifest of plugin {name!r} is not what its code says", who=str(target),
-                                    fix=f"miles plugins manifest --write {project}")
+                                    fix=f"miles plugins manifest --write {project}", code="manifest-differs-from-code")
 
 
 @click.command("new")
 @click.argument("name")
 @click.option("--hooks", default="reward", show_default=True, metavar="NAME,NAME...", help="Hooks to start with.")
 @click.option("--distribution", help="Default: miles-plugin-NAME.")
-@click.option("--summary", default="One sentence that says what it does.", help="What it does.")
-@click.option("--author", default="Its Author", help="The author.")
-@click.option("--part", help="Name of the part that named hooks offer; default: NAME.")
-@click.option("--state", is_flag=True, help="It has state that checkpoints keep.")
-@click.option("--gpu-tests", is_flag=True, help="It needs tests on GPUs.")
+@click.option("--summary", default="One sentence that describes the plugin.", help="One-sentence summary.")
+@click.option("--author", default="Your Name", help="The author.")
+@click.option("--part", help="Name under which a run selects the part; default: NAME.")
+@click.option("--state", is_flag=True, help="The plugin has state to save in checkpoints.")
+@click.option("--gpu-tests", is_flag=True, help="The plugin needs tests on GPUs.")
 @click.option("--licence", type=click.Choice(["Apache-2.0", "MIT", "BSD-3-Clause"]), default="Apache-2.0",
               show_default=True)
-@click.option("--template", metavar="SRC", help="Another template: a folder, or a repository of git.")
+@click.option("--template", metavar="SRC", help="Another template: a folder or a git repository.")
 @click.option("--out", type=click.Path(path_type=Path), help="The project's folder; default: its distribution's name.")
 def new(name: str, template: str | None, out: Path | None, **answers: object) -> None:
-    """Make the project of a plugin called NAME: package, manifest, tests, README, workflow. Needs `pip install copier`.
+    """Create a plugin project called NAME: package, manifest, tests, README, workflow. Needs `pip install copier`.
 
     \b
       miles plugins new my-reward
       miles plugins new my-loss --hooks advantage,policy_loss,metrics --licence MIT
       miles plugins new counter --hooks reward --state
 
-    `cookiecutter SRC` asks for the same, one by one.
+    `cookiecutter SRC` asks for the same values interactively.
     """
     from miles_testing import scaffold
 
     made = scaffold.new(name, template=template, out=out, answers={
         key: {True: "yes", False: "no"}.get(value, value) for key, value in answers.items() if value is not None})
-    click.echo(f"made {made}; next: cd {made} && pip install -e '.[dev]' && pytest")
+    click.echo(f"created {made}; next: cd {made} && pip install -e '.[dev]' && pytest")
 
 
 @click.command("update-template")
 @click.argument("project", type=click.Path(exists=True, file_okay=False, path_type=Path), default=".")
-@click.option("--template", metavar="SRC", help="Where the template is now, if not where it was.")
+@click.option("--template", metavar="SRC", help="New location of the template, if it has moved.")
 def update_template(project: Path, template: str | None) -> None:
-    """Bring what a project has of its template up to date; what was edited since stays, conflicts are marked.
+    """Update a project to the current template; your edits are kept, conflicts are marked.
 
     \b
       miles plugins update-template my-plugin
 
-    The project is a git repository without changes. The template is that of miles-core, whose older version pip fetches
-    if the project was made of one, or a git repository with tags.
+    The project must be a git repository without uncommitted changes. The template is that of miles-core (pip downloads
+    the older version that the project was made with) or a git repository with tags.
     """
     from miles_testing import scaffold
 

@@ -37,5 +37,5 @@ def doctor(names: tuple[str, ...]) -> None:
         along = ", ".join(health.heavy) or "nothing heavy"
         click.echo(f"{one.name:<18}{health.seconds:>7.2f}{health.mib:>7.0f}  {along}{', a CUDA context' * health.cuda}")
     if broken:
-        raise PluginError(f"{broken} of {len(have)} plugins cannot be loaded",
+        raise PluginError(f"{broken} of {len(have)} plugins cannot be loaded", code="plugins-cannot-load",
                           fix="reinstall or uninstall them; runs that do not name them are not concerned")

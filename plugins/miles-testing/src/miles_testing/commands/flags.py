@@ -19,11 +19,10 @@ HEAD = """\
 
 # Flags
 
-Every key of a run file is a flag and every flag is a key: `rollout_batch_size = 32` in `[rollout]` is
-`--rollout-batch-size 32`. Flags win over the run file, the run file wins over defaults, and `miles run ... --plan`
-prints who set what. `--key=value` is `--key value`; `_` and `-` are the same. A truth value is switched on by the flag
-alone and off by `--no-` before its name; lists take several words. An option of a plugin is a key of the plugin's own
-table, and the flag `--PLUGIN.OPTION`.
+Every key of a run file is also a flag: `rollout_batch_size = 32` in `[rollout]` is `--rollout-batch-size 32`. Flags
+override the run file, which overrides defaults; `miles run ... --plan` prints the origin of every value. `--key=value`
+is the same as `--key value`, and `_` the same as `-`. A boolean flag turns an option on, and with `--no-` off;
+lists take several words. Options of a plugin are keys of the table with its name, and flags `--PLUGIN.OPTION`.
 
 - [Tables of the core](#model)
 - [Plugins](#plugins)
@@ -35,7 +34,7 @@ table, and the flag `--PLUGIN.OPTION`.
 
 @click.command("flags")
 def command() -> None:
-    """Print every flag as Markdown: tables, plugins, Megatron-core's and SGLang's fields, what becomes of older flags.
+    """Print every flag as Markdown: tables, plugins, fields of Megatron-core and SGLang, mapping of older flags.
 
     \b
       miles flags | less
@@ -72,7 +71,7 @@ def _plugins(surfaces: Sequence[Surface]) -> list[str]:
     from miles_core.plugins.scan import KNOWN
     from miles_core.plugins.select import readable
 
-    lines = ["## Plugins", "", "Official plugins that have options. `miles plugins list` says what is installed.", ""]
+    lines = ["## Plugins", "", "Official plugins that have options. `miles plugins list` shows the installed ones.", ""]
     for manifest in readable():
         if manifest.options and manifest.name in KNOWN:
             lines += [f"### [{manifest.name}]", "", manifest.summary, "", *rows("flag", "type", "default", "meaning")]
