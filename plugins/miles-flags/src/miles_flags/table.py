@@ -125,8 +125,8 @@ def _keep_secret(variable: str, flag: Given) -> list[Assignment]:
         ConfigError: not one word follows the flag.
     """
     if len(flag.words) != 1:
-        raise ConfigError(f"{flag.flag} takes one value", got=f"{len(flag.words)} words", who="Miles's flag",
-                          fix=f"set {variable} in its place")
+        raise ConfigError(f"{flag.flag} takes exactly one value", got=f"{len(flag.words)} words", who="Miles's flag",
+                          fix=f"set {variable} in its place", code="flag-takes-one-value")
     [key] = flag.words
     os.environ[variable] = key
     sys.argv[:] = [word.replace(key, "***") if key else word for word in sys.argv]

@@ -70,7 +70,8 @@ def emulated(device: Device, fields: dict[str, object], bf16: bool) -> bool:
         able = [name for name in ("blockwise", "tensorwise") if device.capability >= NEEDED[name]]
         raise ConfigError(f"the recipe {recipe} needs a GPU of compute capability {needed[0]}.{needed[1]}",
                           got=f"{device.name}, {device.capability[0]}.{device.capability[1]}", who="--fp8-recipe",
-                          fix=f"write --fp8-recipe {able[0]}" if able else "train in bfloat16 here: --fp8-format none")
+                          fix=f"write --fp8-recipe {able[0]}" if able else "train in bfloat16 here: --fp8-format none",
+                          code="fp8-gpu-too-old")
     return False
 
 

@@ -92,7 +92,8 @@ class Fp8:
         if served and stated.get("quant_method") == "modelopt":
             raise ConfigError("SGLang rearranges NVFP4 weights when it loads them, and cannot load new ones",
                               got=f"quant_algo {stated.get('quant_algo')} in {path}", who="plugin fp8",
-                              fix="serve a checkpoint in FP8 or INT4: miles convert hf-to-fp8, hf-to-int4")
+                              fix="serve a checkpoint in FP8 or INT4: miles convert hf-to-fp8, hf-to-int4",
+                              code="nvfp4-not-updatable")
         return config
 
     @hookimpl

@@ -71,7 +71,8 @@ def plain_of_four_bits(stream: Stream) -> Stream:
             del pending[module]
     if pending:
         raise EngineError("NVFP4 weights came without their scales", got=f"{len(pending)}, such as {min(pending)}",
-                          fix="send weight, weight_scale and weight_scale_2 of each, or fetch the checkpoint again")
+                          fix="send weight, weight_scale and weight_scale_2 of each, or fetch the checkpoint again",
+                          code="nvfp4-scales-missing")
 
 
 def plain(stream: Stream, tiles: Tiles = WEIGHTS["blockwise"]) -> Stream:

@@ -59,7 +59,7 @@ def server_fields(checkpoint: Path, wanted: tuple[Sequence[str], Sequence[str]],
     if own and not room & {"all", ALL} and (missing := [name for name in adapted if name not in room]):
         raise ConfigError("servers would take no adapter of layers that have one", got=f"no {', '.join(missing)}",
                           who="--sglang-lora-target-modules", fix="add them, or leave the option out: it follows from "
-                          "--target-modules")
+                          "--target-modules", code="lora-target-not-served")
     fields: dict[str, object] = {"enable_lora": True, "max_lora_rank": rank, "max_loras_per_batch": 2,
                                 "lora_target_modules": adapted}
     if path is not None:

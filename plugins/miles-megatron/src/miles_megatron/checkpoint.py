@@ -88,10 +88,12 @@ def latest(folder: str | Path) -> int:
     where = iteration_folder(folder, int(text))
     if not where.is_dir():
         raise CheckpointError(f"the tracker names iteration {text}, which does not exist", got=_present(folder),
-                              who=str(tracker), fix="write the number of an existing iteration into the tracker")
+                              who=str(tracker), fix="write the number of an existing iteration into the tracker",
+                              code="tracker-iteration-missing")
     if absent := _absent(where):
         raise CheckpointError(f"iteration {text} is incomplete", got="no " + ", ".join(absent), who=str(where),
-                              fix=f"write the number of a complete iteration into {TRACKER}, of {_present(folder)}")
+                              fix=f"write the number of a complete iteration into {TRACKER}, of {_present(folder)}",
+                              code="iteration-incomplete")
     return int(text)
 
 
@@ -171,7 +173,8 @@ def load(folder: str | Path, parts: Mapping[str, Part], iteration: int | None = 
     source = iteration_folder(folder, iteration)
     if absent := _absent(source):
         raise CheckpointError(f"iteration {iteration} is missing or incomplete", got="no " + ", ".join(absent),
-                              who=str(source), fix=f"choose one of {_present(Path(folder))}")
+                              who=str(source), fix=f"choose one of {_present(Path(folder))}",
+                              code="iteration-missing-or-incomplete")
     for (where, part), name in zip(_folders(source, parts), parts, strict=True):
         if not where.is_dir():
             raise CheckpointError(f"the checkpoint holds no {name}", code="checkpoint-part-missing",

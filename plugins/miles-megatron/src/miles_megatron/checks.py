@@ -37,12 +37,13 @@ def check_trainer(config: RunConfig, note: Callable[[str], None]) -> RunConfig:
                               code="old-log-probs-differ", who=who(config, f"megatron.{name}"), fix="leave it at 0")
     if config.surface("megatron").get("average_in_collective"):
         raise ConfigError("gradients are sums over tokens that the loss has divided: averaging divides them again",
-                          got=True, who=who(config, "megatron.average_in_collective"), fix="leave it out")
+                          got=True, who=who(config, "megatron.average_in_collective"), fix="leave it out",
+                          code="gradients-averaged-twice")
     balanced = config.surface("megatron").get("moe_router_load_balancing_type", "none")
     if unknown := sorted({balanced} - BALANCED if isinstance(balanced, str) else {*balanced} - BALANCED):
         raise ConfigError("Megatron balances no router by this, and says nothing", got=", ".join(unknown),
                           who=who(config, "megatron.moe_router_load_balancing_type"),
-                          fix=f"write {', '.join(sorted(BALANCED))}")
+                          fix=f"write {', '.join(sorted(BALANCED))}", code="router-balancing-unknown")
     for name in DRAWN:
         if name in config.surface("megatron"):
             note(f"{name} has no effect: weights of a checkpoint take the place of those that are drawn")

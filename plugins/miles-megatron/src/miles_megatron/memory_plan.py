@@ -52,6 +52,7 @@ def check_memory(config: RunConfig, note: Callable[[str], None]) -> RunConfig:
                 + _engine_beside(config, model),
             who=who(config, "perf.max_tokens_per_gpu", "perf.actor_num_gpus_per_node"),
             fix=", or ".join(fixes) or "more GPUs, with a larger --tensor-model-parallel-size",
+            code="trainer-exceeds-gpu-memory",
         )
     _share(config, model, needed, capacity)
     if needed > (capacity - OUTSIDE) * (1 - TOLERANCE):

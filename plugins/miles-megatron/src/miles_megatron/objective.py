@@ -148,4 +148,5 @@ class Objective:
             who=f"policy loss {self._name!r}",
             fix="look at the sample's log-probs and reward; the optimizer has not seen it, so the last checkpoint is "
             "good",
+            code="loss-not-finite",
         )

@@ -36,7 +36,7 @@ def add(source: Path, out: Path, number: int | None, scheme: str, seed: int) -> 
     layers = layers_of(source, number, scheme)
     if layers.stored:
         raise CheckpointError("the checkpoint has multi-token-prediction layers", got=layers.count, who=str(source),
-                              fix="it needs no others: miles run --plugin mtp keeps them")
+                              fix="it needs no others: miles run --plugin mtp keeps them", code="mtp-layers-present")
     spec, weight_map, *_ = architecture(source, ())
     added = layers.added(weight_map)
     own = {name for _, _, names in instances(weight_map) for name in names}

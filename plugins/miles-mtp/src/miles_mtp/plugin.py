@@ -158,4 +158,4 @@ def _check(options: MtpOptions, config: RunConfig) -> None:
     layered = config.surface("server").get("enable_multi_layer_eagle")
     if options.enable_training and layered and not sync.startswith("disk"):
         raise ConfigError("SGLang can update a draft of several layers only from files", got=sync,
-                          who="plugin mtp, --weight-sync", fix="--weight-sync disk")
+                          who="plugin mtp, --weight-sync", fix="--weight-sync disk", code="mtp-draft-needs-files")

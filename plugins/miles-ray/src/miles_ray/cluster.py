@@ -119,7 +119,7 @@ def _shown(dashboard: Dashboard | None) -> dict[str, object]:
         return {"include_dashboard": False}
     if missing := [name for name in _OF_DASHBOARD if importlib.util.find_spec(name) is None]:
         raise ConfigError("Ray's dashboard needs packages that are not installed", got=", ".join(missing),
-                          who="--ray.dashboard", fix="pip install 'ray[default]'")
+                          who="--ray.dashboard", fix="pip install 'ray[default]'", code="ray-dashboard-not-installed")
     return {"include_dashboard": True, "dashboard_host": dashboard.host, "dashboard_port": dashboard.port}
 
 

@@ -35,7 +35,7 @@ class Ray:
         self.options = options
         if not 0 < options.dashboard_port < 65536:
             raise ConfigError("a port is a number from 1 to 65535", got=options.dashboard_port,
-                              who="--ray.dashboard-port", fix="leave it out for 8265")
+                              who="--ray.dashboard-port", fix="leave it out for 8265", code="port-out-of-range")
 
     @hookimpl
     def derive(self, config: RunConfig, note: Callable[[str], None]) -> RunConfig:

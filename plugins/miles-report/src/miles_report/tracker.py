@@ -231,4 +231,4 @@ def without_password(url: str | None, option: str, instead: str) -> None:
     """
     if url and urlsplit(url).password:
         raise ConfigError("an address with a password would be kept in the run directory", got="scheme://user:***@host",
-                          who=option, fix=instead)
+                          who=option, fix=instead, code="address-holds-password")

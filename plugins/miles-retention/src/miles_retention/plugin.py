@@ -42,7 +42,8 @@ class Retention:
         if (options.keep_best is None) != (options.keep_metric is None):
             raise ConfigError("keep_best and keep_metric belong together", who="retention.keep_metric",
                               got=f"keep_best {options.keep_best}, keep_metric {options.keep_metric}",
-                              fix="write both, such as keep_best = 3 and keep_metric = \"eval/sums\"")
+                              fix="write both, such as keep_best = 3 and keep_metric = \"eval/sums\"",
+                              code="keep-metric-missing")
         self._policy: Policy | None = None
         self._seen: int | None = None
         self._handler: Any = None

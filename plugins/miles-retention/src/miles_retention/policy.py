@@ -73,10 +73,12 @@ def check(rules: Rules, config: RunConfig, note: Callable[[str], None]) -> None:
         note("retention has nothing to do: the run saves no checkpoints (--save)")
     elif interval and every and interval % every:
         raise ConfigError("save_retain_interval is no multiple of save_interval", got=f"{interval} and {every}",
-                          who="retention.save_retain_interval", fix=f"write {-(-interval // every) * every}")
+                          who="retention.save_retain_interval", fix=f"write {-(-interval // every) * every}",
+                          code="retain-interval-not-multiple")
     if rules.keep_metric and rules.keep_metric.startswith("eval/") and not config.eval.eval_interval:
         raise ConfigError("the run evaluates nothing", got=rules.keep_metric, who="retention.keep_metric",
-                          fix="write --eval-interval and --eval-prompt-data, or the name of a rollout's metric")
+                          fix="write --eval-interval and --eval-prompt-data, or the name of a rollout's metric",
+                          code="keep-metric-never-evaluated")
 
 
 def bound(rules: Rules, config: RunConfig) -> str:

@@ -32,11 +32,12 @@ def check_servers(config: RunConfig, note: Callable[[str], None]) -> RunConfig:
     options, variable = sglang_options(config), os.environ.get("NCCL_CUMEM_ENABLE", "")
     if "server_args" in config.understood and not (options.rollout_external or config.debug.debug_train_only):
         for name, what, fix in (*_answers(config), *_weights(config)):
-            raise ConfigError(what, got=config.surface("server")[name], who=who(config, f"server.{name}"), fix=fix)
+            raise ConfigError(what, got=config.surface("server")[name], who=who(config, f"server.{name}"), fix=fix,
+                              code="server-answers-as-other-model")
         if config.perf.weight_sync == "broadcast" and variable.strip() not in ("", "0"):
             raise ConfigError("the first weight sync would hang: SGLang sets this variable to 0, and the group of "
                               "trainer and engines needs the same on both sides", got=f"NCCL_CUMEM_ENABLE={variable}",
-                              who="environment", fix="unset it")
+                              who="environment", fix="unset it", code="sglang-cumem-differs")
     return config
 
 

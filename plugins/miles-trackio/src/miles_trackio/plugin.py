@@ -53,7 +53,8 @@ class Trackio:
         without_password(self.options.server_url, "trackio.server_url", "set TRACKIO_WRITE_TOKEN")
         if "write_token=" in (self.options.server_url or ""):
             raise ConfigError("an address with a token would be kept in the run directory", got="...?write_token=***",
-                              who="trackio.server_url", fix="leave the token out, and set TRACKIO_WRITE_TOKEN")
+                              who="trackio.server_url", fix="leave the token out, and set TRACKIO_WRITE_TOKEN",
+                              code="address-holds-token")
         return config
 
     @hookimpl
