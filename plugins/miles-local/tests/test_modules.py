@@ -96,7 +96,7 @@ def drawn(model, asked, answer):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_log_probs_are_as_near_to_float64_as_a_full_forward(models, kind):
-    """Times two, or 1e-5. Unequal lengths in one batch, at any temperature and cut; contexts beyond the window; latecomers."""
+    """Times two, or 1e-5. Unequal lengths in one batch, at any temperature and cut; contexts beyond the window."""
     folder, model = models[kind]
     wide = copy.deepcopy(model).double()
     if "num_experts_per_tok" in KINDS[kind]:
