@@ -133,8 +133,7 @@ async def _assembled(parts: Parts, journal: Journal, placement: Placement, train
         journal=journal, state=lambda: state.collect((parts.driver, parts.rollout)),
         hook_timings=lambda: parts.driver.timings() | parts.rollout.timings(),
         unfinished=parts.rollout.unfinished, select=parts.rollout.select_from_buffer, begun=partial_groups,
-        made_of=(resume.state or {}).get("lock") or {},
-    )  # fmt: skip
+        made_of=(resume.state or {}).get("lock") or {})
     if isinstance(buffer, Buffer):
         buffer.requeue, buffer.too_stale = run.requeue, run.too_stale
         await run.requeue(buffer.restore(slots))
@@ -217,8 +216,7 @@ def sampling(config: RunConfig, dataset: dict | None = None) -> SamplingParams:
             values[key] = values[key] if value is None else value
     return SamplingParams(
         **values, stop=tuple(rollout.rollout_stop), stop_token_ids=tuple(rollout.rollout_stop_token_ids),
-        skip_special_tokens=rollout.rollout_skip_special_tokens, ignore_eos=rollout.rollout_ignore_eos,
-    )  # fmt: skip
+        skip_special_tokens=rollout.rollout_skip_special_tokens, ignore_eos=rollout.rollout_ignore_eos)
 
 
 def _generator(parts: Parts, engine: Engine | None, params: SamplingParams, stream: str, samples: int) -> Callable:
@@ -239,8 +237,7 @@ def _generator(parts: Parts, engine: Engine | None, params: SamplingParams, stre
             decode=decode, timeout=config.rollout.rollout_timeout, begun=begun, recall=recall or CancelHandle(),
             columns=columns, vocabulary=vocabulary, tokenizer=tokenizer,
             on_request=on_request or (lambda request: request),
-            on_response=hooks.generate_response or (lambda sample, response: sample),
-        )  # fmt: skip
+            on_response=hooks.generate_response or (lambda sample, response: sample))
         who = f"generator {config.rollout.generate!r}, {stream} prompt {prompt.uid}"
         answer = await attended(how(prompt, generation), generation, who)
         if not (isinstance(answer, list) and answer and all(isinstance(sample, Sample) for sample in answer)):

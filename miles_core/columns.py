@@ -299,8 +299,7 @@ def _fit(column: Column, array: np.ndarray, sample: Sample) -> np.ndarray:
         raise ColumnError(
             f"column {column.name!r} of {sample.name} should have shape {expected} ({column.align})",
             code="column-shape", got=list(array.shape), who=column.owner,
-            fix="return one row per " + {"prediction": "token but the last"}.get(column.align, column.align),
-        )
+            fix="return one row per " + {"prediction": "token but the last"}.get(column.align, column.align))
     if array.dtype.kind == "f" and not np.isfinite(array).all():
         raise ColumnError(f"column {column.name!r} of {sample.name} contains NaN or infinity", code="column-not-finite",
                           who=column.owner, fix="find out why the engine or plugin produced it")

@@ -93,8 +93,7 @@ def metrics_of(name: str, groups: Sequence[Group]) -> dict[str, float]:
         f"eval/{name}": np.mean([sample.reward for sample in samples]),
         f"eval/{name}-truncated_ratio": np.mean([sample.status == "truncated" for sample in samples]),
         f"eval/{name}/response_len/mean": lengths.mean(),
-        f"eval/{name}/response_len/max": lengths.max(),
-    }
+        f"eval/{name}/response_len/max": lengths.max()}
     for scorer in samples[0].rewards:
         metrics[f"eval/{name}/reward/{scorer}"] = np.mean([sample.rewards[scorer] for sample in samples])
     metrics |= {f"eval/{name}/{figure}": mean for figure, mean in figures(samples).items()}

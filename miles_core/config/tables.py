@@ -281,8 +281,7 @@ class Debug:
 
 TABLES: dict[str, type] = {
     "model": Model, "checkpoint": Checkpoint, "rollout": Rollout, "eval": Eval, "perf": Perf,
-    "algorithm": Algorithm, "optimizer": Optimizer, "debug": Debug,
-}
+    "algorithm": Algorithm, "optimizer": Optimizer, "debug": Debug}
 
 
 @dataclass(frozen=True)

@@ -34,8 +34,7 @@ def of(plan: Plan) -> dict:
         "plugins": [{"name": one.manifest.name, "source": one.source, "version": one.version, "digest": digest.of(one)}
                     for one in plan.selected],
         "owners": stated["owners"], "order": stated["order"],
-        "options": {key: value for key, value in stated["options"].items() if key not in PLACES},
-    }  # fmt: skip
+        "options": {key: value for key, value in stated["options"].items() if key not in PLACES}}
 
 
 def text(lock: Mapping) -> str:

@@ -61,8 +61,7 @@ class Plan:
             "owners": [[c.hook, c.name, c.plugin, c.origin] for c in self.choices],
             "order": _order(self.selected),
             "options": {key: value for key, value, _ in _values(self)},
-            "origins": {key: origin for key, _, origin in _values(self)},
-        }
+            "origins": {key: origin for key, _, origin in _values(self)}}
 
     def to_text(self) -> str:
         """What a person reads."""

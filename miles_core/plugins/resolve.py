@@ -49,8 +49,7 @@ def choices(config: RunConfig) -> list[tuple[str, str, str]]:
         *(("reward", name, "eval.datasets") for name in sorted(
             {str(one["rm_type"]) for one in config.eval.datasets if one.get("rm_type")} - {*rollout.rm_type})),
         ("combine_rewards", rollout.combine_rewards, "rollout.combine_rewards"),
-        ("placement", perf.placement, "perf.placement"),
-    ]
+        ("placement", perf.placement, "perf.placement")]
     if not config.debug.debug_rollout_only:
         reduction = algorithm.reduction or ("token" if algorithm.calculate_per_token_loss else "sample")
         picked += [

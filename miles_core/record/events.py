@@ -183,8 +183,7 @@ _TIMERS: dict[str, tuple[tuple[str, ...], ...]] = {
     "train": (("actor_train",), ("train",)),
     "sync": (("sync",), ("update_weights",)),
     "eval": (("eval",),),
-    "save": (("save",), ("save_model",)),
-}
+    "save": (("save",), ("save_model",))}
 """Stage -> timers that make it up, the first set of which any is there; in the order of the loop."""
 
 STAGES = tuple(_TIMERS)

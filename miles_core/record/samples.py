@@ -54,8 +54,7 @@ def write_samples(run_dir: str | os.PathLike[str], name: str, rollout_id: int, s
     lines = [
         _line({"rollout_id": rollout_id, "groups": len(groups), **_record(sample, pieces, decode_piece)})
         for group in list(groups.values())[:max_groups]
-        for sample in group
-    ]
+        for sample in group]
     return publish(sample_file(run_dir, name, rollout_id), "".join(lines))
 
 
@@ -105,8 +104,7 @@ def _record(sample: Sample, pieces: dict[int, str], decode_piece: Callable[[int]
         "rewards": {name: _finite(score) for name, score in sample.rewards.items()},
         "label": sample.prompt.label,
         "status": str(sample.status),
-        "advantage": _advantage(sample),
-    }
+        "advantage": _advantage(sample)}
 
 
 def _column(sample: Sample, name: str) -> list | None:

@@ -113,8 +113,7 @@ def rollouts_of(samples: Sequence[Sample]) -> list[Hashable]:
     """Which rollout each sample belongs to: siblings carry one number, every other sample stands for itself."""
     return [
         ("sibling", s.prompt.stream, s.prompt.uid, s.rollout) if s.rollout is not None else ("own", i)
-        for i, s in enumerate(samples)
-    ]
+        for i, s in enumerate(samples)]
 
 
 def reduce(values: torch.Tensor, weights: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

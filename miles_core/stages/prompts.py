@@ -100,8 +100,7 @@ def rows_of(config: RunConfig, dataset: Mapping[str, Any] | None = None) -> Rows
         path=own.get("path", rollout.prompt_data), stream=f"eval/{own['name']}" if own else "train",
         input_key=keys[0], label_key=keys[1], metadata_key=rollout.metadata_key, max_prompt_len=keys[2],
         context=cast("int", rollout.rollout_max_context_len), metadata=own.get("metadata_overrides", {}),
-        template=(rollout.apply_chat_template_kwargs or {}) if rollout.apply_chat_template else None,
-    )  # fmt: skip
+        template=(rollout.apply_chat_template_kwargs or {}) if rollout.apply_chat_template else None)
 
 
 class RowPrompts:

@@ -387,5 +387,4 @@ def to_sample(prompt: Prompt, index: int, request: Request, response: Response) 
             "loss_mask": np.ones(len(response.output_ids), np.uint8),
             "rollout_log_probs": np.asarray(response.log_probs, np.float32),
             "versions": np.asarray(response.versions, np.int32),
-        },
-    )
+        })
