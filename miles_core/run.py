@@ -351,8 +351,8 @@ class Run:
         """Whether a checkpoint is due after so many rollouts, or asked for."""
         checkpoint = self.config.checkpoint
         due = checkpoint.save_interval and done % checkpoint.save_interval == 0
-        asked = checkpoint.save_trigger_sentinel and Path(checkpoint.save_trigger_sentinel).exists()
-        return bool(checkpoint.save and (done == self.last or due or asked))
+        sentinel = checkpoint.save_trigger_sentinel
+        return bool(checkpoint.save and (done == self.last or due or sentinel and Path(sentinel).exists()))
 
     async def save(self, done: int) -> None:
         """A checkpoint from which rollout `done` is the next.

@@ -235,13 +235,13 @@ def test_file_limit_at_the_start(place):
 
 
 @pytest.mark.parametrize(("flags", "words"), [
-    (["--save", "run.toml"], "--save run.toml: checkpoints cannot be written "),
+    (["--save", "run.toml"], "(--save): run.toml is a file ... [folder-not-writable]"),
     (["--save", "/proc/nowhere"], "--save /proc/nowhere: ... [checkpoint-folder-unwritable]"),
-    (["--run-dir", "run.toml"], "run.toml: a file stands where a folder is needed"),
+    (["--run-dir", "run.toml"], "(--run-dir): run.toml is a file ... [folder-not-writable]"),
     (["--run-dir", "/proc/nowhere"], "/proc/nowhere: cannot be written"),
     (["--save", "ckpt", "--save-hf", "hf/{rollout}"], "checkpoint.save_hf (--save-hf): ... {rollout_id}"),
     (["--save", "ckpt", "--save-hf", "run.toml/{rollout_id}"],
-     "--save-hf run.toml/{rollout_id}: ... (got File exists) ... [checkpoint-folder-unwritable]"),
+     "(--save-hf): ... run.toml is a file (got run.toml/{rollout_id}) ... [folder-not-writable]"),
 ], ids=lambda value: "".join(value) if isinstance(value, list) else "")  # fmt: skip
 def test_unwritable_folder(place, flags, words):
     """Known before the first rollout, not when the first checkpoint is due."""

@@ -58,14 +58,14 @@ def test_unknown_architecture(place, kind):
 
 def test_missing_tokenizer(place):
     (place.model() / "tokenizer.json").unlink()
-    words = "--hf-checkpoint model: the tokenizer cannot be loaded ... needs tokenizer.json"
+    words = "--hf-checkpoint model: ... tokenizer.json ... [tokenizer-unloadable]"
     place.refuses(2, words, "--hf-checkpoint", "model")
 
 
 def test_truncated_tokenizer(place):
     tokenizer = place.model() / "tokenizer.json"
     tokenizer.write_text(tokenizer.read_text()[:500])
-    words = "--hf-checkpoint model: the tokenizer cannot be loaded ... needs tokenizer.json"
+    words = "--hf-checkpoint model: ... tokenizer.json ... [tokenizer-unloadable]"
     place.refuses(2, words, "--hf-checkpoint", "model")
 
 

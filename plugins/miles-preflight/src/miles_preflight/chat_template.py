@@ -73,7 +73,8 @@ def check_prompt(config: RunConfig, tokenizer: RenderingTokenizer, prompt: Promp
     if not config.rollout.apply_chat_template:
         if tokenizer.begin and tokenizer.begins and prompt.text.startswith(tokenizer.begin):
             raise DataError("the prompt begins with the token that the tokenizer puts before every text",
-                            got=tokenizer.begin, who=where, fix="leave it out of the rows: it would stand there twice")
+                            got=tokenizer.begin, who=where, fix="leave it out of the rows: it would stand there twice",
+                            code="template-doubles-first-token")
         return
     for place, message in enumerate(prompt.messages or ()):
         role, content = str(message["role"]), message.get("content")
@@ -82,11 +83,12 @@ def check_prompt(config: RunConfig, tokenizer: RenderingTokenizer, prompt: Promp
         if shown and word not in prompt.text:
             raise DataError(f"the chat template leaves out what the {role} says", got=str(content)[:40], who=where,
                             fix="look at it with `miles check-template`; it should write message.content of every "
-                            "one of `messages`")
+                            "one of `messages`", code="template-drops-message")
     if config.rollout.generate == "single-turn" and tokenizer.end and prompt.text.rstrip().endswith(tokenizer.end):
         raise DataError("the chat template opens no answer: the prompt ends where the model is to go on", who=where,
                         got=repr(prompt.text[-32:]), fix="leave add_generation_prompt on, and name a template that "
-                        "heeds it; a prompt that is meant so can be a row's text, without --apply-chat-template")
+                        "heeds it; a prompt that is meant so can be a row's text, without --apply-chat-template",
+                        code="template-opens-no-answer")
 
 
 def _environment() -> SandboxedEnvironment:

@@ -133,4 +133,4 @@ def read(path: Path) -> Mapping[str, Any]:
 
 
 def _error(path: Path, what: str, got: object, fix: str) -> CheckpointError:
-    return CheckpointError(what, got=got, who=str(path), fix=fix)
+    return CheckpointError(what, got=got, who=str(path), fix=fix, code="checkpoint-file-damaged")

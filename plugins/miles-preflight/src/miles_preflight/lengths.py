@@ -24,11 +24,12 @@ def check_lengths(config: RunConfig) -> None:
         if context is not None and stated and sum(stated.values()) + (len(stated) == 1) > context:
             raise ConfigError("the longest prompt and the longest answer do not fit the context together",
                               got=f"{' + '.join(map(str, stated.values()))} of {context}, {source}",
-                              who=who(config, *stated), fix=f"make their sum at most {context}")
+                              who=who(config, *stated), fix=f"make their sum at most {context}",
+                              code="lengths-exceed-context")
         if not 0 <= least <= (lengths[1] or least):
             raise ConfigError("an answer should have at least min_new_tokens tokens, and at most max_response_len",
                               got=f"{least} and {lengths[1]}", who=who(config, keys[1]),
-                              fix="lower the first, or raise the second")
+                              fix="lower the first, or raise the second", code="response-length-range-empty")
 
 
 def _context(config: RunConfig) -> tuple[int | None, str]:

@@ -39,7 +39,8 @@ def check_gpus(config: RunConfig) -> None:
         f" (CUDA_VISIBLE_DEVICES={visible})" if visible is not None else ""),
         got=f"trainer {trained}, engines {served}" + (", taking turns" if perf.colocate else ""),
         who=who(config, "perf.actor_num_nodes", "perf.actor_num_gpus_per_node", "perf.rollout_num_gpus"),
-        fix="ask for fewer, share them with --colocate, or join machines with --ray-address HOST:PORT")
+        fix="ask for fewer, share them with --colocate, or join machines with --ray-address HOST:PORT",
+        code="machine-too-small")
 
 
 def check_listening(config: RunConfig) -> None:
@@ -56,7 +57,8 @@ def check_listening(config: RunConfig) -> None:
         except (OSError, ValueError) as error:
             raise ConfigError("nothing listens at this address", got=f"{address}: {error}",
                               who=who(config, key) if "." in key else f"environment, {key}",
-                              fix="start the server first, or correct the address") from None
+                              fix="start the server first, or correct the address",
+                              code="address-not-listening") from None
 
 
 def _addresses(config: RunConfig) -> Iterator[tuple[str, str]]:

@@ -48,7 +48,8 @@ def check_paths(config: RunConfig, note: Note) -> None:
             check_source(ref_load, f"{who(config, 'checkpoint.ref_load')}, {ref_load}")
     if (method := quantised(config)) and _starts_there(config):
         raise ConfigError("training cannot start from quantised weights", got=method, who=str(config_json(config)[0]),
-                          fix="name the plain checkpoint with --ref-load; engines are then served this one")
+                          fix="name the plain checkpoint with --ref-load; engines are then served this one",
+                          code="start-weights-quantised")
     _writable(config)
 
 
@@ -57,7 +58,7 @@ def _hf_checkpoint(config: RunConfig, note: Note) -> None:
     folder, origin = Path(name), f"--hf-checkpoint {name}"
     if astray(name):
         tilde = "write the whole path: ~ is not expanded here" if name.startswith("~") else FOLDER
-        raise CheckpointError("there is no such folder", who=origin, fix=tilde)
+        raise CheckpointError("there is no such folder", who=origin, fix=tilde, code="folder-missing")
     if not folder.exists():
         note(f"--hf-checkpoint {name} is not here: what depends on the model is not checked, and a run has to have it")
         return
@@ -65,7 +66,7 @@ def _hf_checkpoint(config: RunConfig, note: Note) -> None:
         inside = sorted(path.parent for below in ("*", "snapshots/*") for path in folder.glob(f"{below}/config.json"))
         raise CheckpointError("config.json cannot be read" if (folder / "config.json").exists() else
                               "the folder has no config.json", who=origin,
-                              fix=f"is {inside[0]} meant?" if inside else FOLDER)
+                              fix=f"is {inside[0]} meant?" if inside else FOLDER, code="config-json-unreadable")
     _safetensors(folder, origin)
 
 
@@ -78,11 +79,13 @@ def _safetensors(folder: Path, origin: str) -> None:
         return
     if (folder / "adapter_config.json").is_file():
         raise CheckpointError("this is an adapter and no model", who=origin,
-                              fix="name the model that it belongs to, or merge the two into one folder")
+                              fix="name the model that it belongs to, or merge the two into one folder",
+                              code="adapter-in-place-of-model")
     kind = next((kind for kind in OTHERS if any(folder.glob(kind))), None)
     if kind and not (folder / "model.safetensors.index.json").is_file():
         raise CheckpointError(f"the folder has weights as {kind} files only", who=origin,
-                              fix="save them with transformers as *.safetensors; parts of a trainer its program merges")
+                              fix="save them with transformers as *.safetensors; parts of a trainer its program merges",
+                              code="weights-not-safetensors")
 
 
 def check_weights(config: RunConfig, note: Note) -> None:
@@ -97,7 +100,8 @@ def check_weights(config: RunConfig, note: Note) -> None:
         note(f"--hf-checkpoint {folder} holds no weights: they are not checked, and a run has to have them")
     elif (debug.debug_rollout_only and "external" not in config.understood) or _starts_there(config):
         raise CheckpointError("the folder of the model holds no weights", who=f"--hf-checkpoint {folder}",
-                              fix="fetch its *.safetensors; a plan from config.json alone: --plan-without-weights")
+                              fix="fetch its *.safetensors; a plan from config.json alone: --plan-without-weights",
+                              code="weights-missing")
 
 
 def _starts_there(config: RunConfig) -> bool:
@@ -117,7 +121,7 @@ def check_source(given: str, origin: str) -> None:
         return
     if not folder.is_dir():
         raise CheckpointError("there is no such folder", who=origin,
-                              fix="name a Hugging Face folder, or one that a run saved into")
+                              fix="name a Hugging Face folder, or one that a run saved into", code="folder-missing")
     if any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
         _safetensors(folder, origin)
     elif not (folder / TRACKER).is_file() and not any(folder.glob("iter_*")):
@@ -146,7 +150,8 @@ def _no_checkpoint(folder: Path, got: str, origin: str) -> CheckpointError:
                  if path.is_file()), None)
     return CheckpointError("this is no checkpoint of a run", got=got, who=origin, fix=(
         f"give {near}: the newest iteration is taken" if near else "give the folder that a run saved into with --save; "
-        "to start from a Hugging Face folder name it with --hf-checkpoint, or with --ref-load"))
+        "to start from a Hugging Face folder name it with --hf-checkpoint, or with --ref-load"),
+                           code="not-a-run-checkpoint")
 
 
 def _tracked(config: RunConfig, folder: Path) -> None:
@@ -158,17 +163,19 @@ def _tracked(config: RunConfig, folder: Path) -> None:
     if newest is None or not newest.is_dir():
         raise CheckpointError(f"the tracker names iteration {text[:40] or 'nothing'}, which is not there",
                               got=", ".join(sorted(path.name for path in folder.glob("iter_*"))[-3:]) or "no iteration",
-                              who=str(folder / TRACKER), fix="write the number of one that is there into it")
+                              who=str(folder / TRACKER), fix="write the number of one that is there into it",
+                              code="load-iteration-missing")
     known = config.perf.trainer == "megatron" or any(newest.glob("*.distcp"))  # other trainers save as they like
     if lost := [name for name in PARTS if known and not any(newest.glob(name))]:
         raise CheckpointError(f"iteration {int(text)} is incomplete", got=f"no {', '.join(lost)}", who=str(newest),
-                              fix=f"write the number of an older one into {folder / TRACKER}")
+                              fix=f"write the number of an older one into {folder / TRACKER}",
+                              code="load-iteration-incomplete")
     resumed = (newest / "miles.json").is_file()  # another program's checkpoint is weights to start from
     if last and resumed and int(text) > last and config.checkpoint.load != config.checkpoint.save:
         raise ConfigError("the checkpoint is past the run's last rollout, so nothing would be trained",
                           got=f"{text} of {last}", who=who(config, "checkpoint.load", "rollout.num_rollout"),
                           fix="raise --num-rollout, which counts those that are done already; to start anew from these "
-                          "weights, give the folder as --ref-load")
+                          "weights, give the folder as --ref-load", code="load-past-last-rollout")
 
 
 def _writable(config: RunConfig) -> None:
@@ -188,4 +195,5 @@ def _writable(config: RunConfig) -> None:
                 f"nothing can be written in {above}" if not root and not os.access(above, os.W_OK) else None)
         if what:
             raise ConfigError(what, got=folder, who=who(config, key),
-                              fix="name another folder, on this machine or one that machines share")
+                              fix="name another folder, on this machine or one that machines share",
+                              code="folder-not-writable")

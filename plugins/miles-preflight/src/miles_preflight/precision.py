@@ -73,7 +73,7 @@ def _stated(one: Selected, config: RunConfig, rows: Mapping[str, str]) -> Iterat
                 raise ManifestError(f"the precision that plugin {manifest.name!r} states cannot be read",
                                     got=f"{row}: {text!r}", who=manifest.plugin,
                                     fix=f"rows are {', '.join(ROWS)}; words in braces are its options, megatron.FIELD, "
-                                    f"{', '.join(WORDS)}")
+                                    f"{', '.join(WORDS)}", code="manifest-precision-unreadable")
             fields = {f"megatron.{name}": value for name, value in config.surface("megatron").items()}
             replacements = {name: (fields if name.startswith("megatron.") else values).get(name) for name in names}
             if all(value is not None for value in replacements.values()):

@@ -115,7 +115,8 @@ def _here(key: str, path: str, dataset: Mapping[str, Any] | None) -> bool:
     """
     name = path.partition("@")[0]
     if not _there(name) and (astray(name) or dataset is not None and not re.search("[./]", name)):
-        raise DataError("there is no such prompt file", who=f"{key}, {name}", fix="check the path")
+        raise DataError("there is no such prompt file", who=f"{key}, {name}", fix="check the path",
+                        code="prompt-file-missing")
     return _there(name)
 
 
@@ -125,10 +126,11 @@ def _read(file: File, readers: Mapping[str, Callable[[str, int], Records]]) -> F
         try:
             records = readers[format_of(file.how.path)](file.how.path, LOOKED_AT)
         except DataError as error:
-            raise DataError(error.what, got=error.got, who=f"{file.key}, {error.who}", fix=error.fix) from error
+            raise DataError(error.what, got=error.got, who=f"{file.key}, {error.who}", fix=error.fix,
+                            code=error.code or "rows-unusable") from error
         if records.total == 0:
             raise DataError("no prompt is left", got=cut or None, who=file.origin, fix="take rows that there are with "
-                            "@[a:b]" if cut else "the file is empty; fetch or write it again")
+                            "@[a:b]" if cut else "the file is empty; fetch or write it again", code="no-prompt-left")
         most = records.total
         if most is None and part.stop is not None and min(part.start or 0, part.stop) >= 0:
             most = max(part.stop - (part.start or 0), 0)
@@ -186,19 +188,23 @@ def _check_row(config: RunConfig, file: File, row: Mapping[str, Any], where: str
     if isinstance(label, dict) and set(file.scorers) - {"custom", "generated"}:  # functions take objects
         raise DataError(f"{file.how.label_key!r} is an object, and scorers are given text", got=", ".join(label),
                         who=where, fix="name what in it is the ground truth: --label-key "
-                        f"{file.how.label_key}.{next(iter(label), 'KEY')}; all of it is in the sample's metadata")
+                        f"{file.how.label_key}.{next(iter(label), 'KEY')}; all of it is in the sample's metadata",
+                        code="label-is-object")
 
 
 def _check_text(config: RunConfig, file: File, prompt: str, where: str) -> None:
     key = file.how.input_key
     if not prompt.strip():
-        raise DataError(f"{key!r} says nothing", got=repr(prompt), who=where, fix="leave the row out")
+        raise DataError(f"{key!r} says nothing", got=repr(prompt), who=where, fix="leave the row out",
+                        code="prompt-empty")
     if _MESSAGES.match(prompt):
         raise DataError(f"{key!r} holds chat messages as text", got=prompt[:40], who=where,
-                        fix="write the list itself, not its text; json.loads makes one of JSON")
+                        fix="write the list itself, not its text; json.loads makes one of JSON",
+                        code="messages-as-text")
     if config.rollout.apply_chat_template and (match := _RENDERED.match(prompt)):
         raise DataError(f"{key!r} holds what a chat template made, and would pass through one again", got=match[1],
-                        who=where, fix="drop --apply-chat-template, or give the messages themselves")
+                        who=where, fix="drop --apply-chat-template, or give the messages themselves",
+                        code="prompt-rendered-twice")
 
 
 def _check_chat(config: RunConfig, file: File, prompt: Sequence[Mapping[str, Any]], where: str) -> None:
@@ -210,16 +216,17 @@ def _check_chat(config: RunConfig, file: File, prompt: Sequence[Mapping[str, Any
         other = [one.get("type") for one in parts if isinstance(one, dict) and one.get("type") != "text"]
         if other or not (isinstance(content, str | list) or message.get("tool_calls")):
             raise DataError(f"a message of {key!r} has no text", got=other[0] if other else ", ".join(message),
-                            who=where, fix='write {"role": "user", "content": "..."}')
+                            who=where, fix='write {"role": "user", "content": "..."}', code="message-without-text")
         if isinstance(content, str) and content.strip() and message["role"] == "user" and (
                 content.rstrip().endswith(("]", "}")) or not _MESSAGES.match(content)):
             _check_text(config, file, content, where)
     if not any(str(message.get("content") or message.get("tool_calls") or "").strip() for message in prompt):
-        raise DataError(f"no message of {key!r} says anything", got="blanks", who=where, fix="leave the row out")
+        raise DataError(f"no message of {key!r} says anything", got="blanks", who=where, fix="leave the row out",
+                        code="messages-empty")
     if prompt[-1]["role"] == "assistant" and (config.rollout.generate == "single-turn" or (
             file.eval and config.algorithm.loss_type == "sft_loss")):
         raise DataError(f"{key!r} ends with an answer, and the model is to give one", got="assistant", who=where,
-                        fix="leave the last message out: what it says may be the label")
+                        fix="leave the last message out: what it says may be the label", code="prompt-ends-with-answer")
 
 
 def _check_all(config: RunConfig, file: File) -> None:
@@ -229,14 +236,15 @@ def _check_all(config: RunConfig, file: File) -> None:
             epochs * file.most < batch):
         raise DataError("the run would end at once: there are too few prompts for one rollout", who=file.origin,
                         got=f"{file.most} rows x {epochs} epochs, rollout_batch_size {batch}",
-                        fix="lower --rollout-batch-size, or write --num-rollout in place of --num-epoch")
+                        fix="lower --rollout-batch-size, or write --num-rollout in place of --num-epoch",
+                        code="too-few-prompts")
     key, metadata, rows = file.how.label_key, config.rollout.metadata_key, [row for _, row in file.rows]
     if rows and key is not None and all(file.field(row, key) in (None, "") for row in rows):
         raise DataError(f"no row has a ground truth under {key!r}", got="nothing in each", who=file.origin,
-                        fix="name the right key with --label-key, or leave the flag out")
+                        fix="name the right key with --label-key, or leave the flag out", code="no-labels")
     if rows and "rollout.metadata_key" in config.origin and not file.eval and not any(metadata in row for row in rows):
         raise DataError(f"no row has the key {metadata!r}", got=", ".join(rows[0]), who=file.origin,
-                        fix="name the right key with --metadata-key, or leave the flag out")
+                        fix="name the right key with --metadata-key, or leave the flag out", code="no-metadata")
 
 
 def check_answers(config: RunConfig, files: Sequence[File], name: str, key: str | None = None, *,
@@ -259,4 +267,5 @@ def check_answers(config: RunConfig, files: Sequence[File], name: str, key: str 
             if answer != 0 and (not answer or str(answer).strip() in NOTHING):
                 raise DataError(f"{name!r} needs the answer of every row, and here is none", who=where, got=repr(answer)
                                 if answer is not None else f"nothing under {key or file.how.label_key!r}",
-                                fix="complete the row or leave it out, or name the right key")
+                                fix="complete the row or leave it out, or name the right key",
+                                code="answer-column-empty")

@@ -41,7 +41,8 @@ def _staleness(config: RunConfig, note: Note) -> None:
     if most is not None and most < rollout.n_samples_per_prompt:
         raise BatchError("async_max_concurrent_samples has no room for one group", got=most,
                          who=who(config, "rollout.async_max_concurrent_samples"),
-                         fix=f"at least n_samples_per_prompt = {rollout.n_samples_per_prompt}")
+                         fix=f"at least n_samples_per_prompt = {rollout.n_samples_per_prompt}",
+                         code="concurrency-below-group")
 
 
 def _scorers(config: RunConfig) -> None:
@@ -49,10 +50,10 @@ def _scorers(config: RunConfig) -> None:
     if len(set(rollout.rm_type)) != len(rollout.rm_type):
         raise ConfigError("a scorer is named twice, and only the last of its weights would count",
                           got=", ".join(rollout.rm_type), who=who(config, "rollout.rm_type"),
-                          fix="name it once; weights make it count more")
+                          fix="name it once; weights make it count more", code="scorer-named-twice")
     if rollout.rm_weights and not any(rollout.rm_weights) and config.trains:
         raise ConfigError("all weights are 0, and so would be every reward", who=who(config, "rollout.rm_weights"),
-                          fix="give the scorer that counts a weight above 0")
+                          fix="give the scorer that counts a weight above 0", code="scorer-weights-zero")
 
 
 def _evaluation(config: RunConfig, note: Note) -> None:
@@ -60,7 +61,8 @@ def _evaluation(config: RunConfig, note: Note) -> None:
     words, pairs = eval_.eval_prompt_data, "--eval-prompt-data gsm8k data/gsm8k.jsonl math data/math.jsonl"
     joined = re.fullmatch(r"[\w.-]+[=:,](.+)", words[0]) if len(words) == 1 else None
     if len(words) > 1 and len(words) % 2 or joined and Path(joined[1]).is_file():
-        raise ConfigError("eval_prompt_data should be NAME PATH pairs", got=" ".join(words), who=origin, fix=pairs)
+        raise ConfigError("eval_prompt_data should be NAME PATH pairs", got=" ".join(words), who=origin, fix=pairs,
+                          code="eval-data-not-pairs")
     if eval_.eval_interval is None and (words or eval_.datasets):
         note("nothing is evaluated: there is no --eval-interval")
     for dataset in eval_.datasets:
@@ -71,11 +73,11 @@ def _evaluation(config: RunConfig, note: Note) -> None:
                 "[[eval.datasets]] needs name and path" if not {"name", "path"} <= dataset.keys() else None)
         if what:
             raise ConfigError(what, got=repr(dataset), who=who(config, "eval.datasets"),
-                              fix=f"keys are {', '.join(sorted(OF_DATASETS))}")
+                              fix=f"keys are {', '.join(sorted(OF_DATASETS))}", code="eval-setting-impossible")
     names = [str(dataset["name"]) for dataset in eval_.every]
     if wrong := next((name for name in names if Path(name).is_file() or names.count(name) > 1), None):
         raise ConfigError("each eval dataset has a name of its own, and its metrics are called so", got=wrong,
-                          who=origin, fix=pairs)
+                          who=origin, fix=pairs, code="eval-names-equal")
 
 
 def _fits(key: str, value: object) -> bool:
@@ -90,7 +92,8 @@ def _saved(config: RunConfig) -> None:
     checkpoint, debug = config.checkpoint, config.debug
     if config.perf.max_restarts and checkpoint.no_save_optim:
         raise ConfigError("a restart needs the optimizer, which no checkpoint would hold",
-                          who=who(config, "perf.max_restarts", "checkpoint.no_save_optim"), fix="drop --no-save-optim")
+                          who=who(config, "perf.max_restarts", "checkpoint.no_save_optim"), fix="drop --no-save-optim",
+                          code="restart-without-optimizer")
     for key, path in (("checkpoint.save_hf", checkpoint.save_hf),
                       ("debug.save_debug_rollout_data", debug.save_debug_rollout_data),
                       ("debug.load_debug_rollout_data", debug.load_debug_rollout_data)):
@@ -100,4 +103,5 @@ def _saved(config: RunConfig) -> None:
             told_apart = False
         if not told_apart:
             raise ConfigError("a path of rollouts should hold {rollout_id}, and nothing else in braces but {run_dir}",
-                              got=path, who=who(config, key), fix="write {rollout_id}, for instance hf/{rollout_id}")
+                              got=path, who=who(config, key), fix="write {rollout_id}, for instance hf/{rollout_id}",
+                              code="rollout-path-fields")

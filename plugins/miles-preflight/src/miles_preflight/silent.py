@@ -41,7 +41,7 @@ def _refuse(config: RunConfig, what: str, fix: str, *keys: str) -> None:
         ConfigError: with the values of the keys, and who set them.
     """
     values = ", ".join(f"{key.partition('.')[2]} {_value(config, key)!r}" for key in keys)
-    raise ConfigError(what, got=values, who=who(config, *keys), fix=fix)
+    raise ConfigError(what, got=values, who=who(config, *keys), fix=fix, code="silent-damage")
 
 
 def _value(config: RunConfig, key: str) -> Any:
@@ -141,7 +141,8 @@ def check_apart(config: RunConfig, read: Mapping[str, str]) -> None:
     for key, folder, other, theirs in _pairs(written, read):
         if os.path.realpath(folder) == os.path.realpath(theirs):
             raise ConfigError(f"{key} would be written over {other}", got=folder, who=who(config, key, other),
-                              fix=f"name another folder with --{key.partition('.')[2].replace('_', '-')}")
+                              fix=f"name another folder with --{key.partition('.')[2].replace('_', '-')}",
+                              code="save-overwrites-source")
     debug, checkpoint = config.debug, config.checkpoint
     if debug.save_debug_rollout_data is not None and debug.save_debug_rollout_data == debug.load_debug_rollout_data:
         _refuse(config, "rollouts would be written over those that are replayed", "name another folder",

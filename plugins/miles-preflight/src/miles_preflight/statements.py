@@ -63,7 +63,8 @@ def _scored(selected: Sequence[Selected], config: RunConfig, files: Sequence[Fil
     if not rollout.rm_type and rollout.generate == "single-turn" and (
             rollout.num_rollout != 0 and present(config) and not others):
         raise ConfigError("nobody scores the answers", who=who(config, "rollout.rm_type"),
-                          fix="name a scorer with --rm-type: math compares with the row's --label-key")
+                          fix="name a scorer with --rm-type: math compares with the row's --label-key",
+                          code="nobody-scores")
     scorers = [name for hook, name, _ in choices(config) if hook == "reward"]
     chosen = {"labels": scorers, "rows": scorers, "answers": [rollout.generate]}
     for one, kind, name, arguments in _words(selected, *chosen):
@@ -73,7 +74,8 @@ def _scored(selected: Sequence[Selected], config: RunConfig, files: Sequence[Fil
         if kind == "labels" and unread and present(config):
             raise ConfigError(f"the scorer {name!r} compares with labels, and none are read",
                               who=who(config, "rollout.rm_type", "rollout.label_key"),
-                              fix="name the rows' key of the ground truth with --label-key")
+                              fix="name the rows' key of the ground truth with --label-key",
+                              code="scorer-without-labels")
         key = _option(one, arguments[0], config) if arguments else None
         check_answers(config, files, name, key, generates=kind == "answers")
 
@@ -89,7 +91,8 @@ def _compared(selected: Sequence[Selected], config: RunConfig) -> None:
         raise ConfigError(f"{chosen} compares the answers to one prompt, and of one answer all advantages are 0",
                           got="n_samples_per_prompt = 1",
                           who=who(config, "rollout.n_samples_per_prompt", "algorithm.advantage_estimator"),
-                          fix="--n-samples-per-prompt 8 is usual; or an estimator that looks at one answer alone")
+                          fix="--n-samples-per-prompt 8 is usual; or an estimator that looks at one answer alone",
+                          code="group-of-one-answer")
 
 
 def _folders(selected: Sequence[Selected], config: RunConfig) -> None:

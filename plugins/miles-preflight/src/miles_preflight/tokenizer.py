@@ -31,11 +31,13 @@ def check_tokenizer(config: RunConfig, note: Callable[[str], None]) -> None:
     ends = stops | ({added[own]} if own in added else set())
     if isinstance(vocabulary, int) and (beyond := sorted(one for one in ends if not 0 <= one < vocabulary)):
         raise DataError("a token that ends answers is beyond the model's vocabulary, and never drawn",
-                        got=f"{beyond[0]}, and config.json has a vocab_size of {vocabulary}", who=str(folder), fix=same)
+                        got=f"{beyond[0]}, and config.json has a vocab_size of {vocabulary}", who=str(folder), fix=same,
+                        code="end-token-beyond-vocabulary")
     listed = {int(one) for one in tokenizer_config.get("added_tokens_decoder") or {} if one.isdecimal()}
     if stops and added and not stops & {*added.values(), *listed}:
         raise DataError("no token that ends the model's answers is a special token of the tokenizer, which is another "
-                        "model's", got=f"eos_token_id {', '.join(map(str, sorted(stops)))}", who=str(folder), fix=same)
+                        "model's", got=f"eos_token_id {', '.join(map(str, sorted(stops)))}", who=str(folder), fix=same,
+                        code="tokenizer-of-other-model")
     if own in added and generation and added[own] not in generation:
         note(f"answers end at {own} ({added[own]}), which the tokenizer names, and at "
              f"{', '.join(map(str, sorted(generation)))}, which generation_config.json names")
@@ -50,7 +52,8 @@ def check_present(config: RunConfig) -> None:
     if folder.is_dir() and not any(any(folder.glob(pattern)) for pattern in VOCABULARIES):
         raise DataError("the model has no tokenizer, and every prompt would be empty", got="no such files",
                         who=f"--hf-checkpoint {folder}",
-                        fix="copy tokenizer.json and tokenizer_config.json of its model there")
+                        fix="copy tokenizer.json and tokenizer_config.json of its model there",
+                        code="tokenizer-missing")
 
 
 def token_text(token: object) -> str | None:

@@ -185,17 +185,19 @@ def _read(path: Path) -> list[dict[str, Any]]:
     try:
         messages = json.loads(path.read_text(encoding="utf-8"))
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise DataError("the file is not JSON", got=str(error), who=who, fix=fix) from None
+        raise DataError("the file is not JSON", got=str(error), who=who, fix=fix,
+                        code="conversation-not-json") from None
     if not isinstance(messages, list) or not messages:
-        raise DataError("the conversation should be a list of messages", got=type(messages).__name__, who=who, fix=fix)
+        raise DataError("the conversation should be a list of messages", got=type(messages).__name__, who=who, fix=fix,
+                        code="conversation-not-list")
     for number, message in enumerate(messages, 1):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
             raise DataError(f"message {number} has no role or no content", got=json.dumps(message)[:80], who=who,
-                            fix=fix)
+                            fix=fix, code="conversation-message-incomplete")
     roles = [message["role"] for message in messages]
     if "user" not in roles or "assistant" not in roles[roles.index("user"):]:
         raise DataError("the conversation needs a user's message and an answer of the assistant after it",
-                        got=", ".join(roles), who=who, fix=fix)
+                        got=", ".join(roles), who=who, fix=fix, code="conversation-too-short")
     return messages
 
 
@@ -204,9 +206,11 @@ def _arguments(text: str) -> dict[str, object]:
     try:
         arguments = json.loads(text)
     except json.JSONDecodeError as error:
-        raise DataError("the template's arguments are not JSON", got=str(error), who=who, fix=fix) from None
+        raise DataError("the template's arguments are not JSON", got=str(error), who=who, fix=fix,
+                        code="template-arguments-not-json") from None
     if not isinstance(arguments, dict):
-        raise DataError("the template's arguments should be a JSON object", got=text, who=who, fix=fix)
+        raise DataError("the template's arguments should be a JSON object", got=text, who=who, fix=fix,
+                        code="template-arguments-not-object")
     return arguments
 
 
