@@ -142,7 +142,7 @@ def test_what_is_not_what_its_ending_says_is_refused_with_its_name(read, tmp_pat
     ("data.parquet@[3:]", {"label_key": "b"}, "row 3.*no key 'b'.*q, a, level"),
     ("data.parquet", {"metadata_key": "a"}, "row 0.*'a' should be an object"),
     ("numbers.parquet", {}, "row 0.*text or a list"), ("chat.parquet", {}, "add --apply-chat-template"),
-    ("folder", {}, "folder"), ("splits", {}, "which split.*validation, test"),
+    ("folder", {}, "folder"), ("splits", {}, r"validation, test.*\[dataset-split-unknown\]"),
     ("splits:train", {}, "'train'.*validation, test"),
 ])
 def test_bad_input_says_what_is_there(prompts, tmp_path, path, keys, known):

@@ -72,7 +72,7 @@ def rules() -> list[Rule]:
     """In the order of the table in docs/debugging.md."""
     return [
         Rule("disguised-oom", "rollout", "`illegal memory access` in an engine's log", disguised_oom),
-        Rule("engine-oom", "rollout", "an engine says that it has too little memory", engine_oom),
-        Rule("retractions", "rollout", "`KV cache pool is full`, again and again", retractions),
+        Rule("engine-oom", "rollout", "an engine reports too little memory", engine_oom),
+        Rule("retractions", "rollout", "`KV cache pool is full`, repeatedly", retractions),
         Rule("draft-drift", "rollout", "the servers accept fewer and fewer drafted tokens", draft_drift),
     ]
