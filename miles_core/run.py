@@ -133,9 +133,9 @@ class Run:
         except StopIteration:
             raise DataError("it ended, but the run needs more prompts", code="prompts-exhausted", who=who,
                             fix="start again at its end, as an endless stream does, or lower --num-rollout") from None
+        except MilesError:
+            raise
         except Exception as error:
-            if isinstance(error, MilesError):
-                raise
             raise DataError("it failed", code="prompt-source-failed", got=f"{type(error).__name__}: {error}", who=who,
                             fix="correct the prompt source") from error
 
@@ -152,9 +152,7 @@ class Run:
     def filter(self, group: Group) -> Group | Drop:
         """Stage 4."""
         self._finished = self.clock()
-        if self.too_stale(group):
-            return stale_drop(group)
-        return filter_group(group, self.chain)
+        return stale_drop(group) if self.too_stale(group) else filter_group(group, self.chain)
 
     async def requeue(self, slots: list[Slot]) -> None:
         """Of slots that no batch can hold: what a plugin keeps goes on later, the prompts of the others come again."""
@@ -200,9 +198,10 @@ class Run:
             await asyncio.wait([slot.task for slot in under_way])
 
     def _selected(self) -> Group | None:
-        shown = [sample for group in self.begun for sample in group.samples] if self.select else []
-        with read_only(shown, "select_from_buffer"):
-            chosen = self.select(list(self.begun), self.version - 1) if self.select else self.begun
+        chosen = self.begun
+        if self.select:
+            with read_only([sample for group in self.begun for sample in group.samples], "select_from_buffer"):
+                chosen = self.select(list(self.begun), self.version - 1)
         if not chosen:
             return None
         place = next((i for i, group in enumerate(self.begun) if group is chosen[0]), None)
@@ -263,10 +262,8 @@ class Run:
         for key, value in metrics.items():
             old = self.metrics.get(key, 0.0)
             summed = index and "lr-" not in key and key in self.metrics
-            if key.startswith("perf/"):
-                self.metrics[key] = old + value if summed else value
-            else:
-                self.metrics[key] = (old * index + value) / (index + 1) if summed else value
+            together = old + value if key.startswith("perf/") else (old * index + value) / (index + 1)
+            self.metrics[key] = together if summed else value
 
     async def sync(self, rollout_id: int) -> None:
         """Stage 9: weights that `rollout_id` samples from.
@@ -333,8 +330,8 @@ class Run:
     async def finish(self, batch: Batch) -> None:
         """Report the rollout, evaluate and save when due."""
         done = batch.rollout_id + 1
-        parts = ("rollout_time", "train_time", "update_weights_time")
-        self.metrics["perf/step_time"] = sum(self.metrics.get(f"perf/{part}", 0.0) for part in parts)
+        self.metrics["perf/step_time"] = sum(self.metrics.get(f"perf/{part}", 0.0) for part in (
+            "rollout_time", "train_time", "update_weights_time"))
         self.metrics.update(self.placement.figures() | self.hook_timings()
                             | throughput(batch, self.metrics, self.config))
         self.journal.rollout(batch, self.metrics)

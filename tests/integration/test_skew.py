@@ -40,7 +40,7 @@ def test_a_rank_that_would_run_other_code_is_refused(tmp_path):
                     tmp_path, before=partial(seen, str(site)))
     assert Path(site, "miles_moved", "more.py").exists(), "or nothing was tried"
     assert outcome.code == 2, outcome
-    said = (rf"Error: trainer rank [01] on {os.uname().nodename}: this process would run other code than was planned "
+    said = (rf"Error: trainer rank [01] on {os.uname().nodename}: this process would run other code than the plan's "
             r"\(got plugin moved: miles-moved 1\.0 \w+ here, miles-moved 1\.0 \w+ at the driver\)\. Fix: ")
     assert re.match(said, outcome.err.lstrip()), outcome.err
     hushed(outcome)

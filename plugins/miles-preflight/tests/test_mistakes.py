@@ -145,7 +145,7 @@ def test_an_iteration_without_a_shard_is_not_whole(parts):
 
 
 @pytest.mark.parametrize(("name", "words"), [
-    ("data.jsonl", "there is no such prompt file"), ("none/data.jsonl", None), ("prompts", None),
+    ("data.jsonl", "the prompt file does not exist"), ("none/data.jsonl", None), ("prompts", None),
 ])
 def test_a_file_of_this_folder_is_here(name, words):
     told({"flags": ["--prompt-data", name]}, words)

@@ -37,7 +37,7 @@ def test_the_message_names_all_knobs_and_who_set_them(plan):
 REFUSED = {
     "below rollout_batch_size": ["--over-sampling-batch-size", 4],
     "rollout.max_lag should be at least 0": ["--max-lag", -1],
-    "needs max_lag = 0": ["--colocate", "--max-lag", 1],
+    "[colocate-needs-lag-zero]": ["--colocate", "--max-lag", 1],
     "max_weight_staleness should be at least 0": ["--max-weight-staleness", -1],
     "no room for one group": ["--async-max-concurrent-samples", 1],
     "rollout_top_p 0": ["--rollout-top-p", 0],
@@ -61,7 +61,7 @@ REFUSED = {
     "1 rank does not divide by tensor_model_parallel_size 2": ["--tensor-model-parallel-size", 2],
     "needs max_tokens_per_gpu": ["--use-dynamic-batch-size"],
     "does not divide by micro_batch_size": ["--micro-batch-size", 5],
-    "nothing to train on": ["--debug-train-only"],
+    "[train-only-without-data]": ["--debug-train-only"],
     "should hold {rollout_id}": ["--save-debug-rollout-data", "data"],
     "old policy's log-probs": ["--hidden-dropout", 0.1],
     "[debug-modes-exclusive]": ["--debug-rollout-only", "--load-debug-rollout-data", "{rollout_id}"],

@@ -66,7 +66,7 @@ def _hf_checkpoint(config: RunConfig, note: Note) -> None:
         inside = sorted(path.parent for below in ("*", "snapshots/*") for path in folder.glob(f"{below}/config.json"))
         raise CheckpointError("config.json cannot be read" if (folder / "config.json").exists() else
                               "the folder has no config.json", who=origin,
-                              fix=f"is {inside[0]} meant?" if inside else FOLDER, code="config-json-unreadable")
+                              fix=f"is {inside[0]} meant?" if inside else FOLDER, code="model-config-missing")
     _safetensors(folder, origin)
 
 

@@ -115,7 +115,7 @@ def _here(key: str, path: str, dataset: Mapping[str, Any] | None) -> bool:
     """
     name = path.partition("@")[0]
     if not _there(name) and (astray(name) or dataset is not None and not re.search("[./]", name)):
-        raise DataError("there is no such prompt file", who=f"{key}, {name}", fix="check the path",
+        raise DataError("the prompt file does not exist", who=f"{key}, {name}", fix="check the path",
                         code="prompt-file-missing")
     return _there(name)
 
@@ -127,7 +127,7 @@ def _read(file: File, readers: Mapping[str, Callable[[str, int], Records]]) -> F
             records = readers[format_of(file.how.path)](file.how.path, LOOKED_AT)
         except DataError as error:
             raise DataError(error.what, got=error.got, who=f"{file.key}, {error.who}", fix=error.fix,
-                            code=error.code or "rows-unusable") from error
+                            code="rows-unusable") from error
         if records.total == 0:
             raise DataError("no prompt is left", got=cut or None, who=file.origin, fix="take rows that there are with "
                             "@[a:b]" if cut else "the file is empty; fetch or write it again", code="no-prompt-left")
