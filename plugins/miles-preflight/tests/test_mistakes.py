@@ -31,7 +31,7 @@ ROWS = [
     ({"prompt": [{"role": "user"}]}, "has no text (got role)"),
     ({"prompt": [{"role": "user", "content": [{"type": "image", "image": "x.png"}]}]}, "has no text (got image)"),
     ({"prompt": [USER, {"role": "assistant", "content": "2"}]}, "ends with an answer"),
-    ({"prompt": [USER | {"content": [{"type": "text", "text": "1+1="}]}]}, "the chat template refuses the messages"),
+    ({"prompt": [USER | {"content": [{"type": "text", "text": "1+1="}]}]}, "the chat template rejected the messages"),
     ({"label": 2}, None),
 ]
 
@@ -88,8 +88,7 @@ def test_a_checkpoints_tracker_names_what_is_there():
     told(case, "past the run's last rollout, so nothing would be trained (got 40 of 20)")
     for more in (["--num-rollout", "50"], ["--save", "{here}/saved"]):
         assert outcome({"id": "one", **case, "flags": [*case["flags"], *more]}).verdict == ACCEPTED
-    for text in ("7", "release"):
-        told({**case, "files": files | {"saved/latest_checkpointed_iteration.txt": text}}, f"names iteration {text}")
+    told({**case, "files": files | {"saved/latest_checkpointed_iteration.txt": "7"}}, "names iteration 7")
 
 
 @pytest.mark.parametrize(("line", "words"), [
@@ -114,10 +113,10 @@ PARTS = "{%- for message in messages %}{%- if message.content is string %}{{ mes
 ANSWER = {"role": "assistant", "content": "2"}
 TEMPLATES = [
     (ROLES, [USER], None), (ROLES, [USER, ANSWER, USER], None),
-    (ROLES, [USER, USER], "the chat template refuses the messages (got roles must alternate)"),
+    (ROLES, [USER, USER], "the chat template rejected the messages (got roles must alternate)"),
     (PARTS, [USER | {"content": [{"type": "text", "text": "1+1="}]}], None),
     ("{{- 'a' + messages[0].content }}", [USER | {"content": [{"type": "text", "text": "1"}]}], "can only concatenate"),
-    ("{% if %}", [USER], "the chat template refuses the messages (got Expected an expression"),
+    ("{% if %}", [USER], "the chat template rejected the messages (got Expected an expression"),
     ("{% generation %}{{ messages | tojson(indent=2) }}{% endgeneration %}{{ strftime_now('%Y') }}", [USER], None),
     ("{% for one in messages %}{{ one.content }}{% break %}{% endfor %}{{ eos_token + tone }}", [USER], None),
 ]

@@ -80,7 +80,7 @@ def test_rows_that_do_not(plan, data, rows, flags):
 
 def test_the_slice_is_one_and_leaves_rows(plan, data):
     path = data(ROW, ROW)
-    refused(plan, "the slice should be @[a:b]", "--prompt-data", f"{path}@0:1", *FIELDS)
+    refused(plan, "[slice-malformed]", "--prompt-data", f"{path}@0:1", *FIELDS)
     refused(plan, "no prompt is left (got [2:4])", "--prompt-data", f"{path}@[2:4]", *FIELDS)
     plan("--prompt-data", f"{path}@[-1:]", *FIELDS)
 
