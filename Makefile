@@ -23,7 +23,7 @@ demo: $(READY)  ## Train a tiny Qwen3 with GRPO on sums until it gets them right
 # TESTS names files or folders, instead of all. SEED runs modules, and the tests of each, in an order drawn from a number.
 PYTEST = $(BIN)/pytest -q -n 2 $(SEED:%=--random-order-bucket=module --random-order-seed=%)
 
-test: $(READY)  ## Run the gate: unit tests, contracts and whole runs of every kind (eight minutes on two cores).
+test: $(READY)  ## Run the gate: unit tests, contracts and whole runs of every kind (twelve minutes on two cores).
 	$(PYTEST) -m "not slow and not full" $(TESTS)
 
 test-full: $(READY)  ## Run what the gate leaves out and is not slow (twenty minutes on two cores).
