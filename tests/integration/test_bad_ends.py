@@ -319,7 +319,7 @@ class Bad:
 @pytest.mark.full
 @pytest.mark.parametrize(("mark", "define", "arguments", "body", "flags", "words"), [
     ("", "def filter_group", "group", "Drop('dull', 'too easy')", ["--max-over-sampling-waves", "2"],
-     "filters dropped ... groups (dull ... and kept 0 of the 4 ... too easy ... look at the reward"),
+     "filters dropped ... groups (dull ... and kept 0 of the 4 ... too easy ... [batch-starved]"),
     ("name='bad'", "async def generate", "prompt, generation", "[]", ["--generate", "bad"],
      "generator 'bad', train prompt 0: a generator must return a non-empty list of samples (got [])"),
     ("name='bad'", "async def generate", "prompt, generation", "None if prompt else []", ["--generate", "bad"],

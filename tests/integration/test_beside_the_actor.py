@@ -186,7 +186,7 @@ def test_what_cannot_be_loaded_is_named(place, teachers):
     place.run("--save", "ckpt", "--num-rollout", "1")
     ppo = ("--advantage-estimator", "ppo")
     place.refused(2, "holds no critic ... plugins", *ppo, "--load", "ckpt", "--run-dir", "runs/b")
-    place.refused(2, "no head of one number, score.weight", *ppo, "--critic-load", str(teachers["same"]))
+    place.refused(2, "no tensor score.weight) ... [value-head-missing]", *ppo, "--critic-load", str(teachers["same"]))
     place.refused(2, "holds no critic", *ppo, "--critic-load", "ckpt")
     assert place.run(*ppo, "--save", "both", "--num-rollout", "1", "--run-dir", "runs/c").code == 0
     assert place.run(*ppo, "--critic-load", "both", "--num-rollout", "1", "--run-dir", "runs/d").code == 0
