@@ -199,7 +199,7 @@ def test_an_older_project_with_edits_of_its_own_is_brought_up(tmp_path):
         scaffold.update(project, None)
     commit(project)
     theirs = template / "{{cookiecutter.distribution}}" / "README.md"
-    theirs.write_text(theirs.read_text().replace("## Work on it", "## Contributing"))
+    theirs.write_text(theirs.read_text().replace("## Development", "## Contributing"))
     commit(template, "v2")
     with pytest.MonkeyPatch.context() as patch:
         for key, value in environment.items():
@@ -228,20 +228,20 @@ def test_a_project_of_the_template_that_miles_ships_is_brought_up(tmp_path, monk
     with zipfile.ZipFile(tmp_path / "miles_core-0.0.9-py3-none-any.whl", "w") as wheel:
         for path in (one for one in TEMPLATE.rglob("*") if one.is_file() and one.suffix != ".pyc"):
             text = path.read_text(encoding="utf-8").replace(f"version = '{__version__}'", "version = '0.0.9'")
-            text = text.replace("/runs/\n", "").replace("## Work on it", "## Working on it")
+            text = text.replace("/runs/\n", "").replace("## Development", "## Working on it")
             wheel.writestr(f"miles_core/template/{path.relative_to(TEMPLATE)}", text)
         for name, text in {"METADATA": "Metadata-Version: 2.1\nName: miles-core\nVersion: 0.0.9\n", "RECORD": "",
                            "WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"}.items():
             wheel.writestr(f"miles_core-0.0.9.dist-info/{name}", text)
     answers.write_text(answers.read_text().replace(f"_commit: {__version__}", "_commit: 0.0.9"))
     ignore.write_text(ignore.read_text().replace("/runs/\n", "") + "/mine/\n")
-    readme.write_text(readme.read_text().replace("## Work on it", "## Working on it") + "Mine.\n")
+    readme.write_text(readme.read_text().replace("## Development", "## Working on it") + "Mine.\n")
     commit()
     for name, value in {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path)}.items():
         monkeypatch.setenv(name, value)
     assert "README.md" in scaffold.update(project, None)
     assert "/runs/\n" in ignore.read_text() and "/mine/\n" in ignore.read_text()
-    assert "## Work on it" in readme.read_text() and readme.read_text().endswith("Mine.\n")
+    assert "## Development" in readme.read_text() and readme.read_text().endswith("Mine.\n")
     assert f"_commit: {__version__}\n" in answers.read_text()
 
 
