@@ -78,6 +78,16 @@ def test_a_run_without_a_key_is_read_back_from_its_folder(tmp_path):
     assert rows["columns"][:4] == ["step", "prompt", "answer", "reward"] and len(rows["data"]) == len(canned_samples())
 
 
+def test_a_table_survives_that_the_library_s_own_folder_is_removed(tmp_path, monkeypatch):
+    from wandb.sdk.data_types import _private
+
+    (tmp_path / "media").mkdir()
+    monkeypatch.setattr(_private.MEDIA_TMP, "name", str(tmp_path / "media"))
+    (tmp_path / "media").rmdir()
+    run(tmp_path)
+    assert len(list(tmp_path.glob("wandb/offline-run-*/files/media/table/rollout/*.json"))) == 1
+
+
 def test_a_resumed_run_has_the_same_id_and_repeats_steps(tmp_path):
     starts = [run(tmp_path / name, resumed_from, steps) for name, resumed_from, steps in
               (("one", None, (0, 1, 2)), ("two", 1, (1, 2, 3)))]

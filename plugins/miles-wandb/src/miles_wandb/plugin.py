@@ -123,9 +123,18 @@ class Wandb:
         """See Service."""
         import wandb
 
-        table = wandb.Table(columns=[*COLUMNS], data=[[row[key] for key in COLUMNS] for row in rows],
-                            allow_mixed_types=True)
-        self._run.log({name: table, f"{name.partition('/')[0]}/step": step})
+        def logged() -> None:
+            table = wandb.Table(columns=[*COLUMNS], data=[[row[key] for key in COLUMNS] for row in rows],
+                                allow_mixed_types=True)
+            self._run.log({name: table, f"{name.partition('/')[0]}/step": step})
+
+        try:
+            logged()
+        except FileNotFoundError as error:
+            # The library writes tables through one folder in $TMPDIR. A process that was forked from this one removes
+            # it when it ends, and so does what clears /tmp in a run of weeks.
+            Path(error.filename).parent.mkdir(parents=True, exist_ok=True)
+            logged()
 
     def close(self, status: str) -> None:
         """See Service."""
