@@ -114,7 +114,8 @@ def test_evaluation_data_are_looked_at_by_their_own_keys(plan, data):
 
 @pytest.mark.parametrize("name", ["org/dataset", "./none.jsonl", "/data/none.jsonl", "train.parquet"])
 def test_what_can_only_be_missing_is_refused(plan, name):
-    refused(plan, "there is no such folder" if name == "org/dataset" else "[prompt-file-missing]", "--prompt-data", name)
+    words = "there is no such folder" if name == "org/dataset" else "[prompt-file-missing]"
+    refused(plan, words, "--prompt-data", name)
 
 
 def test_epochs_over_too_few_rows_make_no_rollout(plan, data):
