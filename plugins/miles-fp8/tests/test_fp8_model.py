@@ -168,7 +168,7 @@ DRAWS = 8
 @pytest.mark.full
 @pytest.mark.parametrize(("kind", "layout"), [
     ("dense", ("--tensor-model-parallel-size", "2", "--sequence-parallel")),
-    pytest.param("moe", ("--expert-model-parallel-size", "2"), marks=pytest.mark.full),
+    ("moe", ("--expert-model-parallel-size", "2")),
     pytest.param("dense", ("--pipeline-model-parallel-size", "2"), marks=pytest.mark.slow),
     pytest.param("dense", ("--recompute-granularity", "full"), marks=pytest.mark.slow),
 ], ids=["TP2", "EP2", "PP2", "recompute"])

@@ -234,8 +234,7 @@ LAYOUTS = {
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("layout", [name if name == "tp2-sp" else pytest.param(name, marks=pytest.mark.full)
-                                    for name in LAYOUTS])
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_layout_changes_nothing(checkpoint, plan, one, two, layout):
     """Gradients of policy and layers on two ranks and on one, in other micro-batches."""
     kind, flags = LAYOUTS[layout]

@@ -105,8 +105,9 @@ class ColumnScatter:
 
     def scatter(self) -> None:
         """Into the columns of every sample; rows that are not trained on hold 0. Every rank calls it."""
-        while self._waiting:
-            self._copy(*self._waiting.pop(0))
+        for waiting in self._waiting:
+            self._copy(*waiting)
+        self._waiting.clear()
         if dist.get_world_size() > 1:
             self._exchange()
         for name, values in self._buffers.items():
