@@ -7,3 +7,9 @@
     weights.py    the engine's copy of a checkpoint, filled from Hugging Face names
     sampling.py   keyed draws and stop strings
 """
+
+import os
+
+# decode.py needs that a row of a product does not depend on how many there are. MKL promises that in this mode alone; its kernels
+# for Intel's processors without AVX-512 do not keep it otherwise. MKL reads the variable at its first call.
+os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
