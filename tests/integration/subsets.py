@@ -263,14 +263,17 @@ class Settled:
     why: str = ""
 
 
-def settle(one: Draw, path: Path, model: Path, given: Mapping[str, object], patience: int = 20) -> Settled:
+def settle(one: Draw, path: Path, model: Path, given: Mapping[str, object], refused: str = "",
+           patience: int = 20) -> Settled:
     """Write the run file, and mend what a plugin refuses by the options that it names, until there is a plan.
 
     Args:
         given: what `needs` gives.
+        refused: what a plugin has refused of this draw in its run, which is mended first.
         patience: how often something is mended; two plugins may want the opposite.
     """
     chance, base = random.Random(one.seed), {"rollout": {"num_rollout": 2}, "optimizer": {"lr": 1e-3}}
+    one = mended(one, refused, given, chance) or one
     said = why = ""
     for _ in range(patience):
         run_file(path, one.plugins, base, one.settings, checkpoint=model)
