@@ -38,7 +38,7 @@ MATERIAL = ("examples/",)
 """Models, prompts and run files that tests of every kind use: the whole gate."""
 DISTRIBUTED = ("LICENSE", "miles/", "release/")
 """What only the tests of archives and releases look at."""
-PAGES = ("docs/", "AGENTS.md", "CHANGELOG.md", "CONTRIBUTING.md", "README.md", "mkdocs.yml")
+PAGES = ("docs/", "recipes/", "AGENTS.md", "CHANGELOG.md", "CONTRIBUTING.md", "README.md", "mkdocs.yml")
 SCRIPTS = ("bench/", "tests/gpu/")
 """Started by tests/contracts, which run anyway."""
 
@@ -130,8 +130,8 @@ class Repository:
     def naming(self, packages: Iterable[str]) -> set[str]:
         """The files of tests/ that name one of the packages or ask them all."""
         words = {word for package in packages for word in self._spellings(package)}
-        return self._asking_all | {path for path, text in self.shared_tests.items()
-                                   if words & self._words[path] or any(word in text for word in words if "-" in word)}
+        return self._asking_all | {path for path in self.shared_tests
+                                   if words & self._words[path]}
 
     @functools.cached_property
     def reading_pages(self) -> set[str]:
@@ -148,7 +148,9 @@ class Repository:
 
     @functools.cached_property
     def _words(self) -> Mapping[str, set[str]]:
-        return {path: set(re.findall(r"\w+", text)) for path, text in self.shared_tests.items()}
+        """Of each file; those with hyphens whole and in parts, so that --rollout-batch-size names no batch-size."""
+        return {path: {*re.findall(r"\w+", text), *re.findall(r"\w+(?:-\w+)+", text)}
+                for path, text in self.shared_tests.items()}
 
     def _spellings(self, package: str) -> set[str]:
         """How tests spell a package: distribution, module, plugin; the named parts and options of its manifest."""

@@ -4,19 +4,30 @@ Counted is the CPU time of pytest's process and of every process below it, from 
 teardown. A busy machine may double it, where wall time grows tenfold. Not counted are fixtures which tests share, and
 tests marked `full` or `slow`. Whichever test comes first in a process pays for imports and for the fork server, so it
 is not judged: in another order it will be.
+
+Ten seconds are those of the machine on which REFERENCE was measured. The first test that is above them has a fixed
+piece of work timed; where that takes longer than it does there, the limit grows with it.
 """
 
 from __future__ import annotations
 
+import gc
 import multiprocessing.forkserver
 import os
+import statistics
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 LIMIT = 10.0
+REFERENCE = 0.0214
+"""CPU seconds of `work` on one of the two cores of docs/benchmarks.md; `python tests/cpu_budget.py` measures them."""
+SAME, ROOM = 1.1, 1.5
+"""Up to SAME times REFERENCE, a machine counts as equally fast. A slower one has ROOM beside its slowness: memory and
+processes need not be slower by the same factor as `work` is."""
 TICKS = os.sysconf("SC_CLK_TCK")
 ONCE = ("torch", "transformers", "megatron.core", "torch._dynamo")
 """Modules whose first import takes CPU seconds."""
@@ -43,8 +54,44 @@ def first_costs() -> tuple[object, ...]:
     return (*(name in sys.modules for name in ONCE), server._forkserver_pid)
 
 
+def work() -> None:
+    """About 20 ms of what tests spend their time with: the interpreter, and products of matrices in one thread."""
+    import numpy
+
+    words: dict[str, int] = {}
+    for number in range(60_000):
+        word = f"{number % 977}"
+        words[word] = words.get(word, 0) + number
+    square = numpy.full((64, 64), 1 / 64, dtype=numpy.float32)  # OpenBLAS takes no second thread for this size
+    for _ in range(2_500):
+        square = square @ square
+
+
+def measure(runs: int = 9) -> float:
+    """CPU seconds of `work` here, the median of some runs."""
+    seconds, collecting = [], gc.isenabled()
+    gc.disable()  # what tests left on the heap would be gone through
+    try:
+        work()  # imports numpy
+        for _ in range(runs):
+            begin = time.thread_time()
+            work()
+            seconds.append(time.thread_time() - begin)
+    finally:
+        if collecting:
+            gc.enable()
+    return statistics.median(seconds)
+
+
+def limit(slowness: float) -> float:
+    """CPU seconds that a test may use on a machine that takes `slowness` times REFERENCE for `work`."""
+    return LIMIT if slowness <= SAME else LIMIT * slowness * ROOM
+
+
 class CpuBudget:
-    """Measures one test after the other."""
+    """Measures one test after the other, and the machine once: when a test is above LIMIT."""
+
+    slowness: float | None = None
 
     def __init__(self) -> None:
         self.start = self.shared = 0.0
@@ -73,9 +120,13 @@ class CpuBudget:
         used = cpu_seconds(os.getpid()) - self.start - self.shared
         exempt = item.get_closest_marker("full") or item.get_closest_marker("slow") or first_costs() != self.paid
         if used > LIMIT and not exempt:
-            pytest.fail(f"{item.nodeid} used {used:.1f} s of CPU, and a test of the gate may use {LIMIT:g}. Make it "
-                        "cheaper, let tests share a fixture, or mark it `full`: then it runs with `make test-full`.",
-                        pytrace=False)
+            if self.slowness is None:
+                self.slowness = measure() / REFERENCE
+            if used > limit(self.slowness):
+                pytest.fail(f"{item.nodeid} used {used:.1f} s of CPU, and a test of the gate may use "
+                            f"{limit(self.slowness):.3g} here ({LIMIT:g} on the machine of reference; one core of this "
+                            f"one takes {self.slowness:.2f} times as long). Make it cheaper, let tests share a "
+                            "fixture, or mark it `full`: then it runs with `make test-full`.", pytrace=False)
         return outcome
 
 
@@ -83,3 +134,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Linux tells which processes are whose children; elsewhere nothing is measured."""
     if Path(f"/proc/self/task/{os.getpid()}/children").exists():
         config.pluginmanager.register(CpuBudget())
+
+
+if __name__ == "__main__":
+    print(f"REFERENCE is {REFERENCE}, and here it is {measure(99):.4f}")

@@ -1,15 +1,22 @@
-"""A test of the gate that uses too much CPU fails, with its name and seconds: children count, shared fixtures not."""
+"""A test of the gate that uses too much CPU fails, with its name and seconds: children count, shared fixtures not.
+
+What is too much is measured in the seconds of one machine, so a slower one has more of them.
+"""
 
 import os
 import re
 import subprocess
 import sys
 
+import pytest
 from source import ROOT
+
+from tests import cpu_budget
 
 CONFTEST = """
 from tests import cpu_budget
 cpu_budget.LIMIT = 0.5
+cpu_budget.REFERENCE = REFERENCE
 pytest_plugins = ["tests.cpu_budget"]
 """
 TESTS = """
@@ -48,14 +55,34 @@ def test_slow(): spin()
 """
 
 
-def test_who_uses_too_much_is_named(tmp_path):
-    (tmp_path / "conftest.py").write_text(CONFTEST)
+def run(tmp_path, reference, *which):
+    """Run TESTS on a machine of reference that does the work in so many seconds."""
+    (tmp_path / "conftest.py").write_text(CONFTEST.replace("= REFERENCE", f"= {reference!r}"))
     (tmp_path / "test_them.py").write_text(TESTS)
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n  full\n  slow\n")
-    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_them.py"],
+    return subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_them.py", *which],
                           cwd=tmp_path, text=True, capture_output=True, timeout=300, check=False,
                           env={**os.environ, "PYTHONPATH": str(ROOT)})
+
+
+def test_who_uses_too_much_is_named(tmp_path):
+    done = run(tmp_path, 10.0)  # none is so slow as the machine of reference
     named = re.findall(r"^test_them.py::(\w+) used (\d+\.\d) s of CPU", done.stdout, re.MULTILINE)
     assert [name for name, _ in named] == ["test_here", "test_child", "test_child_that_goes_on"], done.stdout
     assert all(0.5 < float(seconds) < 30 for _, seconds in named)
     assert "8 passed" in done.stdout and "3 errors" in done.stdout
+    assert "may use 0.5 here" in done.stdout
+
+
+def test_a_slower_machine_has_more_seconds(tmp_path):
+    done = run(tmp_path, cpu_budget.REFERENCE / 100, "-k", "test_quick or test_here")
+    assert "2 passed" in done.stdout and "error" not in done.stdout, done.stdout
+
+
+@pytest.mark.parametrize(("slowness", "seconds"), [(0.4, 10), (1, 10), (1.1, 10), (1.2, 18), (2, 30), (3.5, 52.5)])
+def test_the_limit_grows_with_slowness(slowness, seconds):
+    assert cpu_budget.limit(slowness) == pytest.approx(seconds)
+
+
+def test_the_work_takes_long_enough_to_be_measured():
+    assert 0.002 < cpu_budget.measure(3) < 1
