@@ -1,0 +1,1 @@
+"""Recipes with claims: `miles reproduce` runs one again and says whether the outcome is inside its band."""

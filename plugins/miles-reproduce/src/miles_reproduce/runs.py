@@ -1,0 +1,69 @@
+"""Running a recipe: `miles run` in a process of its own for each seed, one after the other, and the curve it wrote."""
+
+from __future__ import annotations
+
+import resource
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+from miles_core.errors import MilesError
+from miles_core.record.events import read
+from miles_reproduce.claim import Curve, Preparation
+
+LOG = "output.log"
+MILES = [str(Path(sys.executable).with_name("miles"))]
+
+
+def prepare(one: Preparation, log: Path) -> None:
+    """Run the command unless what it makes is there.
+
+    Raises:
+        MilesError: it failed, or made something else.
+    """
+    if one.makes.exists():
+        return
+    words = shlex.split(one.command)
+    words[:1] = {"python": [sys.executable], "miles": MILES}.get(words[0], words[:1])
+    _run(words, log, one.command)
+    if not one.makes.exists():
+        raise MilesError("a recipe's preparation did not make what it should", code="recipe-preparation-empty",
+                         got=f"no {one.makes}", who=one.command, fix=f"{log} has its output")
+
+
+def run(run_file: Path, seed: int, folder: Path) -> float:
+    """One run into a folder that does not exist yet; the CPU seconds of it and its processes.
+
+    Raises:
+        MilesError: the run failed.
+    """
+    folder.mkdir(parents=True)
+    before = _cpu_seconds()
+    _run([*MILES, "run", str(run_file), "--no-live", f"--seed={seed}", f"--rollout-seed={seed}",
+          f"--run-dir={folder / 'run'}"], folder / LOG, f"miles run {run_file} --seed {seed} --rollout-seed {seed}")
+    return _cpu_seconds() - before
+
+
+def curve(folder: Path, metric: str) -> Curve:
+    """Values of a metric by the rollouts that were trained on before: of an evaluation at rollout k it is k, and after
+    rollout k, counted from 0, k + 1."""
+    after = {"eval": 0, "metrics": 1}
+    return [(event["rollout_id"] + after[event["event"]], event["metrics"][metric])
+            for event in read(folder / "run" / "events.jsonl")
+            if event["event"] in after and metric in event["metrics"]]
+
+
+def _run(words: list[str], log: Path, shown: str) -> None:
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("wb") as output:
+        status = subprocess.run(words, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT).returncode
+    if status:
+        last = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-3:]
+        raise MilesError("a command of the recipe failed", code="recipe-command-failed", who=shown,
+                         got=f"exit status {status}: {' '.join(last)}", fix=f"{log} has its output")
+
+
+def _cpu_seconds() -> float:
+    spent = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return spent.ru_utime + spent.ru_stime

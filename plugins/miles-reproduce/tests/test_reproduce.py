@@ -1,0 +1,61 @@
+"""`miles reproduce` with real runs of a tiny model: a claim is made, held, and missed."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+from miles_testing.forked import miles
+
+ROOT = Path(__file__).parents[3]
+RUN_FILE = (ROOT / "examples/steps/sums.toml").read_text()
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    folder = tmp_path / "short"
+    folder.mkdir()
+    text = RUN_FILE.replace("num_rollout = 5", "num_rollout = 1")
+    text = text.replace("rollout_batch_size = 16", "rollout_batch_size = 2")
+    (folder / "recipe.toml").write_text(text)
+    (folder / "claim.toml").write_text('metric = "rollout/raw_reward"\nstep = 1\n')
+    return folder
+
+
+def reproduce(*words: object):
+    return miles(["reproduce", *map(str, words)], ROOT, timeout=120)
+
+
+@pytest.mark.full
+def test_a_claim_is_made_then_held_then_missed(recipe, tmp_path):
+    outcome = reproduce(recipe, "--seeds", 2, "--write-claim", "--out", tmp_path / "first")
+    assert outcome.code == 0, outcome.err
+    claim = tomllib.loads((recipe / "claim.toml").read_text())
+    assert len(claim["measured"]["values"]) == 2 and claim["measured"]["steps"] == [1]
+    assert (recipe / "curve.svg").exists() and (recipe / "recipe.lock").exists()
+
+    again = reproduce(recipe, "--out", tmp_path / "again")
+    assert again.code == 0 and "another version" not in again.out
+    assert f"{claim['measured']['values'][0]:.4f}" in again.out
+
+    run_file = recipe / "recipe.toml"
+    run_file.write_text(run_file.read_text().replace('["math"]', '["format"]'))  # every answer has it
+    missed = reproduce(recipe, "--out", tmp_path / "missed")
+    inside = claim["measured"]["low"] <= 1 <= claim["measured"]["high"]
+    assert missed.code == (0 if inside else 1) and "another version" in missed.out
+    assert "rm_type" in missed.out and (tmp_path / "missed" / "curve.svg").exists()
+
+    author = 'metric = "rollout/raw_reward"\nstep = 1\n\n[[prepare]]\nmakes = "nothing"\ncommand = "{}"\n'
+    for command, code in (("python no-such-file.py", "recipe-command-failed"),
+                          ("python -V", "recipe-preparation-empty")):
+        (recipe / "claim.toml").write_text(author.format(command))
+        failed = reproduce(recipe, "--seeds", 2, "--write-claim", "--out", tmp_path / "failed")
+        assert failed.code == 1 and code in failed.err and command in failed.err
+
+
+def test_nothing_runs_without_a_claim_to_compare_with(recipe):
+    for words, code in (((recipe,), "claim-not-measured"), (("no-such-recipe",), "recipe-unknown")):
+        outcome = reproduce(*words)
+        assert outcome.code == 2 and code in outcome.err
+    assert reproduce(recipe, "--write-claim").code == 2

@@ -1,0 +1,40 @@
+"""Recipes: each has a claim of five seeds, a lock, a picture, a README, a run file that plans; the page is theirs."""
+
+from __future__ import annotations
+
+import pytest
+from source import ROOT
+
+from miles_core.plugins import lock
+from miles_core.plugins.load import import_file
+from miles_core.plugins.plan import prepare
+
+RECIPES = sorted(path.parent for path in ROOT.glob("recipes/*/recipe.toml"))
+
+
+def test_there_are_recipes():
+    assert len(RECIPES) >= 3
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
+def test_a_recipe_is_whole(recipe, monkeypatch):
+    from miles_reproduce.claim import read
+
+    monkeypatch.chdir(ROOT)
+    claim = read(recipe / "claim.toml")
+    assert claim.measured is not None and len(claim.measured.values) == 5
+    assert claim.measured.values == [claim.at_step(curve) for curve in claim.measured.curves]
+    measured = lock.read(recipe / "recipe.lock")["options"]
+    planned = lock.of(prepare(recipe / "recipe.toml", []))["options"]
+    both = measured.keys() & planned.keys()  # versions differ in what options there are
+    assert {key: measured[key] for key in both} == {key: planned[key] for key in both}
+    readme = (recipe / "README.md").read_text(encoding="utf-8")
+    assert f"miles reproduce {recipe.name}" in readme and "(curve.svg)" in readme
+
+
+def test_the_page_is_what_the_claims_say():
+    made = import_file(ROOT / "docs" / "recipes.py")
+    text = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
+    assert made.page(text) == text, "run python docs/recipes.py"
+    for path, picture in made.pictures().items():
+        assert path.read_text(encoding="utf-8") == picture, f"{path}: run python docs/recipes.py"
