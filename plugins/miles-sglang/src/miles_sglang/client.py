@@ -7,7 +7,6 @@ an EngineError that names who was waited for.
 
 from __future__ import annotations
 
-import base64
 import json
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
@@ -15,6 +14,8 @@ from typing import Any
 
 import aiohttp
 import numpy as np
+import orjson
+import pybase64
 
 from miles_core.errors import EngineError
 
@@ -25,6 +26,8 @@ KEEP_ALIVE = 2.0
 RETRIED = (408, 429, 500, 502, 503, 504)
 """Statuses that say nothing about the request itself."""
 SPECULATION = ("spec_num_correct_drafts", "spec_num_proposed_drafts", "spec_verify_ct")
+ROUTES = b'"routed_experts":"'
+"""How routes begin in an answer; a text that holds these characters has backslashes between them."""
 RETRACTIONS = "num_retractions"
 """How often the server took a request's cache for others and computed it again: it counts on within one call."""
 
@@ -73,7 +76,7 @@ class Client:
             Failed: nothing came, or nothing that can be read.
             EngineError: the server refuses the request.
         """
-        return parse(await self._exchange("POST", "/generate", body, timeout=None), 0)
+        return _parsed(await self._exchange("POST", "/generate", body, timeout=None), 0)
 
     async def stream(self, body: dict) -> AsyncIterator[Answer]:
         """The same request piece by piece, as the tokens are drawn; the last piece has a reason."""
@@ -85,7 +88,7 @@ class Client:
                 async for line in _lines(response.content):
                     if not line.startswith(b"data: {"):
                         continue
-                    piece = parse(_read_json(line[6:]), seen)
+                    piece = _parsed(line[6:], seen)
                     seen += len(piece.ids)
                     yield piece
                     if piece.reason is not None:
@@ -102,7 +105,8 @@ class Client:
         """
         method = method or ("GET" if body is None else "POST")
         try:
-            return await self._exchange(method, path, body, timeout)
+            data = await self._exchange(method, path, body, timeout)
+            return _read_json(data) if data.lstrip()[:1] in (b"{", b"[") else {}
         except Failed as error:
             raise EngineError(f"{path} failed", got=str(error), who=f"{self.name} at {self.url}",
                               fix="see its log", code="server-request-failed") from error
@@ -150,7 +154,7 @@ class Client:
             )  # fmt: skip
         return self._session
 
-    async def _exchange(self, method: str, path: str, body: dict | None, timeout: float | None) -> dict:
+    async def _exchange(self, method: str, path: str, body: dict | None, timeout: float | None) -> bytes:
         bound = aiohttp.ClientTimeout(total=timeout, sock_connect=CONNECT_TIMEOUT)
         try:
             async with self._open().request(method, self.url + path, json=body, timeout=bound) as response:
@@ -164,7 +168,7 @@ class Client:
             raise Failed(f"{self.name}: {_says(error)}") from error
         if response.status >= 300:
             self._refuse(response.status, data, path)
-        return _read_json(data) if data.lstrip()[:1] in (b"{", b"[") or path == "/generate" else {}
+        return data
 
     def _refuse(self, status: int, data: bytes, path: str) -> None:
         text = message_of(data)
@@ -174,10 +178,23 @@ class Client:
                           fix="the request does not fit this server; see its log", code="server-request-rejected")
 
 
-def parse(body: Any, seen: int) -> Answer:
+def _parsed(data: bytes, seen: int) -> Answer:
+    """An answer from its bytes. Routes are most of them: they are cut out, so that no text is made of them."""
+    begin = data.find(ROUTES) + len(ROUTES)
+    end = data.find(b'"', begin)
+    if begin < len(ROUTES) or end < 0:
+        return parse(_read_json(data), seen)
+    routes = memoryview(data)[begin:end]
+    return parse(_read_json(data[:begin] + data[end:]), seen, routes)
+
+
+def parse(body: Any, seen: int, routes: memoryview | None = None) -> Answer:
     """An answer of /generate from its JSON; `seen` tokens of the request came in earlier pieces.
 
     A streamed piece holds the new tokens or, without --incremental-streaming-output, all tokens so far.
+
+    Args:
+        routes: base64 of the routed experts, where it is not in `body`.
 
     Raises:
         Failed: parts are missing or do not fit together.
@@ -195,12 +212,12 @@ def parse(body: Any, seen: int) -> Answer:
         drawn, ids = drawn[len(drawn) - new:], ids[len(ids) - new:]
         if [one[1] for one in drawn] != ids.tolist():
             raise ValueError("log-probs are not those of the tokens")
-        log_probs = np.array([np.nan if one[0] is None else one[0] for one in drawn], np.float32)
-        experts = meta.get("routed_experts")
+        log_probs = np.array([one[0] for one in drawn], np.float32)  # None becomes NaN
+        experts = routes or meta.get("routed_experts")
         return Answer(
             ids=ids, log_probs=log_probs, reason=None if reason is None else reason["type"],
             version=str(meta["weight_version"]),
-            experts=None if not experts else np.frombuffer(base64.b64decode(experts), np.int32),
+            experts=None if not experts else np.frombuffer(pybase64.b64decode(experts, validate=True), np.int32),
             counts={name: int(meta[name]) for name in ("prompt_tokens", "cached_tokens", RETRACTIONS, *SPECULATION)
                     if meta.get(name) is not None},
         )  # fmt: skip
@@ -230,6 +247,10 @@ def message_of(data: bytes) -> str:
 
 
 def _read_json(data: bytes) -> Any:
+    try:
+        return orjson.loads(data)
+    except ValueError:
+        pass  # NaN is no JSON, and the error of who gets one says more
     try:
         return json.loads(data)
     except ValueError as error:

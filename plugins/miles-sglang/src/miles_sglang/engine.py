@@ -30,6 +30,7 @@ from miles_sglang.request_scheduler import RequestScheduler
 from miles_sglang.server_pool import ServerPool
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
 DRAIN_SECONDS = 60.0
@@ -112,7 +113,7 @@ class SglangEngine:
     async def generate(self, request: Request) -> Response:
         """Sample one continuation; many calls may be in flight. Cancelling the call ends the request.
 
-        With "routed_experts" in `request.want`, extra["routed_experts"] is [P+N-1, layers, topk] int32: the experts
+        With "routed_experts" in `request.want`, extra["routed_experts"] is [P+N-1, layers, topk] int16: the experts
         of each position when it was last computed by the call that drew the next token. extra["computed_again"],
         [P+N-1] int8, is 1 where that was after the token was drawn, as the server had retracted the request, and 2
         where it was by newer weights as well.
@@ -330,8 +331,8 @@ class SglangEngine:
         self._spawn(self._pool.recheck())
         raise Failed(f"an answer from weights of version {answer.version!r} where {oldest} was expected")
 
-    def _decode(self, ids: list[int], skip_special_tokens: bool) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens) if ids else ""
+    def _decode(self, ids: np.ndarray, skip_special_tokens: bool) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens) if len(ids) else ""
 
     # What servers are told.
 

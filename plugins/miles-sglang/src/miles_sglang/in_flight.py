@@ -21,6 +21,9 @@ from miles_core.reading import parse_json
 from miles_core.stages.rollout import Request, Response, check_request
 from miles_sglang.client import RETRACTIONS, SPECULATION, Answer, Failed
 
+NARROW = np.iinfo(np.int16)
+"""What numbers of experts are kept as, half of what servers send; -1 is none."""
+
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
@@ -85,7 +88,7 @@ class InFlightRequest:
         EngineError: a request that no server should see: no room, ids outside of the vocabulary, unknown wants.
     """
 
-    def __init__(self, request: Request, order: int, facts: ModelFacts, decode: Callable[[list[int], bool], str]):
+    def __init__(self, request: Request, order: int, facts: ModelFacts, decode: Callable[[np.ndarray, bool], str]):
         _check(request, facts)
         self.request, self.order, self._facts, self._decode = request, order, facts, decode
         self.rid = ""
@@ -167,7 +170,7 @@ class InFlightRequest:
         response = Response(
             output_ids=ids, log_probs=_joined(self._log_probs, np.float32), versions=_joined(self._versions, np.int32),
             finish_reason=self.reason or "abort", extra=experts, figures=self._figures(),
-            text=self._decode(ids.tolist(), self.request.sampling.skip_special_tokens),
+            text=self._decode(ids, self.request.sampling.skip_special_tokens),
         )  # fmt: skip
         return self._cut(response) if self._calls > 1 and self.request.sampling.stop else response
 
@@ -187,7 +190,10 @@ class InFlightRequest:
         rows = self._length + count - 1 - self._rows
         if flat.size % (shape[0] * shape[1]) or flat.size < rows * shape[0] * shape[1]:
             raise Failed(f"{flat.size} routed experts do not make {rows} rows of {shape[0]} layers x {shape[1]}")
-        return flat.reshape(-1, *shape)[:rows]
+        whole = flat.reshape(-1, *shape)[:rows]
+        if whole.size and not (whole.min() >= -1 and whole.max() < NARROW.max):
+            raise Failed(f"experts {whole.min()} to {whole.max()} are no numbers of experts")
+        return whole.astype(NARROW.dtype)
 
     def _ended(self, reason: str | None, new: int) -> str | None:
         """How the request ended, None when it has to go on. An aborted call hides a stop or a length at its last
@@ -205,7 +211,7 @@ class InFlightRequest:
         return "abort" if self.aborted else None
 
     def _text(self, end: int | None = None) -> str:
-        return self._decode(self.ids[:end].tolist(), self.request.sampling.skip_special_tokens)
+        return self._decode(self.ids[:end], self.request.sampling.skip_special_tokens)
 
     def _cut(self, response: Response) -> Response:
         """End after the token that completed a stop string across two calls: each server call saw a part of it."""
