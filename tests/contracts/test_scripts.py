@@ -32,6 +32,7 @@ CASES = [  # script, its words, how many plans it makes
     ("bench/calculator.py", "--data {folder} --seeds 1", 1),
     ("bench/convert_memory.py", "--size 4 --shard 1 --processes 1", 0),
     ("bench/demo_seeds.py", "--seeds 1", 1),
+    ("bench/driver.py", "--requests 8 --tokens 64 --rollouts 1 --routes off", 1),
     ("bench/engine.py", "--workloads small --rounds 1", 0),
     ("bench/hooks.py", "", 1),
     ("bench/install.py", "--help", 0),  # minutes of pip; tests/packages installs

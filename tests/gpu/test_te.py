@@ -12,7 +12,8 @@ import pytest
 import torch
 from miles_megatron.testing.ranks import Ranks, batches
 
-pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"), pytest.mark.integration]
+pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"), pytest.mark.integration,
+              pytest.mark.full]
 
 SIZES = {"vocab_size": 256, "hidden_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4, "head_dim": 64,
          "num_key_value_heads": 2, "intermediate_size": 256, "max_position_embeddings": 512}  # fmt: skip
@@ -152,7 +153,7 @@ def run_file(checkpoint, tmp_path) -> Path:
 [checkpoint]
 hf_checkpoint = "{checkpoint}"
 [rollout]
-prompt_data = "{tmp_path}/none.jsonl"
+prompt_data = "data/none.jsonl"
 num_rollout = 3
 rollout_batch_size = 4
 n_samples_per_prompt = 4

@@ -297,7 +297,8 @@ def test_old_log_probs_of_another_packing_leave_the_ratio_at_one(bench):
 
 def test_with_the_packing_of_the_step_the_first_ratio_is_exactly_one(bench):
     """No |ratio - 1|, no clipping and no KL at the first step, to the last bit."""
-    bench.configure({"entropy_coef": 0.01}, {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 100})
+    bench.configure({"entropy_coef": 0.01, "skip_actor_forward_only": False},
+                    {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 100})
     batch, seen = make_batch(), []
     inner = bench.trainer.objective._policy_loss
     bench.trainer.objective._policy_loss = lambda inputs: (seen.append(inputs), inner(inputs))[1]

@@ -113,8 +113,6 @@ SILENT = {
     "kl-that-drives-away": (("--kl-coef", -0.1), "algorithm.kl_coef", lambda: penalty(kl_coef=-0.1) > 0),
     "ratio-of-1-in-later-steps": ((SKIP, "--num-steps-per-rollout", 2), "algorithm.skip_actor_forward_only", lambda: (
         surrogate(old=NEW)[1] == 0 and surrogate()[1] == 0.5)),
-    "ratio-of-1-for-stale-samples": ((SKIP, "--max-lag", 1), "rollout.max_lag", lambda: (
-        not torch.equal(surrogate(old=NEW)[0], surrogate()[0]))),
     "band-beyond-every-ratio": (("--eps-clip", 1.5), "algorithm.eps_clip", lambda: (
         surrogate(advantage=-1.0, low=1.5)[1] == 0 and surrogate(advantage=-1.0)[1] == 0.5)),
     "band-above-every-ratio": (("--eps-clip-high", 20), "algorithm.eps_clip_high", lambda: surrogate(high=20)[1] == 0),

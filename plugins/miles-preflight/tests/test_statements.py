@@ -4,7 +4,6 @@ import json
 
 import pytest
 
-from miles_core.config.tables import RunConfig
 from miles_core.errors import ConfigError, DataError
 from miles_core.plugins import bind
 
@@ -47,9 +46,9 @@ def test_answers_are_scored_and_labels_are_read(plan, tmp_path):
     ("--use-rollout-routing-replay", "--engine", "sglang", "--no-sglang-enable-return-routed-experts"),
 ])
 def test_plugins_refuse_when_they_are_made(plan, flags):
-    made = plan(*flags)
-    assert isinstance(made.config, RunConfig)
+    """That is with the plan, of those that have a hook of it, and before anything is loaded of the others."""
     with pytest.raises(ConfigError) as caught:
+        made = plan(*flags)
         bind.bind(made.selected, made.config, "driver")
     assert caught.value.who and caught.value.fix
 

@@ -315,8 +315,8 @@ def test_a_run_replays_what_its_engine_routed(run):
     steps = run("--use-rollout-routing-replay", "--num-rollout", "2")
     assert len(steps) == 2
     for step in steps:
-        assert step["rollout/r3/replayed"] == step["train/r3/replayed"] == 1
-        assert step["rollout/r3/routes_differ"] > 0.02
+        assert "rollout/r3/replayed" not in step, "one step per rollout: no pass comes before it"
+        assert step["train/r3/replayed"] == 1 and step["train/r3/routes_differ"] > 0.02
         assert step["rollout/r3/log_prob_diff_free"] > 5 * step["rollout/r3/log_prob_diff"]
 
 
@@ -338,7 +338,7 @@ def test_an_answer_of_several_versions_keeps_the_routes_of_each(run, how, tmp_pa
     files = sorted((tmp_path / "run/samples").glob("rollout_*.jsonl"))
     versions = [set(json.loads(line)["versions"]) for path in files for line in path.read_text().splitlines()]
     assert max(map(len, versions)) > 1, "no answer went on after a sync"
-    assert all(step["rollout/r3/replayed"] == step["train/r3/replayed"] == 1 for step in steps)
+    assert all(step["train/r3/replayed"] == 1 for step in steps)
     assert steps[0]["rollout/r3/log_prob_diff_free"] > 5 * steps[0]["rollout/r3/log_prob_diff"]
 
 

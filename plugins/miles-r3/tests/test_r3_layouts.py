@@ -119,7 +119,8 @@ def ranks():
 def plan(folder):
     """(layout, *flags) -> the plan of a run under it."""
     return lambda layout, *flags: prepare(folder / "run.toml", [str(word) for word in (
-        "--hf-checkpoint", folder / "moe", "--actor-num-gpus-per-node", layout[0], *layout[1:], *flags)])
+        "--hf-checkpoint", folder / "moe", "--actor-num-gpus-per-node", layout[0], "--no-skip-actor-forward-only",
+        *layout[1:], *flags)])
 
 
 @pytest.fixture(scope="module")

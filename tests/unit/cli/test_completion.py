@@ -38,7 +38,7 @@ def test_an_unknown_shell(call):
 
 
 def test_commands():
-    assert set(complete("re")) == {"report"}
+    assert set(complete("re")) == {"report", "reproduce"}
 
 
 def test_a_doctor_takes_a_folder_and_writes_a_file():

@@ -35,11 +35,14 @@ OPTIONS = {
 }  # fmt: skip
 RUN = ["--hf-checkpoint", "models/tiny", "--prompt-data", "data/train.jsonl", "--rollout-batch-size", "2",
        "--n-samples-per-prompt", "3", "--num-rollout", "1"]
+PASS = ["--no-skip-actor-forward-only"]
+"""Old log-probs that are not those of the step."""
 
 
 @functools.cache
 def planned(estimator, options):
-    return prepare(None, [*RUN, "--advantage-estimator", estimator, *OPTIONS[options].split()])
+    scored = [] if "--skip-actor" in OPTIONS[options] else PASS
+    return prepare(None, [*RUN, *scored, "--advantage-estimator", estimator, *OPTIONS[options].split()])
 
 
 def batch_for(config):

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class Cispo:
     """Clipped importance weights in place of clipped updates: no token loses its gradient (CISPO, arXiv:2506.13585)."""
 
-    provides = ("compares:cispo",)
+    provides = ("compares:cispo", "needs-no-log-prob-pass")
 
     def __init__(self, config: RunConfig):
         self.algorithm = config.algorithm

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 class Grpo:
     """Group-relative advantages (GRPO, arXiv:2402.03300), without the deviation those of Dr. GRPO."""
 
-    provides = ("compares:grpo",)
+    provides = ("compares:grpo", "needs-no-log-prob-pass")
 
     def __init__(self, config: RunConfig):
         self.algorithm = config.algorithm

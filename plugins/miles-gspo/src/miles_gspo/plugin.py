@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class Gspo:
     """Group sequence policy optimization: one ratio for each sequence (GSPO, arXiv:2507.18071)."""
 
-    provides = ("compares:gspo",)
+    provides = ("compares:gspo", "needs-no-log-prob-pass")
 
     def __init__(self, config: RunConfig):
         self.algorithm = config.algorithm

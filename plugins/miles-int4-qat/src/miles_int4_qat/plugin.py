@@ -43,6 +43,7 @@ class Int4QatOptions:
 class Int4Qat:
     """Quantisation-aware training to INT4: the trainer computes with the weights that an INT4 engine has."""
 
+    provides = ("needs-no-log-prob-pass",)
     called_for = ("quantization_config.compressed-tensors",)
     precision = {
         "trainer": "weights (targets: {targets}) rounded to int4 in the forward: {forward}; straight-through gradient",

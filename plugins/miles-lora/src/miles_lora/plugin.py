@@ -93,7 +93,7 @@ def _check(options: LoraOptions, config: RunConfig) -> None:
 class Lora:
     """Low-rank adapters: the base is frozen, adapters train, and engines get them merged or alone."""
 
-    provides = ("files:lora_adapter_path",)
+    provides = ("files:lora_adapter_path", "needs-no-log-prob-pass")
 
     def __init__(self, options: LoraOptions, config: RunConfig):
         _check(options, config)

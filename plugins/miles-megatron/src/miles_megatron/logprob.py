@@ -13,6 +13,8 @@ since the normaliser is kept. The gradient of `hidden` is each rank's share: who
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib.util import find_spec
+from types import ModuleType
 
 import torch
 import torch.distributed as dist
@@ -36,6 +38,7 @@ def token_log_probs(
     group: dist.ProcessGroup | None = None,
     softcap: float | None = None,
     rounded: bool = True,
+    gradients: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """log p(target) and the entropy of p = softmax(hidden weight^T / temperature), untruncated.
 
@@ -48,6 +51,7 @@ def token_log_probs(
         group: tensor-parallel ranks among which the rows of `weight` are cut, [V / t, H] each.
         softcap: logits are softcap x tanh(hidden weight^T / softcap), as in Gemma 2 (arXiv:2408.00118); by default not.
         rounded: bf16 logits are rounded to bf16, as in Hugging Face; else they keep the product's fp32.
+        gradients: [V, H] what kernels of a GPU may add the weight's gradient to, in place of returning it.
 
     Returns:
         log_probs [N] and entropy [N] or None, in fp32 (float64 for float64 inputs).
@@ -56,6 +60,10 @@ def token_log_probs(
         ValueError: a temperature that is not positive.
     """
     hidden, chunk_size, group = _prepared(hidden, weight, temperature, chunk_size, group)
+    if group is None and softcap is None and rounded and (kernels := _kernels(hidden)) is not None:
+        log_probs, spread = kernels.FusedLogProbs.apply(hidden, weight, targets, float(temperature), chunk_size,
+                                                        entropy or entropy_gradient, entropy_gradient, gradients)
+        return log_probs, spread if entropy or entropy_gradient else None
     log_probs, spread = _TokenLogProbs.apply(
         hidden, weight, targets, (float(temperature), softcap, rounded), chunk_size, entropy or entropy_gradient,
         entropy_gradient, group,
@@ -179,6 +187,15 @@ def _prepared(hidden, weight, temperature, chunk_size, group):
     hidden = hidden.to(weight.dtype)
     chunk_size = int(chunk_size or max(16, CHUNK_BYTES // (weight.shape[0] * _wide(hidden).itemsize)))
     return hidden, chunk_size, group if group is not None and group.size() > 1 else None
+
+
+def _kernels(hidden: torch.Tensor) -> ModuleType | None:
+    """fused_logits, where it computes these."""
+    if not hidden.is_cuda or hidden.dtype not in (torch.bfloat16, torch.float16) or find_spec("triton") is None:
+        return None
+    from miles_megatron import fused_logits
+
+    return fused_logits
 
 
 def _wide(hidden: torch.Tensor) -> torch.dtype:

@@ -30,7 +30,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 logger = logging.getLogger(__name__)
 
 ALWAYS_OFF = {
-    "gradient_accumulation_fusion": "Apex's CUDA extension",
+    "gradient_accumulation_fusion": "nothing: Transformer Engine's layers do it without this switch, which wants Apex",
     "apply_rope_fusion": "nothing: the core attention turns q and k, on a GPU in one kernel",
     "persist_layer_norm": "Apex",
     "bias_activation_fusion": "nothing, but it compiles at the first step and the activation is one pass already",
@@ -177,7 +177,7 @@ _DEFAULTS = {
 
 _OF_LAYERS = {
     LOCAL: {**dict.fromkeys(LOCAL_ONLY_OFF, False), "use_cpu_initialization": True},
-    TRANSFORMER_ENGINE: {"moe_grouped_gemm": True},
+    TRANSFORMER_ENGINE: {"moe_grouped_gemm": True, "moe_permute_fusion": True},
 }
 """Defaults that go with whose layers they are."""
 
@@ -228,7 +228,7 @@ def build(config: TransformerConfig, spec: ModelSpec, vp_stage: int | None = Non
     if config.transformer_impl == TRANSFORMER_ENGINE:
         from miles_megatron import te
 
-        te.mark(model.named_parameters())
+        te.finish(model)
     return model
 
 

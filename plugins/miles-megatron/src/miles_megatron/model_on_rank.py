@@ -20,6 +20,7 @@ from miles_megatron import cpu, gradients, hf_config, optimizer, unread, value, 
 from miles_megatron.config_overrides import check_architecture, overrides_for
 from miles_megatron.layout import Layout
 from miles_megatron.model import ALWAYS_OFF, LOCAL_ONLY_OFF, build, transformer_config
+from miles_megatron.module_specs import modules_of
 from miles_megatron.offload import Offload, host_copy, synchronise
 
 cpu.install()
@@ -65,6 +66,9 @@ class ModelOnRank:
         self.memory = Offload(self)
         if declared.trainable:
             self.wrapped = optimizer.wrap(self.chunks, self.settings, self.options)
+            prepare = modules_of(self.settings).wrapped
+            for chunk in self.chunks if prepare is not None else ():
+                prepare(chunk)
         else:
             low = self.settings.bf16
             self.wrapped = [optimizer.rounded(self.settings, chunk) if low else chunk for chunk in self.chunks]
@@ -97,6 +101,11 @@ class ModelOnRank:
             for hook in layer._forward_pre_hooks.values():
                 hook(layer, ())
         return layer.weight if valued else chunk.output_weight
+
+    @property
+    def head_gradients(self) -> torch.Tensor | None:
+        """[V / tensor, H] buffer of the head's gradient, where DDP does not wait for the parameter's own."""
+        return getattr(self.head, "main_grad", None) if self.settings.no_sync_func is None else None
 
     def fill(self, source: str) -> None:
         """Weights from a Hugging Face directory or a torch_dist checkpoint.

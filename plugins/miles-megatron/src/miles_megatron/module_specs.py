@@ -10,6 +10,8 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
+import torch
+
 from miles_core.errors import ConfigError
 from miles_megatron import cpu, layers
 from miles_megatron.attention import PackedAttention
@@ -40,6 +42,7 @@ class LayerModules:
         activations: ModelSpec.activation -> the module of a gated MLP, called with (config).
         attention: the core attention of layers of one kind: takes the config, what the checkpoint says, and the rope.
         grouped: the module that holds a rank's experts together and its linear layers; None for one MLP per expert.
+        wrapped: called with a model that trains once its gradients have their buffers; None for nothing to do.
     """
 
     column: type
@@ -48,6 +51,7 @@ class LayerModules:
     activations: Mapping[str, type]
     attention: Callable[[TransformerConfig, Attention, Rope], ModuleSpec]
     grouped: tuple[type, type, type] | None = None
+    wrapped: Callable[[torch.nn.Module], None] | None = None
 
 
 def packed_attention(_config: TransformerConfig, attention: Attention, rope: Rope) -> ModuleSpec:

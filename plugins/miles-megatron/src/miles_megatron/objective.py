@@ -13,6 +13,7 @@ from miles_core.plugins.resolve import chosen
 from miles_core.stages import loss
 from miles_core.stages.loss import LossInputs, PolicyLoss, TokenWeights
 from miles_core.types import Sample
+from miles_megatron.forward_backward import ColumnScatter
 from miles_megatron.microbatch import MicroBatch
 from miles_megatron.scored import Scored
 
@@ -36,6 +37,8 @@ class Objective:
         self._policy_loss = hooks.policy_loss[self._name] if self.actor else policy_loss
         self._terms = hooks.loss_terms if self.actor else None
         self._token_weights = hooks.token_weights if self.actor else None
+        self.scores: ColumnScatter | None = None
+        """Takes the log-probs of the step where no pass has filled their column."""
         self._unchecked: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Sequence[Sample]]] = []
 
     def __call__(self, scored: Scored, batch: MicroBatch, token_weights: torch.Tensor) -> tuple[torch.Tensor, Shares]:
@@ -54,6 +57,8 @@ class Objective:
         if not value.requires_grad:
             raise TrainError("the loss has no gradient", who=f"policy loss {self._name!r}",
                              fix="compute it from inputs.log_probs, without detach()", code="loss-without-gradient")
+        if self.scores is not None:
+            self.scores.put(batch, {"log_probs": inputs.log_probs})
         if self.actor:
             # The trainer before its first step, where it was asked: later steps would measure what was learnt as well.
             trainer = inputs.rows.get("log_probs", inputs.log_probs)

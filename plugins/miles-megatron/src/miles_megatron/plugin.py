@@ -8,7 +8,7 @@ from miles_core.hookspecs import hookimpl
 from miles_megatron import finder
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     import click
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from miles_core.config import RunConfig
     from miles_core.config.surfaces import Surface
     from miles_core.plugins.bind import Hooks
+    from miles_core.plugins.select import Selected
     from miles_core.types import Rank
     from miles_megatron.specs import Family
     from miles_megatron.step import MegatronTrainer
@@ -53,15 +54,18 @@ class Megatron:
         return check_on_policy(without_needless(config, note), note) if config.perf.trainer == "megatron" else config
 
     @hookimpl
-    def check(self, config: RunConfig, note: Callable[[str], None]) -> RunConfig:
-        """The layout, memory, and what would be computed otherwise than it is meant."""
+    def check(self, config: RunConfig, note: Callable[[str], None], plugins: Sequence[Selected]) -> RunConfig:
+        """The layout, memory, and what would be computed otherwise than it is meant, or twice."""
         from miles_megatron.checks import check_trainer
         from miles_megatron.layout import check_layouts
         from miles_megatron.memory_plan import check_memory
+        from miles_megatron.one_pass import one_pass
 
-        for step in (check_layouts, check_trainer, check_memory) if config.perf.trainer == "megatron" else ():
+        if config.perf.trainer != "megatron":
+            return config
+        for step in (check_layouts, check_trainer, check_memory):
             config = step(config, note)
-        return config
+        return one_pass(config, note, plugins)
 
     @hookimpl
     def plan_lines(self, config: RunConfig) -> Iterable[tuple[str, str]]:

@@ -56,7 +56,7 @@ class Scored:
         """log p [N] of the rows' targets and, if asked for, the entropy [N]."""
         return logprob.token_log_probs(
             self._hidden, self._policy_head(), self.batch.row("targets", torch.int64), entropy=entropy,
-            entropy_gradient=gradient, **self._how(),
+            entropy_gradient=gradient, gradients=self.model.head_gradients, **self._how(),
         )  # fmt: skip
 
     def top_k(self, k: int) -> tuple[torch.Tensor, torch.Tensor]:

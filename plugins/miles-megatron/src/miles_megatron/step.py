@@ -264,10 +264,14 @@ class MegatronTrainer:
         model.zero_grad()
         taken = self.worth(samples) if self.skips and objective is self.objective else samples
         tokens = sum(sample.length for sample in taken)
+        unscored = self.config.algorithm.skip_actor_forward_only and not any("log_probs" in s.columns for s in taken)
+        if objective is self.objective and unscored:
+            objective.scores = ColumnScatter(taken)
         with self.profiler.range("forward/backward"), model.router_losses(tokens):
             forward_backward.run(model, self.columns, self.micro_batches(taken), loss_of, name=model.name,
                                  around=self.hooks.microbatch)
         objective.check_finite()
+        mismatch = self._filled(objective, taken)
         # Metrics are means also where the reduction's weights do not add up to 1 (constant); the loss is what it is.
         total = float(sum(w * s.columns["loss_mask"].sum() for s, w in zip(samples, reduced, strict=True))) or 1.0
         with self.profiler.range("optimizer"):
@@ -276,7 +280,15 @@ class MegatronTrainer:
         if len(taken) < len(samples):
             metrics["skipped_samples"] = 1 - len(taken) / len(samples)
         prefix = "train" if objective.actor else model.name
-        return {f"{prefix}/{key}": value for key, value in metrics.items()}
+        return {f"{prefix}/{key}": value for key, value in metrics.items()} | mismatch
+
+    def _filled(self, objective: Objective, samples: Sequence[Sample]) -> dict[str, float]:
+        """Fill `log_probs` from the step's own forward, if no pass has; the metrics of such a pass."""
+        scores, objective.scores = objective.scores, None
+        if scores is None:
+            return {}
+        scores.scatter()
+        return self._mismatch(samples)
 
     def scoring_pass(self, name: str, samples: Sequence[Sequence[Sample]],
                      read: Callable[[ScoredRows], Mapping[str, torch.Tensor]]) -> None:
@@ -301,35 +313,27 @@ class MegatronTrainer:
                 access.forward("actor", lambda rows: {"log_probs": rows.log_probs()})
             if algorithm.true_on_policy_mode:
                 check_equal(self.batch.samples)
-            metrics.update(self._mismatch())
+            metrics.update(self._mismatch(self.batch.samples))
         metrics["perf/log_probs_time"] = time.perf_counter() - begin
         if self.models.has_reference:
             begin = time.perf_counter()
             with self._phase("ref_log_probs"):
                 access.forward("ref", lambda rows: {"ref_log_probs": rows.log_probs()})
             metrics["perf/ref_log_probs_time"] = time.perf_counter() - begin
-            metrics["rollout/ref_log_probs"] = self._mean("ref_log_probs")
+            values = _trained(self.batch.samples, "ref_log_probs")
+            metrics["rollout/ref_log_probs"] = float(values.mean()) if values.size else 0.0
         return metrics
 
-    def _trained(self, column: str) -> np.ndarray:
-        samples = self.batch.samples
-        return np.concatenate([s.columns[column][s.columns["loss_mask"] > 0] for s in samples])
-
-    def _mean(self, column: str) -> float:
-        values = self._trained(column)
-        return float(values.mean()) if values.size else 0.0
-
-    def _mismatch(self) -> dict[str, float]:
+    def _mismatch(self, samples: Sequence[Sample]) -> dict[str, float]:
         """How far the trainer's log-probs are from the engine's, before any step."""
-        engine = self._trained("rollout_log_probs")
-        gap = np.abs(self._trained("log_probs") - engine)
+        engine, trainer, versions = (_trained(samples, name) for name in ("rollout_log_probs", "log_probs", "versions"))
+        gap = np.abs(trainer - engine)
         if not gap.size:
             return {}
-        fresh = gap[(self._trained("versions") == self.batch.version) & (engine != 0)]  # 0: none, a given answer's
+        fresh = gap[(versions == self.batch.version) & (engine != 0)]  # 0: none, a given answer's
         return {"train/train_rollout_logprob_abs_diff_max": float(gap.max()),
                 **({FRESH: float(fresh.mean())} if fresh.size else {}),
-                "rollout/log_probs": self._mean("log_probs"),
-                "rollout/rollout_log_probs": self._mean("rollout_log_probs")}
+                "rollout/log_probs": float(trainer.mean()), "rollout/rollout_log_probs": float(engine.mean())}
 
 
 class Access:
@@ -358,6 +362,10 @@ class Access:
 
     def scheduler(self, model: str) -> object:
         return self._trainer.models.on_rank[model].scheduler
+
+
+def _trained(samples: Sequence[Sample], column: str) -> np.ndarray:
+    return np.concatenate([sample.columns[column][sample.columns["loss_mask"] > 0] for sample in samples])
 
 
 def _numbers(terms: Mapping[str, torch.Tensor]) -> dict[str, float]:

@@ -13,6 +13,7 @@ import torch
 
 from miles_core.errors import ConfigError
 from miles_megatron import cpu
+from miles_megatron.grouped_experts import GroupedExperts, sort_once
 from miles_megatron.layers import ClampedSwiGLU
 from miles_megatron.module_specs import LayerModules, fits, packed_attention
 from miles_megatron.rope import Rope
@@ -41,8 +42,12 @@ def layer_modules() -> LayerModules:
     return LayerModules(
         te.TEColumnParallelLinear, te.TERowParallelLinear, te.TENorm,
         {"silu": Activation, "gelu_pytorch_tanh": Activation, "clamped_swiglu": ClampedSwiGLU}, attention,
-        (TEGroupedMLP, te.TEColumnParallelGroupedLinear, te.TERowParallelGroupedLinear),
+        (ExpertsSideBySide, te.TEColumnParallelGroupedLinear, te.TERowParallelGroupedLinear), accumulate_in_products,
     )  # fmt: skip
+
+
+class ExpertsSideBySide(GroupedExperts, TEGroupedMLP):
+    """Transformer Engine's grouped layers, by one product each where that is possible."""
 
 
 class Activation(MegatronModule):
@@ -105,11 +110,26 @@ def _turned(x: torch.Tensor, rows, angles: torch.Tensor, interleaved: bool, grou
                                 cu_seqlens=rows.cu_seqlens_q, cp_size=group.size(), cp_rank=group.rank())
 
 
-def mark(parameters) -> None:
-    """Say along which axis the experts' second layers are cut.
+def finish(model: torch.nn.Module) -> None:
+    """A whole model of these layers: experts' second layers are cut along their inputs, and tokens are sorted once.
 
-    Transformer Engine, which Megatron lets know nothing of the ranks that share out an expert, says 0 of both layers.
+    Transformer Engine, which Megatron lets know nothing of the ranks that share out an expert, says that both layers
+    are cut along their outputs.
     """
-    for name, parameter in parameters:
+    for name, parameter in model.named_parameters():
         if ".experts." in name and ".linear_fc2." in name and parameter.dim() == 2:
             parameter.partition_dim = 1
+    sort_once(model)
+
+
+def accumulate_in_products(model: torch.nn.Module) -> None:
+    """Have linear layers add gradients to `main_grad` inside of the product that makes them, in its precision.
+
+    Only those whose forward is their own: what substitutes a weight (substitute.py) wants the gradient of its value.
+    Megatron's switch of that name asks for Apex as well, for layers that are not called here.
+    """
+    for module in model.modules():
+        own = getattr(module, "fuse_wgrad_accumulation", None) is not None and "forward" not in vars(module)
+        weights = [one for one in module._parameters.values() if one is not None and one.dim() == 2]
+        if own and weights and all(hasattr(weight, "main_grad") for weight in weights):
+            module.fuse_wgrad_accumulation = True

@@ -49,6 +49,7 @@ class MtpOptions:
 class Mtp:
     """Multi-token prediction: layers that draft for speculative decoding, kept and trained beside the policy."""
 
+    provides = ("needs-no-log-prob-pass",)
 
     def __init__(self, options: MtpOptions, config: RunConfig):
         _check(options, config)

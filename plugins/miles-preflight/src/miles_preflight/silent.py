@@ -78,10 +78,10 @@ def _ratio(config: RunConfig) -> None:
     low, high = algorithm.eps_clip, algorithm.eps_clip_high
     if algorithm.skip_actor_forward_only:
         skip = "algorithm.skip_actor_forward_only"
-        if (rollout.num_steps_per_rollout or 1) > 1 or rollout.max_lag:
+        if (rollout.num_steps_per_rollout or 1) > 1:
             _refuse(config, "without a pass for the old policy the ratio is 1 in every step, although the weights have "
-                    "moved since the samples were drawn", "drop --skip-actor-forward-only, or take one optimizer step "
-                    "per rollout and --max-lag 0", skip, "rollout.num_steps_per_rollout", "rollout.max_lag")
+                    "moved since the first", "drop --skip-actor-forward-only, or take one optimizer step per rollout",
+                    skip, "rollout.num_steps_per_rollout")
         if algorithm.kl_coef:
             _refuse(config, "the KL divergence in the reward needs the old log-probs, which are not computed",
                     "write --use-kl-loss and --kl-loss-coef", skip, "algorithm.kl_coef")

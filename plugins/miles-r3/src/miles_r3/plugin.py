@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, cast
 from miles_core.columns import Align, Column
 from miles_core.config import RunConfig, option
 from miles_core.config.architecture import architecture_of
-from miles_core.config.load import who
+from miles_core.config.load import who, with_values
 from miles_core.errors import ConfigError
 from miles_core.hookspecs import hookimpl
 from miles_r3.columns import PLACE, ROUTES
@@ -51,6 +51,7 @@ class R3Options:
 class R3:
     """Routing replay: the trainer's mixture of experts uses the experts that the engine used (R3)."""
 
+    provides = ("needs-no-log-prob-pass",)
     implies = {"server.enable_return_routed_experts": True, "megatron.moe_enable_routing_replay": True}
 
     def __init__(self, options: R3Options, config: RunConfig):
@@ -58,6 +59,13 @@ class R3:
         self.records = options.use_routing_replay and not options.use_rollout_routing_replay
         self.sizes = _check(options, config, self.records)
         self._routers: Routers | None = None
+
+    @hookimpl
+    def derive(self, config: RunConfig) -> RunConfig:
+        """The pass whose routing is replayed is made, also where nothing else needs it."""
+        if not self.records or "algorithm.skip_actor_forward_only" in config.origin:
+            return config
+        return with_values(config, "--use-routing-replay", algorithm__skip_actor_forward_only=False)
 
     @hookimpl
     def columns(self) -> list[Column]:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 class Reinforce:
     """Advantages without a value model: REINFORCE++, its group baseline, and leave-one-out (RLOO)."""
 
-    provides = ("compares:rloo", "compares:reinforce_plus_plus_baseline")
+    provides = ("compares:rloo", "compares:reinforce_plus_plus_baseline", "needs-no-log-prob-pass")
 
     def __init__(self, config: RunConfig):
         self.algorithm = config.algorithm

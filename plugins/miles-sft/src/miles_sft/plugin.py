@@ -35,7 +35,7 @@ class SftOptions:
 class Sft:
     """Supervised fine-tuning: a row's own answer is the one sample of its group; the loss is -log p."""
 
-    provides = ("answers:sft:sft_response_key",)
+    provides = ("answers:sft:sft_response_key", "needs-no-log-prob-pass")
 
     def __init__(self, options: SftOptions, config: RunConfig):
         rollout, replays = config.rollout, config.debug.debug_train_only

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from miles_core.config import RunConfig, option
+from miles_core.config.load import with_values
 from miles_core.errors import ConfigError
 from miles_core.hookspecs import hookimpl
 
@@ -56,10 +57,18 @@ class TisOptions:
 class Tis:
     """Importance weights, rejection and metrics for the gap between engine and trainer: TIS, IcePop, MIS, OPSM."""
 
+    provides = ("needs-no-log-prob-pass",)
 
     def __init__(self, options: TisOptions, config: RunConfig):
         _check(options, config)
         self.options, self._mean = options, 1.0
+
+    @hookimpl
+    def derive(self, config: RunConfig) -> RunConfig:
+        """A mean over the step's weights needs the old log-probs before the step."""
+        if not self.options.tis_batch_normalize or "algorithm.skip_actor_forward_only" in config.origin:
+            return config
+        return with_values(config, "tis_batch_normalize", algorithm__skip_actor_forward_only=False)
 
     @hookimpl
     def train_step(self, proceed: Callable[[], Metrics], access: TrainerAccess) -> Metrics:

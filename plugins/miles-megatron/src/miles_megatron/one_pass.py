@@ -1,0 +1,45 @@
+"""Whether the pass for old log-probs is left out: it would compute what the rollout's only step computes anyway.
+
+With one optimizer step per rollout the step starts from the weights that the pass would have scored with, so the old
+log-probs are the step's own, detached, and its forward fills the column `log_probs` before the optimizer moves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from miles_core.config.load import with_values
+from miles_core.config.tables import RunConfig
+from miles_core.plugins.resolve import chosen, policy_loss
+from miles_core.plugins.select import Selected
+
+WORD = "needs-no-log-prob-pass"
+"""What a plugin states in `provides`: its hooks of the trainer do not read `log_probs` before the step has filled it. A
+plugin for which that depends on options sets `skip_actor_forward_only` to False in its `derive` where it does not hold.
+"""
+READERS = ("log_prob", "shape_advantages", "train_step", "microbatch", "token_weights", "loss_terms")
+CHOSEN = ("advantage", "policy_loss", "reduction")
+"""Hooks that are shown the columns of a rollout: of these only the part that the run has chosen."""
+
+
+def one_pass(config: RunConfig, note: Callable[[str], None], plugins: Sequence[Selected]) -> RunConfig:
+    """Set `skip_actor_forward_only` where nobody set it and nothing needs the scores before the step."""
+    if "algorithm.skip_actor_forward_only" in config.origin or any(_reasons(config, plugins)):
+        return config
+    note("one optimizer step per rollout: old log-probs are those of the step itself, without a pass before it "
+         "(--no-skip-actor-forward-only for one)")
+    return with_values(config, "one optimizer step per rollout", algorithm__skip_actor_forward_only=True)
+
+
+def _reasons(config: RunConfig, plugins: Sequence[Selected]) -> Iterator[bool]:
+    """Whether each thing that needs the pass is there; metrics of samples that no step computes need it, too."""
+    algorithm, perf, rollout = config.algorithm, config.perf, config.rollout
+    yield rollout.num_steps_per_rollout != 1 or config.debug.debug_rollout_only
+    yield algorithm.use_rollout_logprobs or algorithm.true_on_policy_mode or algorithm.kl_coef != 0
+    yield perf.skip_zero_advantages
+    parts = {hook: chosen(config, hook) for hook in CHOSEN}
+    if algorithm.policy_loss is None:
+        parts["policy_loss"] = policy_loss(plugins, config)[0]
+    for plugin in plugins:
+        sees = any(offer.hook in READERS or parts.get(offer.hook) == offer.name for offer in plugin.manifest.offers)
+        yield sees and WORD not in plugin.manifest.provides
