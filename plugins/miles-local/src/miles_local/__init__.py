@@ -10,6 +10,6 @@
 
 import os
 
-# decode.py needs that a row of a product does not depend on how many there are. MKL promises that in this mode alone; its kernels
-# for Intel's processors without AVX-512 do not keep it otherwise. MKL reads the variable at its first call.
+# decode.py needs that a row of a product does not depend on how many there are. MKL promises that in this mode alone;
+# its kernels for Intel's processors without AVX-512 do not keep it otherwise. It is read at MKL's first call.
 os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
