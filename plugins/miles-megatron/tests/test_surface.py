@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from miles_megatron import source, surface
+from miles_megatron.plan_lines import lines
 
 from miles_core.errors import ConfigError
+from miles_core.plugins.plan import prepare
 
 WARM_SECONDS = 0.15
 
@@ -200,3 +203,18 @@ def test_an_absent_megatron_core_is_named(monkeypatch):
     with pytest.raises(ConfigError, match="pip install megatron-core"):
         surface.root()
     surface.root.cache_clear()
+
+
+def test_a_checkout_before_the_installed_one_is_named_in_the_plan(monkeypatch, tmp_path):
+    monkeypatch.chdir(Path(__file__).parents[3])
+    config = prepare(Path("examples/demo.toml")).config
+    assert surface.is_installed() and not [line for _, line in lines(config) if "megatron-core" in line]
+    own = tmp_path / "megatron" / "core"
+    shutil.copytree(surface.root(), own, ignore=lambda folder, names: [name for name in names if name.endswith(".so")])
+    monkeypatch.syspath_prepend(str(tmp_path))
+    surface.root.cache_clear()
+    try:
+        assert surface.root() == own and not surface.is_installed()
+        assert [title for title, line in lines(config) if f"{surface.version()} of {own}" in line] == ["layout"]
+    finally:
+        surface.root.cache_clear()

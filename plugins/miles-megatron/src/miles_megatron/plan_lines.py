@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from miles_core.config.tables import RunConfig
-from miles_megatron import memory_plan
+from miles_megatron import memory_plan, surface
 from miles_megatron.layout import Layout, layout_of
 
 
@@ -15,6 +15,8 @@ def lines(config: RunConfig) -> Iterator[tuple[str, str]]:
     yield "batch arithmetic", _micro_batches(config, layout)
     dtype = "bfloat16" if config.perf.bf16 else "float32"
     yield "layout", f"{_ranks(config, layout)}: {layout.sizes}, {dtype}"
+    if not surface.is_installed():
+        yield "layout", f"megatron-core {surface.version()} of {surface.root()}, instead of an installed one"
     for line in memory_plan.lines(config)[2:]:
         yield "memory", line.strip()
 

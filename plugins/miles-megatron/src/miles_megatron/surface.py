@@ -15,6 +15,7 @@ import importlib.util
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from importlib import metadata
 from pathlib import Path
 from types import MappingProxyType
 
@@ -76,6 +77,15 @@ def version() -> str:
     text = (root() / "package_info.py").read_text(encoding="utf-8")
     parts = dict(re.findall(r"^(MAJOR|MINOR|PATCH|PRE_RELEASE) *= *['\"]?([\w.]*)", text, re.MULTILINE))
     return "{MAJOR}.{MINOR}.{PATCH}{PRE_RELEASE}".format(**{"PRE_RELEASE": "", **parts})
+
+
+def is_installed() -> bool:
+    """Whether `root` is the installed distribution's, and not that of a checkout before it on the path."""
+    try:
+        installed = metadata.distribution("megatron-core").locate_file("megatron/core")
+        return root().samefile(str(installed))
+    except (metadata.PackageNotFoundError, FileNotFoundError):
+        return False
 
 
 @functools.lru_cache(maxsize=1)
