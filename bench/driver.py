@@ -1,21 +1,23 @@
-"""What the driver costs: CPU seconds per million tokens, with servers that answer at once.
+"""What the driver costs: CPU seconds per million tokens and memory, with servers that answer at once.
 
     python bench/driver.py                              two minutes; a Markdown table
-    python bench/driver.py --engines 1 8 64 --requests 256
+    python bench/driver.py --engines 1 64 --requests 16 --readers 0 1
 
 The shipped loop with plugin sglang (`--rollout-external --debug-rollout-only`) asks servers of this script, whose
-answers are bytes made beforehand: what is left is what the driver does with each token. CPU seconds are
-those of `miles run` and its processes, of a long run less those of a short one, so that its start does not count.
+answers are bytes made beforehand: what is left is what the driver does with each token. CPU seconds are those of the
+loop's process, and of all that `miles run` starts, of a long run less those of a short one, so that its start does not
+count. Memory is the most that the loop's process had in the short and in the long run.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import atexit
 import base64
 import itertools
 import json
-import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -103,29 +105,44 @@ def checkpoint(folder: Path, routes: bool) -> Path:
     return target
 
 
-def run(folder: Path, ports: list[int], args: argparse.Namespace, routes: bool, rollouts: int) -> float:
-    """CPU seconds of a run of so many rollouts."""
+def drive(told: str, words: list[str]) -> None:
+    """`miles` with these words, in this process; what it used is written to a file."""
+    from miles_core.cli import main as miles
+
+    def tell() -> None:
+        used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+        own, others = (one.ru_utime + one.ru_stime for one in used)
+        Path(told).write_text(json.dumps([own, own + others, used[0].ru_maxrss / 1024]))
+
+    atexit.register(tell)  # `miles` may leave without unwinding
+    sys.argv[1:] = words
+    miles()
+
+
+def run(folder: Path, ports: list[int], args: argparse.Namespace, routes: bool, readers: int,
+        rollouts: int) -> np.ndarray:
+    """CPU seconds of the loop's process and of all, and MiB of the former, of a run of so many rollouts."""
+    used = folder / "used"
     words = [
-        Path(sys.executable).with_name("miles"), "run", "--no-live", "--run-dir", folder / f"run-{rollouts}",
+        sys.executable, __file__, "--drive", used, "run", "--no-live", "--run-dir", folder / f"run-{rollouts}",
         "--hf-checkpoint", checkpoint(folder, routes), "--prompt-data", MODEL / "train.jsonl", "--input-key", "prompt",
         "--label-key", "label", "--apply-chat-template", "--rm-type", "math", "--advantage-estimator", "grpo",
         "--debug-rollout-only", "--plan-without-weights", "--rollout-external", "--rollout-external-engine-addrs",
         *(f"127.0.0.1:{port}" for port in ports), "--rollout-num-gpus", len(ports),
         "--rollout-num-gpus-per-engine", 1, "--rollout-batch-size", args.requests * len(ports) // 8,
         "--n-samples-per-prompt", 8, "--num-rollout", rollouts, "--rollout-max-response-len", args.tokens,
-        "--sglang.router", "none", *(["--plugin", "r3"] if routes else []), *args.flags]
+        "--sglang.router", "none", "--health-check-timeout", 120, "--readers", readers,
+        *(["--plugin", "r3"] if routes else []), *args.flags]
     log = folder / "log.txt"
     with open(log, "wb") as output:
-        before = os.times()
         code = subprocess.run(list(map(str, words)), stdout=output, stderr=output).returncode
-        after = os.times()
     if code:
         raise SystemExit(log.read_text()[-3000:])
-    return after.children_user + after.children_system - before.children_user - before.children_system
+    return np.array(json.loads(used.read_text()))
 
 
-def measured(args: argparse.Namespace, engines: int, routes: bool) -> float:
-    """CPU seconds per million tokens."""
+def measured(args: argparse.Namespace, engines: int, routes: bool, readers: int) -> list[float]:
+    """CPU seconds per million tokens, of the loop's process and of all; MiB of the short and of the long run."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         words = [sys.executable, __file__, "--serve", str(folder / "ports"), "--engines", str(engines),
@@ -137,11 +154,12 @@ def measured(args: argparse.Namespace, engines: int, routes: bool) -> float:
                     raise SystemExit("the servers ended")
                 time.sleep(0.05)
             ports = json.loads((folder / "ports").read_text())
-            short, long = (run(folder, ports, args, routes, n) for n in (1, 1 + args.rollouts))
+            short, long = (run(folder, ports, args, routes, readers, n) for n in (1, 1 + args.rollouts))
         finally:
             server.send_signal(signal.SIGTERM)
             server.wait()
-    return (long - short) / (args.rollouts * engines * args.requests * args.tokens / 1e6)
+    million = args.rollouts * engines * args.requests * args.tokens / 1e6
+    return [*((long - short)[:2] / million), short[2], long[2]]
 
 
 def main() -> None:
@@ -152,16 +170,23 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4096, help="of each answer")
     parser.add_argument("--rollouts", type=int, default=3)
     parser.add_argument("--routes", choices=("off", "on", "both"), default="both")
+    parser.add_argument("--readers", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--flags", nargs=argparse.REMAINDER, default=[], help="for miles run; come last")
     parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
+    if sys.argv[1:2] == ["--drive"]:
+        drive(sys.argv[2], sys.argv[3:])
+        return
     args = parser.parse_args()
     if args.serve is not None:
         asyncio.run(serve(args.engines[0], args.tokens, args.serve))
     print(f"{args.requests} requests x {args.tokens} tokens a rollout and engine\n")
-    print("| engines | routes | CPU s per million tokens |\n|---|---|---|", flush=True)
+    print("| engines | routes | readers | loop, CPU s per million tokens | all | loop, MiB |", flush=True)
+    print("|---|---|---|---|---|---|", flush=True)
     choices = {"off": [False], "on": [True], "both": [False, True]}[args.routes]
-    for engines, routes in itertools.product(args.engines, choices):
-        print(f"| {engines} | {'48 x 8' if routes else '-'} | {measured(args, engines, routes):.2f} |", flush=True)
+    for engines, routes, readers in itertools.product(args.engines, choices, args.readers):
+        own, total, short, long = measured(args, engines, routes, readers)
+        print(f"| {engines} | {'48 x 8' if routes else '-'} | {readers} | {own:.2f} | {total:.2f} | "
+              f"{short:.0f} -> {long:.0f} |", flush=True)
 
 
 if __name__ == "__main__":

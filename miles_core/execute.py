@@ -171,7 +171,8 @@ async def _run(attempt: Attempt, directory: RunDirectory, console: Views) -> int
     plan, rollout = attempt.plan, attempt.plan.config.rollout
     components = parts(plan)
     journal = Journal(directory, console, hooks=components.driver, decode_piece=components.decode_piece,
-                      strict=plan.config.debug.strict_trackers, print_every=plan.config.debug.debug_rollout_print_every)
+                      strict=plan.config.debug.strict_trackers, samples=plan.config.checkpoint.sample_tokens,
+                      print_every=plan.config.debug.debug_rollout_print_every)
     run, status, error = None, "failed", None
     try:
         run = await build(plan, components, journal)

@@ -39,6 +39,7 @@ class Checkpoint:
     drop_plugin_state: list[str] = option(
         [], "Plugins, or the prompt source, whose state in --load is discarded; an enabled one starts afresh.")
     run_dir: str | None = option(None, "Plan, events, samples and logs of the run; default: runs/NAME-OF-RUN-FILE.")
+    sample_tokens: int = option(2**18, "Response tokens that samples/ has of a rollout; 0: no samples.", within=(0,))
 
 
 @dataclass(frozen=True, kw_only=True)

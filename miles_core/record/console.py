@@ -76,7 +76,8 @@ class Console:
         self._details = details
         self._stream = sys.stdout if stream is None else stream
         self._terminal = terminal
-        self._wanted = _can_be_live(self._stream) if live is None else live
+        capable = self._stream.isatty() and os.environ.get("TERM", "dumb") != "dumb" and not os.environ.get("CI")
+        self._wanted = capable if live is None else live
         self._live: rich.live.Live | None = None
         # Re-entrant, since rich draws the panel while a method that prints above it holds the lock.
         self._mutex, self._broken = threading.RLock(), False
@@ -337,11 +338,6 @@ def sparkline(values: object, width: int) -> str:
     low, high = min(values, default=0), max(values, default=0)
     span = (high - low) or 1
     return "".join(_BARS[int((value - low) / span * (len(_BARS) - 1) + 0.5)] for value in values)
-
-
-def _can_be_live(stream: TextIO) -> bool:
-    environment = os.environ
-    return stream.isatty() and environment.get("TERM", "dumb") != "dumb" and not environment.get("CI")
 
 
 def _number(label: str, value: float) -> str:

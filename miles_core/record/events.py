@@ -40,7 +40,7 @@ class Kind(StrEnum):
     MESSAGE = "message"  # level, text
     ENVIRONMENT = "environment"  # role, variables {name: value} that change how its processes compute or talk
     REQUEST_FAILED = "request_failed"  # request, attempt, why
-    ENGINE_LOST, ROUTER_LOST = "engine_lost", "router_lost"  # engine, why
+    ENGINE_LOST, ROUTER_LOST, READER_LOST = "engine_lost", "router_lost", "reader_lost"  # engine or reader, why
     ENGINE_RESTARTED, ROUTER_RESTARTED = "engine_restarted", "router_restarted"  # engine, restarts
     ENGINE_COMPILES = "engine_compiles"  # engine, what, limit
     ENGINE_STALE = "engine_stale"  # engine, says, expected

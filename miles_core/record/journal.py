@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 
@@ -38,13 +39,16 @@ class Journal:
         strict: whether a tracker that fails ends the run.
         decode_piece: text of one token id, for the sample files.
         print_every: print a sample of every N-th rollout.
+        samples: response tokens of a rollout or an evaluation that its sample file holds.
     """
 
     def __init__(self, directory: RunDirectory, console: Console | Views, *, hooks: Hooks | None = None,
-                 strict: bool = False, decode_piece: Callable[[int], str] = str, print_every: int | None = None):
+                 strict: bool = False, decode_piece: Callable[[int], str] = str, print_every: int | None = None,
+                 samples: int = 2**18):
         self.directory, self.console, self.events = directory, console, EventLog(directory.events)
         self._hashes: EventLog | None = None
-        self._hooks, self._strict, self._decode_piece, self._print_every = hooks, strict, decode_piece, print_every
+        self._hooks, self._strict, self._print_every = hooks, strict, print_every
+        self._record = functools.partial(write_samples, directory, decode_piece=decode_piece, max_tokens=samples)
 
     def stage(self, name: str) -> None:
         """What is going on now."""
@@ -69,7 +73,7 @@ class Journal:
         """A rollout has been trained on."""
         rollout_id = batch.rollout_id
         self.events.metrics(rollout_id, metrics)
-        write_samples(self.directory, "rollout", rollout_id, batch.samples, self._decode_piece)
+        self._record("rollout", rollout_id, batch.samples)
         self._track(rollout_id, metrics, None, batch.samples)
         self.console.rollout(rollout_id, metrics)
         if self._print_every and rollout_id % self._print_every == 0 and batch.samples:
@@ -91,7 +95,7 @@ class Journal:
     def evaluation(self, name: str, rollout_id: int, metrics: Mapping[str, float], samples: Sequence[Sample]) -> None:
         """A dataset has been evaluated with the weights that rollout `rollout_id` samples from."""
         self.events.eval(rollout_id, metrics)
-        write_samples(self.directory, f"eval_{name}", rollout_id, samples, self._decode_piece)
+        self._record(f"eval_{name}", rollout_id, samples)
         self._track(rollout_id, metrics, name, samples)
         self.console.evaluation(name, rollout_id, metrics)
 

@@ -4,10 +4,10 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple
+from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
@@ -73,7 +73,7 @@ def save_flow(slots: Sequence[tuple[int, Slot]], begun: Sequence[Group]) -> dict
     for group in begun:
         samples += group.samples
     data = _pack({}, samples)
-    meta = {"slots": entries, "begun": [len(group.samples) for group in begun], "digest": _digest(data)}
+    meta = {"slots": entries, "begun": [len(group.samples) for group in begun], "digest": sha256(data).hexdigest()}
     return {"flow": meta, "files": {FLOW: data}}
 
 
@@ -87,7 +87,7 @@ def load_flow(state: Mapping[str, object]) -> tuple[list[Slot], list[Group]]:
         return [], []
     try:
         meta, data = state["flow"], state["files"][FLOW]
-        if _digest(data) != meta["digest"]:
+        if sha256(data).hexdigest() != meta["digest"]:
             raise ValueError(f"{len(data)} bytes that are not those of the checkpoint")
         _, samples = _unpack(data)
         slots = []
@@ -118,10 +118,6 @@ def _held(slot: Slot) -> Sequence[Sample]:
     return slot.group.samples if aborted else () if isinstance(slot.outcome, Drop) else slot.begun
 
 
-def _digest(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
-
-
 def _pack(meta: dict, samples: Sequence[Sample]) -> bytes:
     """Columns are tensors, and all else is one of bytes: safetensors allows its header 100 MB, which texts exceed."""
     arrays = {f"{i}.{name}": np.asarray(array, order="C") for i, sample in enumerate(samples)
@@ -144,7 +140,7 @@ def _unpack(data: bytes) -> tuple[dict, list[Sample]]:
 
 
 def _sum(arrays: Mapping[str, np.ndarray]) -> bytes:
-    total = hashlib.sha256()
+    total = sha256()
     for name in sorted(arrays):
         total.update(f"{name} {arrays[name].dtype.str} {arrays[name].shape}\n".encode())
         total.update(arrays[name].tobytes())

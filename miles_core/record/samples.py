@@ -13,15 +13,18 @@ For people and for the report. What a training step can be replayed from is --sa
 
 from __future__ import annotations
 
+import functools
+import itertools
 import json
-import math
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote, unquote
 
 import numpy as np
+import orjson
 
 from miles_core.errors import RunDirectoryError
 from miles_core.record.directory import publish
@@ -37,25 +40,27 @@ def sample_file(run_dir: str | os.PathLike[str], name: str, rollout_id: int) -> 
 
 
 def write_samples(run_dir: str | os.PathLike[str], name: str, rollout_id: int, samples: Iterable[Sample],
-                  decode_piece: Callable[[int], str], max_groups: int | None = MAX_GROUPS) -> Path | None:
+                  decode_piece: Callable[[int], str], max_tokens: int = 2**18) -> Path | None:
     """Write the samples of one rollout or evaluation; a file that a resumed run writes again is replaced.
 
     Args:
         name: "rollout", or "eval_" and the name of the dataset.
         decode_piece: the text of one token id.
-        max_groups: keep the first so many prompts with all their samples; None keeps all, 0 writes nothing.
+        max_tokens: keep the first groups with up to so many response tokens, the first one always; 0 writes nothing.
     """
-    if max_groups == 0:
+    if max_tokens == 0:
         return None
     groups: dict[int, list[Sample]] = {}
     for sample in samples:
         groups.setdefault(sample.prompt.uid, []).append(sample)
     pieces: dict[int, str] = {}
+    totals = itertools.accumulate(sum(sample.response_length for sample in group) for group in groups.values())
+    kept = [group for group, total in zip(groups.values(), totals, strict=True) if total <= max_tokens]
     lines = [
         _line({"rollout_id": rollout_id, "groups": len(groups), **_record(sample, pieces, decode_piece)})
-        for group in list(groups.values())[:max_groups]
+        for group in (kept or list(groups.values())[:1])[:MAX_GROUPS]
         for sample in group]
-    return publish(sample_file(run_dir, name, rollout_id), "".join(lines))
+    return publish(sample_file(run_dir, name, rollout_id), b"".join(lines))
 
 
 def list_samples(run_dir: str | os.PathLike[str]) -> list[tuple[str, int, Path]]:
@@ -86,9 +91,7 @@ def _record(sample: Sample, pieces: dict[int, str], decode_piece: Callable[[int]
     """One sample as plain values. Ids repeat a lot, so their texts are looked up once and kept in `pieces`."""
     length = sample.response_length
     ids = sample.tokens[len(sample.tokens) - length:].tolist() if "tokens" in sample.columns else []
-    for token in ids:
-        if token not in pieces:
-            pieces[token] = decode_piece(token)
+    pieces |= {token: decode_piece(token) for token in {*ids} - pieces.keys()}
     return {
         "prompt_uid": sample.prompt.uid,
         "row": sample.prompt.row,
@@ -100,20 +103,17 @@ def _record(sample: Sample, pieces: dict[int, str], decode_piece: Callable[[int]
         "log_probs": _column(sample, "rollout_log_probs"),
         "loss_mask": _column(sample, "loss_mask"),
         "versions": _column(sample, "versions"),
-        "reward": _finite(sample.reward),
-        "rewards": {name: _finite(score) for name, score in sample.rewards.items()},
+        "reward": _rounded(sample.reward),
+        "rewards": {name: _rounded(score) for name, score in sample.rewards.items()},
         "label": sample.prompt.label,
         "status": str(sample.status),
         "advantage": _advantage(sample)}
 
 
-def _column(sample: Sample, name: str) -> list | None:
-    """A per-token column as a list; None when the sample has none (an aborted one, or no engine)."""
+def _column(sample: Sample, name: str) -> np.ndarray | None:
+    """A per-token column; None when the sample has none (an aborted one, or no engine)."""
     array = sample.columns.get(name)
-    if array is None or not np.issubdtype(array.dtype, np.floating):
-        return None if array is None else array.tolist()
-    rounded = array.astype(np.float64).round(6).tolist()
-    return rounded if np.isfinite(array).all() else [_finite(value) for value in rounded]
+    return _rounded(array) if array is not None and np.issubdtype(array.dtype, np.floating) else array
 
 
 def _advantage(sample: Sample) -> float | None:
@@ -121,15 +121,19 @@ def _advantage(sample: Sample) -> float | None:
     array, mask = sample.columns.get("advantages"), sample.columns.get("loss_mask")
     if array is None or mask is None or not mask.any():
         return None
-    return _finite(float(array[mask.astype(bool)].mean()))
+    return _rounded(float(array[mask.astype(bool)].mean()))
 
 
-def _finite(value: float | None) -> float | None:
-    """Strict JSON has no NaN; six digits are plenty to look at."""
-    if value is None or isinstance(value, int):
-        return value
-    return round(float(value), 6) if math.isfinite(value) else None
+def _rounded(value: Any) -> Any:
+    """Six digits are plenty to look at; what is not finite becomes null in the file."""
+    return value if value is None or isinstance(value, int) else np.asarray(value, np.float64).round(6)
 
 
-def _line(record: dict[str, object]) -> str:
-    return json.dumps(record, ensure_ascii=False, allow_nan=False, separators=(",", ":")) + "\n"
+def _line(record: dict[str, object]) -> bytes:
+    dumps = functools.partial(orjson.dumps, default=np.ndarray.tolist,
+                              option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE)
+    try:
+        return dumps(record)
+    except TypeError:  # a lone surrogate, which UTF-8 cannot hold and an escape of JSON's can
+        texts = {name: orjson.Fragment(json.dumps(record[name])) for name in ("prompt", "response", "pieces", "label")}
+        return dumps(record | texts)

@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from types import FrameType
 
@@ -71,10 +72,7 @@ def blocking(frame: FrameType | None) -> dict[str, str | None] | None:
 
     `where` is FILE:LINE FUNCTION, in the plugin's own file where a plugin's hook is what runs.
     """
-    frames = []
-    while frame is not None:
-        frames.append(frame)
-        frame = frame.f_back
+    frames = [one for one, _ in traceback.walk_stack(frame)] if frame is not None else []
     if not frames or frames[0].f_code.co_filename.endswith("selectors.py"):
         return None
     own, plugin, hook = frames[0], None, None

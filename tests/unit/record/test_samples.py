@@ -39,11 +39,12 @@ def tmp_path_with_samples(path):
 
 def test_whole_groups_are_kept_up_to_the_bound(tmp_path, groups, decode):
     tmp_path_with_samples(tmp_path)
-    kept = list(read_samples(write_samples(tmp_path, "rollout", 0, groups, decode, max_groups=2)))
-    assert [(s["prompt_uid"], s["index"]) for s in kept] == [(0, 0), (0, 1), (1, 0), (1, 1)]
-    assert kept[0]["groups"] == 6
-    assert len(list(read_samples(write_samples(tmp_path, "rollout", 0, groups, decode, max_groups=None)))) == 12
-    assert write_samples(tmp_path, "rollout", 1, groups, decode, max_groups=0) is None
+    two = sum(sample.response_length for sample in groups[:4])
+    for tokens, count in ((two, 4), (two - 1, 2), (1, 2), (2**18, 12)):
+        kept = list(read_samples(write_samples(tmp_path, "rollout", 0, groups, decode, max_tokens=tokens)))
+        assert [(s["prompt_uid"], s["index"]) for s in kept] == [(s.prompt.uid, s.index) for s in groups[:count]]
+        assert kept[0]["groups"] == 6
+    assert write_samples(tmp_path, "rollout", 1, groups, decode, max_tokens=0) is None
     assert len(list_samples(tmp_path)) == 1
 
 
@@ -57,7 +58,7 @@ def test_the_default_bound_is_64_groups(tmp_path, make_sample, decode):
 def test_a_sample_without_a_response_and_one_that_is_not_finite(tmp_path, decode):
     prompt = Prompt(0, 0, "p \ud800 </script>", (1,))
     failed = Sample(prompt, 0, status=Status.FAILED)
-    odd = Sample(prompt, 1, {"tokens": np.array([1, 2]), "rollout_log_probs": np.array([-np.inf], np.float32),
+    odd = Sample(prompt, 1, {"tokens": np.array([1, 0, 2])[::2], "rollout_log_probs": np.array([-np.inf], np.float32),
                              "loss_mask": np.zeros(1, np.uint8), "advantages": np.ones(1, np.float32)}, 1,
                  reward=float("nan"), rewards={"a": float("inf")})
     path = write_samples(tmp_path_with_samples(tmp_path), "rollout", 0, [failed, odd], decode)

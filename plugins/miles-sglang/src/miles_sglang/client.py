@@ -7,6 +7,7 @@ an EngineError that names who was waited for.
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
@@ -23,9 +24,12 @@ CONNECT_TIMEOUT = 10.0
 """Seconds for a connection; servers and driver are neighbours."""
 KEEP_ALIVE = 2.0
 """Seconds that an idle connection is kept: less than uvicorn's 5, which would close it under a request."""
+JSON = {"Content-Type": "application/json"}
 RETRIED = (408, 429, 500, 502, 503, 504)
 """Statuses that say nothing about the request itself."""
 SPECULATION = ("spec_num_correct_drafts", "spec_num_proposed_drafts", "spec_verify_ct")
+NARROW = np.iinfo(np.int16)
+"""What numbers of experts are kept as, half of what servers send; -1 is none."""
 ROUTES = b'"routed_experts":"'
 """How routes begin in an answer; a text that holds these characters has backslashes between them."""
 RETRACTIONS = "num_retractions"
@@ -45,8 +49,9 @@ class Answer:
         log_probs: [N] float32.
         reason: "stop", "length", "abort", or None for a piece that is not the last.
         version: weight version that the server says it has.
-        experts: [rows x layers x topk] int32, flat, or None.
+        experts: [rows x layers x topk] int16, flat, or None.
         counts: what the server counted: prompt_tokens, cached_tokens, retractions, and of speculation its drafts.
+        text: of all the call's tokens, on its last piece, where a reader decoded it.
     """
 
     ids: np.ndarray
@@ -55,6 +60,7 @@ class Answer:
     version: str
     experts: np.ndarray | None = None
     counts: dict[str, int] = field(default_factory=dict)
+    text: str | None = None
 
 
 class Client:
@@ -63,14 +69,17 @@ class Client:
     Args:
         url: http://HOST:PORT.
         name: how errors call it, such as "engine 0".
+
+    `waiting` are answers that are awaited elsewhere, which `reset` lets fail as well.
     """
 
     def __init__(self, url: str, name: str):
         self.url, self.name = url.rstrip("/"), name
         self._session: aiohttp.ClientSession | None = None
+        self.waiting: set[asyncio.Future] = set()
 
-    async def generate(self, body: dict) -> Answer:
-        """One request, answered as a whole. How long that may take is the caller's to bound.
+    async def generate(self, body: dict | bytes) -> Answer:
+        """One request, answered as a whole; a body of bytes is JSON. How long that may take is the caller's to bound.
 
         Raises:
             Failed: nothing came, or nothing that can be read.
@@ -78,11 +87,11 @@ class Client:
         """
         return _parsed(await self._exchange("POST", "/generate", body, timeout=None), 0)
 
-    async def stream(self, body: dict) -> AsyncIterator[Answer]:
-        """The same request piece by piece, as the tokens are drawn; the last piece has a reason."""
+    async def stream(self, body: bytes) -> AsyncIterator[Answer]:
+        """A request that says "stream", piece by piece as the tokens are drawn; the last piece has a reason."""
         seen = 0
         try:
-            async with self._open().post(self.url + "/generate", json={**body, "stream": True}) as response:
+            async with self._open().post(self.url + "/generate", data=body, headers=JSON) as response:
                 if response.status != 200:
                     self._refuse(response.status, await response.read(), "/generate")
                 async for line in _lines(response.content):
@@ -93,15 +102,17 @@ class Client:
                     yield piece
                     if piece.reason is not None:
                         return
-        except (aiohttp.ClientError, OSError) as error:
+        except (aiohttp.ClientError, OSError, RuntimeError) as error:
             raise Failed(f"{self.name}: {_says(error)}") from error
         raise Failed(f"{self.name}: the stream ended early")
 
-    async def call(self, path: str, body: dict | None = None, *, timeout: float, method: str | None = None) -> dict:
+    async def call(self, path: str, body: dict | None = None, *, timeout: float | None,
+                   method: str | None = None) -> dict:
         """A control call: GET without a body, else POST. Returns the JSON answer, {} if there is no JSON.
 
         Raises:
-            EngineError: refused, failed, or not answered within `timeout` seconds; names the server and the path.
+            EngineError: refused, failed, or not answered within `timeout` seconds (None: whenever); names the server
+                and the path.
         """
         method = method or ("GET" if body is None else "POST")
         try:
@@ -127,11 +138,11 @@ class Client:
         """Forget all cached prefixes; only an idle server can."""
         await self.call(f"/flush_cache?timeout={timeout:g}", {}, timeout=timeout + 10)
 
-    async def model_info(self, timeout: float = 30) -> dict:
+    async def model_info(self, timeout: float | None = 30) -> dict:
         """What the server serves; "weight_version" is what it was last told."""
         return await self.call("/model_info", timeout=timeout)
 
-    async def server_info(self, timeout: float = 60) -> dict:
+    async def server_info(self, timeout: float | None = 60) -> dict:
         """The server's arguments and state; its scheduler answers between two steps, so it is alive."""
         return await self.call("/server_info", timeout=timeout)
 
@@ -142,6 +153,9 @@ class Client:
     async def reset(self) -> None:
         """Drop all connections; calls that wait for an answer end with Failed. The next call reconnects."""
         session, self._session = self._session, None
+        for answer in self.waiting:
+            if not answer.done():
+                answer.set_exception(Failed(f"{self.name}: the connection was dropped"))
         if session is not None:
             await session.close()
 
@@ -154,17 +168,18 @@ class Client:
             )  # fmt: skip
         return self._session
 
-    async def _exchange(self, method: str, path: str, body: dict | None, timeout: float | None) -> bytes:
+    async def _exchange(self, method: str, path: str, body: dict | bytes | None, timeout: float | None) -> bytes:
         bound = aiohttp.ClientTimeout(total=timeout, sock_connect=CONNECT_TIMEOUT)
+        content: dict[str, Any] = {"data": body, "headers": JSON} if isinstance(body, bytes) else {"json": body}
         try:
-            async with self._open().request(method, self.url + path, json=body, timeout=bound) as response:
+            async with self._open().request(method, self.url + path, timeout=bound, **content) as response:
                 data = await response.read()
         except TimeoutError as error:
             if timeout is None:
                 raise Failed(f"{self.name}: no connection within {CONNECT_TIMEOUT:g} s") from error
             raise EngineError(f"no answer to {path} within {timeout:g} s", who=f"{self.name} at {self.url}",
                               fix="see its log", code="server-request-timeout") from error
-        except (aiohttp.ClientError, OSError) as error:
+        except (aiohttp.ClientError, OSError, RuntimeError) as error:  # the last where `reset` came before the reading
             raise Failed(f"{self.name}: {_says(error)}") from error
         if response.status >= 300:
             self._refuse(response.status, data, path)
@@ -202,7 +217,7 @@ def parse(body: Any, seen: int, routes: memoryview | None = None) -> Answer:
     try:
         meta = body["meta_info"]
         reason = meta["finish_reason"]
-        ids = np.asarray(body["output_ids"], np.int32)
+        ids = np.array(body["output_ids"], np.int32)
         drawn = meta.get("output_token_logprobs") or []
         new = int(meta.get("completion_tokens", len(ids))) - seen
         if not 0 <= new <= min(len(ids), len(drawn)):
@@ -217,12 +232,20 @@ def parse(body: Any, seen: int, routes: memoryview | None = None) -> Answer:
         return Answer(
             ids=ids, log_probs=log_probs, reason=None if reason is None else reason["type"],
             version=str(meta["weight_version"]),
-            experts=None if not experts else np.frombuffer(pybase64.b64decode(experts, validate=True), np.int32),
+            experts=_narrowed(experts) if experts else None,
             counts={name: int(meta[name]) for name in ("prompt_tokens", "cached_tokens", RETRACTIONS, *SPECULATION)
                     if meta.get(name) is not None},
         )  # fmt: skip
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise Failed(f"an answer that cannot be used: {_says(error)}; it begins {str(body)[:200]}") from error
+
+
+def _narrowed(text: str | memoryview) -> np.ndarray:
+    """Routes from their base64."""
+    experts = np.frombuffer(pybase64.b64decode(text, validate=True), np.int32)
+    if experts.size and not (experts.min() >= -1 and experts.max() < NARROW.max):
+        raise ValueError(f"experts {experts.min()} to {experts.max()} are no numbers of experts")
+    return experts.astype(NARROW.dtype)
 
 
 async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:

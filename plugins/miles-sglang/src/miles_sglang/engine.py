@@ -18,14 +18,19 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import orjson
+
 from miles_core.config.tables import RunConfig
 from miles_core.errors import EngineError, MilesError
-from miles_core.stages.placement import Placement, engines
+from miles_core.stages.placement import Placement, engines, logs
 from miles_core.stages.rollout import PauseMode, Request, Response
 from miles_sglang.client import Answer, Client, Failed
+from miles_sglang.hardware import readers
 from miles_sglang.in_flight import InFlightRequest, ModelFacts
 from miles_sglang.launch import Server
 from miles_sglang.plugin import sglang_options
+from miles_sglang.reader import Call
+from miles_sglang.readers import Readers, backend
 from miles_sglang.request_scheduler import RequestScheduler
 from miles_sglang.server_pool import ServerPool
 
@@ -64,6 +69,8 @@ class SglangEngine:
         self._open, self._released = True, set()
         self._mode: PauseMode = "retract"
         self._streams = rollout.pause_generation_mode == "in_place"
+        self._readers = Readers(readers(sglang_options(config)), backend(tokenizer), logs(config) / "readers.log",
+                                lambda kind, **fields: self.event(kind, **fields))
         self._control = asyncio.Lock()
         self._tasks: set[asyncio.Task] = set()
         self._failure: MilesError | None = None
@@ -237,6 +244,7 @@ class SglangEngine:
             return
         self._started, self._stopping = True, False
         try:
+            await self._readers.open()
             await self._pool.open()
         except BaseException:
             await self.stop()
@@ -262,6 +270,7 @@ class SglangEngine:
             await asyncio.wait([asyncio.ensure_future(self._pool.abort(None))], timeout=STOP_SECONDS)
             await self._scheduler.wait_released(requests, STOP_SECONDS)
         await self._pool.close()
+        await self._readers.close()
         self._started = False
 
     # What a request meets.
@@ -310,16 +319,14 @@ class SglangEngine:
     async def _ask(self, client: Client, inflight: InFlightRequest) -> tuple[list[Answer], list[int]]:
         """The answer of one call, its pieces with the version of each."""
         sent = self.version
-        if not self._streams:
-            answer = await client.generate(inflight.body())
-            self._check_version(answer, sent, newest=sent)
-            return [answer], [sent]
         answers, versions, version = [], [], sent
         # Caches are shared among equal keys: a prefix computed by older weights is not shared with later requests.
-        async for piece in client.stream(inflight.body(cache_key=str(sent))):
+        body = {**inflight.body(cache_key=str(sent)), "stream": True} if self._streams else inflight.body()
+        async for piece in self._readers.pieces(Call(client.url, client.name, orjson.dumps(body), self._streams,
+                                                     inflight.request.sampling.skip_special_tokens), client):
             answers.append(piece)
             versions.append(version)
-            version = self._check_version(piece, sent)
+            version = self._check_version(piece, sent, newest=None if self._streams else sent)
         return answers, versions
 
     def _check_version(self, answer: Answer, oldest: int, newest: int | None = None) -> int:

@@ -21,9 +21,6 @@ from miles_core.reading import parse_json
 from miles_core.stages.rollout import Request, Response, check_request
 from miles_sglang.client import RETRACTIONS, SPECULATION, Answer, Failed
 
-NARROW = np.iinfo(np.int16)
-"""What numbers of experts are kept as, half of what servers send; -1 is none."""
-
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
@@ -103,7 +100,7 @@ class InFlightRequest:
         self._experts: list[np.ndarray] = []
         self._again: list[np.ndarray] = []
         self._counts: dict[str, int] = {}
-        self._calls = 0
+        self._calls, self._read = 0, None  # calls, and the text of the last one where its reader decoded it
 
     def __lt__(self, other: InFlightRequest) -> bool:
         return self.order < other.order
@@ -142,8 +139,8 @@ class InFlightRequest:
         Raises:
             Failed: routed experts were requested but not returned; nothing is added.
         """
-        self._calls += 1
         last = answers[-1]
+        self._calls, self._read = self._calls + 1, last.text
         count = sum(len(answer.ids) for answer in answers)
         if count and "routed_experts" in self.request.want:
             if last.experts is None:
@@ -163,14 +160,16 @@ class InFlightRequest:
 
     def response(self) -> Response:
         """Everything as one answer."""
-        ids, experts = self.ids, {}
+        ids, experts, text = self.ids, {}, self._read
+        if text is None or self._calls > 1:
+            text = self._text()
         if self._experts:
-            experts["routed_experts"] = np.concatenate(self._experts)
-            experts["computed_again"] = np.concatenate(self._again)
+            experts["routed_experts"] = _joined(self._experts, np.int16)
+            experts["computed_again"] = _joined(self._again, np.int8)
         response = Response(
             output_ids=ids, log_probs=_joined(self._log_probs, np.float32), versions=_joined(self._versions, np.int32),
             finish_reason=self.reason or "abort", extra=experts, figures=self._figures(),
-            text=self._decode(ids, self.request.sampling.skip_special_tokens),
+            text=text,
         )  # fmt: skip
         return self._cut(response) if self._calls > 1 and self.request.sampling.stop else response
 
@@ -190,10 +189,7 @@ class InFlightRequest:
         rows = self._length + count - 1 - self._rows
         if flat.size % (shape[0] * shape[1]) or flat.size < rows * shape[0] * shape[1]:
             raise Failed(f"{flat.size} routed experts do not make {rows} rows of {shape[0]} layers x {shape[1]}")
-        whole = flat.reshape(-1, *shape)[:rows]
-        if whole.size and not (whole.min() >= -1 and whole.max() < NARROW.max):
-            raise Failed(f"experts {whole.min()} to {whole.max()} are no numbers of experts")
-        return whole.astype(NARROW.dtype)
+        return flat.reshape(-1, *shape)[:rows]
 
     def _ended(self, reason: str | None, new: int) -> str | None:
         """How the request ended, None when it has to go on. An aborted call hides a stop or a length at its last
@@ -275,4 +271,4 @@ def _ids(value: Any) -> list[int]:
 
 
 def _joined(parts: list[np.ndarray], dtype: type) -> np.ndarray:
-    return np.concatenate(parts) if parts else np.zeros(0, dtype)
+    return parts[0] if len(parts) == 1 else np.concatenate(parts) if parts else np.zeros(0, dtype)

@@ -18,9 +18,9 @@ from urllib.parse import quote
 from miles_core.config.tables import RunConfig
 from miles_core.errors import EngineError, MilesError
 from miles_core.types import NodeSlot
-from miles_core.waits import BEAT, awake
 from miles_sglang.client import Client
 from miles_sglang.forwarded import words
+from miles_sglang.health import Health
 from miles_sglang.plugin import sglang_options
 from miles_sglang.server import ServerProcess, ended
 
@@ -44,15 +44,16 @@ class Router:
 
     Args:
         url: of one that runs already; None starts our own.
+        health: asks it whether it lives.
     """
 
-    def __init__(self, config: RunConfig, log: Path, url: str | None = None):
+    def __init__(self, config: RunConfig, log: Path, url: str | None = None, health: Health | None = None):
         self._config, self._options, self._log = config, sglang_options(config), log
         self._kind = self._options.router or "smg"
         self._process = None if url else ServerProcess(NodeSlot())
         self._workers: set[str] = set()  # those that should be in it
         self._old_protocol = False
-        self._restarts = 0
+        self._restarts, self._health = 0, health or Health()
         self.alive, self.load = False, 0
         self.client = Client(url or f"http://127.0.0.1:{self._port()}", "the router")
 
@@ -115,12 +116,10 @@ class Router:
             return f"its process ended with code {code}"
         if timeout is None:
             return None
-        begin, heard = time.monotonic(), awake()
+        listing = self._list_old if self._old_protocol else self._list_new
         try:
-            await self._list(timeout)
+            await self._health.ask(self.client, lambda client: listing(None, client), timeout)
         except MilesError as error:
-            if time.monotonic() - begin > awake() - heard + BEAT:  # we were blocked, and may have missed its answer
-                return None
             return f"no sign of life for {timeout:g} s: {error.got or error.what}"
         return None
 
@@ -216,12 +215,12 @@ class Router:
         """Worker URL -> what the router calls it."""
         return await (self._list_old(timeout) if self._old_protocol else self._list_new(timeout))
 
-    async def _list_new(self, timeout: float = 10.0) -> dict[str, str]:
-        listing = await self.client.call("/workers", timeout=timeout)
+    async def _list_new(self, timeout: float | None = 10.0, client: Client | None = None) -> dict[str, str]:
+        listing = await (client or self.client).call("/workers", timeout=timeout)
         return {worker["url"].rstrip("/"): worker["id"] for worker in listing.get("workers", ())}
 
-    async def _list_old(self, timeout: float = 10.0) -> dict[str, str]:
-        listing = await self.client.call("/list_workers", timeout=timeout)
+    async def _list_old(self, timeout: float | None = 10.0, client: Client | None = None) -> dict[str, str]:
+        listing = await (client or self.client).call("/list_workers", timeout=timeout)
         return {url.rstrip("/"): url for url in listing.get("urls", ())}
 
     async def _ask(self, path: str, body: dict | None = None, method: str | None = None) -> dict:

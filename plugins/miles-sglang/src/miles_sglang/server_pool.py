@@ -14,6 +14,7 @@ from miles_core.stages.placement import Placement, logs
 from miles_core.types import NodeSlot
 from miles_core.waits import awake
 from miles_sglang.client import Client
+from miles_sglang.health import Health
 from miles_sglang.launch import Server, attach, compilers, end, exited, launch, log_of, together
 from miles_sglang.plugin import sglang_options
 from miles_sglang.request_scheduler import Endpoint
@@ -52,6 +53,7 @@ class ServerPool:
         self.admit: Callable[[], None] = lambda: None
         self._serving, self._changed = False, 0.0
         self._recovering, self._routing = asyncio.Lock(), asyncio.Lock()
+        self._health = Health()
 
     @property
     def serving(self) -> bool:
@@ -80,7 +82,7 @@ class ServerPool:
             await together(launch(server, self._config) for server in self.servers)
         url = None if options.router_ip is None else f"http://{options.router_ip}:{options.router_port}"
         if options.router != "none" and (url or options.router or len(self.servers) > 1):
-            self.router = Router(self._config, logs(self._config) / "router.log", url)
+            self.router = Router(self._config, logs(self._config) / "router.log", url, self._health)
             await self.router.start()
             await self.route()
 
@@ -199,6 +201,7 @@ class ServerPool:
         await asyncio.gather(*(end(server) for server in self.servers),
                              *([self.router.stop()] if self.router else ()))
         await asyncio.gather(*(handle.close() for server in self.servers for handle in server.handles))
+        await self._health.close()
 
     async def _take_seats(self) -> None:
         handles = self._placement.servers(ServerProcess)
@@ -223,9 +226,9 @@ class ServerPool:
             return None
         server.next_look = begin + options.health_check_interval
         # Not /health: a busy server lets it wait, and a pause waits a second for it.
-        ask = server.client.server_info if self.serving else server.client.model_info
+        question = Client.server_info if self.serving else Client.model_info
         try:
-            await ask(options.health_check_timeout)
+            await self._health.ask(server.client, lambda client: question(client, None), options.health_check_timeout)
         except MilesError as error:
             server.next_look = 0.0
             silent = awake() - server.seen
