@@ -18,7 +18,8 @@ from urllib.parse import quote
 from miles_core.config.tables import RunConfig
 from miles_core.errors import EngineError, MilesError
 from miles_core.types import NodeSlot
-from miles_core.waits import BEAT, awake
+from miles_core.waits import BEAT
+from miles_sglang.awake import awake
 from miles_sglang.client import Client
 from miles_sglang.forwarded import words
 from miles_sglang.plugin import sglang_options
