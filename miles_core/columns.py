@@ -124,8 +124,8 @@ class Columns(Mapping[str, Column]):
     def __len__(self) -> int:
         return len(self._by_name)
 
-    def check(self, sample: Sample) -> None:
-        """Refuse a sample whose data do not fit the declarations, and cast the rest to the declared dtypes.
+    def check(self, sample: Sample, *, values: bool = True) -> None:
+        """Refuse a sample whose data do not fit the declarations, and cast the rest; `values` looks for NaN, too.
 
         Raises:
             ColumnError: undeclared, missing, of the wrong length, of the wrong rank, or not finite.
@@ -135,7 +135,7 @@ class Columns(Mapping[str, Column]):
             if column is None:
                 raise ColumnError(f"{sample.name} has the undeclared column {name!r}", code="column-undeclared",
                                   fix="declare it in the plugin's `columns` hook")
-            sample.columns[name] = _fit(column, np.asarray(array), sample)
+            sample.columns[name] = _fit(column, np.asarray(array), sample, values)
         for column in self._by_name.values():
             if column.missing == "error" and column.name not in sample.columns:
                 raise ColumnError(f"{sample.name} lacks the column {column.name!r}", code="column-missing",
@@ -287,7 +287,7 @@ def split(packed: Packed, rank: int, size: int) -> Packed:
     return Packed((packed.cu_seqlens // size).astype(np.int32), packed.lengths, rows, packed.values)
 
 
-def _fit(column: Column, array: np.ndarray, sample: Sample) -> np.ndarray:
+def _fit(column: Column, array: np.ndarray, sample: Sample, values: bool) -> np.ndarray:
     rows = {
         Align.TOKEN: sample.length,
         Align.PREDICTION: sample.length - 1,
@@ -300,7 +300,7 @@ def _fit(column: Column, array: np.ndarray, sample: Sample) -> np.ndarray:
             f"column {column.name!r} of {sample.name} should have shape {expected} ({column.align})",
             code="column-shape", got=list(array.shape), who=column.owner,
             fix="return one row per " + {"prediction": "token but the last"}.get(column.align, column.align))
-    if array.dtype.kind == "f" and not np.isfinite(array).all():
+    if values and array.dtype.kind == "f" and not np.isfinite(array).all():
         raise ColumnError(f"column {column.name!r} of {sample.name} contains NaN or infinity", code="column-not-finite",
                           who=column.owner, fix="find out why the engine or plugin produced it")
     if array.dtype == column.dtype:

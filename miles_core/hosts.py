@@ -14,7 +14,6 @@ import fcntl
 import logging
 import multiprocessing
 import os
-import pickle
 import queue
 import shutil
 import signal
@@ -27,6 +26,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from miles_core.errors import DiedError, MilesError, TrainError, WaitError
+from miles_core.messages import Line, Message, answered, portable
 from miles_core.types import Rank
 from miles_core.waits import within
 
@@ -151,9 +151,15 @@ class ProcessHost(Handle):
         with _without_interrupts(), _with_environment(environment or {}):
             self._process.start()
         far.close()
-        self._turn = asyncio.Lock()
+        self._line, self._turn = Line(self._pipe), asyncio.Lock()
+
+    def pack(self, args: tuple[object, ...]) -> Message:
+        return Message(args)
 
     async def call(self, method: str, *args: object) -> Any:
+        return await self.deliver(method, args)
+
+    async def deliver(self, method: str, args: tuple[Any, ...] | Message) -> Any:
         async with self._turn:
             # Not the loop's executor: it has fewer threads than a trainer may have ranks, which wait for one another.
             return await in_daemon_thread(lambda: self._ask(method, args))
@@ -168,10 +174,10 @@ class ProcessHost(Handle):
         if self._process.is_alive():
             self._process.kill()
 
-    def _ask(self, method: str, args: tuple[Any, ...]) -> Any:
+    def _ask(self, method: str, args: tuple[Any, ...] | Message) -> Any:
+        message = self.pack(args) if isinstance(args, tuple) else args
         try:
-            self._pipe.send((method, args))
-            result, error, trace = self._pipe.recv()
+            result, error, trace = self._line.ask(self._process.pid, method, message)
         except (EOFError, OSError):
             self._process.join(5)
             output = "its output above" if self._log is None else f"the end of {self._log}"
@@ -188,7 +194,7 @@ class RankGroup(Handle):
     counts. An error of one rank leaves the others waiting in a collective, so it ends them all and every later call.
 
     Args:
-        ranks: their handles, each with `kill()`.
+        ranks: their handles, each with `kill()`, and with `pack()`: the arguments of a call as `deliver()` takes them.
         release: called when the group is closed.
     """
 
@@ -197,13 +203,15 @@ class RankGroup(Handle):
 
     def __init__(self, name: str, ranks: Sequence[Handle], release: Callable[[], object] = lambda: None):
         super().__init__(name)
-        self._ranks, self._release = ranks, release
+        self._ranks, self._release, self._packing = ranks, release, asyncio.Lock()
         self._broken: BaseException | None = None
 
     async def call(self, method: str, *args: object) -> Any:
         if self._broken is not None:
             raise self._broken
-        calls = [asyncio.ensure_future(rank.call(method, *args)) for rank in self._ranks]
+        async with self._packing:  # calls keep their order
+            packed = await in_daemon_thread(lambda: self._ranks[0].pack(args)) if args else args
+            calls = [asyncio.ensure_future(rank.deliver(method, packed)) for rank in self._ranks]
         try:
             done, pending = await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
             if any(call.exception() for call in done) and pending:
@@ -295,7 +303,7 @@ def answer(hosted: Any, failure: BaseException | None, method: str, args: tuple[
         result = getattr(hosted, method)(*args)
         return (list(result) if hasattr(result, "__next__") else result), None, None
     except BaseException as error:  # noqa: BLE001 - whatever it is, it is sent to the caller and raised there
-        return None, _portable(error), traceback.format_exc()
+        return None, portable(error), traceback.format_exc()
 
 
 def let_go(hosted: Any) -> None:
@@ -372,20 +380,10 @@ def _serve_process(pipe: Any, parent: int, log: Path | None, factory: Callable[.
         hosted = factory(*args)
     except BaseException as error:  # noqa: BLE001 - whatever it is, every call raises it
         failure = error
-    while (task := pipe.recv()) is not None:
-        pipe.send(answer(hosted, failure, *task))
+    line = Line(pipe)
+    while (task := line.asked()) is not None:
+        pipe.send(answered(answer(hosted, failure, *task), line.memory))
     let_go(hosted)
-
-
-def _portable(error: BaseException) -> BaseException:
-    """The error, or one that says the same, if it does not survive pickling: a plugin's own class may not."""
-    try:
-        pickle.loads(pickle.dumps(error))
-        return error
-    except Exception:  # noqa: BLE001 - whatever its class does
-        other = RuntimeError(f"{type(error).__name__}: {error}")
-        other.__notes__ = getattr(error, "__notes__", [])
-        return other
 
 
 def _settle(answer: asyncio.Future[Any], result: object, error: BaseException | None) -> None:

@@ -29,6 +29,7 @@ TESTS = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("tests/gp
 CASES = [  # script, its words, how many plans it makes
     ("bench/against_trl.py", "--trl-python {python} --workloads small --rounds 1 --verdict --beta 0.1", 1),
     ("bench/async_throughput.py", "--rollouts 2", 1),
+    ("bench/batch_memory.py", "--data 2 --samples 8 --tokens 64", 1),
     ("bench/calculator.py", "--data {folder} --seeds 1", 1),
     ("bench/convert_memory.py", "--size 4 --shard 1 --processes 1", 0),
     ("bench/demo_seeds.py", "--seeds 1", 1),

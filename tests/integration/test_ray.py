@@ -12,6 +12,7 @@ import sys
 import urllib.error
 import urllib.request
 
+import numpy as np
 import pytest
 
 ray = pytest.importorskip("ray")
@@ -43,6 +44,13 @@ class Arithmetic:
         dist.all_reduce(found)
         return int(found)
 
+    def keep(self, columns: dict) -> None:
+        self.columns = columns
+
+    def give_back(self) -> dict | None:
+        self.columns["new"] = np.arange(3)
+        return self.columns if self.rank.index == 0 else None
+
     def refuse(self) -> None:
         raise ValueError(f"rank {self.rank.index} will not")
 
@@ -59,6 +67,12 @@ async def questions() -> list[str]:
     ranks = ray_group("trial", 2, Arithmetic)
     try:
         found.append(str(await ranks.total(10)))
+        sent = {"large": np.arange(10**6), "small": np.ones(3, np.float32), "none": np.zeros((0, 2))}
+        await ranks.keep(sent)
+        assert await ranks.total(10) == 21  # what a call without arrays leaves of the one before
+        back = await ranks.give_back()
+        assert back.pop("new").tolist() == [0, 1, 2] and back.keys() == sent.keys()
+        assert all(np.array_equal(back[name], column) for name, column in sent.items())
         await ranks.refuse()
     except ValueError as error:
         found.append(str(error))

@@ -19,11 +19,12 @@ from pathlib import Path
 
 import pytest
 from miles_testing import scaffold
+from miles_testing.manifests import to_toml
 
 from miles_core import __version__
 from miles_core.errors import ConfigError, PluginError
 from miles_core.plugins.load import import_file
-from miles_core.plugins.manifest import of_source, to_toml
+from miles_core.plugins.manifest import of_source
 from miles_core.plugins.select import all_specs
 
 ROOT = Path(__file__).parents[2]

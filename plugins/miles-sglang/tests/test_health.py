@@ -38,7 +38,8 @@ def served():
 def test_no_healthy_server_is_declared_dead_while_the_loop_is_kept_busy(engine_over, monkeypatch, turn, beat):
     """Each turn of the loop takes almost as long as a server may be silent, and counts as the loop's own time; or it
     takes longer. A server that hangs is found all the same."""
-    monkeypatch.setattr("miles_core.waits.BEAT", beat)
+    for module in ("miles_core.waits", "miles_sglang.awake"):
+        monkeypatch.setattr(f"{module}.BEAT", beat)
 
     async def drive(wire):
         engine = engine_over(wire, health_check_timeout=1.0)

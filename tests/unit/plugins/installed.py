@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from miles_core.plugins.manifest import FILE, of_source, to_toml
+from miles_testing.manifests import to_toml
+
+from miles_core.plugins.manifest import FILE, of_source
 
 BODY = '''"""A plugin."""
 

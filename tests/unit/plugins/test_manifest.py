@@ -5,11 +5,12 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from miles_testing.manifests import to_toml
 
 from miles_core.config.options import Option
 from miles_core.errors import ManifestError
 from miles_core.plugins import manifest
-from miles_core.plugins.manifest import Manifest, Offer, of_source, of_toml, to_toml
+from miles_core.plugins.manifest import Manifest, Offer, of_source, of_toml
 from miles_core.plugins.plan import prepare
 
 HOSTILE = '''

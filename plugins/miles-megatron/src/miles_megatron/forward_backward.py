@@ -1,8 +1,9 @@
 """Forward and backward: micro-batches through Megatron-core's own schedule, and the columns that passes fill.
 
-Every rank holds the whole rollout and runs its data-parallel share of it. What a pass finds is put into one buffer over
-all response tokens of the rollout, in which each token is written by one rank only, and the buffers are added up: after
-that every rank has the column of every sample, under any layout, and the sum is exact.
+Every rank knows the whole rollout, runs its data-parallel share of it, and reads the large columns of that alone. What
+a pass finds is put into one buffer over all response tokens of the rollout, in which each token is written by one rank
+only, and the buffers are added up: after that every rank has the column of every sample, under any layout, and the sum
+is exact.
 """
 
 from __future__ import annotations

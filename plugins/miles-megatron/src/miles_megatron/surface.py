@@ -2,7 +2,7 @@
 
 Importing megatron-core costs about 4.8 CPU seconds and pulls torch in; `miles --help`, `--plan` and every check
 that must come before torch cannot pay that. The dataclasses and two signatures that hold all of Megatron's options
-are plain source, so they are parsed (about 0.05 s, once per version) and the result is kept (config/cache.py).
+are plain source, so they are parsed (about 0.05 s, once per version) and the result is kept (cache.py).
 
 Type texts are alternatives joined by " | ", each one of: int, float, bool, str, dtype, choice[a|b], list[int],
 list[float], list[str], and None last when the option may be unset. A dtype is written fp32, bf16, fp16, fp8 ...
@@ -19,8 +19,8 @@ from importlib import metadata
 from pathlib import Path
 from types import MappingProxyType
 
-from miles_core.config import cache
 from miles_core.errors import ConfigError
+from miles_megatron import cache
 
 # Raised when the shape or the meaning of the cached JSON changes, so that an older file is not read.
 SCHEMA = 1

@@ -12,8 +12,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from miles_core.errors import ConfigError, DiedError
 from miles_core.hosts import Handle, RankGroup, answer, in_daemon_thread, let_go, meeting_folder, unpacked, write_to
+from miles_core.messages import Message, answered, unpickled
 from miles_core.types import Rank
 from miles_ray import cluster, versions
 
@@ -28,6 +31,7 @@ class Actor:
         self._hosted: Any = None
         self._failure: BaseException | None = None
         self._store: Any = None
+        self._memory = memoryview(b"")
 
     def meeting_point(self) -> str:
         """Serve the store by which the ranks find one another, on a port that is free; ask the first rank only."""
@@ -62,15 +66,28 @@ class Actor:
             self._failure = error
         return versions.here(plugins)
 
-    def ask(self, method: str, args: tuple) -> tuple:
-        result, error, trace = answer(self._hosted, self._failure, method, args)
+    def ask(self, method: str, packed: Packed) -> tuple[bytes, list[tuple[int, int]]]:
+        """Call the hosted object; its arguments' arrays stay in the object store of this node, where it reads them."""
+        body, spans, memory = packed
+        self._memory = memoryview(memory) if memory.size else self._memory
+        result, error, trace = answer(self._hosted, self._failure, method, unpickled(body, spans, self._memory))
         if isinstance(result, list):
             result = [tuple(map(_by_itself, one)) if isinstance(one, tuple) else one for one in result]
-        return result, error, trace
+        return answered((result, error, trace), self._memory, _pickled)
 
     def finish(self) -> None:
         """Let the hosted object leave groups and connections."""
         let_go(self._hosted)
+
+
+Packed = tuple[bytes, list[tuple[int, int]], np.ndarray]
+"""Body and spans of a message, and its memory [bytes] uint8."""
+
+
+def _pickled(content: Any, callback: Callable) -> bytes:
+    import ray
+
+    return ray.cloudpickle.dumps(content, protocol=5, buffer_callback=callback)
 
 
 def _by_itself(value: Any) -> Any:
@@ -98,14 +115,30 @@ class RayHost(Handle):
         self._actor, self._log, self._plugins, self._alike = actor, log, plugins, False
         self._made = actor.make.remote(os.getcwd(), log, plugins, factory, args, meet)
         self._turn = asyncio.Lock()
+        self._memory = memoryview(b"")
+
+    def pack(self, args: tuple[object, ...]) -> Any:
+        """A message, of which the object store has one copy for each node, whatever the number of ranks there."""
+        import ray
+
+        message = Message(args, _pickled)
+        return ray.put((message.body, message.spans, np.frombuffer(message.memory, np.uint8)))
 
     async def call(self, method: str, *args: object) -> Any:
+        return await self.deliver(method, args)
+
+    async def deliver(self, method: str, args: Any) -> Any:
         import ray
+
+        def ask() -> tuple[dict[str, str], Any]:
+            packed = self.pack(args) if isinstance(args, tuple) else args
+            (*_, memory), installed, reply = ray.get([packed, self._made, self._actor.ask.remote(method, packed)])
+            self._memory = memoryview(memory) if memory.size else self._memory
+            return installed, unpickled(*reply, self._memory)
 
         async with self._turn:
             try:
-                installed, result = await in_daemon_thread(
-                    lambda: ray.get([self._made, self._actor.ask.remote(method, args)]))
+                installed, result = await in_daemon_thread(ask)
             except ray.exceptions.RayError as error:
                 log = "its log in Ray's session folder" if self._log is None else f"the end of {self._log}"
                 raise DiedError(f"the Ray actor of {self._name} died in {method}()", got=str(error).splitlines()[0],

@@ -16,8 +16,8 @@ from miles_core.errors import ConfigError, DiedError, EngineError, MilesError
 from miles_core.hosts import Handle
 from miles_core.stages.placement import logs
 from miles_core.types import NodeSlot
-from miles_core.waits import awake
 from miles_sglang.arguments import LOADER, command, environment
+from miles_sglang.awake import awake
 from miles_sglang.client import Client
 from miles_sglang.plugin import sglang_options
 from miles_sglang.server import ended

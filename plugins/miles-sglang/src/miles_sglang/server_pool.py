@@ -12,7 +12,7 @@ from miles_core.errors import EngineDiedError, EngineError, MilesError, SyncErro
 from miles_core.hosts import Handle
 from miles_core.stages.placement import Placement, logs
 from miles_core.types import NodeSlot
-from miles_core.waits import awake
+from miles_sglang.awake import awake
 from miles_sglang.client import Client
 from miles_sglang.health import Health
 from miles_sglang.launch import Server, attach, compilers, end, exited, launch, log_of, together

@@ -1,8 +1,8 @@
 """The arguments of the installed SGLang server and router, read from their source without importing it.
 
 `ServerArgs` and the router's `add_cli_args` are plain source; reading them costs 0.07 s, once per version, and the
-result is kept (config/cache.py). Where a package is not installed in this Python, the bundled list of one known version
-(server_args.toml) stands in, and whoever checks against it says so.
+result is kept (miles_megatron/cache.py). Where a package is not installed in this Python, the bundled list of one known
+version (server_args.toml) stands in, and whoever checks against it says so.
 
 Types are texts of option types (config/options.py): "int", "bool | None", "Literal['a', 'b']", "list[str] | None" ...
 """
@@ -18,7 +18,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from miles_core.config import cache
+from miles_megatron import cache
+
 from miles_core.config.options import Option
 
 # Raised when the shape or the meaning of the cached JSON changes, so that an older file is not read.

@@ -33,6 +33,7 @@ from miles_core.plugins.bind import Hooks
 from miles_core.plugins.select import all_specs
 from miles_core.types import Sample
 from miles_testing import fresh_process, sample_inputs
+from miles_testing.manifests import to_toml
 from miles_testing.plugin_under_test import PluginUnderTest
 from miles_testing.sample_inputs import Inputs
 
@@ -68,7 +69,7 @@ class Contract:
             module, _, _ = one.manifest.plugin.rpartition(":")
             path = Path(inspect.getfile(importlib.import_module(module)))
             source = manifest.of_source(path, name=one.manifest.name, module=module)
-            self._that(manifest.to_toml(source) == manifest.to_toml(one.manifest),
+            self._that(to_toml(source) == to_toml(one.manifest),
                        f"its manifest is not what {path.name} says; run `miles plugins manifest --write`")
 
     def test_light_listing(self) -> None:

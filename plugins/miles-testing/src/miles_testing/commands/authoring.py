@@ -19,8 +19,9 @@ def manifest(projects: tuple[Path, ...], write: bool) -> None:
     import tomllib
 
     from miles_core.errors import ManifestError
-    from miles_core.plugins.manifest import FILE, of_source, to_toml
+    from miles_core.plugins.manifest import FILE, of_source
     from miles_core.plugins.scan import GROUP
+    from miles_testing.manifests import to_toml
 
     for project in projects:
         entries = tomllib.loads((project / "pyproject.toml").read_text())["project"]["entry-points"][GROUP]
