@@ -144,6 +144,27 @@ def one_rank(train, tmp_path_factory):
     return run
 
 
+@pytest.fixture(scope="module")
+def compared(folder, ranks):
+    """(batch, layout, tokens of a micro-batch) -> loss of a step under a layout and on one rank, and of their whole
+    gradients the norm of the difference and one rank's."""
+    def gradients(batch, limit, size: int, model: str, *more: object):
+        argv = ["--hf-checkpoint", folder / model, "--actor-num-gpus-per-node", size, "--rollout-batch-size",
+                len(batch.groups), "--n-samples-per-prompt", 2, "--num-steps-per-rollout", 1, "--max-tokens-per-gpu",
+                limit, *more, "--no-use-distributed-optimizer", "--clip-grad", 0]
+        return ranks(size).gradients(prepare(folder / "run.toml", [str(word) for word in argv]), batch)
+
+    def norm(arrays):
+        return np.sqrt(sum(np.square(array, dtype=np.float64).sum() for array in arrays))
+
+    def run(batch, layout, limit):
+        expected_loss, expected = gradients(batch, limit, 1, layout[1])
+        loss, found = gradients(batch, limit, *layout)
+        return loss, expected_loss, norm(found[k] - value for k, value in expected.items()), norm(expected.values())
+
+    return run
+
+
 def gap(found: list[dict], expected: list[dict], key: str = "train/loss") -> float:
     """Largest difference of a metric over steps."""
     return max(abs(a[key] - b[key]) for a, b in zip(found, expected, strict=True))
@@ -216,22 +237,35 @@ def test_what_a_stage_sends_stays_until_it_has_left(name, train, tmp_path):
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 10**6), limit=st.integers(1, 200), groups=st.sampled_from([1, 2, 3]),
        layout=st.sampled_from([(2, "dense"), (2, "dense", CP, 2), (2, "moe"), (2, "moe", CP, 2)]))
-def test_the_gradient_depends_on_neither_data_nor_context_parallelism(folder, ranks, seed, limit, groups, layout):
+def test_the_gradient_depends_on_neither_data_nor_context_parallelism(compared, seed, limit, groups, layout):
     """Any lengths, masks and rewards, packed by any budget: the whole gradient of a step is that of one rank."""
     [batch] = batches(1, groups=groups, samples=2, seed=seed)
 
-    def gradients(size: int, model: str, *more: object):
-        argv = ["--hf-checkpoint", folder / model, "--actor-num-gpus-per-node", size, "--rollout-batch-size", groups,
-                "--n-samples-per-prompt", 2, "--num-steps-per-rollout", 1, "--max-tokens-per-gpu", limit, *more,
-                "--no-use-distributed-optimizer", "--clip-grad", 0]
-        return ranks(size).gradients(prepare(folder / "run.toml", [str(word) for word in argv]), batch)
-
-    expected_loss, expected = gradients(1, layout[1])
-    loss, found = gradients(*layout)
-    assert loss == pytest.approx(expected_loss, abs=1e-6)
-    total = np.sqrt(sum(np.square(value, dtype=np.float64).sum() for value in expected.values()))
-    off = np.sqrt(sum(np.square(found[k] - value, dtype=np.float64).sum() for k, value in expected.items()))
+    loss, expected, off, total = compared(batch, layout, limit)
+    assert loss == pytest.approx(expected, abs=1e-6)
     assert off <= 2e-6 * max(total, 1e-3)
+
+
+@pytest.mark.parametrize("tokens", [2048, pytest.param(8192, marks=pytest.mark.full)])
+def test_a_long_context_cut_in_two_has_the_loss_and_the_gradient_of_the_whole(tokens, compared, record_property):
+    """One answer of so many tokens beside a short one; attention, targets and masks across every cut."""
+    [batch] = batches(1, groups=1, samples=2)
+    long, short = batch.groups[0].samples
+    draw, first = np.random.default_rng(tokens), long.length - long.response_length
+    long.response_length, long.reward, short.reward = tokens - first, 1.0, 0.0
+    more = {"tokens": draw.integers(0, 256, tokens).astype(np.int32),
+            "loss_mask": (draw.random(tokens - first) < 0.9).astype(np.uint8),
+            "rollout_log_probs": -draw.random(tokens - first).astype(np.float32) * 6,
+            "versions": np.ones(tokens - first, np.int32)}
+    more["tokens"][:first] = long.tokens[:first]
+    long.columns |= more
+
+    loss, expected, off, total = compared(batch, (2, "dense", CP, 2), 2 * tokens)
+    differences = {"loss": abs(loss - expected) / abs(expected), "gradient": off / total}
+    for name, difference in differences.items():
+        record_property(name, f"{difference:.1e}")
+        print(f"\n{tokens} tokens: {name} {difference:.1e}")
+    assert total > 0.1 and differences["loss"] <= 1e-6 and differences["gradient"] <= 1e-5
 
 
 STAR = ["tp2-sp", "pp2", "pp2-tied", "pp2-vpp2", "cp2", "dp2", "ep2", "tp2-sp-moe", "tp2-sp-cp2-ep2", "pp2-ep2"]
