@@ -190,7 +190,7 @@ def taking_turns(folder: Path, dtype: torch.dtype, prompts: list[list[int]], new
     return seconds, ids
 
 
-def paths(folder: Path, rounds: int, new: int = 32) -> None:
+def paths(folder: Path, rounds: int, new: int = 16) -> None:
     """Print greedy tokens per CPU second of the fast path, of the module and of transformers' generate."""
     torch.set_num_threads(1)
     tokenizer = AutoTokenizer.from_pretrained(folder)
