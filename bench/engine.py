@@ -3,6 +3,7 @@
     python bench/engine.py                           # demo, large and small; Markdown tables
     python bench/engine.py --workloads demo --rounds 9
     python bench/engine.py --steps                   # decode steps of several sizes, on one thread and on two
+    python bench/engine.py --paths models/smollm2-135m-instruct   # the fast path beside transformers
 
 A rollout is all requests of one training step at once: the demo's 64 prompts x 8 answers (examples/demo.toml), the
 workloads of bench/peers with random weights. Prompts are prefilled
@@ -32,8 +33,9 @@ import torch
 from miles_local import batch, decode, engine
 from miles_local.batch import SequenceState
 from miles_local.engine import LocalEngine
+from miles_local.modules import ModuleDecoder
 from miles_local.weights import ModelShape
-from transformers import AutoTokenizer, Qwen3Config
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config
 
 from miles_core.stages.rollout import Request, SamplingParams
 
@@ -125,6 +127,7 @@ def steps(rows: int = 64, width: int = 64, seconds: float = 1.0) -> None:
         shape = ModelShape(
             hidden=hidden, layers=4, heads=heads, kv_heads=groups, head_dim=dim, intermediate=ffn, vocab=512, eps=1e-6,
             tied=True, context=256, experts=0, topk=0, expert_intermediate=0, renormalise=False, sparse=frozenset(),
+            qk_norm=True, qkv_bias=False, o_bias=False, mlp_bias=False, windows=(None,) * 4,
             inverse_frequencies=(1.0,) * (dim // 2), rope_scale=1.0, eos=frozenset(), init_std=0.02,
         )  # fmt: skip
         decoder = decode.Decoder(shape, 256, torch.float32)
@@ -132,7 +135,7 @@ def steps(rows: int = 64, width: int = 64, seconds: float = 1.0) -> None:
         with torch.inference_mode():
             filled = decoder.prefill(weights, [tuple(range(width))])
             cache.reserve(rows, width + 1)
-            cache.put(torch.arange(rows), torch.zeros(rows, dtype=torch.int64), filled.k, filled.v)
+            cache.put(torch.arange(rows), torch.zeros(rows, dtype=torch.int64), filled)
             tokens, positions = torch.zeros(rows, dtype=torch.int64), torch.full((rows,), width)
             for threads in (1, 2):
                 torch.set_num_threads(threads)
@@ -145,6 +148,68 @@ def steps(rows: int = 64, width: int = 64, seconds: float = 1.0) -> None:
         print(f"| {shape.layer_weights / 1e6:.2f} million | {one:.2f} | {two:.2f} | {one / two:.2f} |", flush=True)
 
 
+async def greedy(folder: Path, dtype: torch.dtype, module: bool, prompts: list[list[int]], new: int):
+    """The engine's ids and its CPU seconds, through its transformers module or as it would choose."""
+    local = LocalEngine(folder, dtype=dtype)
+    if module:
+        local._decoder = ModuleDecoder(folder, dtype)
+    await local.start()
+    sampling = SamplingParams(max_new_tokens=new, temperature=0.0, ignore_eos=True)
+    begin = cpu_seconds()
+    answers = await asyncio.gather(*(local.generate(Request(str(i), tuple(ids), sampling, key=i))
+                                     for i, ids in enumerate(prompts)))
+    seconds = cpu_seconds() - begin
+    await local.stop()
+    return [answer.output_ids.tolist() for answer in answers], seconds
+
+
+@torch.inference_mode()
+def generated(model, prompts: list[list[int]], new: int):
+    """transformers' own, padded to the left."""
+    width = max(map(len, prompts))
+    ids = torch.tensor([[0] * (width - len(one)) + one for one in prompts])
+    mask = torch.tensor([[0] * (width - len(one)) + [1] * len(one) for one in prompts])
+    begin = cpu_seconds()
+    out = model.generate(ids, attention_mask=mask, max_new_tokens=new, min_new_tokens=new, do_sample=False)
+    return out[:, width:].tolist(), cpu_seconds() - begin
+
+
+def taking_turns(folder: Path, dtype: torch.dtype, prompts: list[list[int]], new: int, rounds: int):
+    """By way: [rounds] CPU seconds, and the ids."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+    ways = {"fast": lambda: asyncio.run(greedy(folder, dtype, False, prompts, new)),
+            "module": lambda: asyncio.run(greedy(folder, dtype, True, prompts, new)),
+            "generate": lambda: generated(model, prompts, new)}
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    ids = {}
+    for round_ in range(rounds + 1):
+        for name, way in ways.items():
+            ids[name], took = way()
+            if round_:  # the first one warms up
+                seconds[name].append(took)
+    return seconds, ids
+
+
+def paths(folder: Path, rounds: int, new: int = 16) -> None:
+    """Print greedy tokens per CPU second of the fast path, of the module and of transformers' generate."""
+    torch.set_num_threads(1)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    texts = [tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True,
+                                           tokenize=False) for text in QUESTIONS]
+    prompts = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    print("| dtype | prompts | fast path | module | generate | fast / module | fast / generate | same ids |")
+    print("|---|---|---|---|---|---|---|---|")
+    for dtype, count in itertools.product((torch.float32, torch.bfloat16), (1, len(prompts))):
+        seconds, ids = taking_turns(folder, dtype, prompts[:count], new, rounds)
+        fast, module, theirs = (count * new / statistics.median(seconds[name]) for name in seconds)
+        same = sum(a == b for a, b in zip(ids["fast"], ids["generate"], strict=True))
+        print(f"| {str(dtype)[6:]} | {count} | {fast:.1f} | {module:.1f} | {theirs:.1f} | {fast / module:.2f} | "
+              f"{fast / theirs:.2f} | {same} of {count} |", flush=True)
+
+
+QUESTIONS = ("What is the capital of France?", "Write a haiku about rain.", "Why is the sky blue?", "Count to ten.",
+             "Name three rivers of South America and one thing that each of them is known for.",
+             "What is 12 times 12?", "Explain recursion to a child.", "Who wrote Hamlet, and when?")
 JOIN, PORTIONS, SMALL = batch.Batch._join, batch._portions, engine.SMALL_LAYER
 
 
@@ -154,7 +219,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--workloads", nargs="+", default=["demo", "large", "small"])
     parser.add_argument("--steps", action="store_true")
+    parser.add_argument("--paths", type=Path, metavar="FOLDER")
     arguments = parser.parse_args()
+    if arguments.paths:
+        return paths(arguments.paths, arguments.rounds)
     if arguments.steps:
         return steps()
     settings = [*((way, 1) for way in WAYS), ("shared", 2)]

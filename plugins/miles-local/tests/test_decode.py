@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from miles_local.decode import ROWS, Attention, Cache, Decoder, linear, round_up
 from miles_local.weights import ModelShape, Weights, read_tensors
 
-KINDS = ("dense", "tied", "moe", "moe-plain")
+KINDS = ("dense", "tied", "moe", "moe-plain", "llama", "llama-tied", "mistral", "qwen2")
 VOCAB = 96
 LONG = 600
 
@@ -69,16 +69,22 @@ def check_rounding(got, reference, ids):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_log_probs_equal_transformers_to_rounding(models, kind):
-    """Prefill and steps against one full eager forward, float32, all four kinds of checkpoint."""
+    """Prefill and steps against one full eager forward, float32, every kind of checkpoint."""
     decoder, weights, reference = make(models, kind)
     ids = random_ids(60, seed=1)
     got, _ = decode(decoder, weights, ids, prefilled=20, company=3)
     check_rounding(got, reference, ids)
 
 
-def test_long_contexts_equal_transformers(models):
+def windowed(build, folder):
+    """As `models`: the checkpoint whose window is wider than a chunk of keys and shorter than a long context."""
+    return {"windowed": (folder, build("mistral", folder, sliding_window=300))}
+
+
+@pytest.mark.parametrize("kind", ["dense", "windowed"])
+def test_long_contexts_equal_transformers(models, build, tmp_path, kind):
     """Beyond one chunk of keys and one chunk of queries."""
-    decoder, weights, reference = make(models, "dense")
+    decoder, weights, reference = make(models if kind in models else windowed(build, tmp_path), kind)
     ids = random_ids(LONG, seed=2)
     got, _ = decode(decoder, weights, ids, prefilled=LONG - 3)
     check_rounding(got, reference, ids)
@@ -86,7 +92,7 @@ def test_long_contexts_equal_transformers(models):
 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["dense", "moe"])
+@pytest.mark.parametrize("kind", ["dense", "moe", "llama", "mistral", "qwen2"])
 @settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_bits_do_not_depend_on_company_width_or_prefill(models, kind, dtype, threads, data):
@@ -105,10 +111,11 @@ def test_bits_do_not_depend_on_company_width_or_prefill(models, kind, dtype, thr
 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_bits_do_not_depend_on_prefill_in_long_contexts(models, dtype, threads):
+@pytest.mark.parametrize("kind", ["dense", "windowed"])
+def test_bits_do_not_depend_on_prefill_in_long_contexts(models, build, tmp_path, kind, dtype, threads):
     """The same where sums over keys are chunked: recomputing a long context gives the bits of decoding it."""
     torch.set_num_threads(threads)
-    decoder, weights, _ = make(models, "dense", dtype)
+    decoder, weights, _ = make(models if kind in models else windowed(build, tmp_path), kind, dtype)
     ids = random_ids(LONG, seed=3)
     start = 250
     stepwise, _ = decode(decoder, weights, ids[: start + 30], prefilled=start, room=300)
@@ -151,9 +158,9 @@ def test_a_query_attends_with_the_same_bits_among_any_number_of_queries(head_dim
     torch.set_num_threads(threads)
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(6, count, head_dim, generator=generator) for count in (64, 320, 320))
-    many = Attention(6, 64, 320, torch.zeros(320), 6, head_dim)(q, k, v)
+    many = Attention(6, 64, 320, 6, head_dim)(q, k, v, torch.zeros(320))
     for queries in (1, 2, 4, 7, 16):
-        few = Attention(6, queries, 320, torch.zeros(320), 6, head_dim)(q[:, :queries], k, v)
+        few = Attention(6, queries, 320, 6, head_dim)(q[:, :queries], k, v, torch.zeros(320))
         assert torch.equal(few, many[:, :queries])
 
 

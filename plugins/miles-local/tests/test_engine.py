@@ -86,7 +86,10 @@ async def drawn(engine, count):
 # Draws and bits.
 
 
-@pytest.mark.parametrize("kind", ["dense", "tied", "moe", "moe-plain"])
+KINDS = ("dense", "tied", "moe", "moe-plain", "llama", "llama-tied", "mistral", "qwen2")
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_log_probs_equal_transformers_at_any_temperature(models, kind):
     """What is returned is log_softmax(logits / temperature), whatever top-k and top-p cut."""
     folder, reference = models[kind]
@@ -101,7 +104,18 @@ def test_log_probs_equal_transformers_at_any_temperature(models, kind):
         assert (answer.finish_reason, len(answer.output_ids), set(answer.versions)) == ("length", 12, {0})
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_greedy_answers_are_those_of_generate(models, kind):
+    """Beyond the window where there is one."""
+    folder, reference = models[kind]
+    requests = [request(i, length, temperature=0.0) for i, length in enumerate((3, 17, 8))]
+    for asked, answer in zip(requests, session(together(requests), folder), strict=True):
+        whole = reference.generate(torch.tensor([asked.input_ids]), max_new_tokens=12, do_sample=False)
+        assert answer.output_ids.tolist() == whole[0, len(asked.input_ids) :].tolist()
+
+
 @pytest.mark.parametrize(("kind", "dtype", "threads"), [
+    ("llama", torch.float32, 1), ("mistral", torch.bfloat16, 2), ("qwen2", torch.float32, 1),
     ("dense", torch.float32, 1), ("dense", torch.bfloat16, 1), ("moe", torch.float32, 1), ("moe", torch.bfloat16, 1),
     ("moe", torch.float32, 2), ("dense", torch.bfloat16, 2),
 ])  # fmt: skip
@@ -420,7 +434,7 @@ def test_pause_abort_ends_everything_and_later_requests_wait(models):
 # Weights.
 
 
-@pytest.mark.parametrize("kind", ["dense", "tied", "moe"])
+@pytest.mark.parametrize("kind", ["dense", "tied", "moe", "llama", "llama-tied", "qwen2"])
 def test_an_update_in_flight_recomputes_caches_and_marks_versions(models, build, tmp_path, kind):
     """Tokens after the update are those that the new weights give for prompt + tokens drawn before, bit for bit."""
     folder, _ = models[kind]
@@ -487,7 +501,7 @@ def test_a_bad_update_changes_nothing(models, build, tmp_path, edit, message):
 @pytest.mark.parametrize("kind", ["moe", "through transformers"])
 def test_weights_in_a_plugins_format_pass_its_hook_first(models, build, tmp_path, kind):
     """Both those of an update and those on disk, on both paths."""
-    changes = {"attention_bias": True} if kind != "moe" else {}
+    changes = {"hidden_act": "gelu"} if kind != "moe" else {}
     model = build("moe" if not changes else "dense", tmp_path, **changes)
     plain = dict(stream(model))
 
@@ -608,7 +622,9 @@ def test_random_weights_need_no_checkpoint_files(models, build, tmp_path):
 @pytest.mark.parametrize(("kind", "changes", "path"), [
     ("dense", {}, "qwen3 fast path"), ("moe", {}, "qwen3_moe fast path"),
     ("dense", {"hidden_act": "gelu"}, "qwen3 through transformers"),
-    ("dense", {"attention_bias": True}, "qwen3 through transformers"),
+    ("dense", {"attention_bias": True}, "qwen3 fast path"), ("llama", {}, "llama fast path"),
+    ("mistral", {}, "mistral fast path"), ("qwen2", {}, "qwen2 fast path"),
+    ("llama", {"mlp_bias": False, "hidden_act": "relu"}, "llama through transformers"),
 ])  # fmt: skip
 def test_the_path_is_named(build, tmp_path, kind, changes, path):
     """A variant that the fast path does not compute goes through transformers."""

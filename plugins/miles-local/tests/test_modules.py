@@ -25,12 +25,12 @@ TINY = {
 LINEAR = {"layer_types": ["linear_attention", "full_attention"], "rms_norm_eps": 1e-2, "linear_num_key_heads": 2,
           "initializer_range": 0.1, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 8}
 KINDS = {
-    "llama": {},
-    "qwen2": {},  # biases on q, k and v
+    "granite": {},
+    "seed_oss": {"head_dim": 16},  # biases on q, k and v
     "gemma2": {"head_dim": 16, "sliding_window": 8, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0,
                "query_pre_attn_scalar": 16},  # windows in every second layer, soft caps, tied embeddings
     "glm4": {"head_dim": 16},  # norms after attention and MLP, partial rotary embedding
-    "mistral": {"sliding_window": 8},
+    "starcoder2": {"sliding_window": 8},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},  # other names on disk, experts stacked in memory
     "qwen3_next": {**LINEAR, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
                    "shared_expert_intermediate_size": 24},  # states in one layer, keys and values in the other
@@ -121,7 +121,7 @@ def test_greedy_answers_are_those_of_generate(models, kind):
         assert answer.output_ids.tolist() == whole[0, len(one.input_ids) :].tolist()
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma2", "mixtral"])
+@pytest.mark.parametrize("kind", ["granite", "gemma2", "mixtral"])
 def test_an_update_by_the_names_on_disk_changes_the_answers(models, kind, tmp_path):
     """To those of the new checkpoint, from random weights; a request in flight carries both versions."""
     folder, _ = models[kind]
@@ -138,7 +138,7 @@ def test_an_update_by_the_names_on_disk_changes_the_answers(models, kind, tmp_pa
 
 def test_the_weights_are_copies(models):
     """What the trainer does to its tensors after a sync is not seen."""
-    folder, _ = models["llama"]
+    folder, _ = models["granite"]
     mine = {name: tensor.clone() for name, tensor in load_file(folder / "model.safetensors").items()}
 
     async def update_then_spoil(engine):
@@ -151,10 +151,10 @@ def test_the_weights_are_copies(models):
 
 
 @pytest.mark.parametrize(("kind", "edit", "message"), [
-    ("llama", lambda t: t.pop("model.norm.weight"), "incomplete.*model.norm.weight"),
-    ("llama", lambda t: t.update({"model.extra.weight": torch.zeros(2)}), "unknown tensor.*model.extra.weight"),
-    ("llama", lambda t: t.update({"model.norm.weight": torch.zeros(3)}), "wrong shape.*model.norm.weight"),
-    ("llama", lambda t: t.update({"model.norm.weight": torch.full((48,), torch.nan)}), "not finite"),
+    ("granite", lambda t: t.pop("model.norm.weight"), "incomplete.*model.norm.weight"),
+    ("granite", lambda t: t.update({"model.extra.weight": torch.zeros(2)}), "unknown tensor.*model.extra.weight"),
+    ("granite", lambda t: t.update({"model.norm.weight": torch.zeros(3)}), "wrong shape.*model.norm.weight"),
+    ("granite", lambda t: t.update({"model.norm.weight": torch.full((48,), torch.nan)}), "not finite"),
     ("mixtral", lambda t: t.pop("model.layers.1.block_sparse_moe.experts.2.w1.weight"), "do not fit"),
     ("mixtral", lambda t: [t.pop(f"model.layers.1.block_sparse_moe.experts.3.w{i}.weight") for i in (1, 2, 3)],
      "wrong shape"),
@@ -176,7 +176,7 @@ def test_a_bad_update_changes_nothing(models, capfd, kind, edit, message):
 
 
 def test_in_bfloat16_log_probs_are_near(models):
-    folder, model = models["llama"]
+    folder, model = models["granite"]
     asked = [request(i, 5 + 4 * i) for i in range(3)]
     for one, answer in zip(asked, ask(folder, asked, dtype=torch.bfloat16), strict=True):
         expected = torch.log_softmax(logits_of(model, one, answer), -1)
@@ -221,4 +221,4 @@ def test_routed_experts_are_those_of_a_full_forward(models):
 
 def test_routed_experts_of_a_model_without_any_are_refused(models):
     with pytest.raises(EngineError, match=r"\[routed-experts-unavailable\]"):
-        ask(models["llama"][0], [routed(request(1, 5))])
+        ask(models["granite"][0], [routed(request(1, 5))])

@@ -2,8 +2,8 @@
 
     engine.py     LocalEngine: the asynchronous contract and the one thread that decodes
     batch.py      the rows that decode together: their requests, their results, when each ends
-    decode.py     the forward pass of Qwen3 and Qwen3-MoE over a key-value cache, bit-identical in any batch
-    modules.py    the same for any architecture, through its transformers module
+    decode.py     the forward pass of Llama and its kin over a key-value cache, bit-identical in any batch
+    modules.py    the forward pass of any architecture, through its transformers module
     weights.py    the engine's copy of a checkpoint, filled from Hugging Face names
     sampling.py   keyed draws and stop strings
 """

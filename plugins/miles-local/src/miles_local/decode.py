@@ -1,4 +1,6 @@
-"""The forward pass of Qwen3 and Qwen3-MoE over a key-value cache, with the same bits in any batch.
+"""The forward pass of Llama and its kin (weights.FAMILIES) over a key-value cache, with the same bits in any batch.
+
+What a layer has, such as biases, norms of queries and keys, a window or experts, ModelShape says.
 
 A row's result must not depend on the rows beside it, on the width of the cache, or on whether a position was computed
 by a prefill or by a decode step. Matrix libraries pick another order of summation for another shape, so:
@@ -8,7 +10,7 @@ by a prefill or by a decode step. Matrix libraries pick another order of summati
   * a router's scores are padded to whole cache lines: rows of few outputs would begin at other offsets of the
     libraries' vectors, and so be summed in an order that depends on their place;
   * attention is two batched products in float32, with query rows padded to QUERY_ROWS and keys summed in chunks of
-    KEY_CHUNK. Keys beyond a row's length get weight zero, and adding zeros changes nothing;
+    KEY_CHUNK. Keys beyond a row's length or before its window get weight zero, and adding zeros changes nothing;
   * an expert's outputs are added in the order of the experts' numbers.
 
 plugins/miles-local/tests/ holds this to exact equality.
@@ -50,8 +52,13 @@ def round_up(count: int, multiple: int = ROWS) -> int:
     return max(1, -(-count // multiple)) * multiple
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """x [R, in] (R a multiple of ROWS) times weight [out, in], each row's bits independent of R."""
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """x [R, in] (R a multiple of ROWS) times weight [out, in], plus bias [out]; each row's bits independent of R."""
+    out = _product(x, weight)
+    return out if bias is None else out.add_(bias)
+
+
+def _product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     if weight.dtype == torch.float32 and weight.shape[1] <= PLAIN_DEPTH:
         return F.linear(x, weight)
     rows = x.shape[0]
@@ -62,30 +69,36 @@ def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return torch.cat([F.linear(tile, weight) for tile in x.split(TILE)])[:rows]
 
 
+def unseen(positions: torch.Tensor, width: int, window: int | None) -> torch.Tensor:
+    """[Q, width] to add to the scores of queries at `positions` [Q]: -inf at keys after one or before its window."""
+    behind = positions[:, None] - torch.arange(width)
+    hidden = behind < 0 if window is None else (behind < 0) | (behind >= window)
+    return torch.zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
+
+
 class Attention:
     """softmax(q k^T x scale + mask) v in float32, for one shape; its buffers serve one layer after another.
 
     Args:
         count, queries, width: N, M and T below; T a multiple of ROWS.
-        mask: added to the scores viewed as [lead, N x M / lead, T].
-        lead: leading size of that view.
+        lead: leading size of the view [lead, N x M / lead, T] of the scores that masks are added to.
         head_dim: of queries, keys and values.
     """
 
-    def __init__(self, count: int, queries: int, width: int, mask: torch.Tensor, lead: int, head_dim: int):
-        self._mask, self._lead, self._scale = mask, lead, head_dim**-0.5
+    def __init__(self, count: int, queries: int, width: int, lead: int, head_dim: int):
+        self._lead, self._scale = lead, head_dim**-0.5
         padded = round_up(queries, QUERY_ROWS if head_dim <= QUERY_DEPTH else ROWS)
         # Rows beyond M hold zeros, then leftovers: no product mixes rows.
         self._q = torch.zeros(count, padded, head_dim)
         self._weights = torch.zeros(count, padded, width)
         self._queries = queries
 
-    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """q [N, M, head_dim], k and v [N, T, head_dim] -> [N, M, head_dim]."""
         live, width = slice(0, self._queries), k.shape[1]
         self._q[:, live] = q
         torch.bmm(self._q, k.transpose(1, 2), out=self._weights)
-        scores = (self._weights[:, live] * self._scale).view(self._lead, -1, width).add_(self._mask)
+        scores = (self._weights[:, live] * self._scale).view(self._lead, -1, width).add_(mask)
         self._weights[:, live] = torch.softmax(scores, -1).view(-1, self._queries, width)
         out = torch.bmm(self._weights[:, :, :KEY_CHUNK], v[:, :KEY_CHUNK])
         for start in range(KEY_CHUNK, width, KEY_CHUNK):
@@ -203,8 +216,9 @@ class Decoder:
         return Weights.from_stream(self.shape, self._dtype, stream)
 
     def tensors(self, folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-        """A checkpoint's, for `stage`; see read_tensors."""
-        return read_tensors(folder, {"lm_head.weight"} if self.shape.tied else set())
+        """A checkpoint's, for `stage`; see read_tensors. Some hold what follows from their config.json as well."""
+        known = {f"model.layers.{index}.self_attn.rotary_emb.inv_freq" for index in range(self.shape.layers)}
+        return read_tensors(folder, known | ({"lm_head.weight"} if self.shape.tied else set()))
 
     def random(self) -> Weights:
         """See Weights.random."""
@@ -230,9 +244,9 @@ class Decoder:
             for start in range(0, width, QUERY_CHUNK):
                 end = min(width, start + QUERY_CHUNK)
                 queries = q[:, :, start:end].reshape(count * s.kv_heads, -1, s.head_dim)
-                causal = torch.full((end - start, end), -torch.inf).triu_(start + 1)
-                attention = Attention(*queries.shape[:2], end, causal, count * s.heads, s.head_dim)
-                part = attention(queries, k[:, :end], v[:, :end])
+                mask = unseen(torch.arange(start, end), end, s.windows[index])
+                attention = Attention(*queries.shape[:2], end, count * s.heads, s.head_dim)
+                part = attention(queries, k[:, :end], v[:, :end], mask)
                 parts.append(part.reshape(count, s.heads, end - start, -1).transpose(1, 2))
             return torch.cat(parts, 1).reshape(count * width, -1)
 
@@ -259,15 +273,15 @@ class Decoder:
         width = round_up(int(positions.max()) + 1)
         heads = torch.arange(rows * s.kv_heads).view(rows, s.kv_heads)
         places = (heads * cache.width + positions[:, None]).view(-1)
-        mask = torch.zeros(rows, width).masked_fill_(torch.arange(width) > positions[:, None], -torch.inf)[:, None]
-        attention = Attention(rows * s.kv_heads, s.heads // s.kv_heads, width, mask, rows, s.head_dim)
+        masks = {window: unseen(positions, width, window)[:, None] for window in set(s.windows)}
+        attention = Attention(rows * s.kv_heads, s.heads // s.kv_heads, width, rows, s.head_dim)
 
         def attend(index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             for tensor, new in ((cache.k[index], k), (cache.v[index], v)):
                 tensor.view(-1, s.head_dim).index_copy_(0, places, new.float().reshape(-1, s.head_dim))
             queries = q.float().reshape(rows * s.kv_heads, -1, s.head_dim)
             keys, values = (x[:rows, :, :width].flatten(0, 1) for x in (cache.k[index], cache.v[index]))
-            return attention(queries, keys, values).reshape(rows, -1)
+            return attention(queries, keys, values, masks[s.windows[index]]).reshape(rows, -1)
 
         routes: list[torch.Tensor] | None = [] if trace else None
         hidden = self._forward(weights, tokens, positions, attend, routes)
@@ -281,14 +295,20 @@ class Decoder:
         turned = s.heads + s.kv_heads
         x = F.embedding(tokens, weights.embed)
         for index, layer in enumerate(weights.layers):
-            qkv = linear(self._norm(x, layer.input_norm), layer.qkv).view(len(x), turned + s.kv_heads, s.head_dim)
-            qk = self._norm(qkv[:, :turned], None).mul_(layer.head_norm)
+            qkv = linear(self._norm(x, layer.input_norm), layer.qkv, layer.qkv_bias)
+            qkv = qkv.view(len(x), turned + s.kv_heads, s.head_dim)
+            qk = qkv[:, :turned]
+            if layer.head_norm is not None:
+                qk = self._norm(qk, None).mul_(layer.head_norm)
             qk = qk.roll(s.head_dim // 2, -1).mul_(sin).add_(qk.mul_(cos))
             mixed = attend(index, qk[:, : s.heads], qk[:, s.heads :], qkv[:, turned:])
-            x += linear(mixed.to(x.dtype), layer.o)
+            x += linear(mixed.to(x.dtype), layer.o, layer.o_bias)
             h = self._norm(x, layer.post_norm)
-            x += _mlp(h, layer.gate_up, layer.down) if layer.router is None else self._experts(h, layer, routes)
-            if layer.router is None and routes is not None:
+            if layer.router is not None:
+                x += self._experts(h, layer, routes)
+                continue
+            x += _mlp(h, layer.gate_up, layer.down, layer.gate_up_bias, layer.down_bias)
+            if routes is not None:
                 routes.append(torch.full((len(x), s.topk), -1, dtype=torch.int16))
         return x
 
@@ -336,6 +356,7 @@ class Decoder:
         return out
 
 
-def _mlp(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
-    gate, up = linear(x, gate_up).chunk(2, -1)
-    return linear(F.silu(gate).mul_(up), down)
+def _mlp(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, gate_up_bias: torch.Tensor | None = None,
+         down_bias: torch.Tensor | None = None) -> torch.Tensor:
+    gate, up = linear(x, gate_up, gate_up_bias).chunk(2, -1)
+    return linear(F.silu(gate).mul_(up), down, down_bias)

@@ -70,7 +70,8 @@ def decoder_for(folder: Path, dtype: torch.dtype,
 class LocalEngine:
     """Decodes a checkpoint on the CPU, with continuous batching and its own weights.
 
-    Qwen3 and Qwen3-MoE take the fast path (decode.py), every other architecture its transformers module (modules.py).
+    Llama, Mistral, Qwen2, Qwen3 and Qwen3-MoE take the fast path (decode.py), every other architecture its transformers
+    module (modules.py).
     On the fast path a request's tokens and log-probs have the same bits whatever else runs, whenever it joined, and
     whether its caches were recomputed, for a given number of torch threads.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,15 +11,44 @@ import torch
 from miles_core.errors import CheckpointError, EngineError
 from miles_core.reading import parse_json, reading
 
-FAMILIES = ("qwen3", "qwen3_moe")
 ROPES = ("default", "linear", "yarn", "llama3")
 LINE = 16
 """float32 numbers of a cache line."""
 
 
 @dataclass(frozen=True)
+class Family:
+    """What transformers builds into the layers of a model type. A name is the key of config.json that decides.
+
+    Args:
+        qk_norm: an RMS norm of every head of the queries and the keys.
+        qkv_bias, o_bias, mlp_bias: biases of the projections.
+        windows: "sliding_window", which holds for every layer, or "layer_types", which names the layers it holds for.
+        experts: mixtures of experts.
+    """
+
+    qk_norm: bool = False
+    qkv_bias: bool | str = False
+    o_bias: bool | str = False
+    mlp_bias: bool | str = False
+    windows: str | None = None
+    experts: bool = False
+
+
+FAMILIES = {
+    "llama": Family(qkv_bias="attention_bias", o_bias="attention_bias", mlp_bias="mlp_bias"),
+    "mistral": Family(windows="sliding_window"),
+    "qwen2": Family(qkv_bias=True, windows="layer_types"),
+    "qwen3": Family(qk_norm=True, qkv_bias="attention_bias", o_bias="attention_bias", windows="layer_types"),
+    "qwen3_moe": Family(qk_norm=True, qkv_bias="attention_bias", o_bias="attention_bias", windows="sliding_window",
+                        experts=True),
+}  # fmt: skip
+"""By model_type; all else that decode.py computes is common to them."""
+
+
+@dataclass(frozen=True)
 class ModelShape:
-    """The constants of a Qwen3 or Qwen3-MoE checkpoint.
+    """The constants of a checkpoint: what decode.py computes.
 
     Args:
         hidden, layers, heads, kv_heads, head_dim, intermediate, vocab: sizes; `intermediate` is that of dense layers.
@@ -28,6 +57,8 @@ class ModelShape:
         context: longest sequence that the checkpoint was made for, in tokens.
         experts, topk, expert_intermediate, renormalise, sparse: mixture of experts; `sparse` names the layers that
             have one, and is empty for a dense model.
+        qk_norm, qkv_bias, o_bias, mlp_bias: what every layer has; see Family.
+        windows: per layer the number of positions that a query sees, its own included; None where it sees all.
         inverse_frequencies, rope_scale: rotary embedding, [head_dim / 2] and the factor on its sines and cosines.
         eos: ids that end a response.
         init_std: standard deviation of random weights.
@@ -48,6 +79,11 @@ class ModelShape:
     expert_intermediate: int
     renormalise: bool
     sparse: frozenset[int]
+    qk_norm: bool
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    windows: tuple[int | None, ...]
     inverse_frequencies: tuple[float, ...]
     rope_scale: float
     eos: frozenset[int]
@@ -65,13 +101,18 @@ class ModelShape:
         from transformers import AutoConfig  # seconds of import, and only here
 
         config = AutoConfig.from_pretrained(folder)
-        if not _known(config):
+        family = FAMILIES.get(config.model_type)
+        if family is None or not _known(config, family):
             return None
         frequencies, rope_scale = _rotary(config)
-        moe = config.model_type == "qwen3_moe" and config.num_experts > 0
+        moe = family.experts and config.num_experts > 0
         dense_only = set(getattr(config, "mlp_only_layers", None) or ())
         step = getattr(config, "decoder_sparse_step", 1)
         sparse = {i for i in range(config.num_hidden_layers) if moe and i not in dense_only and (i + 1) % step == 0}
+
+        def has(key: bool | str) -> bool:
+            return bool(getattr(config, key)) if isinstance(key, str) else key
+
         return cls(
             hidden=config.hidden_size, layers=config.num_hidden_layers, heads=config.num_attention_heads,
             kv_heads=config.num_key_value_heads, head_dim=_head_dim(config), intermediate=config.intermediate_size,
@@ -79,18 +120,28 @@ class ModelShape:
             context=config.max_position_embeddings, experts=config.num_experts if moe else 0,
             topk=config.num_experts_per_tok if moe else 0,
             expert_intermediate=config.moe_intermediate_size if moe else 0,
-            renormalise=bool(moe and config.norm_topk_prob), sparse=frozenset(sparse),
+            renormalise=bool(moe and config.norm_topk_prob), sparse=frozenset(sparse), qk_norm=family.qk_norm,
+            qkv_bias=has(family.qkv_bias), o_bias=has(family.o_bias), mlp_bias=has(family.mlp_bias),
+            windows=tuple(config.sliding_window if kind == "sliding_attention" else None
+                          for kind in _layer_types(config, family)),
             inverse_frequencies=tuple(frequencies.tolist()), rope_scale=rope_scale,
             eos=eos_ids(config, folder), init_std=config.initializer_range,
         )  # fmt: skip
 
 
-def _known(config) -> bool:
+def _known(config, family: Family) -> bool:
+    window = getattr(config, "sliding_window", None)
     return (
-        config.model_type in FAMILIES and config.hidden_act == "silu"
-        and not getattr(config, "attention_bias", False) and not getattr(config, "use_sliding_window", False)
-        and config.rope_parameters["rope_type"] in ROPES
+        config.hidden_act == "silu" and config.rope_parameters["rope_type"] in ROPES
+        and set(_layer_types(config, family)) <= {"full_attention", *(["sliding_attention"] if window else [])}
     )  # fmt: skip
+
+
+def _layer_types(config, family: Family) -> list[str]:
+    if family.windows == "layer_types":
+        return config.layer_types
+    slides = family.windows is not None and config.sliding_window is not None
+    return ["sliding_attention" if slides else "full_attention"] * config.num_hidden_layers
 
 
 def _head_dim(config) -> int:
@@ -121,6 +172,10 @@ def eos_ids(config, folder: Path) -> frozenset[int]:
         return frozenset(map(int, [eos] if isinstance(eos, int) else eos))
 
 
+def _bias(exists: bool, size: int, dtype: torch.dtype) -> torch.Tensor | None:
+    return torch.empty(size, dtype=dtype) if exists else None
+
+
 def _matrix(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     """[..., out, in]; in float32 its memory is [..., in, out]: products of 16 rows then take two thirds of the time.
 
@@ -137,6 +192,7 @@ class Layer:
 
     qkv [(heads + 2 kv_heads) x head_dim, hidden] and gate_up [2 x intermediate, hidden] are fused; head_norm
     [heads + kv_heads, head_dim] repeats the query's and the key's norm per head, so that one product applies both.
+    Norms and biases that the shape does not have are None.
     """
 
     def __init__(self, shape: ModelShape, index: int, dtype: torch.dtype):
@@ -144,8 +200,10 @@ class Layer:
         self.input_norm = torch.empty(s.hidden, dtype=dtype)
         self.post_norm = torch.empty(s.hidden, dtype=dtype)
         self.qkv = _matrix((s.heads + 2 * s.kv_heads) * s.head_dim, s.hidden, dtype=dtype)
-        self.head_norm = torch.empty(s.heads + s.kv_heads, s.head_dim, dtype=dtype)
+        self.qkv_bias = _bias(s.qkv_bias, len(self.qkv), dtype)
+        self.head_norm = torch.empty(s.heads + s.kv_heads, s.head_dim, dtype=dtype) if s.qk_norm else None
         self.o = _matrix(s.hidden, s.heads * s.head_dim, dtype=dtype)
+        self.o_bias = _bias(s.o_bias, s.hidden, dtype)
         self.router = None
         if index in s.sparse:
             # Whole cache lines per row of scores: where rows of a narrow product begin anywhere, some libraries sum
@@ -156,31 +214,45 @@ class Layer:
         else:
             self.gate_up = _matrix(2 * s.intermediate, s.hidden, dtype=dtype)
             self.down = _matrix(s.hidden, s.intermediate, dtype=dtype)
+            self.gate_up_bias = _bias(s.mlp_bias, len(self.gate_up), dtype)
+            self.down_bias = _bias(s.mlp_bias, s.hidden, dtype)
 
     def slots(self, shape: ModelShape) -> Iterator[tuple[str, torch.Tensor, tuple[int, ...]]]:
         """(name inside the layer, where it is kept, shape on disk)."""
+        for name, norm in (("input_layernorm", self.input_norm), ("post_attention_layernorm", self.post_norm)):
+            yield f"{name}.weight", norm, tuple(norm.shape)
         q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-        fused = {
-            "input_layernorm": self.input_norm, "post_attention_layernorm": self.post_norm,
-            "self_attn.q_proj": self.qkv[:q], "self_attn.k_proj": self.qkv[q : q + kv],
-            "self_attn.v_proj": self.qkv[q + kv :], "self_attn.o_proj": self.o,
-        }  # fmt: skip
-        for name, tensor in fused.items():
-            yield f"{name}.weight", tensor, tuple(tensor.shape)
-        yield "self_attn.q_norm.weight", self.head_norm[: shape.heads], (shape.head_dim,)
-        yield "self_attn.k_norm.weight", self.head_norm[shape.heads :], (shape.head_dim,)
+        qkv = zip("qkv", self.qkv.split((q, kv, kv)), _split(self.qkv_bias, (q, kv, kv)), strict=True)
+        for name, weight, bias in (*qkv, ("o", self.o, self.o_bias)):
+            yield from _projection_slots(f"self_attn.{name}_proj", weight, bias)
+        if self.head_norm is not None:
+            yield "self_attn.q_norm.weight", self.head_norm[: shape.heads], (shape.head_dim,)
+            yield "self_attn.k_norm.weight", self.head_norm[shape.heads :], (shape.head_dim,)
         if self.router is None:
-            yield from _mlp_slots("mlp", self.gate_up, self.down)
+            yield from _mlp_slots("mlp", self.gate_up, self.down, self.gate_up_bias, self.down_bias)
             return
         yield "mlp.gate.weight", self.router[: shape.experts], (shape.experts, shape.hidden)
         for expert in range(shape.experts):
             yield from _mlp_slots(f"mlp.experts.{expert}", self.gate_up[expert], self.down[expert])
 
 
-def _mlp_slots(prefix: str, gate_up: torch.Tensor, down: torch.Tensor) -> Iterator[tuple[str, torch.Tensor, tuple]]:
-    gate, up = gate_up.chunk(2)
-    for name, tensor in (("gate_proj", gate), ("up_proj", up), ("down_proj", down)):
-        yield f"{prefix}.{name}.weight", tensor, tuple(tensor.shape)
+def _mlp_slots(prefix: str, gate_up: torch.Tensor, down: torch.Tensor, gate_up_bias: torch.Tensor | None = None,
+               down_bias: torch.Tensor | None = None) -> Iterator[tuple[str, torch.Tensor, tuple[int, ...]]]:
+    halves = (len(gate_up) // 2,) * 2
+    for name, weight, bias in (*zip(("gate", "up"), gate_up.split(halves), _split(gate_up_bias, halves), strict=True),
+                               ("down", down, down_bias)):
+        yield from _projection_slots(f"{prefix}.{name}_proj", weight, bias)
+
+
+def _split(bias: torch.Tensor | None, sizes: Sequence[int]) -> Sequence[torch.Tensor | None]:
+    return [None] * len(sizes) if bias is None else bias.split(sizes)
+
+
+def _projection_slots(name: str, weight: torch.Tensor,
+                      bias: torch.Tensor | None) -> Iterator[tuple[str, torch.Tensor, tuple[int, ...]]]:
+    yield f"{name}.weight", weight, tuple(weight.shape)
+    if bias is not None:
+        yield f"{name}.bias", bias, tuple(bias.shape)
 
 
 class Weights:
@@ -241,12 +313,12 @@ class Weights:
 
     @classmethod
     def random(cls, shape: ModelShape, dtype: torch.dtype, seed: int = 0) -> Weights:
-        """Normal weights with the config's standard deviation, norms of one; the same seed gives the same weights."""
+        """Normal weights with the config's standard deviation, norms of one, biases of zero; a seed fixes them."""
         weights = cls(shape, dtype)
         generator = torch.Generator().manual_seed(seed)
-        for place, expected in weights.slots().values():
+        for name, (place, expected) in weights.slots().items():
             if len(expected) == 1:
-                place.fill_(1.0)
+                place.fill_(0.0 if name.endswith(".bias") else 1.0)
             else:
                 place.copy_(torch.randn(expected, generator=generator) * shape.init_std)
         return weights
