@@ -39,6 +39,8 @@ MATERIAL = ("examples/",)
 DISTRIBUTED = ("LICENSE", "miles/", "release/")
 """What only the tests of archives and releases look at."""
 PAGES = ("docs/", "recipes/", "AGENTS.md", "CHANGELOG.md", "CONTRIBUTING.md", "README.md", "mkdocs.yml")
+LAUNCH = ("launch/",)
+"""Files that start runs on clusters, which have tests of their own."""
 SCRIPTS = ("bench/", "tests/gpu/")
 """Started by tests/contracts, which run anyway."""
 
@@ -201,6 +203,10 @@ def _add(chosen: Selection, path: str, repository: Repository) -> str:
         chosen.gate.update(repository.reading_pages)
         chosen.full.update(repository.reading_pages)
         return "the tests that read pages"
+    elif path.startswith(LAUNCH):
+        chosen.gate.add("tests/launch")
+        chosen.full.add("tests/launch")
+        return "the tests of launch/"
     elif path.startswith(SCRIPTS):
         return "the contracts, which start scripts"
     elif path.startswith(f"{SGLANG}/"):

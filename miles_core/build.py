@@ -286,8 +286,7 @@ def with_context(config: RunConfig) -> RunConfig:
         what = "config.json cannot be read, or has no max_position_embeddings"
         raise CheckpointError(what if folder.is_dir() else "the folder does not exist", code="model-config-unusable",
                               got=most, who=who, fix=fix)
-    stretched = config.surface("server").get("context_length") or 0  # which the servers are told too
-    most = max(most, stretched)
+    most = max(most, config.surface("server").get("context_length") or 0)  # which the servers are told too
     wanted = config.rollout.rollout_max_context_len
     if wanted is not None and wanted > most:
         raise ConfigError("rollout_max_context_len exceeds the model's max_position_embeddings",

@@ -336,8 +336,7 @@ def _die_with(parent: int) -> None:
     """Have the kernel kill this process when the thread that started it ends, however it ends. Linux only."""
     if sys.platform != "linux":
         return
-    set_death_signal = 1
-    ctypes.CDLL(None).prctl(set_death_signal, signal.SIGKILL)
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     if os.getppid() != parent:  # it was gone before
         os._exit(1)
 

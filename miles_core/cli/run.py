@@ -64,7 +64,8 @@ def _named(words: tuple[str, ...]) -> list[Manifest]:
 
 
 def _described(option: Option, prefix: str) -> tuple[str, str]:
-    default = "" if option.default in (None, False, []) else f"  [default: {_shown(option.default)}]"
+    shown = "on" if option.default is True else option.default
+    default = "" if option.default in (None, False, []) else f"  [default: {shown}]"
     spelled = ", ".join((f"--{prefix}{option.name.replace('_', '-')}", *(option.flags if prefix else ())))
     return f"{spelled}{_placeholder(option)}", option.help + default
 
@@ -77,10 +78,6 @@ def _placeholder(option: Option) -> str:
         return " " + "|".join(map(str, option.choices))
     kind = option.type.split(" | ")[0]
     return f" {kind[5:-1].partition('[')[0].upper()}..." if option.is_list else f" {kind.partition('[')[0].upper()}"
-
-
-def _shown(default: object) -> object:
-    return "on" if default is True else default
 
 
 def _words(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
@@ -100,8 +97,7 @@ ABOUT_RUNNING = ("--plan", "--json", "--live", "--no-live")
 def split(words: tuple[str, ...]) -> tuple[Path | None, tuple[str, ...]]:
     """Run file, None where none is named, and flags."""
     words = tuple(word for word in words if word not in ABOUT_RUNNING)
-    named = bool(words) and not words[0].startswith("-")
-    return (Path(words[0]), words[1:]) if named else (None, words)
+    return (Path(words[0]), words[1:]) if words and not words[0].startswith("-") else (None, words)
 
 
 @click.command("run", cls=RunCommand, context_settings={"ignore_unknown_options": True, "allow_extra_args": True})

@@ -10,8 +10,7 @@ def kind(text: str, choices: Sequence[object]) -> str:
     """A type in words: what may be unset has the default none, which says it already."""
     if choices:
         return ", ".join(f"`{choice}`" for choice in choices)
-    parts = [part for part in text.split(" | ") if part != "None"]
-    return " or ".join(parts)
+    return " or ".join(part for part in text.split(" | ") if part != "None")
 
 
 def value(default: object) -> str:

@@ -84,8 +84,7 @@ class Option:
     def choices(self) -> tuple[str, ...]:
         """The words that a Literal type allows."""
         kind = _annotation(self.type)
-        literal = next((part for part in (kind, *get_args(kind)) if get_origin(part) is Literal), None)
-        return get_args(literal)
+        return get_args(next((part for part in (kind, *get_args(kind)) if get_origin(part) is Literal), None))
 
 
 def options_of(table: str, kind: type) -> dict[str, Option]:

@@ -77,8 +77,7 @@ def prepare(run_file: Path | None, argv: Sequence[str] = ()) -> Plan:
     loaded = load(run_file, argv)
     config, notes = checks.check(loaded.config, loaded.selected)
     notes = (*loaded.notes, *notes, *resolve.notes(loaded.selected, config))
-    chosen = tuple(resolve.resolve(loaded.selected, config))
-    return Plan(config, tuple(loaded.selected), chosen, notes)
+    return Plan(config, tuple(loaded.selected), tuple(resolve.resolve(loaded.selected, config)), notes)
 
 
 def _order(selected: Sequence[Selected]) -> dict[str, list[str]]:

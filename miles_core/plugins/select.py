@@ -139,8 +139,7 @@ def without(named: Sequence[tuple[str, str]], dropped: Sequence[tuple[str, str]]
             raise UnknownPluginError(f"plugin {text!r} is not enabled", code="plugin-not-enabled", who=origin,
                                      got=f"enabled: {', '.join(sorted(names)) or 'none'}",
                                      fix=f"did you mean {near[0]!r}?" if near else "remove it")
-    gone = {short(text) for text, _ in dropped}
-    return [one for one in named if short(one[0]) not in gone]
+    return [one for one in named if short(one[0]) not in {short(text) for text, _ in dropped}]
 
 
 def short(text: str) -> str:

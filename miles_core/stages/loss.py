@@ -97,8 +97,7 @@ def per_sample(samples: Sequence[Sample]) -> np.ndarray:
 
 def per_token(samples: Sequence[Sample]) -> np.ndarray:
     """sum over all tokens / number of trained tokens (--calculate-per-token-loss; DAPO, arXiv:2503.14476, eq. 8)."""
-    total = sum(int(s.columns["loss_mask"].sum()) for s in samples)
-    return np.full(len(samples), 1.0 / max(total, 1))
+    return np.full(len(samples), 1.0 / max(sum(int(s.columns["loss_mask"].sum()) for s in samples), 1))
 
 
 def per_constant(samples: Sequence[Sample], constant: float) -> np.ndarray:

@@ -57,6 +57,7 @@ def test_what_all_stands_on_runs_everything(changed):
     ("tests/unit/test_loop.py", ["tests/unit/test_loop.py"], ["tests/unit/test_rng.py"]),
     ("tests/unit/test_gone.py", ["tests/unit"], ["tests/integration/test_run.py"]),
     ("tests/integration/faults.py", ["tests/integration"], ["tests/unit/test_loop.py"]),
+    ("launch/slurm.sh", ["tests/launch"], ["tests/unit/test_loop.py"]),
     ("tests/gpu/moe.py", [], ["tests/unit/test_loop.py"]),
 ])  # fmt: skip
 def test_a_change_runs_itself_its_dependents_and_the_contracts(changed, wanted, spared):

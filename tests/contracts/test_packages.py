@@ -74,6 +74,13 @@ def test_the_extra_all_names_every_plugin():
     assert needs("miles-core", "all") - needs("miles-core") == set(PLUGINS)
 
 
+def test_uv_takes_every_distribution_from_this_tree():
+    uv = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["uv"]
+    assert uv["sources"] == {name: {"workspace": True} for name in FOLDERS}
+    members = {path for pattern in uv["workspace"]["members"] for path in ROOT.glob(pattern)}
+    assert members == set(FOLDERS.values()) - {ROOT}
+
+
 @pytest.mark.parametrize("name", PLUGINS)
 def test_data_and_entry_point_are_in_the_package(name):
     data, package = tomllib.loads((FOLDERS[name] / "pyproject.toml").read_text()), name.replace("-", "_")
