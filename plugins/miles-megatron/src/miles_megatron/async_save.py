@@ -6,26 +6,26 @@ No torch.distributed.checkpoint here, which a run imports only once it saves.
 from __future__ import annotations
 
 import datetime
+import itertools
 import logging
 import threading
 import time
-from collections import defaultdict
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from miles_core.errors import WaitError
-from miles_megatron.offload import synchronise
+from miles_megatron.offload import host_copy, host_memory, synchronise
 
 if TYPE_CHECKING:
     from miles_megatron.checkpoint_write import Staged
 
 logger = logging.getLogger(__name__)
 
-Staging = dict[object, torch.Tensor]
-"""Host copies of what this rank writes of a model, by entry; each save writes over those of the one before."""
-
+ALIGNED = 64
+"""Bytes at whose multiples a copy begins."""
 
 class AsyncSave:
     """Waits for, starts and gives up checkpoints.
@@ -38,13 +38,22 @@ class AsyncSave:
     """Seconds that the end of a trainer leaves a checkpoint under way."""
 
     def __init__(self, limit: float):
-        self.limit, self.staging = limit, defaultdict[str, Staging](dict)
+        self.limit, self._staging = limit, dict[str, torch.Tensor]()
         self.publishing = threading.Lock()
         self._thread: threading.Thread | None = None
         self._target, self._begun = "", 0.0
         self._error: BaseException | None = None
         self.group: dist.ProcessGroup | None = None
         self.closed = False
+
+    def staged(self, part: str, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Copies of what this rank writes of a model, in memory that each save writes over; `start` completes them."""
+        begins = [0, *itertools.accumulate(-(-one.nbytes // ALIGNED) * ALIGNED for one in tensors)]
+        memory = self._staging.get(part)
+        if memory is None or memory.nbytes != begins[-1]:
+            memory = self._staging[part] = host_memory(begins[-1], any(one.is_cuda for one in tensors))
+        return [host_copy(one, memory[begin : begin + one.nbytes].view(one.dtype).view(one.shape))
+                for begin, one in zip(begins, tensors, strict=False)]
 
     def start(self, staged: Staged) -> None:
         """Let it be written; returns at once."""

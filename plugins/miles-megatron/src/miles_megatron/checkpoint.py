@@ -19,6 +19,7 @@ import logging
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -148,7 +149,8 @@ def save(folder: str | Path, iteration: int, parts: Mapping[str, Part],
                 sharded = sharded_entries(chunks, optimizer, loading=False)
                 if scheduler is not None:
                     sharded["scheduler"] = scheduler.state_dict()
-                planned.append(checkpoint_write.Part(sharded, where, async_save and async_save.staging[name]))
+                stage = None if async_save is None else partial(async_save.staged, name)
+                planned.append(checkpoint_write.Part(sharded, where, stage))
         staged = Staged(unpublished.pop_all(), planned, temporary, target, iteration, dict(state or {}))
     if async_save is None:
         staged.publish()

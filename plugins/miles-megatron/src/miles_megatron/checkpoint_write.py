@@ -9,19 +9,19 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from miles_core.errors import CheckpointError
 from miles_core.record.publish import write_text
 from miles_core.types import TRACKER
 from miles_megatron import checkpoint_integrity, cpu
-from miles_megatron.async_save import AsyncSave, Staging
-from miles_megatron.offload import host_copy
+from miles_megatron.async_save import AsyncSave
 
 cpu.install()
 
@@ -30,6 +30,7 @@ from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_conf
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy  # noqa: E402
 
 STATE = "miles.json"
+Stage = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
 
 
 class _Strategy(TorchDistSaveShardedStrategy):
@@ -48,18 +49,21 @@ class Part:
 
     Args:
         sharded: what Megatron saves.
-        staging: where copies of it go at once; without, each tensor is copied when it is written, as it is then.
+        stage: makes copies of the tensors at once; without, each is written as it is then.
     """
 
-    def __init__(self, sharded: dict, folder: Path, staging: Staging | None):
+    def __init__(self, sharded: dict, folder: Path, stage: Stage | None):
         strategy = _Strategy()
         request = dist_checkpointing.save(sharded, str(folder), strategy, async_sharded_save=True)
         self._folder, self._writer, self._metadata = folder, strategy.writer, strategy.metadata
         self._write = request.async_fn
         self._rank, files, self._results = request.async_fn_args or (0, (), None)
-        self._files = [(path, key, (data, _one_by_one(tensors) if staging is None else
-                                    list(_staged(tensors, staging))))
-                       for path, key, (data, tensors) in files]
+        self._files = []
+        for path, key, (data, tensors) in files:  # a list of one, or none
+            if stage is not None:
+                items = [item for item, _ in tensors]
+                tensors = zip(items, stage([tensor for _, tensor in tensors]), strict=True)
+            self._files.append((path, key, (data, _one_by_one(tensors))))
 
     def write(self) -> list:
         """Write this rank's file, if it has one; what the index has to know of it.
@@ -84,17 +88,8 @@ class Part:
         save_config(CheckpointingConfig("torch_dist", 1), str(self._folder))
 
 
-def _staged(tensors: Iterable[tuple], staging: Staging) -> Iterator[tuple]:
-    for item, tensor in tensors:
-        before = staging.get(item.index)
-        if before is not None and (before.shape, before.dtype) != (tensor.shape, tensor.dtype):
-            before = None
-        staging[item.index] = copy = host_copy(tensor, before)
-        yield item, copy
-
-
 def _one_by_one(tensors: Iterable[tuple]) -> Iterator[tuple]:
-    """A view would be written with all that it is a view of."""
+    """Each on the host and by itself: a view would be written with all that it is a view of."""
     for item, tensor in tensors:
         host = tensor.detach().cpu()
         yield item, host if host.untyped_storage().nbytes() == host.nbytes else host.clone()
