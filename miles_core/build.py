@@ -326,32 +326,24 @@ class Untrained:
     async def load(self) -> Resume:
         return Resume(0, None, "--hf-checkpoint, in the engine alone (--debug-rollout-only)")
 
-    async def plugin_state(self) -> dict[str, dict]:
-        return {}
-
     async def restore_plugins(self, saved: dict, drop: Sequence[str]) -> list[str]:
         return []
 
     async def take_batch(self, batch: Batch) -> None:
         self.batch = batch
 
-    async def score(self) -> dict[str, float]:
+    async def score(self) -> dict[str, Any]:
         return {}
 
-    async def advantage(self) -> dict[str, float]:
-        return {}
+    advantage = plugin_state = score
 
     async def end_batch(self) -> Batch:
         return self.batch
 
-    async def save(self, folder: Path, rollout_id: int, state: dict) -> None:
-        """Nothing was trained."""
+    async def close(self, *_trained: object) -> None:
+        """Nothing was trained, and nothing is held."""
 
-    async def export(self, folder: Path) -> None:
-        """Nothing was trained."""
-
-    async def close(self) -> None:
-        """Nothing is held."""
+    save = saved = export = close
 
 
 class Unsynced:

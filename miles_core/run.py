@@ -347,9 +347,8 @@ class Run:
 
     def _saves(self, done: int) -> bool:
         """Whether a checkpoint is due after so many rollouts, or asked for."""
-        checkpoint = self.config.checkpoint
+        checkpoint, sentinel = self.config.checkpoint, self.config.checkpoint.save_trigger_sentinel
         due = checkpoint.save_interval and done % checkpoint.save_interval == 0
-        sentinel = checkpoint.save_trigger_sentinel
         return bool(checkpoint.save and (done == self.last or due or sentinel and Path(sentinel).exists()))
 
     async def save(self, done: int) -> None:
@@ -367,14 +366,17 @@ class Run:
             plugins = with_ranks(self.resumable["plugins"], await self.trainer.plugin_state())
             state = self.resumable | {"plugins": plugins, "lock": self.made_of}
             await self.trainer.save(Path(checkpoint.save), done, state)
-        self.journal.event("checkpoint", rollout_id=done - 1, path=checkpoint.save, seconds=self.clock() - begin)
+            if checkpoint.async_save and done == self.last:
+                await self.trainer.saved()
+        self.journal.event("checkpoint", rollout_id=done - 1, path=checkpoint.save, seconds=self.clock() - begin,
+                           staged=checkpoint.async_save and done < self.last)
 
     def _late(self, version: int) -> Callable[[], WaitError]:
         perf = self.config.perf
         return lambda: WaitError(
             f"the weight sync to version {version} did not finish within {perf.weight_sync_timeout:g} s",
-            code="weight-sync-timeout",
-            who=f"weight_sync {perf.weight_sync!r}", fix="look at the engine's log, or raise --weight-sync-timeout")
+            code="weight-sync-timeout", who=f"weight_sync {perf.weight_sync!r}",
+            fix="look at the engine's log, or raise --weight-sync-timeout")
 
     def _state(self) -> dict:
         """What a checkpoint has to hold beside the trainer's part.

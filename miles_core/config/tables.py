@@ -35,6 +35,7 @@ class Checkpoint:
     save_trigger_sentinel: str | None = option(None, "File that asks for a checkpoint after the rollout; is removed.")
     save_hf: str | None = option(
         None, "Hugging Face export at each save; may contain {rollout_id} and, like other paths, {run_dir}.")
+    async_save: bool = option(False, "Train on while a checkpoint is written, from a copy in host memory.")
     no_save_optim: bool = option(False, "Leave the optimizer out of checkpoints: smaller, but no exact resume.")
     drop_plugin_state: list[str] = option(
         [], "Plugins, or the prompt source, whose state in --load is discarded; an enabled one starts afresh.")

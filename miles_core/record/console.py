@@ -153,9 +153,10 @@ class Console:
         self._say("info", f"Loaded checkpoint from {source}")
 
     @_guarded
-    def saved(self, path: object, seconds: float | None = None) -> None:
-        """A checkpoint was published."""
-        self._say("info", f"Saved checkpoint to {path}" + ("" if seconds is None else f" ({seconds:.2f}s)"))
+    def saved(self, path: object, seconds: float | None = None, staged: bool = False) -> None:
+        """A checkpoint was published, or is from now on written beside training."""
+        took = "" if seconds is None else f" ({seconds:.2f}s)"
+        self._say("info", f"{'Staged' if staged else 'Saved'} checkpoint to {path}{took}")
 
     @_guarded
     def synced(self, version: int, seconds: float, size: int) -> None:

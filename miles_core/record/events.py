@@ -35,7 +35,7 @@ class Kind(StrEnum):
     DROP = "drop"  # reason, count, ...
     HEARTBEAT = "heartbeat"  # sampling, finished, dropped, capacity, version, oldest_s, idle_s; blocked_s and by whom
     LOOP_BLOCKED = "loop_blocked"  # seconds, plugin, hook, where (FILE:LINE FUNCTION): what has kept the event loop
-    CHECKPOINT = "checkpoint"  # path, seconds
+    CHECKPOINT = "checkpoint"  # path, seconds, staged: not published yet (--async-save)
     HASHES = "hashes"  # in hashes.jsonl: weights {name: hash}, batch {column: hash}
     MESSAGE = "message"  # level, text
     ENVIRONMENT = "environment"  # role, variables {name: value} that change how its processes compute or talk

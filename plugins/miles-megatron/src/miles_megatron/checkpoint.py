@@ -19,6 +19,7 @@ import logging
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -26,9 +27,11 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from miles_core.errors import CheckpointError, MilesError
-from miles_core.record.publish import TEMPORARY, aside, publish, write_error, write_text
+from miles_core.record.publish import TEMPORARY, aside, publish, write_error
 from miles_core.types import LOCK, TRACKER
-from miles_megatron import checkpoint_integrity, cpu, foreign, index
+from miles_megatron import checkpoint_integrity, checkpoint_write, cpu, foreign, index
+from miles_megatron.async_save import AsyncSave
+from miles_megatron.checkpoint_write import STATE, Staged
 from miles_megatron.optimizer import load_state, prepare_state
 from miles_megatron.shards import few
 from miles_megatron.weights import known_by
@@ -37,14 +40,12 @@ cpu.install()
 
 from megatron.core import dist_checkpointing, parallel_state  # noqa: E402 - after install()
 from megatron.core.dist_checkpointing.mapping import ShardedObject  # noqa: E402
-from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy  # noqa: E402
 from megatron.core.utils import unwrap_model  # noqa: E402
 
 # It logs what it raises as well, and without a handler of the user's that would go to the terminal.
 logging.getLogger("megatron.core.dist_checkpointing").addHandler(logging.NullHandler())
 
 ACTOR = "actor"
-STATE = "miles.json"
 _PARTS = ("metadata.json", ".metadata", "common.pt", STATE)
 _OF_CHECKPOINTS = {*_PARTS, TRACKER, "config.json"}
 _ITERATION = re.compile(r"iter_(\d{7,})")
@@ -118,42 +119,43 @@ Part = tuple[Sequence[torch.nn.Module], object | None, object | None]
 
 
 def save(folder: str | Path, iteration: int, parts: Mapping[str, Part],
-         state: Mapping[str, object] | None = None) -> Path:
+         state: Mapping[str, object] | None = None, *, async_save: AsyncSave | None = None) -> Path:
     """Write a checkpoint; every rank calls it. What was complete before stays valid until this one is.
 
     Args:
         parts: the trained models by name, the actor at the top and each other in a folder of its name.
         state: anything that JSON can hold, and under "files" names and bytes of files to put beside it.
+        async_save: who writes it beside training, after the one before; then this returns when all is staged.
 
     Raises:
         CheckpointError: the disk is full or cannot be written.
+        WaitError: the checkpoint before takes too long.
     """
+    if async_save is not None:
+        async_save.wait()
     target = Path(folder) / f"iter_{iteration:07d}"
     first = dist.get_rank() == 0
-    with publish(target, writer=first) as temporary, write_errors(target), _frozen_heap():
-        for where, (chunks, optimizer, scheduler) in _folders(temporary, parts):
+    with contextlib.ExitStack() as unpublished:
+        temporary = unpublished.enter_context(publish(target, writer=first))
+        unpublished.enter_context(write_errors(target))
+        planned = []
+        for (where, (chunks, optimizer, scheduler)), name in zip(_folders(temporary, parts), parts, strict=True):
             if first:
                 where.mkdir(exist_ok=True)
             _barrier()
-            if optimizer is not None:
-                prepare_state(optimizer)
-            sharded = sharded_entries(chunks, optimizer, loading=False)
-            if scheduler is not None:
-                sharded["scheduler"] = scheduler.state_dict()
-            # One file and one writer: more would be threads in this very process (see cpu.InProcess).
-            strategy = TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1)
-            dist_checkpointing.save(sharded, str(where), strategy)
-        if first:
-            files = (state or {}).get("files", {})
-            for name, data in files.items():
-                (temporary / name).write_bytes(data)
-            saved_state = {**(state or {}), **({"files": sorted(files)} if files else {})}
-            (temporary / STATE).write_text(json.dumps({"iteration": iteration, "state": saved_state,
-                                                       "digest": checkpoint_integrity.digest(saved_state)}))
-        _barrier()
-    if first:
-        write_text(Path(folder) / TRACKER, f"{iteration}\n")
-    _barrier()
+            with _frozen_heap():
+                if optimizer is not None:
+                    prepare_state(optimizer)
+                sharded = sharded_entries(chunks, optimizer, loading=False)
+                if scheduler is not None:
+                    sharded["scheduler"] = scheduler.state_dict()
+                stage = None if async_save is None else partial(async_save.staged, name)
+                planned.append(checkpoint_write.Part(sharded, where, stage))
+        staged = Staged(unpublished.pop_all(), planned, temporary, target, iteration, dict(state or {}))
+    if async_save is None:
+        staged.publish()
+    else:
+        async_save.start(staged)
     return target
 
 

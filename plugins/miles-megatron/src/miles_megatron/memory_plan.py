@@ -16,7 +16,7 @@ from miles_core.config.load import quantised, who
 from miles_core.config.tables import RunConfig
 from miles_core.errors import ConfigError
 from miles_megatron import engine_weights
-from miles_megatron.estimate import ModelDimensions, dimensions_of, tokens_of, trainer
+from miles_megatron.estimate import FP32, ModelDimensions, dimensions_of, parameters, tokens_of, trainer
 from miles_megatron.layout import layout_of
 
 GIB = 2**30
@@ -166,6 +166,17 @@ def lines(config: RunConfig) -> list[str]:
                        f"{'' if fraction else ' at most'}" if most > 0 else "does not fit")
             rows.append(f"  an engine on {config.perf.rollout_num_gpus_per_engine} GPUs {verdict}")
     return ["", "memory of a GPU, estimated", *rows] if rows else []
+
+
+def staging(config: RunConfig) -> float | None:
+    """Bytes of host memory that --async-save takes of a rank that writes: its part of a checkpoint, in which the
+    optimizer has three float32 numbers a parameter; None where config.json leaves out what the plan needs."""
+    model = dimensions_of(config)
+    if model is None:
+        return None
+    last = model.layout.pipeline - 1
+    held = max(sum(parameters(model, model.size.layers / (last + 1), stage == 0, stage == last)) for stage in (0, last))
+    return held * (model.value + (0 if config.checkpoint.no_save_optim else 3 * FP32))
 
 
 def _sum(parts: Mapping[str, float]) -> str:

@@ -22,6 +22,7 @@ from miles_core.stages.models import Model
 from miles_core.stages.step import Resume
 from miles_core.types import Rank
 from miles_megatron import cpu, weights
+from miles_megatron.async_save import AsyncSave
 from miles_megatron.disk_names import carried
 from miles_megatron.layout import layout_of
 from miles_megatron.model_on_rank import ModelOnRank, architecture, checkpoints
@@ -68,6 +69,7 @@ class Models:
             else:
                 self._swapped[name] = model.source
         self._copies: dict[str, list[torch.Tensor]] = {}
+        self.async_save = AsyncSave(config.perf.trainer_timeout) if paths.async_save else None
 
     @property
     def trained(self) -> dict[str, ModelOnRank]:
@@ -102,8 +104,11 @@ class Models:
         return Resume(iteration, state, f"{paths.load} (rollout {iteration})")
 
     def close(self) -> None:
-        """Take the wrapped models apart: hooks of their gradients hold them, through autograd's nodes, where Python's
-        collector sees no cycle. Memory and the threads of process groups would stay as long as the process."""
+        """End the save under way, and take the wrapped models apart: hooks of their gradients hold them, through
+        autograd's nodes, where Python's collector sees no cycle. Memory and the threads of process groups would stay as
+        long as the process."""
+        if self.async_save is not None:
+            self.async_save.close()
         for one in self.trained.values():
             for chunk in one.wrapped:
                 vars(chunk).clear()
@@ -159,13 +164,13 @@ class Models:
             one.memory.onload(tags)
 
     def save(self, folder: Path, rollout_id: int, state: dict) -> None:
-        """A checkpoint after which rollout `rollout_id` is the next."""
+        """A checkpoint after which rollout `rollout_id` is the next; --async-save goes on with it after this."""
         whole = not self.config.checkpoint.no_save_optim
         parts = {}
         for name, one in self.trained.items():
             one.settle()
             parts[name] = (one.wrapped, one.optimizer, one.scheduler) if whole else (one.wrapped, None, None)
-        checkpoints().save(folder, rollout_id, parts, state=state)
+        checkpoints().save(folder, rollout_id, parts, state=state, async_save=self.async_save)
 
     def stream(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The actor under its Hugging Face names; every rank goes through it."""

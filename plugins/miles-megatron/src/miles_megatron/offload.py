@@ -33,6 +33,14 @@ def host_copy(source: torch.Tensor, into: torch.Tensor | None = None) -> torch.T
     return copy
 
 
+def host_memory(size: int, pinned: bool) -> torch.Tensor:
+    """So many bytes of host memory, pinned for as long as this tensor lives."""
+    made = torch.empty(size, dtype=torch.uint8)
+    if pinned and size:
+        _pin(made)
+    return made
+
+
 def _host(like: torch.Tensor) -> torch.Tensor:
     made = torch.empty_like(like, device="cpu")
     if like.is_cuda and made.numel():

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ from megatron.core.distributed import (  # noqa: E402 - after install()
     DistributedDataParallelConfig,
 )
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer  # noqa: E402
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer  # noqa: E402
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # noqa: E402
 from megatron.core.transformer import TransformerConfig  # noqa: E402
 from megatron.core.transformer.module import Float16Module  # noqa: E402
@@ -184,6 +186,7 @@ def make_optimizer(
         # On a resume the run's own options hold; the checkpoint only says how many steps were done.
         use_checkpoint_opt_param_scheduler=False, override_opt_param_scheduler=True,
     )  # fmt: skip
+    gather_in_place(optimizer)
     return optimizer, scheduler
 
 
@@ -237,6 +240,39 @@ def prepare_state(optimizer: MegatronOptimizer) -> None:
                 for name in ("exp_avg", "exp_avg_sq"):
                     if name not in state:
                         state[name] = torch.zeros_like(parameter)
+
+
+class _InPlace(dict[int, torch.Tensor]):
+    """Stands for a buffer of all parameters' state, one after the other: a slice is the state that begins there."""
+
+    def __getitem__(self, where: slice) -> torch.Tensor:
+        return super().__getitem__(where.start)
+
+
+def gather_in_place(optimizer: MegatronOptimizer) -> None:
+    """Where a rank has all of the state that its DistributedOptimizer shards, what is saved is that state itself.
+
+    Megatron copies it four times, as it has to where it is gathered.
+    """
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if isinstance(part, DistributedOptimizer) and part.data_parallel_group.size() == 1:
+            part.get_parameter_state_dp_zero = partial(_whole_state, part, part.get_parameter_state_dp_zero)
+
+
+def _whole_state(part: DistributedOptimizer, gather: Callable[..., dict], *, empty_data: bool = False,
+                 **how: bool) -> dict:
+    """Megatron's get_parameter_state_dp_zero (`gather`): number of a buffer -> dtype -> name -> all its state."""
+    if empty_data:
+        return gather(empty_data=True, **how)
+    state: dict = {"buckets_coalesced": True}
+    for number, (buffer, ranges) in enumerate(zip(part.buffers, part.gbuf_ranges, strict=True)):
+        whole = {name: _InPlace() for name in ("param", "exp_avg", "exp_avg_sq")}
+        for parameter, (begin, _, _) in buffer.param_index_map.items():
+            tensors = part._get_main_param_and_optimizer_states(parameter)
+            for name, in_place in whole.items():
+                in_place[begin] = tensors[name].detach().float()
+        state[number] = dict.fromkeys(ranges, whole)
+    return state
 
 
 _FROM_OPTIONS = ("max_lr", "min_lr", "start_wd", "end_wd", "wd_mult", "betas", "eps")

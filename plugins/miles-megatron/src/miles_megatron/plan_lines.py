@@ -19,6 +19,8 @@ def lines(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield "layout", f"megatron-core {surface.version()} of {surface.root()}, instead of an installed one"
     for line in memory_plan.lines(config)[2:]:
         yield "memory", line.strip()
+    if config.checkpoint.async_save and (size := memory_plan.staging(config)) is not None:
+        yield "memory", f"host     {size / memory_plan.GIB:.3g} GiB of a rank that writes checkpoints (--async-save)"
 
 
 def _ranks(config: RunConfig, layout: Layout) -> str:

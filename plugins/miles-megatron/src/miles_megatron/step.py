@@ -83,6 +83,7 @@ class MegatronTrainer:
             self.columns.check(sample, values=i % self.rank.size == self.rank.index)
         self.batch = batch
         memory.give_back()
+        self._saving()
 
     def score(self) -> dict[str, float]:
         """Old and reference log-probs, with the packing that the steps will use: then the first ratio is exactly 1."""
@@ -107,6 +108,7 @@ class MegatronTrainer:
         return metrics
 
     def step(self, index: int) -> dict[str, float]:
+        self._saving()
         begin = time.perf_counter()
         around, access = self.hooks.train_step, Access(self, index)
 
@@ -170,6 +172,15 @@ class MegatronTrainer:
     def save(self, folder: Path, rollout_id: int, state: dict) -> None:
         with self._explained("save"):
             self.models.save(folder, rollout_id, state)
+
+    def saved(self) -> None:
+        if self.models.async_save is not None:
+            self.models.async_save.wait()
+
+    def _saving(self) -> None:
+        """Raise what went wrong with a checkpoint that is written beside training."""
+        if self.models.async_save is not None:
+            self.models.async_save.check()
 
     def export(self, folder: Path) -> None:
         stream = self.models.stream()

@@ -25,7 +25,7 @@ READERS = {
     "eval_* n_samples_per_eval_prompt skip_eval_before_train": "eval.eval_interval",
     "min_lr lr_decay_iters": "optimizer.lr_decay_style=[!c]*",
     "drop_plugin_state": "checkpoint.load",
-    "save_interval save_hf no_save_optim max_restarts": "checkpoint.save",
+    "save_interval save_hf async_save no_save_optim max_restarts": "checkpoint.save",
     "profile_*": "debug.use_pytorch_profiler",
     "recompute_method recompute_num_layers distribute_saved_activations": "megatron.recompute_granularity=full",
     "recompute_modules": "megatron.recompute_granularity=selective",

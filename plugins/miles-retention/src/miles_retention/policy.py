@@ -82,7 +82,7 @@ def check(rules: Rules, config: RunConfig, note: Callable[[str], None]) -> None:
 
 
 def bound(rules: Rules, config: RunConfig) -> str:
-    """How many checkpoints there are at most, the one that is being written included, and what they take."""
+    """How many checkpoints there are at most, those that are being written included, and what they take."""
     every, rollouts = config.checkpoint.save_interval, config.rollout.num_rollout
     saves = None if rollouts is None else rollouts // every + (rollouts % every > 0) if every else 1
     parts = [f"the last {rules.keep_last or 1}"]
@@ -95,7 +95,8 @@ def bound(rules: Rules, config: RunConfig) -> str:
         parts, count = ["all"], saves
     if count is None:
         return f"kept: {' and '.join(parts)}"
-    most = count + 1 if saves is None else min(count + 1, max(saves, 1))
+    under_way = 2 if config.checkpoint.async_save else 1  # the one before may be published after the last look
+    most = count + under_way if saves is None else min(count + under_way, max(saves, 1))
     size = checkpoint_bytes(config)
     disk = "" if size is None else f", about {most * size / GIB:.3g} GiB of {size / GIB:.3g} each"
     return f"kept: {' and '.join(parts)}; at most {most} at a time in {config.checkpoint.save}{disk}"

@@ -61,6 +61,7 @@ def _all(folder: Path, trainer: str, plugins: list[str], options: dict[str, Any]
     fresh = _weights(first)
     _trains(first, fresh)
     first.save(folder / "saved", 1, STATE)
+    first.saved()
     first.export(folder / "exported")
     assert (folder / "exported" / "config.json").is_file(), "an export is a Hugging Face directory"
     trained, batch = _weights(first), _batch(1)

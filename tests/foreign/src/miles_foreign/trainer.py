@@ -148,6 +148,9 @@ class TorchTrainer:
     def save(self, folder: Path, rollout_id: int, state: dict[str, Any]) -> None:
         checkpoint.save(folder, rollout_id, self._model, self._optimizer, state)
 
+    def saved(self) -> None:
+        """Its `save` returns when all is written."""
+
     def export(self, folder: Path) -> None:
         stream = self._stream()
         if self._hooks.save_weights is not None:

@@ -134,6 +134,7 @@ class Trial:
             weights = self._weights(trainer)
             if save is not None:
                 trainer.save(save, len(batches), {})
+                trainer.saved()
         results = {(i, key): value for i, step in enumerate(steps) for key, value in step.items()}
         return results if weights is None else results | {"weights": weights, "batch": batch}
 
