@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 from miles_local.engine import LocalEngine
+from miles_local.modules import ModuleDecoder
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from miles_core.errors import CheckpointError, EngineError
 from miles_core.stages.rollout import Request, SamplingParams
@@ -173,6 +174,23 @@ def test_a_bad_update_changes_nothing(models, capfd, kind, edit, message):
     capfd.readouterr()
     assert ask(folder, asked, body)[0].output_ids.tolist() == ask(folder, asked)[0].output_ids.tolist()
     assert capfd.readouterr() == ("", "")  # transformers' own report stays unseen
+
+
+def test_weights_of_text_need_no_vision_tower(tmp_path):
+    """Though transformers' class has one; of what text meets nothing may be missing."""
+    text = {**TINY, "head_dim": 16, "eos_token_id": 1}
+    tower = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+             "image_size": 28, "patch_size": 14}
+    config = AutoConfig.for_model("gemma3", text_config=text, vision_config=tower, mm_tokens_per_image=4)
+    AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path)
+    decoder, tensors = ModuleDecoder(tmp_path, torch.float32), load_file(tmp_path / "model.safetensors")
+    sent = {name: 2 * tensor for name, tensor in tensors.items() if name.startswith("language_model.")}
+    assert len(sent) < len(tensors)
+    norm = decoder.stage(sent.items()).model.language_model.norm.weight
+    assert torch.equal(norm, sent.pop("language_model.model.norm.weight"))
+    with pytest.raises(EngineError) as caught:
+        decoder.stage(sent.items())
+    assert caught.value.code == "weights-names-mismatch" and "norm.weight" in str(caught.value)
 
 
 def test_in_bfloat16_log_probs_are_near(models):

@@ -64,6 +64,31 @@ def test_a_fused_gate_and_up_is_one_tensor_of_two_halves():
     assert second.join == "same"
 
 
+def test_fused_queries_keys_and_values_are_one_tensor_of_three_sections():
+    hf = config()
+    made = Decoder(hf=hf, attention=every_layer(hf, Attention(rotary(hf))), fused_qkv=True, qkv_bias=True)
+    rules = [rule for rule in made.weight_map().rules if "linear_qkv" in rule.megatron]
+    assert [rule.hf for rule in rules] == [(f"model.layers.{{layer}}.self_attn.qkv_proj.{kind}",)
+                                           for kind in ("weight", "bias")]
+    assert {(rule.join, rule.sections) for rule in rules} == {("qkv_stacked", (4, 2, 2))}
+
+
+def test_norms_may_be_after_attention_and_mlp_alone():
+    hf = config()
+    made = Decoder(hf=hf, attention=every_layer(hf, Attention(rotary(hf))),
+                   norms=LayerNorms(before_attention=None, before_mlp=None, after_attention="a", after_mlp="b"))
+    assert {name.rpartition("}.")[2] for name in names(made) if "norm" in name} == {
+        "self_attn_bda.norm.weight", "mlp_bda.norm.weight", "decoder.final_layernorm.weight"}
+    assert (made.spec().pre_norms, made.spec().post_norms) == (False, True)
+
+
+def test_the_rope_of_a_model_is_the_last_that_there_is():
+    hf, rope = config(), Rotary(1e4, interleaved=True)
+    spec = Decoder(hf=hf, attention=(Attention(None), Attention(rope), Attention(None))).spec()
+    assert spec.rotary == rope and spec.constants["rotary_interleaved"]
+    assert Decoder(hf=hf, attention=every_layer(hf, Attention(None))).spec().rotary.fraction == 0
+
+
 def test_layers_by_type():
     hf = config(layer_types=["sliding_attention", "full_attention", "sliding_attention"])
     near, far = Attention(rotary(hf), window=4), Attention(rotary(hf))

@@ -52,6 +52,13 @@ def test_gated_activations_and_their_gradients(layers, activation):
     torch.testing.assert_close(ours, theirs)
 
 
+def test_a_factor_before_the_residual(layers):
+    module = layers.ScaledAdd(None, 0.25)
+    x, bias, residual = torch.randn(5, 1, 8), torch.randn(8), torch.randn(5, 1, 8)
+    for more, expected in ((None, residual + x / 4), (bias, residual + (x + bias) / 4)):
+        torch.testing.assert_close(module(True, False)((x, more), residual, 0.0), expected)
+
+
 def test_a_norm_before_the_residual(layers, megatron):
     """Megatron's protocol for a bias-dropout-add: built with nothing, called with (training, fused)."""
     from types import SimpleNamespace

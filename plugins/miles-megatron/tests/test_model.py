@@ -83,6 +83,21 @@ def test_the_model_returns_hidden_states(hf_model, port):
     assert hidden.shape == (11, 1, 64) and ours.output_weight.shape == (97, 64)
 
 
+def test_a_factor_on_logits_is_on_hidden_states_and_not_on_values(hf_model, port):
+    from dataclasses import replace
+
+    from miles_megatron import families, model, packed_layout, value
+
+    plain = families.FAMILIES["qwen3"].model_spec(hf_model().config)
+    scaled = replace(plain, logit_scale=0.5)
+    built = model.build(model.transformer_config(scaled), scaled)
+    rows = {"packed_seq_params": packed_layout.packed_rows([0, 4, 9])}
+    hidden = built(torch.zeros(1, 11, dtype=torch.int64), None, None, **rows)
+    built.logit_scale = 1.0
+    assert torch.equal(2 * hidden, built(torch.zeros(1, 11, dtype=torch.int64), None, None, **rows))
+    assert value.build(model.transformer_config(scaled), scaled).logit_scale == 1
+
+
 @pytest.fixture(scope="module")
 def spec(hf_model):
     from miles_megatron import families

@@ -65,6 +65,7 @@ def changed(config, **fields):
 def test_every_part_of_a_layer_is_the_sets(architecture):
     """A layer holds no linear layer, norm or activation but those of the set it was asked for."""
     from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.identity_op import IdentityOp
     from megatron.core.transformer.moe.experts import TEGroupedMLP
     from miles_megatron import layers, module_specs
     from miles_megatron.rope import Rope
@@ -86,14 +87,17 @@ def test_every_part_of_a_layer_is_the_sets(architecture):
                    grouped=(TEGroupedMLP, Fc1, Fc2))
     rope = Rope(32, spec.attention[0].rotary)
 
-    def made(sparse, config, post_norms=False):
-        other = replace(spec, post_norms=post_norms)
+    def made(sparse, config, **parts):
+        other = replace(spec, **parts)
         return module_specs.layer(config, other, sparse, spec.attention[0], rope, mine).submodules
 
     dense = made(False, config, post_norms=True)
     inner = dense.self_attention.submodules
     assert (inner.linear_qkv, inner.linear_proj, inner.q_layernorm, inner.k_layernorm) == (Column, Row, Norm, Norm)
     assert dense.input_layernorm is dense.pre_mlp_layernorm is dense.mlp_bda.params["norm"] is Norm
+    scaled = made(False, config, pre_norms=False, residual_scale=0.5)
+    assert scaled.input_layernorm is scaled.pre_mlp_layernorm is IdentityOp
+    assert scaled.self_attn_bda.params["scale"] == scaled.mlp_bda.params["scale"] == 0.5
     mlp = dense.mlp.submodules
     assert (mlp.linear_fc1, mlp.linear_fc2, mlp.activation_func) == (Column, Row, Gate)
     mixture = made(True, config).mlp.submodules
@@ -110,7 +114,7 @@ def test_fused_attention_is_for_what_it_can_compute(architecture):
     spec, config = architecture
     plain = spec.attention[0]
     windowed = replace(plain, window=8)
-    assert fits(config, plain) and fits(config, windowed)
+    assert fits(config, plain) and fits(config, windowed) and fits(config, replace(plain, rotary=None))
     ring = changed(config, context_parallel_size=2)
     assert fits(ring, plain) and not fits(ring, windowed)
     assert not fits(config, replace(plain, softcap=50.0))

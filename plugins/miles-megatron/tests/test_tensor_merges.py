@@ -14,6 +14,7 @@ RULES = {
     "stacks": (Rule("p", ("a", "b"), "sections", sections=(2, 2, 4, 4), stacks=(3, 1)), [16, 8]),
     "qkv": (Rule("p", ("q", "k", "v"), "qkv"), [12, 6, 6]),
     "qkv_gate": (Rule("p", ("q", "k", "v"), "qkv_gate"), [24, 6, 6]),
+    "qkv_stacked": (Rule("p", ("qkv",), "qkv_stacked", sections=(4, 2, 2)), [24]),
 }
 
 
@@ -36,6 +37,8 @@ def test_what_is_joined_comes_apart(name, trailing):
     assert tensor_merges.hf_shapes(rule, parameter.shape, WEIGHTS) == [list(tensor.shape) for tensor in tensors]
     back = tensor_merges.whole(rule, list(tensor_merges.split(rule, parameter, WEIGHTS, 1)))
     assert all(torch.equal(a, b) for a, b in zip(back, tensors, strict=True))
+    if not tensor_merges.has_views(rule):
+        return
     views = tensor_merges.hf_views(rule, parameter, WEIGHTS)
     assert all(torch.equal(view.reshape(tensor.shape), tensor) for view, tensor in zip(views, tensors, strict=True))
     assert all(view.untyped_storage().data_ptr() == parameter.untyped_storage().data_ptr() for view in views)
@@ -59,6 +62,13 @@ def test_a_gate_follows_the_queries_of_its_group():
     rule, _ = RULES["qkv_gate"]
     parameter = tensor_merges.join(rule, [torch.arange(8), torch.tensor([10, 11]), torch.tensor([20, 21])], heads)
     assert parameter.tolist() == [0, 2, 1, 3, 10, 20, 4, 6, 5, 7, 11, 21]
+
+
+def test_one_tensor_of_queries_keys_and_values_is_the_three_that_lie_in_it():
+    [whole_one], (rule, _) = made([24], 5), RULES["qkv_stacked"]
+    assert torch.equal(whole(rule, [whole_one]), whole(RULES["qkv"][0], list(whole_one.split([12, 6, 6]))))
+    with pytest.raises(ValueError, match="in pieces"):
+        tensor_merges.hf_views(rule, whole_one, WEIGHTS)
 
 
 def test_sections_that_do_not_divide_are_an_error():

@@ -1,4 +1,4 @@
-"""GLM-5: an indexer that chooses keys, stays as it is, and is saved, resumed and exported with the rest."""
+"""GLM-5 and DeepSeek-V3.2: an indexer chooses keys, stays as it is, and is saved and exported with the rest."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -7,15 +7,17 @@ import numpy as np
 import pytest
 from miles_local.modules import ModuleDecoder
 from miles_megatron import sparse_latent
+from miles_megatron.decoder import DecoderFamily
 from miles_megatron.testing.parity import TINY, cases, model_parity, random_model
 from miles_megatron.testing.ranks import batches
-from miles_specs_moe.families import glm_moe_dsa
+from miles_specs_moe.families import deepseek_v32, glm_moe_dsa
 from safetensors.torch import load_file
 
 from miles_core.errors import CheckpointError, ConfigError
 from miles_core.plugins.plan import prepare
 
-CASE = next(case for case in cases(Path(__file__).with_name("parity.toml")) if case.family == "glm_moe_dsa")
+CASES = {case.name: case for case in cases(Path(__file__).with_name("parity.toml"))}
+CASE = CASES["GLM-5"]
 VOCAB = 264
 WORDS = {"vocab_size": VOCAB, "num_hidden_layers": 2, "pad_token_id": 256, "bos_token_id": None, "eos_token_id": 258}
 RUN = ("--prompt-data", "data/none.jsonl", "--num-rollout", 1, "--rollout-batch-size", 4, "--n-samples-per-prompt", 4,
@@ -50,10 +52,23 @@ def test_an_indexer_stays_and_a_resume_goes_on(folder, one, two, tmp_path):
 
 
 @pytest.mark.full
-def test_attention_to_all_keys_is_noticed(tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", ["GLM-5", "DeepSeek-V3.2"])
+def test_attention_to_all_keys_is_noticed(name, tmp_path, monkeypatch):
     monkeypatch.setattr(sparse_latent.SparseAttention, "_mask", lambda self, bucket, *_: bucket.mask())
-    with pytest.raises(AssertionError, match="GLM-5: logits differ"):
-        model_parity(CASE, tmp_path).check()
+    with pytest.raises(AssertionError, match=f"{name}: logits differ"):
+        model_parity(CASES[name], tmp_path).check()
+
+
+@pytest.mark.full
+def test_an_indexer_that_turns_neighbours_is_not_deepseeks(tmp_path):
+    def describe(hf):
+        made = deepseek_v32(hf)
+        mixer = made.attention[0].mixer
+        mixer = replace(mixer, indexer=replace(mixer.indexer, interleaved=True))
+        return replace(made, attention=tuple(replace(one, mixer=mixer) for one in made.attention))
+
+    with pytest.raises(AssertionError, match="DeepSeek-V3.2: logits differ"):
+        model_parity(CASES["DeepSeek-V3.2"], tmp_path, DecoderFamily(describe)).check()
 
 
 def test_a_choice_that_is_taken_over_is_refused():
@@ -61,6 +76,15 @@ def test_a_choice_that_is_taken_over_is_refused():
 
     with pytest.raises(ConfigError, match="indexer_types"):
         glm_moe_dsa(AutoConfig.for_model("glm_moe_dsa", **{**TINY, **CASE.config, "index_topk_freq": 2}))
+
+
+def test_a_layer_with_another_attention_is_refused():
+    from transformers import AutoConfig
+
+    kinds = ["indexed_attention", "full_attention"]
+    with pytest.raises(ConfigError, match="layer_types"):
+        deepseek_v32(AutoConfig.for_model("deepseek_v32", **{
+            **TINY, **CASES["DeepSeek-V3.2"].config, "num_hidden_layers": 2, "layer_types": kinds}))
 
 
 def test_the_local_engine_says_that_it_does_not_decode_it(folder):

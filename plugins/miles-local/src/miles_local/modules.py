@@ -33,7 +33,7 @@ from miles_core.errors import CheckpointError, EngineError
 from miles_core.reading import parse_json
 from miles_local.decode import Cache, Prefill, round_up
 from miles_local.recurrent import Recurrent, States, by_length
-from miles_local.weights import eos_ids, read_tensors
+from miles_local.weights import beside_text, eos_ids, read_tensors
 
 ROWS_ATTENTION = "miles-rows"
 """Name under which transformers finds the attention and the masks of this file."""
@@ -284,7 +284,7 @@ class ModuleDecoder:
                               fix="send the complete stream of the checkpoint's tensors") from error
         for kind, what in (("unexpected_keys", "an unknown tensor"), ("mismatched_keys", "a tensor of the wrong shape"),
                            ("missing_keys", "the weights are incomplete: a tensor is missing")):
-            if names := sorted(map(str, info[kind])):
+            if names := sorted(set(map(str, info[kind])) - beside_text(module)):
                 raise EngineError(f"{what} in the weights", code="weights-names-mismatch",
                                   got=f"{len(names)}, such as {names[0]}",
                                   fix="send each tensor of the checkpoint once, as it is on disk")

@@ -176,6 +176,16 @@ def _bias(exists: bool, size: int, dtype: torch.dtype) -> torch.Tensor | None:
     return torch.empty(size, dtype=dtype) if exists else None
 
 
+def beside_text(module: torch.nn.Module) -> set[str]:
+    """Parameters that text does not meet, such as a vision tower's, which a trainer of text does not send.
+
+    Args:
+        module: a PreTrainedModel.
+    """
+    text = {id(one) for part in (module.get_decoder(), module.get_output_embeddings()) for one in part.parameters()}
+    return {name for name, one in module.named_parameters() if id(one) not in text}
+
+
 def _matrix(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     """[..., out, in]; in float32 its memory is [..., in, out]: products of 16 rows then take two thirds of the time.
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from miles_megatron.specs import Rule, WeightMap
-from miles_megatron.tensor_merges import stacks
+from miles_megatron.tensor_merges import STACKED, stacks
 
 from miles_core.errors import ConfigError
 
@@ -23,7 +23,6 @@ OPTIONAL = "lora"
 _PEFT = "base_model.model."
 LINEAR = re.compile(r"proj|^w[123]$")
 """Last words of the names of linear layers, in the families that there are; routers and norms have others."""
-_STACKED = ("halves", "sections")
 _ADAPTER = re.compile(re.escape(_PEFT) + r"(.+)\.lora_([AB])\.weight")
 
 
@@ -53,7 +52,7 @@ class Target:
             where: dict[str, Any] = {"layers": self.rule.layers, "experts": self.rule.experts, "optional": OPTIONAL}
             # The rows of B are those of the layer, and a layer of stacked pieces has them cut piece by piece.
             stacked = Rule("", (), **where)
-            if self.rule.join in _STACKED:
+            if self.rule.join in STACKED:
                 stacked = replace(self.rule, sections=stacks(self.rule)[number], stacks=(), **where)
             rules += [Rule(f"{self.module}.adapters.{part}_A", (f"{stem}.lora_A.weight",), **where),
                       replace(stacked, megatron=f"{self.module}.adapters.{part}_B", hf=(f"{stem}.lora_B.weight",))]

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from miles_megatron import cpu
-from miles_megatron.packed_layout import Pick, Unpick, packed_layout_of, seen
+from miles_megatron.packed_layout import PackedLayout, Pick, Unpick, packed_layout_of, seen
 from miles_megatron.rope import Rope, Rotate
 
 cpu.install()
@@ -59,9 +59,7 @@ class PackedAttention(torch.nn.Module):
         if packed_seq_params is None:
             return self._batched(query, key, value, attention_mask)
         layout = packed_layout_of(packed_seq_params, query, self.group)
-        if self.rope is not None:
-            tables = layout.tables(self.rope, query.dtype)
-            query, key = (Rotate.apply(x, *tables, self.rope.interleaved) for x in (query, key))
+        query, key = self._placed(query, key, layout)
         if self.group.size() > 1:
             key, value = (gather_from_sequence_parallel_region(x.contiguous(), True, self.group) for x in (key, value))
         if layout.query_rows is not None:
@@ -80,6 +78,13 @@ class PackedAttention(torch.nn.Module):
             q, k = end_q, end_k
         joined = out[0] if len(out) == 1 else torch.cat(out)
         return joined if layout.query_rows is None else Unpick.apply(joined, layout.query_back)
+
+    def _placed(self, query: torch.Tensor, key: torch.Tensor, layout: PackedLayout) -> tuple[torch.Tensor, ...]:
+        """Queries and keys of this rank's rows with what their positions make of them."""
+        if self.rope is None:
+            return query, key
+        tables = layout.tables(self.rope, query.dtype)
+        return tuple(Rotate.apply(x, *tables, self.rope.interleaved) for x in (query, key))
 
     def _mask(self, bucket, queries, keys, index):
         """[queries, keys], or [B, 1, queries, keys], True where one sees the other; None where causality says it.

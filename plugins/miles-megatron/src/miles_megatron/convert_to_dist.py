@@ -68,6 +68,10 @@ class ToDist(Conversion):
 
     def _read(self, one: Parameter) -> torch.Tensor:
         tensor = torch.empty(one.entry.data.shape, dtype=one.dtype)
+        if not tensor_merges.has_views(one.rule):
+            parts = [piece for i, name in enumerate(one.hf)
+                     for piece in tensor_merges.pieces(one.rule, self._read_packed.tensor(name), i)]
+            return tensor.copy_(tensor_merges.join(one.rule, parts, self.job.weight_map))
         for name, view in zip(one.hf, tensor_merges.hf_views(one.rule, tensor, self.job.weight_map), strict=True):
             place = self._read_packed.places[name]
             if place.packed is None:

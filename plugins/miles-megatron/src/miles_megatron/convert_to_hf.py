@@ -90,8 +90,8 @@ class ToHuggingFace(Conversion):
             tensor = torch.empty(one.entry.data.shape, dtype=one.dtype)
             for piece in one.pieces(tensor):
                 piece.data.copy_(self._read(piece))
-        views = tensor_merges.hf_views(one.rule, tensor, self.job.weight_map)
-        return [(name, view.reshape(shape)) for view, (name, shape) in zip(views, one.hf.items(), strict=True)]
+        parts = tensor_merges.whole(one.rule, list(tensor_merges.split(one.rule, tensor, self.job.weight_map, 1)))
+        return [(name, part.reshape(shape)) for part, (name, shape) in zip(parts, one.hf.items(), strict=True)]
 
     def _reads(self, piece: ShardedTensor) -> list[ReadItem]:
         """Which chunks of the files hold parts of a piece; the layout that wrote them may have cut it anyhow."""

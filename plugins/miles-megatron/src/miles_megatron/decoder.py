@@ -27,10 +27,11 @@ _OURS, _THEIRS = "decoder.layers.{layer}.", "model.layers.{layer}."
 
 @dataclass(frozen=True, slots=True)
 class LayerNorms:
-    """Names of a layer's norms in the checkpoint; the two after attention and MLP are there or not, together."""
+    """Names of a layer's norms in the checkpoint; the two before attention and MLP are there or not, together, and so
+    are the two after them."""
 
-    before_attention: str = "input_layernorm"
-    before_mlp: str = "post_attention_layernorm"
+    before_attention: str | None = "input_layernorm"
+    before_mlp: str | None = "post_attention_layernorm"
     after_attention: str | None = None
     after_mlp: str | None = None
 
@@ -48,8 +49,9 @@ class Decoder:
         wide_qk_norm: one norm over all heads of q together, and one over those of k.
         qkv_bias: q, k and v have biases.
         linear_bias: every projection has one.
+        fused_qkv: the checkpoint keeps q, k and v as one tensor.
         fused_gate_up: the checkpoint keeps gate and up as one tensor.
-        activation, embedding_scale, logit_softcap: see ModelSpec.
+        activation, residual_scale, embedding_scale, logit_scale, logit_softcap: see ModelSpec.
         softmax_scale: factor on attention scores; None for head_dim^-0.5.
         constants, defaults, also: further fields of TransformerConfig and options that may be repeated: see ModelSpec.
         mixture: the mixtures of experts that some or all layers have for an MLP; see mixture.py.
@@ -66,10 +68,13 @@ class Decoder:
     wide_qk_norm: bool = False
     qkv_bias: bool = False
     linear_bias: bool = False
+    fused_qkv: bool = False
     fused_gate_up: bool = False
     activation: str = "silu"
     softmax_scale: float | None = None
+    residual_scale: float = 1.0
     embedding_scale: float = 1.0
+    logit_scale: float = 1.0
     logit_softcap: float | None = None
     constants: Mapping[str, object] = field(default_factory=dict)
     defaults: Mapping[str, object] = field(default_factory=dict)
@@ -101,7 +106,7 @@ class Decoder:
             "add_qkv_bias": self.qkv_bias or self.linear_bias,
             "gated_linear_unit": True,
             "softmax_scale": self.softmax_scale,
-            "rotary_interleaved": self.attention[0].rotary.interleaved,
+            "rotary_interleaved": any(one.rotary is not None and one.rotary.interleaved for one in self.attention),
             **_NEVER,
             **({} if self.mixture is None else self.mixture.constants),
             **self.constants,
@@ -110,8 +115,9 @@ class Decoder:
         return ModelSpec(
             constants=constants, defaults=defaults, vocab_size=hf.vocab_size, attention=self.attention,
             tied=bool(hf.tie_word_embeddings), max_positions=hf.max_position_embeddings, source=source(hf),
-            activation=self.activation, post_norms=self.norms.after_mlp is not None, wide_qk_norm=self.wide_qk_norm,
-            embedding_scale=self.embedding_scale, logit_softcap=self.logit_softcap,
+            activation=self.activation, wide_qk_norm=self.wide_qk_norm, pre_norms=self.norms.before_mlp is not None,
+            post_norms=self.norms.after_mlp is not None, residual_scale=self.residual_scale,
+            embedding_scale=self.embedding_scale, logit_scale=self.logit_scale, logit_softcap=self.logit_softcap,
             also={**({} if self.mixture is None else self.mixture.also), **self.also},
         )  # fmt: skip
 
@@ -144,8 +150,13 @@ class Decoder:
             return Rule(_OURS + ours, (_THEIRS + theirs,), layers=layers)
 
         def qkv(kind: str) -> Rule:
+            ours = f"{_OURS}self_attention.linear_qkv.{kind}"
+            if self.fused_qkv:
+                heads, groups = self.hf.num_attention_heads, self.hf.num_key_value_heads
+                return Rule(ours, (f"{_THEIRS}self_attn.qkv_proj.{kind}",), "qkv_stacked", layers,
+                            sections=(heads, groups, groups))
             parts = tuple(f"{_THEIRS}self_attn.{part}_proj.{kind}" for part in "qkv")
-            return Rule(f"{_OURS}self_attention.linear_qkv.{kind}", parts, "qkv", layers)
+            return Rule(ours, parts, "qkv", layers)
 
         mixing = [qkv("weight")]
         if self.qkv_bias or self.linear_bias:
@@ -157,13 +168,14 @@ class Decoder:
         mixing.append(same("self_attention.linear_proj.weight", "self_attn.o_proj.weight"))
         if self.linear_bias:
             mixing.append(same("self_attention.linear_proj.bias", "self_attn.o_proj.bias"))
-        rules = [same("input_layernorm.weight", f"{self.norms.before_attention}.weight"),
-                 *(mixing if self.mixing is None else self.mixing)]
-        rules.append(same("pre_mlp_layernorm.weight", f"{self.norms.before_mlp}.weight"))
-        if self.norms.after_mlp is not None:
-            rules += [same("self_attn_bda.norm.weight", f"{self.norms.after_attention}.weight"),
-                      same("mlp_bda.norm.weight", f"{self.norms.after_mlp}.weight")]
-        return rules
+        norms = self.norms
+
+        def norm(ours: str, theirs: str | None) -> list[Rule]:
+            return [] if theirs is None else [same(f"{ours}.weight", f"{theirs}.weight")]
+
+        return [*norm("input_layernorm", norms.before_attention), *(mixing if self.mixing is None else self.mixing),
+                *norm("pre_mlp_layernorm", norms.before_mlp), *norm("self_attn_bda.norm", norms.after_attention),
+                *norm("mlp_bda.norm", norms.after_mlp)]
 
 
 @dataclass(frozen=True, slots=True)

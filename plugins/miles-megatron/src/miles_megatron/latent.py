@@ -21,11 +21,13 @@ class Indexer:
     Args:
         heads, size: of the small heads, and channels of one, of which the first are turned.
         chosen: keys of a query.
+        interleaved: which channels are turned together; see Rotary. It need not be those of the attention's heads.
     """
 
     heads: int
     size: int
     chosen: int
+    interleaved: bool = True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -110,6 +110,28 @@ class NormThenAdd(torch.nn.Module):
         return normed_add
 
 
+class ScaledAdd(torch.nn.Module):
+    """In the place of a layer's bias-dropout-add: the sublayer's output joins the residual times a factor (Granite).
+
+    Args:
+        scale: that factor.
+    """
+
+    def __init__(self, config, scale: float):
+        super().__init__()
+        self.scale = scale
+
+    def forward(self, training: bool, fused: bool):
+        """As NormThenAdd's."""
+        add = get_bias_dropout_add(training, fused)
+
+        def scaled_add(output_with_bias, residual, dropout):
+            output, bias = output_with_bias
+            return add(((output if bias is None else output + bias) * self.scale, None), residual, dropout)
+
+        return scaled_add
+
+
 class _SwiGLU(torch.autograd.Function):
     """x [..., 2F] = (gate, up) -> silu(gate) * up, [..., F]."""
 

@@ -56,7 +56,8 @@ class LanguageModel(GPTModel):
     """
 
     embedding_scale: float = 1.0
-    """As in ModelSpec; `build` sets it."""
+    logit_scale: float = 1.0
+    """As in ModelSpec; `build` sets them."""
 
     def _preprocess(self, *args, **kwargs):
         embedded, *others = super()._preprocess(*args, **kwargs)
@@ -66,7 +67,7 @@ class LanguageModel(GPTModel):
         return (embedded, *others)
 
     def _postprocess(self, hidden_states: torch.Tensor, **_) -> torch.Tensor:
-        return hidden_states
+        return hidden_states * self.logit_scale if self.post_process and self.logit_scale != 1 else hidden_states
 
     def shared_embedding_or_output_weight(self) -> torch.Tensor | None:
         """None where they are not tied: Megatron-core adds up the gradients of what this returns over stages, also for
@@ -188,7 +189,7 @@ def layer_spec(config: TransformerConfig, spec: ModelSpec, vp_stage: int | None 
     pattern = pattern if isinstance(pattern, list) else [int(bool(pattern))] * config.num_layers
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     mine = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
-    ropes = {one.rotary: Rope(config.kv_channels, one.rotary) for one in spec.attention}
+    ropes = {one: one and Rope(config.kv_channels, one) for one in (each.rotary for each in spec.attention)}
     kinds = [(bool(pattern[number]), spec.attention[number]) for number in mine]
     modules = modules_of(config)
     made = {kind: layer(config, spec, *kind, ropes[kind[1].rotary], modules) for kind in set(kinds)}
@@ -222,7 +223,7 @@ def build(config: TransformerConfig, spec: ModelSpec, vp_stage: int | None = Non
         post_process=parallel_state.is_pipeline_last_stage(**where),
         vp_stage=vp_stage,
     )
-    model.embedding_scale = spec.embedding_scale
+    model.embedding_scale, model.logit_scale = spec.embedding_scale, spec.logit_scale
     if config.num_moe_experts and config.expert_tensor_parallel_size != config.tensor_model_parallel_size:
         _apart(model)
     if config.transformer_impl == TRANSFORMER_ENGINE:

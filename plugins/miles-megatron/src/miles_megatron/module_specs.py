@@ -25,6 +25,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  #
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear  # noqa: E402
 from megatron.core.transformer import ModuleSpec, TransformerConfig  # noqa: E402
 from megatron.core.transformer.enums import AttnBackend  # noqa: E402
+from megatron.core.transformer.identity_op import IdentityOp  # noqa: E402
 from megatron.core.transformer.mlp import MLPSubmodules  # noqa: E402
 
 logger = logging.getLogger(__name__)
@@ -49,12 +50,12 @@ class LayerModules:
     row: type
     norm: Callable
     activations: Mapping[str, type]
-    attention: Callable[[TransformerConfig, Attention, Rope], ModuleSpec]
+    attention: Callable[[TransformerConfig, Attention, Rope | None], ModuleSpec]
     grouped: tuple[type, type, type] | None = None
     wrapped: Callable[[torch.nn.Module], None] | None = None
 
 
-def packed_attention(_config: TransformerConfig, attention: Attention, rope: Rope) -> ModuleSpec:
+def packed_attention(_config: TransformerConfig, attention: Attention, rope: Rope | None) -> ModuleSpec:
     """Ours, which needs nothing but torch."""
     return ModuleSpec(module=PackedAttention,
                       params={"rope": rope, "window": attention.window, "softcap": attention.softcap,
@@ -105,7 +106,8 @@ def fits(config: TransformerConfig, attention: Attention) -> bool:
     where keys travel between context-parallel ranks.
     """
     windowed = attention.window is not None and config.context_parallel_size > 1
-    wanted = config.attention_backend != AttnBackend.local and attention.rotary.magnitude == 1
+    magnitude = 1 if attention.rotary is None else attention.rotary.magnitude
+    wanted = config.attention_backend != AttnBackend.local and magnitude == 1
     return wanted and config.bf16 and attention.softcap is None and not attention.sinks and not windowed
 
 
@@ -117,23 +119,26 @@ class _OwnedRow(RowParallelLinear):
         return output.clone(), bias
 
 
-def layer(config: TransformerConfig, spec: ModelSpec, sparse: bool, attention: Attention, rope: Rope,
+def layer(config: TransformerConfig, spec: ModelSpec, sparse: bool, attention: Attention, rope: Rope | None,
           modules: LayerModules) -> ModuleSpec:
     """A layer of one kind.
 
     Args:
         sparse: whether its MLP is a mixture of experts.
-        rope: of its queries and keys; the core attention turns them.
+        rope: of its queries and keys, if they have one; the core attention turns them.
     """
     made = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts if sparse else None, qk_layernorm=config.qk_layernorm,
         normalization=config.normalization,
     )  # fmt: skip
     inside = made.submodules
-    inside.input_layernorm = inside.pre_mlp_layernorm = modules.norm
+    inside.input_layernorm = inside.pre_mlp_layernorm = modules.norm if spec.pre_norms else IdentityOp
     if spec.post_norms:
         params = {"config": config, "norm": modules.norm}
         inside.self_attn_bda = inside.mlp_bda = ModuleSpec(module=layers.NormThenAdd, params=params)
+    elif spec.residual_scale != 1:
+        params = {"config": config, "scale": spec.residual_scale}
+        inside.self_attn_bda = inside.mlp_bda = ModuleSpec(module=layers.ScaledAdd, params=params)
     if attention.mixer is not None:
         inside.self_attention = attention.mixer(config, attention, rope, modules)
     else:

@@ -98,7 +98,8 @@ class SparseAttention(PackedAttention):
         heads, size = self.indexer.heads, self.indexer.size
         query, key, share = index.split((heads * size, size, heads), -1)
         tables = layout.tables(self.rope, index.dtype)
-        query, key = (Rotate.apply(x.unflatten(-1, (-1, size)), *tables, self.rope.interleaved) for x in (query, key))
+        query, key = (Rotate.apply(x.unflatten(-1, (-1, size)), *tables, self.indexer.interleaved)
+                      for x in (query, key))
         if self.group.size() > 1:
             key = gather_from_sequence_parallel_region(key.contiguous(), True, self.group)
         if layout.query_rows is not None:

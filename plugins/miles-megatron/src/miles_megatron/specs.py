@@ -46,7 +46,7 @@ class Attention:
     """How the queries of one layer look at keys.
 
     Args:
-        rotary: their positions.
+        rotary: their positions; None where queries and keys are as they are (NoPE, arXiv:2305.19466).
         window: keys that a query sees, its own included; None for all before it.
         softcap: scores become softcap x tanh(scores / softcap) before the mask (Gemma 2, arXiv:2408.00118).
         sinks: each head has a number that counts among its scores and whose share is of no value (gpt-oss,
@@ -56,7 +56,7 @@ class Attention:
             takes the place of `self_attention`. A function of a module, which may import torch when it is called.
     """
 
-    rotary: Rotary
+    rotary: Rotary | None
     window: int | None = None
     softcap: float | None = None
     sinks: bool = False
@@ -79,8 +79,11 @@ class ModelSpec:
         source: where this was read, for messages.
         activation: of the gated MLP: "silu", "gelu_pytorch_tanh" or "clamped_swiglu" (layers.ClampedSwiGLU).
         wide_qk_norm: the norms of q and k go over all heads together.
+        pre_norms: the inputs of attention and MLP pass a norm.
         post_norms: the outputs of attention and MLP pass a norm before they join the residual.
+        residual_scale: factor on these outputs.
         embedding_scale: factor on the embedding's output.
+        logit_scale: factor on the logits.
         logit_softcap: logits become softcap x tanh(logits / softcap); None for plain ones.
     """
 
@@ -94,14 +97,17 @@ class ModelSpec:
     also: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
     activation: str = "silu"
     wide_qk_norm: bool = False
+    pre_norms: bool = True
     post_norms: bool = False
+    residual_scale: float = 1.0
     embedding_scale: float = 1.0
+    logit_scale: float = 1.0
     logit_softcap: float | None = None
 
     @property
     def rotary(self) -> Rotary:
-        """The last layer's, which is that of all layers but in models with windows in between."""
-        return self.attention[-1].rotary
+        """The last that there is, which is that of all layers but in models with windows in between."""
+        return next((one.rotary for one in reversed(self.attention) if one.rotary is not None), Rotary(1.0, 0.0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,11 +121,12 @@ class Rule:
         join: "same" for one tensor, "rows" to stack along axis 0, "halves" for one tensor that is two stacked already
             (each of which is cut among tensor-parallel ranks), "sections" for several of the sizes `sections`, "qkv"
             for Megatron's order per query group, "qkv_gate" for the same where the first tensor has, head by head, a
-            query and the gate of its output.
+            query and the gate of its output, "qkv_stacked" for the same of one tensor, of the sections (queries, keys,
+            values).
         layers: the layers that have it; None for a parameter outside the layers.
         experts: how many experts have it; 0 for a parameter without expert.
         optional: a checkpoint may lack it, with all others of the same word or True; it then starts as it was drawn.
-        sections: relative sizes of what is stacked in the tensor of the join "sections".
+        sections: relative sizes of what is stacked in the tensor of the joins "sections" and "qkv_stacked".
         stacks: how many of the sections each of several such tensors has; empty for one tensor with all of them.
     """
 
@@ -164,7 +171,7 @@ class WeightMap:
 
     Args:
         rules: one or more Rule.
-        heads, groups, head_dim: for the joins "qkv" and "qkv_gate".
+        heads, groups, head_dim: for the joins "qkv", "qkv_gate" and "qkv_stacked".
         ignored: names of a checkpoint that stand for nothing, such as a tied lm_head written out again.
         tied: whether the output layer is the embedding.
         left: beginnings of names of tensors that the model leaves in the checkpoint, which is announced: layers for

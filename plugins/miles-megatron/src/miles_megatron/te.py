@@ -62,7 +62,7 @@ class Activation(MegatronModule):
         return self.op(x)
 
 
-def attention(config: TransformerConfig, wanted: Attention, rope: Rope) -> ModuleSpec:
+def attention(config: TransformerConfig, wanted: Attention, rope: Rope | None) -> ModuleSpec:
     """The core attention of layers of one kind."""
     if not fits(config, wanted):
         return packed_attention(config, wanted, rope)
@@ -97,8 +97,9 @@ class FusedAttention(te.TEDotProductAttention):
             raise ValueError("Transformer Engine's layers need packed rows")
         group = parallel_state.get_context_parallel_group()
         rows = packed_seq_params.on_device(query.device, query.shape[0] * group.size(), group.size())
-        angles = self.rope.angles(rows.max_seqlen_q, query.device)
-        query, key = (_turned(x, rows, angles, self.rope.interleaved, group) for x in (query, key))
+        if self.rope is not None:
+            angles = self.rope.angles(rows.max_seqlen_q, query.device)
+            query, key = (_turned(x, rows, angles, self.rope.interleaved, group) for x in (query, key))
         out = super().forward(query, key, value, attention_mask, attn_mask_type, packed_seq_params=rows)
         return out.reshape(out.shape[0], -1)
 

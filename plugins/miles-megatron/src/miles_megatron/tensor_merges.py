@@ -8,7 +8,7 @@ import torch
 
 from miles_megatron.specs import Rule, WeightMap
 
-_STACKED = ("halves", "sections")
+STACKED = ("halves", "sections", "qkv_stacked")
 """A tensor of the checkpoint that is several, stacked along axis 0; each is cut among tensor-parallel ranks."""
 
 
@@ -17,7 +17,7 @@ def hf_shapes(rule: Rule, full: Sequence[int], weight_map: WeightMap) -> list[li
     full = list(full)
     if rule.join == "same":
         return [full]
-    if rule.join in _STACKED:
+    if rule.join in STACKED:
         sizes = list(map(sum, stacks(rule)))
         return [[full[0] * size // sum(sizes), *full[1:]] for size in sizes]
     if rule.join == "rows":
@@ -27,7 +27,7 @@ def hf_shapes(rule: Rule, full: Sequence[int], weight_map: WeightMap) -> list[li
 
 
 def stacks(rule: Rule) -> list[tuple[int, ...]]:
-    """Relative sizes of what is stacked in each tensor of a rule of the joins "halves" and "sections"."""
+    """Relative sizes of what is stacked in each tensor of a rule of the joins STACKED."""
     sections, sizes = rule.sections or (1, 1), []
     for count in rule.stacks or (len(sections),):
         sizes.append(sections[:count])
@@ -44,7 +44,7 @@ def pieces(rule: Rule, tensor: torch.Tensor, number: int = 0) -> tuple[torch.Ten
     Raises:
         ValueError: rows that the rule's sections do not share out evenly.
     """
-    if rule.join not in _STACKED:
+    if rule.join not in STACKED:
         return (tensor,)
     return _sections(rule, tensor, stacks(rule)[number])
 
@@ -58,7 +58,7 @@ def _sections(rule: Rule, tensor: torch.Tensor, shares: Sequence[int]) -> tuple[
 
 def whole(rule: Rule, parts: list[torch.Tensor]) -> list[torch.Tensor]:
     """The HF tensors, from the pieces of which `split` took them apart and which ranks have gathered."""
-    if rule.join not in _STACKED:
+    if rule.join not in STACKED:
         return parts
     left = iter(parts)
     return [torch.cat([next(left) for _ in stack]) for stack in stacks(rule)]
@@ -68,7 +68,7 @@ def join(rule: Rule, parts: list[torch.Tensor], weight_map: WeightMap) -> torch.
     """Pieces of HF tensors -> Megatron parameter; see Rule for the orders."""
     if rule.join == "same":
         return parts[0]
-    if rule.join in ("rows", *_STACKED):
+    if rule.join in ("rows", "halves", "sections"):
         return torch.cat(parts)
     query, *others = parts
     groups = others[0].shape[0] // weight_map.head_dim
@@ -79,18 +79,33 @@ def join(rule: Rule, parts: list[torch.Tensor], weight_map: WeightMap) -> torch.
 
 def split(rule: Rule, tensor: torch.Tensor, weight_map: WeightMap, ranks: int) -> tuple[torch.Tensor, ...]:
     """The inverse of `join`; `ranks` is among how many the parameter is cut."""
-    if rule.join in _STACKED:
+    if rule.join in ("halves", "sections"):
         return _sections(rule, tensor, [share for stack in stacks(rule) for share in stack])
     return tuple(view.reshape(-1, *tensor.shape[1:]) if rule.join.startswith("qkv") else view
-                 for view in hf_views(rule, tensor, weight_map, ranks))
+                 for view in _views(rule, tensor, weight_map, ranks))
+
+
+def has_views(rule: Rule) -> bool:
+    """Whether each HF tensor lies in the parameter in one piece, as `hf_views` has it."""
+    return rule.join != "qkv_stacked"
 
 
 def hf_views(rule: Rule, tensor: torch.Tensor, weight_map: WeightMap, ranks: int = 1) -> tuple[torch.Tensor, ...]:
-    """Where the HF tensors lie in a parameter, or in its part of `ranks`: views with their elements in their order."""
+    """Where the HF tensors lie in a parameter, or in its part of `ranks`: views with their elements in their order.
+
+    Raises:
+        ValueError: a rule without `has_views`.
+    """
+    if not has_views(rule):
+        raise ValueError(f"{rule.hf[0]} lies in {rule.megatron} in pieces")
+    if rule.join in STACKED:
+        return _sections(rule, tensor, list(map(sum, stacks(rule))))
+    return _views(rule, tensor, weight_map, ranks)
+
+
+def _views(rule: Rule, tensor: torch.Tensor, weight_map: WeightMap, ranks: int) -> tuple[torch.Tensor, ...]:
     if rule.join == "same":
         return (tensor,)
-    if rule.join in _STACKED:
-        return _sections(rule, tensor, list(map(sum, stacks(rule))))
     if rule.join == "rows":
         return tensor.chunk(len(rule.hf))
     size, groups = weight_map.head_dim, weight_map.groups // ranks

@@ -39,7 +39,7 @@ class ValueModel(model.LanguageModel):
 
 def build(config, spec: ModelSpec, vp_stage: int | None = None) -> model.LanguageModel:
     """As `model.build`, with a value head."""
-    return model.build(config, dataclasses.replace(spec, tied=False), vp_stage, ValueModel)
+    return model.build(config, dataclasses.replace(spec, tied=False, logit_scale=1.0), vp_stage, ValueModel)
 
 
 def weight_map(policy: WeightMap) -> WeightMap:

@@ -1,16 +1,21 @@
-"""Gemma 2 (arXiv:2408.00118) and the text models of Gemma 3 (arXiv:2503.19786)."""
+"""Gemma 2 (arXiv:2408.00118) and the text models of Gemma 3 (arXiv:2503.19786), alone or beside a vision tower."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from miles_megatron.decoder import Decoder, LayerNorms, by_layer_type, refuse, rotary
+from miles_megatron.decoder import Decoder, LayerNorms, by_layer_type, refuse, rotary, stored_names
 from miles_megatron.specs import Attention, Rotary
 
 _NORMS = LayerNorms(before_mlp="pre_feedforward_layernorm", after_attention="post_attention_layernorm",
                     after_mlp="post_feedforward_layernorm")  # fmt: skip
+
+_RELEASED = (("model.", "language_model.model."), ("lm_head.", "language_model.lm_head."))
+_OWN = (("model.", "model.language_model."),)
+"""The text model's names in the files of the releases, and in files that have those of transformers' modules."""
 
 
 def gemma2(hf: Any) -> Decoder:
@@ -32,6 +37,21 @@ def gemma3_text(hf: Any) -> Decoder:
     refuse(hf, attn_logit_softcapping=None)
     ropes = {kind: rotary(hf, hf.rope_parameters[kind]) for kind in ("sliding_attention", "full_attention")}
     return replace(_gemma(hf, ropes), qk_norm=True)
+
+
+def gemma3(hf: Any) -> Decoder:
+    """The text model of a Gemma 3 that sees; its vision tower and what lies between are left as they are.
+
+    Without images its attention is causal, as in training on text.
+
+    Raises:
+        ConfigError: as `gemma3_text`.
+    """
+    text = copy.copy(hf.text_config)
+    text.tie_word_embeddings = hf.tie_word_embeddings
+    own = any(name.startswith(_OWN[0][1]) for name in stored_names(hf))
+    return replace(gemma3_text(text), renamed=_OWN if own else _RELEASED, carried=tuple(
+        ("model." if own else "") + name for name in ("vision_tower.", "multi_modal_projector.")))
 
 
 def _gemma(hf: Any, ropes: Mapping[str, Rotary]) -> Decoder:

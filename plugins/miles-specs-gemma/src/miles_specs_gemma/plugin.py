@@ -30,3 +30,12 @@ class SpecsGemma:
         from miles_specs_gemma.families import gemma3_text
 
         return DecoderFamily(gemma3_text)
+
+    @hookimpl("model_spec", name="gemma3")
+    def gemma3(self, hf_config: Any) -> Family:
+        """The text model of a Gemma 3 with a vision tower."""
+        from miles_megatron.decoder import DecoderFamily
+
+        from miles_specs_gemma.families import gemma3
+
+        return DecoderFamily(gemma3)

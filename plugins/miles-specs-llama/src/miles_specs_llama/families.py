@@ -1,11 +1,19 @@
-"""Llama (arXiv:2307.09288, arXiv:2407.21783) and Mistral (arXiv:2310.06825)."""
+"""Llama (arXiv:2307.09288, arXiv:2407.21783) and the dense decoders that differ from it by a few parts.
+
+Mistral (arXiv:2310.06825), SmolLM3, Granite 3, Phi-3 and 4 (arXiv:2404.14219, arXiv:2412.08905), OLMo 2
+(arXiv:2501.00656) and 3.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from miles_megatron.decoder import Decoder, every_layer, refuse, rotary
+from miles_megatron.decoder import Decoder, LayerNorms, by_layer_type, every_layer, refuse, rotary
 from miles_megatron.specs import Attention
+
+_NORMS_AFTER = LayerNorms(before_attention=None, before_mlp=None, after_attention="post_attention_layernorm",
+                          after_mlp="post_feedforward_layernorm")  # fmt: skip
 
 
 def llama(hf: Any) -> Decoder:
@@ -27,3 +35,65 @@ def mistral(hf: Any) -> Decoder:
     """
     refuse(hf, hidden_act="silu")
     return Decoder(hf=hf, attention=every_layer(hf, Attention(rotary(hf), window=hf.sliding_window)))
+
+
+def smollm3(hf: Any) -> Decoder:
+    """Llama some of whose layers have no rope; these may have a window.
+
+    Raises:
+        ConfigError: biases, another activation, an unknown scaling of the rope.
+    """
+    refuse(hf, attention_bias=False, mlp_bias=False)
+    decoder, positions = llama(hf), hf.no_rope_layers[: hf.num_hidden_layers]
+    windows = [hf.sliding_window if hf.use_sliding_window and kind == "sliding_attention" else None
+               for kind in hf.layer_types]
+    attention = tuple(replace(one, rotary=one.rotary if turned else None, window=window)
+                      for one, turned, window in zip(decoder.attention, positions, windows, strict=True))
+    return replace(decoder, attention=attention, also={"no_rope_freq": (
+        hf.no_rope_layer_interval, [int(not turned) for turned in positions])})
+
+
+def granite(hf: Any) -> Decoder:
+    """Llama with factors on the embedding, on what joins the residual, on scores and on logits.
+
+    Raises:
+        ConfigError: as `llama`.
+    """
+    return replace(llama(hf), embedding_scale=hf.embedding_multiplier, residual_scale=hf.residual_multiplier,
+                   softmax_scale=hf.attention_multiplier, logit_scale=1 / hf.logits_scaling)
+
+
+def phi3(hf: Any) -> Decoder:
+    """Phi-3 and Phi-4: q, k and v in one tensor, gate and up in another, rope on all or a part of each head.
+
+    Raises:
+        ConfigError: another activation, or frequencies that depend on the length of a sequence (longrope).
+    """
+    refuse(hf, hidden_act="silu")
+    attention = Attention(rotary(hf, partial=True), window=hf.sliding_window)
+    return Decoder(hf=hf, attention=every_layer(hf, attention), fused_qkv=True, fused_gate_up=True)
+
+
+def olmo2(hf: Any) -> Decoder:
+    """Norms behind attention and MLP rather than before them, and one over all heads of q and one over those of k.
+
+    Raises:
+        ConfigError: biases, another activation, an unknown scaling of the rope.
+    """
+    return _olmo(hf, every_layer(hf, Attention(rotary(hf))))
+
+
+def olmo3(hf: Any) -> Decoder:
+    """OLMo 2 with a window in most layers, whose rope is not the one of the others.
+
+    Raises:
+        ConfigError: as `olmo2`.
+    """
+    windows = {"full_attention": None, "sliding_attention": hf.sliding_window}
+    kinds = {kind: Attention(rotary(hf, hf.rope_parameters[kind]), window) for kind, window in windows.items()}
+    return _olmo(hf, by_layer_type(hf, kinds))
+
+
+def _olmo(hf: Any, attention: tuple[Attention, ...]) -> Decoder:
+    refuse(hf, hidden_act="silu", attention_bias=False)
+    return Decoder(hf=hf, attention=attention, norms=_NORMS_AFTER, wide_qk_norm=True)

@@ -1,4 +1,4 @@
-"""The plugin: what it offers. The families are in families.py, imported when a checkpoint needs one."""
+"""The plugin: what it offers. The families are in families.py and llama4.py, imported when a checkpoint needs one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class SpecsLlama:
-    """Llama 2 and 3 and Mistral for the Megatron trainer."""
+    """Llama 2 to 4, Mistral, SmolLM3, Granite, Phi-3 and 4, and OLMo 2 and 3 for the Megatron trainer."""
 
     @hookimpl("model_spec", name="llama")
     def llama(self, hf_config: Any) -> Family:
@@ -30,3 +30,66 @@ class SpecsLlama:
         from miles_specs_llama.families import mistral
 
         return DecoderFamily(mistral)
+
+    @hookimpl("model_spec", name="smollm3")
+    def smollm3(self, hf_config: Any) -> Family:
+        """SmolLM3."""
+        from miles_megatron.decoder import DecoderFamily
+
+        from miles_specs_llama.families import smollm3
+
+        return DecoderFamily(smollm3)
+
+    @hookimpl("model_spec", name="granite")
+    def granite(self, hf_config: Any) -> Family:
+        """Granite 3, dense."""
+        from miles_megatron.decoder import DecoderFamily
+
+        from miles_specs_llama.families import granite
+
+        return DecoderFamily(granite)
+
+    @hookimpl("model_spec", name="phi3")
+    def phi3(self, hf_config: Any) -> Family:
+        """Phi-3, Phi-3.5 and Phi-4."""
+        from miles_megatron.decoder import DecoderFamily
+
+        from miles_specs_llama.families import phi3
+
+        return DecoderFamily(phi3)
+
+    @hookimpl("model_spec", name="olmo2")
+    def olmo2(self, hf_config: Any) -> Family:
+        """OLMo 2."""
+        from miles_megatron.decoder import DecoderFamily
+
+        from miles_specs_llama.families import olmo2
+
+        return DecoderFamily(olmo2)
+
+    @hookimpl("model_spec", name="olmo3")
+    def olmo3(self, hf_config: Any) -> Family:
+        """OLMo 3."""
+        from miles_megatron.decoder import DecoderFamily
+
+        from miles_specs_llama.families import olmo3
+
+        return DecoderFamily(olmo3)
+
+    @hookimpl("model_spec", name="llama4_text")
+    def llama4_text(self, hf_config: Any) -> Family:
+        """The text model of Llama 4 alone."""
+        from miles_megatron.decoder import DecoderFamily
+
+        from miles_specs_llama.llama4 import llama4_text
+
+        return DecoderFamily(llama4_text)
+
+    @hookimpl("model_spec", name="llama4")
+    def llama4(self, hf_config: Any) -> Family:
+        """The text model of a Llama 4 with a vision model."""
+        from miles_megatron.decoder import DecoderFamily
+
+        from miles_specs_llama.llama4 import llama4
+
+        return DecoderFamily(llama4)

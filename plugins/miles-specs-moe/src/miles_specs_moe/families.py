@@ -63,6 +63,17 @@ def glm4_moe_lite(hf: Any) -> Decoder:
     return _latent(hf, tuple(n for n, kind in enumerate(hf.mlp_layer_types) if kind == "sparse"))
 
 
+def deepseek_v32(hf: Any) -> Decoder:
+    """DeepSeek-V3 in which an indexer chooses the keys of a query.
+
+    Raises:
+        ConfigError: as `deepseek_v3`; attention of another kind in some layers.
+    """
+    refuse(hf, mlp_bias=False, layer_types=["indexed_attention"] * hf.num_hidden_layers)
+    return _latent(hf, tuple(n for n, kind in enumerate(hf.mlp_layer_types) if kind == "sparse"),
+                   _indexer(hf, interleaved=False))
+
+
 def glm_moe_dsa(hf: Any) -> Decoder:
     """GLM-5: GLM-4.7-Flash's latent attention, in which an indexer chooses the keys of a query.
 
@@ -70,8 +81,8 @@ def glm_moe_dsa(hf: Any) -> Decoder:
         ConfigError: as `deepseek_v3`; layers that take over the choice of the one before.
     """
     refuse(hf, indexer_types=["full"] * hf.num_hidden_layers, mlp_bias=False)
-    indexer = Indexer(heads=hf.index_n_heads, size=hf.index_head_dim, chosen=hf.index_topk)
-    return _latent(hf, tuple(n for n, kind in enumerate(hf.mlp_layer_types) if kind == "sparse"), indexer)
+    return _latent(hf, tuple(n for n, kind in enumerate(hf.mlp_layer_types) if kind == "sparse"),
+                   _indexer(hf, interleaved=True))
 
 
 def glm4_moe(hf: Any) -> Decoder:
@@ -123,6 +134,10 @@ def _latent(hf: Any, sparse: tuple[int, ...], indexer: Indexer | None = None) ->
         mixture=_mixture(hf, sparse), softmax_scale=scale, constants={"kv_channels": latent.head_dim},
         also=latent.also | also, **_drafting(hf, "num_nextn_predict_layers"),
     )  # fmt: skip
+
+
+def _indexer(hf: Any, interleaved: bool) -> Indexer:
+    return Indexer(heads=hf.index_n_heads, size=hf.index_head_dim, chosen=hf.index_topk, interleaved=interleaved)
 
 
 def _mixture(hf: Any, sparse: tuple[int, ...]) -> Mixture:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class SpecsMoe:
-    """DeepSeek-V3, Kimi K2, GLM-4.5 to 5 and MiniMax-M2 for the Megatron trainer."""
+    """DeepSeek-V3 and -V3.2, Kimi K2, GLM-4.5 to 5 and MiniMax-M2 for the Megatron trainer."""
 
     @hookimpl("model_spec", name="deepseek_v3")
     def deepseek_v3(self, hf_config: Any) -> Family:
@@ -21,6 +21,15 @@ class SpecsMoe:
         from miles_specs_moe.families import deepseek_v3
 
         return DecoderFamily(deepseek_v3)
+
+    @hookimpl("model_spec", name="deepseek_v32")
+    def deepseek_v32(self, hf_config: Any) -> Family:
+        """DeepSeek-V3.2."""
+        from miles_megatron.decoder import DecoderFamily
+
+        from miles_specs_moe.families import deepseek_v32
+
+        return DecoderFamily(deepseek_v32)
 
     @hookimpl("model_spec", name="kimi_k2")
     def kimi_k2(self, hf_config: Any) -> Family:
