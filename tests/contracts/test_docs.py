@@ -27,7 +27,7 @@ LINKED = sorted({*PAGES, *(path for where in ("docs/hooks/*.md", "plugins/*/READ
 GENERATED = ("flags.md", "hooks.md")
 FOLLOWED = {"new-architecture.md": "test_tutorials.py", "publish-a-plugin.md": "test_tutorials.py",
             "reward.md": "test_tutorials.py", "loss.md": "test_tutorials.py", "model-spec.md": "test_tutorials.py",
-            "python-api.md": "test_python_api.py"}
+            "python-api.md": "test_python_api.py", "your-model.md": "test_your_model.py"}
 """Page -> the test in tests/integration that does from beginning to end what it says."""
 FIGURE = re.compile(r"  \w+(\[[\w ]+\])? --(?: [\w ]+ --)?> \w+(\[[\w ]+\])?")
 
