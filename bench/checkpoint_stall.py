@@ -1,6 +1,6 @@
 """How long training waits for a checkpoint, with --async-save and without, in turns.
 
-    python bench/checkpoint_stall.py                          # a Qwen3 of 125 M parameters; a Markdown table
+    python bench/checkpoint_stall.py                          # a Qwen3 of 147 M parameters; a Markdown table
     python bench/checkpoint_stall.py --layers 2 --hidden 64 --vocab 256 --rounds 1
 
 A random model with the trainer's own optimizer, in bfloat16 with float32 masters, on one rank of the CPU. A stall is

@@ -352,10 +352,8 @@ class Run:
         return bool(checkpoint.save and (done == self.last or due or sentinel and Path(sentinel).exists()))
 
     async def save(self, done: int) -> None:
-        """A checkpoint from which rollout `done` is the next.
-
-        It comes last: a run that is killed before it is complete goes on from an earlier one and exports again.
-        """
+        """A checkpoint from which rollout `done` is the next. It comes last: a run that is killed before it is complete
+        goes on from an earlier one and exports again."""
         self.journal.saving()
         begin, checkpoint = self.clock(), self.config.checkpoint
         if checkpoint.save_trigger_sentinel:

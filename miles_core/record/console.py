@@ -155,8 +155,8 @@ class Console:
     @_guarded
     def saved(self, path: object, seconds: float | None = None, staged: bool = False) -> None:
         """A checkpoint was published, or is from now on written beside training."""
-        took = "" if seconds is None else f" ({seconds:.2f}s)"
-        self._say("info", f"{'Staged' if staged else 'Saved'} checkpoint to {path}{took}")
+        duration = "" if seconds is None else f" ({seconds:.2f}s)"
+        self._say("info", f"{'Staged' if staged else 'Saved'} checkpoint to {path}{duration}")
 
     @_guarded
     def synced(self, version: int, seconds: float, size: int) -> None:

@@ -10,8 +10,8 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -19,13 +19,11 @@ import torch.distributed as dist
 from miles_core.errors import WaitError
 from miles_megatron.offload import host_copy, host_memory, synchronise
 
-if TYPE_CHECKING:
-    from miles_megatron.checkpoint_write import Staged
-
 logger = logging.getLogger(__name__)
 
 ALIGNED = 64
 """Bytes at whose multiples a copy begins."""
+
 
 class AsyncSave:
     """Waits for, starts and gives up checkpoints.
@@ -55,22 +53,22 @@ class AsyncSave:
         return [host_copy(one, memory[begin : begin + one.nbytes].view(one.dtype).view(one.shape))
                 for begin, one in zip(begins, tensors, strict=False)]
 
-    def start(self, staged: Staged) -> None:
-        """Let it be written; returns at once."""
+    def start(self, target: Path, publish: Callable[[AsyncSave], None]) -> None:
+        """Let `publish` write and publish the checkpoint `target`; returns at once."""
         if self.group is None and dist.get_world_size() > 1:  # two threads must not share one
             self.group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=self.limit))
         synchronise()  # the copies are complete, and training may change what they were made from
-        self._target, self._begun = str(staged.target), time.monotonic()
-        self._thread = threading.Thread(target=self._write, args=(staged,), name="checkpoint", daemon=True)
+        self._target, self._begun = str(target), time.monotonic()
+        self._thread = threading.Thread(target=self._write, args=(publish,), name="checkpoint", daemon=True)
         self._thread.start()
 
-    def _write(self, staged: Staged) -> None:
+    def _write(self, publish: Callable[[AsyncSave], None]) -> None:
         try:
-            staged.publish(self)
+            publish(self)
         except BaseException as error:  # noqa: BLE001 - whatever it is, the next call of the trainer raises it
             self._error = error
         else:
-            logger.info("Published %s, written beside training in %.1f s", staged.target,
+            logger.info("Published %s, written beside training in %.1f s", self._target,
                         time.monotonic() - self._begun)
 
     def check(self) -> None:

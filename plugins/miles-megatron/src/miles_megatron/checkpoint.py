@@ -155,7 +155,7 @@ def save(folder: str | Path, iteration: int, parts: Mapping[str, Part],
     if async_save is None:
         staged.publish()
     else:
-        async_save.start(staged)
+        async_save.start(target, staged.publish)
     return target
 
 

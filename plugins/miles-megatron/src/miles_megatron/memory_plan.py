@@ -174,9 +174,10 @@ def staging(config: RunConfig) -> float | None:
     model = dimensions_of(config)
     if model is None:
         return None
-    last = model.layout.pipeline - 1
-    held = max(sum(parameters(model, model.size.layers / (last + 1), stage == 0, stage == last)) for stage in (0, last))
-    return held * (model.value + (0 if config.checkpoint.no_save_optim else 3 * FP32))
+    stages = model.layout.pipeline
+    count = max(sum(parameters(model, model.size.layers / stages, stage == 0, stage == stages - 1))
+                for stage in (0, stages - 1))
+    return count * (model.value + (0 if config.checkpoint.no_save_optim else 3 * FP32))
 
 
 def _sum(parts: Mapping[str, float]) -> str:
