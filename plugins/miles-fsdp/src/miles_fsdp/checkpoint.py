@@ -73,8 +73,8 @@ def save(folder: Path, iteration: int, models: Models, ranks: Ranks, state: dict
             files = state.get("files", {})
             for name, data in files.items():
                 (temporary / name).write_bytes(data)
-            kept = {**state, "files": sorted(files)} if files else state
-            (temporary / STATE).write_text(json.dumps({"steps": models.steps, "optimizer": whole, "state": kept}))
+            saved = {**state, "files": sorted(files)} if files else state
+            (temporary / STATE).write_text(json.dumps({"steps": models.steps, "optimizer": whole, "state": saved}))
         ranks.wait()
     if first:
         write_text(folder / TRACKER, f"{iteration}\n")
@@ -89,11 +89,11 @@ def load(folder: str, iteration: int, models: Models) -> dict[str, Any]:
     """
     where = Path(folder, f"iter_{iteration:07d}")
     try:
-        kept = json.loads((where / STATE).read_text(encoding="utf-8"))
-        tensors = _tensors(models, kept["optimizer"])
+        saved = json.loads((where / STATE).read_text(encoding="utf-8"))
+        tensors = _tensors(models, saved["optimizer"])
         load_tensors(tensors, checkpoint_id=where / TENSORS)
         set_model_state_dict(models.actor, tensors["model"])
-        if kept["optimizer"]:
+        if saved["optimizer"]:
             own = [{key: group[key] for key in FROM_OPTIONS} for group in models.optimizer.param_groups]
             set_optimizer_state_dict(models.actor, models.optimizer, tensors["optimizer"])
             for group, options in zip(models.optimizer.param_groups, own, strict=True):
@@ -102,8 +102,8 @@ def load(folder: str, iteration: int, models: Models) -> dict[str, Any]:
         raise CheckpointError("the checkpoint cannot be read, or is of another model",
                               code="fsdp-checkpoint-unreadable", got=str(error).strip().split("\n")[0], who=str(where),
                               fix="take an earlier one, or start anew without --load") from error
-    models.steps = kept["steps"]
-    state: dict[str, Any] = kept["state"]
+    models.steps = saved["steps"]
+    state: dict[str, Any] = saved["state"]
     if files := state.get("files"):
         state = {**state, "files": {name: (where / name).read_bytes() for name in files}}
     return state

@@ -28,9 +28,9 @@ def lines(config: RunConfig, options: FsdpOptions) -> Iterator[tuple[str, str]]:
     parts = {"weights": MASTER, "gradients": GRADIENT, "optimizer": MOMENTS}
     if config.algorithm.needs_reference:
         parts["reference, in host memory where there is a GPU"] = 2 if perf.bf16 else 4
-    told = ", ".join(f"{name} {count * each / ranks / GIB:.2g}" for name, each in parts.items())
+    sizes = ", ".join(f"{name} {count * each / ranks / GIB:.2g}" for name, each in parts.items())
     where = "host memory" if options.cpu_offload else "each rank"
-    yield "memory", f"trainer, GiB in {where} beside activations: {told}"
+    yield "memory", f"trainer, GiB in {where} beside activations: {sizes}"
 
 
 def parameters(folder: Path) -> int | None:

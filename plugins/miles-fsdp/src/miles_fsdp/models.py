@@ -142,10 +142,10 @@ class Models:
 def _two_samples(columns: Columns) -> list[Sample]:
     """What `keep_apart` asks with: five tokens each, of which three are the answer."""
     def made(index: int) -> Sample:
-        given: dict[str, np.ndarray] = {
+        values: dict[str, np.ndarray] = {
             "tokens": np.arange(5 * index, 5 * index + 5, dtype=np.int32), "loss_mask": np.ones(3, np.uint8),
             "rollout_log_probs": np.zeros(3, np.float32), "versions": np.zeros(3, np.int32)}
-        return Sample(Prompt(index, index, "", (0, 1)), index, given, 3)
+        return Sample(Prompt(index, index, "", (0, 1)), index, values, 3)
 
     return [made(0), made(1)]
 

@@ -78,11 +78,11 @@ class CausalModule(torch.nn.Module):
         """[T, H] of all rows."""
         body = getattr(self.model, self.model.base_model_prefix)
         if self.packs:
-            found = body(input_ids=batch.tokens[None], position_ids=batch.positions[None], use_cache=False)
-            return cast("torch.Tensor", found.last_hidden_state[0])
-        tokens, there = batch.padded()
-        found = body(input_ids=tokens, attention_mask=there.long(), use_cache=False)
-        return cast("torch.Tensor", found.last_hidden_state[there])
+            output = body(input_ids=batch.tokens[None], position_ids=batch.positions[None], use_cache=False)
+            return cast("torch.Tensor", output.last_hidden_state[0])
+        tokens, mask = batch.padded()
+        output = body(input_ids=tokens, attention_mask=mask.long(), use_cache=False)
+        return cast("torch.Tensor", output.last_hidden_state[mask])
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[n, H] -> [n, V], as the architecture makes them."""
@@ -136,8 +136,8 @@ def shard(module: CausalModule, ranks: Ranks, options: FsdpOptions, *, low: bool
 def _layers(model: PreTrainedModel) -> list[torch.nn.Module]:
     """Blocks that transformers does not split over devices, outermost first."""
     whole = set(model._no_split_modules or ())
-    found = [(name, part) for name, part in model.named_modules() if type(part).__name__ in whole]
-    return [part for name, part in found if not any(name.startswith(f"{outer}.") for outer, _ in found)]
+    blocks = [(name, part) for name, part in model.named_modules() if type(part).__name__ in whole]
+    return [part for name, part in blocks if not any(name.startswith(f"{outer}.") for outer, _ in blocks)]
 
 
 def keep_apart(module: CausalModule, batch: MicroBatch, ranks: Ranks) -> None:

@@ -63,9 +63,9 @@ class Objective:
                              fix=f"return shape {list(inputs.mask.shape)}; the core reduces")
         if self._token_weights is not None:
             ones = torch.ones_like(total)
-            found = self._token_weights(TokenWeights(ones, ones > 0, {}), inputs)
-            total = torch.where(found.keep, total * found.weight.detach(), torch.zeros_like(total))
-            metrics = {**metrics, **found.metrics}
+            weights = self._token_weights(TokenWeights(ones, ones > 0, {}), inputs)
+            total = torch.where(weights.keep, total * weights.weight.detach(), torch.zeros_like(total))
+            metrics = {**metrics, **weights.metrics}
         metrics = {"pg_loss": total, **metrics}
         for name, (coefficient, term) in (self._terms(inputs) if self._terms else {}).items():
             metrics[name] = term

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from miles_core.columns import Columns
     from miles_core.config import RunConfig
     from miles_core.plugins.bind import Hooks
+    from miles_core.stages.step import Trainer
     from miles_core.types import Rank
-    from miles_fsdp.trainer import FsdpTrainer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,8 +48,8 @@ class Fsdp:
 
         if config.perf.trainer == "fsdp":
             refuse(config)
-        elif asked := [key for key in config.origin if key.startswith("fsdp.")]:
-            note(f"{', '.join(asked)}: no effect, as the trainer is {config.perf.trainer} (--trainer fsdp)")
+        elif keys := [key for key in config.origin if key.startswith("fsdp.")]:
+            note(f"{', '.join(keys)}: no effect, as the trainer is {config.perf.trainer} (--trainer fsdp)")
         return config
 
     @hookimpl
@@ -60,7 +60,7 @@ class Fsdp:
         return lines(config, self._options) if config.perf.trainer == "fsdp" else []
 
     @hookimpl(name="fsdp")
-    def trainer(self, config: RunConfig, hooks: Hooks, columns: Columns, rank: Rank) -> FsdpTrainer:
+    def trainer(self, config: RunConfig, hooks: Hooks, columns: Columns, rank: Rank) -> Trainer:
         """The trainer "fsdp"."""
         from miles_fsdp.trainer import FsdpTrainer
 

@@ -42,15 +42,15 @@ def _options(config: RunConfig) -> None:
                           got=", ".join(set_), who=who(config, *(f"megatron.{name}" for name in set_)),
                           fix="leave them out, or train with --trainer megatron")
     low = config.perf.bf16
-    given = {
+    settings = {
         "perf.balance_by_flops": config.perf.balance_by_flops, "perf.skip_zero_advantages":
         config.perf.skip_zero_advantages, "algorithm.true_on_policy_mode": config.algorithm.true_on_policy_mode,
         "algorithm.fp32_lm_head": config.algorithm.fp32_lm_head and low,
         "debug.use_pytorch_profiler": config.debug.use_pytorch_profiler,
         "model.model_name": getattr(config.origin.get("model.model_name"), "kind", "derived") != "derived",
     }  # fmt: skip
-    if asked := [key for key, is_asked in given.items() if is_asked]:
-        raise ConfigError("the trainer fsdp does without", got=", ".join(asked), who=who(config, *asked),
+    if keys := [key for key, is_set in settings.items() if is_set]:
+        raise ConfigError("the trainer fsdp does without", got=", ".join(keys), who=who(config, *keys),
                           code="fsdp-option-without-effect", fix="leave it out, or train with --trainer megatron")
 
 

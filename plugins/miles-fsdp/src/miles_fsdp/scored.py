@@ -58,16 +58,16 @@ class Scored:
 
         parts = []
         for here in self._chunks():
-            given = self.hidden[here], self.batch.targets[here]
-            parts.append(checkpoint(scored, *given, use_reentrant=False, preserve_rng_state=False)
-                         if torch.is_grad_enabled() else scored(*given))
+            pair = self.hidden[here], self.batch.targets[here]
+            parts.append(checkpoint(scored, *pair, use_reentrant=False, preserve_rng_state=False)
+                         if torch.is_grad_enabled() else scored(*pair))
         log_probs, spread = (torch.cat(each) for each in zip(*parts, strict=True))
         return log_probs, spread if entropy else None
 
     @torch.no_grad()
     def top_k(self, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-        found = [self._normalised(self.hidden[here]).topk(k, 1) for here in self._chunks()]
-        return torch.cat([one.indices for one in found]), torch.cat([one.values for one in found])
+        best = [self._normalised(self.hidden[here]).topk(k, 1) for here in self._chunks()]
+        return torch.cat([one.indices for one in best]), torch.cat([one.values for one in best])
 
     def values(self) -> torch.Tensor:
         """

@@ -57,16 +57,16 @@ class FsdpTrainer:
         if self.config.perf.threads:
             torch.set_num_threads(self.config.perf.threads)
         self.ranks = Ranks(self.rank, self.config.perf.trainer_timeout)
-        given = self.config.checkpoint
-        start = next(path for path in (given.load if directory(given.load) else None, given.ref_load,
-                                       given.hf_checkpoint) if path)
-        iteration = checkpoint.latest(given.load) if given.load and not directory(given.load) else None
+        paths = self.config.checkpoint
+        start = next(path for path in (paths.load if directory(paths.load) else None, paths.ref_load,
+                                       paths.hf_checkpoint) if path)
+        iteration = checkpoint.latest(paths.load) if paths.load and not directory(paths.load) else None
         self.models = Models(self.config, self.hooks, self.columns, self.ranks, self.options,
-                             start if iteration is None else str(given.hf_checkpoint))
-        if iteration is None or given.load is None:
+                             start if iteration is None else str(paths.hf_checkpoint))
+        if iteration is None or paths.load is None:
             return Resume(0, None, start)
-        state = checkpoint.load(given.load, iteration, self.models)
-        return Resume(iteration, state, f"{given.load} (rollout {iteration})")
+        state = checkpoint.load(paths.load, iteration, self.models)
+        return Resume(iteration, state, f"{paths.load} (rollout {iteration})")
 
     def take_batch(self, batch: Batch) -> None:
         for sample in batch.samples:
@@ -179,7 +179,7 @@ class FsdpTrainer:
         shares: dict[str, torch.Tensor] = {}
         unscored = self.config.algorithm.skip_actor_forward_only and not any(
             "log_probs" in sample.columns for sample in samples)
-        found = ColumnParts()
+        columns = ColumnParts()
         self.models.optimizer.zero_grad()
         for batch in self._micro_batches(samples):
             weights = torch.tensor([token_weight[id(s)] for s in batch.samples], device=batch.device)[batch.sample]
@@ -189,8 +189,8 @@ class FsdpTrainer:
             for name, value in share.items():
                 shares[name] = shares[name] + value if name in shares else value
             if unscored:
-                found.put(batch, {"log_probs": log_probs})
-        found.scatter(samples, self.ranks)
+                columns.put(batch, {"log_probs": log_probs})
+        columns.scatter(samples, self.ranks)
         total = float(sum(w * s.columns["loss_mask"].sum() for s, w in zip(samples, reduced, strict=True))) or 1.0
         sums = self.ranks.sums({name: float(value) for name, value in shares.items()})
         # Metrics are means also where the reduction's weights do not add up to 1 (constant); the loss is what it is.
@@ -202,12 +202,12 @@ class FsdpTrainer:
     def scoring_pass(self, name: str, parts: Sequence[Sequence[Sample]],
                      read: Callable[[ScoredRows], Mapping[str, torch.Tensor]]) -> None:
         """Fill columns from a pass of a model without gradient, over steps' samples one after the other."""
-        module, found = self.models.place(name), ColumnParts()
+        module, columns = self.models.place(name), ColumnParts()
         with torch.no_grad():
             for part in parts:
                 for batch in self._micro_batches(part, gradient=False):
-                    found.put(batch, module(batch, read, self.hooks.microbatch))
-        found.scatter([sample for part in parts for sample in part], self.ranks)
+                    columns.put(batch, module(batch, read, self.hooks.microbatch))
+        columns.scatter([sample for part in parts for sample in part], self.ranks)
 
     def _micro_batches(self, samples: Sequence[Sample], *, gradient: bool = True) -> Iterator[MicroBatch]:
         """This rank's share of a step's samples; every rank has the same number of micro-batches."""
