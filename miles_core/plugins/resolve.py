@@ -217,8 +217,7 @@ def _capabilities(selected: Sequence[Selected]) -> None:
         for word in one.manifest.requires:
             if word not in provided:
                 raise OwnerError(f"plugin {one.manifest.name!r} requires {word!r}, which no enabled plugin provides",
-                                 code="plugin-requirement-missing",
-                                 fix=f"enable one that does, for instance with --plugin {word}")
+                                 code="plugin-requirement-missing", fix=f"enable one that does: --plugin {word}")
         for word in one.manifest.conflicts:
             if word in provided:
                 raise OwnerError(f"plugin {one.manifest.name!r} conflicts with {word!r} of plugin {provided[word]!r}",

@@ -1,0 +1,13 @@
+"""A trainer of Hugging Face modules under PyTorch's FSDP2.
+
+    trainer.py       FsdpTrainer: what a rollout goes through, in the order of its calls
+    models.py        the actor, its optimizer, and models beside it that only score
+    module.py        one sharded module: its body, its head, and whether it takes samples packed
+    microbatch.py    packed samples and the rows that are trained on
+    scored.py        log-probs and entropy of these rows, in chunks
+    objective.py     the loss of a micro-batch from the run's hooks
+    optimizer.py     AdamW, its schedule and clipping
+    checkpoint.py    checkpoints, Hugging Face directories, hashes
+    ranks.py         processes that know one another, and sums over them
+    refusals.py      what has no effect here and is refused; memory.py: what a plan says of memory
+"""

@@ -1,0 +1,158 @@
+"""Checkpoints of torch.distributed.checkpoint, which any number of ranks loads; Hugging Face directories; hashes.
+
+    <save>/iter_0000007/          published by rename when complete
+        tensors/                  parameters and optimizer, a file of each rank
+        fsdp.json                 optimizer steps, and the run's own state
+    <save>/latest_checkpointed_iteration.txt "7", written last
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
+from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
+
+from miles_core.errors import CheckpointError
+from miles_core.record.publish import publish, write_text
+from miles_core.types import TRACKER, Sample
+from miles_fsdp.models import Models
+from miles_fsdp.ranks import Ranks
+
+STATE, TENSORS = "fsdp.json", "tensors"
+FROM_OPTIONS = ("betas", "eps", "weight_decay", "lr", "fused")
+"""Of an optimizer's groups: a run that resumes has its own."""
+
+
+def latest(folder: str) -> int | None:
+    """The iteration to go on from; None where nothing was saved yet.
+
+    Raises:
+        CheckpointError: the tracker names none of this trainer's.
+    """
+    tracker = Path(folder, TRACKER)
+    if not tracker.is_file():
+        return None
+    text = tracker.read_text(encoding="utf-8").strip()
+    if not text.isdecimal() or not Path(folder, f"iter_{int(text):07d}", STATE).is_file():
+        raise CheckpointError("there is no checkpoint of the trainer fsdp here", code="fsdp-checkpoint-missing",
+                              got=f"{TRACKER} says {text[:40]!r}, and that iteration has no {STATE}", who=folder,
+                              fix="name a folder that --trainer fsdp saved to; Hugging Face directories of other "
+                              "trainers' checkpoints come from `miles convert dist-to-hf`")
+    return int(text)
+
+
+def save(folder: Path, iteration: int, models: Models, ranks: Ranks, state: dict[str, Any], *, whole: bool) -> None:
+    """Write a checkpoint; every rank calls it. What was complete before stays valid until this one is.
+
+    Args:
+        whole: with the optimizer.
+
+    Raises:
+        CheckpointError: the disk is full or cannot be written.
+    """
+    target, first = folder / f"iter_{iteration:07d}", ranks.index == 0
+    with publish(target, writer=first) as temporary:
+        ranks.wait()  # the folder is there
+        save_tensors(_tensors(models, whole), checkpoint_id=temporary / TENSORS)
+        if first:
+            files = state.get("files", {})
+            for name, data in files.items():
+                (temporary / name).write_bytes(data)
+            saved = {**state, "files": sorted(files)} if files else state
+            (temporary / STATE).write_text(json.dumps({"steps": models.steps, "optimizer": whole, "state": saved}))
+        ranks.wait()
+    if first:
+        write_text(folder / TRACKER, f"{iteration}\n")
+    ranks.wait()
+
+
+def load(folder: str, iteration: int, models: Models) -> dict[str, Any]:
+    """Fill models and optimizer from a checkpoint, whatever the number of ranks that saved it; the run's state.
+
+    Raises:
+        CheckpointError: it cannot be read, or is of another model.
+    """
+    where = Path(folder, f"iter_{iteration:07d}")
+    try:
+        saved = json.loads((where / STATE).read_text(encoding="utf-8"))
+        tensors = _tensors(models, saved["optimizer"])
+        load_tensors(tensors, checkpoint_id=where / TENSORS)
+        set_model_state_dict(models.actor, tensors["model"])
+        if saved["optimizer"]:
+            own = [{key: group[key] for key in FROM_OPTIONS} for group in models.optimizer.param_groups]
+            set_optimizer_state_dict(models.actor, models.optimizer, tensors["optimizer"])
+            for group, options in zip(models.optimizer.param_groups, own, strict=True):
+                group.update(options)
+    except (OSError, ValueError, KeyError, RuntimeError, CheckpointException) as error:
+        raise CheckpointError("the checkpoint cannot be read, or is of another model",
+                              code="fsdp-checkpoint-unreadable", got=str(error).strip().split("\n")[0], who=str(where),
+                              fix="take an earlier one, or start anew without --load") from error
+    models.steps = saved["steps"]
+    state: dict[str, Any] = saved["state"]
+    if files := state.get("files"):
+        state = {**state, "files": {name: (where / name).read_bytes() for name in files}}
+    return state
+
+
+def _tensors(models: Models, whole: bool) -> dict[str, Any]:
+    tensors: dict[str, Any] = {"model": get_model_state_dict(models.actor)}
+    if whole:
+        tensors["optimizer"] = get_optimizer_state_dict(models.actor, models.optimizer)
+    return tensors
+
+
+def export(folder: Path, stream: Iterator[tuple[str, torch.Tensor]], source: str) -> None:
+    """Write a Hugging Face directory with the configuration and the tokenizer of `source`; one rank calls it.
+
+    Raises:
+        CheckpointError: the disk is full or cannot be written.
+    """
+    from huggingface_hub import save_torch_state_dict
+
+    with publish(folder, beside=False) as temporary:
+        save_torch_state_dict({name: tensor.to("cpu", copy=True) for name, tensor in stream}, temporary,
+                              filename_pattern="model{suffix}.safetensors", max_shard_size="5GB")
+        for path in Path(source).iterdir():
+            if path.is_file() and not path.name.startswith("model") and path.suffix in (".json", ".jinja", ".txt",
+                                                                                        ".model", ".py"):
+                shutil.copy(path, temporary)
+
+
+def hashes(stream: Iterable[tuple[str, torch.Tensor]], samples: Iterable[Sample]) -> dict[str, dict[str, str]]:
+    """Of every weight, and of every column over all samples with their rewards: equal ones mean equal bits."""
+    weights = {}
+    for name, tensor in stream:
+        flat = tensor.cpu().contiguous().reshape(-1).view(torch.uint8)
+        weights[name] = _digest([f"{tensor.dtype} {tuple(tensor.shape)} ".encode(), flat.numpy().tobytes()])
+    samples = list(samples)
+    names = sorted({name for sample in samples for name in sample.columns})
+    columns = {name: _digest(_bytes(sample.columns.get(name)) for sample in samples) for name in names}
+    columns["reward"] = _digest(_bytes(None if one.reward is None else np.float64(one.reward)) for one in samples)
+    return {"weights": weights, "batch": columns}
+
+
+def _bytes(value: Any) -> bytes:
+    array = np.asarray(value)
+    return b"none " if value is None else f"{array.dtype.str} {array.shape} ".encode() + array.tobytes()
+
+
+def _digest(parts: Iterable[bytes]) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part)
+    return digest.hexdigest()[:16]

@@ -1,0 +1,45 @@
+"""What --plan says of this trainer: ranks, micro-batches, and the memory of what is sharded. No torch here."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+from miles_core.config.hardware import trainer_gpus
+from miles_core.config.tables import RunConfig
+from miles_fsdp.plugin import FsdpOptions
+
+GIB = 2**30
+MASTER, GRADIENT, MOMENTS = 4, 4, 8
+"""Bytes of a parameter: float32 weight and gradient, and AdamW's two moments."""
+
+
+def lines(config: RunConfig, options: FsdpOptions) -> Iterator[tuple[str, str]]:
+    """(title, line), in the order of the plan."""
+    perf, ranks = config.perf, trainer_gpus(config)
+    size = f"at most {perf.max_tokens_per_gpu} tokens" if perf.use_dynamic_batch_size else (
+        f"{perf.micro_batch_size} samples")
+    yield "batch arithmetic", f"micro-batches of {size}, the same number on each rank"
+    yield "layout", f"{ranks} trainer rank{'s' * (ranks > 1)} (fsdp), {'bfloat16' if perf.bf16 else 'float32'}"
+    if (count := parameters(Path(str(config.checkpoint.hf_checkpoint)))) is None:
+        return
+    parts = {"weights": MASTER, "gradients": GRADIENT, "optimizer": MOMENTS}
+    if config.algorithm.needs_reference:
+        parts["reference, in host memory where there is a GPU"] = 2 if perf.bf16 else 4
+    sizes = ", ".join(f"{name} {count * each / ranks / GIB:.2g}" for name, each in parts.items())
+    where = "host memory" if options.cpu_offload else "each rank"
+    yield "memory", f"trainer, GiB in {where} beside activations: {sizes}"
+
+
+def parameters(folder: Path) -> int | None:
+    """Numbers in a directory's safetensors files, by their headers; None where there are none."""
+    files = sorted(folder.glob("*.safetensors"))
+    return sum(map(_numbers, files)) if files else None
+
+
+def _numbers(path: Path) -> int:
+    with path.open("rb") as file:
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    return sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")

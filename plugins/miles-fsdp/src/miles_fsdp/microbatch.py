@@ -1,0 +1,53 @@
+"""One micro-batch: samples laid end to end, and the rows among them that are trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from miles_core.columns import Columns, Packed
+from miles_core.types import Sample
+
+
+class MicroBatch:
+    """T rows of packed samples, of which N predict a token that is trained on.
+
+    Args:
+        packed: rows of all columns.
+        tokens, positions: [T] int64; positions begin at 0 in each sample.
+        index: [N] int64, the trained rows.
+        sample: [N] int64, which of `samples` each belongs to.
+        offset: [N] which token of its response each predicts.
+        targets: [N] int64, the tokens that they predict.
+    """
+
+    def __init__(self, columns: Columns, samples: Sequence[Sample], device: torch.device):
+        self.samples, self.device = samples, device
+        self.packed: Packed = columns.pack(samples)
+        self.lengths = [sample.length for sample in samples]
+        begin = self.packed.cu_seqlens[:-1].astype(np.int64)
+        tokens = self.packed.rows["tokens"].astype(np.int64)
+        index = np.flatnonzero(self.packed.rows["loss_mask"])
+        sample = np.searchsorted(begin, index, side="right") - 1
+        first = begin + np.array([s.length - s.response_length - 1 for s in samples], np.int64)
+        self.offset = index - first[sample]
+        positions = np.concatenate([np.arange(length) for length in self.lengths])
+        self.tokens, self.positions, self.index, self.sample, self.targets = (
+            torch.from_numpy(array).to(device) for array in (tokens, positions, index, sample, tokens[index + 1]))
+
+    def rows(self) -> dict[str, torch.Tensor]:
+        """[N, *axes] of every per-token column."""
+        index = self.index.cpu().numpy()
+        return {name: torch.from_numpy(values[index]).to(self.device) for name, values in self.packed.rows.items()}
+
+    def segment_sum(self, values: torch.Tensor) -> torch.Tensor:
+        """[N, ...] -> [samples, ...]: sums over the trained rows of each sample."""
+        return values.new_zeros(len(self.samples), *values.shape[1:]).index_add(0, self.sample, values)
+
+    def padded(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens [samples, longest], each sample's followed by zeros, and [samples, longest] bool: where they are."""
+        wide = torch.nn.utils.rnn.pad_sequence(list(self.tokens.split(self.lengths)), batch_first=True)
+        lengths = torch.tensor(self.lengths, device=self.device)
+        return wide, torch.arange(wide.shape[1], device=self.device) < lengths[:, None]

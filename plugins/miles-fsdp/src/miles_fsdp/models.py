@@ -1,0 +1,155 @@
+"""The models of a rank: the actor with its optimizer, and others that only score: the reference, a teacher."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from transformers.core_model_loading import revert_weight_conversion
+
+from miles_core.columns import Columns
+from miles_core.config.tables import RunConfig
+from miles_core.errors import ConfigError, HookError
+from miles_core.plugins.bind import Hooks
+from miles_core.plugins.resolve import chosen
+from miles_core.stages.models import Model
+from miles_core.types import Prompt, Sample
+from miles_fsdp.microbatch import MicroBatch
+from miles_fsdp.module import CausalModule, keep_apart, read, shard
+from miles_fsdp.optimizer import Schedule, ShardedGradients, adamw, update
+from miles_fsdp.plugin import FsdpOptions
+from miles_fsdp.ranks import Ranks
+from miles_fsdp.scored import Temperature
+
+ACTOR = "actor"
+
+
+class Models:
+    """Builds them from their directories.
+
+    Args:
+        start: the actor's Hugging Face directory.
+
+    Raises:
+        HookError: a plugin declares a model that this trainer does not train.
+        CheckpointError: a directory that holds no model.
+    """
+
+    def __init__(self, config: RunConfig, hooks: Hooks, columns: Columns, ranks: Ranks, options: FsdpOptions,
+                 start: str):
+        self._config, self._hooks, self._columns, self._ranks, self._options = config, hooks, columns, ranks, options
+        self.start, self.steps = start, 0
+        declared = {"ref": Model(str(config.checkpoint.ref_load))} if config.algorithm.needs_reference else {}
+        for name, model in (hooks.models() if hooks.models else {}).items():
+            if name in (ACTOR, "ref"):
+                raise HookError(f"a plugin declares the model {name!r}, which is reserved", code="fsdp-model-reserved",
+                                fix="rename it")
+            declared[name] = model
+            if model.trainable or model.head != "policy":
+                raise HookError(f"the model {name!r} trains or has a value head", code="fsdp-model-unsupported",
+                                who="--trainer fsdp", fix="train with --trainer megatron")
+        self.modules = {ACTOR: self._made(ACTOR, start)}
+        self.modules |= {name: self._made(name, model.source) for name, model in declared.items()}
+        self.optimizer = adamw(self.actor, config.optimizer)
+        rollouts, steps = config.rollout.num_rollout or 1, config.rollout.num_steps_per_rollout or 1
+        self.schedule = Schedule.of(config.optimizer, rollouts * steps)
+
+    @property
+    def actor(self) -> CausalModule:
+        return self.modules[ACTOR]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What modules compute in, and engines get."""
+        return torch.bfloat16 if self._config.perf.bf16 else torch.float32
+
+    def place(self, name: str) -> CausalModule:
+        """
+        Raises:
+            ConfigError: there is no such model.
+        """
+        if name not in self.modules:
+            raise ConfigError(f"no model is named {name!r}", code="fsdp-model-unknown", got=", ".join(self.modules),
+                              fix="declare it in the hook `models`, or add --use-kl-loss for the reference")
+        return self.modules[name]
+
+    def _made(self, name: str, source: str) -> CausalModule:
+        trained, config = name == ACTOR, self._config
+        temperature = Temperature(config.rollout.rollout_temperature or 1.0, config.perf.log_probs_chunk_size)
+        model = read(source, self._options, torch.float32 if trained else self.dtype)
+        module = CausalModule(model.requires_grad_(trained), temperature, name).to(self._ranks.device)
+        shard(module, self._ranks, self._options, low=trained and config.perf.bf16,
+              offload=self._options.cpu_offload or not trained)
+        keep_apart(module, MicroBatch(self._columns, _two_samples(self._columns), self._ranks.device), self._ranks)
+        return module
+
+    def step(self) -> dict[str, float]:
+        """Clip, update, move the schedule. See optimizer.update."""
+        name = chosen(self._config, "clip_gradients")
+        gradients = ShardedGradients(ACTOR, self.actor, self._ranks, self._config.optimizer.clip_grad)
+        metrics = update(self.optimizer, gradients, self.schedule.rate(self.steps), name,
+                         self._hooks.clip_gradients[name])
+        self.steps += 1
+        return metrics
+
+    def stream(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The actor's parameters and kept buffers under the names of its checkpoint, whole; every rank goes through."""
+        model = self.actor.model
+        named = dict(model.named_parameters(remove_duplicate=False))
+        buffers = ((name, one) for name, one in model.state_dict().items() if name not in named)
+        for name, tensor in (*model.named_parameters(), *buffers):
+            tensor = tensor.detach()
+            whole: Any = tensor.to(self.dtype) if name in named else tensor
+            if isinstance(whole, DTensor):
+                whole = cast("DTensor", whole.to(self._ranks.device)).full_tensor()
+            yield from revert_weight_conversion(model, {name: whole}).items()
+
+    def offload(self, tags: Sequence[str]) -> None:
+        """See miles_core.stages.step.Trainer. Models that only score are in host memory anyhow."""
+        self._move(tags, torch.device("cpu"))
+        if self._ranks.device.type == "cuda":
+            torch.cuda.empty_cache()  # for other processes on this GPU
+
+    def onload(self, tags: Sequence[str]) -> None:
+        """The inverse."""
+        self._move(tags, self._ranks.device)
+
+    def _move(self, tags: Sequence[str], device: torch.device) -> None:
+        if self._ranks.device.type == "cpu" or self._options.cpu_offload:
+            return
+        if "gradients" in tags:
+            self.actor.zero_grad()
+        if "weights" in tags:
+            self.actor.to(device)
+        if "optimizer" in tags:
+            for state in self.optimizer.state.values():
+                state |= {key: value.to(device) for key, value in state.items() if key != "step"}
+
+    def close(self) -> None:
+        """Give up what is sharded, while its process group is there."""
+        for module in self.modules.values():
+            for part in module.modules():
+                if isinstance(part, FSDPModule):
+                    part.reshard()
+        self.modules.clear()
+
+
+def _two_samples(columns: Columns) -> list[Sample]:
+    """What `keep_apart` asks with: five tokens each, of which three are the answer."""
+    def made(index: int) -> Sample:
+        values: dict[str, np.ndarray] = {
+            "tokens": np.arange(5 * index, 5 * index + 5, dtype=np.int32), "loss_mask": np.ones(3, np.uint8),
+            "rollout_log_probs": np.zeros(3, np.float32), "versions": np.zeros(3, np.int32)}
+        return Sample(Prompt(index, index, "", (0, 1)), index, values, 3)
+
+    return [made(0), made(1)]
+
+
+def directory(path: str | None) -> bool:
+    """Whether a path is a Hugging Face directory and no folder of checkpoints."""
+    return path is not None and Path(path, "config.json").is_file()

@@ -1,0 +1,172 @@
+"""One causal language model of transformers, sharded: body, head, and whether its layers keep packed samples apart."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import torch
+from torch.distributed._composable.checkpoint_activation import checkpoint
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutput
+from transformers.utils import logging as transformers_logging
+
+from miles_core.columns import Packed
+from miles_core.errors import CheckpointError
+from miles_fsdp.microbatch import MicroBatch
+from miles_fsdp.plugin import FsdpOptions
+from miles_fsdp.ranks import Ranks
+from miles_fsdp.scored import Scored, Temperature
+
+logger = logging.getLogger(__name__)
+transformers_logging.disable_progress_bar()  # the run has a terminal of its own to fill
+
+T = TypeVar("T")
+Around = Callable[[Callable[[Packed], torch.Tensor], Packed, str], torch.Tensor]
+
+
+class _Output(BaseModelOutput):
+    """Hidden states; whatever else some body returns beside them is None."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+
+class _Passed(torch.nn.Module):
+    """In the body's place: its output is what the model is given."""
+
+    def forward(self, input_ids: Any = None, inputs_embeds: torch.Tensor | None = None, **_: Any) -> Any:
+        return _Output(last_hidden_state=inputs_embeds)
+
+
+class CausalModule(torch.nn.Module):
+    """A module from transformers whose forward hands the trained rows' scores to a function.
+
+    What needs whole parameters happens in there, since FSDP gathers them around it.
+
+    Args:
+        name: for the hook `microbatch`.
+    """
+
+    def __init__(self, model: PreTrainedModel, temperature: Temperature, name: str):
+        super().__init__()
+        self.model, self.name, self.temperature = model, name, temperature
+        self.packs = "position_ids" in inspect.signature(model.forward).parameters
+        head = copy.copy(model)  # the same parameters and code, but for the body
+        head._modules = {**model._modules, model.base_model_prefix: _Passed()}
+        self._head = (head,)  # a tuple hides it from torch, to which it would be a second model
+
+    def forward(self, batch: MicroBatch, use: Callable[[Scored], T], around: Around | None = None) -> T:
+        """
+        Args:
+            use: gets the trained rows and returns tensors; its result is this call's.
+            around: the bound hook `microbatch`.
+        """
+        def proceed(_: Packed) -> torch.Tensor:
+            return self._hidden(batch)
+
+        hidden = proceed(batch.packed) if around is None else around(proceed, batch.packed, self.name)
+        return use(Scored(hidden[batch.index], self._logits, batch, self.temperature))
+
+    def _hidden(self, batch: MicroBatch) -> torch.Tensor:
+        """[T, H] of all rows."""
+        body = getattr(self.model, self.model.base_model_prefix)
+        if self.packs:
+            output = body(input_ids=batch.tokens[None], position_ids=batch.positions[None], use_cache=False)
+            return cast("torch.Tensor", output.last_hidden_state[0])
+        tokens, mask = batch.padded()
+        output = body(input_ids=tokens, attention_mask=mask.long(), use_cache=False)
+        return cast("torch.Tensor", output.last_hidden_state[mask])
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[n, H] -> [n, V], as the architecture makes them."""
+        return cast("torch.Tensor", self._head[0](inputs_embeds=hidden[None], use_cache=False).logits[0])
+
+
+def read(folder: str, options: FsdpOptions, dtype: torch.dtype) -> PreTrainedModel:
+    """The module of a Hugging Face directory, without dropout.
+
+    Raises:
+        CheckpointError: the directory is none, or of an architecture that transformers does not have.
+    """
+    if not Path(folder, "config.json").is_file():
+        raise CheckpointError("this is no Hugging Face directory", code="fsdp-source-unusable", who=folder,
+                              got="no config.json", fix="name one; `miles convert dist-to-hf` makes it of a checkpoint")
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, attn_implementation=options.attn_implementation, local_files_only=True)
+    except (OSError, ValueError, ImportError, KeyError) as error:
+        raise CheckpointError("transformers cannot build this model", code="fsdp-model-unbuildable", who=folder,
+                              got=str(error).split("\n")[0], fix="look at its config.json and at "
+                              "--attn-implementation, or train with --trainer megatron") from error
+    return model.eval()
+
+
+def shard(module: CausalModule, ranks: Ranks, options: FsdpOptions, *, low: bool, offload: bool) -> None:
+    """Shard a module in place, a unit for each layer.
+
+    Gradients are sums over ranks and not means, because the loss has divided already (miles_core/stages/loss.py).
+
+    Args:
+        low: computes in bfloat16; parameters and the sum of gradients stay in float32.
+        offload: whether parameters lie in host memory between their uses.
+    """
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if low else (
+        MixedPrecisionPolicy())
+    to_host = offload and ranks.device.type == "cuda"
+    shape: dict[str, Any] = {"mesh": ranks.mesh, "mp_policy": policy, "reshard_after_forward": True,
+                             "offload_policy": CPUOffloadPolicy() if to_host else OffloadPolicy()}
+    for layer in _layers(module.model):
+        if options.gradient_checkpointing:
+            checkpoint(layer)
+        fully_shard(layer, **shape)
+    fully_shard(module, **shape)
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.set_gradient_divide_factor(1.0)
+            part.set_force_sum_reduction_for_comms(True)
+
+
+def _layers(model: PreTrainedModel) -> list[torch.nn.Module]:
+    """Blocks that transformers does not split over devices, outermost first."""
+    whole = set(model._no_split_modules or ())
+    blocks = [(name, part) for name, part in model.named_modules() if type(part).__name__ in whole]
+    return [part for name, part in blocks if not any(name.startswith(f"{outer}.") for outer, _ in blocks)]
+
+
+def keep_apart(module: CausalModule, batch: MicroBatch, ranks: Ranks) -> None:
+    """Have samples padded in place of packed, if one of two that are packed reaches the other.
+
+    Asked of the module itself: the derivative of the second sample's output by the first one's embeddings is exactly 0
+    where attention is masked, and where a layer has a state that goes on it is not.
+
+    Args:
+        batch: two samples with trained rows.
+    """
+    if not module.packs:
+        return
+    seen: list[torch.Tensor] = []
+
+    def leaf(_module: torch.nn.Module, _inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        seen.append(output.detach().requires_grad_())
+        return seen[-1]
+
+    weights = torch.randn(module.model.config.get_text_config().hidden_size,
+                          generator=torch.Generator().manual_seed(0)).to(ranks.device)
+    handle = module.model.get_input_embeddings().register_forward_hook(leaf)
+    try:
+        module(batch, lambda scored: (scored.hidden[batch.sample == 1].float() @ weights).sum()).backward()
+    finally:
+        handle.remove()
+        module.zero_grad()
+    (embedded,) = seen
+    reached = embedded.grad is not None and bool(embedded.grad[0, : batch.lengths[0]].any())
+    module.packs = not any(ranks.gathered(reached))
+    if not module.packs:
+        logger.warning("%s would let packed samples see one another: samples are padded", type(module.model).__name__)

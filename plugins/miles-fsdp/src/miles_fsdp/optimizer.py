@@ -1,0 +1,129 @@
+"""Gradients to new weights: AdamW over sharded parameters, Megatron's schedules, and clipping."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from miles_core.config.tables import Optimizer
+from miles_core.errors import ConfigError, HookError, NonFiniteError
+from miles_core.stages.gradients import Gradients, Piece
+from miles_fsdp.ranks import Ranks
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """The learning rate after a number of optimizer steps, as Megatron-LM's schedules have it.
+
+    Args:
+        warmup: steps of linear warm-up from 0; may be a fraction. decay: the step at which `least` is reached.
+    """
+
+    style: str
+    most: float
+    least: float
+    warmup: float
+    decay: int
+
+    @classmethod
+    def of(cls, options: Optimizer, steps: int) -> Schedule:
+        """
+        Args:
+            steps: of the whole run.
+
+        Raises:
+            ConfigError: the warm-up leaves no steps for the decay, or the lowest rate is above the highest.
+        """
+        decay = steps if options.lr_decay_iters is None else options.lr_decay_iters
+        warmup = options.lr_warmup_iters or options.lr_warmup_fraction * decay
+        if options.lr_decay_style != "constant" and warmup >= decay:
+            raise ConfigError("the warmup leaves no steps for the decay", code="fsdp-warmup-too-long",
+                              who="--lr-warmup-iters", got=f"{warmup} of {decay}", fix="shorten the warmup")
+        if options.min_lr > options.lr:
+            raise ConfigError("min_lr is above lr", code="fsdp-min-lr", got=options.min_lr, who="--min-lr",
+                              fix=f"write at most {options.lr}")
+        return cls(options.lr_decay_style, options.lr, options.min_lr, warmup, max(decay, int(warmup) + 1))
+
+    def rate(self, done: int) -> float:
+        """After `done` steps."""
+        if self.warmup > 0 and done <= self.warmup:
+            return self.most * done / self.warmup
+        if self.style == "constant":
+            return self.most
+        if done > self.decay:
+            return self.least
+        if self.style == "inverse-square-root":
+            return max(self.least, self.most * math.sqrt(max(self.warmup, 1)) / math.sqrt(max(done, 1)))
+        share = (done - self.warmup) / (self.decay - self.warmup)
+        left = 1 - share if self.style == "linear" else (math.cos(math.pi * share) + 1) / 2
+        return self.least + left * (self.most - self.least)
+
+
+def adamw(module: torch.nn.Module, options: Optimizer) -> torch.optim.AdamW:
+    """With decoupled weight decay of matrices (arXiv:1711.05101); biases and norms have none."""
+    named = [(name, one) for name, one in module.named_parameters() if one.requires_grad]
+    plain = [one for name, one in named if one.ndim == 1 or name.endswith(".bias")]
+    decayed = [one for name, one in named if not (one.ndim == 1 or name.endswith(".bias"))]
+    groups = [{"params": decayed, "weight_decay": options.weight_decay}, {"params": plain, "weight_decay": 0.0}]
+    return torch.optim.AdamW([group for group in groups if group["params"]], lr=options.lr, eps=options.adam_eps,
+                             betas=(options.adam_beta1, options.adam_beta2), fused=True)
+
+
+class ShardedGradients:
+    """See miles_core.stages.gradients.Gradients: what this rank holds of each parameter's gradient."""
+
+    def __init__(self, model: str, module: torch.nn.Module, ranks: Ranks, clip_grad: float):
+        self.model, self.clip_grad, self._ranks = model, clip_grad, ranks
+        self.pieces: Sequence[Piece] = [
+            Piece(name.removeprefix("model."), _local(one.grad), _local(one.detach()), counts=True)
+            for name, one in module.named_parameters() if one.grad is not None]
+
+    def sums(self, values: Mapping[str, torch.Tensor | float]) -> dict[str, float]:
+        return self._ranks.sums({name: float(value) for name, value in values.items()})
+
+    def clip_by_norm(self) -> float:
+        squares = torch.stack([piece.grad.float().square().sum() for piece in self.pieces]).double()
+        norm = math.sqrt(self.sums({"norm": squares.sum()})["norm"])
+        if self.clip_grad and (scale := self.clip_grad / (norm + 1e-6)) < 1:
+            for piece in self.pieces:
+                piece.grad.mul_(scale)
+        return norm
+
+    def check_finite(self) -> None:
+        """
+        Raises:
+            NonFiniteError: on every rank, if any of them holds NaN or infinity.
+        """
+        names = [piece.name for piece in self.pieces if not torch.isfinite(piece.grad).all()]
+        if odd := [name for part in self._ranks.gathered(names) for name in part]:
+            raise NonFiniteError(f"the gradient of {odd[0]} is not finite", got=f"{len(set(odd))} parameter(s)",
+                                 who=f"optimizer step of the {self.model}", code="fsdp-gradient-not-finite",
+                                 fix="the weights are unchanged and the last checkpoint is good; "
+                                 "look at the step's samples, the learning rate and the precision")
+
+
+def update(optimizer: torch.optim.Optimizer, gradients: ShardedGradients, rate: float, clipping: str,
+           clip: Callable[[Gradients], object]) -> dict[str, float]:
+    """Clip and update; the norm before, and the rate.
+
+    Raises:
+        NonFiniteError: a gradient is not finite; the optimizer has not seen it.
+        HookError: the clipping answers with no number.
+    """
+    gradients.check_finite()
+    norm = clip(gradients)
+    if not isinstance(norm, (int, float)) or not math.isfinite(norm):
+        raise HookError("a clipping of gradients should return their norm", code="fsdp-clipping-no-norm", got=norm,
+                        who=f"clip_gradients {clipping!r}", fix="return a finite number")
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    optimizer.step()
+    return {"grad_norm": float(norm), "lr-pg_0": rate}
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

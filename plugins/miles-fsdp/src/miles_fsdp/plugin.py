@@ -1,0 +1,67 @@
+"""The plugin: the trainer and its options."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from miles_core.config import option
+from miles_core.hookspecs import hookimpl
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from miles_core.columns import Columns
+    from miles_core.config import RunConfig
+    from miles_core.plugins.bind import Hooks
+    from miles_core.stages.step import Trainer
+    from miles_core.types import Rank
+
+
+@dataclass(frozen=True, kw_only=True)
+class FsdpOptions:
+    """How the module computes and what is kept of it on the device."""
+
+    attn_implementation: str = option(
+        "sdpa", "Attention of transformers: sdpa, eager, flash_attention_2 and others that are installed.",
+        flags=("--attn-implementation",))
+    gradient_checkpointing: bool = option(
+        False, "Keep only each layer's input of a forward pass, and compute the layer again in the backward pass.",
+        flags=("--gradient-checkpointing",))
+    cpu_offload: bool = option(
+        False, "Keep parameters, gradients and optimizer state in host memory; the optimizer runs there.",
+        flags=("--fsdp-cpu-offload",))
+
+
+class Fsdp:
+    """Trains the Hugging Face module of any causal language model, sharded by PyTorch's FSDP2."""
+
+    conflicts = ("compat", "fp8", "int4-qat", "lora", "mtp", "ppo", "r3")
+
+    def __init__(self, options: FsdpOptions):
+        self._options = options
+
+    @hookimpl
+    def derive(self, config: RunConfig, note: Callable[[str], None]) -> RunConfig:
+        """Nothing follows, once what this trainer would leave without effect is refused."""
+        from miles_fsdp.refusals import refuse
+
+        if config.perf.trainer == "fsdp":
+            refuse(config)
+        elif keys := [key for key in config.origin if key.startswith("fsdp.")]:
+            note(f"{', '.join(keys)}: no effect, as the trainer is {config.perf.trainer} (--trainer fsdp)")
+        return config
+
+    @hookimpl
+    def plan_lines(self, config: RunConfig) -> Iterable[tuple[str, str]]:
+        """Ranks, micro-batches, and the memory of what is sharded."""
+        from miles_fsdp.memory import lines
+
+        return lines(config, self._options) if config.perf.trainer == "fsdp" else []
+
+    @hookimpl(name="fsdp")
+    def trainer(self, config: RunConfig, hooks: Hooks, columns: Columns, rank: Rank) -> Trainer:
+        """The trainer "fsdp"."""
+        from miles_fsdp.trainer import FsdpTrainer
+
+        return FsdpTrainer(config, hooks, columns, rank, self._options)

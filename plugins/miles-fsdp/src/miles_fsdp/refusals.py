@@ -1,0 +1,80 @@
+"""Settings and hooks that the trainer fsdp would leave without effect: for the plan, and for whoever makes one."""
+
+from __future__ import annotations
+
+from miles_core import hookspecs
+from miles_core.config.hardware import trainer_gpus
+from miles_core.config.load import who
+from miles_core.config.tables import RunConfig
+from miles_core.errors import BatchError, ConfigError
+from miles_core.plugins.bind import Hooks
+
+
+def refuse(config: RunConfig) -> None:
+    """
+    Raises:
+        ConfigError: an option without effect here, or ranks that nothing hosts.
+        BatchError: a batch that the ranks cannot share.
+    """
+    if config.debug.debug_rollout_only:
+        return
+    _options(config)
+    _ranks(config)
+    _batch(config)
+
+
+def refuse_hooks(hooks: Hooks) -> None:
+    """
+    Raises:
+        ConfigError: a plugin would change the model by a hook of Megatron's trainer, of which nobody asks here.
+    """
+    for name, spec in hookspecs.specs().items():
+        foreign = spec.__module__ != hookspecs.__name__ and spec.role == "trainer" and spec.kind == "chain"
+        if foreign and getattr(hooks, name, None) is not None:
+            raise ConfigError(f"a plugin has the hook {name!r}, which the trainer fsdp does not call",
+                              who="--trainer fsdp", code="fsdp-hook-not-called",
+                              fix="leave the plugin out, or train with --trainer megatron")
+
+
+def _options(config: RunConfig) -> None:
+    if set_ := sorted(config.surface("megatron")):
+        raise ConfigError("the trainer fsdp has no options of Megatron-core", code="fsdp-megatron-options",
+                          got=", ".join(set_), who=who(config, *(f"megatron.{name}" for name in set_)),
+                          fix="leave them out, or train with --trainer megatron")
+    low = config.perf.bf16
+    settings = {
+        "perf.balance_by_flops": config.perf.balance_by_flops, "perf.skip_zero_advantages":
+        config.perf.skip_zero_advantages, "algorithm.true_on_policy_mode": config.algorithm.true_on_policy_mode,
+        "algorithm.fp32_lm_head": config.algorithm.fp32_lm_head and low,
+        "debug.use_pytorch_profiler": config.debug.use_pytorch_profiler,
+        "model.model_name": getattr(config.origin.get("model.model_name"), "kind", "derived") != "derived",
+    }  # fmt: skip
+    if keys := [key for key, is_set in settings.items() if is_set]:
+        raise ConfigError("the trainer fsdp does without", got=", ".join(keys), who=who(config, *keys),
+                          code="fsdp-option-without-effect", fix="leave it out, or train with --trainer megatron")
+
+
+def _ranks(config: RunConfig) -> None:
+    perf = config.perf
+    if perf.trainer_host == "thread" and trainer_gpus(config) > 1:
+        raise ConfigError('trainer_host = "thread" is the driver\'s process, which holds one rank',
+                          code="fsdp-thread-many-ranks", got=f"{trainer_gpus(config)} ranks",
+                          who=who(config, "perf.trainer_host", "perf.actor_num_gpus_per_node"),
+                          fix='trainer_host = "process", or one rank')
+    if perf.placement == "local" and perf.actor_num_nodes > 1:
+        raise ConfigError("spawned processes are all on the driver's machine; ranks on several nodes are Ray actors",
+                          got=f"actor_num_nodes = {perf.actor_num_nodes}", code="fsdp-many-nodes",
+                          who=who(config, "perf.actor_num_nodes", "perf.placement"), fix='placement = "ray"')
+
+
+def _batch(config: RunConfig) -> None:
+    perf, batch = config.perf, config.rollout.global_batch_size or 0
+    if perf.use_dynamic_batch_size and perf.max_tokens_per_gpu is None:
+        raise BatchError("use_dynamic_batch_size needs max_tokens_per_gpu", code="fsdp-max-tokens-missing",
+                         who=who(config, "perf.use_dynamic_batch_size"), fix="--max-tokens-per-gpu 8192")
+    unit = trainer_gpus(config) * (1 if perf.use_dynamic_batch_size else perf.micro_batch_size)
+    if batch % unit:
+        raise BatchError(f"global_batch_size {batch} does not divide among the ranks' micro-batches",
+                         got=f"{batch} / {unit}", code="fsdp-batch-not-divisible",
+                         who=who(config, "rollout.global_batch_size", "perf.actor_num_gpus_per_node"),
+                         fix=f"use a multiple of {unit}")

@@ -1,0 +1,90 @@
+"""What a forward says about the trained rows of a micro-batch: log-probs, entropy, the likeliest tokens.
+
+The head is the architecture's own code, so scales, caps and biases of logits are what they are in transformers. It gets
+some rows at a time, and backward makes their logits again: those of a whole batch never exist.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from miles_core.errors import HookError
+from miles_fsdp.microbatch import MicroBatch
+
+
+@dataclass(frozen=True, slots=True)
+class Temperature:
+    """Of the distribution, and how many rows' logits exist at once."""
+
+    value: float
+    chunk_size: int
+
+
+class Scored:
+    """See miles_core.stages.step.ScoredRows. Usable inside the module's forward only: there its head is whole.
+
+    Args:
+        hidden: [N, H] of the trained rows.
+        head: [n, H] -> [n, V] logits.
+    """
+
+    def __init__(self, hidden: torch.Tensor, head: Callable[[torch.Tensor], torch.Tensor], batch: MicroBatch,
+                 temperature: Temperature):
+        self.hidden, self.batch = hidden, batch
+        self._head, self._temperature = head, temperature
+
+    @property
+    def rows(self) -> dict[str, torch.Tensor]:
+        return self.batch.rows()
+
+    def log_probs(self, tokens: torch.Tensor | None = None) -> torch.Tensor:
+        if tokens is None:
+            return self.with_entropy()[0]
+        with torch.no_grad():
+            return torch.cat([self._normalised(self.hidden[here]).gather(1, tokens[here]) for here in self._chunks()])
+
+    def with_entropy(self, entropy: bool = False, gradient: bool = False,
+                     ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """log p [N] of the rows' targets and, if asked for, the entropy [N], which may have a gradient."""
+        def scored(hidden: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            log_p = self._normalised(hidden)
+            wide = log_p if gradient else log_p.detach()
+            spread = -torch.linalg.vecdot(wide.exp(), wide) if entropy else log_p.new_zeros(0)
+            return log_p.gather(1, targets[:, None])[:, 0], spread
+
+        parts = []
+        for here in self._chunks():
+            pair = self.hidden[here], self.batch.targets[here]
+            parts.append(checkpoint(scored, *pair, use_reentrant=False, preserve_rng_state=False)
+                         if torch.is_grad_enabled() else scored(*pair))
+        log_probs, spread = (torch.cat(each) for each in zip(*parts, strict=True))
+        return log_probs, spread if entropy else None
+
+    @torch.no_grad()
+    def top_k(self, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+        best = [self._normalised(self.hidden[here]).topk(k, 1) for here in self._chunks()]
+        return torch.cat([one.indices for one in best]), torch.cat([one.values for one in best])
+
+    def values(self) -> torch.Tensor:
+        """
+        Raises:
+            HookError: this trainer builds no value heads.
+        """
+        raise HookError("the model has no values", code="fsdp-without-values", who="--trainer fsdp",
+                        fix="train with --trainer megatron, which builds value heads")
+
+    def _normalised(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[n, V] log-probs in float32."""
+        logits = self._head(hidden).float()
+        if self._temperature.value != 1:
+            logits = logits / self._temperature.value
+        return torch.log_softmax(logits, 1)
+
+    def _chunks(self) -> Iterator[slice]:
+        """At least one, so that a micro-batch without trained rows has a gradient of zero."""
+        size = self._temperature.chunk_size
+        return (slice(begin, begin + size) for begin in range(0, max(1, len(self.hidden)), size))

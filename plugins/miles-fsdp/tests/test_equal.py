@@ -1,0 +1,118 @@
+"""Six optimizer steps are the same on any number of ranks, and those of Megatron's trainer.
+
+Three rollouts of two steps of GRPO with a KL loss on packed samples of unequal lengths: losses to 2e-6, weights to
+1e-5, and every other metric that the expected side has.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from miles_megatron.testing.ranks import Ranks, batches
+
+from miles_core.plugins.plan import prepare
+
+pytestmark = pytest.mark.xdist_group("fsdp")  # one worker: the processes are started once
+
+LOSS, WEIGHTS = 2e-6, 1e-5
+CONSTANTS = dict(vocab_size=264, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+                 num_key_value_heads=2, head_dim=8, max_position_embeddings=128, eos_token_id=258, pad_token_id=256)
+RUN_FILE = """
+plugins = ["grpo"]
+[rollout]
+prompt_data = "data/none.jsonl"
+num_rollout = 3
+rollout_batch_size = 4
+n_samples_per_prompt = 4
+num_steps_per_rollout = 2
+rollout_max_response_len = 41
+[perf]
+bf16 = false
+use_dynamic_batch_size = true
+max_tokens_per_gpu = 96
+trainer_host = "process"
+[algorithm]
+use_kl_loss = true
+kl_loss_coef = 0.05
+rewards_normalization = false
+entropy_coef = 0.001
+[optimizer]
+lr = 5e-4
+weight_decay = 0.1
+lr_decay_style = "cosine"
+lr_warmup_iters = 2
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+    folder = tmp_path_factory.mktemp("equal")
+    torch.manual_seed(0)
+    models = {"qwen3": Qwen3ForCausalLM(Qwen3Config(**CONSTANTS, tie_word_embeddings=True)),
+              "llama": LlamaForCausalLM(LlamaConfig(**CONSTANTS, tie_word_embeddings=False))}
+    for name, model in models.items():
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.dim() > 1:  # so large that another mask shows
+                    parameter.mul_(3)
+        model.save_pretrained(folder / name)
+    (folder / "run.toml").write_text(RUN_FILE)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def train(folder):
+    """(trainer, model, ranks, *flags) -> what Ranks.train answers; of one rank without flags it is remembered."""
+    started, known = {size: Ranks(size).__enter__() for size in (1, 2)}, {}  # imports are nobody's time
+
+    def run(trainer, model, size=1, *flags):
+        key = trainer, model, size, *flags
+        if key not in known:
+            if size not in started:
+                started[size] = Ranks(size).__enter__()
+            argv = ["--trainer", trainer, "--hf-checkpoint", str(folder / model),
+                    "--actor-num-gpus-per-node", str(size), *flags]
+            known[key] = started[size].train(prepare(folder / "run.toml", argv), batches(3))
+        return known[key]
+
+    yield run
+    for ranks in started.values():
+        ranks.__exit__(None, None, None)
+
+
+def same(found, expected):
+    """Losses, norms, learning rates and scores of all steps, and the weights at the end."""
+    def gap(key):
+        return max(abs(a[key] - b[key]) for a, b in zip(found["steps"], expected["steps"], strict=True))
+
+    weights = max(np.abs(found["weights"][name] - value).max() for name, value in expected["weights"].items())
+    scores = max(np.abs(a.columns[name] - b.columns[name]).max() for name in ("log_probs", "ref_log_probs")
+                 for a, b in zip(found["batch"].samples, expected["batch"].samples, strict=True))
+    print(f"\nloss {gap('train/loss'):.1e}, norm {gap('train/grad_norm'):.1e}, weights {weights:.1e}, "
+          f"log-probs {scores:.1e}")
+    assert len(found["steps"]) == 6 and found["weights"].keys() == expected["weights"].keys()
+    assert gap("train/loss") <= LOSS and gap("train/grad_norm") <= 1e-5 and weights <= WEIGHTS and scores <= 1e-4
+    others = {name: gap(name) for name in expected["steps"][1] if name.startswith(("train/", "rollout/"))}
+    assert max(others.values()) <= 1e-4 and others["train/lr-pg_0"] <= 1e-12, others
+
+
+@pytest.mark.parametrize("model", ["qwen3", pytest.param("llama", marks=pytest.mark.full)])
+def test_one_rank_is_megatrons_trainer(train, model):
+    ours, theirs = train("fsdp", model), train("megatron", model)
+    same(ours, theirs)
+    assert all(step["train/ppo_kl"] == 0 for step in ours["steps"][::2])  # the pass and the step have the same bits
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.full)])
+def test_several_ranks_are_one(train, size):
+    one, several = train("fsdp", "qwen3"), train("fsdp", "qwen3", size)
+    same(several, one)
+    assert several["steps"][0].keys() == one["steps"][0].keys()
+
+
+@pytest.mark.full
+def test_layers_that_are_computed_again_change_nothing(train):
+    same(train("fsdp", "qwen3", 1, "--gradient-checkpointing"), train("fsdp", "qwen3"))

@@ -1,0 +1,78 @@
+"""What a plan refuses with the trainer fsdp, and what it says."""
+
+from __future__ import annotations
+
+import pytest
+from miles_testing import tiny_checkpoint
+from miles_testing.tiny import run_file
+
+from miles_core.errors import MilesError
+from miles_core.plugins.plan import prepare
+
+
+@pytest.fixture
+def plan(tmp_path):
+    def made(*flags, experts=False):
+        path = run_file(tmp_path / "run.toml", [], {"perf": {"trainer": "fsdp"}, "rollout": {"rollout_batch_size": 4}},
+                        {}, checkpoint=tiny_checkpoint(experts=experts))
+        return prepare(path, list(flags))
+
+    return made
+
+
+@pytest.mark.parametrize(("flags", "code", "fact"), [
+    (["--tensor-model-parallel-size", "2", "--actor-num-gpus-per-node", "2"], "fsdp-megatron-options",
+     "tensor_model_parallel_size"),
+    (["--plugin", "lora", "--lora-rank", "4"], "plugin-conflict", "lora"),
+    (["--plugin", "mtp"], "plugin-conflict", "mtp"),
+    (["--balance-by-flops"], "fsdp-option-without-effect", "balance_by_flops"),
+    (["--actor-num-gpus-per-node", "2", "--trainer-host", "thread"], "fsdp-thread-many-ranks", "2 ranks"),
+    (["--actor-num-nodes", "2", "--placement", "local"], "fsdp-many-nodes", "actor_num_nodes = 2"),
+    (["--actor-num-gpus-per-node", "3"], "fsdp-batch-not-divisible", "8 / 3"),
+])  # fmt: skip
+def test_what_would_have_no_effect_is_refused(plan, flags, code, fact):
+    with pytest.raises(MilesError) as caught:
+        plan(*flags)
+    assert caught.value.code == code and fact in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["r3", "fp8"])
+def test_plugins_that_change_megatrons_layers_are_refused(plan, name):
+    """By name, or by options of Megatron-core that they imply."""
+    with pytest.raises(MilesError) as caught:
+        plan("--plugin", name, experts=name == "r3")
+    assert caught.value.code in ("plugin-conflict", "fsdp-megatron-options")
+
+
+def test_every_plugin_with_a_hook_of_megatrons_trainer_is_in_conflict():
+    """So that none of them is without effect, whichever comes next."""
+    from miles_fsdp.plugin import Fsdp
+
+    from miles_core import hookspecs
+    from miles_core.plugins.scan import KNOWN
+    from miles_core.plugins.select import all_specs
+
+    theirs = {name for name, spec in all_specs().items()
+              if spec.__module__ != hookspecs.__name__ and spec.role == "trainer" and spec.kind == "chain"}
+    assert "build_model" in theirs
+    assert {plugin for plugin, offers in KNOWN.items()
+            if theirs & {offer.partition(":")[0] for offer in offers}} <= {*Fsdp.conflicts}
+
+
+def test_options_of_a_trainer_that_was_not_chosen_are_announced(plan):
+    notes = plan("--trainer", "megatron", "--plugin", "fsdp", "--fsdp-cpu-offload").notes
+    assert any("fsdp.cpu_offload" in one for one in notes)
+
+
+def test_the_trainer_names_its_plugin_and_the_plan_says_what_it_takes(plan):
+    from miles_fsdp.memory import lines, parameters
+    from miles_fsdp.plugin import FsdpOptions
+
+    planned = plan("--actor-num-gpus-per-node", "2")
+    assert "fsdp" in {one.manifest.name for one in planned.selected}
+    told = dict(lines(planned.config, FsdpOptions()))
+    assert "2 trainer ranks" in told["layout"] and "optimizer" in told["memory"]
+    import transformers
+
+    count = transformers.AutoModelForCausalLM.from_pretrained(tiny_checkpoint()).num_parameters()
+    assert parameters(tiny_checkpoint()) == count
