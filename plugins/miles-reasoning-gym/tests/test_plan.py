@@ -7,6 +7,7 @@ import textwrap
 
 import pytest
 from miles_reasoning_gym import catalogue
+from miles_reasoning_gym.plugin import ReasoningGym, ReasoningGymOptions
 from miles_reasoning_gym.tasks import of_path, tasks_of
 from miles_testing.tiny import run_file
 
@@ -72,13 +73,20 @@ def plan(tmp_path, text=CURRICULUM, plugins=("reasoning-gym",), **options):
 def test_a_plan_refuses_what_would_not_work(tmp_path):
     plan(tmp_path, plugins=("reasoning-gym", "dapo-filter"))
     for changes, code in (({"text": ""}, "reasoning-gym-no-task"), ({"rm_type": ["toy"]}, "reasoning-gym-unscored"),
-                          ({"plugins": ("dapo-filter", "reasoning-gym")}, "reasoning-gym-after-filter"),
                           ({"text": "[reasoning-gym]\ncurriculum_up = 0.1\n"}, "reasoning-gym-curriculum-bounds"),
                           ({"eval.eval_prompt_data": ["chain_sum.gym"], "eval.eval_interval": 1},
                            "reasoning-gym-slice")):
         with pytest.raises(ConfigError) as caught:
             plan(tmp_path, **changes)
         assert caught.value.code == code
+
+
+def test_a_filter_before_it_would_hide_answers_from_the_curriculum(tmp_path):
+    made = plan(tmp_path, plugins=("dapo-filter", "reasoning-gym"))
+    plugin = ReasoningGym(ReasoningGymOptions(tasks=[{"name": "chain_sum", "level": 0}]), made.config)
+    with pytest.raises(ConfigError, match="dapo-filter") as caught:
+        plugin.begin(made.to_json(), "", None, tmp_path)
+    assert caught.value.code == "reasoning-gym-after-filter"
 
 
 def test_the_ending_of_an_evaluation_set_enables_the_plugin(tmp_path):

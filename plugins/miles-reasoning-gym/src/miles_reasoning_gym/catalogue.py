@@ -62,6 +62,6 @@ def known(name: str) -> Known:
               for node in tree.body if isinstance(node, ast.ClassDef)}
     call = next(node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
                 and node.func.id == "register_dataset")
-    given = [*call.args, *(keyword.value for keyword in call.keywords)]  # name, dataset, configuration, curriculum
-    classes = [one.id if isinstance(one, ast.Name) else "" for one in given]
-    return Known(tuple(key for key in fields[classes[2]] if key not in ("seed", "size")), len(given) > 3)
+    arguments = [*call.args, *(keyword.value for keyword in call.keywords)]  # name, dataset, configuration, curriculum
+    classes = [one.id if isinstance(one, ast.Name) else "" for one in arguments]
+    return Known(tuple(key for key in fields[classes[2]] if key not in ("seed", "size")), len(arguments) > 3)

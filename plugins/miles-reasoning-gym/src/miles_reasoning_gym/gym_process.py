@@ -29,12 +29,12 @@ def dataset(task: str, config: str, level: int | None, seed: int) -> Any:
     """
     from reasoning_gym.factory import DATASETS, create_dataset
 
-    given = json.loads(config) | {"seed": seed, "size": CHUNK}
+    values = json.loads(config) | {"seed": seed, "size": CHUNK}
     if level is None:
-        return create_dataset(task, **given)
+        return create_dataset(task, **values)
     curriculum = _curriculum(task)
     curriculum.set_global_level(level)
-    return DATASETS[task][0](curriculum.generate_configuration(given))
+    return DATASETS[task][0](curriculum.generate_configuration(values))
 
 
 @functools.lru_cache(256)
@@ -64,8 +64,8 @@ def score(task: str, config: str, level: int | None, number: int, answer: str, w
     problems, one = entry(task, config, level, number)
     if _text(one["answer"]) != answer:
         return {"now": _text(one["answer"])}
-    given = {"tag": extract_answer, "boxed": boxed_answer, "text": without_end_tokens}[where](response)
-    return {"score": float(problems.score_answer(given, one))}
+    words = {"tag": extract_answer, "boxed": boxed_answer, "text": without_end_tokens}[where](response)
+    return {"score": float(problems.score_answer(words, one))}
 
 
 def levels(task: str) -> dict[str, object]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -15,7 +14,6 @@ from miles_reasoning_gym.curriculum import Curriculum
 from miles_reasoning_gym.tasks import of_path, tasks_of
 
 if TYPE_CHECKING:
-    from miles_core.plugins.select import Selected
     from miles_core.stages.prompts import PromptSource, Records
     from miles_core.types import Group, Sample
 
@@ -42,7 +40,8 @@ class ReasoningGymOptions:
     curriculum_down: float = option(0.2, "Mean score up to which a level falls.", within=(-1, 1))
     curriculum_answers: int = option(64, "Answers after which a level is judged.", within=(1,))
     scoring_timeout: float = option(
-        3.0, "CPU seconds for an answer, and half of rm_timeout for all answers to a prompt; longer ones score 0.")
+        3.0, "CPU seconds for an answer, and half of rm_timeout for all answers to a prompt; longer ones score 0.",
+        within=(0.01,))
     scoring_processes: int = option(2, "Maximum number of processes that score.", within=(1,))
 
 
@@ -52,9 +51,6 @@ class ReasoningGym:
     def __init__(self, options: ReasoningGymOptions, config: RunConfig):
         self._options, self._config, self._tasks = options, config, tasks_of(options.tasks)
         self._prompt = HOW[options.answer] if options.prompt is None else options.prompt
-        if not options.scoring_timeout > 0:
-            raise ConfigError("scoring_timeout should be positive", code="option-not-positive",
-                              got=options.scoring_timeout, who="reasoning-gym.scoring_timeout")
         if not options.curriculum_down < options.curriculum_up:
             raise ConfigError("a level cannot rise and fall at the same score", code="reasoning-gym-curriculum-bounds",
                               got=f"up {options.curriculum_up:g}, down {options.curriculum_down:g}",
@@ -62,39 +58,27 @@ class ReasoningGym:
         self._curriculum = Curriculum(
             {task.name: task.level for task in self._tasks if task.level is not None}, options.curriculum_up,
             options.curriculum_down, options.curriculum_answers)
-
-    @hookimpl
-    def check(self, config: RunConfig, plugins: Sequence[Selected]) -> RunConfig:
-        """
-        Raises:
-            ConfigError: no task, a curriculum that could not measure, a path that names no problems.
-        """
-        rollout = config.rollout
-        if rollout.prompt_source == NAME:
-            if not self._tasks:
-                raise ConfigError("no task is named", code="reasoning-gym-no-task", who="reasoning-gym.tasks",
-                                  got="none", fix='tasks = ["chain_sum"]')
-            if self._curriculum.levels:
-                _check_measured(config, plugins)
-        paths = [one["path"] for one in config.eval.every]
-        for path in [*paths, *([rollout.prompt_data] if rollout.prompt_source == "rows" else [])]:
-            if path is not None and format_of(path) == "gym":
-                of_path(path, self._tasks)
-        return config
+        self._refuse(config)
 
     @hookimpl
     def begin(self, plan: dict[str, Any], run_id: str, resumed_from: int | None, run_dir: Path) -> None:
         """Draw a problem of each task before a model is loaded.
 
         Raises:
-            ConfigError: a task refuses its config, or has fewer levels.
+            ConfigError: a task refuses its config or has fewer levels; a filter would hide answers from the curriculum.
         """
+        before = next(iter(plan["order"].get("filter_group", [NAME])))
+        if self._curriculum.levels and before != NAME:
+            raise ConfigError("a filter before reasoning-gym hides from the curriculum what it drops",
+                              code="reasoning-gym-after-filter", who="plugins", got=before,
+                              fix=f"name {NAME} before {before}: where every answer is right, groups are dropped, and "
+                              "the level would never rise")
         from miles_reasoning_gym import problems
         from miles_reasoning_gym.source import row
 
         for task in self._tasks if self._config.rollout.prompt_source == NAME else ():
             if task.level is not None and (levels := problems.levels(task)) <= task.level:
-                raise ConfigError("the curriculum has no such level", code="reasoning-gym-level", got=task.level,
+                raise ConfigError("the curriculum has no such level", code="reasoning-gym-level-above", got=task.level,
                                   who=f"reasoning-gym.tasks, {task.name}", fix=f"it has 0 to {levels - 1}")
             row(((), ()), self._prompt, task, task.level, problems.number(self._config.rollout.rollout_seed, 0))
 
@@ -130,28 +114,28 @@ class ReasoningGym:
         from miles_reasoning_gym import problems
 
         options, rollout = self._options, self._config.rollout
-        asked = problems.asked_of(sample)
+        problem = problems.asked_of(sample)
         group = max(rollout.n_samples_per_prompt, self._config.eval.n_samples_per_eval_prompt)
         seconds = min(options.scoring_timeout, rollout.rm_timeout / 2 / group)
         figures = sample.metadata.setdefault("figures", {})
         figures["reasoning_gym_ungraded"], score = 0.0, 0.0
         try:
-            score = problems.score(problems.processes(seconds, options.scoring_processes), asked, options.answer,
+            score = problems.score(problems.processes(seconds, options.scoring_processes), problem, options.answer,
                                    sample.text)
         except Ungradable as reason:
             figures["reasoning_gym_ungraded"] = 1.0
             sample.metadata["reasoning_gym_ungraded"] = str(reason)
-        figures[f"reasoning_gym/{asked['task']}"] = score
-        if asked["level"] is not None:
-            figures[f"reasoning_gym/{asked['task']}/level"] = float(asked["level"])
+        figures[f"reasoning_gym/{problem['task']}"] = score
+        if problem["level"] is not None:
+            figures[f"reasoning_gym/{problem['task']}/level"] = float(problem["level"])
         return score
 
     @hookimpl
     def filter_group(self, group: Group) -> Group:
         """Tells the curriculum of every group, also of those that a filter after it drops."""
-        asked = group.prompt.metadata.get("reasoning_gym")
-        if asked is not None and asked["level"] is not None:
-            self._curriculum.scored(group.prompt.uid, asked["task"], asked["level"],
+        problem = group.prompt.metadata.get("reasoning_gym")
+        if problem is not None and problem["level"] is not None:
+            self._curriculum.scored(group.prompt.uid, problem["task"], problem["level"],
                                     [sample.rewards[NAME] for sample in group.samples if NAME in sample.rewards])
         return group
 
@@ -168,21 +152,20 @@ class ReasoningGym:
 
         problems.close()
 
-
-def _check_measured(config: RunConfig, plugins: Sequence[Selected]) -> None:
-    """
-    Raises:
-        ConfigError: the curriculum would not see every answer, or none.
-    """
-    if NAME not in config.rollout.rm_type:
-        raise ConfigError("the curriculum moves by the scorer reasoning-gym, which the run does not use",
-                          code="reasoning-gym-unscored", who="rollout.rm_type", got=", ".join(config.rollout.rm_type),
-                          fix=f'rm_type = ["{NAME}"]')
-    for one in plugins:
-        if one.manifest.name == NAME:
-            return
-        if any(offer.hook == "filter_group" for offer in one.manifest.offers):
-            raise ConfigError("a filter before reasoning-gym hides from the curriculum what it drops",
-                              code="reasoning-gym-after-filter", who="plugins", got=one.manifest.name,
-                              fix=f"name {NAME} before {one.manifest.name}: where every answer is right, groups are "
-                              "dropped, and the level would never rise")
+    def _refuse(self, config: RunConfig) -> None:
+        """
+        Raises:
+            ConfigError: no task, a curriculum that could not measure, a path that names no problems.
+        """
+        rollout = config.rollout
+        if rollout.prompt_source == NAME and not self._tasks:
+            raise ConfigError("no task is named", code="reasoning-gym-no-task", who="reasoning-gym.tasks", got="none",
+                              fix='tasks = ["chain_sum"]')
+        if rollout.prompt_source == NAME and self._curriculum.levels and NAME not in rollout.rm_type:
+            raise ConfigError("the curriculum moves by the scorer reasoning-gym, which the run does not use",
+                              code="reasoning-gym-unscored", who="rollout.rm_type", got=", ".join(rollout.rm_type),
+                              fix=f'rm_type = ["{NAME}"]')
+        paths = [one["path"] for one in config.eval.every]
+        for path in [*paths, *([rollout.prompt_data] if rollout.prompt_source == "rows" else [])]:
+            if path is not None and format_of(path) == "gym":
+                of_path(path, self._tasks)

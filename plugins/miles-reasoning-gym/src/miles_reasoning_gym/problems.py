@@ -51,7 +51,7 @@ _used: dict[tuple[float, int], Processes] = {}
 
 
 def processes(seconds: float, count: int) -> Processes:
-    """Those with so many CPU seconds for a question; closed ones start again when they are asked."""
+    """Those with so many CPU seconds for a question; closed ones start again when they are problem."""
     return _used.setdefault((seconds, count), Processes(
         Path(__file__).with_name("gym_process.py"), seconds, count, who="reasoning-gym",
         fix="import reasoning_gym by hand to see why; pip install reasoning-gym"))
@@ -86,35 +86,35 @@ def asked_of(sample: Sample) -> dict[str, Any]:
     Raises:
         RewardError: its prompt is no problem of reasoning-gym.
     """
-    asked = sample.prompt.metadata.get("reasoning_gym")
-    if asked is None:
+    problem = sample.prompt.metadata.get("reasoning_gym")
+    if problem is None:
         raise RewardError(f"{sample.name} answers no problem of reasoning-gym", code="reasoning-gym-other-prompt",
                           who="reasoning-gym", fix="take prompts of --prompt-source reasoning-gym or of TASK.gym, or "
                           "another scorer")
-    return dict(asked)
+    return dict(problem)
 
 
-def score(using: Processes, asked: Mapping[str, Any], where: str, response: str) -> float:
+def score(using: Processes, problem: Mapping[str, Any], where: str, response: str) -> float:
     """What a task gives a response.
 
     Args:
-        asked: see `asked_of`.
+        problem: see `asked_of`.
         where: the answer stands: "tag", "boxed" or "text".
 
     Raises:
         Ungradable: it took too long or too much memory, or the task fails on the answer.
-        RewardError: the problem is not the one that was asked.
+        RewardError: the problem is not the one that was problem.
     """
-    told = _ask(using, do="score", **asked, where=where, response=response)
-    if "error" in told:
-        raise Ungradable(told["error"])
-    if "score" not in told:
-        raise RewardError(f"task {asked['task']} makes another problem of {asked['number']} than it did before",
+    reply = _ask(using, do="score", **problem, where=where, response=response)
+    if "error" in reply:
+        raise Ungradable(reply["error"])
+    if "score" not in reply:
+        raise RewardError(f"task {problem['task']} makes another problem of {problem['number']} than it did before",
                           code="reasoning-gym-problem-changed",
-                          got=f"answer {told['now']!r}, before {asked['answer']!r}", who="reasoning-gym",
+                          got=f"answer {reply['now']!r}, before {problem['answer']!r}", who="reasoning-gym",
                           fix="use the version of reasoning-gym that made the prompts; a task whose problems do not "
                           "repeat cannot be trained on")
-    return float(told["score"])
+    return float(reply["score"])
 
 
 def levels(task: Task) -> int:
@@ -123,13 +123,13 @@ def levels(task: Task) -> int:
     Raises:
         ConfigError: its config sets what the curriculum sets.
     """
-    told = _ask(processes(DRAWING, 1), do="levels", task=task.name)
-    both = sorted(set(told["keys"]) & set(json.loads(task.config)))
+    reply = _ask(processes(DRAWING, 1), do="levels", task=task.name)
+    both = sorted(set(reply["keys"]) & set(json.loads(task.config)))
     if both:
         raise ConfigError(f"the curriculum of {task.name} sets {', '.join(both)}, and so does its config",
                           code="reasoning-gym-key-of-curriculum", who=f"reasoning-gym.tasks, {task.name}",
                           got=", ".join(both), fix="leave it out of config, or the curriculum")
-    return int(told["levels"])
+    return int(reply["levels"])
 
 
 def _ask(using: Processes, **question: object) -> dict[str, Any]:

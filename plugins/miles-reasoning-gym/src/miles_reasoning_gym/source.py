@@ -41,9 +41,9 @@ def row(keys: tuple[Sequence[str], Sequence[str]], prompt: str, task: Task, leve
         raise ConfigError("the prompt names what a problem does not have", code="reasoning-gym-prompt-field",
                           got=f"{type(error).__name__}: {error}", who="reasoning-gym.prompt",
                           fix=f"problems of {task.name} have {', '.join(['question', *made['fields']])}") from None
-    asked = {"task": task.name, "config": task.config, "level": level, "number": number}
+    problem = {"task": task.name, "config": task.config, "level": level, "number": number}
     return {**dict.fromkeys(keys[0], text), **dict.fromkeys(keys[1], made["answer"]),
-            "reasoning_gym": asked | {"answer": made["answer"]}}
+            "reasoning_gym": problem | {"answer": made["answer"]}}
 
 
 class GymPrompts:

@@ -62,7 +62,9 @@ def _table(word: str) -> dict[str, Any]:
 
 
 def _task(table: dict[str, Any]) -> Task:
-    _among(table, KEYS, "a task has no such key", "reasoning-gym-task-key", WHO)
+    for key in table.keys() - set(KEYS):
+        raise ConfigError("a task has no such key", code="reasoning-gym-task-key", got=key, who=WHO,
+                          fix=_near(key, KEYS))
     name, weight, config = str(table.get("name", "")), table.get("weight", 1.0), table.get("config", {})
     known, who = _known(name, WHO), f"{WHO}, {name}"
     if not (isinstance(weight, int | float) and not isinstance(weight, bool) and 0 < weight < float("inf")):
@@ -71,7 +73,9 @@ def _task(table: dict[str, Any]) -> Task:
     if not isinstance(config, Mapping):
         raise ConfigError("the config of a task should be a table", code="reasoning-gym-config-not-table",
                           got=repr(config), who=who, fix="config = { KEY = VALUE }")
-    _among(config, known.keys, f"{name} has no such configuration", "reasoning-gym-config-key", who)
+    for key in config.keys() - set(known.keys):
+        raise ConfigError(f"{name} has no such configuration", code="reasoning-gym-config-key", got=key, who=who,
+                          fix=_near(key, known.keys))
     task = Task(name, float(weight), json.dumps(config, sort_keys=True))
     wanted = table.get("curriculum", "level" in table)
     return _at_level(task, table.get("level", 0), who) if wanted else task
@@ -88,14 +92,14 @@ def _at_level(task: Task, level: object, who: str) -> Task:
 
 
 def _known(name: str, who: str) -> catalogue.Known:
-    _among([name], tuple(catalogue.names()), "reasoning-gym has no such task", "reasoning-gym-task-unknown", who)
+    if name not in catalogue.names():
+        raise ConfigError("reasoning-gym has no such task", code="reasoning-gym-task-unknown", got=repr(name), who=who,
+                          fix=_near(name, tuple(catalogue.names())))
     return catalogue.known(name)
 
 
-def _among(given: Iterable[str], there: Sequence[str], what: str, code: str, who: str) -> None:
-    for key in given:
-        if key not in there:
-            near = difflib.get_close_matches(key, there, 1, 0.5)
-            listed = f"it is one of {', '.join(there)}" if len(there) <= 12 else "miles-reasoning-gym's README says where"
-            raise ConfigError(what, code=code, got=repr(key), who=who,
-                              fix=f"did you mean {near[0]}?" if near else listed)
+def _near(key: str, names: Sequence[str]) -> str:
+    """What a message says to do about a name that is not one of these."""
+    near = difflib.get_close_matches(key, names, 1, 0.5)
+    listed = f"it is one of {', '.join(names)}" if len(names) <= 12 else "the README of miles-reasoning-gym says where"
+    return f"did you mean {near[0]}?" if near else listed
