@@ -121,12 +121,11 @@ async def _assembled(parts: Parts, journal: Journal, placement: Placement, train
         last = min(last, first + config.debug.debug_exit_after_rollout)
     buffer = Replay(config.debug.load_debug_rollout_data, first) if only_train else _buffer(
         config, max(last - first, 0), keeps=parts.rollout.unfinished is not None)
-    scoring = _scoring(parts, rollout.reward_key)
     sync = Unsynced() if only_rollout or only_train else parts.driver.weight_sync[config.perf.weight_sync](config)
     run = Run(
         config=config, first=first, last=last, steps=0 if only_rollout else rollout.num_steps_per_rollout,
-        prompts=prompts, generate=_from_slots(parts, engine),
-        scoring=scoring, chain=parts.rollout.filter_group, shape=parts.rollout.shape_rewards, buffer=buffer,
+        prompts=prompts, generate=_from_slots(parts, engine), scoring=_scoring(parts, rollout.reward_key),
+        chain=parts.rollout.filter_group, shape=parts.rollout.shape_rewards, buffer=buffer,
         engine=engine, trainer=trainer, weight_sync=sync, placement=placement,
         evaluation=Evaluation([] if only_train else _datasets(parts, engine), config.eval.eval_interval,
                               config.eval.skip_eval_before_train),

@@ -88,7 +88,7 @@ def begun(plugins: Sequence[Selected], config: RunConfig) -> list[File]:
     """
     if config.debug.debug_train_only or config.rollout.prompt_source not in OF_ROWS:
         return []
-    named = [one for one in _named(config) if _here(*one)]
+    named = [one for one in _named(config) if format_of(one[1]) != "gym" and _here(*one)]  # which are made, not read
     if not named:
         return []
     from miles_core.stages.prompts import rows_of  # brings numpy
