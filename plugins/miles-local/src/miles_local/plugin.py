@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Local:
-    """Decodes in the driver's process, on a CPU or GPU, with a copy of the weights of its own."""
+    """Decodes in the driver's process, on the CPU, with a copy of the weights of its own."""
 
     default = True
     hookspecs = "miles_local.hookspecs"
