@@ -5,19 +5,18 @@
 
 The shipped loop with plugin sglang (`--rollout-external --debug-rollout-only`) asks servers of this script, whose
 answers are bytes made beforehand: what is left is what the driver does with each token. CPU seconds are those of the
-loop's process, and of all that `miles run` starts, of a long run less those of a short one, so that its start does not
-count. Memory is the most that the loop's process had in the short and in the long run.
+loop's process and of its children from the end of the first rollout to that of the last, so that the start does not
+count. Memory is what the loop's process has at both ends.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import atexit
 import base64
 import itertools
 import json
-import resource
+import os
 import shutil
 import signal
 import subprocess
@@ -34,6 +33,25 @@ MODEL = Path(__file__).parents[1] / "examples/arithmetic"
 ROUTED = 48, 8
 """Layers, and experts of a token."""
 MIXTURE = {"num_hidden_layers": ROUTED[0], "num_experts": 128, "num_experts_per_tok": ROUTED[1]}
+
+
+METER = """
+import json
+import os
+
+import psutil
+from miles_core import hookimpl
+
+
+class Meter:
+    @hookimpl
+    def metrics(self, rollout_id, values):
+        own = psutil.Process()
+        cpu = [sum(one.cpu_times()[:2]) for one in (own, *own.children(recursive=True))]
+        with open(os.environ["METER"], "a") as file:
+            file.write(json.dumps([cpu[0], sum(cpu), own.memory_info().rss / 2**20]) + "\\n")
+"""
+"""A plugin that notes what was used so far after each rollout."""
 
 
 class Answers:
@@ -105,26 +123,14 @@ def checkpoint(folder: Path, routes: bool) -> Path:
     return target
 
 
-def drive(told: str, words: list[str]) -> None:
-    """`miles` with these words, in this process; what it used is written to a file."""
-    from miles_core.cli import main as miles
-
-    def tell() -> None:
-        used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-        own, others = (one.ru_utime + one.ru_stime for one in used)
-        Path(told).write_text(json.dumps([own, own + others, used[0].ru_maxrss / 1024]))
-
-    atexit.register(tell)  # `miles` may leave without unwinding
-    sys.argv[1:] = words
-    miles()
-
-
-def run(folder: Path, ports: list[int], args: argparse.Namespace, routes: bool, readers: int,
-        rollouts: int) -> np.ndarray:
-    """CPU seconds of the loop's process and of all, and MiB of the former, of a run of so many rollouts."""
-    used = folder / "used"
+def run(folder: Path, ports: list[int], args: argparse.Namespace, routes: bool, readers: int) -> np.ndarray:
+    """[rollouts, 3]: CPU seconds of the loop's process and of all, and MiB of the former, after each rollout."""
+    used, rollouts = folder / "used", 1 + args.rollouts
+    (folder / "meter.py").write_text(METER)
+    os.environ["METER"] = str(used)
     words = [
-        sys.executable, __file__, "--drive", used, "run", "--no-live", "--run-dir", folder / f"run-{rollouts}",
+        Path(sys.executable).with_name("miles"), "run", "--plugin", folder / "meter.py", "--no-live",
+        "--run-dir", folder / f"run-{rollouts}",
         "--hf-checkpoint", checkpoint(folder, routes), "--prompt-data", MODEL / "train.jsonl", "--input-key", "prompt",
         "--label-key", "label", "--apply-chat-template", "--rm-type", "math", "--advantage-estimator", "grpo",
         "--debug-rollout-only", "--plan-without-weights", "--rollout-external", "--rollout-external-engine-addrs",
@@ -138,11 +144,11 @@ def run(folder: Path, ports: list[int], args: argparse.Namespace, routes: bool, 
         code = subprocess.run(list(map(str, words)), stdout=output, stderr=output).returncode
     if code:
         raise SystemExit(log.read_text()[-3000:])
-    return np.array(json.loads(used.read_text()))
+    return np.array([json.loads(line) for line in used.read_text().splitlines()])
 
 
 def measured(args: argparse.Namespace, engines: int, routes: bool, readers: int) -> list[float]:
-    """CPU seconds per million tokens, of the loop's process and of all; MiB of the short and of the long run."""
+    """CPU seconds per million tokens, of the loop's process and of all; its MiB after the first and last rollout."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         words = [sys.executable, __file__, "--serve", str(folder / "ports"), "--engines", str(engines),
@@ -154,12 +160,12 @@ def measured(args: argparse.Namespace, engines: int, routes: bool, readers: int)
                     raise SystemExit("the servers ended")
                 time.sleep(0.05)
             ports = json.loads((folder / "ports").read_text())
-            short, long = (run(folder, ports, args, routes, readers, n) for n in (1, 1 + args.rollouts))
+            used = run(folder, ports, args, routes, readers)
         finally:
             server.send_signal(signal.SIGTERM)
             server.wait()
     million = args.rollouts * engines * args.requests * args.tokens / 1e6
-    return [*((long - short)[:2] / million), short[2], long[2]]
+    return [*((used[-1] - used[0])[:2] / million), used[0, 2], used[-1, 2]]
 
 
 def main() -> None:
@@ -173,9 +179,6 @@ def main() -> None:
     parser.add_argument("--readers", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--flags", nargs=argparse.REMAINDER, default=[], help="for miles run; come last")
     parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
-    if sys.argv[1:2] == ["--drive"]:
-        drive(sys.argv[2], sys.argv[3:])
-        return
     args = parser.parse_args()
     if args.serve is not None:
         asyncio.run(serve(args.engines[0], args.tokens, args.serve))

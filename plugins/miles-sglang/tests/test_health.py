@@ -70,7 +70,7 @@ def test_a_question_is_bounded_and_its_thread_ends():
             wire.alive = False
             with pytest.raises(EngineError) as error:
                 await health.ask(client, lambda one: one.model_info(None), 0.2)
-            assert error.value.code == "server-request-timeout" and "engine 0" in error.value.who
+            assert error.value.code == "server-health-timeout" and "engine 0" in error.value.who
             wire.alive = True
             waiting = asyncio.ensure_future(health.ask(client, lambda one: asyncio.sleep(60), 60))
             await asyncio.sleep(0.1)

@@ -54,7 +54,7 @@ class Health:
                    timeout: float) -> dict:
         client = self._clients.setdefault(url, Client(url, name))
         late = EngineError(f"no answer within {timeout:g} s", who=f"{name} at {url}", fix="see its log",
-                           code="server-request-timeout")
+                           code="server-health-timeout")
         async with within(timeout, lambda: late):
             return await question(client)
 
