@@ -135,6 +135,9 @@ class FsdpTrainer:
         checkpoint.save(folder, rollout_id, self.models, self.ranks, state,
                         whole=not self.config.checkpoint.no_save_optim)
 
+    def saved(self) -> None:
+        """Nothing: `save` returns when the checkpoint is published, with --async-save too."""
+
     def export(self, folder: Path) -> None:
         stream = self.models.stream()
         if self.hooks.save_weights is not None:
