@@ -26,6 +26,7 @@ FAULTS: dict[str, Callable[[Mapping], tuple[str, str]]] = {
                                           f"{e.get('expected')}; it is not used until it has that one"),
     "engine_restarted": lambda e: ("warning", f"{e.get('engine')} serves again, restart {e.get('restarts')}"),
     "engine_recovered": lambda e: ("warning", f"a restarted engine has weight version {e.get('version')}"),
+    "reader_lost": lambda e: ("warning", f"{e.get('reader')} is lost and is started again: {e.get('why')}"),
     "router_lost": lambda e: ("warning", f"the router is lost: {e.get('why')}"),
     "router_restarted": lambda e: ("warning", "the router serves again"),
     "loop_blocked": lambda e: ("warning", _blocked(e)),
