@@ -47,16 +47,17 @@ def test_scores(scorers):
     assert plugin.gpqa(sample("The answer is B", "B")) == plugin.boxed_gpqa(sample(r"\boxed{B}", "B")) == 1.0
 
 
-@pytest.mark.parametrize("name", ["deepscaler", "gemma_math", "dapo", "boxed_dapo", "f1", "boxed_f1", "gpqa"])
+@pytest.mark.parametrize("name", ["deepscaler", "gemma_math", "dapo", "boxed_dapo", "f1", "boxed_f1", "gpqa", "gsm8k"])
 @pytest.mark.parametrize("label", [None, "", "  "])
 def test_a_row_without_a_label_is_named(scorers, name, label):
     with pytest.raises(RewardError, match=r"row 5.*--label-key"):
         getattr(scorers(), name)(sample(r"</think>\boxed{46}", label))
 
 
-def test_a_label_of_dapo_that_is_no_number_is_named(scorers):
+@pytest.mark.parametrize("scorer", ["dapo", "gsm8k"])
+def test_a_label_that_should_be_a_number_is_named(scorers, scorer):
     with pytest.raises(RewardError, match="row 5"):
-        scorers().dapo(sample("Answer: x", "x+1"))
+        getattr(scorers(), scorer)(sample("Answer: x", "x+1"))
 
 
 HOSTILE = {

@@ -28,10 +28,10 @@ class RewardsOptions:
 
 
 class Rewards:
-    """The rule-based scorers of radixark Miles and slime: deepscaler, dapo, f1, gpqa, ifbench and others."""
+    """The rule-based scorers of radixark Miles and slime: deepscaler, dapo, f1, gpqa, ifbench and others; gsm8k."""
 
     provides = ("labels:deepscaler", "labels:gemma_math", "labels:dapo", "labels:boxed_dapo", "labels:f1",
-                "labels:boxed_f1")
+                "labels:boxed_f1", "labels:gsm8k")
 
     def __init__(self, options: RewardsOptions, config: RunConfig):
         from miles_rewards.deepscaler import Comparison
@@ -107,6 +107,13 @@ class Rewards:
         from miles_rewards.f1 import f1
 
         return f1(_boxed(sample), _label(sample))
+
+    @hookimpl("reward", name="gsm8k")
+    def gsm8k(self, sample: Sample) -> float:
+        """1.0 when the number behind the last "####" is the label's."""
+        from miles_rewards.gsm8k import gsm8k
+
+        return _read(sample, lambda: gsm8k(sample.text, _label(sample)))
 
     @hookimpl("reward", name="gpqa")
     def gpqa(self, sample: Sample) -> float:
