@@ -11,8 +11,8 @@ _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?|-?\.\d+")
 def final_number(text: str) -> str | None:
     """The number behind the last mark, without thousands' commas, dollar signs and trailing zeros; None without one."""
     _, mark, behind = text.rpartition(MARK)
-    found = re.match(rf"[\s$*]*({_NUMBER.pattern})", behind) if mark else None
-    return None if found is None else normalised(found[1])
+    number = re.match(rf"[\s$*]*({_NUMBER.pattern})", behind) if mark else None
+    return None if number is None else normalised(number[1])
 
 
 def normalised(number: str) -> str:

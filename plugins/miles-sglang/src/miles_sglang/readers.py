@@ -106,15 +106,15 @@ class _Process:
         self._channel: Channel | None = None
 
     def start(self) -> None:
-        here, there = pair()
+        ours, theirs = pair()
         self._readers._log.parent.mkdir(parents=True, exist_ok=True)
-        with there, open(self._readers._log, "ab") as log:
+        with theirs, open(self._readers._log, "ab") as log:
             self._popen = subprocess.Popen(
-                [sys.executable, "-c", PROGRAM, str(there.fileno())], pass_fds=[there.fileno()],
+                [sys.executable, "-c", PROGRAM, str(theirs.fileno())], pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                 env={**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))})
         self.up = self.calls[0] = asyncio.get_running_loop().create_future()
-        self._channel = Channel(here, self._told, self._lost)
+        self._channel = Channel(ours, self._told, self._lost)
         self._channel.send(0, self._readers._tokenizer)
 
     def send(self, key: int, call: Call, answer: asyncio.Future) -> None:
