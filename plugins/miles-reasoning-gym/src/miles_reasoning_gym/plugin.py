@@ -67,7 +67,7 @@ class ReasoningGym:
         Raises:
             ConfigError: a task refuses its config or has fewer levels; a filter would hide answers from the curriculum.
         """
-        before = next(iter(plan["order"].get("filter_group", [NAME])))
+        before = next(iter(plan.get("order", {}).get("filter_group", [NAME])))
         if self._curriculum.levels and before != NAME:
             raise ConfigError("a filter before reasoning-gym hides from the curriculum what it drops",
                               code="reasoning-gym-after-filter", who="plugins", got=before,
