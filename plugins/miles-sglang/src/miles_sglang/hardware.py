@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -16,8 +14,6 @@ from miles_sglang.plugin import SglangOptions, sglang_options
 from miles_sglang.surface import folder_of
 
 Note = Callable[[str], None]
-CORES, MOST = 8, 8
-"""A machine with so many cores has readers by default, a quarter as many as cores; and the most that it has then."""
 
 
 def hardware(config: RunConfig, note: Note) -> RunConfig:
@@ -146,14 +142,6 @@ def _placement(config: RunConfig, note: Note) -> RunConfig:
     return config
 
 
-def readers(options: SglangOptions) -> int:
-    """Processes that read answers: those asked for, else none where cores are few and would only get busier."""
-    if options.readers is not None or not sys.platform.startswith("linux"):  # elsewhere memory has no descriptors
-        return options.readers or 0
-    cores = len(os.sched_getaffinity(0))
-    return min(MOST, cores // 4) if cores >= CORES else 0
-
-
 def lines(config: RunConfig) -> list[tuple[str, str]]:
     """What samples, where, and how it gets the weights."""
     perf, options = config.perf, sglang_options(config)
@@ -166,7 +154,7 @@ def lines(config: RunConfig) -> list[tuple[str, str]]:
     if perf.colocate:
         whose = f"trainer and engines alternate on {trainer_gpus(config)}"
     texts.append(f"placement {perf.placement}, GPUs: {whose}")
-    if count := readers(options):
+    if count := options.readers:
         texts.append(f"answers are read by {count} process{'es'[:2 * (count != 1)]} beside the driver")
     size = perf.update_weight_buffer_size / 1024**2
     texts.append(f"weights travel by {perf.weight_sync}, in buckets of at most {size:g} MiB")

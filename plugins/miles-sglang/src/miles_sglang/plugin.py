@@ -65,10 +65,8 @@ class SglangOptions:
     rollout_external_engine_addrs: list[str] = option(
         [], "Addresses of these servers, HOST:PORT.", flags=("--rollout-external-engine-addrs",)
     )
-    readers: int | None = option(
-        None, "Processes that read answers; 0: the driver's own. Default: a quarter of 8 cores or more, at most 8.",
-        flags=("--readers",), within=(0,)
-    )
+    readers: int = option(0, "Processes that read answers beside the driver, on Linux; 0: the driver does.",
+                          flags=("--readers",), within=(0,))
 
 
 class Sglang:
