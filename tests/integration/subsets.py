@@ -35,6 +35,8 @@ CHOSEN_BY = {
 }  # fmt: skip
 """The key that chooses a named part."""
 BUILT_IN = ("qwen3", "qwen3_moe")
+UNDECODED = ("glm_moe_dsa", "deepseek_v32")
+"""Families whose sparse attention the local engine does not decode, as it says itself."""
 
 
 DRAWN = sorted(set(KNOWN) - set(DEFAULTS))
@@ -85,7 +87,8 @@ def draw(seed: int) -> Draw:
         for option in one.options.values():
             if option.type == "bool" and option.default is False and chance.random() < 0.2:
                 settings[f"{one.name}.{option.name}"] = True
-    families = [offer.name for offer in offers if offer.hook == "model_spec"] or BUILT_IN
+    families = [offer.name for offer in offers
+                if offer.hook == "model_spec" and offer.name not in UNDECODED] or BUILT_IN
     return Draw(seed, tuple(plugins), chance.choice(models(chance.choice(families))), settings)
 
 
@@ -104,6 +107,8 @@ def write_model(case: Case, folder: Path) -> None:
     # With linear attention the fourth layer has the other kind; in the other families one has experts.
     dense = int(text.get("first_k_dense_replace", 1))
     sizes = {"num_hidden_layers": 4 if "linear_key_head_dim" in text else dense + 1, "bos_token_id": None}
+    layers, stated = sizes["num_hidden_layers"], (TINY | text)["num_hidden_layers"]
+    sizes |= {key: each[:layers] for key, each in text.items() if isinstance(each, list) and len(each) == stated}
     if "moe_intermediate_size" in text:
         sizes["moe_intermediate_size"] = 32  # divides into groups of int4
     text = TINY | text | words | sizes

@@ -9,7 +9,7 @@ from miles_testing import tiny_checkpoint, toy_run
 
 SIZES = dict(vocab_size=264, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
              num_key_value_heads=2, max_position_embeddings=128, eos_token_id=258, pad_token_id=256, bos_token_id=257)
-OTHERS = {"olmo2": {}, "phi3": {}, "smollm3": {}, "granite": {"logits_scaling": 4.0, "residual_multiplier": 0.5},
+OTHERS = {"olmo2": {}, "phi3": {}, "smollm3": {}, "granite": {"logits_scaling": 2.0, "residual_multiplier": 0.5},
           "cohere2": {"logit_scale": 0.25, "head_dim": 8, "sliding_window": 16}, "stablelm": {},
           "starcoder2": {}, "nemotron": {}}
 
