@@ -106,7 +106,8 @@ def test_one_rank_is_megatrons_trainer(train, model):
     assert all(step["train/ppo_kl"] == 0 for step in ours["steps"][::2])  # the pass and the step have the same bits
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.full  # 11 CPU s on two ranks
+@pytest.mark.parametrize("size", [2, 4])
 def test_several_ranks_are_one(train, size):
     one, several = train("fsdp", "qwen3"), train("fsdp", "qwen3", size)
     same(several, one)
