@@ -57,6 +57,7 @@ CASES = [  # script, its words, how many plans it makes
     ("tests/gpu/qwen3next.py", "--help", 0),
     ("tests/gpu/sync_speed.py", "", 0),
     ("tests/gpu/trainer_speed.py", "qwen3-0.6b moe-4b", 4),
+    ("tests/gpu/whole_step.py", "moe-4b --tiny --tokens 8 --requests 16 --rollouts 2 --folder {folder}", 1),
 ]  # fmt: skip
 UNREAD = ("tests/gpu/probe.py", "tests/gpu/sync_speed.py")
 """These look for a GPU at once, and are imported."""

@@ -1,0 +1,205 @@
+"""A whole colocated step beside what its parts take alone: SGLang on as many requests, and the optimizer step. One GPU.
+
+    python tests/gpu/whole_step.py qwen3-0.6b moe-4b                    with plugin r3 where there are experts
+    python tests/gpu/whole_step.py qwen3-0.6b --sides "" "--deterministic-mode"    the same run under further flags
+    python tests/gpu/whole_step.py moe-4b --tiny                        the same code on a CPU, with the local engine
+
+Weights are random, of the shapes of trainer_speed.py; a coin is the reward, and every answer has --tokens tokens. Each
+run's logs are printed where it fails or does not end within --seconds, with what its processes do then, by py-spy if
+that is installed. Prints seconds of each part, their sum and the ratio; the exit status is 1 where a run fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from moe import DATA, MILES, ROOT
+from trainer_speed import SHAPES
+
+from miles_core.record.events import read
+
+SERVER = ["--attention-backend", "triton", "--sampling-backend", "pytorch", "--grammar-backend", "none",
+          "--cuda-graph-backend-prefill", "disabled", "--skip-server-warmup"]
+SMALL = {"vocab_size": 264, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 32,
+         "num_key_value_heads": 1, "intermediate_size": 128}
+
+
+def checkpoint(shape: str, folder: Path, tiny: bool) -> Path:
+    """Random bfloat16 weights by Hugging Face's names, with the tokenizer of the examples."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    if (folder / "config.json").is_file():
+        return folder
+    values = SHAPES[shape] | {"bos_token_id": None, "eos_token_id": 258, "pad_token_id": 256} | (SMALL if tiny else {})
+    if tiny and "num_experts" in values:
+        values |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    config = AutoConfig.for_model(**values)
+    torch.manual_seed(0)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps(values, indent=2))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DATA / "tiny-qwen3" / name, folder)
+    torch.cuda.empty_cache()
+    return folder
+
+
+def run(folder: Path, model: Path, args: argparse.Namespace, words: list[str]) -> list[dict[str, float]]:
+    """The metrics of every rollout; what failed is printed."""
+    shutil.rmtree(folder, ignore_errors=True)
+    flags = ["--run-dir", folder, "--plugin", "tests/gpu/coin.py", "--rm-type", "coin", "--rm-weights", 1,
+             "--hf-checkpoint", model, "--num-rollout", args.rollouts, "--skip-eval-before-train",
+             "--eval-interval", 1000, "--eval-max-response-len", 4, "--lr", "1e-6", "--rollout-ignore-eos",
+             "--rollout-max-response-len", args.tokens, "--rollout-batch-size", args.requests // 8,
+             "--n-samples-per-prompt", 8, "--max-tokens-per-gpu", args.cap, *words]
+    if args.tiny:
+        flags += ["--engine", "local"]
+    else:
+        flags += ["--engine", "sglang", "--placement", "local", "--router", "none", "--colocate", "--bf16",
+                  "--sglang-cuda-graph-max-bs", args.requests, "--sglang-mem-fraction-static", args.fraction]
+        flags += [f"--sglang-{word[2:]}" if word.startswith("--") else word for word in SERVER[:-1]]
+    begin = time.perf_counter()
+    log = folder.with_suffix(".log")
+    with log.open("w") as out:
+        process = subprocess.Popen([*MILES, "run", "examples/demo.toml", "--no-live", *map(str, flags)], cwd=ROOT,
+                                   stdout=out, stderr=subprocess.STDOUT, text=True)
+        try:
+            process.wait(args.seconds)
+        except subprocess.TimeoutExpired:
+            print(stacks(process.pid), flush=True)
+            process.terminate()
+            process.wait(60)
+    print(f"{folder.name}: {time.perf_counter() - begin:.0f} s, exit {process.returncode}", flush=True)
+    if process.returncode:
+        files = [log, *sorted((folder / "logs").glob("*.log"))]
+        print("".join(f"--- {file.name}\n{file.read_text(errors='replace')[-3000:]}\n" for file in files), flush=True)
+    events = list(read(folder / "events.jsonl")) if (folder / "events.jsonl").is_file() else []
+    return [event["metrics"] for event in events if event["event"] == "metrics"]
+
+
+def stacks(pid: int) -> str:
+    """What the Python threads of a process and of its children do."""
+    if not shutil.which("py-spy"):
+        return "not done in time"
+    done = subprocess.run(["py-spy", "dump", "--subprocesses", "--pid", str(pid)], capture_output=True, text=True)
+    return (done.stdout + done.stderr)[-6000:]
+
+
+def engine_alone(model: Path, args: argparse.Namespace) -> float:
+    """Seconds of a server for as many requests as a rollout has, the least of three times."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    log = model.with_suffix(".server.log")
+    with log.open("w") as out:
+        server = subprocess.Popen(
+            [sys.executable, "-m", "sglang.launch_server", "--model-path", model, "--port", str(port), *SERVER,
+             "--mem-fraction-static", args.fraction, "--cuda-graph-max-bs", str(args.requests)],
+            stdout=out, stderr=subprocess.STDOUT)
+    url, end = f"http://127.0.0.1:{port}", time.monotonic() + args.seconds
+    try:
+        while True:
+            if server.poll() is not None or time.monotonic() > end:
+                raise RuntimeError(log.read_text(errors="replace")[-3000:])
+            try:
+                urllib.request.urlopen(url + "/health", timeout=2).read()
+                break
+            except OSError:
+                time.sleep(0.5)
+        return min(burst(url, args) for _ in range(3))
+    finally:
+        server.terminate()
+        try:
+            server.wait(30)
+        except subprocess.TimeoutExpired:
+            server.kill()
+
+
+def burst(url: str, args: argparse.Namespace) -> float:
+    """Seconds for all requests at once, with log-probs, as a rollout asks."""
+
+    def ask(number: int) -> None:
+        body = {"input_ids": [(7 * number + i) % 250 for i in range(12)], "return_logprob": True,
+                "sampling_params": {"temperature": 1.0, "max_new_tokens": args.tokens, "ignore_eos": True}}
+        request = urllib.request.Request(url + "/generate", json.dumps(body).encode(),
+                                         {"Content-Type": "application/json"})
+        urllib.request.urlopen(request, timeout=600).read()
+
+    begin = time.perf_counter()
+    with ThreadPoolExecutor(args.requests) as pool:
+        list(pool.map(ask, range(args.requests)))
+    return time.perf_counter() - begin
+
+
+def step_alone(shape: str, args: argparse.Namespace) -> float:
+    """Seconds of an optimizer step on as many tokens as a rollout has, by trainer_speed.py."""
+    tokens = args.requests * (args.tokens + 12)
+    count = max(1, round(tokens / args.cap))
+    done = subprocess.run([sys.executable, Path(__file__).with_name("trainer_speed.py"), "--here", shape,
+                           "--tokens", str(args.cap), "--length", str(min(args.cap, args.tokens)), "--steps", "4",
+                           "--micro-batches", str(count)], capture_output=True, text=True, timeout=args.seconds)
+    if done.returncode:
+        raise RuntimeError(done.stdout[-1000:] + done.stderr[-3000:])
+    return min(json.loads(done.stdout.splitlines()[-1])["seconds"]["step"][1:]) * tokens / (count * args.cap)
+
+
+def shown(name: str, steps: list[dict[str, float]], tokens: int) -> dict[str, float]:
+    """Means over the rollouts after the first two."""
+    late = steps[2:] or steps
+    names = sorted({key for step in late for key in step if key.startswith(("perf/", "train/train_rollout"))})
+    means = {key: round(sum(step.get(key, 0.0) for step in late) / len(late), 4) for key in names}
+    print(name, json.dumps(means), flush=True)
+    print(name, "every step, rollout s:", [(round(step["perf/step_time"], 2), round(step["perf/rollout_time"], 2))
+                                           for step in steps], flush=True)
+    print(f"{name}: {tokens / means['perf/step_time']:.0f} new tokens/s through the whole step", flush=True)
+    return means
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("shapes", nargs="*", default=["qwen3-0.6b"], choices=[*SHAPES, []])
+    parser.add_argument("--tokens", type=int, default=1024, help="new tokens of each answer")
+    parser.add_argument("--requests", type=int, default=256, help="answers of a rollout")
+    parser.add_argument("--cap", type=int, default=16384, help="tokens of a micro-batch")
+    parser.add_argument("--rollouts", type=int, default=5)
+    parser.add_argument("--fraction", default="0.5", help="of the GPU's memory, for the server")
+    parser.add_argument("--sides", nargs="*", default=[""], help="flags of each run")
+    parser.add_argument("--seconds", type=float, default=240, help="of each run and server")
+    parser.add_argument("--folder", type=Path, default=Path("/dev/shm/miles-whole-step"))
+    parser.add_argument("--alone", action=argparse.BooleanOptionalAction, default=True, help="measure the parts, too")
+    parser.add_argument("--tiny", action="store_true")
+    args, failed = parser.parse_args(), 0
+    args.folder.mkdir(parents=True, exist_ok=True)
+    for shape in args.shapes:
+        model = checkpoint(shape, args.folder / shape, args.tiny)
+        more = ["--plugin", "r3"] if "num_experts" in SHAPES[shape] else []
+        means = []
+        for number, flags in enumerate(args.sides):
+            name = f"{shape}{flags and ' ' + flags}"
+            steps = run(args.folder / f"run-{shape}-{number}", model, args, [*more, *shlex.split(flags)])
+            failed |= len(steps) < args.rollouts
+            means += [shown(name, steps, args.requests * args.tokens)] if steps else []
+        for one in means[1:]:
+            print(f"{shape}: a step takes {one['perf/step_time'] / means[0]['perf/step_time']:.3f} of the first's")
+        if args.alone and means and not args.tiny:
+            engine, step = engine_alone(model, args), step_alone(shape, args)
+            whole, rollout = means[0]["perf/step_time"], means[0]["perf/rollout_time"]
+            print(f"{shape}: engine alone {engine:.2f} s, optimizer step alone {step:.2f} s; whole step {whole:.2f} s, "
+                  f"{whole / (engine + step):.3f} of their sum; rollout {rollout:.2f} s, {rollout / engine:.3f} of the "
+                  f"engine alone", flush=True)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
