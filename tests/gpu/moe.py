@@ -44,7 +44,7 @@ SHAPES = {
     "replay": QWEN3_MOE | {"hidden_size": 1024, "num_hidden_layers": 12, "num_attention_heads": 16, "head_dim": 64,
                            "num_key_value_heads": 4, "intermediate_size": 2048, "num_experts": 32, "vocab_size": 264,
                            "num_experts_per_tok": 4, "moe_intermediate_size": 512},
-    "precision": QWEN3_MOE | {"hidden_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 32, "head_dim": 128,
+    "precision": QWEN3_MOE | {"hidden_size": 2048, "num_hidden_layers": 4, "num_attention_heads": 32, "head_dim": 128,
                               "num_key_value_heads": 4, "intermediate_size": 6144, "num_experts": 64, "vocab_size": 264,
                               "num_experts_per_tok": 8, "moe_intermediate_size": 768},
     "tiny": QWEN3_MOE | {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "head_dim": 64,
@@ -182,14 +182,13 @@ def precision(args: argparse.Namespace) -> int:
                ["--rollout-max-response-len", 512, "--rollout-batch-size", 32, "--max-tokens-per-gpu", 16384,
                 "--sglang-fp8-gemm-backend", "triton", "--sglang-cuda-graph-max-bs", 256])
     sides = {"bf16 / bf16": ["--hf-checkpoint", model], "bf16 / FP8": in_fp8, "FP8 / FP8": [*in_fp8, "--plugin", "fp8"]}
-    found = {}
-    for name, words in sides.items():
-        folder = args.folder / name.replace(" / ", "-")
-        found[name] = run(folder, [*common, *words], args.seconds)
+    runs = {name: (args.folder / name.replace(" / ", "-"), [*common, *words]) for name, words in sides.items()}
+    found = in_turns(runs, args.seconds)
+    for name, (folder, _) in runs.items():
         logs = "".join(log.read_text(errors="replace") for log in (folder / "logs").glob("*engine*.log"))
         print(name, "engine's weights, GB:", re.findall(r"Load weight end.*mem usage=([\d.]+)", logs), flush=True)
-        print("trainer / engine")
-        table(found)  # also of what there is when a later one takes too long
+    print("trainer / engine")
+    table(found)
     return int(not all(found.values()))
 
 
@@ -212,31 +211,67 @@ def int4(args: argparse.Namespace) -> int:
 def run(folder: Path, words: list[str], seconds: float, coin: bool = True,
         recipe: str = "examples/moe.toml") -> list[dict]:
     """The metrics of each rollout of a run; prints its last lines where it fails."""
+    return ended(started(folder, words, coin, recipe), folder, time.monotonic() + seconds)
+
+
+def started(folder: Path, words: list[str], coin: bool = True, recipe: str = "examples/moe.toml") -> subprocess.Popen:
+    """A run in the background, which prints into a file."""
     shutil.rmtree(folder, ignore_errors=True)
+    folder.parent.mkdir(parents=True, exist_ok=True)
     command = [*MILES, "run", recipe, "--no-live",
                "--run-dir", folder, *(["--plugin", "tests/gpu/coin.py", "--rm-type", "coin"] if coin else []), *words]
-    begin = time.perf_counter()
-    process = subprocess.Popen([*map(str, command)], cwd=ROOT, text=True, stdout=subprocess.PIPE,
-                               stderr=subprocess.STDOUT)
+    with folder.with_suffix(".out").open("w") as out:
+        return subprocess.Popen([*map(str, command)], cwd=ROOT, stdout=out, stderr=subprocess.STDOUT)
+
+
+def in_turns(runs: dict[str, tuple[Path, list]], seconds: float, recipes: dict[str, str] | None = None,
+             coin: bool = True) -> dict[str, list[dict]]:
+    """The metrics of runs that start side by side and go on one after another, so that their seconds are their own.
+
+    The GPU has to hold them all, training at once in their first rollouts.
+    """
+    end, begin = time.monotonic() + seconds, time.monotonic()
+    processes = {name: started(folder, [*words, "--plugin", "tests/gpu/turns.py"], coin,
+                               (recipes or {}).get(name, "examples/moe.toml"))
+                 for name, (folder, words) in runs.items()}
+    while time.monotonic() < end and not all((folder / "waits").exists() or processes[name].poll() is not None
+                                             for name, (folder, _) in runs.items()):
+        time.sleep(0.2)
+    print(f"all wait after {time.monotonic() - begin:.0f} s", flush=True)
+    steps = {}
+    for name, (folder, _) in runs.items():
+        if folder.is_dir():
+            (folder / "turn").touch()
+        steps[name] = ended(processes[name], folder, end)
+    return steps
+
+
+def ended(process: subprocess.Popen, folder: Path, end: float) -> list[dict]:
+    """The metrics of a run that is waited for; prints its last lines where it fails."""
+    begin = time.monotonic()
     try:
-        said, _ = process.communicate(timeout=seconds)
+        process.wait(max(1.0, end - begin))
     except subprocess.TimeoutExpired:
         process.send_signal(signal.SIGINT)
-        said, _ = process.communicate(timeout=60)
-    print(f"{folder.name}: {time.perf_counter() - begin:.0f} s, exit {process.returncode}", flush=True)
-    if process.returncode:
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+    print(f"{folder.name}: waited for {time.monotonic() - begin:.0f} s, exit {process.poll()}", flush=True)
+    if process.poll():
         logs = "".join(f"--- {log.name}\n{log.read_text(errors='replace')[-2500:]}"
                        for log in (folder / "logs").glob("*.log"))
-        print(said[-5000:], logs, flush=True)
+        print(folder.with_suffix(".out").read_text(errors="replace")[-5000:], logs, flush=True)
     events = list(read(folder / "events.jsonl")) if (folder / "events.jsonl").is_file() else []
     return [event["metrics"] for event in events if event["event"] == "metrics"]
 
 
 def table(found: dict[str, list[dict]]) -> None:
-    """Means over the rollouts after the first two, and all figures of replay, per run."""
-    late = {name: steps[2:] or steps for name, steps in found.items()}
+    """Means over the rollouts after the first three, and all figures of replay, per run."""
+    late = {name: steps[3:] or steps for name, steps in found.items()}
     names = dict(FIGURES)
-    names |= {key: key for steps in found.values() for step in steps for key in sorted(step) if "r3" in key}
+    names |= {key: key for steps in found.values() for step in steps for key in sorted(step)
+              if "/r3/" in key and not key.startswith("perf/hook") or key.startswith("memory/")}
     print(f"{'':<44}" + "".join(f"{name:>16}" for name in found))
     for title, key in names.items():
         cells = []

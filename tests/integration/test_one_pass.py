@@ -18,8 +18,10 @@ def outcome_of(argv, folder):
     events = list(read(folder / "run" / "events.jsonl"))
     kept = [{key: event[key] for key in ("weights", "batch", "grad_norm")} for event in events
             if event["event"] == "hashes"]
-    return kept, [{key: value for key, value in event["metrics"].items() if not key.startswith(SPENT)}
-                  for event in events if event["event"] == "metrics"]
+    steps = [event["metrics"] for event in events if event["event"] == "metrics"]
+    rates = {"perf/log_probs_tokens_per_gpu_per_sec", "perf/log_probs_tflops"}
+    assert all(rates & step.keys() == (rates if PASS in argv else set()) for step in steps), "speed of a pass"
+    return kept, [{key: value for key, value in step.items() if not key.startswith(SPENT)} for step in steps]
 
 
 @pytest.mark.parametrize("flags", [

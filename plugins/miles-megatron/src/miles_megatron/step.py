@@ -317,15 +317,15 @@ class MegatronTrainer:
         columns.scatter()
 
     def _score(self, access: Access) -> dict[str, float]:
-        algorithm, metrics = self.config.algorithm, {}
-        begin = time.perf_counter()
+        algorithm, metrics = self.config.algorithm, {"perf/log_probs_time": 0.0}
         if not (algorithm.use_rollout_logprobs or algorithm.skip_actor_forward_only):
+            begin = time.perf_counter()
             with self._phase("log_probs"):
                 access.forward("actor", lambda rows: {"log_probs": rows.log_probs()})
             if algorithm.true_on_policy_mode:
                 check_equal(self.batch.samples)
             metrics.update(self._mismatch(self.batch.samples))
-        metrics["perf/log_probs_time"] = time.perf_counter() - begin
+            metrics["perf/log_probs_time"] = time.perf_counter() - begin
         if self.models.has_reference:
             begin = time.perf_counter()
             with self._phase("ref_log_probs"):
