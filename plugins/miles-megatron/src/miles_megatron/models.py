@@ -9,6 +9,7 @@ activations and buffers. A model that trains (a critic) or has another architect
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,6 +28,8 @@ from miles_megatron.disk_names import carried
 from miles_megatron.layout import layout_of
 from miles_megatron.model_on_rank import ModelOnRank, architecture, checkpoints
 
+logger = logging.getLogger(__name__)
+
 
 class Models:
     """Builds the models of this rank; `load` fills it.
@@ -36,7 +39,7 @@ class Models:
     """
 
     def __init__(self, config: RunConfig, hooks: Hooks, rank: Rank):
-        self.config, self._outgoing = config, hooks.export_weights
+        self.config, self._outgoing, self._said = config, hooks.export_weights, False
         layout = layout_of(config)
         cpu.deterministic(bool(config.surface("megatron").get("deterministic_mode")))
         cpu.process_group(rank, config.perf.trainer_timeout)
@@ -172,14 +175,19 @@ class Models:
             parts[name] = (one.wrapped, one.optimizer, one.scheduler) if whole else (one.wrapped, None, None)
         checkpoints().save(folder, rollout_id, parts, state=state, async_save=self.async_save)
 
-    def stream(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The actor under its Hugging Face names; every rank goes through it."""
+    def stream(self, *, stacked: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+        """The actor under its Hugging Face names; every rank goes through it. See weights.hf_stream."""
         self.actor.settle()
-        return weights.hf_stream(self.actor.chunks, self.actor.weight_map)
+        return weights.hf_stream(self.actor.chunks, self.actor.weight_map, stacked=stacked)
 
-    def for_engine(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """`stream` as the hook export_weights leaves it."""
-        return self.stream() if self._outgoing is None else self._outgoing(self.stream())
+    def for_engine(self, *, stacked: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+        """`stream` as the hook export_weights leaves it, which sees tensors as checkpoints have them."""
+        if self._outgoing is None:
+            return self.stream(stacked=stacked)
+        if stacked and not self._said and self.actor.chunks[0].config.num_moe_experts:
+            logger.info("weight_sync: experts are sent one by one, as plugins change the stream (hook export_weights)")
+            self._said = True
+        return self._outgoing(self.stream())
 
     def export(self, folder: Path, stream: Iterator[tuple[str, torch.Tensor]]) -> None:
         """The actor's stream as a Hugging Face directory; one rank writes it."""
