@@ -8,6 +8,7 @@ activations and buffers. A model that trains (a critic) or has another architect
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 from collections.abc import Iterator, Sequence
@@ -22,13 +23,16 @@ from miles_core.plugins.bind import Hooks
 from miles_core.stages.models import Model
 from miles_core.stages.step import Resume
 from miles_core.types import Rank
-from miles_megatron import cpu, weights
+from miles_megatron import cpu, engine_weights, estimate, weights
 from miles_megatron.async_save import AsyncSave
 from miles_megatron.disk_names import carried
 from miles_megatron.layout import layout_of
 from miles_megatron.model_on_rank import ModelOnRank, architecture, checkpoints
 
 logger = logging.getLogger(__name__)
+
+MARGIN = 2 * 2**30
+"""Bytes of a GPU that nothing is planned with."""
 
 
 class Models:
@@ -99,6 +103,9 @@ class Models:
             if one.declared.trainable:
                 # Before a checkpoint is loaded, for the state to have a place; else after the weights, which it copies.
                 one.make_optimizer()
+        if self.config.perf.colocate and self.config.perf.offload_train is not False:
+            for one in self.on_rank.values():
+                one.memory.reserve()
         if not resume:
             weights_alone = " (weights alone: another program saved it)" if self._start else ""
             return Resume(0, None, self.actor.declared.source + weights_alone)
@@ -157,9 +164,25 @@ class Models:
     def offload(self, tags: Sequence[str]) -> None:
         """See stages/step.py. Models that are swapped in are in host memory anyhow."""
         for one in self.on_rank.values():
-            one.memory.offload(tags)
-        if not cpu.no_cuda():
-            torch.cuda.empty_cache()  # for other processes on this GPU
+            one.memory.offload(tags, wait=False)
+        _empty_cache()
+        if "weights" in tags or not self._room():
+            for one in self.on_rank.values():
+                one.memory.settle()
+            _empty_cache()
+
+    def _room(self) -> bool:
+        """Whether an engine's weights and a sync's buckets fit beside optimizer state that has not left yet."""
+        if cpu.no_cuda() or self._served is None:
+            return False
+        buckets = 2 * self.config.perf.update_weight_buffer_size
+        return torch.cuda.mem_get_info()[0] > 1.1 * self._served + buckets + MARGIN
+
+    @functools.cached_property
+    def _served(self) -> float | None:
+        """Bytes of an engine's weights on one GPU; None where config.json does not say."""
+        size = estimate.dimensions_of(self.config)
+        return size and engine_weights.weights(self.config, size) / self.config.perf.rollout_num_gpus_per_engine
 
     def onload(self, tags: Sequence[str]) -> None:
         """See stages/step.py."""
@@ -172,6 +195,7 @@ class Models:
         parts = {}
         for name, one in self.trained.items():
             one.settle()
+            one.memory.arrived()
             parts[name] = (one.wrapped, one.optimizer, one.scheduler) if whole else (one.wrapped, None, None)
         checkpoints().save(folder, rollout_id, parts, state=state, async_save=self.async_save)
 
@@ -194,3 +218,9 @@ class Models:
         whole = itertools.chain(stream, carried(self.actor.folder, self.actor.weight_map))
         weights.export_hf(folder, self.actor.folder, whole,
                           config=weights.PLAIN | weights.without_left(self.actor.weight_map))
+
+
+def _empty_cache() -> None:
+    """What is free on this GPU is so for other processes, too."""
+    if not cpu.no_cuda():
+        torch.cuda.empty_cache()

@@ -370,7 +370,9 @@ class Access:
         return self._trainer.models.place(model).chunks
 
     def optimizer(self, model: str) -> object:
-        return self._trainer.models.on_rank[model].optimizer
+        model_on_rank = self._trainer.models.on_rank[model]
+        model_on_rank.memory.arrived()
+        return model_on_rank.optimizer
 
     def scheduler(self, model: str) -> object:
         return self._trainer.models.on_rank[model].scheduler
