@@ -35,7 +35,8 @@ class WeightSync(Protocol):
 class Sender(Protocol):
     """The trainer's half of a sync that does not pass through the driver: `Trainer.connect` puts one on every rank.
 
-    Made by the driver and pickled, so it holds addresses and settings alone until `open`.
+    Made by the driver and pickled, so it holds addresses and settings alone until `open`. With a true `takes_stacks` it
+    knows tensors [experts, ...] in whose names 0-63 stands for a number, and a trainer may send a layer's experts so.
     """
 
     def open(self, rank: Rank) -> None:

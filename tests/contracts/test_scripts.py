@@ -55,6 +55,7 @@ CASES = [  # script, its words, how many plans it makes
     ("tests/gpu/lora.py", "moe", 2),
     ("tests/gpu/moe.py", "replay --tiny --folder {folder}", 2),
     ("tests/gpu/moe.py", "recipe --folder {folder}", 2),
+    ("tests/gpu/offload_speed.py", "--tiny --turns 2", 0),
     ("tests/gpu/probe.py", "", 0),
     ("tests/gpu/qwen3next.py", "--help", 0),
     ("tests/gpu/speculation.py",

@@ -3,12 +3,13 @@
     NCCL_CUMEM_ENABLE=0 python tests/gpu/sync_speed.py ipc 0.6B 8B        one GPU
     NCCL_CUMEM_ENABLE=0 python tests/gpu/sync_speed.py broadcast 0.6B 8B  two GPUs
     ... 8B:2048                                                           buckets of one size, in MiB
+    ... --apart moe-4b 30b-a3b/16                                         experts one by one, as checkpoints have them
 
 Prints a line of JSON for each shape: seconds of the whole sync as a run makes it, from the pause until the engine
-serves (`whole_s`), and of the sender's part alone (`send_s`), both as the median and the best of 200; the share of the
-device's copy bandwidth (ipc) or of a plain NCCL broadcast's between the same two GPUs (broadcast) that the best sender
-has; and what the verification costs: `..._cost` compares the medians with those of 200 syncs without it, which take
-turns with them on one server. Figures go to docs/benchmarks.md.
+serves (`whole_s`), and of the sender's part alone (`send_s`), both as the median and the best of 200, of mixtures 20;
+the share of the device's copy bandwidth (ipc) or of a plain NCCL broadcast's between the same two GPUs (broadcast) that
+the best sender has; and what the verification costs: `..._cost` compares the medians with those of as many syncs
+without it, which take turns with them on one server. Figures go to docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from unittest.mock import patch
 
 import torch
 from miles_sglang.engine import SglangEngine
+from miles_sglang.server_extension.miles_stacks import apart
 from miles_sglang.sync.broadcast import BroadcastSender
 from miles_sglang.sync.ipc import IpcSender
 from miles_sglang.sync.sender import Servers, Settings
@@ -45,13 +47,20 @@ SHAPES = {
                  num_key_value_heads=8, tie_word_embeddings=True),
     "8B": dict(hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32,
                num_key_value_heads=8, tie_word_embeddings=False),
+    "moe-4b": dict(hidden_size=1024, intermediate_size=3072, num_hidden_layers=24, num_attention_heads=16,
+                   num_key_value_heads=8, tie_word_embeddings=False, num_experts=64, num_experts_per_tok=8,
+                   moe_intermediate_size=768),
+    "30b-a3b/16": dict(hidden_size=2048, intermediate_size=6144, num_hidden_layers=16, num_attention_heads=32,
+                       num_key_value_heads=4, tie_word_embeddings=False, num_experts=128, num_experts_per_tok=8,
+                       moe_intermediate_size=768),
 }
+"""30b-a3b/16 are 16 of the 48 layers of Qwen3-30B-A3B."""
 SERVED = Path(__file__).parents[2] / "plugins/miles-sglang/src/miles_sglang/server_extension"
 FLAGS = ["--attention-backend", "triton", "--sampling-backend", "pytorch", "--grammar-backend", "none",
          "--skip-server-warmup", "--skip-tokenizer-init", "--disable-cuda-graph", "--mem-fraction-static", "0.3",
          "--load-format", "dummy", "--custom-weight-loader", "miles_weights.load", "--host", "127.0.0.1"]
-TURNS = 200
-"""Syncs with the verification, and as many without."""
+DENSE, MIXED = 200, 20
+"""Syncs with the verification, and as many without, of a dense model and of a mixture of experts."""
 
 
 class Server:
@@ -84,18 +93,27 @@ class Server:
         self.process.wait(30)
 
 
-def weights(folder: Path, device: str) -> list[tuple[str, torch.Tensor]]:
-    """Random bfloat16 tensors by Hugging Face's names."""
+def weights(folder: Path, device: str, one_by_one: bool) -> list[tuple[str, torch.Tensor]]:
+    """Random bfloat16 tensors by Hugging Face's names; the experts of a layer as one tensor each of gate and up, which
+    are views of one, and of down, as the trainer has them."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(folder)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    names = [(name, p.shape) for name, p in model.named_parameters()
-             if not (config.tie_word_embeddings and name == "lm_head.weight")]
-    generator = torch.Generator(device).manual_seed(0)
-    return [(name, torch.empty(shape, dtype=torch.bfloat16, device=device).normal_(0, 0.02, generator=generator))
-            for name, shape in names]
+    generator, inner = torch.Generator(device).manual_seed(0), getattr(config, "moe_intermediate_size", 0)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.bfloat16, device=device).normal_(0, 0.02, generator=generator)
+
+    named = [(name, drawn(*p.shape)) for name, p in model.named_parameters() if ".experts." not in name
+             and not (config.tie_word_embeddings and name == "lm_head.weight")]
+    for layer in range(config.num_hidden_layers if inner else 0):
+        where, count = f"model.layers.{layer}.mlp.experts.0-{config.num_experts - 1}", config.num_experts
+        up, down = drawn(count, 2 * inner, config.hidden_size), drawn(count, config.hidden_size, inner)
+        named += [(f"{where}.gate_proj.weight", up[:, :inner]), (f"{where}.up_proj.weight", up[:, inner:]),
+                  (f"{where}.down_proj.weight", down)]
+    return [pair for name, tensor in named for pair in apart(name, tensor)] if one_by_one else named
 
 
 def copied(size: int) -> float:
@@ -193,7 +211,7 @@ async def timed(sync: ServerSync, trainer: Trainer, engine: SglangEngine, versio
 
 
 async def turns(kind: str, url: str, settings: Settings, held: list[tuple[str, torch.Tensor]],
-                gpus: tuple[int, ...]) -> tuple[dict, list[dict], list[dict]]:
+                gpus: tuple[int, ...], count: int) -> tuple[dict, list[dict], list[dict]]:
     """Figures of the first sync, of those with the verification, and of those without."""
     config = RunConfig(checkpoint=Checkpoint(hf_checkpoint=settings.checkpoint, run_dir=tempfile.mkdtemp()),
                        rollout=Rollout(engine="sglang"), debug=Debug(debug_rollout_only=True),
@@ -205,7 +223,7 @@ async def turns(kind: str, url: str, settings: Settings, held: list[tuple[str, t
     await engine.start()
     try:
         first, verified, without = await timed(sync, trainer, engine, 1), [], []
-        for turn in range(2 * TURNS):
+        for turn in range(2 * count):
             with contextlib.nullcontext() if turn % 4 in (0, 3) else unverified(trainer.sender):  # each as often first
                 found = await timed(sync, trainer, engine, turn + 2)
             (verified if turn % 4 in (0, 3) else without).append(found)
@@ -222,25 +240,29 @@ def cost(key: str, verified: list[dict], without: list[dict]) -> dict[str, float
         one[key] for one in verified), 5), f"{key}_cost": round(1 - plain / median, 4)}
 
 
-def measure(kind: str, shape: str, buffer: int) -> dict[str, object]:
+def measure(kind: str, shape: str, buffer: int, one_by_one: bool) -> dict[str, object]:
     """The figures of one shape."""
-    from transformers import Qwen3Config
+    from transformers import Qwen3Config, Qwen3MoeConfig
 
-    folder = Path(tempfile.mkdtemp())
-    Qwen3Config(vocab_size=151936, head_dim=128, max_position_embeddings=4096, dtype="bfloat16",
-                architectures=["Qwen3ForCausalLM"], **SHAPES[shape]).save_pretrained(folder)
+    folder, mixed = Path(tempfile.mkdtemp()), "num_experts" in SHAPES[shape]
+    words = {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []} if mixed else {}
+    (Qwen3MoeConfig if mixed else Qwen3Config)(
+        vocab_size=151936, head_dim=128, max_position_embeddings=4096, dtype="bfloat16",
+        architectures=[f"Qwen3{'Moe' if mixed else ''}ForCausalLM"], **words, **SHAPES[shape]).save_pretrained(folder)
     device = "cuda:0" if kind == "ipc" else "cuda:1"
     torch.cuda.set_device(device)
-    held = weights(folder, device)
+    held = weights(folder, device, one_by_one)
     size = sum(tensor.numel() * 2 for _, tensor in held)
     reference = copied(min(size, 2**32)) * size / min(size, 2**32) if kind == "ipc" else broadcast_seconds(buffer)
-    settings = Settings(limit=buffer, timeout=120, source="bfloat16", target="bfloat16", heads=8,
-                        tied=SHAPES[shape]["tie_word_embeddings"], layers=SHAPES[shape]["num_hidden_layers"],
-                        checkpoint=str(folder))
+    settings = Settings(limit=buffer, timeout=120, source="bfloat16", target="bfloat16",
+                        heads=SHAPES[shape]["num_key_value_heads"], tied=SHAPES[shape]["tie_word_embeddings"],
+                        layers=SHAPES[shape]["num_hidden_layers"], checkpoint=str(folder))
     with Server(folder) as server:
-        first, verified, without = asyncio.run(turns(kind, server.url, settings, held, (0,) if kind == "ipc" else ()))
+        first, verified, without = asyncio.run(turns(
+            kind, server.url, settings, held, (0,) if kind == "ipc" else (), MIXED if mixed else DENSE))
     unit, best = size / reference if kind == "ipc" else buffer / reference, min(one["send_s"] for one in verified)
-    return {"kind": kind, "shape": shape, "gb": round(size / 1e9, 3), "first_s": round(first["whole_s"], 4),
+    return {"kind": kind, "shape": shape, "tensors": first["tensors"], "gb": round(size / 1e9, 3),
+            "first_s": round(first["whole_s"], 4),
             **cost("whole_s", verified, without), **cost("send_s", verified, without),
             "add_up_s": round(statistics.median(one["add_up_s"] for one in verified), 5),
             "compare_s": round(statistics.median(one["verify_s"] for one in verified), 5),
@@ -248,8 +270,10 @@ def measure(kind: str, shape: str, buffer: int) -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    kind, *shapes = sys.argv[1:] or ["ipc"]
+    words = sys.argv[1:]
+    one_by_one = "--apart" in words
+    kind, *shapes = [word for word in words if word != "--apart"] or ["ipc"]
     for each in shapes or list(SHAPES):
         each, _, given = each.partition(":")
         for size in [int(given)] if given else (512, 2048):
-            print(json.dumps({"bucket_mib": size, **measure(kind, each, size * 1024**2)}), flush=True)
+            print(json.dumps({"bucket_mib": size, **measure(kind, each, size * 1024**2, one_by_one)}), flush=True)

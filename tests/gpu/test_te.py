@@ -230,7 +230,7 @@ def test_the_gpus_memory_goes_and_comes_back(run_file):
         # bf16 weights, fp32 gradients, masters and two moments; workspaces of cuBLAS and Transformer Engine stay.
         state = 18 * sum(tensor.numel() for tensor in before.values())
         assert held - left > 0.9 * state
-        assert all(copy.is_pinned() for copy in trainer.models.actor.memory._copies.values())
+        assert all(one.is_pinned() for host in trainer.models.actor.memory.host.values() for one in host.blocks)
         trainer.onload(["weights"])
         assert all(torch.equal(tensor.cpu(), before[name]) for name, tensor in trainer.models.stream())
     finally:

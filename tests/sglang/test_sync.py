@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import shutil
 import socket
 import tempfile
@@ -59,6 +60,18 @@ def few_changes(stream):
         yield name, tensor
 
 
+def stacked(stream):
+    """The experts of a layer as one tensor for each kind, as a trainer has them that keeps them side by side."""
+    pending = {}
+    for name, tensor in stream:
+        before, number, after = re.fullmatch(r"(.*\.experts\.|)(\d*)(.*)", name).groups()
+        pending.setdefault((before, after), []).append(tensor) if number else None
+        if not number:
+            yield name, tensor
+    for (before, after), tensors in pending.items():
+        yield f"{before}0-{len(tensors) - 1}{after}", torch.stack(tensors)
+
+
 def expected(folder, ids, between=lambda stream: stream):
     """Log-probs of ids[len(PROMPT):] by transformers with the weights that the trainer sent."""
     from transformers import AutoModelForCausalLM
@@ -79,8 +92,8 @@ class Bench:
     """An engine beside the real server, a trainer, and a sync between them."""
 
     def __init__(self, beside, config, models, tmp_path, kind, faulty=None, **perf):
-        self.config = replace(config, perf=replace(config.perf, update_weight_buffer_size=8_000,
-                                                   weight_sync_timeout=60.0, **perf))
+        self.config = replace(config, perf=replace(config.perf, **{
+            "update_weight_buffer_size": 8_000, "weight_sync_timeout": 60.0, **perf}))
         self.engine, self.models = beside(), models
         self.trainer = ThreadHost("trainer", Trainer, Rank())
         settings = Settings.of(self.config)
@@ -95,8 +108,11 @@ class Bench:
         await self.trainer.close()
         await self.engine.stop()
 
-    async def bring(self, version, name="new", between=lambda stream: stream):
+    async def hold(self, name, between):
         await self.trainer.hold(self.models[name], between)
+
+    async def bring(self, version, name="new", between=lambda stream: stream):
+        await self.hold(name, between)
         return await self.sync.sync(self.trainer, self.engine, version)
 
     async def serves(self, version, name="new", between=lambda stream: stream):
@@ -128,6 +144,25 @@ def test_the_server_serves_what_the_trainer_sent(bench, models):
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("kind", ["ipc", "broadcast"])
+def test_stacked_experts_go_into_the_parameters_of_the_server(bench, kind):
+    """Whole, and in parts where a bucket has no room for all; what is served is the model that was sent."""
+    async def main():
+        for version, (limit, tensors) in enumerate(((40_000, 6), (16_000, 12)), 1):
+            async with bench(kind, update_weight_buffer_size=limit) as there:
+                target = Target("engine 0", there.engine.servers[0].url)
+                (report,) = Servers((target,), Settings.of(there.config)).reports.ask(target, 20, names_only=True)
+                assert report["one_by_one"] is None
+                figures = await there.bring(2 * version, between=stacked)
+                await there.serves(2 * version)
+                assert figures["bytes"] == total(there.models)
+                assert figures["tensors"] == tensors + sum(
+                    ".experts." not in name for name, _ in read_tensors(there.models["new"]))
+                await there.bring(2 * version + 1, "old")
+
+    asyncio.run(main())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_every_version_reaches_the_server(bench, kind):
@@ -155,16 +190,40 @@ class LosesABucket(IpcSender):
 
 
 class FlipsABit(IpcSender):
-    """One bit of the third bucket is another on arrival."""
+    """One bit of a bucket is another on arrival."""
+
+    number = 3
 
     def _gathered(self, bucket, report=None):
         self.count = getattr(self, "count", 0) + 1
-        if self.count != 3 or bucket is None:
+        if self.count != self.number or bucket is None:
             return super()._gathered(bucket, report)
         bucket.buffer[5] ^= 4
         packed = super()._gathered(bucket, report)
         bucket.buffer[5] ^= 4
         return packed
+
+
+class FlipsABitOfAStack(FlipsABit):
+    """The first tensor of its bucket is one of stacked experts."""
+
+    number = 1
+
+    def _gathered(self, bucket, report=None):
+        assert bucket is None or hasattr(self, "count") or ".experts.0-3." in bucket.tensors[0][0]
+        return super()._gathered(bucket, report)
+
+
+def test_a_flipped_bit_of_a_stack_is_caught(bench):
+    def experts_first(stream):
+        yield from sorted(stacked(stream), key=lambda pair: ".experts." not in pair[0])
+
+    async def main():
+        async with bench("ipc", FlipsABitOfAStack, update_weight_buffer_size=40_000) as there:
+            with pytest.raises(SyncError, match="does not hold the weights.*w13_weight"):
+                await there.bring(1, between=experts_first)
+
+    asyncio.run(main())
 
 
 class SwapsLayers(IpcSender):

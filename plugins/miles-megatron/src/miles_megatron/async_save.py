@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from miles_core.errors import WaitError
-from miles_megatron.offload import host_copy, host_memory, synchronise
+from miles_megatron.host_memory import host_copy, host_memory, synchronise
 
 logger = logging.getLogger(__name__)
 

@@ -12,21 +12,18 @@ forward is not its own (adapters, fake quantisation, hooks), experts are compute
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
 from miles_megatron import cpu
+from miles_megatron.stacks import as_one
 
 cpu.install()
 
 from megatron.core.transformer.moe.moe_layer import MoELayer  # noqa: E402 - after install()
 from megatron.core.transformer.moe.moe_utils import permute, unpermute  # noqa: E402
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher  # noqa: E402
-
-ALIGNMENT = 16
-"""Bytes: where a matrix of a grouped product may begin."""
 
 
 class Stack(NamedTuple):
@@ -55,19 +52,6 @@ def lay_side_by_side(linear: torch.nn.Module) -> None:
         parameter.data = place
     for name, parameter in reversed(list(zip(names, parameters, strict=True))):
         linear._parameters[name] = parameter
-
-
-def as_one(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """[E, *shape] view of E tensors of one shape that lie evenly spaced in one storage; None of others."""
-    first, step = tensors[0].detach(), tensors[0].nbytes
-    if len(tensors) > 1:
-        step = tensors[1].data_ptr() - first.data_ptr()
-    start, storage = first.data_ptr(), first.untyped_storage().data_ptr()
-    even = all(one.data_ptr() == start + number * step and one.is_contiguous()
-               and one.untyped_storage().data_ptr() == storage for number, one in enumerate(tensors))
-    if not even or step < first.nbytes or step % ALIGNMENT or start % ALIGNMENT:
-        return None
-    return first.as_strided((len(tensors), *first.shape), (step // first.itemsize, *first.stride()))
 
 
 def stacked(linear: torch.nn.Module, experts: int) -> Stack | None:

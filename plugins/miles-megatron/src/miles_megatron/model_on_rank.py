@@ -18,10 +18,11 @@ from miles_core.reading import reading
 from miles_core.stages.models import Model
 from miles_megatron import cpu, gradients, hf_config, optimizer, unread, value, weights
 from miles_megatron.config_overrides import check_architecture, overrides_for
+from miles_megatron.host_memory import host_copy, synchronise
 from miles_megatron.layout import Layout
 from miles_megatron.model import ALWAYS_OFF, LOCAL_ONLY_OFF, build, transformer_config
 from miles_megatron.module_specs import modules_of
-from miles_megatron.offload import Offload, host_copy, synchronise
+from miles_megatron.offload import Offload
 
 cpu.install()
 
@@ -144,6 +145,7 @@ class ModelOnRank:
                                  who=f"optimizer step of the {self.name}", code="gradient-not-finite",
                                  fix="the weights are unchanged and the last checkpoint is good; "
                                  "look at the step's samples, the learning rate and the precision")
+        self.memory.arrived()
         rate = self.optimizer.param_groups[0]["lr"]
         clipped = gradients.MegatronGradients(self.name, self.optimizer, self.chunks, self.options.clip_grad,
                                              self.clip_groups)

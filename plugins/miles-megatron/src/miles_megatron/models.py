@@ -8,7 +8,9 @@ activations and buffers. A model that trains (a critic) or has another architect
 
 from __future__ import annotations
 
+import functools
 import itertools
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,11 +23,16 @@ from miles_core.plugins.bind import Hooks
 from miles_core.stages.models import Model
 from miles_core.stages.step import Resume
 from miles_core.types import Rank
-from miles_megatron import cpu, weights
+from miles_megatron import cpu, engine_weights, estimate, weights
 from miles_megatron.async_save import AsyncSave
 from miles_megatron.disk_names import carried
 from miles_megatron.layout import layout_of
 from miles_megatron.model_on_rank import ModelOnRank, architecture, checkpoints
+
+logger = logging.getLogger(__name__)
+
+MARGIN = 2 * 2**30
+"""Bytes of a GPU that nothing is planned with."""
 
 
 class Models:
@@ -36,7 +43,7 @@ class Models:
     """
 
     def __init__(self, config: RunConfig, hooks: Hooks, rank: Rank):
-        self.config, self._outgoing = config, hooks.export_weights
+        self.config, self._outgoing, self._said = config, hooks.export_weights, False
         layout = layout_of(config)
         cpu.deterministic(bool(config.surface("megatron").get("deterministic_mode")))
         cpu.process_group(rank, config.perf.trainer_timeout)
@@ -96,6 +103,9 @@ class Models:
             if one.declared.trainable:
                 # Before a checkpoint is loaded, for the state to have a place; else after the weights, which it copies.
                 one.make_optimizer()
+        if self.config.perf.colocate and self.config.perf.offload_train is not False:
+            for one in self.on_rank.values():
+                one.memory.reserve()
         if not resume:
             weights_alone = " (weights alone: another program saved it)" if self._start else ""
             return Resume(0, None, self.actor.declared.source + weights_alone)
@@ -154,9 +164,25 @@ class Models:
     def offload(self, tags: Sequence[str]) -> None:
         """See stages/step.py. Models that are swapped in are in host memory anyhow."""
         for one in self.on_rank.values():
-            one.memory.offload(tags)
-        if not cpu.no_cuda():
-            torch.cuda.empty_cache()  # for other processes on this GPU
+            one.memory.offload(tags, wait=False)
+        _empty_cache()
+        if "weights" in tags or not self._room():
+            for one in self.on_rank.values():
+                one.memory.settle()
+            _empty_cache()
+
+    def _room(self) -> bool:
+        """Whether an engine's weights and a sync's buckets fit beside optimizer state that has not left yet."""
+        if cpu.no_cuda() or self._served is None:
+            return False
+        buckets = 2 * self.config.perf.update_weight_buffer_size
+        return torch.cuda.mem_get_info()[0] > 1.1 * self._served + buckets + MARGIN
+
+    @functools.cached_property
+    def _served(self) -> float | None:
+        """Bytes of an engine's weights on one GPU; None where config.json does not say."""
+        size = estimate.dimensions_of(self.config)
+        return size and engine_weights.weights(self.config, size) / self.config.perf.rollout_num_gpus_per_engine
 
     def onload(self, tags: Sequence[str]) -> None:
         """See stages/step.py."""
@@ -169,20 +195,32 @@ class Models:
         parts = {}
         for name, one in self.trained.items():
             one.settle()
+            one.memory.arrived()
             parts[name] = (one.wrapped, one.optimizer, one.scheduler) if whole else (one.wrapped, None, None)
         checkpoints().save(folder, rollout_id, parts, state=state, async_save=self.async_save)
 
-    def stream(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The actor under its Hugging Face names; every rank goes through it."""
+    def stream(self, *, stacked: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+        """The actor under its Hugging Face names; every rank goes through it. See weights.hf_stream."""
         self.actor.settle()
-        return weights.hf_stream(self.actor.chunks, self.actor.weight_map)
+        return weights.hf_stream(self.actor.chunks, self.actor.weight_map, stacked=stacked)
 
-    def for_engine(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """`stream` as the hook export_weights leaves it."""
-        return self.stream() if self._outgoing is None else self._outgoing(self.stream())
+    def for_engine(self, *, stacked: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+        """`stream` as the hook export_weights leaves it, which sees tensors as checkpoints have them."""
+        if self._outgoing is None:
+            return self.stream(stacked=stacked)
+        if stacked and not self._said and self.actor.chunks[0].config.num_moe_experts:
+            logger.info("weight_sync: experts are sent one by one, as plugins change the stream (hook export_weights)")
+            self._said = True
+        return self._outgoing(self.stream())
 
     def export(self, folder: Path, stream: Iterator[tuple[str, torch.Tensor]]) -> None:
         """The actor's stream as a Hugging Face directory; one rank writes it."""
         whole = itertools.chain(stream, carried(self.actor.folder, self.actor.weight_map))
         weights.export_hf(folder, self.actor.folder, whole,
                           config=weights.PLAIN | weights.without_left(self.actor.weight_map))
+
+
+def _empty_cache() -> None:
+    """What is free on this GPU is so for other processes, too."""
+    if not cpu.no_cuda():
+        torch.cuda.empty_cache()

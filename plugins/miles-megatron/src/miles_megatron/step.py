@@ -158,7 +158,8 @@ class MegatronTrainer:
 
     def send(self, version: int) -> dict[str, float] | None:
         with self._explained("send"):
-            figures = self.sender.send(self.models.for_engine(), version)
+            stream = self.models.for_engine(stacked=getattr(self.sender, "takes_stacks", False))
+            figures = self.sender.send(stream, version)
         logger.info("weight_sync to version %d sent: %s", version, figures)
         return figures if self.rank.index == 0 else None
 
@@ -369,7 +370,9 @@ class Access:
         return self._trainer.models.place(model).chunks
 
     def optimizer(self, model: str) -> object:
-        return self._trainer.models.on_rank[model].optimizer
+        model_on_rank = self._trainer.models.on_rank[model]
+        model_on_rank.memory.arrived()
+        return model_on_rank.optimizer
 
     def scheduler(self, model: str) -> object:
         return self._trainer.models.on_rank[model].scheduler

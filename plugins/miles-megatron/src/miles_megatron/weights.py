@@ -7,7 +7,7 @@ import logging
 import re
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -19,8 +19,10 @@ from miles_core.reading import parse_json, reading
 from miles_core.record.publish import publish
 from miles_megatron import cpu, tensor_merges
 from miles_megatron.disk_names import PlainReaders, to_disk
+from miles_megatron.ownership import hf_shapes, hf_tensors, owners, shard
 from miles_megatron.shards import few, shard_name, tensor_files, write_index, writing
 from miles_megatron.specs import Rule, WeightMap
+from miles_megatron.stacks import stacks
 
 cpu.install()
 
@@ -35,8 +37,8 @@ SHARD_BYTES = 5 * 10**9
 Model = torch.nn.Module | Sequence[torch.nn.Module]
 """One module, or this rank's chunks of an interleaved pipeline; wrapped or not."""
 
-_LAYER, _EXPERT = re.compile(r"decoder\.layers\.(\d+)\."), re.compile(r"\.local_experts\.(\d+)\.")
-_GROUPED = re.compile(r"\.experts\.(linear_fc\d)\.(weight|bias)(\d+)$")
+_LAYER, _EXPERT = re.compile(r"decoder\.layers\.(\d+)\."), re.compile(r"\.local_experts\.(\d+(?:-\d+)?)\.")
+_GROUPED = re.compile(r"\.experts\.(linear_fc\d)\.(weight|bias)(\d+(?:-\d+)?)$")
 """Transformer Engine's grouped experts: one module holds the same layer of all of a rank's experts."""
 EMBEDDING, _TIED = "embedding.word_embeddings.weight", "output_layer.weight"
 """A tied output layer on a pipeline stage of its own is a copy of the embedding."""
@@ -85,7 +87,7 @@ def load_hf(folder: str | Path, model: Model, weight_map: WeightMap, *, but: fro
         with torch.no_grad():
             for ours, (rule, names) in wanted.items():
                 parameter = parameters[ours]
-                shards = [_shard(piece, parameter)
+                shards = [shard(piece, parameter)
                           for i, name in enumerate(names)
                           for piece in tensor_merges.pieces(rule, read.tensor(name), i)]
                 parameter.copy_(tensor_merges.join(rule, shards, weight_map))
@@ -179,26 +181,29 @@ def known_by() -> str:
     return f"enable the plugin that knows these weights ({plugins}), without which they would be lost"
 
 
-def hf_stream(model: Model, weight_map: WeightMap) -> Iterator[tuple[str, torch.Tensor]]:
+def hf_stream(model: Model, weight_map: WeightMap, *, stacked: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
     """The complete policy under its names on disk, in the order of the rules; every rank must go through it.
 
     Each tensor is gathered from its tensor-parallel ranks and then sent on by the stage and expert rank that own it,
     so that every rank sees all of them, one at a time. Tensors are detached and, where a view does, share memory with
     the model: copy what must outlive a step.
+
+    Args:
+        stacked: experts of a rank that lie side by side are one tensor, [experts, ...], where files have one for each:
+            `0-63` stands in its name for the number of an expert.
     """
-    return to_disk(_stream(model, weight_map), weight_map)
+    return to_disk(_stream(model, weight_map, stacked and not weight_map.packed), weight_map)
 
 
-def _stream(model: Model, weight_map: WeightMap) -> Iterator[tuple[str, torch.Tensor]]:
+def _stream(model: Model, weight_map: WeightMap, stacked: bool) -> Iterator[tuple[str, torch.Tensor]]:
     """The same by the names of the rules."""
-    parameters = global_parameters(model)
-    owners = _owners(parameters, weight_map)
-    for ours, rule, names in instances(weight_map):
-        owner = owners[ours]
+    parameters = global_parameters(model, stacked=stacked)
+    rules = {ours: rule for ours, rule, _ in instances(weight_map, parameters if stacked else ())}
+    owner_of = owners(parameters, rules, weight_map)
+    for ours, rule, names in instances(weight_map, owner_of if stacked else ()):
+        owner = owner_of[ours]
         if ours in parameters:
-            parameter = parameters[ours]
-            pieces = tensor_merges.split(rule, parameter.detach(), weight_map, _tensor_size(parameter))
-            parts = tensor_merges.whole(rule, [_gather(piece, parameter) for piece in pieces])
+            parts = hf_tensors(rule, parameters[ours], weight_map)
         else:
             device = next(iter(parameters.values())).device
             parts = [torch.empty(shape, dtype=owner.dtype, device=device) for shape in owner.shapes]
@@ -285,19 +290,38 @@ def _write_shards(
     return max(lengths, key=lengths.get, default=dtype)
 
 
-def instances(weight_map: WeightMap) -> Iterator[tuple[str, Rule, tuple[str, ...]]]:
-    """(Megatron name over the whole model, rule, HF names) of each parameter, in the order of the rules."""
+def instances(weight_map: WeightMap, known: Collection[str] = ()) -> Iterator[tuple[str, Rule, tuple[str, ...]]]:
+    """(Megatron name over the whole model, rule, HF names) of each parameter, in the order of the rules.
+
+    Args:
+        known: names of parameters, of which stacks take the place of their experts.
+    """
     for rule in weight_map.rules:
         for layer in rule.layers if rule.layers is not None else (0,):
-            for expert in range(rule.experts or 1):
+            for expert in _experts(rule, layer, known):
                 where = {"layer": layer, "expert": expert}
                 yield rule.megatron.format(**where), rule, tuple(name.format(**where) for name in rule.hf)
 
 
-def global_parameters(model: Model) -> dict[str, torch.Tensor]:
+def _experts(rule: Rule, layer: int, known: Collection[str]) -> Iterator[int | str]:
+    """The numbers of a rule's experts, or "0-63" for a rank's that are a stack."""
+    count = rule.experts or 1
+    size = parallel_state.get_expert_model_parallel_world_size() if known and rule.experts else 1
+    for first in range(0, count, count // size):
+        together = f"{first}-{first + count // size - 1}"
+        if known and rule.megatron.format(layer=layer, expert=together) in known:
+            yield together
+        else:
+            yield from range(first, first + count // size)
+
+
+def global_parameters(model: Model, *, stacked: bool = False) -> dict[str, torch.Tensor]:
     """This rank's parameters and what it saves beside them, under names that count layers and experts over the model.
 
     A layer knows its own number; expert-parallel rank r of e holds experts r n/e up to (r+1) n/e.
+
+    Args:
+        stacked: experts that lie side by side are one StackedParameter.
     """
     parameters = {}
     for chunk in [model] if isinstance(model, torch.nn.Module) else model:
@@ -305,11 +329,17 @@ def global_parameters(model: Model) -> dict[str, torch.Tensor]:
         numbers = [layer.layer_number - 1 for layer in chunk.decoder.layers]
         experts = (chunk.config.num_moe_experts or 0) // parallel_state.get_expert_model_parallel_world_size()
         first = parallel_state.get_expert_model_parallel_rank() * experts
-        for name, parameter in (*chunk.named_parameters(), *kept_buffers(chunk)):
+        named = chain(chunk.named_parameters(), kept_buffers(chunk))
+        for name, parameter in stacks(named, _GROUPED) if stacked else named:
             name = _GROUPED.sub(r".experts.local_experts.\3.\1.\2", name)
             name = _LAYER.sub(lambda match: f"decoder.layers.{numbers[int(match[1])]}.", name)  # noqa: B023 - used here
-            parameters[_EXPERT.sub(lambda match: f".local_experts.{first + int(match[1])}.", name)] = parameter  # noqa: B023
+            parameters[_EXPERT.sub(lambda match: _counted(match[1], first), name)] = parameter  # noqa: B023
     return parameters
+
+
+def _counted(experts: str, first: int) -> str:
+    """An expert's number on its rank, or several's such as 0-63, over all ranks."""
+    return f".local_experts.{'-'.join(str(first + int(number)) for number in experts.split('-'))}."
 
 
 def kept_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -318,81 +348,3 @@ def kept_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         for name, buffer in module.named_buffers(recurse=False):
             if buffer.is_floating_point() and name not in module._non_persistent_buffers_set:
                 yield f"{prefix}.{name}" if prefix else name, buffer
-
-
-@dataclass(frozen=True, slots=True)
-class _Owner:
-    """Who holds a parameter, and what its HF tensors look like to those who do not."""
-
-    stage: int
-    expert: int
-    shapes: tuple[tuple[int, ...], ...]
-    dtype: torch.dtype
-    buffer: bool
-
-    def send(self, part: torch.Tensor, *, expert: bool) -> torch.Tensor:
-        """From the owner to every rank: over its stage's expert-parallel group, then from stage to stage."""
-        experts = parallel_state.get_expert_model_parallel_group()
-        stages = parallel_state.get_pipeline_model_parallel_group()
-        if expert and experts.size() > 1 and stages.rank() == self.stage:
-            part = part.contiguous()
-            dist.broadcast(part, group=experts, group_src=self.expert)
-        if stages.size() > 1:
-            part = part.contiguous()
-            dist.broadcast(part, group=stages, group_src=self.stage)
-        return part
-
-
-def _owners(parameters: dict[str, torch.nn.Parameter], weight_map: WeightMap) -> dict[str, _Owner]:
-    """The owner of every parameter of the model, agreed between stages and expert-parallel ranks."""
-    stage = parallel_state.get_pipeline_model_parallel_rank()
-    rules = {ours: rule for ours, rule, _ in instances(weight_map)}
-    owners = {
-        name: _Owner(stage, parallel_state.get_expert_model_parallel_rank() if rules[name].experts else 0,
-                     tuple(map(tuple, hf_shapes(rules[name], parameter, weight_map))), parameter.dtype,
-                     not isinstance(parameter, torch.nn.Parameter))
-        for name, parameter in parameters.items() if name in rules
-    }  # fmt: skip
-    for group in (parallel_state.get_expert_model_parallel_group(), parallel_state.get_pipeline_model_parallel_group()):
-        if group.size() > 1:
-            parts: list[dict[str, _Owner]] = [{}] * group.size()
-            dist.all_gather_object(parts, owners, group=group)
-            owners = {name: owner for part in parts for name, owner in part.items()}
-    return owners
-
-
-def _tensor_group(parameter: torch.nn.Parameter) -> dist.ProcessGroup:
-    """Experts have a tensor-parallel group of their own; Megatron marks them with allreduce = False."""
-    if getattr(parameter, "allreduce", True):
-        return parallel_state.get_tensor_model_parallel_group()
-    return parallel_state.get_expert_tensor_parallel_group()
-
-
-def _tensor_size(parameter: torch.nn.Parameter) -> int:
-    """Ranks among which the parameter is cut; 1 for one that each rank holds whole."""
-    cut = getattr(parameter, "tensor_model_parallel", False)
-    return _tensor_group(parameter).size() if cut else 1
-
-
-def hf_shapes(rule: Rule, parameter: torch.Tensor, weight_map: WeightMap) -> list[list[int]]:
-    """Of the whole HF tensors that a parameter, or this rank's part of it, is made of."""
-    full = list(parameter.shape)
-    if (size := _tensor_size(parameter)) > 1:
-        full[parameter.partition_dim] *= size
-    return tensor_merges.hf_shapes(rule, full, weight_map)
-
-
-def _shard(tensor: torch.Tensor, parameter: torch.nn.Parameter) -> torch.Tensor:
-    """This rank's part of a tensor of the checkpoint."""
-    size = _tensor_size(parameter)
-    return tensor if size == 1 else tensor.chunk(size, parameter.partition_dim)[_tensor_group(parameter).rank()]
-
-
-def _gather(part: torch.Tensor, parameter: torch.nn.Parameter) -> torch.Tensor:
-    """The inverse of `_shard`."""
-    size = _tensor_size(parameter)
-    if size == 1:
-        return part
-    parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(size)]
-    dist.all_gather(parts, part.contiguous(), group=_tensor_group(parameter))
-    return torch.cat(parts, parameter.partition_dim)

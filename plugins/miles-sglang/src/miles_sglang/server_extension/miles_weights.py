@@ -24,9 +24,11 @@ from torch.distributed import distributed_c10d as c10d
 
 if __package__:  # in the trainer
     from miles_sglang.server_extension.miles_repack import Repacked
+    from miles_sglang.server_extension.miles_stacks import FusedExperts, apart
     from miles_sglang.server_extension.miles_sums import Coming, Held
 else:  # in a server, where miles_core need not be installed
     from miles_repack import Repacked
+    from miles_stacks import FusedExperts, apart
     from miles_sums import Coming, Held
 
 STORE_SECONDS = 60
@@ -41,6 +43,8 @@ _held: dict[int, Held] = {}
 """What a model held at the last report, by its id."""
 _repacked: dict[int, Repacked] = {}
 """The layers of a model that SGLang has repacked, by its id."""
+_fused: dict[int, FusedExperts] = {}
+"""The layers of a model that take stacked experts, by its id."""
 _groups: dict[str, dist.ProcessGroup] = {}
 """Groups of senders, by name."""
 _stores: dict[tuple[str, int], dist.TCPStore] = {}
@@ -54,7 +58,7 @@ def load(model, named_tensors) -> None:
 
     Args:
         named_tensors: [(plan, flat)]. flat is uint8; the plan is JSON with any of these:
-            tensors: [[name, dtype, shape, offset in bytes], ...] of what lies in flat.
+            tensors: [[name, dtype, shape, offset in bytes], ...] of what lies in flat; see miles_stacks for experts.
             patch: {folder, copy, version, base}; see `patch`. drop: the copy's path, to remove it.
             join: {name, backend, method, size, offset, seconds}: become a member of a group. leave: its name.
             receive: {name, store, key, seconds}: take buckets from that group until the store says stop.
@@ -147,7 +151,18 @@ def _into(model: torch.nn.Module, flat: torch.Tensor, tensors: Sequence[Sequence
         _repacked[id(model)] = Repacked(model)
     if repacked := _repacked[id(model)]:
         repacked.before([name for name, *_ in tensors])
-    model.load_weights(split(flat, tensors))
+    experts = fused(model)
+    others = [pair for name, tensor in split(flat, tensors) if not experts.take(name, tensor)
+              for pair in apart(name, tensor)]
+    if others:
+        model.load_weights(iter(others))
+
+
+def fused(model: torch.nn.Module) -> FusedExperts:
+    """The layers of a model that take stacked experts."""
+    if id(model) not in _fused:
+        _fused[id(model)] = FusedExperts(model)
+    return _fused[id(model)]
 
 
 def _bytes(dtype: str, shape: Sequence[int]) -> int:
@@ -185,7 +200,7 @@ def _report(model, store: Sequence | None = None, key: str = "", names_only: boo
     _errors.clear()
     try:
         if names_only:
-            answer["names"] = [name for name, _ in model.named_parameters()]
+            answer |= {"names": [name for name, _ in model.named_parameters()], "one_by_one": fused(model).hindrance}
         elif answer["error"] is None:
             for one in _repacked.values():
                 one.end()

@@ -33,6 +33,8 @@ class BroadcastSender:
         targets: servers to bring up to date; all of them are in the group.
     """
 
+    takes_stacks = True
+
     def __init__(self, settings: Settings, targets: tuple[Target, ...]):
         self.settings, self.targets = settings, targets
         self._servers: Servers | None = None

@@ -37,6 +37,8 @@ class IpcSender:
             without, the first rank sends to all.
     """
 
+    takes_stacks = True
+
     def __init__(self, settings: Settings, targets: tuple[Target, ...]):
         self.settings, self.targets = settings, targets
         self._group: dist.ProcessGroup | None = None

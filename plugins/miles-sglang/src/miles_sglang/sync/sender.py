@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from miles_core.buckets import Cutter, Stream
+from miles_sglang.server_extension.miles_stacks import cut
 from miles_sglang.sync import verify
 from miles_sglang.sync.servers import Reports, Target, describe, for_all, load
 
@@ -59,9 +60,9 @@ class Settings:
 
     def stream(self, weights: Stream, names: frozenset[str]) -> Iterator[tuple[str, torch.Tensor]]:
         """The trainer's stream as an engine with these parameters needs it: a tied output layer that the engine keeps
-        as a parameter of its own is sent, too."""
+        as a parameter of its own is sent, too; a bucket has room for two stacks, such as gate and up."""
         for name, tensor in weights:
-            yield name, tensor
+            yield from cut(name, tensor, self.limit // 2)
             if self.tied and name == "model.embed_tokens.weight" and "lm_head.weight" in names:
                 yield "lm_head.weight", tensor
 

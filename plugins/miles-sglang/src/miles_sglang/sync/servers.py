@@ -6,6 +6,7 @@ import base64
 import contextlib
 import http.client
 import json
+import logging
 import pickle
 import socket
 import threading
@@ -22,8 +23,10 @@ import torch.distributed as dist
 
 from miles_core.errors import SyncError
 
+logger = logging.getLogger(__name__)
+
 LOADER = "miles_weights.load"
-"""The load_format of our requests; the file is miles_sglang/served/miles_weights.py."""
+"""The load_format of our requests; the file is miles_sglang/server_extension/miles_weights.py."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,4 +232,6 @@ def describe(reports: Reports, target: Target, timeout: float) -> tuple[dict, fr
                         code="weight-loader-missing", who=target.url,
                         fix="start it with that flag and PYTHONPATH=.../miles_sglang/server_extension")
     answers = reports.ask(target, timeout, names_only=True)
+    if one_by_one := next((said for answer in answers if (said := answer.get("one_by_one"))), None):
+        logger.info("weight_sync: %s loads experts one by one: %s", target.name, one_by_one)
     return info, frozenset(name for answer in answers for name in answer["names"])
