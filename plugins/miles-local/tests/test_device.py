@@ -14,8 +14,10 @@ from miles_local.batch import Batch
 from miles_local.decode import Cache, Decoder
 from miles_local.device import DeviceDecoder, Graphs, row_bucket, width_bucket
 from miles_local.engine import LocalEngine
+from miles_local.placing import device_named
 from miles_local.weights import ModelShape, Weights, read_tensors
 
+from miles_core.errors import EngineError
 from miles_core.stages.rollout import Request, SamplingParams
 
 KINDS = ("dense", "tied", "moe", "moe-plain", "llama", "llama-tied", "mistral", "qwen2")
@@ -215,3 +217,11 @@ def test_where_a_capture_fails_steps_go_on_and_one_line_says_so(caplog):
         got = graphs.run(step, (None, cache), torch.arange(16), torch.zeros(16, dtype=torch.int64), 128)
         assert got[:, 0].tolist() == list(range(16))
     assert graphs.failed and len([record for record in caplog.records if "CUDA graphs" in record.message]) == 1
+
+
+def test_without_a_gpu_auto_is_the_cpu_and_cuda_an_error(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert device_named("auto") == device_named("cpu") == CPU
+    with pytest.raises(EngineError) as caught:
+        device_named("cuda")
+    assert (caught.value.code, caught.value.who) == ("engine-device-missing", "--engine-device")

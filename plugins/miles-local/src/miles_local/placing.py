@@ -48,7 +48,9 @@ def decoder_for(folder: Path, dtype: torch.dtype, max_context: int | None = None
         CheckpointError: no config.json, or an architecture that this engine does not decode.
     """
     device = device or torch.device("cpu")
-    where = "" if device.type == "cpu" else f" on {device}"
+    where = ""
+    if device.type != "cpu":
+        where = f" on {device}, keys and values in at most {CACHE_SHARE:.0%} of its free memory"
     if not (folder / "config.json").is_file():
         raise CheckpointError("config.json is missing", code="config-json-missing", who=str(folder),
                               fix="name a Hugging Face checkpoint")

@@ -90,11 +90,8 @@ def _draw(logits: torch.Tensor, draws: Draws) -> tuple[np.ndarray, np.ndarray]:
         logits = logits / divisor.to(device)[:, None]
     log_probs = torch.log_softmax(logits, -1)
     allowed = _restrict(log_probs, draws)
-    weights = allowed.exp()
-    if weights.is_cuda and len(weights) == 1:  # a lone row is summed by several blocks, in the order of their arrival
-        weights = weights.expand(2, -1)
-    cumulative = weights.cumsum(-1, dtype=torch.float64)[: len(allowed)]
-    target = torch.from_numpy(draws.uniform).to(device)[:, None] * cumulative[:, -1:]
+    _, cumulative = _summed(allowed.exp())
+    target = (torch.from_numpy(draws.uniform).to(device)[:, None] * cumulative[:, -1:]).to(cumulative.dtype)
     # right=True: the first id whose cumulative weight exceeds the target; it has weight itself.
     tokens = torch.searchsorted(cumulative, target, right=True)
     if greedy.any():
@@ -104,6 +101,23 @@ def _draw(logits: torch.Tensor, draws: Draws) -> tuple[np.ndarray, np.ndarray]:
         raise EngineError("the model's logits are not finite", code="logits-not-finite",
                           fix="check whether the last weight update diverged")
     return tokens[:, 0].cpu().numpy(), drawn
+
+
+def _summed(probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights [n, V] and their cumulative sums: `probs` themselves, on a GPU as integers.
+
+    A GPU may add floats in another order each time, and refuses to in torch's deterministic mode. Integers have one
+    sum. They have 52 bits, as a uniform has: u x total then is less than total here, too.
+    """
+    if probs.device.type == "cpu":
+        return probs, probs.cumsum(-1, dtype=torch.float64)
+    return _integers(probs)
+
+
+def _integers(probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    wide = probs.double()
+    weights = (wide * (2.0**52 / wide.sum(-1, keepdim=True))).long()
+    return weights, weights.cumsum(-1)
 
 
 def _restrict(log_probs: torch.Tensor, draws: Draws) -> torch.Tensor:
@@ -124,8 +138,9 @@ def _restrict(log_probs: torch.Tensor, draws: Draws) -> torch.Tensor:
     rows = torch.from_numpy(limited).to(device)
     ordered, order = allowed[rows].sort(dim=-1, descending=True, stable=True)
     probs = ordered.exp()
-    before = probs.cumsum(-1, dtype=torch.float64) - probs
-    total = probs.sum(-1, keepdim=True, dtype=torch.float64)
+    weights, cumulative = _summed(probs)
+    before = cumulative - weights
+    total = weights.sum(-1, keepdim=True, dtype=cumulative.dtype)
     top_k = torch.from_numpy(np.where(draws.top_k > 0, draws.top_k, log_probs.shape[1])[limited]).to(device)[:, None]
     top_p = torch.from_numpy(draws.top_p[limited].astype(np.float64)).to(device)[:, None]
     cut = (torch.arange(ordered.shape[1], device=device) >= top_k) | ((before >= top_p * total) & (top_p < 1))
