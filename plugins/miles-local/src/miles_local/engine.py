@@ -385,6 +385,7 @@ class LocalEngine:
 
     def _halt(self) -> None:
         self._abort(self._everyone())
+        self._release(frozenset({"kv_cache"}))
         self._running = False
 
     def _reject(self) -> None:
