@@ -51,6 +51,7 @@ CASES = [  # script, its words, how many plans it makes
     ("tests/gpu/int4.py", "--help", 0),
     ("tests/gpu/link.py", "{folder}/site", 0),
     ("tests/gpu/long_context.py", "--tiny", 1),
+    ("tests/gpu/local_engine.py", "--tiny", 2),
     ("tests/gpu/lora.py", "dense", 3),
     ("tests/gpu/lora.py", "moe", 2),
     ("tests/gpu/moe.py", "replay --tiny --folder {folder}", 2),

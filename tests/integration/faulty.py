@@ -178,9 +178,9 @@ class Faulty:
     @hookimpl("engine", name="faulty")
     def engine(self, config, tokenizer, hooks):
         """The local engine."""
-        from miles_local.plugin import Local
+        from miles_local.plugin import Local, LocalOptions
 
-        return Engine(Local().engine(config, tokenizer, hooks), self.options.fault, self.due)
+        return Engine(Local(LocalOptions()).engine(config, tokenizer, hooks), self.options.fault, self.due)
 
     @hookimpl("generate", name="faulty")
     async def generate(self, prompt, generation):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from miles_local.sampling import Draws, StopStrings, check, draw, uniforms
+from miles_local.sampling import Draws, StopStrings, _integers, check, draw, uniforms
 
 from miles_core.errors import EngineError
 from miles_core.stages.rollout import SamplingParams
@@ -52,6 +52,19 @@ def test_draws_follow_the_distribution(temperature, top_p, top_k):
     statistic, freedom = chi_square(tokens, expected)
     assert statistic < chi_square_bound(freedom)
     np.testing.assert_allclose(log_probs, np.log(scaled[tokens]), atol=2e-6)  # untruncated
+
+
+@pytest.mark.parametrize("restricted", [{}, {"top_p": 0.7}, {"top_k": 3},
+                                        {"top_p": 0.9, "top_k": 40, "temperature": 0.7}])
+def test_sums_of_integers_draw_what_sums_of_floats_do(monkeypatch, restricted):
+    """As a GPU adds; also where nearly everything is banned."""
+    logits = 3 * torch.randn(500, 900, generator=torch.Generator().manual_seed(2))
+    logits[7, 11] = 60.0
+    asked = draws(500, **restricted, banned=[(7, np.array([11]))])
+    expected = draw(logits, asked)
+    monkeypatch.setattr("miles_local.sampling._summed", _integers)
+    got = draw(logits, asked)
+    assert (got[0] == expected[0]).all() and (got[1] == expected[1]).all() and got[0][7] != 11
 
 
 def test_successive_draws_of_one_key_are_uniform_and_uncorrelated():

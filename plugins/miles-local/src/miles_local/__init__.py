@@ -1,11 +1,15 @@
-"""The local engine: decodes in the driver's process, on the CPU, with its own copy of the weights.
+"""The local engine: decodes in the driver's process, on the CPU or a GPU, with its own copy of the weights.
 
-    engine.py     LocalEngine: the asynchronous contract and the one thread that decodes
-    batch.py      the rows that decode together: their requests, their results, when each ends
-    decode.py     the forward pass of Llama and its kin over a key-value cache, bit-identical in any batch
-    modules.py    the forward pass of any architecture, through its transformers module
-    weights.py    the engine's copy of a checkpoint, filled from Hugging Face names
-    sampling.py   keyed draws and stop strings
+    engine.py         LocalEngine: the asynchronous contract and the one thread that decodes
+    placing.py        the device, what decodes a checkpoint there, and how much of its memory
+    batch.py          the rows that decode together: their requests, their results, when each ends
+    cache.py          the keys and values of these rows
+    decode.py         the forward pass of Llama and its kin, on a CPU bit-identical in any batch
+    device.py         the same on a GPU: packed prefills, and steps as CUDA graphs
+    modules.py        the forward pass of any architecture, through its transformers module
+    architectures.py  which ones those are
+    weights.py        the engine's copy of a checkpoint, filled from Hugging Face names
+    sampling.py       keyed draws and stop strings
 """
 
 import os

@@ -6,16 +6,17 @@ rows there are. Rows 0..n-1 are in use; a row that ends is replaced by the last 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from miles_core.stages.rollout import Request
-from miles_local.decode import Cache, Prefill, round_up
+from miles_local.cache import Cache, Prefill, round_up
 from miles_local.sampling import Draws, StopStrings, draw, uniforms
 
 if TYPE_CHECKING:
@@ -69,6 +70,11 @@ class SequenceState:
         """Prompt and what was drawn before the last retraction."""
         return (*self.request.input_ids, *self.ids.tolist())
 
+    @property
+    def longest(self) -> int:
+        """Tokens of its prompt and the longest answer that it may get."""
+        return len(self.request.input_ids) + self.limit
+
 
 class Batch:
     """The running rows over one cache. Used by the worker thread alone.
@@ -77,11 +83,15 @@ class Batch:
         decoder: the forward pass.
         max_rows: most requests that decode at once.
         max_context: longest sequence, in tokens.
+        bound: positions that the cache may have, all rows together, or None; asked when memory is taken anew. With a
+            bound a row is admitted once there is room for its longest answer, so a running one never has to leave.
     """
 
-    def __init__(self, decoder: Decoder | ModuleDecoder, max_rows: int, max_context: int):
+    def __init__(self, decoder: Decoder | ModuleDecoder, max_rows: int, max_context: int,
+                 bound: Callable[[], int | None] = lambda: None):
         self._decoder, self._max_context = decoder, max_context
-        self._cache = Cache(max_rows)
+        self._bound, self._most = bound, None
+        self._cache = Cache(max_rows, decoder.device)
         self.seqs: list[SequenceState] = []
         self._origins: dict[Origin, list[SequenceState]] = {}  # running rows by what they began with
         self._room = max_rows
@@ -101,6 +111,30 @@ class Batch:
         """How many more requests fit."""
         return self._room - len(self.seqs)
 
+    def fitting(self, waiting: Collection[SequenceState]) -> int:
+        """How many of these get a row now, in their order. One alone always does: what it lacks, torch will say."""
+        count = min(len(waiting), self.room)
+        if not self.seqs and self._cache.width == 0:
+            self._most = self._bound()
+        if self._most is None:
+            return count
+        fit = self._fitting(waiting, count, self._cache.rows, self._cache.width)
+        if self.seqs or fit == count:
+            return fit
+        self._cache.clear()  # the shape of what ran before may be in the way
+        return max(1, self._fitting(waiting, count, 0, 0))
+
+    def _fitting(self, waiting: Collection[SequenceState], count: int, rows: int, width: int) -> int:
+        for place, seq in enumerate(islice(waiting, count)):
+            rows, width = max(rows, round_up(len(self.seqs) + place + 1)), max(width, round_up(seq.longest, 64))
+            if rows * width > self._most:
+                return place
+        return count
+
+    def clear(self) -> None:
+        """Free the cache's memory; nothing may be running."""
+        self._cache.clear()
+
     def admit(self, seqs: Sequence[SequenceState], weights: Weights | PreTrainedModel,
               version: int) -> list[tuple[SequenceState, str]]:
         """Give these requests their rows; returns those that ended with their first token, and why.
@@ -111,6 +145,8 @@ class Batch:
         for seq in seqs:
             seq.origin = (version, seq.context, seq.wants_routing)
         ended: list[tuple[SequenceState, str]] = []
+        if self._most is not None:
+            self._cache.reserve(len(self.seqs) + len(seqs), max(seq.longest for seq in seqs), exact=True)
         for contexts, members in _portions(self._join(seqs)):
             trace = any(seq.wants_routing for seq in members)
             filled = self._decoder.prefill(weights, contexts, trace)
@@ -156,7 +192,7 @@ class Batch:
     def step(self, weights: Weights | PreTrainedModel, version: int) -> list[tuple[SequenceState, str]]:
         """Draw one token for every row; returns the requests that ended with it, and why."""
         count = len(self.seqs)
-        rows = round_up(count)
+        rows = self._decoder.bucket(count, self._cache)
         of = self._of
         of["last"][count:rows] = 0
         of["length"][count:rows] = 1
@@ -187,7 +223,7 @@ class Batch:
             for hole, mover in zip(holes, movers, strict=True):
                 self.seqs[hole] = self.seqs[mover]
         del self.seqs[count:]
-        if not self.seqs:
+        if not self.seqs and self._most is None:
             self._cache.clear()
 
     def _take(self, rows: slice, tokens: np.ndarray, log_probs: np.ndarray,

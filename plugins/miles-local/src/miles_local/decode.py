@@ -18,19 +18,16 @@ plugins/miles-local/tests/ holds this to exact equality.
 
 from __future__ import annotations
 
-import math
-import mmap
-from collections.abc import Callable, Hashable, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from miles_local.cache import CPU, ROWS, Cache, Prefill, round_up
 from miles_local.weights import Layer, ModelShape, Weights, read_tensors
 
-ROWS = 16
-"""Row counts are multiples of this: products of fewer rows take other kernels (seen up to 15 rows)."""
 QUERY_ROWS, QUERY_DEPTH = 8, 128
 """Row counts of attention's products are multiples of QUERY_ROWS where heads are at most QUERY_DEPTH wide: those
 products are shallow, and a decode step has few query rows per key head (seen up to 5 rows)."""
@@ -45,11 +42,6 @@ QUERY_CHUNK = 256
 """Positions of a prefill that attend at once, which bounds the memory for attention scores."""
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-
-
-def round_up(count: int, multiple: int = ROWS) -> int:
-    """The next multiple, at least one."""
-    return max(1, -(-count // multiple)) * multiple
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -71,9 +63,9 @@ def _product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 def unseen(positions: torch.Tensor, width: int, window: int | None) -> torch.Tensor:
     """[Q, width] to add to the scores of queries at `positions` [Q]: -inf at keys after one or before its window."""
-    behind = positions[:, None] - torch.arange(width)
+    behind = positions[:, None] - torch.arange(width, device=positions.device)
     hidden = behind < 0 if window is None else (behind < 0) | (behind >= window)
-    return torch.zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
+    return torch.zeros(hidden.shape, device=positions.device).masked_fill_(hidden, -torch.inf)
 
 
 class Attention:
@@ -107,113 +99,50 @@ class Attention:
         return out[:, live]
 
 
-class Cache:
-    """Keys and values of the rows that decode together: per layer two tensors [rows, kv_heads, width, head_dim].
-
-    Shapes and dtype are those of the first prefill that is put in. Zero where nothing was written, left-aligned:
-    position p of a row lies in column p. It grows as needed, to at most `max_rows`. Layers whose past is a state have
-    that in `states` [rows, ...] (recurrent.py).
-
-    Its memory is mapped, not taken from the allocator: pages that are never written cost nothing, and what is let go is
-    the system's again at once, rather than lost to the trainer in another thread's heap.
-    """
-
-    def __init__(self, max_rows: int):
-        self._max_rows = round_up(max_rows)
-        self.clear()
-
-    def clear(self) -> None:
-        """Free the memory."""
-        self.rows = self.width = 0
-        self.k: list[torch.Tensor] = []
-        self.v: list[torch.Tensor] = []
-        self.states: dict[Hashable, torch.Tensor] = {}
-
-    def reserve(self, rows: int, width: int) -> None:
-        """Hold at least `rows` rows of `width` positions."""
-        if rows <= self.rows and width <= self.width:
-            return
-        old_rows, old_width = self.rows, self.width
-        if rows > old_rows:
-            self.rows = round_up(max(rows, min(2 * old_rows, self._max_rows)))
-        self.width = max(old_width, round_up(width, 64))
-        for tensors in (self.k, self.v):
-            for index, old in enumerate(tensors):
-                tensors[index] = self._zeros(old)
-                tensors[index][:old_rows, :, :old_width] = old
-        for key, old in self.states.items():
-            self.states[key] = _mapped((self.rows, *old.shape[1:]), old.dtype)
-            self.states[key][:old_rows] = old
-
-    def copy(self, source: torch.Tensor, target: torch.Tensor, width: int | None = None) -> None:
-        """Copy rows `source` over rows `target` (both [n] int64), their first `width` positions."""
-        for tensor in (*self.k, *self.v):
-            tensor[target, :, :width] = tensor[source, :, :width]
-        for tensor in self.states.values():
-            tensor[target] = tensor[source]
-
-    def put(self, rows: torch.Tensor, picks: torch.Tensor, filled: Prefill) -> None:
-        """Fill rows [n] with the sequences `picks` [n] of a prefill."""
-        if not self.k and not self.states:
-            self.k, self.v = ([self._zeros(like) for like in side] for side in (filled.k, filled.v))
-            self.states = {key: _mapped((self.rows, *like.shape[1:]), like.dtype)
-                           for key, like in filled.states.items()}
-        for mine, theirs in ((self.k, filled.k), (self.v, filled.v)):
-            for tensor, new in zip(mine, theirs, strict=True):
-                width = min(new.shape[2], self.width)
-                tensor[rows, :, :width] = new[picks][:, :, :width]
-        for key, tensor in self.states.items():
-            tensor[rows] = filled.states[key][picks]
-
-    def _zeros(self, like: torch.Tensor) -> torch.Tensor:
-        """[rows, kv_heads, width, head_dim]."""
-        return _mapped((self.rows, like.shape[1], self.width, like.shape[3]), like.dtype)
-
-
-def _mapped(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Zeros in pages of their own."""
-    count = math.prod(shape)
-    return torch.frombuffer(mmap.mmap(-1, dtype.itemsize * count), dtype=dtype, count=count).view(shape)
-
-
-@dataclass(slots=True)
-class Prefill:
-    """What a prefill of U sequences, padded to W positions, computed.
+class BaseDecoder:
+    """What the engine asks of every decoder beside weights, prefills and steps.
 
     Args:
-        logits: [U, V] float32 after each sequence's last token.
-        k, v: per layer [U, kv_heads, W, head_dim]; columns beyond a sequence's length hold nothing of use.
-        states: [U, ...] after each sequence's last token, of layers whose past is a state.
-        routing: [U, W, layers, topk] int16 where asked for.
+        token_bytes: of the cache for one position of one row, where its size is bounded.
     """
 
-    logits: torch.Tensor
-    k: list[torch.Tensor] = field(default_factory=list)
-    v: list[torch.Tensor] = field(default_factory=list)
-    states: dict[Hashable, torch.Tensor] = field(default_factory=dict)
-    routing: torch.Tensor | None = None
+    token_bytes: int | None = None
+
+    def adopt(self, old: Any, new: Any) -> Any:
+        """The weights to decode with from now on: the new ones, or the old ones filled with them."""
+        return new
+
+    def bucket(self, count: int, cache: Cache) -> int:
+        """How many rows of the cache a step of `count` computes."""
+        return round_up(count)
+
+    def release(self) -> None:
+        """Let go of what belongs to the present weights and cache."""
 
 
-class Decoder:
+class Decoder(BaseDecoder):
     """The forward pass for one shape; the weights are an argument, so that replacing them is one assignment.
 
     Args:
         shape: the model's constants.
         max_context: longest sequence, in tokens.
         dtype: of weights and activations; attention, its cache and softmax are always float32.
+        device: where all of it is computed.
     """
 
-    def __init__(self, shape: ModelShape, max_context: int, dtype: torch.dtype):
-        self.shape, self._dtype = shape, dtype
+    _linear = staticmethod(linear)
+
+    def __init__(self, shape: ModelShape, max_context: int, dtype: torch.dtype, device: torch.device = CPU):
+        self.shape, self._dtype, self.device = shape, dtype, device
         angles = torch.outer(torch.arange(max_context).float(), torch.tensor(shape.inverse_frequencies))
         sin, cos = angles.sin() * shape.rope_scale, angles.cos() * shape.rope_scale
-        self._cos = torch.cat((cos, cos), -1).to(dtype)[:, None]
+        self._cos = torch.cat((cos, cos), -1).to(device, dtype)[:, None]
         # (-b, a) x (sin, sin) is (b, a) x (-sin, sin): the sign is taken once, here.
-        self._sin = torch.cat((-sin, sin), -1).to(dtype)[:, None]
+        self._sin = torch.cat((-sin, sin), -1).to(device, dtype)[:, None]
 
     def stage(self, stream: Iterable[tuple[str, torch.Tensor]]) -> Weights:
         """See Weights.from_stream."""
-        return Weights.from_stream(self.shape, self._dtype, stream)
+        return Weights.from_stream(self.shape, self._dtype, stream, self.device)
 
     def tensors(self, folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
         """A checkpoint's, for `stage`; see read_tensors. Some hold what follows from their config.json as well."""
@@ -222,7 +151,7 @@ class Decoder:
 
     def random(self) -> Weights:
         """See Weights.random."""
-        return Weights.random(self.shape, self._dtype)
+        return Weights.random(self.shape, self._dtype, device=self.device)
 
     def prefill(self, weights: Weights, sequences: list[tuple[int, ...]], trace: bool = False) -> Prefill:
         """Compute whole sequences, U of them, from nothing. With `trace`, the routed experts too."""
@@ -295,21 +224,21 @@ class Decoder:
         turned = s.heads + s.kv_heads
         x = F.embedding(tokens, weights.embed)
         for index, layer in enumerate(weights.layers):
-            qkv = linear(self._norm(x, layer.input_norm), layer.qkv, layer.qkv_bias)
+            qkv = self._linear(self._norm(x, layer.input_norm), layer.qkv, layer.qkv_bias)
             qkv = qkv.view(len(x), turned + s.kv_heads, s.head_dim)
             qk = qkv[:, :turned]
             if layer.head_norm is not None:
                 qk = self._norm(qk, None).mul_(layer.head_norm)
             qk = qk.roll(s.head_dim // 2, -1).mul_(sin).add_(qk.mul_(cos))
             mixed = attend(index, qk[:, : s.heads], qk[:, s.heads :], qkv[:, turned:])
-            x += linear(mixed.to(x.dtype), layer.o, layer.o_bias)
+            x += self._linear(mixed.to(x.dtype), layer.o, layer.o_bias)
             h = self._norm(x, layer.post_norm)
             if layer.router is not None:
                 x += self._experts(h, layer, routes)
                 continue
-            x += _mlp(h, layer.gate_up, layer.down, layer.gate_up_bias, layer.down_bias)
+            x += self._mlp(h, layer.gate_up, layer.down, layer.gate_up_bias, layer.down_bias)
             if routes is not None:
-                routes.append(torch.full((len(x), s.topk), -1, dtype=torch.int16))
+                routes.append(torch.full((len(x), s.topk), -1, dtype=torch.int16, device=x.device))
         return x
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
@@ -323,12 +252,12 @@ class Decoder:
         return normed if weight is None else normed.mul_(weight)
 
     def _logits(self, weights: Weights, hidden: torch.Tensor) -> torch.Tensor:
-        return linear(self._norm(hidden, weights.norm), weights.head).float()
+        return self._linear(self._norm(hidden, weights.norm), weights.head).float()
 
     def _experts(self, x: torch.Tensor, layer: Layer, routes: list[torch.Tensor] | None) -> torch.Tensor:
         """x [R, hidden] through its topk experts, each expert's rows padded to a multiple of ROWS."""
         s = self.shape
-        scores = linear(x, layer.router)[:, : s.experts]
+        scores = self._linear(x, layer.router)[:, : s.experts]
         weight, chosen = torch.softmax(scores, -1, dtype=torch.float32).topk(s.topk, -1)
         if s.renormalise:
             weight = weight / weight.sum(-1, keepdim=True)
@@ -343,20 +272,19 @@ class Decoder:
         padded = (sizes + ROWS - 1) // ROWS * ROWS
         shift = (padded.cumsum(0) - padded) - (sizes.cumsum(0) - sizes)
         places = torch.empty_like(flat)
-        places[by_expert] = torch.arange(len(flat)) + shift[flat[by_expert]]
+        places[by_expert] = torch.arange(len(flat), device=x.device) + shift[flat[by_expert]]
         gathered = x.new_zeros(int(padded.sum()), s.hidden)
         gathered[places] = x.repeat_interleave(s.topk, 0)
         used = [(expert, size) for expert, size in enumerate(padded.tolist()) if size]
         parts = gathered.split([size for _, size in used])
-        done = [_mlp(part, layer.gate_up[e], layer.down[e]) for part, (e, _) in zip(parts, used, strict=True)]
+        done = [self._mlp(part, layer.gate_up[e], layer.down[e]) for part, (e, _) in zip(parts, used, strict=True)]
         each = torch.cat(done)[places].view(len(x), s.topk, -1) * weight[:, :, None]
         out = each[:, 0].clone()
         for slot in range(1, s.topk):
             out += each[:, slot]
         return out
 
-
-def _mlp(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, gate_up_bias: torch.Tensor | None = None,
-         down_bias: torch.Tensor | None = None) -> torch.Tensor:
-    gate, up = linear(x, gate_up, gate_up_bias).chunk(2, -1)
-    return linear(F.silu(gate).mul_(up), down, down_bias)
+    def _mlp(self, x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, gate_up_bias: torch.Tensor | None = None,
+             down_bias: torch.Tensor | None = None) -> torch.Tensor:
+        gate, up = self._linear(x, gate_up, gate_up_bias).chunk(2, -1)
+        return self._linear(F.silu(gate).mul_(up), down, down_bias)

@@ -19,19 +19,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from miles_core.errors import CheckpointError, EngineError
+from miles_core.errors import EngineError
 from miles_core.hosts import in_daemon_thread
-from miles_core.reading import parse_json, reading
 from miles_core.stages.rollout import PauseMode, Request, Response, check_request
 from miles_local.batch import Batch, SequenceState
-from miles_local.decode import Decoder
+from miles_local.placing import cache_tokens, decoder_for, device_named, give_back, settle, stream_on
 from miles_local.sampling import StopStrings, check
-from miles_local.weights import FAMILIES, ModelShape
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from miles_local.modules import ModuleDecoder
     from miles_local.weights import Weights
 
 SMALL_LAYER = 2_000_000
@@ -48,36 +45,18 @@ class Command:
     done: Future | None = None
 
 
-def decoder_for(folder: Path, dtype: torch.dtype,
-                max_context: int | None = None) -> tuple[Decoder | ModuleDecoder, str]:
-    """The fast path where there is one, else transformers' module; and its name for the log.
-
-    Raises:
-        CheckpointError: no config.json, or an architecture that this engine does not decode.
-    """
-    if not (folder / "config.json").is_file():
-        raise CheckpointError("config.json is missing", code="config-json-missing", who=str(folder),
-                              fix="name a Hugging Face checkpoint")
-    with reading(f"{folder}/config.json", CheckpointError):
-        kind = parse_json((folder / "config.json").read_text(encoding="utf-8")).get("model_type")
-        if kind in FAMILIES and (shape := ModelShape.read(folder)) is not None:
-            return Decoder(shape, max_context or shape.context, dtype), f"{kind} fast path"
-        from miles_local.modules import ModuleDecoder
-
-        return ModuleDecoder(folder, dtype), f"{kind} through transformers"
-
-
 class LocalEngine:
-    """Decodes a checkpoint on the CPU, with continuous batching and its own weights.
+    """Decodes a checkpoint on the CPU or a GPU, with continuous batching and its own weights.
 
-    Llama, Mistral, Qwen2, Qwen3 and Qwen3-MoE take the fast path (decode.py), every other architecture its transformers
-    module (modules.py).
-    On the fast path a request's tokens and log-probs have the same bits whatever else runs, whenever it joined, and
-    whether its caches were recomputed, for a given number of torch threads.
+    Llama, Mistral, Qwen2, Qwen3 and Qwen3-MoE take the fast path (decode.py, device.py), every other architecture its
+    transformers module (modules.py).
+    On the CPU's fast path a request's tokens and log-probs have the same bits whatever else runs, whenever it joined,
+    and whether its caches were recomputed, for a given number of torch threads.
 
     Args:
         hf_checkpoint: folder with config.json and, unless `random_init`, safetensors files.
-        dtype: of weights and activations; attention, logits and log-probs are float32.
+        dtype: of weights and activations; logits and log-probs are float32.
+        device: cpu, cuda, or auto for a GPU where torch has one.
         max_batch: requests that decode at once; further ones wait in the order in which they came.
         max_context: longest sequence in tokens, prompt included; default what the checkpoint was made for.
         random_init: seeded random weights instead of the checkpoint's, until the first update.
@@ -86,15 +65,17 @@ class LocalEngine:
 
     Raises:
         CheckpointError: nothing there, or an architecture that this engine does not decode.
+        EngineError: no such device.
     """
 
-    def __init__(self, hf_checkpoint: Path, *, dtype: torch.dtype = torch.float32, max_batch: int = 256,
-                 max_context: int | None = None, random_init: bool = False, tokenizer=None,
+    def __init__(self, hf_checkpoint: Path, *, dtype: torch.dtype = torch.float32, device: str = "cpu",
+                 max_batch: int = 256, max_context: int | None = None, random_init: bool = False, tokenizer=None,
                  incoming: Callable[[Iterable], Iterable] | None = None):
         self.version = 0
         self._checkpoint, self._random_init = Path(hf_checkpoint), random_init
         self._incoming = incoming or (lambda stream: stream)
-        self._decoder, self.path = decoder_for(self._checkpoint, dtype, max_context)
+        self.device = device_named(device)
+        self._decoder, self.path = decoder_for(self._checkpoint, dtype, max_context, self.device)
         self.shape = self._decoder.shape
         self.max_context = max_context or self.shape.context
         self._tokenizer = tokenizer
@@ -123,8 +104,9 @@ class LocalEngine:
             return
         if self._weights is None:
             source = self._decoder.random if self._random_init else self._read
-            self._weights = await in_daemon_thread(source)
-        self._batch = Batch(self._decoder, self._max_batch, self.max_context)
+            self._weights = await in_daemon_thread(lambda: self._settled(source))
+        self._batch = Batch(self._decoder, self._max_batch, self.max_context,
+                            bound=lambda: cache_tokens(self.device, self._decoder.token_bytes))
         self._waiting: deque[SequenceState] = deque()
         self._paused: PauseMode | None = None
         self._failure, self._running = None, True
@@ -190,13 +172,19 @@ class LocalEngine:
         """
         self._must_run()
         self._must_be_newer(version)
-        staged = await in_daemon_thread(lambda: self._decoder.stage(self._incoming(weights)))
+        staged = await in_daemon_thread(lambda: self._settled(lambda: self._decoder.stage(self._incoming(weights))))
         await self._ask(lambda: self._swap(staged, version))
 
     async def release(self, tags: Iterable[str]) -> None:
-        """It holds no device memory."""
+        """Give a GPU's memory back. All goes that has addresses of what is released; a CPU's memory stays.
 
-    occupy = release
+        Released weights are gone: an update has to follow. No request may be running.
+        """
+        if self._decoder.token_bytes is not None:
+            await self._ask(lambda: self._release(frozenset(tags)))
+
+    async def occupy(self, tags: Iterable[str]) -> None:
+        """Memory is taken as it is needed."""
 
     async def stop(self) -> None:
         """End the thread; requests in flight return as aborted. The engine can be started again.
@@ -217,6 +205,12 @@ class LocalEngine:
 
     def _read(self) -> Weights | PreTrainedModel:
         return self._decoder.stage(self._incoming(self._decoder.tensors(self._checkpoint)))
+
+    def _settled(self, source: Callable[[], Weights | PreTrainedModel]) -> Weights | PreTrainedModel:
+        """What `source` makes, once it is complete on the device."""
+        made = source()
+        settle(self.device)
+        return made
 
     def _sequence(self, request: Request) -> SequenceState:
         """Check a request and make it ready; see `generate` for the errors."""
@@ -290,7 +284,7 @@ class LocalEngine:
             torch.set_num_threads(1)
         ready.set_result(threads)
         try:
-            with torch.inference_mode():
+            with torch.inference_mode(), stream_on(self.device):
                 while self._running:
                     self._obey()
                     if self._running and self._paused is None:
@@ -321,8 +315,8 @@ class LocalEngine:
 
     def _decode(self) -> None:
         """Admit waiting requests as far as there is room, then draw one token for every row."""
-        if self._waiting and self._batch.room:
-            joining = [self._waiting.popleft() for _ in range(min(len(self._waiting), self._batch.room))]
+        if self._waiting and (count := self._batch.fitting(self._waiting)):
+            joining = [self._waiting.popleft() for _ in range(count)]
             self._finish(self._batch.admit(joining, self._weights, self.version))
         if self._batch:
             self._finish(self._batch.step(self._weights, self.version))
@@ -377,10 +371,21 @@ class LocalEngine:
         self._must_be_newer(version)  # again: another update may have come in between
         if self._paused != "in_place":
             self._retract()
-        self._weights, self.version = staged, version
+        self._weights, self.version = self._decoder.adopt(self._weights, staged), version
+        settle(self.device)  # before the memory of what was staged is anybody else's
+
+    def _release(self, tags: frozenset[str]) -> None:
+        self._decoder.release()
+        if "kv_cache" in tags:
+            self._retract()
+            self._batch.clear()
+        if "weights" in tags:
+            self._weights = None
+        give_back(self.device)
 
     def _halt(self) -> None:
         self._abort(self._everyone())
+        self._release(frozenset({"kv_cache"}))
         self._running = False
 
     def _reject(self) -> None:

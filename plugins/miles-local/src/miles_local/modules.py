@@ -15,34 +15,29 @@ import logging
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.cache_utils import Cache as TransformersCache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging as transformers_logging
 
 from miles_core.errors import CheckpointError, EngineError
-from miles_core.reading import parse_json
-from miles_local.decode import Cache, Prefill, round_up
+from miles_local.architectures import config_of
+from miles_local.cache import CPU, Cache, Prefill, round_up
+from miles_local.decode import BaseDecoder
 from miles_local.recurrent import Recurrent, States, by_length
 from miles_local.weights import beside_text, eos_ids, read_tensors
 
 ROWS_ATTENTION = "miles-rows"
 """Name under which transformers finds the attention and the masks of this file."""
-LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "linear_attention"}
-"""Kinds of layers whose past is keys and values by position, or a state."""
 CHOSEN = {"top_k_index", "router_indices"}
 """What transformers' experts call the indices of those that a token passes."""
-BATCHED_ROPES = {"dynamic", "longrope"}
-"""Rotary embeddings whose frequencies change with the longest sequence of the batch."""
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.2}
 """Of the check of a module: largest difference of logits, in standard deviations of the logits."""
 
@@ -56,8 +51,9 @@ def _attend(module, *args, **kwargs):
 
 def _mask(batch_size: int, kv_length: int, q_offset: torch.Tensor, mask_function: Callable, dtype: torch.dtype, **_):
     """[B, 1, Q, T], 0 where a query sees a key; `q_offset` [B, Q] is what `_Rows` says: every query's position."""
-    rows = torch.arange(batch_size)[:, None, None, None]
-    seen = mask_function(rows, 0, q_offset[:, None, :, None], torch.arange(kv_length))
+    device = q_offset.device
+    rows = torch.arange(batch_size, device=device)[:, None, None, None]
+    seen = mask_function(rows, 0, q_offset[:, None, :, None], torch.arange(kv_length, device=device))
     return torch.where(seen, 0.0, torch.finfo(dtype).min).to(dtype)
 
 
@@ -106,20 +102,21 @@ class ModuleShape:
     sparse: frozenset[int] = frozenset()
 
 
-class ModuleDecoder:
+class ModuleDecoder(BaseDecoder):
     """The forward pass of any causal language model of transformers; weights are whole modules.
 
     Args:
         folder: with config.json.
         dtype: of weights, activations and cache; logits are float32.
+        device: where modules are put.
 
     Raises:
         CheckpointError: an architecture that transformers does not know, or whose past is not keys and values.
     """
 
-    def __init__(self, folder: Path, dtype: torch.dtype):
-        self._dtype, self._checked = dtype, False
-        self._config = _config(folder)
+    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device = CPU):
+        self._dtype, self.device, self._checked = dtype, device, False
+        self._config = config_of(folder)
         self._class = AutoModelForCausalLM._model_mapping[type(self._config)]
         text = self._config.get_text_config()
         if self._class.config_class is type(text):  # of a model that reads images too, the part that decodes text
@@ -253,7 +250,7 @@ class ModuleDecoder:
     def _next(self, weights: PreTrainedModel, cache: Cache | Prefill, tokens: torch.Tensor, positions: torch.Tensor,
               width: int) -> torch.Tensor:
         """Feed one token per row (tokens, positions [R]), write keys, values, states; logits [R, V] float32."""
-        rows = torch.arange(len(tokens))
+        rows, positions = torch.arange(len(tokens), device=self.device), positions.to(self.device)
 
         def store(layer: int, *new: torch.Tensor) -> list[torch.Tensor]:
             slot = self._slots[layer]
@@ -265,6 +262,7 @@ class ModuleDecoder:
         return self._forward(weights, tokens[:, None], positions[:, None], width, store, states)[:, -1].float()
 
     def _forward(self, weights, tokens, positions, width, store, states=None) -> torch.Tensor:
+        tokens, positions = tokens.to(self.device), positions.to(self.device)
         cache = _Rows(positions, width, store, states or States(None, len(tokens)))
         with _building:
             return weights(input_ids=tokens, position_ids=positions, past_key_values=cache, use_cache=True,
@@ -292,7 +290,7 @@ class ModuleDecoder:
 
     def _ready(self, module: PreTrainedModel) -> PreTrainedModel:
         """The module with this file's attention; the first one is checked."""
-        module.eval().requires_grad_(False)
+        module.eval().requires_grad_(False).to(self.device)
         if not self._checked:
             module.set_attn_implementation("eager")
             try:
@@ -318,10 +316,12 @@ class ModuleDecoder:
 
         An architecture may make positions or masks in ways of its own, which would be wrong here and silent.
         """
-        cache = Cache(len(_PROBES))
+        cache = Cache(len(_PROBES), self.device)
         cache.reserve(len(_PROBES), max(map(len, _PROBES)))
         each = torch.arange(len(_PROBES))
         cache.put(each, each, self.prefill(module, [ids[:-2] for ids in _PROBES]))
+        if self.device.type != "cpu":
+            self.token_bytes = cache.token_bytes
         for back in (2, 1):
             fed = torch.tensor([ids[-back] for ids in _PROBES])
             got, _ = self.step(module, cache, fed, torch.tensor([len(ids) - back for ids in _PROBES]))
@@ -341,44 +341,7 @@ _PROBES = ((1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13), (3, 1, 4, 1, 5))
 @torch.inference_mode()
 def _full(module: PreTrainedModel, ids: tuple[int, ...]) -> torch.Tensor:
     """[V] logits after the last token of one sequence, with nothing cached."""
-    return module(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].float()
-
-
-def _by_architecture(said: Mapping[str, Any]) -> str | None:
-    """transformers' model_type of the class that config.json names, where it does not know the model_type there."""
-    if said.get("model_type") in CONFIG_MAPPING:
-        return None
-    kinds = {name: kind for kind, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()}
-    return next((kinds[name] for name in said.get("architectures") or () if name in kinds), None)
-
-
-def _config(folder: Path) -> PreTrainedConfig:
-    try:
-        hf_config = parse_json((folder / "config.json").read_text(encoding="utf-8"))
-        known = _by_architecture(hf_config)
-        more = {key: value for key, value in hf_config.items() if key not in ("model_type", "auto_map")}
-        config = AutoConfig.for_model(known, **more) if known else AutoConfig.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        raise CheckpointError("transformers does not support this architecture",
-                              code="architecture-not-in-transformers", got=str(error).splitlines()[0], who=str(folder),
-                              fix="use --engine sglang, or another checkpoint") from error
-    if getattr(config, "quantization_config", None) is not None:
-        del config.quantization_config  # `import_weights` makes streams plain; transformers would not expect that
-    text = config.get_text_config()
-    rope = getattr(text, "rope_parameters", None) or {}
-    kinds = {one.get("rope_type") for one in (rope, *rope.values()) if isinstance(one, dict)}
-    problems = {
-        "model_type": config.model_type if type(config) not in AutoModelForCausalLM._model_mapping else None,
-        "layer_types": sorted(set(getattr(text, "layer_types", None) or ()) - LAYERS),
-        "rope_type": sorted(kinds & BATCHED_ROPES),
-        "max_position_embeddings": None if getattr(text, "max_position_embeddings", None) else "none",
-    }
-    for key, got in problems.items():
-        if got:
-            raise CheckpointError(f"the local engine does not decode this {key}", got=got, who=str(folder),
-                                  fix="use --engine sglang, or another checkpoint", code="local-config-unsupported")
-    return config
+    return module(input_ids=torch.tensor([ids], device=module.device), use_cache=False).logits[0, -1].float()
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.nn.functional as F
 
-from miles_local.decode import Prefill
+from miles_local.cache import Prefill
 
 Key = tuple[str, int, int]
 """Kind ("conv" or "recurrent"), layer, and which of the layer's states of that kind."""
@@ -100,7 +100,7 @@ def by_length(sequences: Sequence[tuple[int, ...]], compute: Callable[[list[tupl
         shape[0] = count
         if axis is not None:
             shape[axis] = width
-        whole = torch.full(shape, fill, dtype=of(parts[0][1]).dtype)
+        whole = torch.full(shape, fill, dtype=of(parts[0][1]).dtype, device=of(parts[0][1]).device)
         for places, part in parts:
             values = of(part)
             target = whole if axis is None else whole.narrow(axis, 0, values.shape[axis])

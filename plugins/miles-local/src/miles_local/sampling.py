@@ -16,8 +16,8 @@ from miles_core.errors import EngineError
 from miles_core.stages.rollout import SamplingParams
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_CHUNK = 1 << 23
-"""Logits that one pass may hold, so that large vocabularies do not multiply the peak memory."""
+_CHUNK, _DEVICE_CHUNK = 1 << 23, 1 << 25
+"""Logits that one pass may hold, so that large vocabularies do not multiply the peak memory; and that on a GPU."""
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
@@ -60,7 +60,7 @@ def draw(logits: torch.Tensor, draws: Draws) -> tuple[np.ndarray, np.ndarray]:
     """Draw a token per row.
 
     Args:
-        logits: [n, V] float32.
+        logits: [n, V] float32, on any device.
 
     Returns:
         tokens [n] int64, and their log-probs [n] float32 under log_softmax(logits / temperature), before top-k, top-p
@@ -69,7 +69,7 @@ def draw(logits: torch.Tensor, draws: Draws) -> tuple[np.ndarray, np.ndarray]:
     Raises:
         EngineError: a row's logits are not finite.
     """
-    step = max(1, _CHUNK // logits.shape[1])
+    step = max(1, (_DEVICE_CHUNK if logits.is_cuda else _CHUNK) // logits.shape[1])
     if len(logits) <= step:
         return _draw(logits, draws)
     tokens, log_probs = [], []
@@ -84,22 +84,40 @@ def draw(logits: torch.Tensor, draws: Draws) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _draw(logits: torch.Tensor, draws: Draws) -> tuple[np.ndarray, np.ndarray]:
-    greedy = draws.temperature == 0
+    greedy, device = draws.temperature == 0, logits.device
     if not (draws.temperature == 1).all():
-        logits = logits / torch.from_numpy(np.where(greedy, np.float32(1), draws.temperature))[:, None]
+        divisor = torch.from_numpy(np.where(greedy, np.float32(1), draws.temperature))
+        logits = logits / divisor.to(device)[:, None]
     log_probs = torch.log_softmax(logits, -1)
     allowed = _restrict(log_probs, draws)
-    cumulative = allowed.exp().cumsum(-1, dtype=torch.float64)
-    target = torch.from_numpy(draws.uniform)[:, None] * cumulative[:, -1:]
+    _, cumulative = _summed(allowed.exp())
+    target = (torch.from_numpy(draws.uniform).to(device)[:, None] * cumulative[:, -1:]).to(cumulative.dtype)
     # right=True: the first id whose cumulative weight exceeds the target; it has weight itself.
     tokens = torch.searchsorted(cumulative, target, right=True)
     if greedy.any():
-        tokens = torch.where(torch.from_numpy(greedy)[:, None], allowed.argmax(-1, keepdim=True), tokens)
-    drawn = log_probs.gather(1, tokens.clamp_(max=logits.shape[1] - 1))[:, 0].numpy()
+        tokens = torch.where(torch.from_numpy(greedy).to(device)[:, None], allowed.argmax(-1, keepdim=True), tokens)
+    drawn = log_probs.gather(1, tokens.clamp_(max=logits.shape[1] - 1))[:, 0].cpu().numpy()
     if not np.isfinite(drawn).all():
         raise EngineError("the model's logits are not finite", code="logits-not-finite",
                           fix="check whether the last weight update diverged")
-    return tokens[:, 0].numpy(), drawn
+    return tokens[:, 0].cpu().numpy(), drawn
+
+
+def _summed(probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights [n, V] and their cumulative sums: `probs` themselves, on a GPU as integers.
+
+    A GPU may add floats in another order each time, and refuses to in torch's deterministic mode. Integers have one
+    sum. They have 52 bits, as a uniform has: u x total then is less than total here, too.
+    """
+    if probs.device.type == "cpu":
+        return probs, probs.cumsum(-1, dtype=torch.float64)
+    return _integers(probs)
+
+
+def _integers(probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    wide = probs.double()
+    weights = (wide * (2.0**52 / wide.sum(-1, keepdim=True))).long()
+    return weights, weights.cumsum(-1)
 
 
 def _restrict(log_probs: torch.Tensor, draws: Draws) -> torch.Tensor:
@@ -113,17 +131,19 @@ def _restrict(log_probs: torch.Tensor, draws: Draws) -> torch.Tensor:
         return log_probs
     allowed = log_probs.clone()
     for row, ids in draws.banned:
-        allowed[row, torch.from_numpy(ids)] = -torch.inf
+        allowed[row, torch.from_numpy(ids).to(allowed.device)] = -torch.inf
     if not len(limited):
         return allowed
-    rows = torch.from_numpy(limited)
+    device = allowed.device
+    rows = torch.from_numpy(limited).to(device)
     ordered, order = allowed[rows].sort(dim=-1, descending=True, stable=True)
     probs = ordered.exp()
-    before = probs.cumsum(-1, dtype=torch.float64) - probs
-    total = probs.sum(-1, keepdim=True, dtype=torch.float64)
-    top_k = torch.from_numpy(np.where(draws.top_k > 0, draws.top_k, log_probs.shape[1])[limited])[:, None]
-    top_p = torch.from_numpy(draws.top_p[limited].astype(np.float64))[:, None]
-    cut = (torch.arange(ordered.shape[1]) >= top_k) | ((before >= top_p * total) & (top_p < 1))
+    weights, cumulative = _summed(probs)
+    before = cumulative - weights
+    total = weights.sum(-1, keepdim=True, dtype=cumulative.dtype)
+    top_k = torch.from_numpy(np.where(draws.top_k > 0, draws.top_k, log_probs.shape[1])[limited]).to(device)[:, None]
+    top_p = torch.from_numpy(draws.top_p[limited].astype(np.float64)).to(device)[:, None]
+    cut = (torch.arange(ordered.shape[1], device=device) >= top_k) | ((before >= top_p * total) & (top_p < 1))
     cut[:, 0] = False
     allowed[rows] = allowed[rows].scatter(1, order, ordered.masked_fill(cut, -torch.inf))
     return allowed

@@ -268,12 +268,13 @@ def _projection_slots(name: str, weight: torch.Tensor,
 class Weights:
     """One complete set of weights. A new set is filled and checked beside the old one, then takes its place."""
 
-    def __init__(self, shape: ModelShape, dtype: torch.dtype):
+    def __init__(self, shape: ModelShape, dtype: torch.dtype, device: torch.device | str = "cpu"):
         self.shape = shape
-        self.embed = torch.empty(shape.vocab, shape.hidden, dtype=dtype)
-        self.head = self.embed if shape.tied else _matrix(shape.vocab, shape.hidden, dtype=dtype)
-        self.norm = torch.empty(shape.hidden, dtype=dtype)
-        self.layers = [Layer(shape, index, dtype) for index in range(shape.layers)]
+        with torch.device(device):
+            self.embed = torch.empty(shape.vocab, shape.hidden, dtype=dtype)
+            self.head = self.embed if shape.tied else _matrix(shape.vocab, shape.hidden, dtype=dtype)
+            self.norm = torch.empty(shape.hidden, dtype=dtype)
+            self.layers = [Layer(shape, index, dtype) for index in range(shape.layers)]
 
     def slots(self) -> dict[str, tuple[torch.Tensor, tuple[int, ...]]]:
         """Name on disk -> (where it is kept, shape on disk)."""
@@ -289,13 +290,14 @@ class Weights:
         return tensors
 
     @classmethod
-    def from_stream(cls, shape: ModelShape, dtype: torch.dtype, stream: Iterable[tuple[str, torch.Tensor]]) -> Weights:
-        """A new set from a complete stream of (name on disk, tensor), copied and converted to `dtype`.
+    def from_stream(cls, shape: ModelShape, dtype: torch.dtype, stream: Iterable[tuple[str, torch.Tensor]],
+                    device: torch.device | str = "cpu") -> Weights:
+        """A new set from a complete stream of (name on disk, tensor), copied to `device` and converted to `dtype`.
 
         Raises:
             EngineError: an unknown, repeated, missing or misshapen tensor, or a value that is not finite.
         """
-        weights = cls(shape, dtype)
+        weights = cls(shape, dtype, device)
         slots = weights.slots()
         seen: set[str] = set()
         for name, tensor in stream:
@@ -322,9 +324,10 @@ class Weights:
         return weights
 
     @classmethod
-    def random(cls, shape: ModelShape, dtype: torch.dtype, seed: int = 0) -> Weights:
+    def random(cls, shape: ModelShape, dtype: torch.dtype, seed: int = 0,
+               device: torch.device | str = "cpu") -> Weights:
         """Normal weights with the config's standard deviation, norms of one, biases of zero; a seed fixes them."""
-        weights = cls(shape, dtype)
+        weights = cls(shape, dtype, device)
         generator = torch.Generator().manual_seed(seed)
         for name, (place, expected) in weights.slots().items():
             if len(expected) == 1:

@@ -1,0 +1,60 @@
+"""Which architectures of transformers the engine decodes, by a checkpoint's config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from miles_core.errors import CheckpointError
+from miles_core.reading import parse_json
+
+LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "linear_attention"}
+"""Kinds of layers whose past is keys and values by position, or a state."""
+BATCHED_ROPES = {"dynamic", "longrope"}
+"""Rotary embeddings whose frequencies change with the longest sequence of the batch."""
+
+
+def _by_architecture(said: Mapping[str, Any]) -> str | None:
+    """transformers' model_type of the class that config.json names, where it does not know the model_type there."""
+    if said.get("model_type") in CONFIG_MAPPING:
+        return None
+    kinds = {name: kind for kind, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()}
+    return next((kinds[name] for name in said.get("architectures") or () if name in kinds), None)
+
+
+def config_of(folder: Path) -> PreTrainedConfig:
+    """Read config.json, from local files and without remote code.
+
+    Raises:
+        CheckpointError: transformers does not know the architecture, or its past is not what the engine keeps.
+    """
+    try:
+        hf_config = parse_json((folder / "config.json").read_text(encoding="utf-8"))
+        known = _by_architecture(hf_config)
+        more = {key: value for key, value in hf_config.items() if key not in ("model_type", "auto_map")}
+        config = AutoConfig.for_model(known, **more) if known else AutoConfig.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError("transformers does not support this architecture",
+                              code="architecture-not-in-transformers", got=str(error).splitlines()[0], who=str(folder),
+                              fix="use --engine sglang, or another checkpoint") from error
+    if getattr(config, "quantization_config", None) is not None:
+        del config.quantization_config  # `import_weights` makes streams plain; transformers would not expect that
+    text = config.get_text_config()
+    rope = getattr(text, "rope_parameters", None) or {}
+    kinds = {one.get("rope_type") for one in (rope, *rope.values()) if isinstance(one, dict)}
+    problems = {
+        "model_type": config.model_type if type(config) not in AutoModelForCausalLM._model_mapping else None,
+        "layer_types": sorted(set(getattr(text, "layer_types", None) or ()) - LAYERS),
+        "rope_type": sorted(kinds & BATCHED_ROPES),
+        "max_position_embeddings": None if getattr(text, "max_position_embeddings", None) else "none",
+    }
+    for key, got in problems.items():
+        if got:
+            raise CheckpointError(f"the local engine does not decode this {key}", got=got, who=str(folder),
+                                  fix="use --engine sglang, or another checkpoint", code="local-config-unsupported")
+    return config
