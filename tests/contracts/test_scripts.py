@@ -47,6 +47,7 @@ CASES = [  # script, its words, how many plans it makes
     ("bench/trackers.py", "--help", 0),  # seven runs of the demo
     ("tests/gpu/drafts.py", "other kept --folder {folder}", 2),
     ("tests/gpu/fp8.py", "--tiny --parts train --recipes bf16", 1),
+    ("tests/gpu/fsdp_speed.py", "--tiny", 2),
     ("tests/gpu/int4.py", "--help", 0),
     ("tests/gpu/long_context.py", "--tiny", 1),
     ("tests/gpu/lora.py", "dense", 3),
