@@ -219,6 +219,11 @@ def grid(align: Align, sample: Sample) -> slice:
     return slice(total - sample.response_length - 1, total - 1)
 
 
+def trained(samples: Sequence[Sample], column: str) -> np.ndarray:
+    """The values of a column, [N], at all response tokens that are trained on."""
+    return np.concatenate([np.zeros(0, np.float32), *(s.columns[column][s.columns["loss_mask"] > 0] for s in samples)])
+
+
 def joined(begun: Sample, later: Sample, columns: Mapping[str, Column]) -> Sample:
     """One sample from two spans of its response, of which the second was drawn after the whole first as its prompt.
 

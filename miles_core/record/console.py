@@ -91,11 +91,6 @@ class Console:
         self._seconds: dict[str, float] = {}
         self._evals: dict[str, tuple[int, float, float]] = {}
 
-    @property
-    def is_live(self) -> bool:
-        """Whether the panel is up."""
-        return self._live is not None
-
     @_guarded
     def start(self, summary: Mapping[str, object], total: int | None, first: int = 0) -> None:
         """The run begins.
@@ -186,8 +181,6 @@ class Console:
             elapsed = _clock(time.monotonic() - self._began)
             self._print(f"run {self._title} {status}  {self._done}{total} rollouts  {elapsed}")
 
-    # ------------------------------------------------------------------------------------------------------- plain
-
     def _plain_rollout(self) -> str:
         total = "" if self._total is None else f"/{self._total}"
         parts = [f"rollout {self._done}{total}"]
@@ -217,8 +210,6 @@ class Console:
         if self._total is None or len(self._ends) < 2:
             return None
         return (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1) * max(0, self._total - self._done)
-
-    # ------------------------------------------------------------------------------------------------------- panel
 
     def _open_panel(self, summary: Mapping[str, str]) -> None:
         import rich.console

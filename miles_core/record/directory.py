@@ -45,21 +45,17 @@ class RunDirectory:
     def __init__(self, path: str | os.PathLike[str]):
         self.path = Path(path)
         self._lock = Lock(self.path / ".lock", "--run-dir")
+        self.plan_json, self.plan_text = self.path / "plan.json", self.path / "plan.txt"
+        self.lock = self.path / "plugins.lock"  # versions and digests of all that the run is made of
+        self.events, self.hashes = self.path / "events.jsonl", self.path / "hashes.jsonl"
+        self.samples, self.logs, self.profile, self.debug = map(
+            self.path.joinpath, ("samples", "logs", "profile", "debug"))
 
     def __fspath__(self) -> str:
         return os.fspath(self.path)
 
     def __str__(self) -> str:
         return str(self.path)
-
-    @property
-    def plan_json(self) -> Path:
-        return self.path / "plan.json"
-
-    @property
-    def lock(self) -> Path:
-        """Versions and digests of all that the run is made of."""
-        return self.path / "plugins.lock"
 
     @property
     def run_id(self) -> str:
@@ -72,34 +68,6 @@ class RunDirectory:
         if not path.is_file():
             publish(path, os.urandom(8).hex() + "\n")
         return path.read_text(encoding="utf-8").strip()
-
-    @property
-    def plan_text(self) -> Path:
-        return self.path / "plan.txt"
-
-    @property
-    def events(self) -> Path:
-        return self.path / "events.jsonl"
-
-    @property
-    def hashes(self) -> Path:
-        return self.path / "hashes.jsonl"
-
-    @property
-    def samples(self) -> Path:
-        return self.path / "samples"
-
-    @property
-    def logs(self) -> Path:
-        return self.path / "logs"
-
-    @property
-    def profile(self) -> Path:
-        return self.path / "profile"
-
-    @property
-    def debug(self) -> Path:
-        return self.path / "debug"
 
     @classmethod
     def existing(cls, path: str | os.PathLike[str]) -> RunDirectory:

@@ -17,11 +17,10 @@ import functools
 import itertools
 import json
 import os
-import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote, unquote
+from urllib.parse import quote
 
 import numpy as np
 import orjson
@@ -31,7 +30,6 @@ from miles_core.record.directory import publish
 from miles_core.types import Sample
 
 MAX_GROUPS = 64
-_FILE = re.compile(r"(.+)_(\d{6,})\.jsonl")
 
 
 def sample_file(run_dir: str | os.PathLike[str], name: str, rollout_id: int) -> Path:
@@ -61,13 +59,6 @@ def write_samples(run_dir: str | os.PathLike[str], name: str, rollout_id: int, s
         for group in (within or list(groups.values())[:1])[:MAX_GROUPS]
         for sample in group]
     return publish(sample_file(run_dir, name, rollout_id), b"".join(lines))
-
-
-def list_samples(run_dir: str | os.PathLike[str]) -> list[tuple[str, int, Path]]:
-    """(name, rollout_id, path) of every file of a run, rollouts first, in order."""
-    files = [(unquote(match[1]), int(match[2]), path) for path in Path(run_dir, "samples").glob("*.jsonl")
-             if (match := _FILE.fullmatch(path.name))]
-    return sorted(files, key=lambda item: (item[0] != "rollout", item[0], item[1]))
 
 
 def read_samples(path: str | os.PathLike[str]) -> Iterator[dict]:

@@ -8,10 +8,11 @@ reward, count once and all receive their rollout's advantage.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
+from miles_core.columns import trained
 from miles_core.config.tables import Algorithm
 from miles_core.errors import RewardError, TrainError
 from miles_core.types import LARGEST_REWARD, Batch, Group, Sample
@@ -40,8 +41,8 @@ def fill(batch: Batch, values: Values, estimator: str) -> dict[str, float]:
             array = np.full(sample.response_length, array, np.float32)
         sample.columns["advantages"] = array
     check(batch, f"advantage estimator {estimator!r}", fix="look at the rewards of its group")
-    trained = _trained(batch)
-    return {"rollout/advantages": float(trained.mean()) if trained.size else 0.0}
+    rows = trained(samples, "advantages")
+    return {"rollout/advantages": float(rows.mean()) if rows.size else 0.0}
 
 
 def check(batch: Batch, who: str, fix: str = "return one finite number for each response token") -> None:
@@ -63,10 +64,10 @@ def whiten(batch: Batch) -> None:
     The batch is whole on every rank, and so are the statistics (float64). Rows that are not trained on get the same
     map, as nobody looks at them. (--normalize-advantages)
     """
-    trained = _trained(batch).astype(np.float64)
-    if not trained.size:
+    values = trained(batch.samples, "advantages").astype(np.float64)
+    if not values.size:
         return
-    mean, var = trained.mean(), trained.var(ddof=DDOF) if trained.size > DDOF else 0.0
+    mean, var = values.mean(), values.var(ddof=DDOF) if values.size > DDOF else 0.0
     scale = 1.0 / math.sqrt(var + WHITEN_EPSILON)
     for sample in batch.samples:
         sample.columns["advantages"] = ((sample.columns["advantages"] - mean) * scale).astype(np.float32)
@@ -139,20 +140,6 @@ def token_rewards(batch: Batch, algorithm: Algorithm) -> list[np.ndarray]:
         if trained.size:
             row[trained[-1]] += reward
     return penalties
-
-
-def discounted(rewards: np.ndarray, gamma: float) -> np.ndarray:
-    """Returns G_t = u_t + gamma G_{t+1} of [R] rewards, [R] float64."""
-    returns, following = np.empty(len(rewards)), 0.0
-    for t in range(len(rewards) - 1, -1, -1):
-        returns[t] = following = float(rewards[t]) + gamma * following
-    return returns
-
-
-def _trained(batch: Batch) -> np.ndarray:
-    """The advantages of all tokens that are trained on."""
-    rows: Iterable[np.ndarray] = (s.columns["advantages"][s.columns["loss_mask"] > 0] for s in batch.samples)
-    return np.concatenate([np.zeros(0, np.float32), *rows])
 
 
 def _trainable_reward(sample: Sample) -> float:

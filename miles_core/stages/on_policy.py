@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
+import numpy as np
+
+from miles_core.columns import trained
 from miles_core.errors import TrainError
+from miles_core.types import Sample
 
 FRESH = "train/train_rollout_logprob_abs_diff_fresh"
 """Metric: mean |trainer - engine| before any step, of trained tokens that were drawn from the trainer's weights."""
+
+
+def mismatch(samples: Sequence[Sample], version: int) -> dict[str, float]:
+    """How far the trainer's log-probs are from the engine's before any step; `version` is of the trainer's weights."""
+    engine, ours, versions = (trained(samples, name) for name in ("rollout_log_probs", "log_probs", "versions"))
+    gap = np.abs(ours - engine)
+    if not gap.size:
+        return {}
+    fresh = gap[(versions == version) & (engine != 0)]  # 0: none, a given answer's
+    return {"train/train_rollout_logprob_abs_diff_max": float(gap.max()),
+            **({FRESH: float(fresh.mean())} if fresh.size else {}),
+            "rollout/log_probs": float(ours.mean()), "rollout/rollout_log_probs": float(engine.mean())}
 
 
 def check_first(metrics: Mapping[str, float], limit: float) -> bool:

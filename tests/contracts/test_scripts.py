@@ -48,6 +48,7 @@ CASES = [  # script, its words, how many plans it makes
     ("tests/gpu/drafts.py", "kept --folder {folder}", 1),
     ("tests/gpu/drafts.py", "other demo --far --folder {folder}", 2),
     ("tests/gpu/fp8.py", "--tiny --parts train --recipes bf16", 1),
+    ("tests/gpu/fsdp_speed.py", "--tiny", 2),
     ("tests/gpu/int4.py", "--help", 0),
     ("tests/gpu/link.py", "{folder}/site", 0),
     ("tests/gpu/long_context.py", "--tiny", 1),

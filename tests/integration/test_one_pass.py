@@ -25,9 +25,9 @@ def outcome_of(argv, folder):
 
 
 @pytest.mark.parametrize("flags", [
-    [], pytest.param(["--max-lag", 1], marks=pytest.mark.full),
+    [], ["--trainer", "fsdp"], pytest.param(["--max-lag", 1], marks=pytest.mark.full),
     pytest.param(["--actor-num-gpus-per-node", 2, "--pipeline-model-parallel-size", 2], marks=pytest.mark.full)],
-    ids=["alone", "lag", "ranks"])
+    ids=["megatron", "fsdp", "lag", "ranks"])
 def test_a_run_without_the_pass_is_the_run_with_it(run_file, tmp_path, flags):
     both = []
     for folder, more in ((tmp_path / "with", [PASS]), (tmp_path / "without", [])):
@@ -39,7 +39,8 @@ def test_a_run_without_the_pass_is_the_run_with_it(run_file, tmp_path, flags):
 
 
 @pytest.mark.parametrize(("flags", "leaves_out"), [
-    ([], True), (["--use-kl-loss"], True), (["--use-tis"], True), ([PASS], False), (["--use-rollout-logprobs"], False),
+    ([], True), (["--trainer", "fsdp"], True), (["--trainer", "fsdp", "--kl-coef", "0.1"], False),
+    (["--use-kl-loss"], True), (["--use-tis"], True), ([PASS], False), (["--use-rollout-logprobs"], False),
     (["--num-steps-per-rollout", "2"], False), (["--kl-coef", "0.1"], False), (["--skip-zero-advantages"], False),
     (["--use-tis", "--tis-batch-normalize"], False), (["--advantage-estimator", "ppo"], False),
 ])  # fmt: skip

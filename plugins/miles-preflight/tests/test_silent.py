@@ -12,11 +12,12 @@ import torch.nn.functional as F
 from miles_grpo.advantage import normalized
 from miles_local.sampling import Draws, StopStrings, draw
 from miles_megatron import cpu
+from miles_reinforce.advantage import discounted
 
 from miles_core.config.tables import Algorithm
 from miles_core.errors import ConfigError
 from miles_core.kl import approximate_kl
-from miles_core.stages.advantage import discounted, kl_penalties
+from miles_core.stages.advantage import kl_penalties
 from miles_core.stages.loss import LossInputs, clipped_surrogate, reduce
 from miles_core.stages.reward import weighted_sum
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from miles_reinforce.advantage import discounted
 from miles_reinforce.plugin import Reinforce
 from miles_testing.batches import make_batch, make_sample
 
@@ -130,6 +131,12 @@ def test_siblings_count_once():
                                                   enumerate([(1.0, 0), (1.0, 0), (4.0, None)])])])
     assert plugin().baseline(made) == [-1.5, -1.5, 1.5]
     assert plugin().leave_one_out(made) == [-3.0, -3.0, 3.0]
+
+
+@given(st.lists(st.floats(-10, 10), max_size=8), st.floats(0, 1))
+def test_returns_are_discounted_sums(rewards, gamma):
+    expected = [sum(gamma ** (k - t) * rewards[k] for k in range(t, len(rewards))) for t in range(len(rewards))]
+    assert discounted(np.array(rewards), gamma).tolist() == pytest.approx(expected, abs=1e-9)
 
 
 def test_the_plugin_module_imports_no_torch():

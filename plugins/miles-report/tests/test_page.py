@@ -14,6 +14,7 @@ from miles_report.page.history import History, Series
 from miles_core.errors import RunDirectoryError
 from miles_core.record.directory import RunDirectory
 from miles_core.record.events import EventLog, read
+from miles_core.record.samples import sample_file
 
 LIMITS = Limits(points=10_000, bars=10_000)
 ROLLOUTS = st.integers(0, 3)
@@ -239,3 +240,14 @@ def test_an_evaluation_of_the_weights_it_resumed_from_counts_until_it_is_done_ag
     assert evals() == {"eval/a": [0.5]} and follower.lineage != before
     log.eval(3, {"eval/b": 0.6})
     assert evals() == {"eval/a": [0.5], "eval/b": [0.6]}
+
+
+def test_sample_files_come_in_order_whatever_their_datasets_are_called(tmp_path):
+    from miles_report.page.samples import list_samples
+
+    (tmp_path / "samples").mkdir()
+    for name, rollout_id in (("eval_b/c d", 1), ("rollout", 12), ("eval_a_000001", 0), ("rollout", 2)):
+        sample_file(tmp_path, name, rollout_id).touch()
+    (tmp_path / "samples" / "notes.txt").write_text("mine")
+    assert [(name, n) for name, n, _ in list_samples(tmp_path)] == [
+        ("rollout", 2), ("rollout", 12), ("eval_a_000001", 0), ("eval_b/c d", 1)]

@@ -9,7 +9,7 @@ import pytest
 from miles_testing.forked import miles
 
 from miles_core.record.events import read
-from miles_core.record.samples import list_samples, read_samples
+from miles_core.record.samples import read_samples, sample_file
 
 ROOT = Path(__file__).parents[3]
 
@@ -29,7 +29,7 @@ def test_without_calls_the_samples_are_those_of_single_turn(place):
                 "1", "--rollout-batch-size", "8", "--save-hf", "none", "--eval-interval", "none", *more]
         outcome = miles(argv, place)
         assert (outcome.code, outcome.err) == (0, "")
-        (_, _, path), = [item for item in list_samples(place / "runs" / run) if item[0] == "rollout"]
+        path = sample_file(place / "runs" / run, "rollout", 0)
         drawn.append([(one["token_ids"], one["log_probs"], one["reward"]) for one in read_samples(path)])
     assert len(drawn[0]) == 64 and drawn[0] == drawn[1]
 

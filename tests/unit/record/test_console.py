@@ -92,9 +92,9 @@ def test_when_the_panel_is_used(monkeypatch, tty, environment, live):
         monkeypatch.setenv(name, value)
     view = Console(stream=stream)
     view.start({}, 1)
-    assert view.is_live is live
+    assert (view._live is not None) is live
     view.stop("completed")
-    assert not view.is_live
+    assert view._live is None
 
 
 def live(width=110):
@@ -159,7 +159,7 @@ def test_a_panel_that_fails_ends_the_view_and_not_the_run(monkeypatch):
     view.message("info", "x")
     view.rollout(1, object())
     view.stop("completed")
-    assert not view.is_live
+    assert view._live is None
 
 
 def test_a_stream_that_knows_ascii_only():

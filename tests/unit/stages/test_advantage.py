@@ -11,7 +11,7 @@ from miles_testing.toy import toy_group
 
 from miles_core.config.tables import Algorithm
 from miles_core.errors import TrainError
-from miles_core.stages.advantage import check, discounted, fill, kl_penalties, penalised, token_rewards, whiten
+from miles_core.stages.advantage import check, fill, kl_penalties, penalised, token_rewards, whiten
 from miles_core.types import Batch, Group, Prompt
 
 
@@ -125,9 +125,3 @@ def test_the_reward_stands_at_the_last_trained_token():
     assert found.tolist() == pytest.approx([-math.log(2), 5 - 7, 0])
     found, = token_rewards(kl_batch((0, 0, 0)), Algorithm(kl_coef=1.0))
     assert found.tolist() == [0, 0, 0]
-
-
-@given(st.lists(st.floats(-10, 10), max_size=8), st.floats(0, 1))
-def test_returns_are_discounted_sums(rewards, gamma):
-    expected = [sum(gamma ** (k - t) * rewards[k] for k in range(t, len(rewards))) for t in range(len(rewards))]
-    assert discounted(np.array(rewards), gamma).tolist() == pytest.approx(expected, abs=1e-9)

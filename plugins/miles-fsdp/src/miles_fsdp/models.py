@@ -82,7 +82,8 @@ class Models:
         trained, config = name == ACTOR, self._config
         temperature = Temperature(config.rollout.rollout_temperature or 1.0, config.perf.log_probs_chunk_size)
         model = read(source, self._options, torch.float32 if trained else self.dtype)
-        module = CausalModule(model.requires_grad_(trained), temperature, name).to(self._ranks.device)
+        module = CausalModule(model.requires_grad_(trained), temperature, name, self._options.attn_implementation)
+        module.to(self._ranks.device)
         shard(module, self._ranks, self._options, low=trained and config.perf.bf16,
               offload=self._options.cpu_offload or not trained)
         keep_apart(module, MicroBatch(self._columns, _two_samples(self._columns), self._ranks.device), self._ranks)

@@ -18,6 +18,7 @@ from transformers.utils import logging as transformers_logging
 
 from miles_core.columns import Packed
 from miles_core.errors import CheckpointError
+from miles_fsdp.attention import PACKED, Boundaries, attend_by
 from miles_fsdp.microbatch import MicroBatch
 from miles_fsdp.plugin import FsdpOptions
 from miles_fsdp.ranks import Ranks
@@ -52,12 +53,17 @@ class CausalModule(torch.nn.Module):
 
     Args:
         name: for the hook `microbatch`.
+        attention: "packed" for the one of attention.py, where the architecture allows it; else the model's own.
     """
 
-    def __init__(self, model: PreTrainedModel, temperature: Temperature, name: str):
+    def __init__(self, model: PreTrainedModel, temperature: Temperature, name: str, attention: str = PACKED):
         super().__init__()
         self.model, self.name, self.temperature = model, name, temperature
         self.packs = "position_ids" in inspect.signature(model.forward).parameters
+        self.boundaries = Boundaries()
+        self._masked = model.config._attn_implementation
+        if self.packs and attention == PACKED:
+            attend_by(model, self.boundaries)
         head = copy.copy(model)  # the same parameters and code, but for the body
         head._modules = {**model._modules, model.base_model_prefix: _Passed()}
         self._head = (head,)  # a tuple hides it from torch, to which it would be a second model
@@ -74,10 +80,16 @@ class CausalModule(torch.nn.Module):
         hidden = proceed(batch.packed) if around is None else around(proceed, batch.packed, self.name)
         return use(Scored(hidden[batch.index], self._logits, batch, self.temperature))
 
+    def pad(self) -> None:
+        """Lay samples side by side from now on, and mask what fills them up."""
+        self.packs = False
+        self.model.set_attn_implementation(self._masked)
+
     def _hidden(self, batch: MicroBatch) -> torch.Tensor:
         """[T, H] of all rows."""
         body = getattr(self.model, self.model.base_model_prefix)
         if self.packs:
+            self.boundaries.set(batch.lengths, batch.device)
             output = body(input_ids=batch.tokens[None], position_ids=batch.positions[None], use_cache=False)
             return cast("torch.Tensor", output.last_hidden_state[0])
         tokens, mask = batch.padded()
@@ -98,9 +110,10 @@ def read(folder: str, options: FsdpOptions, dtype: torch.dtype) -> PreTrainedMod
     if not Path(folder, "config.json").is_file():
         raise CheckpointError("this is no Hugging Face directory", code="fsdp-source-unusable", who=folder,
                               got="no config.json", fix="name one; `miles convert dist-to-hf` makes it of a checkpoint")
+    attention = None if options.attn_implementation == PACKED else options.attn_implementation
     try:
         model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, attn_implementation=options.attn_implementation, local_files_only=True)
+            folder, dtype=dtype, attn_implementation=attention, local_files_only=True)
     except (OSError, ValueError, ImportError, KeyError) as error:
         raise CheckpointError("transformers cannot build this model", code="fsdp-model-unbuildable", who=folder,
                               got=str(error).split("\n")[0], fix="look at its config.json and at "
@@ -167,6 +180,6 @@ def keep_apart(module: CausalModule, batch: MicroBatch, ranks: Ranks) -> None:
         module.zero_grad()
     (embedded,) = seen
     reached = embedded.grad is not None and bool(embedded.grad[0, : batch.lengths[0]].any())
-    module.packs = not any(ranks.gathered(reached))
-    if not module.packs:
+    if any(ranks.gathered(reached)):
+        module.pad()
         logger.warning("%s would let packed samples see one another: samples are padded", type(module.model).__name__)

@@ -9,11 +9,12 @@ from miles_core.config import option
 from miles_core.hookspecs import hookimpl
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     from miles_core.columns import Columns
     from miles_core.config import RunConfig
     from miles_core.plugins.bind import Hooks
+    from miles_core.plugins.select import Selected
     from miles_core.stages.step import Trainer
     from miles_core.types import Rank
 
@@ -23,7 +24,8 @@ class FsdpOptions:
     """How the module computes and what is kept of it on the device."""
 
     attn_implementation: str = option(
-        "sdpa", "Attention of transformers: sdpa, eager, flash_attention_2 and others that are installed.",
+        "packed", "packed: by the boundaries of samples, where the architecture allows it, on a GPU torch's flash "
+        "attention. Others are transformers': sdpa, eager, flash_attention_2 and whatever is installed.",
         flags=("--attn-implementation",))
     gradient_checkpointing: bool = option(
         False, "Keep only each layer's input of a forward pass, and compute the layer again in the backward pass.",
@@ -51,6 +53,13 @@ class Fsdp:
         elif keys := [key for key in config.origin if key.startswith("fsdp.")]:
             note(f"{', '.join(keys)}: no effect, as the trainer is {config.perf.trainer} (--trainer fsdp)")
         return config
+
+    @hookimpl
+    def check(self, config: RunConfig, note: Callable[[str], None], plugins: Sequence[Selected]) -> RunConfig:
+        """No pass for old log-probs that the only step of a rollout computes itself."""
+        from miles_core.plugins.one_pass import one_pass
+
+        return one_pass(config, note, plugins) if config.perf.trainer == "fsdp" else config
 
     @hookimpl
     def plan_lines(self, config: RunConfig) -> Iterable[tuple[str, str]]:

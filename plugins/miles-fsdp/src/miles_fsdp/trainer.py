@@ -12,14 +12,14 @@ import numpy as np
 import torch
 
 from miles_core import packing
-from miles_core.columns import Columns, read_only
+from miles_core.columns import Columns, read_only, trained
 from miles_core.config.tables import RunConfig
 from miles_core.errors import ConfigError, TrainError
 from miles_core.plugins.bind import Hooks
 from miles_core.plugins.resolve import chosen
 from miles_core.stages import advantage
 from miles_core.stages.loss import PolicyLoss, rollouts_of
-from miles_core.stages.on_policy import FRESH
+from miles_core.stages.on_policy import mismatch
 from miles_core.stages.step import Resume, ScoredRows
 from miles_core.stages.sync import Sender
 from miles_core.types import Batch, Rank, Sample
@@ -200,7 +200,7 @@ class FsdpTrainer:
         metrics = {name: value / (1.0 if name in ("loss", "pg_loss") else total) for name, value in sums.items()}
         metrics |= self.models.step()
         return {f"train/{name}": value for name, value in metrics.items()} | (
-            self._mismatch(samples) if unscored else {})
+            mismatch(samples, self.batch.version) if unscored else {})
 
     def scoring_pass(self, name: str, parts: Sequence[Sequence[Sample]],
                      read: Callable[[ScoredRows], Mapping[str, torch.Tensor]]) -> None:
@@ -229,30 +229,19 @@ class FsdpTrainer:
             yield MicroBatch(self.columns, [samples[i] for i in part], self.ranks.device)
 
     def _score(self, access: Access) -> dict[str, float]:
-        algorithm, begin = self.config.algorithm, time.perf_counter()
-        metrics: dict[str, float] = {}
+        algorithm, metrics = self.config.algorithm, {"perf/log_probs_time": 0.0}
         if not (algorithm.use_rollout_logprobs or algorithm.skip_actor_forward_only):
+            begin = time.perf_counter()
             access.forward(ACTOR, lambda rows: {"log_probs": rows.log_probs()})
-            metrics |= self._mismatch(self.batch.samples)
-        metrics["perf/log_probs_time"] = time.perf_counter() - begin
+            metrics |= mismatch(self.batch.samples, self.batch.version)
+            metrics["perf/log_probs_time"] = time.perf_counter() - begin
         if algorithm.needs_reference:
             begin = time.perf_counter()
             access.forward("ref", lambda rows: {"ref_log_probs": rows.log_probs()})
             metrics["perf/ref_log_probs_time"] = time.perf_counter() - begin
-            values = _trained(self.batch.samples, "ref_log_probs")
+            values = trained(self.batch.samples, "ref_log_probs")
             metrics["rollout/ref_log_probs"] = float(values.mean()) if values.size else 0.0
         return metrics
-
-    def _mismatch(self, samples: Sequence[Sample]) -> dict[str, float]:
-        """How far the trainer's log-probs are from the engine's, before any step."""
-        engine, trainer, versions = (_trained(samples, name) for name in ("rollout_log_probs", "log_probs", "versions"))
-        gap = np.abs(trainer - engine)
-        if not gap.size:
-            return {}
-        fresh = gap[(versions == self.batch.version) & (engine != 0)]  # 0: none, a given answer's
-        return {"train/train_rollout_logprob_abs_diff_max": float(gap.max()),
-                **({FRESH: float(fresh.mean())} if fresh.size else {}),
-                "rollout/log_probs": float(trainer.mean()), "rollout/rollout_log_probs": float(engine.mean())}
 
     def _for_engine(self) -> Iterator[tuple[str, torch.Tensor]]:
         stream = self.models.stream()
@@ -321,7 +310,3 @@ class ColumnParts:
                     column = np.zeros((samples[place].response_length, *rows.shape[1:]), rows.dtype)
                     column[offset] = rows
                     samples[place].columns[name] = column
-
-
-def _trained(samples: Sequence[Sample], column: str) -> np.ndarray:
-    return np.concatenate([sample.columns[column][sample.columns["loss_mask"] > 0] for sample in samples])

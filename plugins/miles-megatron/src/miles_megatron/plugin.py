@@ -56,10 +56,10 @@ class Megatron:
     @hookimpl
     def check(self, config: RunConfig, note: Callable[[str], None], plugins: Sequence[Selected]) -> RunConfig:
         """The layout, memory, and what would be computed otherwise than it is meant, or twice."""
+        from miles_core.plugins.one_pass import one_pass
         from miles_megatron.checks import check_trainer
         from miles_megatron.layout import check_layouts
         from miles_megatron.memory_plan import check_memory
-        from miles_megatron.one_pass import one_pass
 
         if config.perf.trainer != "megatron":
             return config

@@ -8,11 +8,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from miles_core import packing
-from miles_core.columns import Columns, read_only
+from miles_core.columns import Columns, read_only, trained
 from miles_core.config.architecture import architecture_of
 from miles_core.config.load import who
 from miles_core.config.tables import RunConfig
@@ -20,7 +19,7 @@ from miles_core.plugins.bind import Hooks
 from miles_core.plugins.resolve import chosen
 from miles_core.stages import advantage
 from miles_core.stages.loss import PolicyLoss, rollouts_of
-from miles_core.stages.on_policy import FRESH
+from miles_core.stages.on_policy import mismatch
 from miles_core.stages.step import Resume, ScoredRows
 from miles_core.stages.sync import Sender
 from miles_core.types import Batch, Rank, Sample
@@ -300,7 +299,7 @@ class MegatronTrainer:
         if scores is None:
             return {}
         scores.scatter()
-        return self._mismatch(samples)
+        return mismatch(samples, self.batch.version)
 
     def scoring_pass(self, name: str, samples: Sequence[Sequence[Sample]],
                      read: Callable[[ScoredRows], Mapping[str, torch.Tensor]]) -> None:
@@ -325,27 +324,16 @@ class MegatronTrainer:
                 access.forward("actor", lambda rows: {"log_probs": rows.log_probs()})
             if algorithm.true_on_policy_mode:
                 check_equal(self.batch.samples)
-            metrics.update(self._mismatch(self.batch.samples))
+            metrics.update(mismatch(self.batch.samples, self.batch.version))
             metrics["perf/log_probs_time"] = time.perf_counter() - begin
         if self.models.has_reference:
             begin = time.perf_counter()
             with self._phase("ref_log_probs"):
                 access.forward("ref", lambda rows: {"ref_log_probs": rows.log_probs()})
             metrics["perf/ref_log_probs_time"] = time.perf_counter() - begin
-            values = _trained(self.batch.samples, "ref_log_probs")
+            values = trained(self.batch.samples, "ref_log_probs")
             metrics["rollout/ref_log_probs"] = float(values.mean()) if values.size else 0.0
         return metrics
-
-    def _mismatch(self, samples: Sequence[Sample]) -> dict[str, float]:
-        """How far the trainer's log-probs are from the engine's, before any step."""
-        engine, trainer, versions = (_trained(samples, name) for name in ("rollout_log_probs", "log_probs", "versions"))
-        gap = np.abs(trainer - engine)
-        if not gap.size:
-            return {}
-        fresh = gap[(versions == self.batch.version) & (engine != 0)]  # 0: none, a given answer's
-        return {"train/train_rollout_logprob_abs_diff_max": float(gap.max()),
-                **({FRESH: float(fresh.mean())} if fresh.size else {}),
-                "rollout/log_probs": float(trainer.mean()), "rollout/rollout_log_probs": float(engine.mean())}
 
 
 class Access:
@@ -376,10 +364,6 @@ class Access:
 
     def scheduler(self, model: str) -> object:
         return self._trainer.models.on_rank[model].scheduler
-
-
-def _trained(samples: Sequence[Sample], column: str) -> np.ndarray:
-    return np.concatenate([sample.columns[column][sample.columns["loss_mask"] > 0] for sample in samples])
 
 
 def _numbers(terms: Mapping[str, torch.Tensor]) -> dict[str, float]:

@@ -7,14 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from miles_grpo.advantage import normalized
 
-from miles_core.stages.advantage import (
-    discounted,
-    kl_penalties,
-    rollout_keys,
-    rollout_rewards,
-    to_samples,
-    token_rewards,
-)
+from miles_core.stages.advantage import kl_penalties, rollout_keys, rollout_rewards, to_samples, token_rewards
 
 if TYPE_CHECKING:
     from miles_core.config.tables import Algorithm
@@ -33,6 +26,14 @@ def token_returns(batch: Batch, algorithm: Algorithm) -> list[np.ndarray]:
         [R] float64 per sample.
     """
     return [discounted(rewards, algorithm.gamma) for rewards in token_rewards(batch, algorithm)]
+
+
+def discounted(rewards: np.ndarray, gamma: float) -> np.ndarray:
+    """Returns G_t = u_t + gamma G_{t+1} of [R] rewards, [R] float64."""
+    returns, following = np.empty(len(rewards)), 0.0
+    for t in range(len(rewards) - 1, -1, -1):
+        returns[t] = following = float(rewards[t]) + gamma * following
+    return returns
 
 
 def leave_one_out(batch: Batch, algorithm: Algorithm) -> list[float]:

@@ -8,12 +8,11 @@ from pathlib import Path
 from miles_core.errors import RunDirectoryError
 from miles_core.reading import reading
 from miles_core.record.directory import RunDirectory, publish
-from miles_core.record.samples import list_samples
 from miles_report.page import render
 from miles_report.page.document import Limits, document, status_of
 from miles_report.page.follow import Follower
 from miles_report.page.history import History
-from miles_report.page.samples import chosen, excerpt, surviving
+from miles_report.page.samples import chosen, excerpt, list_samples, surviving
 
 
 def write_report(run_dir: str | os.PathLike[str], out: str | os.PathLike[str] | None = None,

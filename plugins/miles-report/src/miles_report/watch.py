@@ -23,12 +23,11 @@ from urllib.parse import parse_qs, urlsplit
 
 from miles_core.errors import ConfigError, RunDirectoryError
 from miles_core.record.directory import RunDirectory
-from miles_core.record.samples import list_samples
 from miles_report.page import render
 from miles_report.page.document import Limits, addition, document, status_of
 from miles_report.page.follow import Follower
 from miles_report.page.history import History
-from miles_report.page.samples import Item, chosen, excerpt, surviving
+from miles_report.page.samples import Item, chosen, excerpt, list_samples, surviving
 
 LIMITS = Limits(rollouts=40, evals=24, samples=512, points=800, megabytes=4.0)
 NEWEST = 24

@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
+from urllib.parse import unquote
 
 from miles_core.record.samples import read_samples
 from miles_report.page.document import Limits, short
 from miles_report.page.history import History
 
 Item = tuple[str, int, Path]
-"""Name, rollout and path, as `list_samples` gives them."""
+"""Name, rollout and path."""
+_FILE = re.compile(r"(.+)_(\d{6,})\.jsonl")
+
+
+def list_samples(run_dir: str | os.PathLike[str]) -> list[Item]:
+    """Every sample file of a run (miles_core/record/samples.py), rollouts first, in order."""
+    files = [(unquote(match[1]), int(match[2]), path) for path in Path(run_dir, "samples").glob("*.jsonl")
+             if (match := _FILE.fullmatch(path.name))]
+    return sorted(files, key=lambda item: (item[0] != "rollout", item[0], item[1]))
 
 
 def surviving(files: Sequence[Item], history: History) -> list[Item]:

@@ -14,16 +14,13 @@ from miles_core.plugins.resolve import chosen, policy_loss
 from miles_core.plugins.select import Selected
 
 WORD = "needs-no-log-prob-pass"
-"""What a plugin states in `provides`: its hooks of the trainer do not read `log_probs` before the step has filled it. A
-plugin for which that depends on options sets `skip_actor_forward_only` to False in its `derive` where it does not hold.
-"""
+"""In a plugin's `provides`: its hooks of the trainer do not read `log_probs` before the step has filled it. Where that
+depends on options, the plugin's `derive` sets `skip_actor_forward_only` to False."""
 READERS = ("log_prob", "shape_advantages", "train_step", "microbatch", "token_weights", "loss_terms")
-CHOSEN = ("advantage", "policy_loss", "reduction")
-"""Hooks that are shown the columns of a rollout: of these only the part that the run has chosen."""
 
 
 def one_pass(config: RunConfig, note: Callable[[str], None], plugins: Sequence[Selected]) -> RunConfig:
-    """Set `skip_actor_forward_only` where nobody set it and nothing needs the scores before the step."""
+    """Set `skip_actor_forward_only` where nothing needs scores before the step: for the hook `check` of a trainer."""
     if "algorithm.skip_actor_forward_only" in config.origin or any(_reasons(config, plugins)):
         return config
     note("one optimizer step per rollout: old log-probs are those of the step itself, without a pass before it "
@@ -37,9 +34,9 @@ def _reasons(config: RunConfig, plugins: Sequence[Selected]) -> Iterator[bool]:
     yield rollout.num_steps_per_rollout != 1 or config.debug.debug_rollout_only
     yield algorithm.use_rollout_logprobs or algorithm.true_on_policy_mode or algorithm.kl_coef != 0
     yield perf.skip_zero_advantages
-    parts = {hook: chosen(config, hook) for hook in CHOSEN}
+    shown = {(hook, chosen(config, hook)) for hook in ("advantage", "policy_loss", "reduction")}
     if algorithm.policy_loss is None:
-        parts["policy_loss"] = policy_loss(plugins, config)[0]
-    for plugin in plugins:
-        sees = any(offer.hook in READERS or parts.get(offer.hook) == offer.name for offer in plugin.manifest.offers)
+        shown.add(("policy_loss", policy_loss(plugins, config)[0]))
+    for plugin in plugins:  # of hooks with several parts only the one that the run has chosen is shown the columns
+        sees = any(offer.hook in READERS or (offer.hook, offer.name) in shown for offer in plugin.manifest.offers)
         yield sees and WORD not in plugin.manifest.provides

@@ -1,0 +1,123 @@
+"""Attention of packed samples by their boundaries, as one of transformers' attention functions: no mask is ever made.
+
+On a GPU in 16 bits it is the flash attention that torch brings, over sequences of varying length; elsewhere
+scaled_dot_product_attention of one sample after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+from miles_core.errors import ConfigError
+
+PACKED, NAME = "packed", "miles_packed"
+"""The value of --attn-implementation, and what it is called in transformers."""
+LARGEST_HEAD = 256
+"""Of the flash kernels."""
+UNABLE = ("softcap", "s_aux", "position_bias")
+"""What some architectures ask of an attention function and this one does not compute."""
+
+
+@dataclass(slots=True)
+class Boundaries:
+    """Where the samples of the micro-batch lie whose layers compute now.
+
+    All parts of a module know the same object, since arguments of a forward do not reach the attention of every
+    architecture. It outlives the forward: a backward pass may compute layers again.
+
+    Args:
+        lengths: of the samples, which add up to the rows.
+        offsets: [samples + 1] int32 on the device, where each begins, and the end.
+    """
+
+    lengths: Sequence[int] = ()
+    offsets: torch.Tensor | None = None
+
+    def set(self, lengths: Sequence[int], device: torch.device) -> None:
+        """For the next forward."""
+        sizes = torch.tensor([0, *lengths], dtype=torch.int32)
+        self.lengths, self.offsets = lengths, sizes.cumsum(0, dtype=torch.int32).to(device)
+
+
+def attend_by(model: PreTrainedModel, boundaries: Boundaries) -> bool:
+    """Have a model's layers attend within these boundaries; whether its attention is of that kind.
+
+    It is, where transformers says that flash attention computes it: causal, perhaps within a window, and no other mask.
+    """
+    if not (model._supports_flash_attn and model._can_set_attn_implementation()):
+        return False
+    for part in model.modules():
+        cast("Any", part)._miles_boundaries = boundaries
+    model.set_attn_implementation(NAME)
+    return True
+
+
+def packed_attention(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: None,
+                     scaling: float | None = None, sliding_window: int | None = None, is_causal: bool | None = None,
+                     **more: Any) -> tuple[torch.Tensor, None]:
+    """
+    Args:
+        query: [1, heads, T, D] of all rows; key, value: of perhaps fewer heads, and value with another D.
+        sliding_window: how many rows each sees, itself among them; None: all before it in its sample.
+
+    Returns:
+        [1, T, heads, D of the values].
+
+    Raises:
+        ConfigError: the architecture asks for something else than causal attention.
+    """
+    odd = [name for name in UNABLE if more.get(name) is not None]
+    if odd or is_causal is False or not getattr(module, "is_causal", True):
+        raise ConfigError("the packed attention does not compute what this architecture asks of it",
+                          got=", ".join(odd) or "attention that is not causal", code="fsdp-attention-unsupported",
+                          who=f"--attn-implementation packed, {type(module).__name__}",
+                          fix="--attn-implementation eager")
+    bounds: Boundaries = module._miles_boundaries
+    q, k, v = (one[0].transpose(0, 1).to(value.dtype) for one in (query, key, value))  # [T, heads, D]
+    fits = max(q.shape[-1], v.shape[-1]) <= LARGEST_HEAD
+    flash = v.is_cuda and v.dtype in (torch.bfloat16, torch.float16) and fits
+    scale = q.shape[-1] ** -0.5 if scaling is None else scaling
+    return (_flash if flash else _one_by_one)(q, k, v, bounds, scale, sliding_window)[None], None
+
+
+def _flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bounds: Boundaries, scale: float,
+           window: int | None) -> torch.Tensor:
+    """The operator below torch.nn.attention.varlen, whose own parameters are others in each release."""
+    size, longest = value.shape[-1], max(bounds.lengths)
+    wide = -(-max(query.shape[-1], size) // 8) * 8  # the kernels want equal sizes of heads, in eights
+    query, key, value = (one if one.shape[-1] == wide else F.pad(one, (0, wide - one.shape[-1]))
+                         for one in (query, key, value))
+    attended: torch.Tensor
+    attended, *_ = torch.ops.aten._flash_attention_forward(
+        query, key, value, bounds.offsets, bounds.offsets, longest, longest, 0.0, window is None, False, scale=scale,
+        window_size_left=-1 if window is None else window - 1, window_size_right=0)
+    return attended[..., :size]
+
+
+def _one_by_one(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bounds: Boundaries, scale: float,
+                window: int | None) -> torch.Tensor:
+    groups = query.shape[1] // key.shape[1]
+    key, value = (one.repeat_interleave(groups, 1) for one in (key, value))
+    whole = (one.transpose(0, 1) for one in (query, key, value))
+    attended = []
+    for q, k, v in zip(*(one.split(list(bounds.lengths), 1) for one in whole), strict=True):
+        mask, length = None, q.shape[1]
+        if window is not None and window < length:
+            mask = torch.ones(length, length, dtype=torch.bool, device=q.device).tril().triu(1 - window)
+        attended.append(F.scaled_dot_product_attention(q[None], k[None], v[None], mask, is_causal=mask is None,
+                                                       scale=scale)[0])
+    return torch.cat(attended, 1).transpose(0, 1)
+
+
+def _no_mask(*_: Any, **__: Any) -> None:
+    return None
+
+
+AttentionInterface.register(NAME, packed_attention)
+AttentionMaskInterface.register(NAME, _no_mask)

@@ -1,0 +1,160 @@
+"""An optimizer step of the trainer fsdp beside one of Megatron's: tokens/s, MFU and peak memory on one GPU, bf16.
+
+    python tests/gpu/fsdp_speed.py                       qwen3-0.6b, 1.7b and 4b, the last with recomputation
+    python tests/gpu/fsdp_speed.py qwen3-0.6b --trainers fsdp --recompute no --attention sdpa
+    python tests/gpu/fsdp_speed.py --tiny                the same code on a CPU
+
+Shapes, packed batches and MFU are those of trainer_speed.py; weights are random, and each case runs in a process of its
+own. Losses are the same up to what random weights make of them: about ln 151936 = 11.9 nats under the surrogate. Prints
+a line for each case, then the ratio of the two trainers; the exit status is how many cases failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from trainer_speed import PEAK, QWEN3, RUN, SHAPES, profiled, rollout
+
+SHAPES = SHAPES | {"tiny": QWEN3 | {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16,
+                                    "intermediate_size": 64, "num_key_value_heads": 2, "tie_word_embeddings": True}}
+AGAIN = {"megatron": "--recompute-granularity full", "fsdp": "--gradient-checkpointing"}
+"""The flag by which each trainer computes layers again in the backward pass."""
+
+
+def random_weights() -> None:
+    """Have both trainers keep weights that were drawn where they train: there are no files."""
+    import miles_fsdp.models
+    import torch
+    from miles_megatron.model_on_rank import ModelOnRank
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    def drawn(folder: str, options, dtype):
+        attention = None if options.attn_implementation == "packed" else options.attn_implementation
+        with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=dtype,
+                                                     attn_implementation=attention)
+        return model.eval()
+
+    miles_fsdp.models.read = drawn
+    ModelOnRank.fill = lambda self, source: None
+
+
+def measure(shape: str, trainer: str, tokens: int, length: int, steps: int, flags: list[str], *, micro_batches: int,
+            profile: bool) -> dict[str, object]:
+    """One case, in this process."""
+    import torch
+    from miles_megatron import estimate
+
+    from miles_core.build import trainer_part
+    from miles_core.config.architecture import architecture_of
+    from miles_core.plugins.plan import prepare
+    from miles_core.types import Rank
+
+    folder, gpu = Path(tempfile.mkdtemp()), torch.cuda.is_available()
+    (folder / "config.json").write_text(json.dumps(SHAPES[shape]))
+    (folder / "run.toml").write_text(RUN.format(folder=folder, tokens=tokens, length=length,
+                                                groups=micro_batches * tokens // length // 2))
+    plan = prepare(folder / "run.toml", ["--plan-without-weights", "--trainer", trainer, *flags])
+    random_weights()
+    part = trainer_part(list(plan.selected), plan.config, Rank())
+    part.load()
+    whole, seconds, traces = tokens * micro_batches, [], []
+
+    def step() -> None:
+        nonlocal metrics
+        begin = time.perf_counter()
+        metrics = part.step(0)
+        if gpu:
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - begin)
+
+    metrics: dict[str, float] = {}
+    for index in range(steps + profile):  # the first pays for kernels that are chosen and compiled
+        part.take_batch(rollout(whole, length))
+        part.score()
+        part.advantage()
+        if gpu and index == 1:
+            torch.cuda.reset_peak_memory_stats()
+        if index == steps:
+            profiled(step, traces)
+        else:
+            step()
+        part.end_batch()
+    size = architecture_of(plan.config)
+    once = estimate.flops(length, parameters=size.active_parameters, attention=size.attention) * (whole // length)
+    fastest = min(seconds[1:steps])
+    part.close()
+    return {"tokens_per_s": round(whole / fastest), "mfu": round(once / fastest / PEAK, 4),
+            "peak_gb": round(torch.cuda.max_memory_allocated() / 1e9, 2) if gpu else None,
+            "loss": metrics["train/loss"], "grad_norm": metrics["train/grad_norm"],
+            "log_probs": metrics.get("rollout/log_probs"), "seconds": [round(one, 4) for one in seconds],
+            "profile": traces}  # fmt: skip
+
+
+def in_process(words: list[object], limit: float) -> dict[str, object] | str:
+    """A case in a process of its own; what it measured, or the end of what it said."""
+    try:
+        done = subprocess.run([sys.executable, __file__, "--here", *map(str, words)], capture_output=True, text=True,
+                              timeout=limit)
+    except subprocess.TimeoutExpired as late:
+        return f"not done within {limit:g} s\n{str(late.stderr)[-1500:]}"
+    if done.returncode:
+        return (done.stdout + done.stderr)[-3000:]
+    measured: dict[str, object] = json.loads(done.stdout.strip().splitlines()[-1])
+    return measured
+
+
+def main() -> int:
+    """Every case, and the ratios."""
+    arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    arguments.add_argument("shapes", nargs="*", default=["qwen3-0.6b", "qwen3-1.7b", "qwen3-4b"])
+    arguments.add_argument("--trainers", nargs="+", default=["megatron", "fsdp"], choices=AGAIN)
+    arguments.add_argument("--recompute", nargs="+", choices=("no", "full"), help="default: full for 4b, else no")
+    arguments.add_argument("--attention", default="packed", help="--attn-implementation of fsdp")
+    arguments.add_argument("--tokens", type=int, default=16384)
+    arguments.add_argument("--length", type=int, default=2048)
+    arguments.add_argument("--micro-batches", type=int, default=1)
+    arguments.add_argument("--steps", type=int, default=5)
+    arguments.add_argument("--profile", action="store_true")
+    arguments.add_argument("--flags", default="", help="of miles run, for all cases")
+    arguments.add_argument("--limit", type=float, default=300, help="seconds of one case")
+    arguments.add_argument("--tiny", action="store_true")
+    arguments.add_argument("--here", action="store_true")
+    words = arguments.parse_args()
+    if words.tiny:
+        words.shapes, words.tokens, words.length, words.steps = ["tiny"], 256, 64, 2
+    if words.here:
+        print(json.dumps(measure(words.shapes[0], words.trainers[0], words.tokens, words.length, words.steps,
+                                 shlex.split(words.flags), micro_batches=words.micro_batches, profile=words.profile)))
+        return 0
+    failed = 0
+    for shape in words.shapes:
+        for recompute in words.recompute or ["full" if shape.endswith("-4b") else "no"]:
+            speeds = {}
+            for trainer in words.trainers:
+                flags = [words.flags, AGAIN[trainer] if recompute == "full" else "",
+                         f"--attn-implementation {words.attention}" if trainer == "fsdp" else ""]
+                measured = in_process([shape, "--trainers", trainer, "--tokens", words.tokens, "--length", words.length,
+                                       "--steps", words.steps, "--micro-batches", words.micro_batches,
+                                       f"--flags={' '.join(flags)}", *(["--profile"] if words.profile else [])],
+                                      words.limit)
+                good = isinstance(measured, dict)
+                failed += not good
+                if good:
+                    speeds[trainer] = measured["tokens_per_s"]
+                print(f"{'ok  ' if good else 'FAIL'} {shape} {trainer}, recompute {recompute}: "
+                      f"{json.dumps(measured) if good else measured}", flush=True)
+            if len(speeds) == 2:
+                print(f"     {shape}, recompute {recompute}: fsdp / megatron {speeds['fsdp'] / speeds['megatron']:.2f}")
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main())
