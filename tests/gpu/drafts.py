@@ -61,7 +61,7 @@ def main() -> int:
     names = args.runs or ["kept", "trained", "other", "moe", "demo"]
     runs = {name: (args.folder / name, [str(word) for word in flags(name, args)]) for name in names}
     recipes = {name: f"examples/{'demo' if name in ('other', 'demo') else 'moe'}.toml" for name in names}
-    found = in_turns(runs, args.seconds, recipes, coin=False)
+    found = in_turns(runs, args.seconds, recipes, coin=False, together=args.far)
     for name, steps in found.items():
         for title, key in SHOWN.items():
             values = [round(step[key], 4) for step in steps if key in step]
@@ -75,7 +75,7 @@ def flags(name: str, args: argparse.Namespace) -> list[object]:
     """What a run adds to its file."""
     words = [flag for flag in SGLANG[:-2] if args.gpus == 1 or flag != "--colocate"]
     words += ["--rollout-num-gpus", "1", "--weight-sync", "broadcast"] if args.gpus == 2 else []
-    words += ["--num-rollout", args.rollouts, "--sglang-mem-fraction-static", "0.5", "--sglang-max-total-tokens", 65536]
+    words += ["--num-rollout", args.rollouts, "--sglang-mem-fraction-static", "0.7", "--sglang-max-total-tokens", 65536]
     words += ["--fp32-lm-head"] if name in ("other", "demo") else []
     if args.far:
         words += ["--plugin", "tests/gpu/backwards.py", "--rm-type", "backwards", "--rm-weights", 1, "--lr", "5e-4",

@@ -55,7 +55,8 @@ SHAPES = {
                           "vocab_size": 151936, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
 }  # fmt: skip
 SGLANG = [
-    "--engine", "sglang", "--placement", "ray" if importlib.util.find_spec("ray") else "local", "--colocate", "--bf16",
+    *(() if importlib.util.find_spec("sglang_router") else ("--router", "none")), "--engine", "sglang",
+    "--placement", "ray" if importlib.util.find_spec("ray") else "local", "--colocate", "--bf16",
     "--sglang-attention-backend", "triton", "--sglang-sampling-backend", "pytorch", "--sglang-grammar-backend", "none",
     "--sglang-cuda-graph-backend-prefill", "disabled", "--sglang-cuda-graph-max-bs", "64",
 ]  # fmt: skip
@@ -177,10 +178,11 @@ def precision(args: argparse.Namespace) -> int:
     print(f"{size / 1e9:.2f}e9 parameters", flush=True)
     in_fp8 = ["--hf-checkpoint", converted(model, args.folder / "fp8", "hf-to-fp8"), "--ref-load", model]
     common = ["--plugin", "r3", "--num-rollout", args.rollouts, "--skip-eval-before-train", "--eval-interval", 1000,
-              "--lr", "1e-6", "--rollout-ignore-eos", *backends(args, "0.3"), *args.flags.split()]
+              "--lr", "1e-6", "--rollout-ignore-eos", *backends(args, "0.7"), *args.flags.split()]
     common += (["--rollout-max-response-len", 24, "--rollout-batch-size", 4] if args.tiny else
                ["--rollout-max-response-len", 512, "--rollout-batch-size", 32, "--max-tokens-per-gpu", 16384,
-                "--sglang-fp8-gemm-backend", "triton", "--sglang-cuda-graph-max-bs", 256])
+                "--sglang-fp8-gemm-backend", "triton", "--sglang-cuda-graph-max-bs", 256,
+                "--sglang-max-total-tokens", 160000])  # all servers have to fit beside one another
     sides = {"bf16 / bf16": ["--hf-checkpoint", model], "bf16 / FP8": in_fp8, "FP8 / FP8": [*in_fp8, "--plugin", "fp8"]}
     runs = {name: (args.folder / name.replace(" / ", "-"), [*common, *words]) for name, words in sides.items()}
     found = in_turns(runs, args.seconds)
@@ -225,10 +227,11 @@ def started(folder: Path, words: list[str], coin: bool = True, recipe: str = "ex
 
 
 def in_turns(runs: dict[str, tuple[Path, list]], seconds: float, recipes: dict[str, str] | None = None,
-             coin: bool = True) -> dict[str, list[dict]]:
+             coin: bool = True, together: bool = False) -> dict[str, list[dict]]:
     """The metrics of runs that start side by side and go on one after another, so that their seconds are their own.
 
-    The GPU has to hold them all, training at once in their first rollouts.
+    The GPU has to hold them all, training at once in their first rollouts. Where seconds do not matter they may go on
+    together.
     """
     end, begin = time.monotonic() + seconds, time.monotonic()
     processes = {name: started(folder, [*words, "--plugin", "tests/gpu/turns.py"], coin,
@@ -240,8 +243,9 @@ def in_turns(runs: dict[str, tuple[Path, list]], seconds: float, recipes: dict[s
     print(f"all wait after {time.monotonic() - begin:.0f} s", flush=True)
     steps = {}
     for name, (folder, _) in runs.items():
-        if folder.is_dir():
-            (folder / "turn").touch()
+        for other in ([one for one, _ in runs.values()] if together else [folder]):
+            if other.is_dir():
+                (other / "turn").touch()
         steps[name] = ended(processes[name], folder, end)
     return steps
 

@@ -52,8 +52,8 @@ def main() -> int:
         common += ["--engine", "local"]
     else:
         engine = [word for word in SGLANG if word != "--colocate"]
-        common += [*engine, "--rollout-num-gpus", 1, "--router", "none", "--sglang-mem-fraction-static", "0.6",
-                   "--sglang-max-total-tokens", args.groups * 32 * args.tokens]
+        common += [*engine, "--rollout-num-gpus", 1, "--sglang-mem-fraction-static", "0.7",
+                   "--sglang-max-total-tokens", args.groups * 16 * args.tokens]
     partial = ["--partial-rollout", "--over-sampling-batch-size", 2 * args.groups]
     sides = {"plain": [], "n-grams": NGRAM, "partial": partial, "partial, n-grams": [*partial, *NGRAM]}
     if args.tiny:
