@@ -28,6 +28,7 @@ from miles_megatron.async_save import AsyncSave
 from miles_megatron.disk_names import carried
 from miles_megatron.layout import layout_of
 from miles_megatron.model_on_rank import ModelOnRank, architecture, checkpoints
+from miles_megatron.offload import OPTIMIZER, WEIGHTS
 
 logger = logging.getLogger(__name__)
 
@@ -163,10 +164,13 @@ class Models:
 
     def offload(self, tags: Sequence[str]) -> None:
         """See stages/step.py. Models that are swapped in are in host memory anyhow."""
+        state = [tag for tag in tags if tag == OPTIMIZER]
         for one in self.on_rank.values():
-            one.memory.offload(tags, wait=False)
-        _empty_cache()
-        if "weights" in tags or not self._room():
+            one.memory.offload([tag for tag in tags if tag != OPTIMIZER])
+        _empty_cache()  # before other copies start, which giving memory back would wait for
+        for one in self.on_rank.values():
+            one.memory.offload(state, wait=False)
+        if state and (WEIGHTS in tags or not self._room()):
             for one in self.on_rank.values():
                 one.memory.settle()
             _empty_cache()

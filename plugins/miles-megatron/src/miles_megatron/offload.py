@@ -81,8 +81,9 @@ class Offload:
             self._away[tag] = list(self._storages(tag))
             if tag != GRADIENTS:
                 self._copy_out(tag)
-            self._leaving += self._away[tag] if tag == OPTIMIZER else ()
-            if tag != OPTIMIZER:
+            if tag == OPTIMIZER:
+                self._leaving = self._away[tag]
+            else:
                 self._beside.finish()
                 _free(self._away[tag])
         if wait:
