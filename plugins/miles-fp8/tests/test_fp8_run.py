@@ -86,7 +86,7 @@ SGLANG = ("--engine", "sglang", "--bf16")
 def test_the_plan_tells_what_computes_in_what(checkpoints):
     assert rows() == {
         "trainer": "float32", "log-probs": "the trainer's forward, log-softmax in float32", "engine": "bfloat16",
-        "KV cache": "float32", "sync": "bfloat16"}
+        "KV cache": "float32, on a GPU the engine's dtype", "sync": "bfloat16"}
     unified = rows("--plugin", "fp8")
     assert unified["trainer"] == "float32; linear layers multiply in fp8 e4m3 (blockwise)"
     assert unified["log-probs"].endswith("log-softmax in float32; linear layers as in training, in fp8 e4m3")

@@ -195,6 +195,24 @@ def test_requests_wait_for_room_in_a_bounded_cache(models, monkeypatch):
     assert [one.output_ids.tolist() for one in tight] == [one.output_ids.tolist() for one in free]
 
 
+def test_a_cache_lasts_until_its_shape_is_in_the_way(models, monkeypatch):
+    """Graphs last as long. Then what is too wide for the rows of before gets fewer."""
+    engine_on_device(monkeypatch)
+    monkeypatch.setattr(engine_module, "cache_tokens", lambda device, token_bytes: 4096)
+    short, long = [request(i, 5, max_new_tokens=20) for i in range(100)], [request(0, 5, max_new_tokens=200)]
+
+    async def body(engine):
+        cache, shapes = engine._batch._cache, []
+        for requests in (short, short, long):
+            await together(requests)(engine)
+            shapes.append((cache.layout, cache.rows, cache.width))
+        return shapes
+
+    first, second, third = session(body, models["dense"][0])
+    assert first == second and first[1:] == (64, 64)
+    assert third[0] > second[0] and third[1:] == (16, 256)
+
+
 def test_buckets_hold_what_they_are_asked_for():
     for count in range(1, 300):
         assert count <= row_bucket(count, 320) <= max(16, 2 * count)

@@ -72,7 +72,8 @@ def test_two_plugins_that_want_two_values_are_refused_by_name(plugin):
 def test_the_plan_tells_what_computes_in_which_precision(plugin):
     found = rows(prepare(None, [*BASE, "--bf16"]))
     assert list(found) == ["trainer", "log-probs", "engine", "KV cache", "sync"]
-    assert found["trainer"].startswith("bfloat16") and found["engine"] == "bfloat16" and found["KV cache"] == "float32"
+    assert found["trainer"].startswith("bfloat16") and found["engine"] == "bfloat16"
+    assert found["KV cache"] == "float32, on a GPU the engine's dtype"
     stated = plugin("one", precision={"trainer": "{bits} bits in products"})
     found = rows(prepare(None, [*BASE, "--bf16", *stated, "--one.bits", "4"]))
     assert found["trainer"] == "4 bits in products  (plugin one)" and found["sync"] == "bfloat16"

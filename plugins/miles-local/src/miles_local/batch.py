@@ -119,10 +119,10 @@ class Batch:
         if self._most is None:
             return count
         fit = self._fitting(waiting, count, self._cache.rows, self._cache.width)
-        if self.seqs or fit == count:
-            return fit
-        self._cache.clear()  # the shape of what ran before may be in the way
-        return max(1, self._fitting(waiting, count, 0, 0))
+        if not self.seqs and (anew := max(1, self._fitting(waiting, count, 0, 0))) > fit:
+            self._cache.clear()  # the shape of what ran before is in the way
+            return anew
+        return fit
 
     def _fitting(self, waiting: Collection[SequenceState], count: int, rows: int, width: int) -> int:
         for place, seq in enumerate(islice(waiting, count)):
