@@ -1,7 +1,7 @@
 """A whole colocated step beside what its parts take alone: SGLang on as many requests, and the optimizer step. One GPU.
 
     python tests/gpu/whole_step.py qwen3-0.6b moe-4b                    with plugin r3 where there are experts
-    python tests/gpu/whole_step.py qwen3-0.6b --sides "" "--deterministic-mode"    the same run under further flags
+    python tests/gpu/whole_step.py qwen3-0.6b --also=--deterministic-mode    the same run under further flags, too
     python tests/gpu/whole_step.py moe-4b --tiny                        the same code on a CPU, with the local engine
 
 Weights are random, of the shapes of trainer_speed.py; a coin is the reward, and every answer has --tokens tokens. Each
@@ -174,7 +174,7 @@ def main() -> int:
     parser.add_argument("--cap", type=int, default=16384, help="tokens of a micro-batch")
     parser.add_argument("--rollouts", type=int, default=5)
     parser.add_argument("--fraction", default="0.5", help="of the GPU's memory, for the server")
-    parser.add_argument("--sides", nargs="*", default=[""], help="flags of each run")
+    parser.add_argument("--also", action="append", default=[], help="flags of one more run: --also=--deterministic-mode")
     parser.add_argument("--seconds", type=float, default=240, help="of each run and server")
     parser.add_argument("--folder", type=Path, default=Path("/dev/shm/miles-whole-step"))
     parser.add_argument("--alone", action=argparse.BooleanOptionalAction, default=True, help="measure the parts, too")
@@ -185,7 +185,7 @@ def main() -> int:
         model = checkpoint(shape, args.folder / shape, args.tiny)
         more = ["--plugin", "r3"] if "num_experts" in SHAPES[shape] else []
         means = []
-        for number, flags in enumerate(args.sides):
+        for number, flags in enumerate(["", *args.also]):
             name = f"{shape}{flags and ' ' + flags}"
             steps = run(args.folder / f"run-{shape}-{number}", model, args, [*more, *shlex.split(flags)])
             failed |= len(steps) < args.rollouts
