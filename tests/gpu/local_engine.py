@@ -1,13 +1,14 @@
 """The local engine on a GPU: speed beside transformers' generate, distance of its log-probs, repetition, whole runs.
 
     python tests/gpu/local_engine.py                        everything
-    python tests/gpu/local_engine.py --parts speed runs     some of: speed, log-probs, families, runs
+    python tests/gpu/local_engine.py --parts speed runs     some of: speed, log-probs, families, contract, runs
     python tests/gpu/local_engine.py --tiny                 the same code on a CPU, with small shapes
 
 Weights are random and made here. Speed: 64 requests of 64 tokens, 256 new ones each, in bf16, beside generate with the
 same batch; the first rollout, which captures the graphs, is told apart. Log-probs: the mean distance to a float32
 forward of the same weights, of the engine and of transformers' own bf16 forward. Families: every fast family and some
-that go through transformers, in float32 against a full forward. Runs: examples/demo.toml on one GPU that engine and
+that go through transformers, in float32 against a full forward. Contract: what every engine has to keep, with aborts,
+pauses, updates and released memory. Runs: examples/demo.toml on one GPU that engine and
 trainer share, with and without --colocate. The exit status is 1 where a bar is missed.
 """
 
@@ -24,13 +25,14 @@ from pathlib import Path
 
 import torch
 from miles_local.engine import LocalEngine
+from miles_testing.engines import engine_contract
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from miles_core.record.events import read
 from miles_core.stages.rollout import Request, Response, SamplingParams
 
 ROOT = Path(__file__).parents[2]
-PARTS = ("speed", "log-probs", "families", "runs")
+PARTS = ("speed", "log-probs", "families", "contract", "runs")
 NO_IDS = {"eos_token_id": None, "bos_token_id": None, "pad_token_id": None}
 SHAPES = {
     "qwen3-0.6b": {"model_type": "qwen3", "hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16,
@@ -172,6 +174,39 @@ def families(folder: Path, args: argparse.Namespace) -> bool:
     return all(well)
 
 
+def contract(folder: Path, args: argparse.Namespace) -> bool:
+    """The kit for engines in bf16; then memory that is released, and an update that brings the weights again."""
+    model = model_of({"model_type": "qwen3", **SMALL}, folder, args.device, torch.float32)
+
+    def scaled(version: int) -> list[tuple[str, torch.Tensor]]:
+        return [(name, tensor * (1 + 0.1 * version)) for name, tensor in model.named_parameters()]
+
+    def made() -> LocalEngine:
+        return LocalEngine(folder, dtype=torch.bfloat16, device=args.device, random_init=True)
+
+    engine_contract(made, scaled, vocabulary=SMALL["vocab_size"], exact=False)
+
+    async def handed_over() -> tuple[Response, Response, int]:
+        engine, asked = made(), Request("one", (1, 2, 3), SamplingParams(max_new_tokens=16, ignore_eos=True), key=5)
+        await engine.start()
+        await engine.update_weights(scaled(1), 1)
+        before = await engine.generate(asked)
+        await engine.release(("kv_cache", "weights", "cuda_graph"))
+        left = torch.cuda.memory_allocated() if args.device == "cuda" else 0
+        await engine.occupy(("weights",))
+        await engine.update_weights(scaled(1), 2)
+        await engine.occupy(("kv_cache", "cuda_graph"))
+        after = await engine.generate(asked)
+        await engine.stop()
+        return before, after, left
+
+    before, after, left = asyncio.run(handed_over())
+    again = equal([before], [after])
+    print(f"contract: kept; released, {left / 2**20:.0f} MiB stay allocated, the answer afterwards is "
+          f"{'equal' if again else 'UNEQUAL'}", flush=True)
+    return again
+
+
 def run(name: str, folder: Path, flags: Sequence[str]) -> bool:
     """examples/demo.toml with these flags; whether it went well."""
     words = ["run", "examples/demo.toml", "--no-live", "--run-dir", folder, "--engine", "local", *flags]
@@ -214,6 +249,8 @@ def main() -> int:
             del model
         if "families" in args.parts:
             well["families"] = families(folder, args)
+        if "contract" in args.parts:
+            well["contract"] = contract(folder / "contract", args)
         if "runs" in args.parts:
             flags = ["--num-rollout", "1"] if args.tiny else ["--bf16"]
             for name, more in (("shared GPU", []), ("taking turns", ["--colocate"])):
