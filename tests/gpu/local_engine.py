@@ -20,7 +20,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -223,11 +224,21 @@ def run(name: str, folder: Path, flags: Sequence[str]) -> bool:
     accuracy = [round(event["metrics"]["eval/sums"], 3) for event in events if event["event"] == "eval"]
     gaps = [step["train/train_rollout_logprob_abs_diff"] for step in steps]
     lines = [line for line in (done.stdout + done.stderr).splitlines() if "engine local" in line or "graphs" in line]
-    mean = {key: sum(step[f"perf/{key}_time"] for step in steps[1:]) / max(1, len(steps) - 1)
+    warm = steps[1:] or steps
+    mean = {key: sum(step[f"perf/{key}_time"] for step in warm) / len(warm)
             for key in ("rollout", "step") if f"perf/{key}_time" in steps[-1]}
     print(f"{name}: {len(steps)} rollouts in {seconds:.0f} s {({k: round(v, 2) for k, v in mean.items()})}; "
           f"accuracy {accuracy}; mean log-prob difference {min(gaps):.1e} to {max(gaps):.1e}; {lines[:3]}", flush=True)
     return max(gaps) <= GAP and accuracy[-1] >= accuracy[0]
+
+
+def went_well(check: Callable[..., bool], *args: object) -> bool:
+    """Whether it did; one that fails is printed and keeps nobody else from running."""
+    try:
+        return check(*args)
+    except Exception:  # noqa: BLE001
+        traceback.print_exc(file=sys.stdout)
+        return False
 
 
 def main() -> int:
@@ -245,17 +256,17 @@ def main() -> int:
             model = model_of(shape, folder / name, args.device, torch.bfloat16)
             for part, check in (("speed", speed), ("log-probs", log_probs)):
                 if part in args.parts:
-                    well[f"{name} {part}"] = check(name, model, folder / name, args)
+                    well[f"{name} {part}"] = went_well(check, name, model, folder / name, args)
             del model
         if "families" in args.parts:
-            well["families"] = families(folder, args)
+            well["families"] = went_well(families, folder, args)
         if "contract" in args.parts:
-            well["contract"] = contract(folder / "contract", args)
+            well["contract"] = went_well(contract, folder / "contract", args)
         if "runs" in args.parts:
             flags = ["--num-rollout", "1"] if args.tiny else ["--bf16"]
             for name, more in (("shared GPU", []), ("taking turns", ["--colocate"])):
-                well[name] = run(name, folder / name.replace(" ", "-"),
-                                 ["--engine-device", args.device, *flags, *more])
+                words = ["--engine-device", args.device, *flags, *more]
+                well[name] = went_well(run, name, folder / name.replace(" ", "-"), words)
     print({name: "well" if good else "NOT WELL" for name, good in well.items()})
     return 0 if all(well.values()) else 1
 
