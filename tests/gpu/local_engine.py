@@ -28,6 +28,7 @@ import torch
 from miles_local.engine import LocalEngine
 from miles_testing.engines import engine_contract
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.cache_utils import Cache
 
 from miles_core.record.events import read
 from miles_core.stages.rollout import Request, Response, SamplingParams
@@ -163,6 +164,9 @@ def families(folder: Path, args: argparse.Namespace) -> bool:
     """Every family decodes on the device, in float32 as a full forward says, in bf16 at all."""
     well = []
     for kind, more in list(FAMILIES.items())[: 2 if args.tiny else None]:
+        if kind == "qwen3_next" and not hasattr(Cache, "get_conv_state"):
+            print(f"{kind}: left out, this transformers keeps states elsewhere")
+            continue
         shape = {"model_type": kind, **SMALL, **more}
         model = model_of(shape, folder / kind, args.device, torch.float32)
         prompts = prompts_of(5, 24, SMALL["vocab_size"])
