@@ -1,13 +1,14 @@
 """The local engine on a GPU: speed beside transformers' generate, distance of its log-probs, repetition, whole runs.
 
     python tests/gpu/local_engine.py                        everything
-    python tests/gpu/local_engine.py --parts speed runs     some of: speed, log-probs, families, runs
+    python tests/gpu/local_engine.py --parts speed runs     some of: speed, log-probs, families, contract, runs
     python tests/gpu/local_engine.py --tiny                 the same code on a CPU, with small shapes
 
 Weights are random and made here. Speed: 64 requests of 64 tokens, 256 new ones each, in bf16, beside generate with the
 same batch; the first rollout, which captures the graphs, is told apart. Log-probs: the mean distance to a float32
 forward of the same weights, of the engine and of transformers' own bf16 forward. Families: every fast family and some
-that go through transformers, in float32 against a full forward. Runs: examples/demo.toml on one GPU that engine and
+that go through transformers, in float32 against a full forward. Contract: what every engine has to keep, with aborts,
+pauses, updates and released memory. Runs: examples/demo.toml on one GPU that engine and
 trainer share, with and without --colocate. The exit status is 1 where a bar is missed.
 """
 
@@ -19,18 +20,21 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 from miles_local.engine import LocalEngine
+from miles_testing.engines import engine_contract
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.cache_utils import Cache
 
 from miles_core.record.events import read
 from miles_core.stages.rollout import Request, Response, SamplingParams
 
 ROOT = Path(__file__).parents[2]
-PARTS = ("speed", "log-probs", "families", "runs")
+PARTS = ("speed", "log-probs", "families", "contract", "runs")
 NO_IDS = {"eos_token_id": None, "bos_token_id": None, "pad_token_id": None}
 SHAPES = {
     "qwen3-0.6b": {"model_type": "qwen3", "hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16,
@@ -160,6 +164,9 @@ def families(folder: Path, args: argparse.Namespace) -> bool:
     """Every family decodes on the device, in float32 as a full forward says, in bf16 at all."""
     well = []
     for kind, more in list(FAMILIES.items())[: 2 if args.tiny else None]:
+        if kind == "qwen3_next" and not hasattr(Cache, "get_conv_state"):
+            print(f"{kind}: left out, this transformers keeps states elsewhere")
+            continue
         shape = {"model_type": kind, **SMALL, **more}
         model = model_of(shape, folder / kind, args.device, torch.float32)
         prompts = prompts_of(5, 24, SMALL["vocab_size"])
@@ -170,6 +177,39 @@ def families(folder: Path, args: argparse.Namespace) -> bool:
         print(f"{kind}: log-probs in float32 differ by at most {gap[1]:.1e}", flush=True)
         well.append(gap[1] <= 1e-3)
     return all(well)
+
+
+def contract(folder: Path, args: argparse.Namespace) -> bool:
+    """The kit for engines in bf16; then memory that is released, and an update that brings the weights again."""
+    model = model_of({"model_type": "qwen3", **SMALL}, folder, args.device, torch.float32)
+
+    def scaled(version: int) -> list[tuple[str, torch.Tensor]]:
+        return [(name, tensor * (1 + 0.1 * version)) for name, tensor in model.named_parameters()]
+
+    def made() -> LocalEngine:
+        return LocalEngine(folder, dtype=torch.bfloat16, device=args.device, random_init=True)
+
+    engine_contract(made, scaled, vocabulary=SMALL["vocab_size"], exact=False)
+
+    async def handed_over() -> tuple[Response, Response, int]:
+        engine, asked = made(), Request("one", (1, 2, 3), SamplingParams(max_new_tokens=16, ignore_eos=True), key=5)
+        await engine.start()
+        await engine.update_weights(scaled(1), 1)
+        before = await engine.generate(asked)
+        await engine.release(("kv_cache", "weights", "cuda_graph"))
+        left = torch.cuda.memory_allocated() if args.device == "cuda" else 0
+        await engine.occupy(("weights",))
+        await engine.update_weights(scaled(1), 2)
+        await engine.occupy(("kv_cache", "cuda_graph"))
+        after = await engine.generate(asked)
+        await engine.stop()
+        return before, after, left
+
+    before, after, left = asyncio.run(handed_over())
+    again = equal([before], [after])
+    print(f"contract: kept; released, {left / 2**20:.0f} MiB stay allocated, the answer afterwards is "
+          f"{'equal' if again else 'UNEQUAL'}", flush=True)
+    return again
 
 
 def run(name: str, folder: Path, flags: Sequence[str]) -> bool:
@@ -188,11 +228,21 @@ def run(name: str, folder: Path, flags: Sequence[str]) -> bool:
     accuracy = [round(event["metrics"]["eval/sums"], 3) for event in events if event["event"] == "eval"]
     gaps = [step["train/train_rollout_logprob_abs_diff"] for step in steps]
     lines = [line for line in (done.stdout + done.stderr).splitlines() if "engine local" in line or "graphs" in line]
-    mean = {key: sum(step[f"perf/{key}_time"] for step in steps[1:]) / max(1, len(steps) - 1)
+    warm = steps[1:] or steps
+    mean = {key: sum(step[f"perf/{key}_time"] for step in warm) / len(warm)
             for key in ("rollout", "step") if f"perf/{key}_time" in steps[-1]}
     print(f"{name}: {len(steps)} rollouts in {seconds:.0f} s {({k: round(v, 2) for k, v in mean.items()})}; "
           f"accuracy {accuracy}; mean log-prob difference {min(gaps):.1e} to {max(gaps):.1e}; {lines[:3]}", flush=True)
     return max(gaps) <= GAP and accuracy[-1] >= accuracy[0]
+
+
+def went_well(check: Callable[..., bool], *args: object) -> bool:
+    """Whether it did; one that fails is printed and keeps nobody else from running."""
+    try:
+        return check(*args)
+    except Exception:  # noqa: BLE001
+        traceback.print_exc(file=sys.stdout)
+        return False
 
 
 def main() -> int:
@@ -210,15 +260,17 @@ def main() -> int:
             model = model_of(shape, folder / name, args.device, torch.bfloat16)
             for part, check in (("speed", speed), ("log-probs", log_probs)):
                 if part in args.parts:
-                    well[f"{name} {part}"] = check(name, model, folder / name, args)
+                    well[f"{name} {part}"] = went_well(check, name, model, folder / name, args)
             del model
         if "families" in args.parts:
-            well["families"] = families(folder, args)
+            well["families"] = went_well(families, folder, args)
+        if "contract" in args.parts:
+            well["contract"] = went_well(contract, folder / "contract", args)
         if "runs" in args.parts:
             flags = ["--num-rollout", "1"] if args.tiny else ["--bf16"]
             for name, more in (("shared GPU", []), ("taking turns", ["--colocate"])):
-                well[name] = run(name, folder / name.replace(" ", "-"),
-                                 ["--engine-device", args.device, *flags, *more])
+                words = ["--engine-device", args.device, *flags, *more]
+                well[name] = went_well(run, name, folder / name.replace(" ", "-"), words)
     print({name: "well" if good else "NOT WELL" for name, good in well.items()})
     return 0 if all(well.values()) else 1
 

@@ -16,6 +16,7 @@ from miles_local.device import DeviceDecoder, Graphs, row_bucket, width_bucket
 from miles_local.engine import LocalEngine
 from miles_local.placing import device_named
 from miles_local.weights import ModelShape, Weights, read_tensors
+from miles_testing.engines import engine_contract
 
 from miles_core.errors import EngineError
 from miles_core.stages.rollout import Request, SamplingParams
@@ -138,6 +139,17 @@ def test_an_engine_repeats_itself_and_scores_as_transformers(models, monkeypatch
         expected = torch.log_softmax(logits / asked.sampling.temperature, -1).gather(
             1, ids[0, len(asked.input_ids):, None])[:, 0]
         assert np.abs(one.log_probs - expected.numpy()).max() <= (2e-5 if dtype == torch.float32 else 0.2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_it_keeps_the_contract_of_engines(models, monkeypatch, dtype):
+    engine_on_device(monkeypatch)
+    folder, model = models["tied"]
+
+    def scaled(version):
+        return [(name, tensor * (1 + 0.1 * version)) for name, tensor in model.named_parameters()]
+
+    engine_contract(lambda: LocalEngine(folder, dtype=dtype, random_init=True), scaled, vocabulary=96, exact=False)
 
 
 def test_new_weights_take_the_place_of_the_old_ones(models, build, monkeypatch, tmp_path):

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from miles_core.stages.rollout import Request
-from miles_local.cache import Cache, Prefill, round_up
+from miles_local.cache import WIDTH, Cache, Prefill, round_up
 from miles_local.sampling import Draws, StopStrings, draw, uniforms
 
 if TYPE_CHECKING:
@@ -126,7 +126,8 @@ class Batch:
 
     def _fitting(self, waiting: Collection[SequenceState], count: int, rows: int, width: int) -> int:
         for place, seq in enumerate(islice(waiting, count)):
-            rows, width = max(rows, round_up(len(self.seqs) + place + 1)), max(width, round_up(seq.longest, 64))
+            rows = max(rows, round_up(len(self.seqs) + place + 1))
+            width = max(width, round_up(seq.longest, WIDTH))
             if rows * width > self._most:
                 return place
         return count

@@ -11,6 +11,8 @@ import torch
 
 ROWS = 16
 """Row counts are multiples of this: products of fewer rows take other kernels (seen up to 15 rows)."""
+WIDTH = 64
+"""Columns of a cache come in multiples of this; a GPU's kernels for attention want masks whose rows are aligned."""
 CPU = torch.device("cpu")
 
 
@@ -60,7 +62,7 @@ class Cache:
         self.layout += 1
         if rows > old_rows:
             self.rows = round_up(rows if exact else max(rows, min(2 * old_rows, self._max_rows)))
-        self.width = max(old_width, round_up(width, 64))
+        self.width = max(old_width, round_up(width, WIDTH))
         for tensors in (self.k, self.v):
             for index, old in enumerate(tensors):
                 tensors[index] = self._zeros(old)

@@ -16,14 +16,12 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from miles_local.cache import Cache, Prefill, round_up
+from miles_local.cache import WIDTH, Cache, Prefill, round_up
 from miles_local.decode import Decoder, unseen
 from miles_local.weights import ModelShape, Weights
 
 logger = logging.getLogger(__name__)
 
-WIDTH = 64
-"""Columns of a cache come in multiples of this: kernels for attention want masks whose rows are aligned."""
 GRAPHS = 32
 """Graphs that are kept; the one that was used longest ago makes room."""
 

@@ -85,7 +85,8 @@ class _Rows(Recurrent, TransformersCache):
         return self._width, 0
 
     def get_seq_length(self, layer_idx=0):
-        return 0
+        # Where transformers has no get_query_offset yet (5.12), masks get the queries' positions from here.
+        return 0 if hasattr(TransformersCache, "get_query_offset") else self._positions
 
 
 @dataclass(frozen=True)
