@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -40,6 +41,23 @@ def test_experts_that_lie_side_by_side_are_streamed_as_one_tensor(hf_model, port
             assert torch.equal(one, expected[name.replace("0-7", str(number))])
             count += 1
     assert len(streamed) == len(expected) - count * 7 // 8 and count == 8 * 3 * len(ours.decoder.layers)
+
+
+def test_a_hook_that_changes_the_stream_sees_single_experts(hf_model, port):
+    """One that gives back what it was given, as a plugin's does that has nothing to do in a run, changes nothing."""
+    from miles_megatron.models import Models
+
+    ours, weight_map = port(hf_model(moe=True))
+    grouped(ours)
+    side_by_side(ours)
+    models = Models.__new__(Models)
+    models.actor = SimpleNamespace(settle=lambda: None, chunks=[ours], weight_map=weight_map)
+    names = []
+    for hook in (None, lambda stream: stream, lambda stream: (pair for pair in stream)):
+        models._outgoing = hook
+        names.append({name for name, _ in models.for_engine(stacked=True)})
+    assert names[0] == names[1] and "model.layers.0.mlp.experts.0-7.up_proj.weight" in names[0]
+    assert names[2] == {name for name, _ in models.stream()} and len(names[2]) > len(names[0])
 
 
 class Streams:

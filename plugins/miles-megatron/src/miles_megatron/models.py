@@ -209,9 +209,13 @@ class Models:
         """`stream` as the hook export_weights leaves it, which sees tensors as checkpoints have them."""
         if self._outgoing is None:
             return self.stream(stacked=stacked)
+        plain = self.stream()
+        outgoing = self._outgoing(plain)
+        if outgoing is plain:  # the plugins leave this run's alone
+            return self.stream(stacked=stacked)
         if stacked and any(rule.experts for rule in self.actor.weight_map.rules):
             weights.one_by_one("a plugin changes the stream (hook export_weights)")
-        return self._outgoing(self.stream())
+        return outgoing
 
     def export(self, folder: Path, stream: Iterator[tuple[str, torch.Tensor]]) -> None:
         """The actor's stream as a Hugging Face directory; one rank writes it."""
