@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from miles_core.stages.rollout import Engine, PauseMode
     from miles_core.types import Rank
 
-
 WRITTEN: ContextVar[Any] = ContextVar("called with a complete folder of weights and the servers, before they load it")
 
 
@@ -35,9 +34,10 @@ class WeightSync(Protocol):
 class Sender(Protocol):
     """The trainer's half of a sync that does not pass through the driver: `Trainer.connect` puts one on every rank.
 
-    Made by the driver and pickled, so it holds addresses and settings alone until `open`. With a true `takes_stacks` it
-    knows tensors [experts, ...] in whose names 0-63 stands for a number, and a trainer may send a layer's experts so.
+    Made by the driver and pickled, so it holds addresses and settings alone until `open`.
     """
+
+    takes_stacks: bool = False  # tensors [experts, ...], in whose names 0-63 stands for a number; may be left out
 
     def open(self, rank: Rank) -> None:
         """Get ready on this rank: groups, connections. Every rank is asked, in the same order."""

@@ -4,12 +4,12 @@
     python tests/gpu/offload_speed.py qwen3-4b --turns 6
     python tests/gpu/offload_speed.py --tiny          a tiny mixture, on a CPU too
 
-Each turn does what a colocated run does: `leave_s`, gradients and optimizer state leave; `sync_s`, the time that a sync
-takes, which this script sleeps; `weights_s`, the weights leave; then all comes back (`back_s`), log-probs are computed
-and the optimizer steps (`step_s`; `resident_step_s` is that of a step without offload). Beside these it prints what the
-copies would take at the bandwidth of one large pinned copy each way, the bytes of each kind, and when pinned memory was
-there. A step that finds other state than it left would have another loss: `apart_by` compares the losses and gradient
-norms of two trainers, one of which never offloads.
+Each turn does what a colocated run does: `leave_s`, gradients and optimizer state leave; `sync_s`, two buckets are
+taken, --sync seconds pass, and the buckets are given back, which waits for copies under way; `weights_s`, the weights
+leave; then all comes back (`back_s`), log-probs are computed and the optimizer steps (`step_s`; `resident_step_s` is
+that of a step without offload). Beside these it prints what the copies would take at the bandwidth of one large pinned
+copy each way, the bytes of each kind, and how long pinning took. A step that finds other state than it left would have
+another loss: `apart_by` compares the losses and gradient norms of two trainers, one of which never offloads.
 """
 
 from __future__ import annotations
@@ -83,11 +83,22 @@ def stepped(trainer, tokens: int, length: int) -> tuple[float, float]:
     return time.perf_counter() - begin, metrics["train/loss"] + metrics["train/grad_norm"]
 
 
+def synced(seconds: float) -> None:
+    """As a sync by `ipc`: two buckets are taken, and given back in the end."""
+    import torch
+
+    bucket = torch.ones(2**30, dtype=torch.uint8, device="cuda") if torch.cuda.is_available() else None
+    time.sleep(seconds)
+    del bucket
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
 def turn(trainer, sync: float, work) -> dict[str, float]:
     """One rollout's hand-over there and back, and the step after it."""
     synchronise()
     seconds = {"leave_s": clocked(trainer.offload, ["gradients", "optimizer"])}
-    time.sleep(sync)
+    seconds["sync_s"] = clocked(synced, sync)
     seconds["weights_s"] = clocked(trainer.offload, ["weights"])
     seconds["back_s"] = clocked(trainer.onload, list(TAGS))
     seconds["step_s"], seconds["loss"] = work()

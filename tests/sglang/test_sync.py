@@ -146,19 +146,26 @@ def test_the_server_serves_what_the_trainer_sent(bench, models):
 
 @pytest.mark.parametrize("kind", ["ipc", "broadcast"])
 def test_stacked_experts_go_into_the_parameters_of_the_server(bench, kind):
-    """Whole, and in parts where a bucket has no room for all; what is served is the model that was sent."""
+    """Whole, and in parts where a bucket has no room for all; what is served is the model that was sent, with the bits
+    of one that was sent expert by expert."""
     async def main():
-        for version, (limit, tensors) in enumerate(((40_000, 6), (16_000, 12)), 1):
+        for version, (limit, tensors) in ((10, (40_000, 6)), (20, (16_000, 12))):
             async with bench(kind, update_weight_buffer_size=limit) as there:
                 target = Target("engine 0", there.engine.servers[0].url)
                 (report,) = Servers((target,), Settings.of(there.config)).reports.ask(target, 20, names_only=True)
                 assert report["one_by_one"] is None
-                figures = await there.bring(2 * version, between=stacked)
-                await there.serves(2 * version)
+                await there.bring(version, "old")
+                figures = await there.bring(version + 1, between=stacked)
                 assert figures["bytes"] == total(there.models)
                 assert figures["tensors"] == tensors + sum(
                     ".experts." not in name for name, _ in read_tensors(there.models["new"]))
-                await there.bring(2 * version + 1, "old")
+                await there.serves(version + 1)
+                answer = await there.engine.generate(ask("the same", 8))
+                await there.bring(version + 2, "old")
+                await there.bring(version + 3)
+                again = await there.engine.generate(ask("the same", 8))
+                assert answer.output_ids.tolist() == again.output_ids.tolist()
+                assert list(answer.log_probs) == list(again.log_probs)
 
     asyncio.run(main())
 

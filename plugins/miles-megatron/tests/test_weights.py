@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from grouped_layers import grouped
 
 from miles_core.errors import CheckpointError
 
@@ -32,52 +33,15 @@ def test_round_trip_is_bit_exact(hf_model, port, weights, tmp_path, kind):
         assert torch.equal(tensor, expected[name]) and not tensor.requires_grad, name
 
 
-def _grouped(model):
-    """The experts of each layer as Transformer Engine keeps them: weight0, weight1 ... of one module."""
-    for layer in model.decoder.layers:
-        experts, grouped = layer.mlp.experts.local_experts, torch.nn.Module()
-        for name in ("linear_fc1", "linear_fc2"):
-            together = torch.nn.Module()
-            for number, expert in enumerate(experts):
-                together.register_parameter(f"weight{number}", getattr(expert, name).weight)
-            grouped.add_module(name, together)
-        layer.mlp.experts = grouped
-
-
 def test_grouped_experts_have_the_names_of_single_ones(hf_model, port, weights):
     """Stream and loading know them."""
     ours, weight_map = port(hf_model(moe=True))
     expected = dict(weights.hf_stream(ours, weight_map))
-    _grouped(ours)
+    grouped(ours)
     assert "decoder.layers.0.mlp.experts.linear_fc2.weight7" in dict(ours.named_parameters())
     streamed = dict(weights.hf_stream(ours, weight_map))
     assert streamed.keys() == expected.keys()
     assert all(torch.equal(streamed[name], tensor) for name, tensor in expected.items())
-
-
-def test_experts_that_lie_side_by_side_are_streamed_as_one_tensor(hf_model, port, weights):
-    """Views of all of them, where a stream without stacks has as many tensors as experts."""
-    from miles_megatron.grouped_experts import lay_side_by_side
-
-    ours, weight_map = port(hf_model(moe=True))
-    _grouped(ours)
-    expected = {name: tensor.clone() for name, tensor in weights.hf_stream(ours, weight_map)}
-    assert dict(weights.hf_stream(ours, weight_map, stacked=True)).keys() == expected.keys(), "each in its own memory"
-    for layer in ours.decoder.layers:
-        lay_side_by_side(layer.mlp.experts.linear_fc1)
-        lay_side_by_side(layer.mlp.experts.linear_fc2)
-    assert dict(weights.hf_stream(ours, weight_map)).keys() == expected.keys()
-    storages = {parameter.untyped_storage().data_ptr() for parameter in ours.parameters()}
-    streamed, count = dict(weights.hf_stream(ours, weight_map, stacked=True)), 0
-    for name, tensor in streamed.items():
-        if ".experts." not in name:
-            assert torch.equal(tensor, expected[name])
-            continue
-        assert ".experts.0-7." in name and tensor.untyped_storage().data_ptr() in storages
-        for number, one in enumerate(tensor):
-            assert torch.equal(one, expected[name.replace("0-7", str(number))])
-            count += 1
-    assert len(streamed) == len(expected) - count * 7 // 8 and count == 8 * 3 * len(ours.decoder.layers)
 
 
 def test_the_stream_is_views_where_it_can_be(hf_model, port, weights):

@@ -81,7 +81,14 @@ class Blocks:
 
     def reserve(self, size: int) -> threading.Thread:
         """Have room for so many bytes in the end; the thread that sees to it."""
-        thread = threading.Thread(target=self._grow, args=(size,), name="pinning", daemon=True)
+        device = None if cpu.no_cuda() else torch.cuda.current_device()
+
+        def grow() -> None:
+            if device is not None:
+                torch.cuda.set_device(device)  # of this thread: a context on another GPU would take memory there
+            self._grow(size)
+
+        thread = threading.Thread(target=grow, name="pinning", daemon=True)
         thread.start()
         return thread
 

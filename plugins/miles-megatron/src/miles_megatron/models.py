@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,8 +29,6 @@ from miles_megatron.layout import layout_of
 from miles_megatron.model_on_rank import ModelOnRank, architecture, checkpoints
 from miles_megatron.offload import OPTIMIZER, WEIGHTS
 
-logger = logging.getLogger(__name__)
-
 MARGIN = 2 * 2**30
 """Bytes of a GPU that nothing is planned with."""
 
@@ -44,7 +41,7 @@ class Models:
     """
 
     def __init__(self, config: RunConfig, hooks: Hooks, rank: Rank):
-        self.config, self._outgoing, self._said = config, hooks.export_weights, False
+        self.config, self._outgoing = config, hooks.export_weights
         layout = layout_of(config)
         cpu.deterministic(bool(config.surface("megatron").get("deterministic_mode")))
         cpu.process_group(rank, config.perf.trainer_timeout)
@@ -212,10 +209,13 @@ class Models:
         """`stream` as the hook export_weights leaves it, which sees tensors as checkpoints have them."""
         if self._outgoing is None:
             return self.stream(stacked=stacked)
-        if stacked and not self._said and self.actor.chunks[0].config.num_moe_experts:
-            logger.info("weight_sync: experts are sent one by one, as plugins change the stream (hook export_weights)")
-            self._said = True
-        return self._outgoing(self.stream())
+        plain = self.stream()
+        outgoing = self._outgoing(plain)
+        if outgoing is plain:  # the plugins leave this run's alone
+            return self.stream(stacked=stacked)
+        if stacked and any(rule.experts for rule in self.actor.weight_map.rules):
+            weights.one_by_one("a plugin changes the stream (hook export_weights)")
+        return outgoing
 
     def export(self, folder: Path, stream: Iterator[tuple[str, torch.Tensor]]) -> None:
         """The actor's stream as a Hugging Face directory; one rank writes it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import re
@@ -22,7 +23,7 @@ from miles_megatron.disk_names import PlainReaders, to_disk
 from miles_megatron.ownership import hf_shapes, hf_tensors, owners, shard
 from miles_megatron.shards import few, shard_name, tensor_files, write_index, writing
 from miles_megatron.specs import Rule, WeightMap
-from miles_megatron.stacks import stacks
+from miles_megatron.stacks import StackedParameter, stacks
 
 cpu.install()
 
@@ -195,9 +196,19 @@ def hf_stream(model: Model, weight_map: WeightMap, *, stacked: bool = False) -> 
     return to_disk(_stream(model, weight_map, stacked and not weight_map.packed), weight_map)
 
 
+@functools.cache
+def one_by_one(why: str) -> None:
+    """Say once why a sync has a tensor for each expert."""
+    if dist.get_rank() == 0:
+        logger.info("weight_sync: experts are sent one by one: %s", why)
+
+
 def _stream(model: Model, weight_map: WeightMap, stacked: bool) -> Iterator[tuple[str, torch.Tensor]]:
     """The same by the names of the rules."""
     parameters = global_parameters(model, stacked=stacked)
+    alone = (name for name, one in parameters.items() if _EXPERT.search(name) and not isinstance(one, StackedParameter))
+    if stacked and (name := next(alone, None)):
+        one_by_one(f"{name} and others do not lie side by side")
     rules = {ours: rule for ours, rule, _ in instances(weight_map, parameters if stacked else ())}
     owner_of = owners(parameters, rules, weight_map)
     for ours, rule, names in instances(weight_map, owner_of if stacked else ()):

@@ -89,14 +89,13 @@ def _experts(module: torch.nn.Module) -> range | str:
     for name in ("w13_weight", "w2_weight"):
         if getattr(module, name).weight_loader != module.weight_loader:
             return f"{name} has a loader of its own"
-    asked = getattr(sys.modules[_fused(module).__module__], "get_server_args", None)
-    if asked is not None and asked().enable_eplb:
+    server_args = getattr(sys.modules[_fused(module).__module__], "get_server_args", None)
+    if server_args is not None and server_args().enable_eplb:
         return "experts change their places (--enable-eplb)"
-    places = _places(module)
-    held = [expert for expert, there in enumerate(places) if there]
-    if [there for there in places if there] != [[place] for place in range(len(held))] or not held:
-        return "experts have several places, or lie in another order"
-    return range(held[0], held[-1] + 1) if held[-1] - held[0] + 1 == len(held) else "experts lie in another order"
+    places = {expert: at for expert, at in enumerate(_places(module)) if at}
+    in_order = list(places.values()) == [[at] for at in range(len(places))]
+    own = range(min(places, default=0), max(places, default=-1) + 1)
+    return own if own and in_order and len(own) == len(places) else "experts lie in another order, or in several places"
 
 
 def _places(module: torch.nn.Module) -> list[list[int]]:

@@ -232,6 +232,6 @@ def describe(reports: Reports, target: Target, timeout: float) -> tuple[dict, fr
                         code="weight-loader-missing", who=target.url,
                         fix="start it with that flag and PYTHONPATH=.../miles_sglang/server_extension")
     answers = reports.ask(target, timeout, names_only=True)
-    if one_by_one := next((said for answer in answers if (said := answer.get("one_by_one"))), None):
-        logger.info("weight_sync: %s loads experts one by one: %s", target.name, one_by_one)
+    for reason in {answer.get("one_by_one") for answer in answers} - {None}:
+        logger.info("weight_sync: %s loads experts one by one: %s", target.name, reason)
     return info, frozenset(name for answer in answers for name in answer["names"])
