@@ -118,6 +118,7 @@ def test_fused_attention_is_for_what_it_can_compute(architecture):
     ring = changed(config, context_parallel_size=2)
     assert fits(ring, plain) and not fits(ring, windowed)
     assert not fits(config, replace(plain, softcap=50.0))
+    assert not fits(replace(config, deterministic_mode=True), plain)
     assert not fits(changed(config, bf16=False), plain)
     assert not fits(changed(config, attention_backend=AttnBackend.local), plain)
 

@@ -103,11 +103,12 @@ def fits(config: TransformerConfig, attention: Attention) -> bool:
     """Whether Transformer Engine's fused attention computes this; else PackedAttention does, between its layers.
 
     The kernels are for 16 bits, cap no scores, turn without a magnitude, are called without sinks, and have no window
-    where keys travel between context-parallel ranks.
+    where keys travel between context-parallel ranks. In deterministic mode there are none for packed rows, and scores
+    of all rows by all would be written out: 256 GiB for 16,384 rows.
     """
     windowed = attention.window is not None and config.context_parallel_size > 1
     magnitude = 1 if attention.rotary is None else attention.rotary.magnitude
-    wanted = config.attention_backend != AttnBackend.local and magnitude == 1
+    wanted = config.attention_backend != AttnBackend.local and magnitude == 1 and not config.deterministic_mode
     return wanted and config.bf16 and attention.softcap is None and not attention.sinks and not windowed
 
 
