@@ -37,7 +37,7 @@ class Sender(Protocol):
     Made by the driver and pickled, so it holds addresses and settings alone until `open`.
     """
 
-    takes_stacks: bool = False  # tensors [experts, ...], in whose names 0-63 stands for a number; may be left out
+    takes_stacks: bool = False  # tensors [experts, ...], in whose names 0-63 stands for a number; without it, none
 
     def open(self, rank: Rank) -> None:
         """Get ready on this rank: groups, connections. Every rank is asked, in the same order."""

@@ -66,6 +66,8 @@ class SharedSender:
         folder: where the socket is and the first rank's files go.
     """
 
+    takes_stacks = False
+
     def __init__(self, settings: Settings, folder: str):
         self.settings, self.folder = settings, folder
         self._files: dict[int, tuple[str, torch.Tensor]] = {}

@@ -83,6 +83,8 @@ class AdapterSender:
         always: they forget it between two syncs.
     """
 
+    takes_stacks = False
+
     def __init__(self, settings: Settings, targets: tuple[Target, ...], base: Sender, shape: Shape, name: str, *,
                  first: bool, always: bool):
         self.settings, self.targets, self.base, self.shape, self.name = settings, targets, base, shape, name

@@ -31,6 +31,8 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class DiskSender:
     """See stages.sync.Sender. The first rank writes `folder`/version-N; the others only take part in the stream."""
 
+    takes_stacks = False
+
     def __init__(self, settings: Settings, targets: tuple[Target, ...], folder: Path):
         self.settings, self.targets, self.folder = settings, targets, folder
 
