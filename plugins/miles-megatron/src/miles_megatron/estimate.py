@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from miles_core.config.architecture import Architecture, architecture_of
-from miles_core.config.load import config_json
+from miles_core.config.architecture import Architecture, architecture_of, shape_json
 from miles_core.config.tables import RunConfig
 from miles_megatron.layout import Layout, layout_of
 
@@ -33,6 +32,7 @@ class ModelDimensions:
         value: bytes of a weight and of an activation.
         tied: the output layer is the embedding.
         qk_norm: queries and keys pass a norm.
+        softcap: the logits pass one.
     """
 
     size: Architecture
@@ -40,6 +40,7 @@ class ModelDimensions:
     value: int
     tied: bool
     qk_norm: bool
+    softcap: bool = False
 
     @property
     def split(self) -> int:
@@ -50,13 +51,14 @@ class ModelDimensions:
 def dimensions_of(config: RunConfig) -> ModelDimensions | None:
     """None where config.json leaves out what the plan needs."""
     size = architecture_of(config)
-    hf_config = config_json(config)[1] or {}
+    hf_config = shape_json(config)[1] or {}
     if size.uncounted or not size.checkpoint:
         return None
     family = str(hf_config.get("model_type", ""))
     return ModelDimensions(size=size, layout=layout_of(config), value=2 if config.perf.bf16 else FP32,
                  tied=bool(hf_config.get("tie_word_embeddings")),
-                 qk_norm=bool(hf_config.get("use_qk_norm") or family.startswith(_QK_NORM)))
+                 qk_norm=bool(hf_config.get("use_qk_norm") or family.startswith(_QK_NORM)),
+                 softcap=bool(hf_config.get("final_logit_softcapping")))
 
 
 def saved_activations(model: ModelDimensions, sparse: bool) -> dict[str, float]:
@@ -81,6 +83,7 @@ def saved_activations(model: ModelDimensions, sparse: bool) -> dict[str, float]:
         "norms of q and k: inputs": full * (query + key + FP32 * (size.heads + size.groups) / tensor) * model.qk_norm,
         "latents: inputs of norms and projections": 2 * latents,
         "attention: q, k, v": full * (query + key + values),
+        "attention's gate: gate, gated output": full * 2 * output * bool(size.gated),
         "attention: output": full * (output + FP32 * size.heads / tensor),
         "linear attention: q, k, v, output, gate, gated output": linear * value * (2 * keys + 4 * inner) / tensor,
         "mlp norm: input": hidden + statistic,
@@ -120,19 +123,27 @@ def parameters(model: ModelDimensions, layers: float, first: bool, last: bool) -
 def trainer(config: RunConfig, model: ModelDimensions) -> dict[str, float]:
     """Bytes of a rank at its peak, which is in a micro-batch's backward pass; of the pipeline's fullest stage."""
     stages = model.layout.pipeline
-    candidates = [_stage(config, model, stage) for stage in {0, stages - 1}]
+    candidates = [_stage(config, model, stage) for stage in {0, min(1, stages - 1), stages - 1}]
     return max(candidates, key=lambda parts: sum(parts.values()))
 
 
+def layers_of(config: RunConfig, model: ModelDimensions, stage: int) -> float:
+    """Of a stage: what Megatron's options say of the first and the last, and even shares of the rest."""
+    stages, megatron = model.layout.pipeline, config.surface("megatron")
+    ends = {at: megatron.get(f"num_layers_in_{end}_pipeline_stage") for at, end in ((0, "first"), (stages - 1, "last"))}
+    stated = [count for count in ends.values() if count]
+    return ends.get(stage) or (model.size.layers - sum(stated)) / max(stages - len(stated), 1)
+
+
 def _stage(config: RunConfig, model: ModelDimensions, stage: int) -> dict[str, float]:
-    size, layout, megatron = model.size, model.layout, config.surface("megatron")
-    layers, last = size.layers / layout.pipeline, stage == layout.pipeline - 1
+    layout, megatron = model.layout, config.surface("megatron")
+    layers, last = layers_of(config, model, stage), stage == layout.pipeline - 1
     dense, sparse = parameters(model, layers, stage == 0, last)
     each = _optimizer_bytes(config, model.value)
     sharded = megatron.get("use_distributed_optimizer", True)
     dense_ranks, sparse_ranks = (layout.data * layout.context, layout.expert_data) if sharded else (1, 1)
     activations, passing = _activations(config, model, layers, stage)
-    logits = _logits(config, model) if last else 0.0
+    logits = _logits(config, model, _fused(config, model)) if last else 0.0
     return {
         "weights": model.value * (dense + sparse),
         "gradients": (FP32 if megatron.get("grad_reduce_in_fp32", True) else model.value) * (dense + sparse),
@@ -202,21 +213,30 @@ def _passing(model: ModelDimensions, tokens: int) -> float:
     return max(mlp, tokens * (value * (3 * query + 2 * key) + FP32 * query))
 
 
-def _logits(config: RunConfig, model: ModelDimensions) -> float:
-    """Log-probs, forward or backward, whichever is more (miles_megatron/logprob.py).
+def _fused(config: RunConfig, model: ModelDimensions) -> bool:
+    """Whether fused_logits.py's kernels make the log-probs: of rounded 16-bit logits that no rank shares, uncapped."""
+    plain = not model.softcap and not config.algorithm.fp32_lm_head
+    return plain and model.value < FP32 and model.layout.tensor == 1
+
+
+def _logits(config: RunConfig, model: ModelDimensions, fused: bool) -> float:
+    """Log-probs, forward or backward, whichever is more (miles_megatron/logprob.py). Hidden states come in fp32.
 
     A chunk's logits exist twice in fp32, under tensor parallelism three times; the gradient of the output layer is
-    summed up in fp32 and, chunk by chunk, made in the weight's dtype. Hidden states are handed out in fp32.
+    summed up in fp32 and, chunk by chunk, made in the weight's dtype. The kernels have a chunk once, as it was rounded,
+    and add that gradient to the layer's own, unless --overlap-grad-reduce waits for it.
     """
     size, layout, value = model.size, model.layout, model.value
-    tokens, vocab = tokens_of(config, layout), size.vocab / layout.tensor
+    tokens, vocab, table = tokens_of(config, layout), size.vocab / layout.tensor, size.vocab * size.hidden
     chunk = min(config.perf.log_probs_chunk_size, tokens)
     alone = layout.tensor == 1
-    forward = chunk * vocab * FP32 * (2 if alone else 3) + tokens * size.hidden * 2 * FP32
-    table = vocab * size.hidden
+    states = tokens * size.hidden
+    if fused:
+        own = table * FP32 if config.surface("megatron").get("overlap_grad_reduce") else 0.0
+        return chunk * vocab * value + max(states * 2 * FP32, states * value + own)
+    forward = chunk * vocab * FP32 * (2 if alone else 3) + states * 2 * FP32
     logits = chunk * vocab * max((2 * FP32 if alone else FP32 + value), FP32 + value + value * size.hidden / chunk)
-    backward = logits + table * FP32 + tokens * size.hidden * value
-    return max(forward, backward)
+    return max(forward, logits + table * FP32 + states * value)
 
 
 def flops(length: int, *, parameters: int, attention: int) -> int:
