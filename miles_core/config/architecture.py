@@ -156,10 +156,10 @@ def shape_json(config: RunConfig) -> tuple[Path, dict | None]:
     """config.json under the names above, by what the family's plugin states of it: `KEY=OTHER`, it calls KEY so, and
     `KEY=8`, what it has where config.json leaves KEY out."""
     path, constants = config_json(config)
-    stated = dict(word.split("=") for word in config.stated.get(f"model_spec:{config.model.model_name}", ()))
-    default = {key: int(word) for key, word in stated.items() if word.isdecimal()}
+    stated = [word.partition("=") for word in config.stated.get(f"model_spec:{config.model.model_name}", ())]
+    default = {key: int(word) for key, _, word in stated if word.isdecimal()}
     return path, constants and {**default, **constants, **{
-        key: constants[word] for key, word in stated.items() if word in constants}}
+        key: constants[word] for key, _, word in stated if word in constants}}
 
 
 def _linear(constants: Mapping[str, object], layers: int) -> int:

@@ -104,6 +104,15 @@ def test_more_room_and_more_gpus_never_make_a_step_slower(run):
     assert best[2] <= best[0] and best[3] <= best[1] < best[0]
 
 
+def test_nodes_are_as_large_as_the_run_says(run):
+    """Tensor parallelism stays within one."""
+    config = run(DENSE, "--actor-num-nodes", "16", "--actor-num-gpus-per-node", "4")
+    fitting = proposals.proposals(config, 64, 10**6)
+    assert {one.config.perf.actor_num_gpus_per_node for one in fitting} == {4}
+    assert max(one.layout.tensor for one in fitting) == 4
+    assert max(one.layout.tensor for one in proposals.proposals(run(DENSE), 64, 10**6)) == 8
+
+
 def test_a_search_takes_a_second_at_most(run):
     config, begin = run(GIANT), time.process_time()
     proposals.proposals(config, 1024)

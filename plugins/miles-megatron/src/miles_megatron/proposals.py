@@ -126,10 +126,11 @@ def known(config: RunConfig, gpus: int) -> tuple[RunConfig, ModelDimensions, flo
     Raises:
         ConfigError: one of them is not known.
     """
-    node = min(gpus, config.perf.num_gpus_per_node)
+    several = config.perf.actor_num_nodes > 1
+    node = min(gpus, config.perf.actor_num_gpus_per_node if several else config.perf.num_gpus_per_node)
     if gpus % node:
         raise ConfigError("GPUs that do not fill their nodes", code="layouts-nodes-not-full", got=f"{gpus} / {node}",
-                          who="--actor-num-nodes, --num-gpus-per-node", fix=f"use a multiple of {node}")
+                          who="--actor-num-gpus-per-node, --num-gpus-per-node", fix=f"use a multiple of {node}")
     layout = {*KEYS.values(), *UNEVEN, "sequence_parallel", *(name for one in SPARING for name in one)}
     others = {name: value for name, value in config.surface("megatron").items() if name not in layout}
     perf = replace(config.perf, actor_num_nodes=gpus // node, actor_num_gpus_per_node=node, placement="ray",
