@@ -36,7 +36,7 @@ class Released:
     Args:
         published: billions of parameters, as written.
         beside: billions of them that no plan counts.
-        run: a run on its config.json.
+        run: a run on its config.json, which is there until the next model is asked for.
         size: what the plan knows of it.
     """
 
