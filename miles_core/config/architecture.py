@@ -147,7 +147,7 @@ def architecture_of(config: RunConfig) -> Architecture:
         sizes["expert_ffn"] = sizes["ffn"]
     if (shared := (constants or {}).get("n_shared_experts")) and "expert_ffn" in sizes and "shared_ffn" not in sizes:
         sizes["shared_ffn"], source["shared_ffn"] = shared * sizes["expert_ffn"], str(path)
-    sparse = _sparse(constants or {}, sizes.get("layers", 0)) if "experts" in sizes else 0
+    sparse = sparse_layers(constants or {}, sizes.get("layers", 0)) if "experts" in sizes else 0
     linear = _linear(constants or {}, sizes.get("layers", 0))
     return Architecture(**sizes, linear=linear, sparse=sparse, checkpoint=constants is not None, source=source)
 
@@ -170,8 +170,8 @@ def _linear(constants: Mapping[str, object], layers: int) -> int:
     return layers - layers // every if isinstance(every, int) and every > 0 else 0
 
 
-def _sparse(constants: Mapping[str, object], layers: int) -> int:
-    """Layers with experts, by the keys that transformers' families have for them."""
+def sparse_layers(constants: Mapping[str, object], layers: int) -> int:
+    """How many of the first layers have experts, by the keys that transformers' families have for it."""
     if isinstance(constants.get("mlp_layer_types"), list):
         return sum(kind == "sparse" for kind in constants["mlp_layer_types"][:layers])
     dense, step, first = map(constants.get, ("mlp_only_layers", "decoder_sparse_step", "first_k_dense_replace"))

@@ -114,6 +114,18 @@ def test_the_kernels_for_log_probs_have_a_chunk_in_16_bits_once():
     assert not any((*(estimate._fused(config, other) for other in others), estimate._fused(unrounded, model)))
 
 
+def test_dense_layers_at_the_front_leave_later_stages_more_experts():
+    """As DeepSeek-V3's: of eight layers the first two are dense, and the second stage of two has four mixtures."""
+    before = tuple(max(count - 2, 0) for count in range(9))
+    size = replace(described(True, 8).size, sparse=6)
+    model = replace(described(True, 8, pipeline=2, world=2), size=size, sparse_before=before)
+    assert [estimate._sparse_of(RunConfig(), model, stage) for stage in (0, 1)] == [2, 4]
+    average = replace(model, sparse_before=())
+    assert [estimate._sparse_of(RunConfig(), average, stage) for stage in (0, 1)] == [3, 3]
+    known, not_known = (estimate._stage(RunConfig(), one, 1)["weights"] for one in (model, average))
+    assert known - not_known == model.value * (3 * 128 * 64 * 8 + 128 * 8 - 3 * 128 * 384)
+
+
 def test_the_fullest_stage_counts_where_stages_hold_different_numbers_of_layers():
     config, model = RunConfig(), described(False, 61, pipeline=8, world=8)
     stages = [config.with_surface("megatron", **more) for more in (

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from miles_core.config.architecture import Architecture, architecture_of, shape_json
+from miles_core.config.architecture import Architecture, architecture_of, shape_json, sparse_layers
 from miles_core.config.tables import RunConfig
 from miles_megatron.layout import Layout, layout_of
 
@@ -33,6 +33,7 @@ class ModelDimensions:
         tied: the output layer is the embedding.
         qk_norm: queries and keys pass a norm.
         softcap: the logits pass one.
+        sparse_before: how many of the first 0, 1, 2, ... layers are mixtures of experts; empty where it is not known.
     """
 
     size: Architecture
@@ -41,6 +42,7 @@ class ModelDimensions:
     tied: bool
     qk_norm: bool
     softcap: bool = False
+    sparse_before: tuple[int, ...] = ()
 
     @property
     def split(self) -> int:
@@ -58,7 +60,8 @@ def dimensions_of(config: RunConfig) -> ModelDimensions | None:
     return ModelDimensions(size=size, layout=layout_of(config), value=2 if config.perf.bf16 else FP32,
                  tied=bool(hf_config.get("tie_word_embeddings")),
                  qk_norm=bool(hf_config.get("use_qk_norm") or family.startswith(_QK_NORM)),
-                 softcap=bool(hf_config.get("final_logit_softcapping")))
+                 softcap=bool(hf_config.get("final_logit_softcapping")), sparse_before=tuple(
+                     sparse_layers(hf_config, count) for count in range(size.layers + 1)) if size.sparse else ())
 
 
 def saved_activations(model: ModelDimensions, sparse: bool) -> dict[str, float]:
@@ -105,10 +108,15 @@ def saved_activations(model: ModelDimensions, sparse: bool) -> dict[str, float]:
     }
 
 
-def parameters(model: ModelDimensions, layers: float, first: bool, last: bool) -> tuple[float, float]:
-    """(dense, experts') parameters of one rank that holds so many layers, and the ends of the model or not."""
+def parameters(model: ModelDimensions, layers: float, first: bool, last: bool,
+               sparse: float | None = None) -> tuple[float, float]:
+    """(dense, experts') parameters of one rank that holds so many layers, and the ends of the model or not.
+
+    Args:
+        sparse: how many of the layers are mixtures of experts; by default as many as on average.
+    """
     size, tensor = model.size, model.layout.tensor
-    sparse = layers * size.sparse / size.layers
+    sparse = layers * size.sparse / size.layers if sparse is None else sparse
     cut, whole = size.mixing
     attention = cut / tensor + whole
     norms = 2 * size.hidden + 2 * size.head_dim * model.qk_norm + (size.query_rank or 0) + (size.rank or 0)
@@ -135,14 +143,26 @@ def layers_of(config: RunConfig, model: ModelDimensions, stage: int) -> float:
     return ends.get(stage) or (model.size.layers - sum(stated)) / max(stages - len(stated), 1)
 
 
+def _sparse_of(config: RunConfig, model: ModelDimensions, stage: int) -> float:
+    """Mixtures of experts of a stage, which is the first, the second or the last: where the first layers are dense, the
+    later stages have more than the average."""
+    size, layout, layers = model.size, model.layout, layers_of(config, model, stage)
+    if not model.sparse_before or layers != int(layers) or layout.virtual_pipeline:
+        return layers * size.sparse / size.layers
+    last = stage == layout.pipeline - 1
+    begin = int(size.layers - layers) if last else int(layers_of(config, model, 0)) if stage else 0
+    return model.sparse_before[begin + int(layers)] - model.sparse_before[begin]
+
+
 def _stage(config: RunConfig, model: ModelDimensions, stage: int) -> dict[str, float]:
     layout, megatron = model.layout, config.surface("megatron")
     layers, last = layers_of(config, model, stage), stage == layout.pipeline - 1
-    dense, sparse = parameters(model, layers, stage == 0, last)
+    mixtures = _sparse_of(config, model, stage)
+    dense, sparse = parameters(model, layers, stage == 0, last, mixtures)
     each = _optimizer_bytes(config, model.value)
     sharded = megatron.get("use_distributed_optimizer", True)
     dense_ranks, sparse_ranks = (layout.data * layout.context, layout.expert_data) if sharded else (1, 1)
-    activations, passing = _activations(config, model, layers, stage)
+    activations, passing = _activations(config, model, layers, stage, mixtures / layers)
     logits = _logits(config, model, _fused(config, model)) if last else 0.0
     return {
         "weights": model.value * (dense + sparse),
@@ -178,11 +198,12 @@ def tokens_of(config: RunConfig, layout: Layout) -> int:
     return -(-perf.micro_batch_size * longest // layout.context)
 
 
-def _activations(config: RunConfig, model: ModelDimensions, layers: float, stage: int) -> tuple[float, float]:
-    """(kept until the backward pass, gradients and scratch of the layer that is being passed)."""
+def _activations(config: RunConfig, model: ModelDimensions, layers: float, stage: int,
+                 share: float) -> tuple[float, float]:
+    """(kept until the backward pass, gradients and scratch of the layer that is being passed), of layers of which so
+    large a share are mixtures of experts."""
     size, layout, value, megatron = model.size, model.layout, model.value, config.surface("megatron")
     tokens = tokens_of(config, layout)
-    share = size.sparse / size.layers
     one = {sparse: sum(saved_activations(model, sparse).values()) for sparse in (False, True)
            if share != (0.0 if sparse else 1.0)}
     layer = tokens * sum(weight * one.get(sparse, 0.0) for sparse, weight in ((False, 1 - share), (True, share)))
