@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from miles_core.config.load import config_json, who
 from miles_core.config.tables import RunConfig
@@ -26,6 +27,7 @@ NAMES: dict[str, tuple[tuple[str, ...], str]] = {
     "plain": (("qk_nope_head_dim",), "qk_head_dim"),
     "turned": (("qk_rope_head_dim",), "qk_pos_emb_head_dim"),
     "value": (("v_head_dim",), "v_head_dim"),
+    "gated": (("attn_output_gate",), "attention_output_gate"),
     "linear_groups": (("linear_num_key_heads",), "linear_num_key_heads"),
     "linear_heads": (("linear_num_value_heads",), "linear_num_value_heads"),
     "linear_key": (("linear_key_head_dim",), "linear_key_head_dim"),
@@ -42,6 +44,7 @@ class Architecture:
         ffn, expert_ffn, shared_ffn: inner widths of a dense layer, an expert, and the experts that all tokens share.
         query_rank, rank, plain, turned, value: of latent attention, which a model has if it has a rank: widths of the
             latents of queries and of keys, channels of a key without and with its position, and of a value.
+        gated: queries come with a gate of attention's output.
         linear_groups, linear_heads, linear_key, linear_value: of layers of linear attention: heads of keys and of
             values, and the channels of one.
         linear: how many of the layers are such.
@@ -66,6 +69,7 @@ class Architecture:
     plain: int | None = None
     turned: int | None = None
     value: int | None = None
+    gated: int | None = None
     linear_groups: int | None = None
     linear_heads: int | None = None
     linear_key: int | None = None
@@ -103,28 +107,19 @@ class Architecture:
 
     @property
     def mixing(self) -> tuple[int, int]:
-        """(those cut by heads, those that every tensor-parallel rank has) parameters of one layer's attention.
-
-        Where some layers have linear attention, of the average layer.
-        """
-        cut, whole = self._attention
-        if not self.linear:
-            return cut, whole
+        """Parameters of one layer's attention, of the average one where some layers have linear attention: (those cut
+        by heads, those that every tensor-parallel rank has)."""
+        heads = 2 * self.heads + 2 * self.groups + (self.heads if self.gated else 0)
+        cut, whole = self.hidden * self.head_dim * heads, 0
+        if self.rank:
+            whole = self.hidden * (self.rank + self.turned + (self.query_rank or 0))
+            made = self.rank * (self.plain + self.value_dim) + self.value_dim * self.hidden
+            cut = self.heads * (self.head_dim * (self.query_rank or self.hidden) + made)
         keys, values = self.linear_widths
         # Queries, keys, values, the gates of the output, and two numbers per head; then the output.
-        linear = self.hidden * (2 * keys + 2 * values + 2 * self.linear_heads) + values * self.hidden
+        linear = self.hidden * (2 * keys + 2 * values + 2 * (self.linear_heads or 0)) + values * self.hidden
         share = self.layers - self.linear
         return (cut * share + linear * self.linear) // self.layers, whole * share // self.layers
-
-    @property
-    def _attention(self) -> tuple[int, int]:
-        heads = self.heads * self.head_dim
-        if not self.rank:
-            return self.hidden * self.head_dim * (2 * self.heads + 2 * self.groups), 0
-        latents = self.hidden * (self.rank + self.turned + (self.query_rank or 0))
-        output = self.heads * self.value_dim
-        made = self.rank * self.heads * (self.plain + self.value_dim)
-        return heads * (self.query_rank or self.hidden) + made + output * self.hidden, latents
 
     @property
     def active_parameters(self) -> int:
@@ -137,42 +132,48 @@ class Architecture:
 
 def architecture_of(config: RunConfig) -> Architecture:
     """The constants of --hf-checkpoint; without a checkpoint there, what [model] says."""
-    path, constants = config_json(config)
+    path, constants = shape_json(config)
     sizes: dict[str, int] = {}
     source: dict[str, str] = {}
     for name, (theirs, ours) in NAMES.items():
         values = [config.surface("megatron").get(ours)] if constants is None else [constants.get(key) for key in theirs]
-        value = next((value for value in values if isinstance(value, int) and value > 0), None)
-        if value is not None:
-            sizes[name] = value
-            source[name] = who(config, f"megatron.{ours}") if constants is None else str(path)
+        if value := next((value for value in values if isinstance(value, int) and value > 0), None):
+            sizes[name], source[name] = value, who(config, f"megatron.{ours}") if constants is None else str(path)
     if "head_dim" not in sizes and {"hidden", "heads"} <= set(sizes):
         sizes["head_dim"] = sizes["hidden"] // sizes["heads"]
     if "rank" in sizes and {"plain", "turned", "heads"} <= set(sizes):  # config.json's head_dim may be the turned part
         sizes |= {"head_dim": sizes["plain"] + sizes["turned"], "groups": sizes["heads"]}
     if "experts" in sizes and "expert_ffn" not in sizes and "ffn" in sizes:  # no dense layers, so no name for it
         sizes["expert_ffn"] = sizes["ffn"]
-    shared = (constants or {}).get("n_shared_experts")
-    if shared and "expert_ffn" in sizes and "shared_ffn" not in sizes:
+    if (shared := (constants or {}).get("n_shared_experts")) and "expert_ffn" in sizes and "shared_ffn" not in sizes:
         sizes["shared_ffn"], source["shared_ffn"] = shared * sizes["expert_ffn"], str(path)
-    sparse = _sparse(constants or {}, sizes.get("layers", 0)) if "experts" in sizes else 0
+    sparse = sparse_layers(constants or {}, sizes.get("layers", 0)) if "experts" in sizes else 0
     linear = _linear(constants or {}, sizes.get("layers", 0))
     return Architecture(**sizes, linear=linear, sparse=sparse, checkpoint=constants is not None, source=source)
+
+
+def shape_json(config: RunConfig) -> tuple[Path, dict | None]:
+    """config.json under the names above, by what the family's plugin states of it: `KEY=OTHER`, it calls KEY so, and
+    `KEY=8`, what it has where config.json leaves KEY out."""
+    path, constants = config_json(config)
+    stated = [word.partition("=") for word in config.stated.get(f"model_spec:{config.model.model_name}", ())]
+    default = {key: int(word) for key, _, word in stated if word.isdecimal()}
+    return path, constants and {**default, **constants, **{
+        key: constants[word] for key, _, word in stated if word in constants}}
 
 
 def _linear(constants: Mapping[str, object], layers: int) -> int:
     """Layers with linear attention: those that are called so, or all but every n-th."""
     if isinstance(constants.get("layer_types"), list):
         return sum(kind == "linear_attention" for kind in constants["layer_types"][:layers])
-    every = constants.get("full_attention_interval")
-    hybrid = "linear_num_key_heads" in constants and isinstance(every, int) and every > 0
-    return layers - layers // every if hybrid else 0
+    every = constants.get("full_attention_interval") if "linear_num_key_heads" in constants else None
+    return layers - layers // every if isinstance(every, int) and every > 0 else 0
 
 
-def _sparse(constants: Mapping[str, object], layers: int) -> int:
-    """Layers with experts, by the keys that transformers' families have for them."""
+def sparse_layers(constants: Mapping[str, object], layers: int) -> int:
+    """How many of the first layers have experts, by the keys that transformers' families have for it."""
     if isinstance(constants.get("mlp_layer_types"), list):
         return sum(kind == "sparse" for kind in constants["mlp_layer_types"][:layers])
-    dense, step = constants.get("mlp_only_layers") or (), constants.get("decoder_sparse_step") or 1
-    first = constants.get("first_k_dense_replace") or 0
-    return sum(layer not in dense and (layer + 1) % step == 0 and layer >= first for layer in range(layers))
+    dense, step, first = map(constants.get, ("mlp_only_layers", "decoder_sparse_step", "first_k_dense_replace"))
+    return sum(layer not in (dense or ()) and (layer + 1) % (step or 1) == 0 and layer >= (first or 0)
+               for layer in range(layers))

@@ -2,12 +2,15 @@
 
 import re
 import tomllib
+from pathlib import Path
 
+from miles_megatron import estimate
 from miles_megatron.testing.parity import BEGIN, END, cases
 from source import ROOT
 
+from miles_core.config import architecture
 from miles_core.plugins import select
-from miles_core.plugins.scan import KNOWN
+from miles_core.plugins.scan import KNOWN, installed
 
 ROW = re.compile(r"^\| (?P<name>[^|]+) \| `(?P<family>\w+)` \| (?P<plugin>[^|]+) \|.*\| exact \|", re.MULTILINE)
 CASES = [ROOT / "plugins/miles-megatron/tests/parity.toml", *ROOT.glob("plugins/*/tests/parity.toml")]
@@ -45,3 +48,19 @@ def test_every_tiny_model_divides_by_two():
             for one in entries:
                 sizes = {**TINY, **one.get("config", {})}
                 assert not [key for key in keys if sizes[key] % 2], f"{family} {one['name']}"
+
+
+def test_what_a_plugin_states_of_a_config_json_is_of_its_families_and_in_keys_that_the_plan_reads():
+    """A misspelt word would be passed over."""
+    read = Path(architecture.__file__).read_text(encoding="utf-8") + Path(estimate.__file__).read_text(encoding="utf-8")
+    stated = 0
+    for one in installed():
+        manifest = select.manifest_of(one)
+        mine = {offer.name for offer in manifest.offers if offer.hook == "model_spec"}
+        for word in (word for word in manifest.provides if word.startswith("model_spec:")):
+            _, family, *words = word.split(":")
+            assert family in mine, word
+            for key, sign, other in (each.partition("=") for each in words):
+                assert sign and other and f'"{key}"' in read, f"{word}: {key}"
+                stated += 1
+    assert stated > 20

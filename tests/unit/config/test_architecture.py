@@ -1,6 +1,7 @@
 """Sizes of published checkpoints from their config.json: the totals that their authors state."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from miles_megatron import estimate
@@ -107,3 +108,22 @@ def test_linear_attention_has_sizes_of_its_own(config):
     assert architecture_of(config({**QWEN3_NEXT, "full_attention_interval": None})).linear == 0
     unknown = {key: value for key, value in QWEN3_NEXT.items() if key != "linear_key_head_dim"}
     assert architecture_of(config(unknown)).uncounted == ["linear_key_head_dim"]
+
+
+def test_a_gate_of_attention_is_as_wide_as_its_queries(config):
+    plain, gated = (architecture_of(config({**QWEN3_NEXT, "attn_output_gate": gate})) for gate in (False, True))
+    full = QWEN3_NEXT["num_hidden_layers"] // QWEN3_NEXT["full_attention_interval"]
+    assert gated.layers * gated.mixing[0] - plain.layers * plain.mixing[0] == full * 2048 * 16 * 256
+
+
+def test_what_a_family_states_of_its_config_json_is_how_it_is_read(config):
+    """Another name for a key counts where config.json has it; a number where config.json leaves the key out."""
+    run = config({"model_type": "odd", "hidden_size": 64, "num_hidden_layers": 8, "num_attention_heads": 4,
+                  "intermediate_size": 32, "intermediate_size_mlp": 128, "num_local_experts": 4, "every": 2})
+    words = ("intermediate_size=intermediate_size_mlp", "moe_intermediate_size=intermediate_size",
+             "decoder_sparse_step=every", "vocab_size=512", "hidden_size=32", "head_dim=not_there")
+    stated = replace(run, model=replace(run.model, model_name="odd"), stated={"model_spec:odd": words})
+    size, unread = architecture_of(stated), architecture_of(run)
+    assert (size.ffn, size.expert_ffn, size.sparse, size.vocab) == (128, 32, 4, 512)
+    assert (size.hidden, size.head_dim) == (64, 16)
+    assert (unread.ffn, unread.expert_ffn, unread.sparse, unread.vocab) == (32, 32, 8, None)

@@ -96,7 +96,44 @@ def test_the_peak_of_the_log_probs_is_what_torch_allocates():
     model = replace(described(False, 1), size=Architecture(layers=1, hidden=hidden, heads=4, groups=2, head_dim=64,
                                                            vocab=vocab, ffn=384, checkpoint=True))
     config = RunConfig(perf=Perf(use_dynamic_batch_size=True, max_tokens_per_gpu=tokens, log_probs_chunk_size=chunk))
-    assert estimate._logits(config, model) == pytest.approx(most, rel=0.15)
+    assert estimate._logits(config, model, fused=False) == pytest.approx(most, rel=0.15)
+
+
+def test_the_kernels_for_log_probs_have_a_chunk_in_16_bits_once():
+    """Only where they compute: not under tensor parallelism, with a softcap, in float32, or with unrounded logits."""
+    config = RunConfig(perf=Perf(use_dynamic_batch_size=True, max_tokens_per_gpu=4096))
+    large = Architecture(layers=1, hidden=128, heads=4, groups=2, head_dim=64, vocab=151936, ffn=384, checkpoint=True)
+    model = replace(described(False, 1), size=large)
+    kernels, torchs = (estimate._logits(config, model, fused) for fused in (True, False))
+    assert kernels == 1024 * 151936 * 2 + 4096 * 128 * 8 and torchs > 4 * kernels
+    waiting = config.with_surface("megatron", overlap_grad_reduce=True)
+    assert estimate._logits(waiting, model, fused=True) > 1024 * 151936 * 2 + 151936 * 128 * 4
+    assert estimate._fused(config, model)
+    others = replace(model, layout=Layout(tensor=2)), replace(model, softcap=True), replace(model, value=4)
+    unrounded = replace(config, algorithm=replace(config.algorithm, fp32_lm_head=True))
+    assert not any((*(estimate._fused(config, other) for other in others), estimate._fused(unrounded, model)))
+
+
+def test_dense_layers_at_the_front_leave_later_stages_more_experts():
+    """As DeepSeek-V3's: of eight layers the first two are dense, and the second stage of two has four mixtures."""
+    before = tuple(max(count - 2, 0) for count in range(9))
+    size = replace(described(True, 8).size, sparse=6)
+    model = replace(described(True, 8, pipeline=2, world=2), size=size, sparse_before=before)
+    assert [estimate._sparse_of(RunConfig(), model, stage) for stage in (0, 1)] == [2, 4]
+    average = replace(model, sparse_before=())
+    assert [estimate._sparse_of(RunConfig(), average, stage) for stage in (0, 1)] == [3, 3]
+    known, not_known = (estimate._stage(RunConfig(), one, 1)["weights"] for one in (model, average))
+    assert known - not_known == model.value * (3 * 128 * 64 * 8 + 128 * 8 - 3 * 128 * 384)
+
+
+def test_the_fullest_stage_counts_where_stages_hold_different_numbers_of_layers():
+    config, model = RunConfig(), described(False, 61, pipeline=8, world=8)
+    stages = [config.with_surface("megatron", **more) for more in (
+        {}, {"num_layers_in_last_pipeline_stage": 5}, {"num_layers_in_first_pipeline_stage": 5})]
+    assert [[estimate.layers_of(one, model, at) for at in (0, 1, 7)] for one in stages] == [
+        [61 / 8] * 3, [8, 8, 5], [5, 8, 8]]
+    even, last, first = (estimate.trainer(one, model)["weights"] for one in stages)
+    assert last > even and first == pytest.approx(even, rel=0.05)
 
 
 def test_ranks_share_what_the_layout_splits():

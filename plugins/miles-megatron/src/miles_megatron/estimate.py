@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from miles_core.config.architecture import Architecture, architecture_of
-from miles_core.config.load import config_json
+from miles_core.config.architecture import Architecture, architecture_of, shape_json, sparse_layers
 from miles_core.config.tables import RunConfig
 from miles_megatron.layout import Layout, layout_of
 
@@ -33,6 +32,8 @@ class ModelDimensions:
         value: bytes of a weight and of an activation.
         tied: the output layer is the embedding.
         qk_norm: queries and keys pass a norm.
+        softcap: the logits pass one.
+        sparse_before: how many of the first 0, 1, 2, ... layers are mixtures of experts; empty where it is not known.
     """
 
     size: Architecture
@@ -40,6 +41,8 @@ class ModelDimensions:
     value: int
     tied: bool
     qk_norm: bool
+    softcap: bool = False
+    sparse_before: tuple[int, ...] = ()
 
     @property
     def split(self) -> int:
@@ -50,13 +53,15 @@ class ModelDimensions:
 def dimensions_of(config: RunConfig) -> ModelDimensions | None:
     """None where config.json leaves out what the plan needs."""
     size = architecture_of(config)
-    hf_config = config_json(config)[1] or {}
+    hf_config = shape_json(config)[1] or {}
     if size.uncounted or not size.checkpoint:
         return None
     family = str(hf_config.get("model_type", ""))
     return ModelDimensions(size=size, layout=layout_of(config), value=2 if config.perf.bf16 else FP32,
                  tied=bool(hf_config.get("tie_word_embeddings")),
-                 qk_norm=bool(hf_config.get("use_qk_norm") or family.startswith(_QK_NORM)))
+                 qk_norm=bool(hf_config.get("use_qk_norm") or family.startswith(_QK_NORM)),
+                 softcap=bool(hf_config.get("final_logit_softcapping")), sparse_before=tuple(
+                     sparse_layers(hf_config, count) for count in range(size.layers + 1)) if size.sparse else ())
 
 
 def saved_activations(model: ModelDimensions, sparse: bool) -> dict[str, float]:
@@ -81,6 +86,7 @@ def saved_activations(model: ModelDimensions, sparse: bool) -> dict[str, float]:
         "norms of q and k: inputs": full * (query + key + FP32 * (size.heads + size.groups) / tensor) * model.qk_norm,
         "latents: inputs of norms and projections": 2 * latents,
         "attention: q, k, v": full * (query + key + values),
+        "attention's gate: gate, gated output": full * 2 * output * bool(size.gated),
         "attention: output": full * (output + FP32 * size.heads / tensor),
         "linear attention: q, k, v, output, gate, gated output": linear * value * (2 * keys + 4 * inner) / tensor,
         "mlp norm: input": hidden + statistic,
@@ -102,10 +108,15 @@ def saved_activations(model: ModelDimensions, sparse: bool) -> dict[str, float]:
     }
 
 
-def parameters(model: ModelDimensions, layers: float, first: bool, last: bool) -> tuple[float, float]:
-    """(dense, experts') parameters of one rank that holds so many layers, and the ends of the model or not."""
+def parameters(model: ModelDimensions, layers: float, first: bool, last: bool,
+               sparse: float | None = None) -> tuple[float, float]:
+    """(dense, experts') parameters of one rank that holds so many layers, and the ends of the model or not.
+
+    Args:
+        sparse: how many of the layers are mixtures of experts; by default as many as on average.
+    """
     size, tensor = model.size, model.layout.tensor
-    sparse = layers * size.sparse / size.layers
+    sparse = layers * size.sparse / size.layers if sparse is None else sparse
     cut, whole = size.mixing
     attention = cut / tensor + whole
     norms = 2 * size.hidden + 2 * size.head_dim * model.qk_norm + (size.query_rank or 0) + (size.rank or 0)
@@ -120,19 +131,39 @@ def parameters(model: ModelDimensions, layers: float, first: bool, last: bool) -
 def trainer(config: RunConfig, model: ModelDimensions) -> dict[str, float]:
     """Bytes of a rank at its peak, which is in a micro-batch's backward pass; of the pipeline's fullest stage."""
     stages = model.layout.pipeline
-    candidates = [_stage(config, model, stage) for stage in {0, stages - 1}]
+    candidates = [_stage(config, model, stage) for stage in {0, min(1, stages - 1), stages - 1}]
     return max(candidates, key=lambda parts: sum(parts.values()))
 
 
+def layers_of(config: RunConfig, model: ModelDimensions, stage: int) -> float:
+    """Of a stage: what Megatron's options say of the first and the last, and even shares of the rest."""
+    stages, megatron = model.layout.pipeline, config.surface("megatron")
+    ends = {at: megatron.get(f"num_layers_in_{end}_pipeline_stage") for at, end in ((0, "first"), (stages - 1, "last"))}
+    stated = [count for count in ends.values() if count]
+    return ends.get(stage) or (model.size.layers - sum(stated)) / max(stages - len(stated), 1)
+
+
+def _sparse_of(config: RunConfig, model: ModelDimensions, stage: int) -> float:
+    """Mixtures of experts of a stage, which is the first, the second or the last: where the first layers are dense, the
+    later stages have more than the average."""
+    size, layout, layers = model.size, model.layout, layers_of(config, model, stage)
+    if not model.sparse_before or layers != int(layers) or layout.virtual_pipeline:
+        return layers * size.sparse / size.layers
+    last = stage == layout.pipeline - 1
+    begin = int(size.layers - layers) if last else int(layers_of(config, model, 0)) if stage else 0
+    return model.sparse_before[begin + int(layers)] - model.sparse_before[begin]
+
+
 def _stage(config: RunConfig, model: ModelDimensions, stage: int) -> dict[str, float]:
-    size, layout, megatron = model.size, model.layout, config.surface("megatron")
-    layers, last = size.layers / layout.pipeline, stage == layout.pipeline - 1
-    dense, sparse = parameters(model, layers, stage == 0, last)
+    layout, megatron = model.layout, config.surface("megatron")
+    layers, last = layers_of(config, model, stage), stage == layout.pipeline - 1
+    mixtures = _sparse_of(config, model, stage)
+    dense, sparse = parameters(model, layers, stage == 0, last, mixtures)
     each = _optimizer_bytes(config, model.value)
     sharded = megatron.get("use_distributed_optimizer", True)
     dense_ranks, sparse_ranks = (layout.data * layout.context, layout.expert_data) if sharded else (1, 1)
-    activations, passing = _activations(config, model, layers, stage)
-    logits = _logits(config, model) if last else 0.0
+    activations, passing = _activations(config, model, layers, stage, mixtures / layers)
+    logits = _logits(config, model, _fused(config, model)) if last else 0.0
     return {
         "weights": model.value * (dense + sparse),
         "gradients": (FP32 if megatron.get("grad_reduce_in_fp32", True) else model.value) * (dense + sparse),
@@ -167,11 +198,12 @@ def tokens_of(config: RunConfig, layout: Layout) -> int:
     return -(-perf.micro_batch_size * longest // layout.context)
 
 
-def _activations(config: RunConfig, model: ModelDimensions, layers: float, stage: int) -> tuple[float, float]:
-    """(kept until the backward pass, gradients and scratch of the layer that is being passed)."""
+def _activations(config: RunConfig, model: ModelDimensions, layers: float, stage: int,
+                 share: float) -> tuple[float, float]:
+    """(kept until the backward pass, gradients and scratch of the layer that is being passed), of layers of which so
+    large a share are mixtures of experts."""
     size, layout, value, megatron = model.size, model.layout, model.value, config.surface("megatron")
     tokens = tokens_of(config, layout)
-    share = size.sparse / size.layers
     one = {sparse: sum(saved_activations(model, sparse).values()) for sparse in (False, True)
            if share != (0.0 if sparse else 1.0)}
     layer = tokens * sum(weight * one.get(sparse, 0.0) for sparse, weight in ((False, 1 - share), (True, share)))
@@ -202,21 +234,30 @@ def _passing(model: ModelDimensions, tokens: int) -> float:
     return max(mlp, tokens * (value * (3 * query + 2 * key) + FP32 * query))
 
 
-def _logits(config: RunConfig, model: ModelDimensions) -> float:
-    """Log-probs, forward or backward, whichever is more (miles_megatron/logprob.py).
+def _fused(config: RunConfig, model: ModelDimensions) -> bool:
+    """Whether fused_logits.py's kernels make the log-probs: of rounded 16-bit logits that no rank shares, uncapped."""
+    plain = not model.softcap and not config.algorithm.fp32_lm_head
+    return plain and model.value < FP32 and model.layout.tensor == 1
+
+
+def _logits(config: RunConfig, model: ModelDimensions, fused: bool) -> float:
+    """Log-probs, forward or backward, whichever is more (miles_megatron/logprob.py). Hidden states come in fp32.
 
     A chunk's logits exist twice in fp32, under tensor parallelism three times; the gradient of the output layer is
-    summed up in fp32 and, chunk by chunk, made in the weight's dtype. Hidden states are handed out in fp32.
+    summed up in fp32 and, chunk by chunk, made in the weight's dtype. The kernels have a chunk once, as it was rounded,
+    and add that gradient to the layer's own, unless --overlap-grad-reduce waits for it.
     """
     size, layout, value = model.size, model.layout, model.value
-    tokens, vocab = tokens_of(config, layout), size.vocab / layout.tensor
+    tokens, vocab, table = tokens_of(config, layout), size.vocab / layout.tensor, size.vocab * size.hidden
     chunk = min(config.perf.log_probs_chunk_size, tokens)
     alone = layout.tensor == 1
-    forward = chunk * vocab * FP32 * (2 if alone else 3) + tokens * size.hidden * 2 * FP32
-    table = vocab * size.hidden
+    states = tokens * size.hidden
+    if fused:
+        own = table * FP32 if config.surface("megatron").get("overlap_grad_reduce") else 0.0
+        return chunk * vocab * value + max(states * 2 * FP32, states * value + own)
+    forward = chunk * vocab * FP32 * (2 if alone else 3) + states * 2 * FP32
     logits = chunk * vocab * max((2 * FP32 if alone else FP32 + value), FP32 + value + value * size.hidden / chunk)
-    backward = logits + table * FP32 + tokens * size.hidden * value
-    return max(forward, backward)
+    return max(forward, logits + table * FP32 + states * value)
 
 
 def flops(length: int, *, parameters: int, attention: int) -> int:

@@ -51,7 +51,8 @@ def check_memory(config: RunConfig, note: Callable[[str], None]) -> RunConfig:
             got=f"about {needed / GIB:.0f} of {(capacity - OUTSIDE) / GIB:.0f} GiB ({_sum(trainer(config, model))})"
                 + _engine_beside(config, model),
             who=who(config, "perf.max_tokens_per_gpu", "perf.actor_num_gpus_per_node"),
-            fix=", or ".join(fixes) or "more GPUs, with a larger --tensor-model-parallel-size",
+            fix=(", or ".join(fixes) or "more GPUs, with a larger --tensor-model-parallel-size")
+                + "; or a layout of `miles layouts`, which takes the same words",
             code="trainer-exceeds-gpu-memory",
         )
     _share(config, model, needed, capacity)

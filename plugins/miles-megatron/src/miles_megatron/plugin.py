@@ -38,6 +38,13 @@ class Megatron:
 
         return command
 
+    @hookimpl("commands", name="layouts")
+    def layouts(self) -> click.Command:
+        """Which layouts of ranks fit the memory of so many GPUs."""
+        from miles_megatron.commands.layouts import command
+
+        return command
+
     @hookimpl
     def option_surface(self) -> Iterable[Surface]:
         """Megatron-core's fields and Megatron-LM's flags."""

@@ -13,6 +13,14 @@ if TYPE_CHECKING:
 class SpecsGemma:
     """Gemma 2 and the text models of Gemma 3 for the Megatron trainer."""
 
+    provides = (
+        "model_spec:gemma2:tie_word_embeddings=1",
+        "model_spec:gemma3_text:tie_word_embeddings=1:vocab_size=262208:num_attention_heads=8:num_key_value_heads=4"
+        ":head_dim=256",
+        "model_spec:gemma3:tie_word_embeddings=1:vocab_size=262208:num_attention_heads=8:num_key_value_heads=4"
+        ":head_dim=256",
+    )
+
     @hookimpl("model_spec", name="gemma2")
     def gemma2(self, hf_config: Any) -> Family:
         """Gemma 2."""

@@ -13,6 +13,14 @@ if TYPE_CHECKING:
 class SpecsLlama:
     """Llama 2 to 4, Mistral, SmolLM3, Granite, Phi-3 and 4, and OLMo 2 and 3 for the Megatron trainer."""
 
+    provides = (
+        "model_spec:smollm3:tie_word_embeddings=1",
+        "model_spec:llama4:intermediate_size=intermediate_size_mlp:moe_intermediate_size=intermediate_size"
+        ":shared_expert_intermediate_size=intermediate_size:decoder_sparse_step=interleave_moe_layer_step",
+        "model_spec:llama4_text:intermediate_size=intermediate_size_mlp:moe_intermediate_size=intermediate_size"
+        ":shared_expert_intermediate_size=intermediate_size:decoder_sparse_step=interleave_moe_layer_step",
+    )
+
     @hookimpl("model_spec", name="llama")
     def llama(self, hf_config: Any) -> Family:
         """Llama 2, 3, 3.1 and later."""

@@ -13,6 +13,16 @@ if TYPE_CHECKING:
 class SpecsQwen3Next:
     """Qwen3-Next, Qwen3.5 and Qwen3.6 for the Megatron trainer."""
 
+    provides = (
+        "model_spec:qwen3_next:attn_output_gate=1",
+        "model_spec:qwen3_5_text:attn_output_gate=1",
+        "model_spec:qwen3_5_moe_text:attn_output_gate=1",
+        "model_spec:qwen3_5:attn_output_gate=1:full_attention_interval=4:linear_num_key_heads=16"
+        ":linear_num_value_heads=32:linear_key_head_dim=128:linear_value_head_dim=128",
+        "model_spec:qwen3_5_moe:attn_output_gate=1:full_attention_interval=4:linear_num_key_heads=16"
+        ":linear_num_value_heads=32:linear_key_head_dim=128:linear_value_head_dim=128",
+    )
+
     @hookimpl("model_spec", name="qwen3_next")
     def qwen3_next(self, hf_config: Any) -> Family:
         """Gated delta nets and gated attention in turn, a mixture of experts with a shared one."""
