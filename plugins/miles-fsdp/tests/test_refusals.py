@@ -36,12 +36,17 @@ def test_what_would_have_no_effect_is_refused(plan, flags, code, fact):
     assert caught.value.code == code and fact in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["r3", "fp8"])
+@pytest.mark.parametrize("name", ["fp8", "int4-qat"])
 def test_plugins_that_change_megatrons_layers_are_refused(plan, name):
     """By name, or by options of Megatron-core that they imply."""
     with pytest.raises(MilesError) as caught:
-        plan("--plugin", name, experts=name == "r3")
+        plan("--plugin", name)
     assert caught.value.code in ("plugin-conflict", "fsdp-megatron-options")
+
+
+def test_routing_replay_needs_nothing_of_megatrons(plan):
+    """What the plugin implies for Megatron's trainer is no reason to refuse it."""
+    assert plan("--plugin", "r3", experts=True).config.surface("megatron") == {"moe_enable_routing_replay": True}
 
 
 def test_every_plugin_with_a_hook_of_megatrons_trainer_is_in_conflict():

@@ -37,7 +37,9 @@ def refuse_hooks(hooks: Hooks) -> None:
 
 
 def _options(config: RunConfig) -> None:
-    if set_ := sorted(config.surface("megatron")):
+    # What a plugin brings is meant for Megatron's trainer alone; plugins that work there alone are in conflict by name.
+    if set_ := sorted(name for name in config.surface("megatron")
+                      if getattr(config.origin.get(f"megatron.{name}"), "kind", None) != "plugin"):
         raise ConfigError("the trainer fsdp has no options of Megatron-core", code="fsdp-megatron-options",
                           got=", ".join(set_), who=who(config, *(f"megatron.{name}" for name in set_)),
                           fix="leave them out, or train with --trainer megatron")
