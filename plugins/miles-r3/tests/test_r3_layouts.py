@@ -58,6 +58,7 @@ LAYOUTS = {
     "fsdp": (1, *FSDP),
     "fsdp-recompute": (1, *FSDP, "--gradient-checkpointing"),
     "fsdp-dp2": (2, *FSDP),
+    "fsdp-cp2": (2, *FSDP, "--fsdp.context-parallel-size", 2),
 }  # fmt: skip
 GATE = {"one", "ep2"}
 OTHERS = {name for name, words in LAYOUTS.items() if FSDP[1] in words}
