@@ -101,7 +101,7 @@ def test_a_model_whose_experts_are_not_chosen_by_topk_is_an_error():
     other.adopt(model)
     with pytest.raises(TrainError) as caught:
         run(model, other, None)
-    assert caught.value.code == "r3-routers-unsupported"
+    assert caught.value.code == "r3-blocks-unsupported"
     with pytest.raises(TrainError) as caught:
         routers.adopt(torch.nn.Sequential(torch.nn.Linear(2, 2)))
-    assert caught.value.code == "r3-routers-unsupported"
+    assert caught.value.code == "r3-blocks-missing"

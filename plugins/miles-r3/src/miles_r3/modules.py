@@ -40,7 +40,7 @@ class ModuleRouters(Routers):
         blocks = [(name, part) for name, part in chunk.named_modules()
                   if isinstance(getattr(part, "experts", None), torch.nn.Module)]
         if not blocks:
-            raise TrainError("the model has no block with experts", code="r3-routers-unsupported", who="plugin r3",
+            raise TrainError("the model has no block with experts", code="r3-blocks-missing", who="plugin r3",
                              got=type(chunk).__name__, fix=FIX)
         self._device = next(chunk.parameters()).device
         for name, block in blocks:
@@ -52,7 +52,7 @@ class ModuleRouters(Routers):
             with _Topk(self, layer) as topk:
                 output = forward(*args, **named)
             if not topk.met:
-                raise TrainError(f"layer {layer} does not choose its experts by topk", code="r3-routers-unsupported",
+                raise TrainError(f"layer {layer} does not choose its experts by topk", code="r3-blocks-unsupported",
                                  who="plugin r3", fix=FIX)
             return output
 
