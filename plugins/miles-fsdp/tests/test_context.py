@@ -68,12 +68,13 @@ def rank(index, size, kind, meeting, answers):
         answers.put((index, traceback.format_exc(), None))
 
 
+@pytest.mark.full  # two processes that import torch
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_gradient_is_that_of_one_rank(kind, tmp_path):
     """To 1e-6, losses of whole samples and entropy included; every rank knows all log-probs."""
     alone = made(kind)
     expected = results(alone, MicroBatch(Columns(), canned_samples(), CPU))
-    context = multiprocessing.get_context("fork")  # they have their imports already
+    context = multiprocessing.get_context("spawn")
     answers = context.Queue()
     processes = [context.Process(target=rank, args=(index, 2, kind, tmp_path / "meeting", answers), daemon=True)
                  for index in range(2)]
