@@ -115,5 +115,16 @@ def test_several_ranks_are_one(train, size):
 
 
 @pytest.mark.full
+@pytest.mark.parametrize(("size", "context"), [(2, 2), (4, 2), (4, 4)])
+def test_ranks_that_share_rows_are_one(train, size, context):
+    """Two groups of keys for four ranks, among them."""
+    one = train("fsdp", "qwen3")
+    several = train("fsdp", "qwen3", size, "--fsdp.context-parallel-size", str(context), "--max-tokens-per-gpu",
+                    str(96 // context))
+    same(several, one)
+    assert several["steps"][0].keys() == one["steps"][0].keys()
+
+
+@pytest.mark.full
 def test_layers_that_are_computed_again_change_nothing(train):
     same(train("fsdp", "qwen3", 1, "--gradient-checkpointing"), train("fsdp", "qwen3"))

@@ -29,6 +29,7 @@ def plan(tmp_path):
     (["--actor-num-gpus-per-node", "2", "--trainer-host", "thread"], "fsdp-thread-many-ranks", "2 ranks"),
     (["--actor-num-nodes", "2", "--placement", "local"], "fsdp-many-nodes", "actor_num_nodes = 2"),
     (["--actor-num-gpus-per-node", "3"], "fsdp-batch-not-divisible", "8 / 3"),
+    (["--actor-num-gpus-per-node", "3", "--fsdp.context-parallel-size", "2"], "fsdp-context-size", "3 ranks, 2 in"),
 ])  # fmt: skip
 def test_what_would_have_no_effect_is_refused(plan, flags, code, fact):
     with pytest.raises(MilesError) as caught:
@@ -36,12 +37,17 @@ def test_what_would_have_no_effect_is_refused(plan, flags, code, fact):
     assert caught.value.code == code and fact in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["r3", "fp8"])
+@pytest.mark.parametrize("name", ["fp8", "int4-qat"])
 def test_plugins_that_change_megatrons_layers_are_refused(plan, name):
     """By name, or by options of Megatron-core that they imply."""
     with pytest.raises(MilesError) as caught:
-        plan("--plugin", name, experts=name == "r3")
+        plan("--plugin", name)
     assert caught.value.code in ("plugin-conflict", "fsdp-megatron-options")
+
+
+def test_routing_replay_needs_nothing_of_megatrons(plan):
+    """What the plugin implies for Megatron's trainer is no reason to refuse it."""
+    assert plan("--plugin", "r3", experts=True).config.surface("megatron") == {"moe_enable_routing_replay": True}
 
 
 def test_every_plugin_with_a_hook_of_megatrons_trainer_is_in_conflict():
@@ -69,6 +75,8 @@ def test_the_trainer_names_its_plugin_and_the_plan_says_what_it_takes(plan):
     from miles_fsdp.plugin import FsdpOptions
 
     planned = plan("--actor-num-gpus-per-node", "2")
+    shared = plan("--actor-num-gpus-per-node", "2", "--fsdp.context-parallel-size", "2").to_text()
+    assert "2 share the rows of a sample" in shared
     assert "fsdp" in {one.manifest.name for one in planned.selected}
     told = dict(lines(planned.config, FsdpOptions()))
     assert "2 trainer ranks" in told["layout"] and "optimizer" in told["memory"]

@@ -145,10 +145,10 @@ def test_indices_of_sparse_attention_are_still_refused(folder):
 def routed(how, routes, gradient=True):
     """(probs, map, logits, counts) of Megatron's routing of six rows over eight experts in groups, with replay."""
     from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
-    from miles_r3.replay import Counts, Forward, Replay, Routers
+    from miles_r3.passes import Counts, Forward, Routers
+    from miles_r3.replay import Replay
 
-    routers = Routers.__new__(Routers)
-    routers.under_way, routers.in_step = None, False
+    routers = Routers(1, 2)
     replay = Replay(0, routers)
     torch.manual_seed(0)
     logits = torch.randn(6, 8, requires_grad=gradient)
@@ -198,7 +198,7 @@ def test_a_router_takes_the_given_experts_and_keeps_its_gradient(how):
 
 def test_routes_that_no_router_chose_are_an_error():
     """An expert twice, or beyond: the rows choose freely, and the pass ends with an error."""
-    from miles_r3.replay import Counts
+    from miles_r3.passes import Counts
 
     _, chosen, _, counts = routed({}, [[0, 0], [0, 9], [1, 2], [1, 2], [1, 2], [1, 2]])
     assert counts[3] == 2 and chosen[1].sum() == 2
@@ -210,10 +210,11 @@ def test_routes_that_no_router_chose_are_an_error():
 
 def test_a_recompute_whose_routes_were_not_kept_is_an_error():
     """A checkpointing that the plugin does not see would silently mix two routings."""
-    from miles_r3.replay import Replay, Routers
+    from miles_r3.passes import Routers
+    from miles_r3.replay import Replay
 
-    routers = Routers.__new__(Routers)
-    routers.under_way, routers.in_step = None, True
+    routers = Routers(3, 2)
+    routers.in_step = True
 
     def free(scores, topk, **_):
         return torch.topk(scores, topk, dim=1)

@@ -23,6 +23,7 @@ TP, PP, CP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size", "
 VPP, EP, ETP = ("--virtual-pipeline-model-parallel-size", "--expert-model-parallel-size",
                 "--expert-tensor-parallel-size")
 SP, RECOMPUTE = "--sequence-parallel", ("--recompute-granularity", "full")
+FSDP = ("--trainer", "fsdp")
 MODULES = ("--recompute-granularity", "selective", "--recompute-modules", "moe")
 
 LAYOUTS = {
@@ -54,9 +55,16 @@ LAYOUTS = {
     "pp2-vpp2-dp2": (4, PP, 2, VPP, 2),
     "cp2-dp2": (4, CP, 2),
     "pp2-cp2-recompute": (4, PP, 2, CP, 2, *RECOMPUTE),
+    "fsdp": (1, *FSDP),
+    "fsdp-recompute": (1, *FSDP, "--gradient-checkpointing"),
+    "fsdp-dp2": (2, *FSDP),
+    "fsdp-cp2": (2, *FSDP, "--fsdp.context-parallel-size", 2),
 }  # fmt: skip
 GATE = {"one", "ep2"}
-FULL = {"one-recompute", "one-recompute-some", "tp2-sp-recompute", "pp2-recompute", "pp2-vpp2-recompute-experts", "cp2"}
+OTHERS = {name for name, words in LAYOUTS.items() if FSDP[1] in words}
+"""Of the trainer fsdp, held to Megatron's one rank as all others are."""
+FULL = {*OTHERS, "one-recompute", "one-recompute-some", "tp2-sp-recompute", "pp2-recompute",
+        "pp2-vpp2-recompute-experts", "cp2"}
 
 
 def tiers(gate, full, names=LAYOUTS):
@@ -187,7 +195,7 @@ def test_routes_are_the_engines_under_every_layout(name, train, one_rank, expect
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", tiers({"one-recompute"}, {"pp2-vpp2-recompute-experts"},
-                                       LAYOUTS.keys() - {"dp2-overlap", "dp2-plain-optimizer"}))
+                                       LAYOUTS.keys() - {"dp2-overlap", "dp2-plain-optimizer", *OTHERS}))
 def test_the_gradient_is_that_of_transformers_with_these_routes(name, ranks, plan, batch, model):
     """Of every tensor, the routers' among them, which is not zero."""
     one_step = ("--num-steps-per-rollout", 1, "--no-use-distributed-optimizer", "--clip-grad", 0)
@@ -228,7 +236,7 @@ def policy_gradient(model, batch) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", tiers((), {"one", "tp2-sp"}, ("one", "tp2-sp", "cp2", "pp2")))
+@pytest.mark.parametrize("name", tiers((), {"one", "tp2-sp", "fsdp"}, ("one", "tp2-sp", "fsdp", "cp2", "pp2")))
 def test_the_reference_chooses_freely_in_the_actors_own_modules(name, train, batch):
     """Its log-probs are those of a run without the plugin, though the same routers replay for the actor."""
     kl = ("--use-kl-loss", "--kl-loss-coef", 0.05)
@@ -243,7 +251,8 @@ def test_the_reference_chooses_freely_in_the_actors_own_modules(name, train, bat
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", tiers((), {"one", "cp2"}, ("one", "cp2", "tp2-sp-pp2", "pp2-vpp2-recompute")))
+@pytest.mark.parametrize("name", tiers((), {"one", "cp2", "fsdp"}, (
+    "one", "cp2", "fsdp", "tp2-sp-pp2", "pp2-vpp2-recompute")))
 def test_rows_without_routes_choose_freely_and_are_counted(name, train, batch, model):
     """A sample without any, and the second half of another."""
     gaps = copy.deepcopy(batch)
@@ -263,8 +272,8 @@ def test_rows_without_routes_choose_freely_and_are_counted(name, train, batch, m
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", tiers({"one"}, {"tp2-sp-cp2-ep2-recompute", "pp2-vpp2-recompute"}, (
-    "one", "tp2-sp-cp2-ep2-recompute", "pp2-vpp2-recompute", "pp2-cp2-recompute", "dp2")))
+@pytest.mark.parametrize("name", tiers({"one"}, {"tp2-sp-cp2-ep2-recompute", "pp2-vpp2-recompute", "fsdp-recompute"}, (
+    "one", "fsdp-recompute", "tp2-sp-cp2-ep2-recompute", "pp2-vpp2-recompute", "pp2-cp2-recompute", "dp2")))
 def test_routes_of_the_log_prob_pass_are_replayed_by_the_steps(name, train, batch, model):
     """--use-routing-replay, with other micro-batches in the two passes: what is replayed is what was free then."""
     bare = copy.deepcopy(batch)

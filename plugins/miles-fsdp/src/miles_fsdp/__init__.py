@@ -4,6 +4,7 @@
     models.py        the actor, its optimizer, and models beside it that only score
     module.py        one sharded module: its body, its head, and whether it takes samples packed
     attention.py     of packed samples, without a mask: torch's flash attention on a GPU
+    context.py       ranks that share the rows of a sample
     microbatch.py    packed samples and the rows that are trained on
     scored.py        log-probs and entropy of these rows, in chunks
     objective.py     the loss of a micro-batch from the run's hooks

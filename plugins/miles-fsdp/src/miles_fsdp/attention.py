@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from miles_core.errors import ConfigError
+from miles_fsdp.context import ALONE, Context
 
 PACKED, NAME = "packed", "miles_packed"
 """The value of --attn-implementation, and what it is called in transformers."""
@@ -33,14 +34,17 @@ class Boundaries:
 
     Args:
         lengths: of the samples, which add up to the rows.
+        context: the ranks that have the other rows.
         offsets: [samples + 1] int32 on the device, where each begins, and the end.
     """
 
     lengths: Sequence[int] = ()
     offsets: torch.Tensor | None = None
+    context: Context = ALONE
 
-    def set(self, lengths: Sequence[int], device: torch.device) -> None:
+    def set(self, lengths: Sequence[int], device: torch.device, context: Context = ALONE) -> None:
         """For the next forward."""
+        self.context = context
         sizes = torch.tensor([0, *lengths], dtype=torch.int32)
         self.lengths, self.offsets = lengths, sizes.cumsum(0, dtype=torch.int32).to(device)
 
@@ -63,7 +67,7 @@ def packed_attention(module: Any, query: torch.Tensor, key: torch.Tensor, value:
                      **more: Any) -> tuple[torch.Tensor, None]:
     """
     Args:
-        query: [1, heads, T, D] of all rows; key, value: of perhaps fewer heads, and value with another D.
+        query: [1, heads, T, D] of this rank's rows; key, value: of perhaps fewer heads, and value with another D.
         sliding_window: how many rows each sees, itself among them; None: all before it in its sample.
 
     Returns:
@@ -80,10 +84,15 @@ def packed_attention(module: Any, query: torch.Tensor, key: torch.Tensor, value:
                           fix="--attn-implementation eager")
     bounds: Boundaries = module._miles_boundaries
     q, k, v = (one[0].transpose(0, 1).to(value.dtype) for one in (query, key, value))  # [T, heads, D]
+    context = bounds.context
+    if k.shape[1] % context.size:  # fewer of them than ranks: as many as there are queries
+        k, v = (one.repeat_interleave(q.shape[1] // one.shape[1], 1) for one in (k, v))
+    q, k, v = map(context.to_heads, (q, k, v))
     fits = max(q.shape[-1], v.shape[-1]) <= LARGEST_HEAD
     flash = v.is_cuda and v.dtype in (torch.bfloat16, torch.float16) and fits
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
-    return (_flash if flash else _one_by_one)(q, k, v, bounds, scale, sliding_window)[None], None
+    attended = (_flash if flash else _one_by_one)(q, k, v, bounds, scale, sliding_window)
+    return context.to_rows(attended)[None], None
 
 
 def _flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bounds: Boundaries, scale: float,

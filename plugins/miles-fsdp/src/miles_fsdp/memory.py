@@ -19,10 +19,12 @@ MASTER, GRADIENT, MOMENTS = 4, 4, 8
 def lines(config: RunConfig, options: FsdpOptions) -> Iterator[tuple[str, str]]:
     """(title, line), in the order of the plan."""
     perf, ranks = config.perf, trainer_gpus(config)
-    size = f"at most {perf.max_tokens_per_gpu} tokens" if perf.use_dynamic_batch_size else (
-        f"{perf.micro_batch_size} samples")
+    size = f"{perf.micro_batch_size} samples"
+    if perf.use_dynamic_batch_size:
+        size = f"at most {(perf.max_tokens_per_gpu or 0) * options.context_parallel_size} tokens"
     yield "batch arithmetic", f"micro-batches of {size}, the same number on each rank"
-    yield "layout", f"{ranks} trainer rank{'s' * (ranks > 1)} (fsdp), {'bfloat16' if perf.bf16 else 'float32'}"
+    shared = f", {context} share the rows of a sample" if (context := options.context_parallel_size) > 1 else ""
+    yield "layout", f"{ranks} trainer rank{'s' * (ranks > 1)} (fsdp){shared}, {'bfloat16' if perf.bf16 else 'float32'}"
     if (count := parameters(Path(str(config.checkpoint.hf_checkpoint)))) is None:
         return
     parts = {"weights": MASTER, "gradients": GRADIENT, "optimizer": MOMENTS}

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 
 from miles_core.columns import Columns, Packed
 from miles_core.types import Sample
+from miles_fsdp.context import ALONE, Context
 
 
 class MicroBatch:
@@ -18,15 +20,18 @@ class MicroBatch:
         packed: rows of all columns.
         tokens, positions: [T] int64; positions begin at 0 in each sample.
         index: [N] int64, the trained rows.
+        context: the ranks among which its rows are cut; each sample then ends with rows that fill it up.
+        counts: trained rows in the stretch of each of them.
         sample: [N] int64, which of `samples` each belongs to.
+        mine: those of the trained rows that are in this rank's stretch.
         offset: [N] which token of its response each predicts.
         targets: [N] int64, the tokens that they predict.
     """
 
-    def __init__(self, columns: Columns, samples: Sequence[Sample], device: torch.device):
-        self.samples, self.device = samples, device
-        self.packed: Packed = columns.pack(samples)
-        self.lengths = [sample.length for sample in samples]
+    def __init__(self, columns: Columns, samples: Sequence[Sample], device: torch.device, context: Context = ALONE):
+        self.samples, self.device, self.context = samples, device, context
+        self.packed: Packed = columns.pack(samples, multiple=context.size)
+        self.lengths = np.diff(self.packed.cu_seqlens).tolist()
         begin = self.packed.cu_seqlens[:-1].astype(np.int64)
         tokens = self.packed.rows["tokens"].astype(np.int64)
         index = np.flatnonzero(self.packed.rows["loss_mask"])
@@ -34,8 +39,19 @@ class MicroBatch:
         first = begin + np.array([s.length - s.response_length - 1 for s in samples], np.int64)
         self.offset = index - first[sample]
         positions = np.concatenate([np.arange(length) for length in self.lengths])
+        stretches = [context.stretch(len(tokens), rank) for rank in range(context.size)]
+        bounds = np.searchsorted(index, [0, *(one.stop for one in stretches)]).tolist()
+        self.counts = np.diff(bounds).tolist()
+        self.stretch, self.mine = stretches[context.index], slice(*bounds[context.index : context.index + 2])
         self.tokens, self.positions, self.index, self.sample, self.targets = (
             torch.from_numpy(array).to(device) for array in (tokens, positions, index, sample, tokens[index + 1]))
+
+    def own(self) -> Packed:
+        """The columns of this rank's stretch of rows."""
+        if self.context.size == 1:
+            return self.packed
+        rows = {name: values[self.stretch] for name, values in self.packed.rows.items()}
+        return replace(self.packed, rows=rows)
 
     def rows(self) -> dict[str, torch.Tensor]:
         """[N, *axes] of every per-token column."""

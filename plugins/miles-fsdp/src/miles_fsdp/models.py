@@ -20,7 +20,7 @@ from miles_core.plugins.resolve import chosen
 from miles_core.stages.models import Model
 from miles_core.types import Prompt, Sample
 from miles_fsdp.microbatch import MicroBatch
-from miles_fsdp.module import CausalModule, keep_apart, read, shard
+from miles_fsdp.module import CausalModule, check_shared, keep_apart, read, shard
 from miles_fsdp.optimizer import Schedule, ShardedGradients, adamw, update
 from miles_fsdp.plugin import FsdpOptions
 from miles_fsdp.ranks import Ranks
@@ -87,6 +87,7 @@ class Models:
         shard(module, self._ranks, self._options, low=trained and config.perf.bf16,
               offload=self._options.cpu_offload or not trained)
         keep_apart(module, MicroBatch(self._columns, _two_samples(self._columns), self._ranks.device), self._ranks)
+        check_shared(module, self._ranks.context.size)
         return module
 
     def step(self) -> dict[str, float]:

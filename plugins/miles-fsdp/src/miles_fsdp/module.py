@@ -17,8 +17,8 @@ from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils import logging as transformers_logging
 
 from miles_core.columns import Packed
-from miles_core.errors import CheckpointError
-from miles_fsdp.attention import PACKED, Boundaries, attend_by
+from miles_core.errors import CheckpointError, ConfigError
+from miles_fsdp.attention import NAME, PACKED, Boundaries, attend_by
 from miles_fsdp.microbatch import MicroBatch
 from miles_fsdp.plugin import FsdpOptions
 from miles_fsdp.ranks import Ranks
@@ -77,8 +77,9 @@ class CausalModule(torch.nn.Module):
         def proceed(_: Packed) -> torch.Tensor:
             return self._hidden(batch)
 
-        hidden = proceed(batch.packed) if around is None else around(proceed, batch.packed, self.name)
-        return use(Scored(hidden[batch.index], self._logits, batch, self.temperature))
+        hidden = proceed(batch.packed) if around is None else around(proceed, batch.own(), self.name)
+        index = batch.index[batch.mine] - batch.stretch.start
+        return use(Scored(hidden[index], self._logits, batch, self.temperature))
 
     def pad(self) -> None:
         """Lay samples side by side from now on, and mask what fills them up."""
@@ -86,11 +87,12 @@ class CausalModule(torch.nn.Module):
         self.model.set_attn_implementation(self._masked)
 
     def _hidden(self, batch: MicroBatch) -> torch.Tensor:
-        """[T, H] of all rows."""
+        """[T, H] of this rank's rows."""
         body = getattr(self.model, self.model.base_model_prefix)
         if self.packs:
-            self.boundaries.set(batch.lengths, batch.device)
-            output = body(input_ids=batch.tokens[None], position_ids=batch.positions[None], use_cache=False)
+            self.boundaries.set(batch.lengths, batch.device, batch.context)
+            tokens, positions = batch.tokens[None, batch.stretch], batch.positions[None, batch.stretch]
+            output = body(input_ids=tokens, position_ids=positions, use_cache=False)
             return cast("torch.Tensor", output.last_hidden_state[0])
         tokens, mask = batch.padded()
         output = body(input_ids=tokens, attention_mask=mask.long(), use_cache=False)
@@ -144,6 +146,22 @@ def shard(module: CausalModule, ranks: Ranks, options: FsdpOptions, *, low: bool
         if isinstance(part, FSDPModule):
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)
+
+
+def check_shared(module: CausalModule, size: int) -> None:
+    """
+    Raises:
+        ConfigError: a sample's rows cannot be shared among so many ranks.
+    """
+    config = module.model.config
+    heads = getattr(config.get_text_config(), "num_attention_heads", 0)
+    if size > 1 and (not module.packs or config._attn_implementation != NAME or heads % size):
+        raise ConfigError("rows are shared in the packed attention, between whole heads",
+                          code="fsdp-context-unsupported", who="[fsdp] context_parallel_size",
+                          got=f"{type(module.model).__name__}, {heads} heads for {size} ranks, samples "
+                          f"{'packed' if module.packs else 'padded'}, attention {config._attn_implementation}",
+                          fix="take a size that divides the heads; an architecture whose layers have a state, or "
+                          "another attention, is trained without it")
 
 
 def _layers(model: PreTrainedModel) -> list[torch.nn.Module]:

@@ -30,6 +30,8 @@ class FsdpOptions:
     gradient_checkpointing: bool = option(
         False, "Keep only each layer's input of a forward pass, and compute the layer again in the backward pass.",
         flags=("--gradient-checkpointing",))
+    context_parallel_size: int = option(
+        1, "Ranks that share each sample's rows, by an all-to-all over heads around attention (Ulysses).")
     cpu_offload: bool = option(
         False, "Keep parameters, gradients and optimizer state in host memory; the optimizer runs there.",
         flags=("--fsdp-cpu-offload",))
@@ -38,7 +40,7 @@ class FsdpOptions:
 class Fsdp:
     """Trains the Hugging Face module of any causal language model, sharded by PyTorch's FSDP2."""
 
-    conflicts = ("compat", "fp8", "int4-qat", "lora", "mtp", "ppo", "r3")
+    conflicts = ("compat", "fp8", "int4-qat", "lora", "mtp", "ppo")
 
     def __init__(self, options: FsdpOptions):
         self._options = options
@@ -49,7 +51,7 @@ class Fsdp:
         from miles_fsdp.refusals import refuse
 
         if config.perf.trainer == "fsdp":
-            refuse(config)
+            refuse(config, self._options.context_parallel_size)
         elif keys := [key for key in config.origin if key.startswith("fsdp.")]:
             note(f"{', '.join(keys)}: no effect, as the trainer is {config.perf.trainer} (--trainer fsdp)")
         return config

@@ -13,16 +13,20 @@ from torch._C._distributed_c10d import FileStore, HashStore, Store, TCPStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from miles_core.types import Rank
+from miles_fsdp.context import ALONE, Context
 
 
 class Ranks:
     """The process group of a trainer. Tensors travel where they lie, Python objects over gloo.
 
+    `data` ranks, of which this is the `data_index`-th, take micro-batches of their own.
+
     Args:
         timeout: seconds after which a collective that some process does not join is an error.
+        context: ranks that share the rows of each micro-batch: those with consecutive numbers.
     """
 
-    def __init__(self, rank: Rank, timeout: float):
+    def __init__(self, rank: Rank, timeout: float, context: int = 1):
         self.index, self.size = rank.index, rank.size
         self.device = torch.device("cuda", rank.local) if torch.cuda.is_available() else torch.device("cpu")
         if self.device.type == "cuda":
@@ -31,6 +35,11 @@ class Ranks:
         if self._joined:
             _join(rank, timeout, "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo")
         self.mesh: DeviceMesh = init_device_mesh(self.device.type, (self.size,))
+        self.data, self.data_index = self.size // context, self.index // context
+        self.context = ALONE
+        if context > 1:
+            grid = init_device_mesh(self.device.type, (self.data, context), mesh_dim_names=("data", "context"))
+            self.context = Context(self.index % context, context, grid["context"].get_group())
         self._host = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout))
 
     def gathered(self, value: Any) -> list[Any]:

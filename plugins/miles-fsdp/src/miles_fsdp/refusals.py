@@ -10,8 +10,11 @@ from miles_core.errors import BatchError, ConfigError
 from miles_core.plugins.bind import Hooks
 
 
-def refuse(config: RunConfig) -> None:
+def refuse(config: RunConfig, context: int) -> None:
     """
+    Args:
+        context: ranks that share rows.
+
     Raises:
         ConfigError: an option without effect here, or ranks that nothing hosts.
         BatchError: a batch that the ranks cannot share.
@@ -19,8 +22,8 @@ def refuse(config: RunConfig) -> None:
     if config.debug.debug_rollout_only:
         return
     _options(config)
-    _ranks(config)
-    _batch(config)
+    _ranks(config, context)
+    _batch(config, context)
 
 
 def refuse_hooks(hooks: Hooks) -> None:
@@ -37,7 +40,9 @@ def refuse_hooks(hooks: Hooks) -> None:
 
 
 def _options(config: RunConfig) -> None:
-    if set_ := sorted(config.surface("megatron")):
+    # What a plugin brings is meant for Megatron's trainer alone; plugins that work there alone are in conflict by name.
+    if set_ := sorted(name for name in config.surface("megatron")
+                      if getattr(config.origin.get(f"megatron.{name}"), "kind", None) != "plugin"):
         raise ConfigError("the trainer fsdp has no options of Megatron-core", code="fsdp-megatron-options",
                           got=", ".join(set_), who=who(config, *(f"megatron.{name}" for name in set_)),
                           fix="leave them out, or train with --trainer megatron")
@@ -54,7 +59,7 @@ def _options(config: RunConfig) -> None:
                           code="fsdp-option-without-effect", fix="leave it out, or train with --trainer megatron")
 
 
-def _ranks(config: RunConfig) -> None:
+def _ranks(config: RunConfig, context: int) -> None:
     perf = config.perf
     if perf.trainer_host == "thread" and trainer_gpus(config) > 1:
         raise ConfigError('trainer_host = "thread" is the driver\'s process, which holds one rank',
@@ -65,14 +70,19 @@ def _ranks(config: RunConfig) -> None:
         raise ConfigError("spawned processes are all on the driver's machine; ranks on several nodes are Ray actors",
                           got=f"actor_num_nodes = {perf.actor_num_nodes}", code="fsdp-many-nodes",
                           who=who(config, "perf.actor_num_nodes", "perf.placement"), fix='placement = "ray"')
+    if context < 1 or trainer_gpus(config) % context:
+        raise ConfigError("the ranks do not divide into groups that share rows", code="fsdp-context-size",
+                          got=f"{trainer_gpus(config)} ranks, {context} in each group",
+                          who=who(config, "fsdp.context_parallel_size", "perf.actor_num_gpus_per_node"),
+                          fix="a size that divides the number of ranks")
 
 
-def _batch(config: RunConfig) -> None:
+def _batch(config: RunConfig, context: int) -> None:
     perf, batch = config.perf, config.rollout.global_batch_size or 0
     if perf.use_dynamic_batch_size and perf.max_tokens_per_gpu is None:
         raise BatchError("use_dynamic_batch_size needs max_tokens_per_gpu", code="fsdp-max-tokens-missing",
                          who=who(config, "perf.use_dynamic_batch_size"), fix="--max-tokens-per-gpu 8192")
-    unit = trainer_gpus(config) * (1 if perf.use_dynamic_batch_size else perf.micro_batch_size)
+    unit = trainer_gpus(config) // context * (1 if perf.use_dynamic_batch_size else perf.micro_batch_size)
     if batch % unit:
         raise BatchError(f"global_batch_size {batch} does not divide among the ranks' micro-batches",
                          got=f"{batch} / {unit}", code="fsdp-batch-not-divisible",

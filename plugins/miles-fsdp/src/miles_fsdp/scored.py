@@ -28,7 +28,7 @@ class Scored:
     """See miles_core.stages.step.ScoredRows. Usable inside the module's forward only: there its head is whole.
 
     Args:
-        hidden: [N, H] of the trained rows.
+        hidden: [N, H] of the trained rows that are this rank's; what comes out is of all.
         head: [n, H] -> [n, V] logits.
     """
 
@@ -45,7 +45,9 @@ class Scored:
         if tokens is None:
             return self.with_entropy()[0]
         with torch.no_grad():
-            return torch.cat([self._normalised(self.hidden[here]).gather(1, tokens[here]) for here in self._chunks()])
+            tokens = tokens[self.batch.mine]
+            return self._whole(torch.cat([self._normalised(self.hidden[here]).gather(1, tokens[here])
+                                          for here in self._chunks()]))
 
     def with_entropy(self, entropy: bool = False, gradient: bool = False,
                      ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -56,18 +58,19 @@ class Scored:
             spread = -torch.linalg.vecdot(wide.exp(), wide) if entropy else log_p.new_zeros(0)
             return log_p.gather(1, targets[:, None])[:, 0], spread
 
-        parts = []
+        parts, targets = [], self.batch.targets[self.batch.mine]
         for here in self._chunks():
-            pair = self.hidden[here], self.batch.targets[here]
+            pair = self.hidden[here], targets[here]
             parts.append(checkpoint(scored, *pair, use_reentrant=False, preserve_rng_state=False)
                          if torch.is_grad_enabled() else scored(*pair))
         log_probs, spread = (torch.cat(each) for each in zip(*parts, strict=True))
-        return log_probs, spread if entropy else None
+        return self._whole(log_probs), self._whole(spread) if entropy else None
 
     @torch.no_grad()
     def top_k(self, k: int) -> tuple[torch.Tensor, torch.Tensor]:
         best = [self._normalised(self.hidden[here]).topk(k, 1) for here in self._chunks()]
-        return torch.cat([one.indices for one in best]), torch.cat([one.values for one in best])
+        indices, values = (torch.cat(each) for each in zip(*((one.indices, one.values) for one in best), strict=True))
+        return self._whole(indices), self._whole(values)
 
     def values(self) -> torch.Tensor:
         """
@@ -76,6 +79,9 @@ class Scored:
         """
         raise HookError("the model has no values", code="fsdp-without-values", who="--trainer fsdp",
                         fix="train with --trainer megatron, which builds value heads")
+
+    def _whole(self, own: torch.Tensor) -> torch.Tensor:
+        return self.batch.context.whole(own, self.batch.counts)
 
     def _normalised(self, hidden: torch.Tensor) -> torch.Tensor:
         """[n, V] log-probs in float32."""

@@ -47,7 +47,7 @@ class FsdpTrainer:
 
     def __init__(self, config: RunConfig, hooks: Hooks, columns: Columns, rank: Rank, options: FsdpOptions):
         self.config, self.hooks, self.columns, self.rank, self.options = config, hooks, columns, rank, options
-        refuse(config)
+        refuse(config, options.context_parallel_size)
         refuse_hooks(hooks)
         self.objective = Objective(config, hooks)
         self._batch: Batch | None = None
@@ -56,7 +56,7 @@ class FsdpTrainer:
     def load(self) -> Resume:
         if self.config.perf.threads:
             torch.set_num_threads(self.config.perf.threads)
-        self.ranks = Ranks(self.rank, self.config.perf.trainer_timeout)
+        self.ranks = Ranks(self.rank, self.config.perf.trainer_timeout, self.options.context_parallel_size)
         paths = self.config.checkpoint
         start = next(path for path in (paths.load if directory(paths.load) else None, paths.ref_load,
                                        paths.hf_checkpoint) if path)
@@ -195,7 +195,9 @@ class FsdpTrainer:
                 columns.put(batch, {"log_probs": log_probs})
         columns.scatter(samples, self.ranks)
         total = float(sum(w * s.columns["loss_mask"].sum() for s, w in zip(samples, reduced, strict=True))) or 1.0
-        sums = self.ranks.sums({name: float(value) for name, value in shares.items()})
+        # Ranks that share rows have all of them worked out the same.
+        mine = shares if self.ranks.context.index == 0 else {}
+        sums = self.ranks.sums({name: float(value) for name, value in mine.items()})
         # Metrics are means also where the reduction's weights do not add up to 1 (constant); the loss is what it is.
         metrics = {name: value / (1.0 if name in ("loss", "pg_loss") else total) for name, value in sums.items()}
         metrics |= self.models.step()
@@ -218,15 +220,16 @@ class FsdpTrainer:
         limit = perf.max_tokens_per_gpu if perf.use_dynamic_batch_size else None
         if limit is not None and not gradient:
             limit = perf.log_probs_max_tokens_per_gpu or limit
+        limit = None if limit is None else limit * self.ranks.context.size
         lengths = [sample.length for sample in samples]
         if gradient and self.rank.index == 0:
             for i in packing.oversized(lengths, limit):
                 logger.warning("%s has %d tokens, more than the %d of a micro-batch: it gets one of its own and takes "
                                "more memory than planned", samples[i].name, lengths[i], limit)
-        plan = packing.schedule(lengths, data=self.ranks.size, capacity=limit, balance=perf.balance_data,
+        plan = packing.schedule(lengths, data=self.ranks.data, capacity=limit, balance=perf.balance_data,
                                 micro_batch_size=perf.micro_batch_size)
-        for part in plan[self.ranks.index]:
-            yield MicroBatch(self.columns, [samples[i] for i in part], self.ranks.device)
+        for part in plan[self.ranks.data_index]:
+            yield MicroBatch(self.columns, [samples[i] for i in part], self.ranks.device, self.ranks.context)
 
     def _score(self, access: Access) -> dict[str, float]:
         algorithm, metrics = self.config.algorithm, {"perf/log_probs_time": 0.0}

@@ -8,7 +8,7 @@ import numpy as np
 
 if TYPE_CHECKING:
     from miles_core.stages.step import TrainerAccess
-    from miles_r3.replay import Routers
+    from miles_r3.passes import Routers
 
 FREE, REPLAYED = "r3_free", "r3_replayed"
 

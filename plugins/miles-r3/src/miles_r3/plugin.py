@@ -1,12 +1,11 @@
-"""The plugin: options and hooks. What it reads from answers is in answers.py, routers are in replay.py, imported when
-first used."""
+"""The plugin: options and hooks. What it reads from answers is in answers.py, what it does in a forward in passes.py;
+routers of Megatron-core are in replay.py and those of transformers in modules.py, imported when first used."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from miles_core.columns import Align, Column
 from miles_core.config import RunConfig, option
@@ -18,13 +17,12 @@ from miles_r3.columns import PLACE, ROUTES
 
 if TYPE_CHECKING:
     import torch
-    from miles_megatron.specs import ModelSpec
 
     from miles_core.columns import Packed
     from miles_core.stages.rollout import Request, Response
     from miles_core.stages.step import TrainerAccess
     from miles_core.types import Prompt, Sample
-    from miles_r3.replay import Routers
+    from miles_r3.passes import Routers
 
 @dataclass(frozen=True, kw_only=True)
 class R3Options:
@@ -95,16 +93,6 @@ class R3:
         return sample
 
     @hookimpl
-    def build_model(self, chunk: torch.nn.Module, spec: ModelSpec, folder: Path, model: str) -> torch.nn.Module:
-        """The actor's own routers replay; those of other models and of layers that draft do not."""
-        if model == "actor":
-            from miles_r3.replay import Routers
-
-            self._routers = self._routers or Routers(chunk.config)
-            self._routers.adopt(chunk)
-        return chunk
-
-    @hookimpl
     def microbatch(self, proceed: Callable[[Packed], torch.Tensor], packed: Packed, model: str) -> torch.Tensor:
         """The routes of these rows, for every router that this forward meets, and again when it is recomputed."""
         if self._routers is None:
@@ -115,9 +103,9 @@ class R3:
     @hookimpl
     def log_prob(self, proceed: Callable[[], dict[str, float]], access: TrainerAccess) -> dict[str, float]:
         """Number the positions; replay in the scoring pass or record it; compare where that is asked for."""
-        from miles_r3.replay import numbered
+        from miles_r3.passes import numbered
 
-        rows, routers = numbered(access.samples), self._adopted()
+        rows, routers = numbered(access.samples), self._adopted(access)
         if self.records:
             with routers.recording() as recorded:
                 metrics = proceed()
@@ -132,13 +120,28 @@ class R3:
             metrics |= gaps(access, routers)
         return metrics
 
-    def _adopted(self) -> Routers:
-        return cast("Routers", self._routers)  # build_model comes first
+    def _adopted(self, access: TrainerAccess) -> Routers:
+        """The actor's own routers, which replay from the first pass on; those of other models do not."""
+        if self._routers is None:
+            chunks = access.chunks("actor")
+            self._routers = self._of(chunks[0])
+            for chunk in chunks:
+                self._routers.adopt(chunk)
+        return self._routers
+
+    def _of(self, chunk: torch.nn.Module) -> Routers:
+        if self.config.perf.trainer == "megatron":
+            from miles_r3.replay import MegatronRouters
+
+            return MegatronRouters(cast("Any", chunk).config)
+        from miles_r3.modules import ModuleRouters
+
+        return ModuleRouters(*(cast("int", size) for size in (self.sizes.layers, self.sizes.topk, self.sizes.experts)))
 
     @hookimpl
     def train_step(self, proceed: Callable[[], dict[str, float]], access: TrainerAccess) -> dict[str, float]:
         """Replay in forward and recompute; records that no recompute used are dropped."""
-        routers = self._adopted()
+        routers = self._adopted(access)
         with routers.counting() as counts, routers.stepping():
             metrics = proceed()
         if access.index == cast("int", self.config.rollout.num_steps_per_rollout) - 1:
@@ -148,7 +151,7 @@ class R3:
 
     @hookimpl
     def finish(self) -> None:
-        """Leave Megatron's list of routers as it was."""
+        """Leave nothing of this model behind."""
         if self._routers is not None:
             self._routers.close()
 

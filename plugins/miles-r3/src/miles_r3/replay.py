@@ -1,38 +1,26 @@
-"""Routers that replay: Megatron-core's RouterReplay, whose experts are those of the rows of a packed column.
+"""Routers of Megatron-core that replay, by its RouterReplay.
 
-A forward is given the routes of its rows, and its routers, each knowing its layer, take theirs. What a checkpointed
-layer takes is kept, first in first out, for the recompute: backward passes of one stage come in the order of its
-forward passes, under 1F1B and interleaved pipelines alike. A layer that keeps its activations keeps no routes.
-
-Probabilities are gathered from live scores at the replayed experts, so a router keeps its gradient (R3,
-arXiv:2510.11370, section 4).
+What a checkpointed layer takes is kept, first in first out, for the recompute: backward passes of one stage come in the
+order of its forward passes, under 1F1B and interleaved pipelines alike. A layer that keeps its activations keeps none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import Any, cast
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from miles_megatron import cpu
 
-from miles_core.columns import Align, grid
 from miles_core.errors import TrainError
-from miles_core.types import Sample
-from miles_r3.columns import PLACE, ROUTES
+from miles_r3.passes import Chosen, Routers, replayed
 
 cpu.install()
 
 from megatron.core import parallel_state  # noqa: E402 - after install()
 from megatron.core.transformer import TransformerConfig  # noqa: E402
 from megatron.core.transformer.moe.router_replay import RouterReplay  # noqa: E402
-
-PIECE = 2**20
-"""Positions whose recorded experts are exchanged at once, a layer at a time."""
 
 
 class Replay(RouterReplay):
@@ -65,108 +53,31 @@ class Replay(RouterReplay):
         recorded = under_way.routes[:, self.layer]
         if under_way.gradient and not torch.is_grad_enabled():  # a checkpointed layer, which is computed again
             self.replay_backward_list.append(recorded)
-        return self._replayed(scores, free, recorded, under_way)
+        return replayed(self.layer, scores, free, recorded, under_way)
 
     def _again(self, scores: torch.Tensor, values: torch.Tensor, free: torch.Tensor) -> Chosen:
         """A recompute, in a backward pass."""
         if self.replay_backward_list:
             recorded = self.replay_backward_list.pop(0)
-            return (values, free) if recorded is None else self._replayed(scores, free, recorded, None)
+            return (values, free) if recorded is None else replayed(self.layer, scores, free, recorded, None)
         if self.routers.in_step:
             raise TrainError(f"layer {self.layer} is recomputed, but its routing was not recorded",
                              code="r3-routing-not-recorded", who="plugin r3",
                              fix="use Megatron's own recomputation (--recompute-granularity)")
         return values, free
 
-    def _replayed(self, scores: torch.Tensor, free: torch.Tensor, recorded: torch.Tensor,
-                  under_way: Forward | None) -> Chosen:
-        if recorded.shape != free.shape:
-            raise TrainError(f"the router of layer {self.layer} has other rows than its micro-batch", who="plugin r3",
-                             got=f"{list(free.shape)} scores, {list(recorded.shape)} routes", code="r3-rows-mismatch",
-                             fix="report the layout of this run; the plugin does not support its order of rows")
-        recorded = recorded.to(torch.int64)
-        known = ((recorded >= 0) & (recorded < scores.shape[1])).all(-1)
-        if under_way is not None and under_way.counts is not None and under_way.place is not None:
-            under_way.counts.add(recorded, free, known, under_way.place >= 0)
-        chosen = torch.where(known[:, None], recorded, free)
-        return scores.gather(1, chosen), chosen
 
-
-Chosen = tuple[torch.Tensor, torch.Tensor]
-"""Scores [T, topk] and experts [T, topk]."""
-
-
-@dataclass(slots=True, eq=False)
-class Forward:
-    """What is under way: a forward of one micro-batch through one stage.
-
-    Args:
-        routes: [T, layers, topk] int16 of this rank's T rows, None where every token chooses freely.
-        place: [T] int64 number of the row among the rollout's positions, -1 of rows that predict nothing.
-        gradient: a backward pass will follow.
-    """
-
-    routes: torch.Tensor | None
-    place: torch.Tensor | None
-    gradient: bool
-    counts: Counts | None = None
-    recorded: Recorded | None = None
-
-
-@dataclass(slots=True, eq=False)
-class Counts:
-    """Token-layers of a pass on this rank: all, replayed, those whose free choice is another set of experts, and those
-    whose routes name an expert twice or one that does not exist."""
-
-    totals: torch.Tensor | None = None
-
-    def add(self, recorded: torch.Tensor, free: torch.Tensor, known: torch.Tensor, real: torch.Tensor) -> None:
-        """One layer's of a micro-batch: [T, topk] experts, [T] masks."""
-        ours, theirs = free.sort(-1).values, recorded.sort(-1).values
-        known = known & real
-        twice = (theirs[:, 1:] == theirs[:, :-1]).any(-1) & known
-        beyond = (recorded >= 0).all(-1) & real & ~known
-        each = (real, known, (ours != theirs).any(-1) & known, twice | beyond)
-        counts = torch.stack([one.sum() for one in each])
-        self.totals = counts if self.totals is None else self.totals + counts
-
-    def metrics(self, prefix: str) -> dict[str, float]:
-        """Of all ranks, each of which has to call it.
-
-        Raises:
-            TrainError: routes that no router can have chosen.
-        """
-        total = torch.zeros(4, dtype=torch.int64) if self.totals is None else self.totals.cpu()
-        if dist.get_world_size() > 1:
-            dist.all_reduce(total)
-        whole, replayed, differ, broken = total.tolist()
-        if broken:
-            raise TrainError(f"{broken} of {whole} routed token-layers name an expert twice, or one that does not "
-                             "exist", code="r3-experts-invalid",
-                             who="plugin r3", fix="the engine serves another model than the trainer trains")
-        if not whole:
-            return {}
-        shares = {"replayed": replayed / whole, "fallback": (whole - replayed) / whole}
-        if replayed:
-            shares["routes_differ"] = differ / replayed
-        return {f"{prefix}/{name}": value for name, value in shares.items()}
-
-
-class Routers:
-    """Those of this rank's part of the actor.
+class MegatronRouters(Routers):
+    """Routers of Megatron-core.
 
     Args:
         config: Megatron's, of the actor.
     """
 
     def __init__(self, config: TransformerConfig):
+        super().__init__(config.num_layers, cast("int", config.moe_router_topk))
         self.config = config
-        self.under_way: Forward | None = None
-        self.in_step = False
         self._replays: list[Replay] = []
-        self._counts: Counts | None = None
-        self._recorded: Recorded | None = None
-        self._free = False
 
     def adopt(self, chunk: torch.nn.Module) -> None:
         """Put a Replay in the place of the RouterReplay of each of the decoder's own layers.
@@ -187,35 +98,6 @@ class Routers:
             router.router_replay = Replay(layer.layer_number - 1, self)
             self._replays.append(router.router_replay)
 
-    @contextmanager
-    def forward(self, routes: np.ndarray | None, place: np.ndarray | None, *, replay: bool) -> Iterator[None]:
-        """Around the forward of a micro-batch through one stage.
-
-        Args:
-            routes, place: [T, layers, topk] and [T] of the rows that context parallelism leaves this rank.
-            replay: False for models that choose freely.
-        """
-        self.under_way = self._made(routes, place) if replay else Forward(None, None, False)
-        try:
-            yield
-        finally:
-            self.under_way = None
-
-    def _made(self, routes: np.ndarray | None, place: np.ndarray | None) -> Forward:
-        gradient = torch.is_grad_enabled()
-        if place is None or self._free:  # a batch that was not numbered is none of the run's
-            return Forward(None, None, gradient)
-        own = self._mine(place)
-        if self._recorded is not None:
-            return Forward(None, own, gradient, recorded=self._recorded)
-        if routes is None:  # of samples none of which has any
-            routes = np.full((len(place), self.config.num_layers, self.config.moe_router_topk), -1, np.int16)
-        elif routes.shape[1:] != (self.config.num_layers, self.config.moe_router_topk):
-            raise TrainError("the routes of the rollout come from another model", code="r3-routes-of-other-model",
-                             who="plugin r3", got=f"{routes.shape[1]} layers of {routes.shape[2]} experts",
-                             fix=f"the trainer has {self.config.num_layers} and {self.config.moe_router_topk}")
-        return Forward(self._mine(routes), own, gradient, counts=self._counts)
-
     @property
     def _parts(self) -> int:
         """Ranks among which sequence parallelism cuts a micro-batch's rows inside of the model."""
@@ -227,97 +109,11 @@ class Routers:
         first = size * parallel_state.get_tensor_model_parallel_rank() if self._parts > 1 else 0
         return torch.from_numpy(np.ascontiguousarray(rows[first : first + size])).to(cpu.device())
 
-    @contextmanager
-    def counting(self) -> Iterator[Counts]:
-        """Inside, passes of the actor are counted."""
-        self._counts = Counts()
-        try:
-            yield self._counts
-        finally:
-            self._counts = None
-
-    @contextmanager
-    def recording(self) -> Iterator[Recorded]:
-        """Inside, passes of the actor choose freely, and what they choose is kept."""
-        self._recorded = Recorded(self.config)
-        try:
-            yield self._recorded
-        finally:
-            self._recorded = None
-
-    @contextmanager
-    def free(self) -> Iterator[None]:
-        """Inside, nothing is replayed."""
-        self._free = True
-        try:
-            yield
-        finally:
-            self._free = False
-
-    @contextmanager
-    def stepping(self) -> Iterator[None]:
-        """Around an optimizer step: no routes outlive it."""
-        self.in_step = True
-        try:
-            yield
-        finally:
-            self.in_step = False
-            for one in self._replays:
-                one.clear_indices()
+    def forget(self) -> None:
+        for one in self._replays:
+            one.clear_indices()
 
     def close(self) -> None:
         """Out of Megatron's list of all."""
         every = RouterReplay.global_router_replay_instances
         every[:] = [one for one in every if one not in self._replays]
-
-
-@dataclass(slots=True, eq=False)
-class Recorded:
-    """What routers chose in a pass: on this rank, by layer, for some of the rollout's positions."""
-
-    config: TransformerConfig
-    by_layer: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = field(default_factory=dict)
-
-    def put(self, layer: int, place: torch.Tensor, experts: torch.Tensor) -> None:
-        """[T] positions and their experts [T, topk]."""
-        real = place >= 0
-        self.by_layer.setdefault(layer, []).append((place[real].cpu(), experts[real].to("cpu", torch.int16)))
-
-    def spread(self, samples: Sequence[Sample], rows: int) -> None:
-        """Into the column of every sample, on all ranks, each of which has to call it.
-
-        Args:
-            rows: positions of all samples.
-        """
-        sizes = [sample.length - 1 for sample in samples]
-        whole = np.full((rows, self.config.num_layers, self.config.moe_router_topk), -1, np.int16)
-        for layer in range(self.config.num_layers):
-            pairs = self.by_layer.get(layer, [])
-            for first in range(0, rows, PIECE):
-                whole[first : first + PIECE, layer] = _exchanged(pairs, first, min(PIECE, rows - first),
-                                                                 whole.shape[2])
-        parts = np.split(whole, np.cumsum(sizes)[:-1])
-        for sample, part in zip(samples, parts, strict=True):
-            sample.columns[ROUTES] = part
-
-
-def _exchanged(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], first: int, count: int, topk: int) -> np.ndarray:
-    """[count, topk] of the positions from `first` on, by whichever rank has them; -1 where none has."""
-    values = torch.zeros(count, topk, dtype=torch.int32)  # one more than the expert, and 0 for none
-    for place, experts in pairs:
-        here = (place >= first) & (place < first + count)
-        values[place[here] - first] = experts[here].to(torch.int32) + 1
-    if dist.get_world_size() > 1:
-        dist.all_reduce(values, op=dist.ReduceOp.MAX)
-    return values.numpy().astype(np.int16) - 1
-
-
-def numbered(samples: Sequence[Sample]) -> int:
-    """Give every position that predicts a token a number of its own; returns how many there are."""
-    first = 0
-    for sample in samples:
-        rows = grid(Align.PREDICTION, sample)
-        count = rows.stop - rows.start
-        sample.columns[PLACE] = np.arange(first, first + count, dtype=np.int32)
-        first += count
-    return first
