@@ -51,9 +51,10 @@ def replayed(config, close, run_file, tmp_path):
     return run
 
 
-def test_routes_of_a_real_server_are_replayed(replayed):
+@pytest.mark.parametrize("readers", [0, 2], ids=["driver", "readers"])
+def test_routes_of_a_real_server_are_replayed(replayed, readers):
     """All of them, after a sync as well, and log-probs come closer by far."""
-    steps = replayed("--sglang-max-total-tokens", "4096", "--rollout-max-response-len", "20")
+    steps = replayed("--sglang-max-total-tokens", "4096", "--rollout-max-response-len", "20", "--readers", str(readers))
     assert len(steps) == 2
     for step in steps:
         print({key: value for key, value in step.items() if "/r3/" in key})

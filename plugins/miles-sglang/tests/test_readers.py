@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
 
 import numpy as np
 import pytest
@@ -158,6 +159,28 @@ def test_packets_arrive_whole_in_order_and_may_be_changed(size):
             left.close()
             await lost.wait()
         right.close()
+
+    asyncio.run(story())
+
+
+def test_packets_that_wait_for_room_are_not_each_tried_again_and_again(monkeypatch):
+    """1,000 of which a socket holds a few dozen: one wait for room, whatever is behind it."""
+    tries = []
+    send = socket.send_fds
+    monkeypatch.setattr(socket, "send_fds", lambda *args: tries.append(1) or send(*args))
+
+    async def story():
+        here, there = pair()
+        got, done = [], asyncio.Event()
+        left = Channel(here, lambda *_: None, lambda: None)
+        for key in range(1000):
+            left.send(key, bytes(INLINE // 8))
+        right = Channel(there, lambda key, _: got.append(key) or (key == 999 and done.set()), lambda: None)
+        async with asyncio.timeout(20):
+            await done.wait()
+        left.close()
+        right.close()
+        assert got == list(range(1000)) and len(tries) < 3 * len(got)
 
     asyncio.run(story())
 
