@@ -66,7 +66,7 @@ def test_an_update_in_the_middle_leaves_each_token_with_its_version(engine_over,
             check(response, 150)
             assert set(response.versions) == {1, 2} and (np.diff(response.versions) >= 0).all()
             rows = response.extra["routed_experts"]
-            assert rows[:, 0, 0].tolist() == [5, 6, 7, *response.output_ids.tolist()][:-1] and rows.dtype == np.int16
+            assert rows[:, 0, 0].tolist() == [5, 6, 7, *response.output_ids.tolist()][:-1] and rows.dtype == np.uint8
             assert len(wire.requests) == {"retract": 2, "in_place": 1}[mode]
 
     asyncio.run(story())

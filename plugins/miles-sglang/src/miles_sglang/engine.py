@@ -119,8 +119,8 @@ class SglangEngine:
     async def generate(self, request: Request) -> Response:
         """Sample one continuation; many calls may be in flight. Cancelling the call ends the request.
 
-        With "routed_experts" in `request.want`, extra["routed_experts"] is [P+N-1, layers, topk] int16: the experts
-        of each position when it was last computed by the call that drew the next token. extra["computed_again"],
+        With "routed_experts" in `request.want`, extra["routed_experts"] is [P+N-1, layers, topk], uint8, or int16 where
+        one is beyond 255 or -1: the experts of each position when it was last computed by the call that drew the next token. extra["computed_again"],
         [P+N-1] int8, is 1 where that was after the token was drawn, as the server had retracted the request, and 2
         where it was by newer weights as well.
 
