@@ -120,9 +120,9 @@ class SglangEngine:
         """Sample one continuation; many calls may be in flight. Cancelling the call ends the request.
 
         With "routed_experts" in `request.want`, extra["routed_experts"] is [P+N-1, layers, topk], uint8, or int16 where
-        one is beyond 255 or -1: the experts of each position when it was last computed by the call that drew the next token. extra["computed_again"],
-        [P+N-1] int8, is 1 where that was after the token was drawn, as the server had retracted the request, and 2
-        where it was by newer weights as well.
+        one is beyond 255 or -1: the experts of each position when it was last computed by the call that drew the next
+        token. extra["computed_again"], [P+N-1] int8, is 1 where that was after the token was drawn, as the server had
+        retracted the request, and 2 where it was by newer weights as well.
 
         Raises:
             EngineError: a request that does not fit, one that failed RETRIES times, or no server is left.
