@@ -9,8 +9,10 @@ import socket
 import numpy as np
 import pytest
 from miles_sglang.client import Answer
+from miles_sglang.hardware import readers
 from miles_sglang.in_flight import _computed_again
 from miles_sglang.packets import INLINE, MAPPED, Channel, pair
+from miles_sglang.plugin import SglangOptions
 from miles_sglang.reader import merged
 from miles_sglang.readers import backend
 from wire import Wire, log_prob, next_token
@@ -134,6 +136,13 @@ def test_a_reader_that_does_not_start_is_a_named_error(engine_over, monkeypatch)
         assert error.value.code == "reader-not-started" and "code 3" in error.value.got
 
     asyncio.run(story())
+
+
+@pytest.mark.parametrize(("cores", "asked", "count"), [(7, None, 0), (8, None, 1), (20, None, 2), (192, None, 4),
+                                                       (192, 0, 0), (2, 3, 3)])
+def test_machines_of_many_cores_have_readers_unless_told_otherwise(monkeypatch, cores, asked, count):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)))
+    assert readers(SglangOptions(readers=asked)) == count
 
 
 @pytest.mark.parametrize("size", [10, INLINE, MAPPED // 2, 2 * MAPPED], ids=["inline", "beside", "copied", "mapped"])

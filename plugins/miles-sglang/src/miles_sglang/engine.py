@@ -25,6 +25,7 @@ from miles_core.errors import EngineError, MilesError
 from miles_core.stages.placement import Placement, engines, logs
 from miles_core.stages.rollout import PauseMode, Request, Response
 from miles_sglang.client import Answer, Client, Failed
+from miles_sglang.hardware import readers
 from miles_sglang.in_flight import InFlightRequest, ModelFacts
 from miles_sglang.launch import Server
 from miles_sglang.plugin import sglang_options
@@ -68,7 +69,7 @@ class SglangEngine:
         self._open, self._released = True, set()
         self._mode: PauseMode = "retract"
         self._streams = rollout.pause_generation_mode == "in_place"
-        self._readers = Readers(sglang_options(config).readers, backend(tokenizer), logs(config) / "readers.log",
+        self._readers = Readers(readers(sglang_options(config)), backend(tokenizer), logs(config) / "readers.log",
                                 lambda kind, **fields: self.event(kind, **fields))
         self._control = asyncio.Lock()
         self._tasks: set[asyncio.Task] = set()
