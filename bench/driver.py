@@ -6,7 +6,7 @@
 The shipped loop with plugin sglang (`--rollout-external --debug-rollout-only`) asks servers of this script, whose
 answers are bytes made beforehand: what is left is what the driver does with each token. CPU seconds are those of the
 loop's process and of its children from the end of the first rollout to that of the last, so that the start does not
-count. Memory is what the loop's process has at both ends.
+count. Memory is what the loop's process and its readers have at both ends.
 """
 
 from __future__ import annotations
@@ -46,10 +46,11 @@ from miles_core import hookimpl
 class Meter:
     @hookimpl
     def metrics(self, rollout_id, values):
-        own = psutil.Process()
-        cpu = [sum(one.cpu_times()[:2]) for one in (own, *own.children(recursive=True))]
+        every = [psutil.Process(), *psutil.Process().children(recursive=True)]
+        cpu = [sum(one.cpu_times()[:2]) for one in every]
+        memory = [one.memory_info().rss / 2**20 for one in every]
         with open(os.environ["METER"], "a") as file:
-            file.write(json.dumps([cpu[0], sum(cpu), own.memory_info().rss / 2**20]) + "\\n")
+            file.write(json.dumps([cpu[0], sum(cpu), memory[0], sum(memory[1:])]) + "\\n")
 """
 """A plugin that notes what was used so far after each rollout."""
 
@@ -124,7 +125,7 @@ def checkpoint(folder: Path, routes: bool) -> Path:
 
 
 def run(folder: Path, ports: list[int], args: argparse.Namespace, routes: bool, readers: int) -> np.ndarray:
-    """[rollouts, 3]: CPU seconds of the loop's process and of all, and MiB of the former, after each rollout."""
+    """[rollouts, 4] after each: CPU seconds of the loop's process and of all, MiB of the former and of its children."""
     used, rollouts = folder / "used", 1 + args.rollouts
     (folder / "meter.py").write_text(METER)
     os.environ["METER"] = str(used)
@@ -148,7 +149,8 @@ def run(folder: Path, ports: list[int], args: argparse.Namespace, routes: bool, 
 
 
 def measured(args: argparse.Namespace, engines: int, routes: bool, readers: int) -> list[float]:
-    """CPU seconds per million tokens, of the loop's process and of all; its MiB after the first and last rollout."""
+    """CPU seconds per million tokens, of the loop's process and of all; then MiB of the former and of its children,
+    each after the first and the last rollout."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         words = [sys.executable, __file__, "--serve", str(folder / "ports"), "--engines", str(engines),
@@ -165,7 +167,7 @@ def measured(args: argparse.Namespace, engines: int, routes: bool, readers: int)
             server.send_signal(signal.SIGTERM)
             server.wait()
     million = args.rollouts * engines * args.requests * args.tokens / 1e6
-    return [*((used[-1] - used[0])[:2] / million), used[0, 2], used[-1, 2]]
+    return [*((used[-1] - used[0])[:2] / million), *used[[0, -1], 2], *used[[0, -1], 3]]
 
 
 def main() -> None:
@@ -183,13 +185,13 @@ def main() -> None:
     if args.serve is not None:
         asyncio.run(serve(args.engines[0], args.tokens, args.serve))
     print(f"{args.requests} requests x {args.tokens} tokens a rollout and engine\n")
-    print("| engines | routes | readers | loop, CPU s per million tokens | all | loop, MiB |", flush=True)
-    print("|---|---|---|---|---|---|", flush=True)
+    print("| engines | routes | readers | loop, s per million tokens | all | loop, MiB | readers, MiB |", flush=True)
+    print("|---|---|---|---|---|---|---|", flush=True)
     choices = {"off": [False], "on": [True], "both": [False, True]}[args.routes]
     for engines, routes, readers in itertools.product(args.engines, choices, args.readers):
-        own, total, short, long = measured(args, engines, routes, readers)
+        own, total, *memory = measured(args, engines, routes, readers)
         print(f"| {engines} | {'48 x 8' if routes else '-'} | {readers} | {own:.2f} | {total:.2f} | "
-              f"{short:.0f} -> {long:.0f} |", flush=True)
+              "{:.0f} -> {:.0f} | {:.0f} -> {:.0f} |".format(*memory), flush=True)
 
 
 if __name__ == "__main__":

@@ -203,19 +203,19 @@ class Buffer:
                 "oldest_s": max((now - slot.since for slot in under_way), default=0.0)}
 
     def _may_begin(self) -> bool:
-        under_way = sum(slot.outcome is None for slot in self._slots) - len(self._restored)
-        return self.most_in_flight is None or under_way < self.most_in_flight
+        return self.most_in_flight is None or (
+            sum(slot.outcome is None for slot in self._slots) - len(self._restored) < self.most_in_flight)
 
     def _has_room(self) -> bool:
-        if self._taken - self._released > self.max_lag:
-            return False  # started now, it could only be trained on after one sync too many
-        unsettled = self._taken - self._released
+        unsettled = self._taken - self._released  # beyond max_lag, all could only be trained on after a sync too many
         room = min(self.max_lag + 1 - unsettled, self.batches - self._taken) * self.batch_size
-        occupied = sum(not isinstance(slot.outcome, Drop) for slot in self._slots)
+        occupied = len(self._slots) - sum([isinstance(slot.outcome, Drop) for slot in self._slots])
         return occupied < room + self.credit * (room > 0)
 
     def _cut(self) -> tuple[Taken, list[Slot]] | None:
         """The next batch and the slots that stay, or None when it is not full yet."""
+        if self.order == "started" and any(slot.outcome is None for slot in self._slots[self.batch_size - 1::-1]):
+            return None  # looked at from the end, where one is found soon: this is asked whenever a group is finished
         taken, chosen = Taken([], again=Counter(self._retried)), set()
         for slot in self._slots:
             last_chance = self._taken + 1 - slot.round > self.max_lag

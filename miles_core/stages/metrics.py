@@ -24,7 +24,7 @@ def rollout_metrics(batch: Batch) -> dict[str, float]:
         "rollout/truncated_ratio": np.mean([s.status == "truncated" for s in samples]),
         "rollout/zero_std/percentage": np.mean([np.ptp([s.reward for s in one.samples]) == 0 for one in batch.groups]),
         "rollout/weight_version/lag": max(batch.version - group.oldest_version for group in batch.groups),
-        "rollout/staleness/mean": behind.mean() if len(behind) else 0, "rollout/staleness/max": max(behind, default=0),
+        "rollout/staleness/mean": behind.mean() if len(behind) else 0, "rollout/staleness/max": behind.max(initial=0),
         "rollout/off_policy_tokens": np.mean(behind > 0) if len(behind) else 0}
     metrics |= {f"rollout/{name}": mean for name, mean in figures(samples).items()}
     metrics |= {f"rollout/reward/{name}": np.mean([s.rewards[name] for s in samples]) for name in samples[0].rewards}

@@ -84,8 +84,8 @@ class Response:
         log_probs: [N] float32 of each drawn token.
         versions: [N] int32, weight version that each token was drawn from.
         finish_reason: "stop", "length" or "abort" (what was generated until then is returned).
-        extra: what `want` asked for, e.g. "routed_experts": [P+N-1, layers, topk] int32; where a server computed some
-            of it again after the token was drawn, "computed_again": [P+N-1] int8, 1, or 2 by newer weights.
+        extra: what `want` asked for, e.g. "routed_experts": [P+N-1, layers, topk], integers; where a server computed
+            some of it again after the token was drawn, "computed_again": [P+N-1] int8, 1, or 2 by newer weights.
         figures: numbers about the call by metric name, e.g. "spec_accept_rate"; the rollout reports their means.
     """
 

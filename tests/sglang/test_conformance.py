@@ -17,6 +17,8 @@ from scenes import PROMPT, ask, sync, update
 from miles_core.errors import EngineError, SyncError
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::ResourceWarning")]
+READERS = pytest.mark.parametrize("readers", [0, 2], ids=["driver", "readers"])
+"""By how many processes beside the driver answers are read; at 0 it reads them itself."""
 
 
 def reference(folder, ids, temperature=1.0):
@@ -62,9 +64,10 @@ def test_log_probs_are_those_of_transformers(beside, models, sampling):
         check(response, models["old"], temperature=sampling.get("temperature") or 1.0)
 
 
-def test_a_retracted_request_is_the_exact_concatenation_of_its_calls(beside, models):
+@READERS
+def test_a_retracted_request_is_the_exact_concatenation_of_its_calls(beside, models, readers):
     """Tokens before the update have the old model's log-probs and version, those after it the new one's."""
-    engine = beside()
+    engine = beside(readers=readers)
 
     async def work():
         calls = [asyncio.ensure_future(engine.generate(ask(i, 300, want=("routed_experts",)))) for i in range(4)]
@@ -110,14 +113,15 @@ def test_experts_are_those_that_computed_each_position_first(beside, models):
         assert clear.mean() > 0.95 and (got == expected)[clear].all()
 
 
-def test_in_place_keeps_requests_in_the_server_and_versions_never_run_ahead(beside, models):
-    engine = beside(mode="in_place")
+@READERS
+def test_in_place_keeps_requests_in_the_server_and_versions_never_run_ahead(beside, models, readers):
+    engine = beside(mode="in_place", readers=readers)
 
     async def work():
         calls = [asyncio.ensure_future(engine.generate(ask(i, 300))) for i in range(4)]
         await asyncio.sleep(0.5)
         await engine.pause("in_place")
-        assert len(engine._traffic.air) == 4  # nothing came back
+        assert len(engine._scheduler.sent) == 4  # nothing came back
         await update(engine, models["new"], 2)
         await engine.resume()
         return await asyncio.gather(*calls)
@@ -172,12 +176,12 @@ def test_many_requests_in_flight_each_answered_once(beside, models):
     async def work():
         calls = [asyncio.ensure_future(engine.generate(ask(i, 16))) for i in range(160)]
         await asyncio.sleep(0.1)
-        assert len(engine._traffic.air) == 48
+        assert len(engine._scheduler.sent) == 48
         return await asyncio.gather(*calls)
 
     responses = asyncio.run(used(engine, work, models))
     assert [len(response.output_ids) for response in responses] == [16] * 160
-    assert not engine._flights and not engine._traffic.air
+    assert not engine._in_flight and not engine._scheduler.sent
 
 
 def test_stop_strings_stay_in_the_text(beside, models, tokenizer):

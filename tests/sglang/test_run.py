@@ -22,7 +22,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.integration]
     [],
     pytest.param(["--placement", "ray"], marks=pytest.mark.skipif(not find_spec("ray"), reason="no Ray")),
     ["--max-lag", "1", "--rollout-num-gpus", "2"],
-], ids=["local", "ray", "two servers, one step off"])
+    ["--readers", "2"],
+], ids=["local", "ray", "two servers, one step off", "readers"])
 def test_a_run_trains_on_what_real_servers_draw(config, run_file, tmp_path, flags):
     """Rewards rise, log-probs of engine and trainer agree wherever both have the same weights, each rollout is followed
     by a sync, and the run leaves no process behind."""
@@ -47,7 +48,7 @@ def test_a_run_trains_on_what_real_servers_draw(config, run_file, tmp_path, flag
     syncs = [event for event in events if event["event"] == "weight_sync"]
     assert [event["version"] for event in syncs] == [1, 2, 3, 4] and all(event["tensors"] for event in syncs)
     servers = sorted((tmp_path / "run/logs").glob("engine-*.log"))
-    assert len(servers) == 1 + ("2" in flags)
+    assert len(servers) == 1 + ("--rollout-num-gpus" in flags)
     assert all("POST /generate HTTP/1.1\" 200" in log.read_text() for log in servers)
 
 

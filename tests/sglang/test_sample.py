@@ -3,13 +3,15 @@
 import asyncio
 
 import numpy as np
+import pytest
 from scenes import PROMPT, ask, sync
 from test_conformance import reference
 
 
-def test_a_real_server_generates_is_retracted_updated_and_goes_on(beside, models):
-    """Every token has the log-prob of the weights that its version names."""
-    engine = beside()
+@pytest.mark.parametrize("readers", [0, 2], ids=["driver", "readers"])
+def test_a_real_server_generates_is_retracted_updated_and_goes_on(beside, models, readers):
+    """Every token has the log-prob of the weights that its version names, whoever reads the answers."""
+    engine = beside(readers=readers)
 
     async def story():
         await engine.start()

@@ -24,6 +24,8 @@ from miles_core.types import Prompt
 
 cpu.install()
 
+from miles_r3 import replay  # noqa: E402 - after install()
+
 SIZES = Sizes(layers=4, topk=2, experts=32)
 BASE = ("--prompt-data", "x", "--rm-type", "math", "--num-rollout", "1", "--rollout-batch-size", "2")
 
@@ -60,7 +62,7 @@ def test_routes_come_from_the_answer_into_the_column(folder):
     request = plugin.generate_request(Request("a", (1, 2, 3), SamplingParams(), 1), sample.prompt)
     assert request.want == {"routed_experts"}
     column = plugin.generate_response(sample, response).columns["routed_experts"]
-    assert column.dtype == np.int16 and np.array_equal(column, drawn())
+    assert column.dtype == np.uint8 and np.array_equal(column, drawn())
 
 
 def test_an_evaluation_does_without(folder):
@@ -90,14 +92,33 @@ def test_an_answer_that_does_not_fit_the_model_is_an_error(folder, routes, messa
 def test_what_a_server_computed_again_by_newer_weights_is_left_out(folder, flags, left_out):
     plugin = made(folder, "--plugin", "r3", *flags)
     column = plugin.generate_response(*answer(drawn(), again=[0, 0, 1, 2, 0, 0])).columns["routed_experts"]
-    assert np.flatnonzero((column == -1).all((1, 2))).tolist() == left_out
+    assert np.flatnonzero((column == 255).all((1, 2))).tolist() == left_out
     assert np.array_equal(np.delete(column, left_out, 0), np.delete(drawn(), left_out, 0))
 
 
-def test_routes_are_those_of_the_answer_and_not_of_its_buffer():
-    routes = drawn()
+@pytest.mark.parametrize("dtype", [np.int32, np.uint8])
+def test_routes_are_those_of_the_answer_and_not_of_its_buffer(dtype):
+    routes = drawn().astype(dtype)
     routes_of(*answer(routes, again=[2] * 6), SIZES)
     assert np.array_equal(routes, drawn())
+
+
+@pytest.mark.parametrize(("experts", "dtype", "none"), [(255, "uint8", 255), (256, "int16", -1), (None, "int16", -1)])
+def test_routes_are_bytes_where_a_number_is_left_for_none(experts, dtype, none):
+    """Bytes that come as such are not copied."""
+    sizes = Sizes(layers=4, topk=2, experts=experts)
+    for sent in (np.int32, np.int16):
+        routes = drawn().astype(sent)
+        routes[2] = -1
+        column = routes_of(*answer(routes), sizes)
+        assert column.dtype == dtype == sizes.dtype and (column[2] == none).all()
+    routes = drawn().astype(np.uint8)
+    assert np.shares_memory(routes_of(*answer(routes), sizes), routes) == (dtype == "uint8")
+
+
+def test_no_expert_is_the_same_from_both_kinds_of_routes():
+    routes = torch.tensor([[-1, 3], [254, 0]], dtype=torch.int16)
+    assert replay.numbers(routes.to(torch.uint8)).tolist() == replay.numbers(routes).tolist() == [[-1, 3], [254, 0]]
 
 
 @pytest.mark.parametrize(("flags", "message"), [

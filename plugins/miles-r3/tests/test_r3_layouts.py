@@ -257,7 +257,7 @@ def test_rows_without_routes_choose_freely_and_are_counted(name, train, batch, m
     """A sample without any, and the second half of another."""
     gaps = copy.deepcopy(batch)
     none, half = gaps.samples[1], gaps.samples[6]
-    half.columns["routed_experts"][half.length // 2:] = -1
+    half.columns["routed_experts"][half.length // 2:] = 255
     del none.columns["routed_experts"]
     missing = none.length - 1 + half.length - 1 - half.length // 2
     whole = sum(sample.length - 1 for sample in gaps.samples)
@@ -288,7 +288,7 @@ def test_routes_of_the_log_prob_pass_are_replayed_by_the_steps(name, train, batc
         with torch.no_grad():
             _, free = mixture.log_probs(model, sample, None)
         recorded = sample.columns["routed_experts"]
-        assert (recorded[:, 1] == -1).all(), "a dense layer routes nothing"
+        assert (recorded[:, 1] == 255).all(), "a dense layer routes nothing"
         for number, chosen in free.items():
             same += int((np.sort(recorded[:, number]) == chosen.sort(-1).values.numpy()).all(-1).sum())
             rows += len(recorded)

@@ -4,12 +4,15 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
 
 import numpy as np
 import pytest
 from miles_sglang.client import Answer
+from miles_sglang.hardware import readers
 from miles_sglang.in_flight import _computed_again
 from miles_sglang.packets import INLINE, MAPPED, Channel, pair
+from miles_sglang.plugin import SglangOptions
 from miles_sglang.reader import merged
 from miles_sglang.readers import backend
 from wire import Wire, log_prob, next_token
@@ -65,7 +68,7 @@ def test_an_update_in_the_middle_leaves_each_token_with_its_version(engine_over,
             check(response, 150)
             assert set(response.versions) == {1, 2} and (np.diff(response.versions) >= 0).all()
             rows = response.extra["routed_experts"]
-            assert rows[:, 0, 0].tolist() == [5, 6, 7, *response.output_ids.tolist()][:-1] and rows.dtype == np.int16
+            assert rows[:, 0, 0].tolist() == [5, 6, 7, *response.output_ids.tolist()][:-1] and rows.dtype == np.uint8
             assert len(wire.requests) == {"retract": 2, "in_place": 1}[mode]
 
     asyncio.run(story())
@@ -135,6 +138,13 @@ def test_a_reader_that_does_not_start_is_a_named_error(engine_over, monkeypatch)
     asyncio.run(story())
 
 
+@pytest.mark.parametrize(("cores", "asked", "count"), [(7, None, 0), (8, None, 1), (20, None, 2), (192, None, 4),
+                                                       (192, 0, 0), (2, 3, 3)])
+def test_machines_of_many_cores_have_readers_unless_told_otherwise(monkeypatch, cores, asked, count):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)))
+    assert readers(SglangOptions(readers=asked)) == count
+
+
 @pytest.mark.parametrize("size", [10, INLINE, MAPPED // 2, 2 * MAPPED], ids=["inline", "beside", "copied", "mapped"])
 def test_packets_arrive_whole_in_order_and_may_be_changed(size):
     """More than a socket holds, of which each is sent once there is room."""
@@ -158,6 +168,28 @@ def test_packets_arrive_whole_in_order_and_may_be_changed(size):
             left.close()
             await lost.wait()
         right.close()
+
+    asyncio.run(story())
+
+
+def test_packets_that_wait_for_room_are_not_each_tried_again_and_again(monkeypatch):
+    """1,000 of which a socket holds a few dozen: one wait for room, whatever is behind it."""
+    tries = []
+    send = socket.send_fds
+    monkeypatch.setattr(socket, "send_fds", lambda *args: tries.append(1) or send(*args))
+
+    async def story():
+        here, there = pair()
+        got, done = [], asyncio.Event()
+        left = Channel(here, lambda *_: None, lambda: None)
+        for key in range(1000):
+            left.send(key, bytes(INLINE // 8))
+        right = Channel(there, lambda key, _: got.append(key) or (key == 999 and done.set()), lambda: None)
+        async with asyncio.timeout(20):
+            await done.wait()
+        left.close()
+        right.close()
+        assert got == list(range(1000)) and len(tries) < 3 * len(got)
 
     asyncio.run(story())
 

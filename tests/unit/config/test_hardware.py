@@ -66,6 +66,14 @@ def test_the_plan_says_what_colocate_implies_and_where_it_is_from(plan):
     assert "in the driver's process" not in text and "in the driver's process" in plan().to_text()
 
 
+def test_the_plan_says_by_how_many_processes_answers_are_read(plan, monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(64)), raising=False)
+    line = "  answers are read by {} beside the driver"
+    assert line.format("4 processes") in plan(*SGLANG).to_text().splitlines()
+    assert line.format("1 process") in plan(*SGLANG, "--readers", 1).to_text().splitlines()
+    assert "answers are read" not in plan(*SGLANG, "--readers", 0).to_text()
+
+
 def test_a_context_beyond_config_json_is_taken_with_a_note(plan, tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "qwen3", "max_position_embeddings": 128}')
     made = plan(*SGLANG, "--sglang-context-length", 4096, "--hf-checkpoint", tmp_path, "--plan-without-weights")

@@ -254,3 +254,39 @@ def test_the_tests_above_catch_a_checkpoint_without_the_buffer(monkeypatch):
     monkeypatch.setattr(Buffer, "slots", lambda self: [])
     with pytest.raises(AssertionError, match="lost"):
         anywhere(AHEAD, [12.0], False)
+
+
+class Watched(Slot):
+    """A slot that counts how often its outcome is looked at."""
+
+    __slots__ = ("own",)
+    looks = 0
+
+    @property
+    def outcome(self):
+        Watched.looks += 1
+        return self.own
+
+    @outcome.setter
+    def outcome(self, value):
+        self.own = value
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_a_full_batch_is_waited_for_with_few_looks_at_its_groups(monkeypatch, ordered):
+    """A group that is finished has the batch looked at, which must not mean at all groups: thousands may be sampled."""
+    monkeypatch.setattr("miles_core.stages.buffer.Slot", Watched)
+
+    async def looks(size):
+        buffer = Buffer(size, 0, batches=1)
+        slots = [await buffer.reserve() for _ in range(size)]
+        taken, Watched.looks = asyncio.create_task(buffer.take()), 0
+        for slot in slots if ordered else random.Random(0).sample(slots, size):
+            with buffer.filling(slot):
+                slot.outcome = Group(None, [])
+            for _ in range(3):
+                await asyncio.sleep(0)
+        assert len((await taken).groups) == size
+        return Watched.looks / size
+
+    assert asyncio.run(looks(400)) < 20

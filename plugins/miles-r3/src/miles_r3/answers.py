@@ -17,9 +17,10 @@ LAYERS = "the engine serves another model, or counts its layers otherwise: see t
 
 
 def routes_of(sample: Sample, response: Response, sizes: Sizes, stale: int = 2) -> np.ndarray:
-    """[T-1, layers, topk] int16 of a sample of T tokens: the experts of every position that predicts one.
+    """[T-1, layers, topk] of a sample of T tokens, as the column has them: the experts of every position that predicts
+    one. They are the engine's own array where that fits.
 
-    Layers without experts hold what the engine puts there. Rows of -1 are positions without routes.
+    Layers without experts hold what the engine puts there. Rows of the column's `none` are positions without routes.
 
     Args:
         stale: from which mark on a position that the server computed again is left without: 1 also where the weights
@@ -38,10 +39,12 @@ def routes_of(sample: Sample, response: Response, sizes: Sizes, stale: int = 2) 
     if experts.ndim != 3 or any(size not in (None, got) for size, got in zip(shape, experts.shape, strict=True)):
         raise EngineError(f"routed experts should have shape {list(shape)}: positions, layers, experts of a token",
                           got=list(experts.shape), code="r3-routing-shape", who=who, fix=LAYERS)
-    if experts.size and (experts.min() < -1 or experts.max() >= min(sizes.experts or 2**15, 2**15)):
+    if experts.size and (experts.max() >= min(sizes.experts or 2**15, 2**15)
+                         or experts.dtype.kind == "i" and experts.min() < -1):
         raise EngineError(f"routed experts should be below {sizes.experts}", got=f"{experts.min()} to {experts.max()}",
                           who=who, code="r3-routing-out-of-range", fix=LAYERS)
-    routes, again = experts.astype(np.int16), response.extra.get("computed_again")
-    if again is not None:
-        routes[np.asarray(again) >= stale] = -1
+    again = np.asarray(response.extra.get("computed_again", 0)) >= stale
+    routes = experts.astype(sizes.dtype, copy=bool(again.any()))  # -1 becomes 255 where they are unsigned
+    if again.any():
+        routes[again] = sizes.none
     return routes

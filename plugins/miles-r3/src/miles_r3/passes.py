@@ -17,7 +17,7 @@ import torch.distributed as dist
 from miles_core.columns import Align, grid
 from miles_core.errors import TrainError
 from miles_core.types import Sample
-from miles_r3.columns import PLACE, ROUTES
+from miles_r3.columns import BYTE_NONE, PLACE, ROUTES
 
 PIECE = 2**20
 """Positions whose recorded experts are exchanged at once, a layer at a time."""
@@ -31,7 +31,7 @@ class Forward:
     """What is under way: a forward of one micro-batch through one stage.
 
     Args:
-        routes: [T, layers, topk] int16 of this rank's T rows, None where every token chooses freely.
+        routes: [T, layers, topk], as the column has them, of this rank's T rows, None where every token chooses freely.
         place: [T] int64 number of the row among the rollout's positions, -1 of rows that predict nothing.
         gradient: a backward pass will follow.
     """
@@ -97,12 +97,18 @@ def replayed(layer: int, scores: torch.Tensor, free: torch.Tensor, recorded: tor
         raise TrainError(f"the router of layer {layer} has other rows than its micro-batch", who="plugin r3",
                          got=f"{list(free.shape)} scores, {list(recorded.shape)} routes", code="r3-rows-mismatch",
                          fix="report the layout of this run; the plugin does not support its order of rows")
-    recorded = recorded.to(torch.int64)
+    recorded = numbers(recorded)
     known = ((recorded >= 0) & (recorded < scores.shape[1])).all(-1)
     if counted is not None and counted.counts is not None and counted.place is not None:
         counted.counts.add(recorded, free, known, counted.place >= 0)
     chosen = torch.where(known[:, None], recorded, free)
     return scores.gather(1, chosen), chosen
+
+
+def numbers(routes: torch.Tensor) -> torch.Tensor:
+    """Routes as int64, -1 for no expert."""
+    wide = routes.to(torch.int64)
+    return wide.masked_fill_(wide == BYTE_NONE, -1) if routes.dtype is torch.uint8 else wide
 
 
 class Routers:
@@ -218,14 +224,15 @@ class Recorded:
         real = place >= 0
         self.by_layer.setdefault(layer, []).append((place[real].cpu(), experts[real].to("cpu", torch.int16)))
 
-    def spread(self, samples: Sequence[Sample], rows: int) -> None:
+    def spread(self, samples: Sequence[Sample], rows: int, dtype: str) -> None:
         """Into the column of every sample, on all ranks, each of which has to call it.
 
         Args:
             rows: positions of all samples.
+            dtype: of the column; -1 becomes 255 where it is unsigned.
         """
         sizes = [sample.length - 1 for sample in samples]
-        whole = np.full((rows, self.layers, self.topk), -1, np.int16)
+        whole = np.zeros((rows, self.layers, self.topk), dtype)
         for layer in range(self.layers):
             pairs = self.by_layer.get(layer, [])
             for first in range(0, rows, PIECE):

@@ -13,7 +13,7 @@ from miles_core.config.architecture import architecture_of
 from miles_core.config.load import who, with_values
 from miles_core.errors import ConfigError
 from miles_core.hookspecs import hookimpl
-from miles_r3.columns import PLACE, ROUTES
+from miles_r3.columns import BYTE_NONE, PLACE, ROUTES
 
 if TYPE_CHECKING:
     import torch
@@ -67,8 +67,9 @@ class R3:
 
     @hookimpl
     def columns(self) -> list[Column]:
-        """The routes of every position that predicts a token; -1 where they are unknown."""
-        return [Column(ROUTES, Align.PREDICTION, "int16", axes=("layer", "topk"), pad=-1, missing="pad", owner="r3"),
+        """The routes of every position that predicts a token, in a byte each where that is enough."""
+        return [Column(ROUTES, Align.PREDICTION, self.sizes.dtype, axes=("layer", "topk"), pad=self.sizes.none,
+                       missing="pad", owner="r3"),
                 Column(PLACE, Align.PREDICTION, "int32", pad=-1, missing="pad", owner="r3")]
 
     @hookimpl
@@ -109,7 +110,7 @@ class R3:
         if self.records:
             with routers.recording() as recorded:
                 metrics = proceed()
-            recorded.spread(access.samples, rows)
+            recorded.spread(access.samples, rows, self.sizes.dtype)
             return metrics
         with routers.counting() as counts:
             metrics = proceed()
@@ -163,6 +164,16 @@ class Sizes:
     layers: int | None
     topk: int | None
     experts: int | None
+
+    @property
+    def none(self) -> int:
+        """The number of no expert, for where routes are unknown."""
+        return BYTE_NONE if self.dtype == "uint8" else -1
+
+    @property
+    def dtype(self) -> str:
+        """Of the column."""
+        return "uint8" if self.experts is not None and self.experts <= BYTE_NONE else "int16"
 
 
 def _check(options: R3Options, config: RunConfig, records: bool) -> Sizes:

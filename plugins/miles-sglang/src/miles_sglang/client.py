@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import aiohttp
 import numpy as np
 import orjson
-import pybase64
 
 from miles_core.errors import EngineError
+from miles_sglang.routes import Body, decoded
 
 CONNECT_TIMEOUT = 10.0
 """Seconds for a connection; servers and driver are neighbours."""
@@ -28,10 +28,6 @@ JSON = {"Content-Type": "application/json"}
 RETRIED = (408, 429, 500, 502, 503, 504)
 """Statuses that say nothing about the request itself."""
 SPECULATION = ("spec_num_correct_drafts", "spec_num_proposed_drafts", "spec_verify_ct")
-NARROW = np.iinfo(np.int16)
-"""What numbers of experts are kept as, half of what servers send; -1 is none."""
-ROUTES = b'"routed_experts":"'
-"""How routes begin in an answer; a text that holds these characters has backslashes between them."""
 RETRACTIONS = "num_retractions"
 """How often the server took a request's cache for others and computed it again: it counts on within one call."""
 
@@ -49,7 +45,7 @@ class Answer:
         log_probs: [N] float32.
         reason: "stop", "length", "abort", or None for a piece that is not the last.
         version: weight version that the server says it has.
-        experts: [rows x layers x topk] int16, flat, or None.
+        experts: [rows x layers x topk] uint8, or int16 where that is too small or -1 is none, flat; or None.
         counts: what the server counted: prompt_tokens, cached_tokens, retractions, and of speculation its drafts.
         text: of all the call's tokens, on its last piece, where a reader decoded it.
     """
@@ -85,7 +81,11 @@ class Client:
             Failed: nothing came, or nothing that can be read.
             EngineError: the server refuses the request.
         """
-        return _parsed(await self._exchange("POST", "/generate", body, timeout=None), 0)
+        try:
+            answer = await self._exchange("POST", "/generate", body, timeout=None, read=_body)
+        except ValueError as error:
+            raise Failed(f"{self.name}: an answer that cannot be used: {_says(error)}") from error
+        return parse(_read_json(answer.rest), 0, answer.routes)
 
     async def stream(self, body: bytes) -> AsyncIterator[Answer]:
         """A request that says "stream", piece by piece as the tokens are drawn; the last piece has a reason."""
@@ -168,11 +168,15 @@ class Client:
             )  # fmt: skip
         return self._session
 
-    async def _exchange(self, method: str, path: str, body: dict | bytes | None, timeout: float | None) -> bytes:
+    async def _exchange(self, method: str, path: str, body: dict | bytes | None, timeout: float | None,
+                        read: Callable[[aiohttp.ClientResponse], Awaitable[Any]] = aiohttp.ClientResponse.read) -> Any:
+        """What `read` makes of the answer, by default its bytes."""
         bound = aiohttp.ClientTimeout(total=timeout, sock_connect=CONNECT_TIMEOUT)
         content: dict[str, Any] = {"data": body, "headers": JSON} if isinstance(body, bytes) else {"json": body}
         try:
             async with self._open().request(method, self.url + path, timeout=bound, **content) as response:
+                if response.status < 300:
+                    return await read(response)
                 data = await response.read()
         except TimeoutError as error:
             if timeout is None:
@@ -181,11 +185,9 @@ class Client:
                               fix="see its log", code="server-request-timeout") from error
         except (aiohttp.ClientError, OSError, RuntimeError) as error:  # the last where `reset` came before the reading
             raise Failed(f"{self.name}: {_says(error)}") from error
-        if response.status >= 300:
-            self._refuse(response.status, data, path)
-        return data
+        self._refuse(response.status, data, path)
 
-    def _refuse(self, status: int, data: bytes, path: str) -> None:
+    def _refuse(self, status: int, data: bytes, path: str) -> NoReturn:
         text = message_of(data)
         if status in RETRIED or "model_not_found" in data.decode(errors="replace"):  # smg's word for no worker
             raise Failed(f"{self.name}: HTTP {status} from {path}: {text}")
@@ -193,23 +195,30 @@ class Client:
                           fix="the request does not fit this server; see its log", code="server-request-rejected")
 
 
+async def _body(response: aiohttp.ClientResponse) -> Body:
+    body = Body()
+    async for data in response.content.iter_any():
+        body.feed(data)
+    return body
+
+
 def _parsed(data: bytes, seen: int) -> Answer:
-    """An answer from its bytes. Routes are most of them: they are cut out, so that no text is made of them."""
-    begin = data.find(ROUTES) + len(ROUTES)
-    end = data.find(b'"', begin)
-    if begin < len(ROUTES) or end < 0:
-        return parse(_read_json(data), seen)
-    routes = memoryview(data)[begin:end]
-    return parse(_read_json(data[:begin] + data[end:]), seen, routes)
+    """An answer from all its bytes."""
+    body = Body()
+    try:
+        body.feed(data)
+    except ValueError as error:
+        raise Failed(f"an answer that cannot be used: {_says(error)}") from error
+    return parse(_read_json(body.rest), seen, body.routes)
 
 
-def parse(body: Any, seen: int, routes: memoryview | None = None) -> Answer:
+def parse(body: Any, seen: int, routes: np.ndarray | None = None) -> Answer:
     """An answer of /generate from its JSON; `seen` tokens of the request came in earlier pieces.
 
     A streamed piece holds the new tokens or, without --incremental-streaming-output, all tokens so far.
 
     Args:
-        routes: base64 of the routed experts, where it is not in `body`.
+        routes: the routed experts, where they are not in `body`.
 
     Raises:
         Failed: parts are missing or do not fit together.
@@ -228,24 +237,16 @@ def parse(body: Any, seen: int, routes: memoryview | None = None) -> Answer:
         if [one[1] for one in drawn] != ids.tolist():
             raise ValueError("log-probs are not those of the tokens")
         log_probs = np.array([one[0] for one in drawn], np.float32)  # None becomes NaN
-        experts = routes or meta.get("routed_experts")
+        text = meta.get("routed_experts")
         return Answer(
             ids=ids, log_probs=log_probs, reason=None if reason is None else reason["type"],
             version=str(meta["weight_version"]),
-            experts=_narrowed(experts) if experts else None,
+            experts=decoded(text) if text else routes,
             counts={name: int(meta[name]) for name in ("prompt_tokens", "cached_tokens", RETRACTIONS, *SPECULATION)
                     if meta.get(name) is not None},
         )  # fmt: skip
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise Failed(f"an answer that cannot be used: {_says(error)}; it begins {str(body)[:200]}") from error
-
-
-def _narrowed(text: str | memoryview) -> np.ndarray:
-    """Routes from their base64."""
-    experts = np.frombuffer(pybase64.b64decode(text, validate=True), np.int32)
-    if experts.size and not (experts.min() >= -1 and experts.max() < NARROW.max):
-        raise ValueError(f"experts {experts.min()} to {experts.max()} are no numbers of experts")
-    return experts.astype(NARROW.dtype)
 
 
 async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
@@ -269,7 +270,7 @@ def message_of(data: bytes) -> str:
         return text[:500] or "no text"
 
 
-def _read_json(data: bytes) -> Any:
+def _read_json(data: bytes | bytearray) -> Any:
     try:
         return orjson.loads(data)
     except ValueError:

@@ -25,6 +25,7 @@ from miles_core.errors import EngineError, MilesError
 from miles_core.stages.placement import Placement, engines, logs
 from miles_core.stages.rollout import PauseMode, Request, Response
 from miles_sglang.client import Answer, Client, Failed
+from miles_sglang.hardware import readers
 from miles_sglang.in_flight import InFlightRequest, ModelFacts
 from miles_sglang.launch import Server
 from miles_sglang.plugin import sglang_options
@@ -68,7 +69,7 @@ class SglangEngine:
         self._open, self._released = True, set()
         self._mode: PauseMode = "retract"
         self._streams = rollout.pause_generation_mode == "in_place"
-        self._readers = Readers(sglang_options(config).readers, backend(tokenizer), logs(config) / "readers.log",
+        self._readers = Readers(readers(sglang_options(config)), backend(tokenizer), logs(config) / "readers.log",
                                 lambda kind, **fields: self.event(kind, **fields))
         self._control = asyncio.Lock()
         self._tasks: set[asyncio.Task] = set()
@@ -119,10 +120,10 @@ class SglangEngine:
     async def generate(self, request: Request) -> Response:
         """Sample one continuation; many calls may be in flight. Cancelling the call ends the request.
 
-        With "routed_experts" in `request.want`, extra["routed_experts"] is [P+N-1, layers, topk] int16: the experts
-        of each position when it was last computed by the call that drew the next token. extra["computed_again"],
-        [P+N-1] int8, is 1 where that was after the token was drawn, as the server had retracted the request, and 2
-        where it was by newer weights as well.
+        With "routed_experts" in `request.want`, extra["routed_experts"] is [P+N-1, layers, topk], uint8, or int16 where
+        one is beyond 255 or -1: the experts of each position when it was last computed by the call that drew the next
+        token. extra["computed_again"], [P+N-1] int8, is 1 where that was after the token was drawn, as the server had
+        retracted the request, and 2 where it was by newer weights as well.
 
         Raises:
             EngineError: a request that does not fit, one that failed RETRIES times, or no server is left.

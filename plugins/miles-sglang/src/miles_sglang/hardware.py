@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -14,6 +16,9 @@ from miles_sglang.plugin import SglangOptions, sglang_options
 from miles_sglang.surface import folder_of
 
 Note = Callable[[str], None]
+SHARE, MOST = 8, 4
+"""Cores for each reader that a run has by default, and the most readers that it has then: four read the answers of
+thousands of engines."""
 
 
 def hardware(config: RunConfig, note: Note) -> RunConfig:
@@ -142,6 +147,13 @@ def _placement(config: RunConfig, note: Note) -> RunConfig:
     return config
 
 
+def readers(options: SglangOptions) -> int:
+    """Processes that read answers: those asked for, else none where cores are few and would only get busier."""
+    if options.readers is not None or not sys.platform.startswith("linux"):  # elsewhere memory has no descriptors
+        return options.readers or 0
+    return min(MOST, len(os.sched_getaffinity(0)) // SHARE)
+
+
 def lines(config: RunConfig) -> list[tuple[str, str]]:
     """What samples, where, and how it gets the weights."""
     perf, options = config.perf, sglang_options(config)
@@ -154,7 +166,7 @@ def lines(config: RunConfig) -> list[tuple[str, str]]:
     if perf.colocate:
         whose = f"trainer and engines alternate on {trainer_gpus(config)}"
     texts.append(f"placement {perf.placement}, GPUs: {whose}")
-    if count := options.readers:
+    if count := readers(options):
         texts.append(f"answers are read by {count} process{'es'[:2 * (count != 1)]} beside the driver")
     size = perf.update_weight_buffer_size / 1024**2
     texts.append(f"weights travel by {perf.weight_sync}, in buckets of at most {size:g} MiB")

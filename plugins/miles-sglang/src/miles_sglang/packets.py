@@ -22,7 +22,7 @@ INLINE = 2**16
 MAPPED = 2**20
 """Bytes from which it stays where it lies; less is copied, since a process has a bounded number of mappings."""
 PAUSE = 0.01
-"""Seconds until a full socket is tried again."""
+"""Seconds until the system is asked again for what it has none left of."""
 _ALIGNED = 64
 _HEAD = struct.Struct("<qQ")  # key; bytes of the memory that travels along, or 0
 
@@ -50,12 +50,14 @@ class Channel:
         """
         if self._end.fileno() >= 0:
             self._unsent.append(_packed(key, message))
-            self._flush()
+            if len(self._unsent) == 1:  # what is before it waits already
+                self._flush()
 
     def close(self) -> None:
         """Close this end, which the other one notices."""
         if self._end.fileno() >= 0:
             self._loop.remove_reader(self._end)
+            self._loop.remove_writer(self._end)
             self._end.close()
         if self._retry is not None:
             self._retry.cancel()
@@ -68,11 +70,16 @@ class Channel:
             data, memory = self._unsent[0]
             try:
                 socket.send_fds(self._end, [data], [] if memory is None else [memory])
+            except BlockingIOError:
+                self._loop.add_writer(self._end, self._flush)
+                return
             except OSError as error:
-                if error.errno in (errno.EAGAIN, errno.ENOBUFS, errno.ETOOMANYREFS):
+                self._loop.remove_writer(self._end)
+                if error.errno in (errno.ENOBUFS, errno.ETOOMANYREFS):
                     self._retry = self._loop.call_later(PAUSE, self._flush)
                 return  # gone otherwise, which reading finds out
             _close(self._unsent.popleft()[1])
+        self._loop.remove_writer(self._end)
 
     def _receive(self) -> None:
         try:

@@ -65,8 +65,10 @@ class SglangOptions:
     rollout_external_engine_addrs: list[str] = option(
         [], "Addresses of these servers, HOST:PORT.", flags=("--rollout-external-engine-addrs",)
     )
-    readers: int = option(0, "Processes that read answers beside the driver, on Linux; 0: the driver does.",
-                          flags=("--readers",), within=(0,))
+    readers: int | None = option(
+        None, "Processes that read answers beside the driver; 0: the driver does. Default: one for 8 cores, at most 4.",
+        flags=("--readers",), within=(0,)
+    )
 
 
 class Sglang:

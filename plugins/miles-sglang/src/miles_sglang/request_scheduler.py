@@ -30,6 +30,7 @@ class RequestScheduler:
         self._waiting: list[InFlightRequest] = []
         self._sent: dict[InFlightRequest, Endpoint] = {}
         self._freed = asyncio.Event()
+        self._due = False
 
     @property
     def sent(self) -> dict[InFlightRequest, Any]:
@@ -42,7 +43,9 @@ class RequestScheduler:
             return None
         inflight.admission = asyncio.get_running_loop().create_future()
         heapq.heappush(self._waiting, inflight)
-        self.admit()
+        if not self._due:  # a rollout's requests come together: the endpoints are looked at once for all of them
+            self._due = True
+            asyncio.get_running_loop().call_soon(self.admit)
         try:
             return await inflight.admission
         except asyncio.CancelledError:
@@ -53,17 +56,22 @@ class RequestScheduler:
 
     def admit(self) -> None:
         """Admit every request that has room."""
+        self._due, free = False, None
         while self._waiting:
             if self._waiting[0].admission.done():  # aborted or cancelled while it waited
                 heapq.heappop(self._waiting)
                 continue
-            free = [(endpoint.load, index, endpoint) for index, (endpoint, room) in enumerate(self._endpoints())
-                    if endpoint.load < room]
+            if free is None:
+                free = [(endpoint.load, index, endpoint, room) for index, (endpoint, room)
+                        in enumerate(self._endpoints()) if endpoint.load < room]
+                heapq.heapify(free)
             if not free:
                 return
-            endpoint = min(free)[2]
+            _, index, endpoint, room = heapq.heappop(free)
             inflight = heapq.heappop(self._waiting)
             endpoint.load += 1
+            if endpoint.load < room:
+                heapq.heappush(free, (endpoint.load, index, endpoint, room))
             self._sent[inflight] = endpoint
             inflight.admission.set_result(endpoint)
 
