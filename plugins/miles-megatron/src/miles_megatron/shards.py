@@ -132,7 +132,10 @@ def write_index(target: Path, shards: Sequence[Iterable[str]], total: int) -> No
 
 
 def tensor_files(folder: Path) -> dict[str, Path]:
-    """Tensor name -> file, from the index or from the headers."""
+    """Tensor name -> file, from the index or from the headers.
+
+    Where there is a model.safetensors no other file counts: beside it may be the same weights under other names.
+    """
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         try:
@@ -144,7 +147,8 @@ def tensor_files(folder: Path) -> dict[str, Path]:
             raise CheckpointError("files that the index names are missing", got=few(absent), who=str(folder),
                                   fix="fetch the checkpoint again", code="tensor-files-missing")
         return where
-    files = sorted(folder.glob("*.safetensors"))
+    whole = folder / "model.safetensors"
+    files = [whole] if whole.is_file() else sorted(folder.glob("*.safetensors"))
     if not files:
         raise CheckpointError("no .safetensors files found", code="safetensors-missing", who=str(folder),
                               got="a folder" if folder.is_dir() else "no such folder",
