@@ -335,20 +335,17 @@ class Weights:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files that transformers would read. Beside them may be the same weights under other names, such as Mistral's
-    consolidated.safetensors.
+    """Those that the index names, or all but Mistral's consolidated.safetensors: the same weights under other names.
 
     Raises:
         CheckpointError: no such files, or an index that cannot be read.
     """
-    whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if whole.is_file():
-        return [whole]
+    index = folder / "model.safetensors.index.json"
     if index.is_file():
         with reading(str(index), CheckpointError):
             return [folder / name for name in sorted(set(parse_json(index.read_bytes())["weight_map"].values()))]
     if files := sorted(folder.glob("*.safetensors")):
-        return files
+        return [file for file in files if not file.name.startswith("consolidated")] or files
     raise CheckpointError("no safetensors files found", code="safetensors-not-found", who=str(folder),
                           fix="use a checkpoint with weights, or random_init=True")
 

@@ -134,7 +134,8 @@ def write_index(target: Path, shards: Sequence[Iterable[str]], total: int) -> No
 def tensor_files(folder: Path) -> dict[str, Path]:
     """Tensor name -> file, from the index or from the headers.
 
-    Where there is a model.safetensors no other file counts: beside it may be the same weights under other names.
+    Without an index, consolidated.safetensors counts where it is alone: Mistral's has the weights of the other files,
+    under other names.
     """
     index = folder / "model.safetensors.index.json"
     if index.is_file():
@@ -147,8 +148,8 @@ def tensor_files(folder: Path) -> dict[str, Path]:
             raise CheckpointError("files that the index names are missing", got=few(absent), who=str(folder),
                                   fix="fetch the checkpoint again", code="tensor-files-missing")
         return where
-    whole = folder / "model.safetensors"
-    files = [whole] if whole.is_file() else sorted(folder.glob("*.safetensors"))
+    present = sorted(folder.glob("*.safetensors"))
+    files = [file for file in present if not file.name.startswith("consolidated")] or present
     if not files:
         raise CheckpointError("no .safetensors files found", code="safetensors-missing", who=str(folder),
                               got="a folder" if folder.is_dir() else "no such folder",
