@@ -4,9 +4,9 @@ published.json has what is known of each, under the key it has there:
 
     repository, model_type, files
                 the name on the hub, and how many files its tensors are in
-    config      config.json, word for word; sizes that make a model large are replaced (SIZES, and `sizes` of the entry)
+    config      config.json, written down by hand; sizes that make a model large are replaced (SIZES, and `sizes`)
     generation_config
-                generation_config.json, word for word
+                generation_config.json
     like, inside
                 see parity.Case
     drafts      names of its layers for multi-token prediction: "nextn", "mtp" or "mimo"
