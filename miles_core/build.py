@@ -25,7 +25,7 @@ from miles_core.plugins.bind import Hooks
 from miles_core.plugins.plan import Plan
 from miles_core.plugins.resolve import chosen
 from miles_core.plugins.select import Selected
-from miles_core.reading import format_of
+from miles_core.reading import format_of, reading
 from miles_core.record.journal import Journal
 from miles_core.record.replay import Replay, load_flow
 from miles_core.resume import Hosted, check_same_data, restore, restore_prompts
@@ -273,14 +273,20 @@ def _datasets(parts: Parts, engine: Engine | None) -> list[Dataset]:
 
 
 def with_context(config: RunConfig) -> RunConfig:
-    """Fill rollout_max_context_len from the checkpoint's config.json.
+    """Fill rollout_max_context_len from the checkpoint's config.json, or what transformers has where that is silent.
 
     Raises:
         CheckpointError: --hf-checkpoint is missing or has no readable config.json.
     """
-    folder = Path(config.checkpoint.hf_checkpoint)
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    folder, constants = Path(config.checkpoint.hf_checkpoint), config_json(config)[1] or {}
     who, fix = f"--hf-checkpoint {folder}", "name a folder with config.json, tokenizer files and *.safetensors"
-    most = (config_json(config)[1] or {}).get("max_position_embeddings")
+    most = constants.get("max_position_embeddings")
+    if most is None and constants.get("model_type") in CONFIG_MAPPING:  # Gemma 3's files leave it out
+        with reading(who, CheckpointError):
+            text = AutoConfig.from_pretrained(folder, local_files_only=True).get_text_config()
+            most = getattr(text, "max_position_embeddings", None)
     if not isinstance(most, int):
         what = "config.json cannot be read, or has no max_position_embeddings"
         raise CheckpointError(what if folder.is_dir() else "the folder does not exist", code="model-config-unusable",

@@ -213,8 +213,7 @@ class Algorithm:
     reduction_constant: float | None = option(
         None, "Divisor of each rollout for --reduction constant; default: --rollout-max-response-len.", within=(1e-9,))
     eps_clip: float = option(0.2, "Lower width of the clip band; if given alone, also the upper one.", within=(0,))
-    eps_clip_high: float = option(
-        0.28, "Upper width of the clip band; default: --eps-clip, if given.", within=(0,))
+    eps_clip_high: float = option(0.28, "Upper width of the clip band; default: --eps-clip, if given.", within=(0,))
     eps_clip_c: float | None = option(None, "Dual-clip constant, above 1.")
     use_kl_loss: bool = option(False, "Load the reference model and report the KL divergence to it.")
     kl_loss_coef: float = option(0.0, "Weight of the KL divergence in the loss; 0 only reports it.", within=(0,))

@@ -109,11 +109,9 @@ def _of_source(path: Path, name: str | None, module: str | None) -> Manifest:
     words = {key: tuple(_literal(constants.get(key), path) or ()) for key in WORDS}
     tables = {key: dict(_literal(constants.get(key), path) or {}) for key in STATED}
     return Manifest(
-        name=name,
-        plugin=f"{module or path}:{node.name}",
+        name=name, plugin=f"{module or path}:{node.name}",
         summary=(ast.get_docstring(node) or ast.get_docstring(tree) or "").partition("\n")[0],
-        api=_literal(constants.get("api"), path) or 1,
-        hookspecs=_literal(constants.get("hookspecs"), path) or "",
+        api=_literal(constants.get("api"), path) or 1, hookspecs=_literal(constants.get("hookspecs"), path) or "",
         default=bool(_literal(constants.get("default"), path)),
         offers=tuple(_offer(f, _marker(f), name, path) for f in _functions(node) if _marker(f) is not None),
         options=_options(name, node, classes, path),

@@ -378,9 +378,7 @@ def to_sample(prompt: Prompt, index: int, request: Request, response: Response) 
     """The sample that one engine answer makes; its columns are the core's."""
     status = {"stop": Status.COMPLETED, "length": Status.TRUNCATED}.get(response.finish_reason, Status.ABORTED)
     return Sample(
-        prompt=prompt, index=index,
-        response_length=len(response.output_ids),
-        text=response.text, status=status,
+        prompt=prompt, index=index, response_length=len(response.output_ids), text=response.text, status=status,
         metadata={"figures": response.figures} if response.figures else {},
         columns={
             "tokens": np.concatenate([np.asarray(ids, np.int32) for ids in (request.input_ids, response.output_ids)]),

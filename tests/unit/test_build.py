@@ -9,6 +9,7 @@ import pytest
 from miles_core.build import load_tokenizer, with_context
 from miles_core.config.load import config_json, with_values
 from miles_core.config.tables import RunConfig
+from miles_core.errors import CheckpointError
 
 TOKENIZER = Path(__file__).parents[2] / "examples" / "arithmetic" / "tiny-qwen3"
 
@@ -32,6 +33,15 @@ def test_a_text_model_inside_another_says_how_long_a_context_is(config):
     assert with_context(made).rollout.rollout_max_context_len == 77
     keys = config_json(made)[1]
     assert (keys["model_type"], keys["vocab_size"]) == ("outer", 5)
+
+
+def test_a_context_that_config_json_leaves_out_is_transformers_own(config):
+    """As Gemma 3's of 4B and more does."""
+    made = config(model_type="gemma3", text_config={"model_type": "gemma3_text", "hidden_size": 64})
+    assert with_context(made).rollout.rollout_max_context_len == 131072
+    with pytest.raises(CheckpointError) as caught:
+        with_context(config(model_type="unknown"))
+    assert caught.value.code == "model-config-unusable"
 
 
 @pytest.mark.parametrize("text", [None, "x", [1]])

@@ -12,6 +12,7 @@ from click.testing import CliRunner
 from fp8_reference import rounded
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from miles_fp8.directory import convert_to_plain
 from miles_fp8.hardware import Device, emulated
 from miles_fp8.plugin import Fp8, Fp8Options
 from miles_fp8.recipe import NVFP4, RECIPES, SCALES, WEIGHTS, Held, linear, of_checkpoint, tiles
@@ -186,6 +187,53 @@ def test_a_directory_in_fp8_says_what_it_holds(recipe, folder, tmp_path):
     held = of_checkpoint(said, out)
     assert held.recipe == recipe
     assert [name for name in before if held.quantises(name, before[name].shape)] == list(filter(linear, before))
+
+
+@pytest.mark.parametrize("recipe", [*RECIPES, NVFP4])
+def test_a_directory_in_fp8_becomes_plain(recipe, folder, tmp_path):
+    """Its weights are those that an engine computes with, in the dtype of config.json; the rest keeps its bits."""
+    for words in (["hf-to-fp8", str(folder), str(tmp_path / "fp8"), "--recipe", recipe],
+                  ["fp8-to-hf", str(tmp_path / "fp8"), str(tmp_path / "back")]):
+        done = CliRunner().invoke(command, words)
+        assert done.exit_code == 0, done.output
+    before, after = load_file(folder / "model.safetensors"), load_file(tmp_path / "back" / "model.safetensors")
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        in_fp8 = Held(tiles(recipe), recipe).quantises(name, tensor.shape)
+        expected = as_held(tensor.float(), tiles(recipe)).bfloat16() if in_fp8 else tensor
+        assert torch.equal(after[name], expected), name
+    assert json.loads((tmp_path / "back" / "config.json").read_text()) == json.loads(
+        (folder / "config.json").read_text())
+
+
+def test_what_is_not_in_fp8_or_lacks_a_scale_is_refused(folder, tmp_path):
+    with pytest.raises(CheckpointError) as caught:
+        convert_to_plain(folder, tmp_path / "no")
+    assert caught.value.code == "fp8-source-not-fp8"
+    CliRunner().invoke(command, ["hf-to-fp8", str(folder), str(tmp_path / "fp8")])
+    (file,) = (tmp_path / "fp8").glob("*.safetensors")
+    tensors = load_file(file)
+    del tensors["model.layers.0.mlp.down_proj.weight_scale_inv"]
+    save_file(tensors, file)
+    with pytest.raises(CheckpointError) as caught:
+        convert_to_plain(tmp_path / "fp8", tmp_path / "no")
+    assert caught.value.code == "fp8-weight-without-scale" and "down_proj.weight_scale_inv" in caught.value.got
+    assert not (tmp_path / "no").exists()
+
+
+def test_weights_that_lie_there_twice_are_converted_once(folder, tmp_path):
+    """Mistral's repositories have consolidated.safetensors beside the files that the index names."""
+    save_file({"layers.0.attention.wq.weight": torch.ones(8, 8)}, folder / "consolidated.safetensors")
+    done = CliRunner().invoke(command, ["hf-to-fp8", str(folder), str(tmp_path / "fp8")])
+    assert done.exit_code == 0 and "8 of 16 tensors" in done.output, done.output
+    (file,) = (tmp_path / "fp8").glob("*.safetensors")
+    assert "layers.0.attention.wq.weight" not in load_file(file)
+
+
+def test_minimaxs_word_for_the_format_is_read():
+    stated = {"quant_method": "fp8", "fmt": "float8_e4m3fn", "activation_scheme": "dynamic",
+              "weight_block_size": [128, 128]}
+    assert of_checkpoint(stated, Path("none")).tiles == WEIGHTS["blockwise"]
 
 
 def test_layers_and_modules_can_be_left_and_the_engines_checkpoint_is_followed(folder, tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from miles_int4_qat.names import check_width
+from miles_int4_qat.conversion import convert_to_plain
+from miles_int4_qat.names import check_width, stated
 from miles_int4_qat.quantise import rounded
 from miles_int4_qat.stream import unpacked
 from miles_megatron import cpu
@@ -99,6 +101,27 @@ def test_transformers_loads_what_the_command_writes(models, name):
     with torch.no_grad():
         assert torch.equal(found, expected(ids).logits)
     assert (found - before).abs().max() > 0.05
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["text model", "beside a vision tower"])
+def test_a_packed_directory_becomes_plain(models, tmp_path, inside):
+    """Kimi K2.5 says of its text model alone that it is packed."""
+    source, out = tmp_path / "packed", tmp_path / "plain"
+    shutil.copytree(models / "moe-int4", source)
+    keys = json.loads((source / "config.json").read_text())
+    if inside:
+        keys = {"model_type": "outer", "dtype": "float32", "text_config": keys}
+        (source / "config.json").write_text(json.dumps(keys))
+    assert stated(source).group_size == 32
+    convert_to_plain(source, out)
+    before, after = tensors(models / "moe"), tensors(out)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(after[name], rounded(tensor, 32, torch.float32) if "experts." in name else tensor)
+               for name, tensor in before.items())
+    assert "quantization_config" not in (out / "config.json").read_text()
+    with pytest.raises(CheckpointError) as caught:
+        convert_to_plain(out, tmp_path / "no")
+    assert caught.value.code == "int4-source-not-packed"
 
 
 def test_options_of_the_command_and_what_it_refuses(models, tmp_path):

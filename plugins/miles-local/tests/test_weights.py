@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -95,6 +96,21 @@ def test_tensors_that_follow_from_the_config_are_passed_over(models, tmp_path):
     found = decoder.stage(decoder.tensors(tmp_path))
     expected = decoder.stage(read_tensors(folder))
     assert all(place.equal(expected.slots()[name][0]) for name, (place, _) in found.slots().items())
+
+
+@pytest.mark.parametrize("files", [1, 2], ids=["one file", "an index"])
+def test_the_same_weights_under_other_names_are_passed_over(tmp_path, files):
+    """Mistral's repositories hold consolidated.safetensors beside the files that transformers reads."""
+    tensors = {"model.norm.weight": torch.ones(4), "lm_head.weight": torch.ones(8, 4)}
+    save_file({"norm.weight": torch.zeros(4)}, tmp_path / "consolidated.safetensors")
+    if files == 1:
+        save_file(tensors, tmp_path / "model.safetensors")
+    else:
+        for number, (name, tensor) in enumerate(tensors.items()):
+            save_file({name: tensor}, tmp_path / f"part-{number}.safetensors")
+        where = {name: f"part-{number}.safetensors" for number, name in enumerate(tensors)}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    assert dict(read_tensors(tmp_path)).keys() == tensors.keys()
 
 
 def test_random_weights_have_norms_of_one_and_biases_of_zero(models):

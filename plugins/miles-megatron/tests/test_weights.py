@@ -166,6 +166,15 @@ def test_a_critic_leaves_a_head_of_its_own_alone(hf_model, port, weights, tmp_pa
     weights.check_tied(tmp_path, files, value.weight_map(weight_map))
 
 
+def test_one_file_beside_the_same_weights_under_other_names(tmp_path):
+    from miles_megatron import shards
+    from safetensors.torch import save_file
+
+    save_file({"norm.weight": torch.zeros(4)}, tmp_path / "consolidated.safetensors")
+    save_file({"model.norm.weight": torch.ones(4)}, tmp_path / "model.safetensors")
+    assert shards.tensor_files(tmp_path) == {"model.norm.weight": tmp_path / "model.safetensors"}
+
+
 def test_a_tied_head_written_out_is_ignored(hf_model, port, weights, tmp_path):
     hf = hf_model(tied=True)
     ours, weight_map = port(hf)

@@ -523,3 +523,16 @@ def test_a_router_port_that_is_taken_is_one_sentence(config, tmp_path):
         chosen = with_values(config, "this test", sglang__router="smg", sglang__router_port=held.getsockname()[1])
         with pytest.raises(EngineError, match="the router's port cannot be used .got Address already in use"):
             Router(chosen, tmp_path / "router.log")
+
+
+def test_sizes_that_config_json_leaves_out_are_transformers_own(tmp_path):
+    """Gemma 3's of 4B and more says neither how many tokens there are nor how long a context is."""
+    import json
+
+    from miles_sglang.in_flight import ModelFacts
+
+    (tmp_path / "config.json").write_text(json.dumps({
+        "model_type": "gemma3", "eos_token_id": [1, 106],
+        "text_config": {"model_type": "gemma3_text", "hidden_size": 64, "num_hidden_layers": 34}}))
+    facts = ModelFacts.read(tmp_path, 1, None)
+    assert (facts.vocab, facts.layers, facts.context, facts.stops) == (262208, 34, 131072, {1, 106})

@@ -1,18 +1,22 @@
-"""A Hugging Face directory in FP8, written from a plain one a tensor at a time."""
+"""A Hugging Face directory in FP8, written from a plain one a tensor at a time, and a plain one from one in FP8."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
 from miles_local.weights import read_tensors
+from miles_megatron import hf_config
+from miles_megatron.readers import Readers
 from miles_megatron.shards import stored_tensors, tensor_files
 from miles_megatron.weights import export_hf
 
 from miles_core.errors import CheckpointError
 from miles_core.reading import parse_json, reading
-from miles_fp8.recipe import Held, plain_key, plain_modules
+from miles_fp8 import nvfp4
+from miles_fp8.recipe import SCALE_OF_SCALES, SCALES, Held, of_checkpoint, plain_key, plain_modules
+from miles_fp8.rounding import dequantise
 from miles_fp8.stream import quantised
 
 
@@ -47,6 +51,67 @@ def convert(source: Path, out: Path, fp8_format: Held) -> str:
     kind = "NVFP4" if fp8_format.tiles.four_bits else f"FP8 ({fp8_format.recipe})"
     return (f"{len(taken)} of {len(shapes)} tensors in {kind}, {after / 1e6:,.1f} MB of "
             f"{before / 1e6:,.1f} MB")
+
+
+def convert_to_plain(source: Path, out: Path) -> str:
+    """Write `source`, whose linear layers are in FP8 or NVFP4, to `out` without scales; what was written, in words.
+
+    Weights get the dtype that config.json names; every other tensor keeps its own.
+
+    Raises:
+        CheckpointError: a source that is not in FP8, lacks the scale of a weight, or cannot be read.
+        ConfigError: FP8 of a kind that this plugin does not read.
+    """
+    stated = hf_config.quantization(source)
+    fp8_format = of_checkpoint(stated, source) if stated else None
+    if fp8_format is None:
+        raise CheckpointError("the checkpoint is not in FP8", code="fp8-source-not-fp8",
+                              got=stated.get("quant_method", "plain weights"), who=str(source / "config.json"),
+                              fix="compressed-tensors' INT4 is for miles convert int4-to-hf; "
+                              "of other kinds use the checkpoint that it was made from")
+    files, dtype = tensor_files(source), _dtype(source)
+    stored = {name: one for file in set(files.values()) for name, one in stored_tensors(file).items()}
+    rounded = [name for name in files if name.endswith("weight") and stored[name].dtype == (
+        torch.uint8 if fp8_format.tiles.four_bits else torch.float8_e4m3fn)]
+    scales = {name: _scales(name, fp8_format, files, source) for name in rounded}
+    beside = {scale for several in scales.values() for scale in several}
+
+    def tensors(read: Readers) -> Iterator[tuple[str, torch.Tensor]]:
+        for name in sorted(files.keys() - beside, key=lambda name: (files[name], name)):
+            tensor = read.tensor(name)
+            if name in scales:
+                tensor = _plain(tensor, [read.tensor(scale) for scale in scales[name]], fp8_format).to(dtype)
+            yield name, tensor
+
+    with Readers(files) as read:
+        export_hf(out, source, tensors(read), config=hf_config.without_quantization(source))
+    before, after = (sum(file.stat().st_size for file in several)
+                     for several in (set(files.values()), out.glob("*.safetensors")))
+    return f"{len(rounded)} of {len(files)} tensors in {dtype}, {after / 1e6:,.1f} MB of {before / 1e6:,.1f} MB"
+
+
+def _scales(weight: str, fp8_format: Held, files: Mapping[str, Path], source: Path) -> list[str]:
+    module = weight.removesuffix("weight")
+    scale = next((module + end for end in SCALES if module + end in files), module + SCALES[0])
+    wanted = [scale, module + SCALE_OF_SCALES] if fp8_format.tiles.four_bits else [scale]
+    if missing := [name for name in wanted if name not in files]:
+        raise CheckpointError(f"{weight} has no scale", got=f"no {missing[0]}", who=str(source), fix="fetch the "
+                              "checkpoint again", code="fp8-weight-without-scale")
+    return wanted
+
+
+def _plain(weight: torch.Tensor, scales: list[torch.Tensor], fp8_format: Held) -> torch.Tensor:
+    if fp8_format.tiles.four_bits:
+        return nvfp4.dequantise(weight, scales[0], scales[1])
+    return dequantise(weight, scales[0], fp8_format.tiles)
+
+
+def _dtype(source: Path) -> torch.dtype:
+    """What config.json names, itself or for the text model inside."""
+    with reading(str(source / "config.json"), CheckpointError):
+        keys = parse_json((source / "config.json").read_text(encoding="utf-8"))
+        named = (one.get(key) for one in (keys, keys.get("text_config") or {}) for key in ("dtype", "torch_dtype"))
+        return getattr(torch, next((str(name) for name in named if name), "bfloat16"))
 
 
 def _tensors(source: Path) -> Iterator[tuple[str, torch.Tensor]]:

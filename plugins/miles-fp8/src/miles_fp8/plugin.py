@@ -160,6 +160,13 @@ class Fp8:
         recipe = self.options.recipe or "blockwise"
         return convert(source, out, self._own(recipe, source, self.options.first_layers, self.options.last_layers))
 
+    @hookimpl("convert", name="fp8-to-hf")
+    def convert_to_plain(self, source: Path, out: Path) -> str:
+        """A plain Hugging Face directory of one in FP8, for --ref-load; the options say nothing here."""
+        from miles_fp8.directory import convert_to_plain
+
+        return convert_to_plain(source, out)
+
     def _held(self) -> Held | None:
         """How the engine holds its weights; None for plain ones."""
         path, whole = config_json(self.config)

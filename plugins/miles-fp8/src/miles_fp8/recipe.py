@@ -147,8 +147,8 @@ def of_checkpoint(quantization: Mapping[str, object], folder: Path) -> Held | No
         return Held(FOUR_BITS, NVFP4, tuple(left), _scaled(folder))
     if method not in ("fp8", "mxfp8"):
         return None
-    wrong = {key: quantization[key] for key, wanted in (("activation_scheme", "dynamic"), ("fmt", "e4m3"))
-             if quantization.get(key) not in (None, wanted)}
+    known = {"activation_scheme": (None, "dynamic"), "fmt": (None, "e4m3", "float8_e4m3fn")}  # the last is MiniMax's
+    wrong = {key: quantization[key] for key, words in known.items() if quantization.get(key) not in words}
     if wrong:
         raise ConfigError("the engine's checkpoint is in an FP8 format that this plugin does not write",
                           code="fp8-format-unsupported", got=wrong, who=str(folder / "config.json"),

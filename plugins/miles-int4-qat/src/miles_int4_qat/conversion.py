@@ -1,4 +1,4 @@
-"""`miles convert hf-to-int4`: a Hugging Face directory whose weights are packed."""
+"""`miles convert hf-to-int4`: a Hugging Face directory whose weights are packed; int4-to-hf: one where they are not."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from miles_megatron import hf_config
 from miles_megatron.readers import Readers
 from miles_megatron.shards import tensor_files
 from miles_megatron.weights import export_hf
 
 from miles_core.errors import CheckpointError, ConfigError
 from miles_core.reading import parse_json, reading
-from miles_int4_qat.names import check_width, chosen, quantization_config
-from miles_int4_qat.stream import packed
+from miles_int4_qat.names import check_width, chosen, quantization_config, stated
+from miles_int4_qat.stream import packed, unpacked
 
 
 def convert(source: Path, out: Path, group_size: int, targets: str) -> str:
@@ -54,3 +55,22 @@ def convert(source: Path, out: Path, group_size: int, targets: str) -> str:
                   config={"quantization_config": quantization_config(files, names, group_size)})
     return (f"{len(names)} of {len(files)} tensors in int4, groups of {group_size}; {before[0] / 1e9:.3f} GB became "
             f"{after[0] / 1e9:.3f} GB, {before[0] / after[0]:.2f}x smaller")
+
+
+def convert_to_plain(source: Path, out: Path) -> str:
+    """Write `out` with the weights that an int4 engine computes with, in their scales' dtype; what it did, in words.
+
+    Raises:
+        CheckpointError: the source is not packed, or lacks a part of a weight.
+        ConfigError: it is quantised in another way.
+    """
+    if stated(source) is None:
+        raise CheckpointError("the weights are not packed", code="int4-source-not-packed", who=str(source),
+                              got="plain weights", fix="nothing needs converting")
+    files = tensor_files(source)
+    names = sorted(files, key=lambda name: (files[name], name))
+    with Readers(files) as read:
+        export_hf(out, source, unpacked((name, read.tensor(name)) for name in names),
+                  config=hf_config.without_quantization(source))
+    count = sum(name.endswith(".weight_packed") for name in files)
+    return f"{count} weights of {len(files)} tensors are no longer packed"

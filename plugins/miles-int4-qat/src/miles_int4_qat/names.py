@@ -11,8 +11,10 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
+from miles_megatron import hf_config
+
 from miles_core.errors import CheckpointError, ConfigError
-from miles_core.reading import parse_json, reading
+from miles_core.reading import reading
 
 PARTS = ("packed", "scale", "shape")
 GROUPS = (32, 64, 128)
@@ -63,10 +65,10 @@ def stated(folder: Path) -> Stated | None:
         ConfigError: they are quantised in another way.
     """
     path = folder / "config.json"
+    quantization = hf_config.quantization(folder)
+    if not quantization:
+        return None
     with reading(str(path), CheckpointError):
-        quantization = parse_json(path.read_text(encoding="utf-8")).get("quantization_config")
-        if not quantization:
-            return None
         groups = list((quantization.get("config_groups") or {}).values())
         weights = [group.get("weights") or {} for group in groups]
         kinds = {(one.get("num_bits"), one.get("type", "int"), one.get("symmetric", True), one.get("strategy"),

@@ -124,6 +124,13 @@ class Int4Qat:
 
         return convert(source, out, self._group_size, self.options.targets)
 
+    @hookimpl("convert", name="int4-to-hf")
+    def convert_to_plain(self, source: Path, out: Path) -> str:
+        """A plain Hugging Face directory of a packed one, for --ref-load; the options say nothing here."""
+        from miles_int4_qat.conversion import convert_to_plain
+
+        return convert_to_plain(source, out)
+
     @functools.cached_property
     def _folder(self) -> Path:
         return Path(str(self.config.checkpoint.hf_checkpoint))

@@ -337,6 +337,22 @@ class Weights:
         return weights
 
 
+def weight_files(folder: Path) -> list[Path]:
+    """Those that the index names, or all but Mistral's consolidated.safetensors: the same weights under other names.
+
+    Raises:
+        CheckpointError: no such files, or an index that cannot be read.
+    """
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        with reading(str(index), CheckpointError):
+            return [folder / name for name in sorted(set(parse_json(index.read_bytes())["weight_map"].values()))]
+    if files := sorted(folder.glob("*.safetensors")):
+        return [file for file in files if not file.name.startswith("consolidated")] or files
+    raise CheckpointError("no safetensors files found", code="safetensors-not-found", who=str(folder),
+                          fix="use a checkpoint with weights, or random_init=True")
+
+
 def read_tensors(folder: Path, skip: Collection[str] = ()) -> Iterator[tuple[str, torch.Tensor]]:
     """Every tensor of a folder's safetensors files but those in `skip`: some tied checkpoints store the head as well.
 
@@ -345,11 +361,7 @@ def read_tensors(folder: Path, skip: Collection[str] = ()) -> Iterator[tuple[str
     """
     from safetensors import safe_open
 
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise CheckpointError("no safetensors files found", code="safetensors-not-found", who=str(folder),
-                              fix="use a checkpoint with weights, or random_init=True")
-    for path in files:
+    for path in weight_files(folder):
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 (safe_open is not a mapping)
                 if name not in skip:

@@ -132,7 +132,11 @@ def write_index(target: Path, shards: Sequence[Iterable[str]], total: int) -> No
 
 
 def tensor_files(folder: Path) -> dict[str, Path]:
-    """Tensor name -> file, from the index or from the headers."""
+    """Tensor name -> file, from the index or from the headers.
+
+    Without an index, consolidated.safetensors counts where it is alone: Mistral's has the weights of the other files,
+    under other names.
+    """
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         try:
@@ -144,7 +148,8 @@ def tensor_files(folder: Path) -> dict[str, Path]:
             raise CheckpointError("files that the index names are missing", got=few(absent), who=str(folder),
                                   fix="fetch the checkpoint again", code="tensor-files-missing")
         return where
-    files = sorted(folder.glob("*.safetensors"))
+    present = sorted(folder.glob("*.safetensors"))
+    files = [file for file in present if not file.name.startswith("consolidated")] or present
     if not files:
         raise CheckpointError("no .safetensors files found", code="safetensors-missing", who=str(folder),
                               got="a folder" if folder.is_dir() else "no such folder",

@@ -18,7 +18,7 @@ from miles_core.errors import CheckpointError, ConfigError
 from miles_core.plugins.scan import offering
 from miles_core.reading import parse_json, reading
 from miles_core.record.publish import publish
-from miles_megatron import cpu, tensor_merges
+from miles_megatron import cpu, hf_config, tensor_merges
 from miles_megatron.disk_names import PlainReaders, to_disk
 from miles_megatron.ownership import hf_shapes, hf_tensors, owners, shard
 from miles_megatron.shards import few, shard_name, tensor_files, write_index, writing
@@ -99,14 +99,11 @@ def refuse_quantised(folder: Path) -> None:
     Raises:
         CheckpointError: config.json says that the weights there are quantised.
     """
-    path = folder / "config.json"
-    with reading(str(path), CheckpointError):
-        hf_config = parse_json(path.read_text(encoding="utf-8")) if path.is_file() else {}
-        quantization = hf_config.get("quantization_config")
-        if quantization:
-            raise CheckpointError("training cannot start from quantised weights", who=str(path),
-                                  got=quantization.get("quant_method", quantization), fix="name the plain checkpoint "
-                                  "with --ref-load; --hf-checkpoint may stay, for the engine", code="weights-quantised")
+    if stated := hf_config.quantization(folder):
+        raise CheckpointError("training cannot start from quantised weights", who=str(folder / "config.json"),
+                              got=stated.get("quant_method", stated), code="weights-quantised",
+                              fix="name the plain checkpoint with --ref-load (make it: miles convert fp8-to-hf, "
+                              "int4-to-hf, of MXFP4 hf-to-dist); --hf-checkpoint may stay, for the engine")
 
 
 def lacking(weight_map: WeightMap, present: Collection[str]) -> frozenset[str]:

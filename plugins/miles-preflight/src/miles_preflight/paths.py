@@ -48,8 +48,8 @@ def check_paths(config: RunConfig, note: Note) -> None:
             check_source(ref_load, f"{who(config, 'checkpoint.ref_load')}, {ref_load}")
     if (method := quantised(config)) and _starts_there(config):
         raise ConfigError("training cannot start from quantised weights", got=method, who=str(config_json(config)[0]),
-                          fix="name the plain checkpoint with --ref-load; engines are then served this one",
-                          code="start-weights-quantised")
+                          code="start-weights-quantised", fix="name the plain checkpoint with --ref-load (make it: "
+                          "miles convert fp8-to-hf, int4-to-hf, of MXFP4 hf-to-dist); engines then serve this one")
     _writable(config)
 
 

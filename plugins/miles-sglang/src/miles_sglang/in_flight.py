@@ -51,8 +51,7 @@ class ModelFacts:
             CheckpointError: no readable config.json, or one without these constants.
         """
         try:
-            config = parse_json((folder / "config.json").read_text(encoding="utf-8"))
-            text = {**config, **config.get("text_config", {})}
+            text = _text(folder)
             stops = {eos, *_ids(text.get("eos_token_id"))}
             generation = folder / "generation_config.json"
             if generation.is_file():
@@ -236,6 +235,17 @@ class InFlightRequest:
         if self.failures:
             figures["engine_retries"] = float(self.failures)
         return figures
+
+
+def _text(folder: Path) -> Mapping[str, Any]:
+    """What config.json says of the text model; where that leaves sizes out, as Gemma 3's does, transformers' own."""
+    config = parse_json((folder / "config.json").read_text(encoding="utf-8"))
+    text = {**config, **config.get("text_config", {})}
+    if {"vocab_size", "num_hidden_layers", "max_position_embeddings"} <= text.keys():
+        return text
+    from transformers import AutoConfig
+
+    return {**AutoConfig.from_pretrained(folder, local_files_only=True).get_text_config().to_dict(), **text}
 
 
 def _check(request: Request, facts: ModelFacts) -> None:

@@ -106,7 +106,8 @@ def minimax_m2(hf: Any) -> Decoder:
         ConfigError: as `deepseek_v3`.
     """
     refuse(hf, hidden_act="silu", attn_type_list=[1] * hf.num_hidden_layers, use_qk_norm=True,
-           qk_norm_type="per_layer", scoring_func="sigmoid")
+           qk_norm_type="per_layer", scoring_func="sigmoid", use_routing_bias=True, shared_intermediate_size=0,
+           **{f"layernorm_{part}_beta": 1.0 for part in ("full_attention", "linear_attention", "mlp")})
     mixture = Mixture(
         layers=hf.num_hidden_layers, sparse=tuple(range(hf.num_hidden_layers)), experts=hf.num_local_experts,
         chosen=hf.num_experts_per_tok, width=hf.intermediate_size, score="sigmoid", bias=True, names=_MIXTRAL,
@@ -117,7 +118,7 @@ def minimax_m2(hf: Any) -> Decoder:
 
 def _latent(hf: Any, sparse: tuple[int, ...], indexer: Indexer | None = None) -> Decoder:
     refuse(hf, hidden_act="silu", num_key_value_heads=hf.num_attention_heads, scoring_func="sigmoid",
-           topk_method="noaux_tc")
+           topk_method="noaux_tc", moe_layer_freq=1)
     latent = Latent(
         query_rank=hf.q_lora_rank, rank=hf.kv_lora_rank, plain=hf.qk_nope_head_dim, turned=hf.qk_rope_head_dim,
         value=hf.v_head_dim, bias=bool(hf.attention_bias), indexer=indexer,

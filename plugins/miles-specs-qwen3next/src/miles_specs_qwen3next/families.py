@@ -32,6 +32,7 @@ def qwen3_5(hf: Any) -> Decoder:
         ConfigError: as `qwen3_next`.
     """
     names, text = stored_names(hf), copy.copy(hf.get_text_config())
+    refuse(text, attn_output_gate=True, norm_topk_prob=True)
     text.tie_word_embeddings = hf.tie_word_embeddings
     inside = any(name.startswith(_INSIDE[1]) for name in names) if names else text.model_type != hf.model_type
     mixture = _mixture(text, tuple(range(text.num_hidden_layers)), True) if hasattr(text, "num_experts") else None
