@@ -285,8 +285,7 @@ def with_context(config: RunConfig) -> RunConfig:
     most = constants.get("max_position_embeddings")
     if most is None and constants.get("model_type") in CONFIG_MAPPING:  # Gemma 3's files leave it out
         with reading(who, CheckpointError):
-            text = AutoConfig.from_pretrained(folder, local_files_only=True).get_text_config()
-            most = getattr(text, "max_position_embeddings", None)
+            most = getattr(AutoConfig.from_pretrained(folder).get_text_config(), "max_position_embeddings", None)
     if not isinstance(most, int):
         what = "config.json cannot be read, or has no max_position_embeddings"
         raise CheckpointError(what if folder.is_dir() else "the folder does not exist", code="model-config-unusable",

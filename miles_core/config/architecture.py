@@ -175,5 +175,4 @@ def sparse_layers(constants: Mapping[str, object], layers: int) -> int:
     if isinstance(constants.get("mlp_layer_types"), list):
         return sum(kind == "sparse" for kind in constants["mlp_layer_types"][:layers])
     dense, step, first = map(constants.get, ("mlp_only_layers", "decoder_sparse_step", "first_k_dense_replace"))
-    return sum(layer not in (dense or ()) and (layer + 1) % (step or 1) == 0 and layer >= (first or 0)
-               for layer in range(layers))
+    return sum(n >= (first or 0) and n not in (dense or ()) and (n + 1) % (step or 1) == 0 for n in range(layers))

@@ -15,7 +15,7 @@ import torch
 from miles_local.engine import LocalEngine
 from miles_r3.plugin import R3, R3Options
 
-from miles_core.config.tables import RunConfig
+from miles_core.config.tables import Checkpoint, RunConfig
 from miles_core.stages.rollout import Request, SamplingParams, to_sample
 from miles_core.types import Batch, Group, Prompt
 
@@ -47,7 +47,7 @@ def checkpoint(folder: Path) -> Path:
 def rollout(folder: Path, *, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Batch:
     """What a real engine draws: answers of unequal lengths, their log-probs and routes."""
     draw = np.random.default_rng(seed)
-    plugin = R3(R3Options(), RunConfig())
+    plugin = R3(R3Options(), RunConfig(checkpoint=Checkpoint(hf_checkpoint=str(folder))))
 
     async def sample() -> list[Group]:
         engine = LocalEngine(folder, dtype=dtype)

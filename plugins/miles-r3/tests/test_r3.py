@@ -24,7 +24,7 @@ from miles_core.types import Prompt
 
 cpu.install()
 
-from miles_r3 import replay  # noqa: E402 - after install()
+from miles_r3 import passes  # noqa: E402 - after install()
 
 SIZES = Sizes(layers=4, topk=2, experts=32)
 BASE = ("--prompt-data", "x", "--rm-type", "math", "--num-rollout", "1", "--rollout-batch-size", "2")
@@ -118,7 +118,7 @@ def test_routes_are_bytes_where_a_number_is_left_for_none(experts, dtype, none):
 
 def test_no_expert_is_the_same_from_both_kinds_of_routes():
     routes = torch.tensor([[-1, 3], [254, 0]], dtype=torch.int16)
-    assert replay.numbers(routes.to(torch.uint8)).tolist() == replay.numbers(routes).tolist() == [[-1, 3], [254, 0]]
+    assert passes.numbers(routes.to(torch.uint8)).tolist() == passes.numbers(routes).tolist() == [[-1, 3], [254, 0]]
 
 
 @pytest.mark.parametrize(("flags", "message"), [
