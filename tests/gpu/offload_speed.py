@@ -17,11 +17,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import multiprocessing
 import shlex
 import sys
 import tempfile
 import threading
 import time
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 from trainer_speed import QWEN3, RUN, SHAPES, rollout
@@ -170,7 +172,8 @@ def main() -> int:
     given = arguments.parse_args()
     how = (TINY, 64, 16) if given.tiny else (SHAPES[given.shape], given.tokens, given.length)
     how = (*how, shlex.split(given.flags))
-    alone = resident(given.turns, *how)
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as other:  # the GPU has room for one trainer
+        alone = (resident if given.tiny else lambda *words: other.submit(resident, *words).result())(given.turns, *how)
     figures, held, losses = offloaded(given.turns, 0.0 if given.tiny else given.sync, *how)
     down, up = bandwidth()
     moved = held["weights"] + held["optimizer"]

@@ -175,7 +175,7 @@ def main() -> int:
     parser.add_argument("--rollouts", type=int, default=5)
     parser.add_argument("--fraction", default="0.5", help="of the GPU's memory, for the server")
     parser.add_argument("--also", action="append", default=[], help="of one more run: --also=--deterministic-mode")
-    parser.add_argument("--seconds", type=float, default=240, help="of each run and server")
+    parser.add_argument("--seconds", type=float, default=400, help="of each run and server")
     parser.add_argument("--folder", type=Path, default=Path("/dev/shm/miles-whole-step"))
     parser.add_argument("--alone", action=argparse.BooleanOptionalAction, default=True, help="measure the parts, too")
     parser.add_argument("--tiny", action="store_true")
