@@ -19,8 +19,8 @@ def outcome_of(argv, folder):
     kept = [{key: event[key] for key in ("weights", "batch", "grad_norm")} for event in events
             if event["event"] == "hashes"]
     steps = [event["metrics"] for event in events if event["event"] == "metrics"]
-    rates = {"perf/log_probs_tokens_per_gpu_per_sec", "perf/log_probs_tflops"}
-    assert all(rates & step.keys() == (rates if PASS in argv else set()) for step in steps), "speed of a pass"
+    assert [step["perf/log_probs_time"] > 0 for step in steps] == [PASS in argv] * len(steps)
+    assert PASS in argv or not any("perf/log_probs_tokens_per_gpu_per_sec" in step for step in steps)
     return kept, [{key: value for key, value in step.items() if not key.startswith(SPENT)} for step in steps]
 
 

@@ -31,7 +31,7 @@ def test_every_command_has_help(invoke, name):
 
 def test_the_help_of_run_has_the_tables_of_the_core_and_of_every_run_and_each_option(invoke):
     text = invoke("run", "--help").output
-    assert re.findall(r"^\[(\w+)\]", text, re.MULTILINE) == [*TABLES, "sglang", "ray"]
+    assert re.findall(r"^\[(\w+)\]", text, re.MULTILINE) == [*TABLES, "sglang", "local", "ray"]
     assert len(TABLES) == 8
     words = set(re.findall(r"--[\w-]+", text))
     from miles_core.cli.completion import options, spellings
