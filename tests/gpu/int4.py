@@ -149,15 +149,14 @@ def layers(plain: Path, rounded: Path) -> dict[str, float]:
 class Server:
     """An SGLang server on the first GPU."""
 
-    def __init__(self, folder: Path, log: Path, backend: str | None):
+    def __init__(self, folder: Path, log: Path, flags: list[str]):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
-        more = ["--moe-runner-backend", backend] if backend else []
         self.log = log
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "sglang.launch_server", "--model-path", folder, "--port", str(self.port), *FLAGS,
-             *more], stdout=log.open("w"), stderr=subprocess.STDOUT, env={**os.environ, "PYTHONUNBUFFERED": "1"})
+            [sys.executable, "-m", "sglang.launch_server", "--model-path", folder, "--port", str(self.port), *flags],
+            stdout=log.open("w"), stderr=subprocess.STDOUT, env={**os.environ, "PYTHONUNBUFFERED": "1"})
 
     def __enter__(self) -> Server:
         end = time.monotonic() + 400
@@ -203,7 +202,7 @@ def served(plain: Path, packed: Path, log: Path, backend: str | None) -> dict[st
     draw = torch.Generator().manual_seed(2)
     prompts = [torch.randint(0, 32768, (24,), generator=draw).tolist() for _ in range(PROMPTS)]
     begin = time.monotonic()
-    with Server(packed, log, backend) as server:
+    with Server(packed, log, [*FLAGS, *(["--moe-runner-backend", backend] if backend else [])]) as server:
         ready = time.monotonic() - begin
         sequences, theirs = server.sample(prompts)
         gaps = {}
@@ -224,7 +223,7 @@ def memory(folder: Path) -> dict[str, float]:
     checkpoint("wide", plain)
     convert(plain, packed)
     embeddings = 2 * 2 * SHAPES["wide"]["vocab_size"] * SHAPES["wide"]["hidden_size"] / 2**30
-    with Server(plain, folder / "wide.log", None) as one, Server(packed, folder / "wide-int4.log", None) as other:
+    with Server(plain, folder / "wide.log", FLAGS) as one, Server(packed, folder / "wide-int4.log", FLAGS) as other:
         used = {name: re.findall(r"Load weight end.*mem usage=([\d.]+)", server.log.read_text())[0]
                 for name, server in (("bf16", one), ("int4", other))}
     figures = {name: float(gib) - embeddings for name, gib in used.items()}

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import subprocess
 import sys
 import tempfile
 import time
@@ -25,15 +24,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
+from demo import demo
 from miles_local.engine import LocalEngine
 from miles_testing.engines import engine_contract
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.cache_utils import Cache
 
-from miles_core.record.events import read
 from miles_core.stages.rollout import Request, Response, SamplingParams
 
-ROOT = Path(__file__).parents[2]
 PARTS = ("speed", "log-probs", "families", "contract", "runs")
 NO_IDS = {"eos_token_id": None, "bos_token_id": None, "pad_token_id": None}
 SHAPES = {
@@ -214,20 +212,16 @@ def contract(folder: Path, args: argparse.Namespace) -> bool:
 
 def run(name: str, folder: Path, flags: Sequence[str]) -> bool:
     """examples/demo.toml with these flags; whether it went well."""
-    words = ["run", "examples/demo.toml", "--no-live", "--run-dir", folder, "--engine", "local", *flags]
-    command = [sys.executable, "-c", "from miles_core.cli import main; main()", *map(str, words)]
     begin = time.perf_counter()
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    outcome = demo(name, folder, ["--engine", "local", *flags], 300)
     seconds = time.perf_counter() - begin
-    if done.returncode:
-        logs = "".join(log.read_text(errors="replace")[-2000:] for log in (folder / "logs").glob("*.log"))
-        print(f"{name}: failed\n{done.stdout[-1500:]}{done.stderr[-3000:]}{logs}")
+    if outcome is None:
         return False
-    events = list(read(folder / "events.jsonl"))
+    events, printed = outcome
     steps = [event["metrics"] for event in events if event["event"] == "metrics"]
     accuracy = [round(event["metrics"]["eval/sums"], 3) for event in events if event["event"] == "eval"]
     gaps = [step["train/train_rollout_logprob_abs_diff"] for step in steps]
-    lines = [line for line in (done.stdout + done.stderr).splitlines() if "engine local" in line or "graphs" in line]
+    lines = [line for line in printed.splitlines() if "engine local" in line or "graphs" in line]
     warm = steps[1:] or steps
     mean = {key: sum(step[f"perf/{key}_time"] for step in warm) / len(warm)
             for key in ("rollout", "step") if f"perf/{key}_time" in steps[-1]}

@@ -13,14 +13,12 @@ where a run fails, learns nothing, or the two sides disagree.
 from __future__ import annotations
 
 import argparse
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-from miles_core.record.events import read
+from demo import demo
 
-ROOT = Path(__file__).parents[2]
 SGLANG = [
     "--engine", "sglang", "--placement", "ray", "--colocate", "--bf16", "--fp32-lm-head",
     "--sglang-attention-backend", "triton", "--sglang-sampling-backend", "pytorch", "--sglang-grammar-backend", "none",
@@ -40,15 +38,10 @@ BOUND = 0.02
 
 def run(name: str, folder: Path, flags: list[str]) -> bool:
     """Run the demo with adapters of rank 8 and print its figures; whether it went well."""
-    words = ["run", "examples/demo.toml", "--no-live", "--run-dir", folder, "--num-rollout", "10", "--lora-rank", "8",
-             "--lr", "3e-3", *flags]
-    command = [sys.executable, "-c", "from miles_core.cli import main; main()", *map(str, words)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
-    if done.returncode:
-        logs = "".join(log.read_text(errors="replace")[-2000:] for log in (folder / "logs").glob("*.log"))
-        print(f"{name}: failed\n{done.stdout[-1500:]}{done.stderr[-3000:]}{logs}")
+    outcome = demo(name, folder, ["--num-rollout", "10", "--lora-rank", "8", "--lr", "3e-3", *flags], 240)
+    if outcome is None:
         return False
-    events = list(read(folder / "events.jsonl"))
+    events, _ = outcome
     steps = [event["metrics"] for event in events if event["event"] == "metrics"]
     scores = [event["metrics"]["eval/sums"] for event in events if event["event"] == "eval"]
     gaps = [step["train/train_rollout_logprob_abs_diff"] for step in steps]

@@ -256,6 +256,7 @@ def ended(process: subprocess.Popen, folder: Path, end: float) -> list[dict]:
     try:
         process.wait(max(1.0, end - begin))
     except subprocess.TimeoutExpired:
+        print(stacks(process.pid), flush=True)
         process.send_signal(signal.SIGINT)
         try:
             process.wait(60)
@@ -268,6 +269,14 @@ def ended(process: subprocess.Popen, folder: Path, end: float) -> list[dict]:
         print(folder.with_suffix(".out").read_text(errors="replace")[-5000:], logs, flush=True)
     events = list(read(folder / "events.jsonl")) if (folder / "events.jsonl").is_file() else []
     return [event["metrics"] for event in events if event["event"] == "metrics"]
+
+
+def stacks(pid: int) -> str:
+    """What the Python threads of a process and of its children do, where py-spy is installed."""
+    if not shutil.which("py-spy"):
+        return "not done in time"
+    done = subprocess.run(["py-spy", "dump", "--subprocesses", "--pid", str(pid)], capture_output=True, text=True)
+    return (done.stdout + done.stderr)[-6000:]
 
 
 def table(found: dict[str, list[dict]]) -> None:

@@ -15,19 +15,16 @@ import argparse
 import json
 import shlex
 import shutil
-import socket
 import subprocess
 import sys
 import time
-import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
-from moe import DATA, MILES, ROOT
+from int4 import Server
+from moe import DATA, ended, started
 from trainer_speed import SHAPES
-
-from miles_core.record.events import read
 
 SERVER = ["--attention-backend", "triton", "--sampling-backend", "pytorch", "--grammar-backend", "none",
           "--cuda-graph-backend-prefill", "disabled", "--skip-server-warmup"]
@@ -57,9 +54,7 @@ def checkpoint(shape: str, folder: Path, tiny: bool) -> Path:
 
 def run(folder: Path, model: Path, args: argparse.Namespace, words: list[str]) -> list[dict[str, float]]:
     """The metrics of every rollout; what failed is printed."""
-    shutil.rmtree(folder, ignore_errors=True)
-    flags = ["--run-dir", folder, "--plugin", "tests/gpu/coin.py", "--rm-type", "coin", "--rm-weights", 1,
-             "--hf-checkpoint", model, "--num-rollout", args.rollouts, "--skip-eval-before-train",
+    flags = ["--rm-weights", 1, "--hf-checkpoint", model, "--num-rollout", args.rollouts, "--skip-eval-before-train",
              "--eval-interval", 1000, "--eval-max-response-len", 4, "--lr", "1e-6", "--rollout-ignore-eos",
              "--rollout-max-response-len", args.tokens, "--rollout-batch-size", args.requests // 8,
              "--n-samples-per-prompt", 8, "--max-tokens-per-gpu", args.cap, *words]
@@ -69,72 +64,24 @@ def run(folder: Path, model: Path, args: argparse.Namespace, words: list[str]) -
         flags += ["--engine", "sglang", "--placement", "local", "--router", "none", "--colocate", "--bf16",
                   "--sglang-cuda-graph-max-bs", args.requests, "--sglang-mem-fraction-static", args.fraction]
         flags += [f"--sglang-{word[2:]}" if word.startswith("--") else word for word in SERVER[:-1]]
-    begin = time.perf_counter()
-    log = folder.with_suffix(".log")
-    with log.open("w") as out:
-        process = subprocess.Popen([*MILES, "run", "examples/demo.toml", "--no-live", *map(str, flags)], cwd=ROOT,
-                                   stdout=out, stderr=subprocess.STDOUT, text=True)
-        try:
-            process.wait(args.seconds)
-        except subprocess.TimeoutExpired:
-            print(stacks(process.pid), flush=True)
-            process.terminate()
-            process.wait(60)
-    print(f"{folder.name}: {time.perf_counter() - begin:.0f} s, exit {process.returncode}", flush=True)
-    if process.returncode:
-        files = [log, *sorted((folder / "logs").glob("*.log"))]
-        print("".join(f"--- {file.name}\n{file.read_text(errors='replace')[-3000:]}\n" for file in files), flush=True)
-    events = list(read(folder / "events.jsonl")) if (folder / "events.jsonl").is_file() else []
-    return [event["metrics"] for event in events if event["event"] == "metrics"]
-
-
-def stacks(pid: int) -> str:
-    """What the Python threads of a process and of its children do."""
-    if not shutil.which("py-spy"):
-        return "not done in time"
-    done = subprocess.run(["py-spy", "dump", "--subprocesses", "--pid", str(pid)], capture_output=True, text=True)
-    return (done.stdout + done.stderr)[-6000:]
+    return ended(started(folder, list(map(str, flags)), recipe="examples/demo.toml"), folder,
+                 time.monotonic() + args.seconds)
 
 
 def engine_alone(model: Path, args: argparse.Namespace) -> float:
     """Seconds of a server for as many requests as a rollout has, the least of three times."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    log = model.with_suffix(".server.log")
-    with log.open("w") as out:
-        server = subprocess.Popen(
-            [sys.executable, "-m", "sglang.launch_server", "--model-path", model, "--port", str(port), *SERVER,
-             "--mem-fraction-static", args.fraction, "--cuda-graph-max-bs", str(args.requests)],
-            stdout=out, stderr=subprocess.STDOUT)
-    url, end = f"http://127.0.0.1:{port}", time.monotonic() + args.seconds
-    try:
-        while True:
-            if server.poll() is not None or time.monotonic() > end:
-                raise RuntimeError(log.read_text(errors="replace")[-3000:])
-            try:
-                urllib.request.urlopen(url + "/health", timeout=2).read()
-                break
-            except OSError:
-                time.sleep(0.5)
-        return min(burst(url, args) for _ in range(3))
-    finally:
-        server.terminate()
-        try:
-            server.wait(30)
-        except subprocess.TimeoutExpired:
-            server.kill()
+    flags = [*SERVER, "--mem-fraction-static", args.fraction, "--cuda-graph-max-bs", str(args.requests)]
+    with Server(model, model.with_suffix(".server.log"), flags) as server:
+        return min(burst(server, args) for _ in range(3))
 
 
-def burst(url: str, args: argparse.Namespace) -> float:
+def burst(server: Server, args: argparse.Namespace) -> float:
     """Seconds for all requests at once, with log-probs, as a rollout asks."""
 
     def ask(number: int) -> None:
         body = {"input_ids": [(7 * number + i) % 250 for i in range(12)], "return_logprob": True,
                 "sampling_params": {"temperature": 1.0, "max_new_tokens": args.tokens, "ignore_eos": True}}
-        request = urllib.request.Request(url + "/generate", json.dumps(body).encode(),
-                                         {"Content-Type": "application/json"})
-        urllib.request.urlopen(request, timeout=600).read()
+        server.post("generate", body, 600)
 
     begin = time.perf_counter()
     with ThreadPoolExecutor(args.requests) as pool:

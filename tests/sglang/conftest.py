@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
+import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -21,6 +23,16 @@ ROOT = Path(__file__).parents[2]
 PYTHON = Path(os.environ.get("MILES_SGLANG_PYTHON") or ROOT / ".venv-sglang" / "bin" / "python")
 LAUNCHER = [str(PYTHON), str(Path(__file__).with_name("sglang_cpu.py"))]
 sys.path.insert(0, str(Path(__file__).parent))  # proxy.py and scenes.py
+
+
+@pytest.fixture(scope="module")
+def found(request):
+    """What the script beside a test of its name, test_stacks.py's stacks.py, prints in SGLang's own interpreter."""
+    script = request.path.with_name(request.path.name.removeprefix("test_"))
+    done = subprocess.run([PYTHON, script], capture_output=True, text=True, timeout=180,
+                          env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def pytest_collection_modifyitems(items) -> None:

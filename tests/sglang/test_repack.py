@@ -1,23 +1,5 @@
 """New weights into layers that SGLang has repacked for int4: its own schemes, with torch in place of its kernels."""
 
-import json
-import os
-import subprocess
-from pathlib import Path
-
-import pytest
-
-PYTHON = Path(os.environ.get("MILES_SGLANG_PYTHON") or Path(__file__).parents[2] / ".venv-sglang" / "bin" / "python")
-
-
-@pytest.fixture(scope="module")
-def found():
-    script = Path(__file__).with_name("repack.py")
-    done = subprocess.run([PYTHON, script], capture_output=True, text=True, timeout=180,
-                          env={**os.environ, "OMP_NUM_THREADS": "1"})
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
-
 
 def test_the_kernels_read_the_new_weights_where_they_read_the_old_ones(found):
     """The bits of a server that starts with them; buckets may end within a layer."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
 from types import SimpleNamespace
 
@@ -17,6 +16,7 @@ from miles_local.engine import LocalEngine
 from miles_local.placing import device_named
 from miles_local.weights import ModelShape, Weights, read_tensors
 from miles_testing.engines import engine_contract
+from sessions import session, together
 
 from miles_core.errors import EngineError
 from miles_core.stages.rollout import Request, SamplingParams
@@ -92,27 +92,6 @@ def test_in_bfloat16_it_is_as_near_to_float32_as_transformers(models, kind):
 def request(index=0, length=5, **sampling):
     ids = np.random.default_rng(index).integers(0, 96, length).tolist()
     return Request(f"r{index}", tuple(ids), SamplingParams(**{"max_new_tokens": 12, **sampling}), key=1000 + index)
-
-
-def session(body, folder, **options):
-    """Run `body(engine)` against a started engine, in bounded time."""
-    async def run():
-        engine = LocalEngine(folder, **options)
-        async with asyncio.timeout(20):
-            await engine.start()
-            try:
-                return await body(engine)
-            finally:
-                await engine.stop()
-
-    return asyncio.run(run())
-
-
-def together(requests):
-    async def body(engine):
-        return await asyncio.gather(*(engine.generate(one) for one in requests))
-
-    return body
 
 
 def engine_on_device(monkeypatch):

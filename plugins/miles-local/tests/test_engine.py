@@ -13,12 +13,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from miles_local.decode import Decoder
 from miles_local.engine import LocalEngine
+from sessions import session, together
 
 from miles_core.errors import CheckpointError, EngineError
 from miles_core.stages.rollout import Request, SamplingParams
 
 VOCAB = 96
-PATIENCE = 20
 
 
 def request(index=0, length=5, **sampling):
@@ -43,28 +43,6 @@ def stream(model):
                 gate, up = matrix.chunk(2)
                 yield f"{prefix}.{expert}.gate_proj.weight", gate
                 yield f"{prefix}.{expert}.up_proj.weight", up
-
-
-def session(body, folder, **options):
-    """Run `body(engine)` against a started engine, in bounded time."""
-
-    async def run():
-        engine = LocalEngine(folder, **options)
-        async with asyncio.timeout(PATIENCE):
-            await engine.start()
-            try:
-                return await body(engine)
-            finally:
-                await engine.stop()
-
-    return asyncio.run(run())
-
-
-def together(requests):
-    async def body(engine):
-        return await asyncio.gather(*(engine.generate(r) for r in requests))
-
-    return body
 
 
 def same(left, right):
