@@ -21,7 +21,6 @@ published.json has what is known of each, under the key it has there:
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -33,6 +32,7 @@ from miles_fp8.recipe import WEIGHTS, linear
 from miles_fp8.rounding import quantise as to_fp8
 from miles_int4_qat import quantise as int4
 from miles_megatron.shards import shard_name, write_index
+from miles_megatron.testing.checkpoints import packed_experts
 from safetensors.torch import load_file, save_file
 
 HERE = Path(__file__).parent
@@ -140,7 +140,7 @@ def _tensors(one: Published, folder: Path) -> dict[str, torch.Tensor]:
     """As the published files have them but for quantisation, bfloat16 or as config.json says."""
     whole = {one.inside + name: tensor for name, tensor in _model(one, folder).items()}
     if one.packed:
-        whole = _packed(whole)
+        whole = packed_experts(whole)
     draw = torch.Generator().manual_seed(1)
     whole |= {name: torch.randn(shape, generator=draw) for name, shape in one.beside.items()}
     if one.drafts:
@@ -202,22 +202,6 @@ def _drafts(one: Published, whole: Mapping[str, torch.Tensor], draw: torch.Gener
         layer |= {place + "embed_tokens.weight": whole["model.embed_tokens.weight"].clone(),
                   place + "shared_head.head.weight": whole["lm_head.weight"].clone()}
     return layer
-
-
-def _packed(whole: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """All experts of a layer in two tensors."""
-    tensors: dict[str, torch.Tensor] = {}
-    experts: dict[str, dict[tuple[str, int], torch.Tensor]] = {}
-    for name, tensor in whole.items():
-        if match := re.match(r"(.*mlp\.experts\.)(\d+)\.(\w+)\.weight", name):
-            experts.setdefault(match[1], {})[match[3], int(match[2])] = tensor
-        else:
-            tensors[name] = tensor
-    for stem, parts in experts.items():
-        gate, up, down = ([parts[f"{part}_proj", i] for i in range(len(parts) // 3)] for part in ("gate", "up", "down"))
-        tensors[stem + "gate_up_proj"] = torch.stack([torch.cat(both) for both in zip(gate, up, strict=True)])
-        tensors[stem + "down_proj"] = torch.stack(down)
-    return tensors
 
 
 def _fp8(whole: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

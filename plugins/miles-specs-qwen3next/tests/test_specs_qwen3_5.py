@@ -1,13 +1,13 @@
 """Qwen3.5 as it is released: the text model inside, experts in two tensors a layer, a tower, a drafting layer."""
 
 import json
-import re
 import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from miles_megatron.testing.checkpoints import packed_experts
 from miles_megatron.testing.parity import TINY, Case, cases, random_model
 from miles_megatron.testing.ranks import batches
 from miles_testing.forked import miles
@@ -31,29 +31,13 @@ CASES = {case.family: case for case in cases(Path(__file__).with_name("parity.to
 INSIDE = "model.language_model."
 
 
-def packed(tensors):
-    """The experts of each layer in two tensors."""
-    found, experts = {}, {}
-    for name, tensor in tensors.items():
-        if match := re.match(r"(.*mlp\.experts\.)(\d+)\.(\w+)\.weight", name):
-            experts.setdefault(match[1], {})[match[3], int(match[2])] = tensor
-        else:
-            found[name] = tensor
-    for stem, parts in experts.items():
-        gate, up, down = ([parts[part, i] for i in range(len(parts) // 3)] for part in ("gate_proj", "up_proj",
-                                                                                         "down_proj"))
-        found[stem + "gate_up_proj"] = torch.stack([torch.cat(both) for both in zip(gate, up, strict=True)])
-        found[stem + "down_proj"] = torch.stack(down)
-    return found
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A random checkpoint, its tensors as the releases have them."""
     found, case = tmp_path_factory.mktemp("qwen3_5_moe"), CASES["qwen3_5_moe"]
     text = {**case.config["text_config"], **WORDS}
     random_model(Case("qwen3_5_moe", "tiny", {**case.config, "text_config": text})).save_pretrained(found)
-    whole = packed(tensors(found))
+    whole = packed_experts(tensors(found))
     draw, hidden = torch.Generator().manual_seed(0), TINY["hidden_size"]
     last = INSIDE + "layers.1."
     whole |= {name.replace(last, "mtp.layers.0."): tensor + 0.02 * torch.randn(tensor.shape, generator=draw)
