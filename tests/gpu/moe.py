@@ -217,13 +217,18 @@ def run(folder: Path, words: list[str], seconds: float, coin: bool = True,
     return ended(started(folder, words, coin, recipe), folder, time.monotonic() + seconds)
 
 
+def printed(folder: Path) -> Path:
+    """Where a run prints; names of shapes have dots."""
+    return folder.with_name(f"{folder.name}.out")
+
+
 def started(folder: Path, words: list[str], coin: bool = True, recipe: str = "examples/moe.toml") -> subprocess.Popen:
     """A run in the background, which prints into a file."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.parent.mkdir(parents=True, exist_ok=True)
     command = [*MILES, "run", recipe, "--no-live",
                "--run-dir", folder, *(["--plugin", "tests/gpu/coin.py", "--rm-type", "coin"] if coin else []), *words]
-    with folder.with_suffix(".out").open("w") as out:
+    with printed(folder).open("w") as out:
         return subprocess.Popen([*map(str, command)], cwd=ROOT, stdout=out, stderr=subprocess.STDOUT)
 
 
@@ -267,7 +272,7 @@ def ended(process: subprocess.Popen, folder: Path, end: float) -> list[dict]:
     if process.poll():
         logs = "".join(f"--- {log.name}\n{log.read_text(errors='replace')[-2500:]}"
                        for log in (folder / "logs").glob("*.log"))
-        print(folder.with_suffix(".out").read_text(errors="replace")[-5000:], logs, flush=True)
+        print(printed(folder).read_text(errors="replace")[-5000:], logs, flush=True)
     events = list(read(folder / "events.jsonl")) if (folder / "events.jsonl").is_file() else []
     return [event["metrics"] for event in events if event["event"] == "metrics"]
 

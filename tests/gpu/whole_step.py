@@ -71,7 +71,7 @@ def run(folder: Path, model: Path, args: argparse.Namespace, words: list[str]) -
 def engine_alone(model: Path, args: argparse.Namespace) -> float:
     """Seconds of a server for as many requests as a rollout has, the least of three times."""
     flags = [*SERVER, "--mem-fraction-static", args.fraction, "--cuda-graph-max-bs", str(args.requests)]
-    with Server(model, model.with_suffix(".server.log"), flags) as server:
+    with Server(model, model.with_name(f"{model.name}.server.log"), flags) as server:
         return min(burst(server, args) for _ in range(3))
 
 

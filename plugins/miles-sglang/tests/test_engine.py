@@ -160,6 +160,30 @@ def test_a_stop_string_across_two_calls_ends_the_response_there(ask):
     assert len(response.extra["routed_experts"]) == 3 + 3 - 1
 
 
+@pytest.mark.parametrize(("ids", "reason", "sampling", "end"), [
+    ([1, 98, 3, 4], "length", {}, 2), ([1, 2, 3, 98], "length", {}, 4), ([1, 2, 3, 4], "length", {}, 4),
+    ([1, 98, 3, 4], "length", {"ignore_eos": True}, 4), ([1, 98, 3, 98], "length", {"min_new_tokens": 2}, 4),
+    ([1, 2, 3, 4], "length", {"stop": ("12",)}, 2), ([1, 2, 3, 4], "length", {"stop_token_ids": (3,)}, 3),
+    ([1, 98, 3], "abort", {}, 2),
+], ids=["stop", "at the limit", "none", "ignored", "too early", "string", "own", "aborted"])
+def test_what_drafts_add_after_the_end_is_cut(ask, ids, reason, sampling, end):
+    """They are accepted in blocks, and SGLang looks for length and abort before it looks for an end within one."""
+    from miles_sglang.client import Answer
+    from miles_sglang.in_flight import InFlightRequest, ModelFacts
+
+    facts = ModelFacts(vocab=100, stops=frozenset({98}), layers=1, topk=1, context=200, longest=195)
+    inflight = InFlightRequest(ask("a", 4, want=["routed_experts"], **sampling), 0, facts,
+                               lambda ids, skip: "".join(chr(48 + token) for token in ids))
+    inflight.body()
+    rows = np.arange(3 + len(ids) - 1, dtype=np.int32)
+    inflight.take([Answer(np.array(ids, np.int32), np.array(ids, np.float32), reason, "1", rows,
+                          {"spec_proposed_drafts": 3, "spec_correct_drafts": 3, "spec_verify_ct": 1})], [1])
+    response = inflight.response()
+    assert response.output_ids.tolist() == response.log_probs.tolist() == ids[:end]
+    assert len(response.versions) == end and len(response.extra["routed_experts"]) == 3 + end - 1
+    assert response.finish_reason == ("stop" if end < len(ids) else "length")
+
+
 @pytest.mark.parametrize(("pieces", "versions", "kinds"), [
     ([(6, 0)], [1], "000000"), ([(6, 2)], [1], "111111"),
     ([(2, 0), (1, 0), (1, 1), (2, 1)], [1, 1, 1, 1], "111100"),

@@ -170,7 +170,7 @@ class InFlightRequest:
             finish_reason=self.reason or "abort", extra=experts, figures=self._figures(),
             text=text,
         )  # fmt: skip
-        return self._cut(response) if self._calls > 1 and self.request.sampling.stop else response
+        return self._cut(response, self._end())
 
     @property
     def _length(self) -> int:
@@ -191,13 +191,12 @@ class InFlightRequest:
         return flat.reshape(-1, *shape)[:rows]
 
     def _ended(self, reason: str | None, new: int) -> str | None:
-        """How the request ended, None when it has to go on. An aborted call hides a stop or a length at its last
-        token, as SGLang looks for the abort first."""
+        """How the request ended, None when it has to go on. An aborted call hides a stop or a length among its last
+        tokens, as SGLang looks for the abort first."""
         sampling = self.request.sampling
         if reason != "abort":
             return reason
-        stops = {*self._facts.stops, *sampling.stop_token_ids}
-        if new and not sampling.ignore_eos and int(self.ids[-1]) in stops and len(self.ids) > sampling.min_new_tokens:
+        if self._first_stop(len(self.ids) - new) is not None:
             return "stop"
         if sampling.stop and new and any(stop in self._text() for stop in sampling.stop):
             return "stop"
@@ -205,15 +204,36 @@ class InFlightRequest:
             return "length"
         return "abort" if self.aborted else None
 
+    def _first_stop(self, begin: int) -> int | None:
+        """Tokens up to the first that ends the answer, of those from `begin` on."""
+        sampling = self.request.sampling
+        if sampling.ignore_eos:
+            return None
+        begin = max(begin, sampling.min_new_tokens)
+        stops = np.flatnonzero(np.isin(self.ids[begin:], [*self._facts.stops, *sampling.stop_token_ids]))
+        return begin + int(stops[0]) + 1 if stops.size else None
+
     def _text(self, end: int | None = None) -> str:
         return self._decode(self.ids[:end], self.request.sampling.skip_special_tokens)
 
-    def _cut(self, response: Response) -> Response:
-        """End after the token that completed a stop string across two calls: each server call saw a part of it."""
-        if not any(stop in response.text for stop in self.request.sampling.stop):
+    def _end(self) -> int:
+        """Tokens of the answer, of all that were drawn.
+
+        Each call of several saw a part of a stop string. And drafts are accepted in blocks: where one reaches
+        max_new_tokens or meets an abort, SGLang ends there before it looks for an end within the block.
+        """
+        drafted, ends = any(self._counts.get(name) for name in SPECULATION), [len(self.ids)]
+        if drafted and (stop := self._first_stop(0)) is not None:
+            ends.append(stop)
+        if (drafted or self._calls > 1) and any(stop in self._text() for stop in self.request.sampling.stop):
+            ends.append(next(end for end in range(1, len(self.ids) + 1)
+                             if any(stop in self._text(end) for stop in self.request.sampling.stop)))
+        return min(ends)
+
+    def _cut(self, response: Response, end: int) -> Response:
+        """Its first `end` tokens, and why they are the last."""
+        if end == len(self.ids):
             return response
-        end = next(end for end in range(1, len(self.ids) + 1)
-                   if any(stop in self._text(end) for stop in self.request.sampling.stop))
         experts = {name: rows[: len(self.request.input_ids) + end - 1] for name, rows in response.extra.items()}
         return Response(
             output_ids=self.ids[:end], log_probs=response.log_probs[:end], versions=response.versions[:end],
