@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 from miles_core.errors import ConfigError
 from miles_megatron.mixture import Mixture, dense_mlp
@@ -24,6 +25,8 @@ _NEVER = {
 
 UNGATED = ("relu2",)
 """Activations of MLPs without a gate."""
+
+Kind = TypeVar("Kind", bound=Attention | None)
 
 _OURS, _THEIRS = "decoder.layers.{layer}.", "model.layers.{layer}."
 
@@ -217,7 +220,7 @@ def every_layer(hf, attention: Attention) -> tuple[Attention, ...]:
     return (attention,) * hf.num_hidden_layers
 
 
-def by_layer_type(hf, kinds: Mapping[str, Attention]) -> tuple[Attention, ...]:
+def by_layer_type(hf, kinds: Mapping[str, Kind]) -> tuple[Kind, ...]:
     """The attention of each layer by its entry in config.json's `layer_types`.
 
     Raises:

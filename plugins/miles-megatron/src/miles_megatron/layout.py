@@ -210,7 +210,7 @@ def _divisions(layout: Layout, architecture: Architecture, config: RunConfig) ->
     if architecture.linear:
         yield "linear_groups", ("tensor",)
         yield "linear_heads", ("tensor",)
-    if architecture.layers != architecture.sparse:
+    if architecture.mlps != architecture.sparse:
         yield "ffn", ("tensor",)
     if architecture.experts:
         yield "shared_ffn", ("tensor",)

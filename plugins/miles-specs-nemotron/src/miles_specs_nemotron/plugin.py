@@ -13,6 +13,12 @@ if TYPE_CHECKING:
 class SpecsNemotron:
     """Nemotron 3 and Nemotron-H for the Megatron trainer."""
 
+    provides = (
+        "model_spec:nemotron_h:layer_types=hybrid_override_pattern:layer_types=layers_block_type"
+        ":linear_num_key_heads=n_groups:linear_num_value_heads=mamba_num_heads:linear_key_head_dim=ssm_state_size"
+        ":linear_value_head_dim=mamba_head_dim:shared_expert_intermediate_size=moe_shared_expert_intermediate_size",
+    )
+
     @hookimpl("model_spec", name="nemotron_h")
     def nemotron_h(self, hf_config: Any) -> Family:
         """Mamba-2, attention, an MLP or a mixture of experts, one of them in each layer."""

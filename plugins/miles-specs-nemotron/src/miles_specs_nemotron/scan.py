@@ -35,8 +35,7 @@ def state_space(x: torch.Tensor, dt: torch.Tensor, decay: torch.Tensor, b: torch
     """
     fused = _fused()
     if x.is_cuda and fused is not None:
-        out: torch.Tensor = fused(x, dt, decay, b, c, chunk_size=2 * CHUNK, D=skip.float())
-        return out
+        return fused(x, dt, decay, b, c, chunk_size=2 * CHUNK, D=skip.float())
     return _chunked(x, dt, decay, b, c, skip)
 
 
