@@ -132,6 +132,8 @@ def architecture_of(config: RunConfig) -> Architecture:
     if (shared := (constants or {}).get("n_shared_experts")) and "expert_ffn" in sizes and "shared_ffn" not in sizes:
         sizes["shared_ffn"], source["shared_ffn"] = shared * sizes["expert_ffn"], str(path)
     sparse = sparse_layers(constants or {}, sizes.get("layers", 0)) if "experts" in sizes else 0
+    if kinds and not sparse:  # files of a class that can have experts state their sizes without any
+        sizes.pop("experts", None)
     linear = _linear(constants or {}, sizes.get("layers", 0))
     return Architecture(**sizes, linear=linear, sparse=sparse, alone=kinds.count("mlp") + kinds.count("moe"),
                         matrices=2 if (constants or {}).get("mlp_hidden_act") == "relu2" else 3,
@@ -154,8 +156,7 @@ def _kinds(constants: Mapping[str, object]) -> list[str]:
     return [_WORDS.get(kind, kind) for kind in kinds] if isinstance(kinds, list | str) else []
 
 
-_WORDS = {"M": "linear_attention", "mamba": "linear_attention", "E": "moe", "-": "mlp"}
-"""Other words for them, or letters."""
+_WORDS = {"M": "linear_attention", "mamba": "linear_attention", "E": "moe", "-": "mlp"}  # and letters
 
 
 def _linear(constants: Mapping[str, object], layers: int) -> int:

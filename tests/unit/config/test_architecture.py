@@ -118,6 +118,7 @@ def test_layers_of_one_sublayer_are_attention_or_an_mlp(config):
     named = architecture_of(config({**QWEN3_NEXT, "layer_types": ["linear_attention", "full_attention", "moe", "mlp"]}))
     assert (size.layers, size.linear, size.full, size.sparse, size.alone, size.mlps) == (6, 2, 1, 2, 3, 3)
     assert (named.linear, named.full, named.sparse, named.alone) == (1, 48 - 1 - 2, 1, 2)
+    assert architecture_of(config({**QWEN3_NEXT, "layer_types": ["linear_attention", "mlp"]})).experts is None
     assert size.uncounted == [] and size.attention == 16 * 256
     linear, full = 2048 * (2 * 2048 + 2 * 4096 + 64) + 4096 * 2048, 2048 * 256 * 2 * (16 + 2)
     assert estimate.mixing(size)[0] == (2 * linear + full) // 6

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 from miles_megatron.decoder import Decoder, LayerNorms, by_layer_type, refuse
@@ -30,6 +31,8 @@ def nemotron_h(hf: Any) -> Decoder:
            tie_word_embeddings=False, mlp_hidden_act="relu2", mamba_hidden_act="silu", sliding_window=None,
            moe_latent_size=None, n_shared_experts=1)
     hf = copy.copy(hf)
+    hf.time_step_limit = tuple(hf.time_step_limit)  # of a file it is a list
+    refuse(hf, time_step_limit=(0.0, math.inf))
     hf.rms_norm_eps = hf.layer_norm_epsilon
     layers = {kind: tuple(layer for layer, one in enumerate(hf.layer_types) if one == kind)
               for kind in ("linear_attention", "full_attention", "mlp", "moe")}
@@ -43,7 +46,7 @@ def nemotron_h(hf: Any) -> Decoder:
         mixing=(*mamba.rules(layers["linear_attention"]), *_attention(layers["full_attention"])), mixture=mixture,
         mlp=(*_dense(layers["mlp"]), *(mixture.sparse_rules() if mixture is not None else ())),
         constants={"linear_attention_freq": [int(kind == "linear_attention") for kind in hf.layer_types]},
-        renamed=_STORED, left=("mtp.",),
+        renamed=_STORED, left=("mtp.",), left_counts=("num_nextn_predict_layers",) * bool(hf.num_nextn_predict_layers),
     )  # fmt: skip
 
 
