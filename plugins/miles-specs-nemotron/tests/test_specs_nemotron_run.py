@@ -66,7 +66,8 @@ def test_a_run_needs_nothing_but_the_checkpoint(folder, tmp_path):
                      "--prompt-data", str(EXAMPLES / "train.jsonl"), "--run-dir", "run", "--num-rollout", "2",
                      "--rollout-batch-size", "4", "--n-samples-per-prompt", "2", "--eval-interval", "100",
                      "--eval-prompt-data", "sums", str(EXAMPLES / "eval.jsonl"), "--use-kl-loss", "--kl-loss-coef",
-                     "0.01", "--save-interval", "2", "--use-rollout-routing-replay"], tmp_path)  # fmt: skip
+                     "0.01", "--save-interval", "2", "--skip-eval-before-train", "--use-rollout-routing-replay"],
+                    tmp_path)  # fmt: skip
     assert outcome.code == 0, outcome.err
     assert "falling back" not in outcome.err, "transformers need not say which kernels it lacks"
     metrics = [event["metrics"] for event in read(tmp_path / "run" / "events.jsonl") if event["event"] == "metrics"]
