@@ -111,7 +111,7 @@ def generated() -> str:
         state = (one.size.value + estimate.FP32 + 3 * estimate.FP32) * one.counted * 1e9 / memory_plan.GIB
         weights = memory_plan.engine(one.run, one.size)[0] / memory_plan.GIB
         smallest = " | ".join(str(proposals.smallest(one.on(gib)) or "–") for gib in MEMORY)
-        active = one.size.size.active_parameters / 1e9
+        active = estimate.active_parameters(one.size.size) / 1e9
         sizes.append(f"| {one.name} | `{one.run.model.model_name}` | {one.counted:.4g}B | {one.published}B | "
                      f"{active:.3g}B | {state:,.0f} GiB | {weights:,.0f} GiB | {smallest} |")
         for gib, rows in layouts.items():

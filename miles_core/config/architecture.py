@@ -49,6 +49,8 @@ class Architecture:
             values, and the channels of one.
         linear: how many of the layers are such.
         sparse: how many of the layers are mixtures of experts.
+        alone: how many of the layers are an MLP or a mixture without attention; if any, the others are attention alone.
+        matrices: of an MLP: 3, or 2 without a gate.
         checkpoint: whether they are of a config.json, so that what it lacks is not there.
         source: field -> who says so, for messages.
     """
@@ -76,58 +78,38 @@ class Architecture:
     linear_value: int | None = None
     linear: int = 0
     sparse: int = 0
+    alone: int = 0
+    matrices: int = 3
     checkpoint: bool = False
     source: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def uncounted(self) -> list[str]:
-        """Constants that `attention` and `active_parameters` want and that are not known, by their names."""
+        """Constants that a count of parameters and operations wants and that are not known, by their names."""
         needed = ["layers", "hidden", "heads", "groups", "head_dim", "vocab"]
-        needed += ["ffn"] * (self.sparse != self.layers) + ["expert_ffn", "experts_per_token"] * (self.sparse > 0)
+        needed += ["ffn"] * (self.sparse != self.mlps) + ["expert_ffn", "experts_per_token"] * (self.sparse > 0)
         needed += ["linear_groups", "linear_heads", "linear_key", "linear_value"] * (self.linear > 0)
         return [NAMES[name][0][0] for name in needed if getattr(self, name) is None]
 
     @property
     def attention(self) -> int:
-        """layers x heads x size of a head, as `packing.flops` wants it; nothing may be `uncounted`.
+        """Layers x heads x size of a head, of attention that is not linear; nothing may be `uncounted`."""
+        return self.full * self.heads * (self.head_dim + self.value_dim) // 2
 
-        Linear attention grows with the sequence and not with its square, so it has no part in this.
-        """
-        return (self.layers - self.linear) * self.heads * (self.head_dim + self.value_dim) // 2
+    @property
+    def full(self) -> int:
+        """Layers with attention that is not linear."""
+        return self.layers - self.linear - self.alone
+
+    @property
+    def mlps(self) -> int | None:
+        """Layers with an MLP or a mixture of experts."""
+        return self.alone or self.layers
 
     @property
     def value_dim(self) -> int:
         """Channels of a value's head."""
         return self.value if self.rank and self.value else self.head_dim
-
-    @property
-    def linear_widths(self) -> tuple[int, int]:
-        """Channels of all keys and of all values of a layer of linear attention; 0 without such layers."""
-        return (self.linear_groups or 0) * (self.linear_key or 0), (self.linear_heads or 0) * (self.linear_value or 0)
-
-    @property
-    def mixing(self) -> tuple[int, int]:
-        """Parameters of one layer's attention, of the average one where some layers have linear attention: (those cut
-        by heads, those that every tensor-parallel rank has)."""
-        heads = 2 * self.heads + 2 * self.groups + (self.heads if self.gated else 0)
-        cut, whole = self.hidden * self.head_dim * heads, 0
-        if self.rank:
-            whole = self.hidden * (self.rank + self.turned + (self.query_rank or 0))
-            made = self.rank * (self.plain + self.value_dim) + self.value_dim * self.hidden
-            cut = self.heads * (self.head_dim * (self.query_rank or self.hidden) + made)
-        keys, values = self.linear_widths
-        # Queries, keys, values, the gates of the output, and two numbers per head; then the output.
-        linear = self.hidden * (2 * keys + 2 * values + 2 * (self.linear_heads or 0)) + values * self.hidden
-        share = self.layers - self.linear
-        return (cut * share + linear * self.linear) // self.layers, whole * share // self.layers
-
-    @property
-    def active_parameters(self) -> int:
-        """Parameters of all matrices that one token meets: attention, gated MLPs, routers, its experts, the output."""
-        dense = (self.layers - self.sparse) * 3 * (self.ffn or 0)
-        widths = (self.expert_ffn or 0) * (self.experts_per_token or 0) + (self.shared_ffn or 0)
-        sparse = self.sparse * (3 * widths + (self.experts or 0))
-        return self.layers * sum(self.mixing) + self.hidden * (dense + sparse + self.vocab)
 
 
 def architecture_of(config: RunConfig) -> Architecture:
@@ -139,6 +121,8 @@ def architecture_of(config: RunConfig) -> Architecture:
         values = [config.surface("megatron").get(ours)] if constants is None else [constants.get(key) for key in theirs]
         if value := next((value for value in values if isinstance(value, int) and value > 0), None):
             sizes[name], source[name] = value, who(config, f"megatron.{ours}") if constants is None else str(path)
+    if kinds := _kinds(constants or {}):
+        sizes.setdefault("layers", len(kinds))
     if "head_dim" not in sizes and {"hidden", "heads"} <= set(sizes):
         sizes["head_dim"] = sizes["hidden"] // sizes["heads"]
     if "rank" in sizes and {"plain", "turned", "heads"} <= set(sizes):  # config.json's head_dim may be the turned part
@@ -148,8 +132,12 @@ def architecture_of(config: RunConfig) -> Architecture:
     if (shared := (constants or {}).get("n_shared_experts")) and "expert_ffn" in sizes and "shared_ffn" not in sizes:
         sizes["shared_ffn"], source["shared_ffn"] = shared * sizes["expert_ffn"], str(path)
     sparse = sparse_layers(constants or {}, sizes.get("layers", 0)) if "experts" in sizes else 0
+    if kinds and not sparse:  # files of a class that can have experts state their sizes without any
+        sizes.pop("experts", None)
     linear = _linear(constants or {}, sizes.get("layers", 0))
-    return Architecture(**sizes, linear=linear, sparse=sparse, checkpoint=constants is not None, source=source)
+    return Architecture(**sizes, linear=linear, sparse=sparse, alone=kinds.count("mlp") + kinds.count("moe"),
+                        matrices=2 if (constants or {}).get("mlp_hidden_act") == "relu2" else 3,
+                        checkpoint=constants is not None, source=source)
 
 
 def shape_json(config: RunConfig) -> tuple[Path, dict | None]:
@@ -162,16 +150,27 @@ def shape_json(config: RunConfig) -> tuple[Path, dict | None]:
         key: constants[word] for key, _, word in stated if word in constants}}
 
 
+def _kinds(constants: Mapping[str, object]) -> list[str]:
+    """What config.json calls its layers, in words or in letters."""
+    kinds = constants.get("layer_types")
+    return [_WORDS.get(kind, kind) for kind in kinds] if isinstance(kinds, list | str) else []
+
+
+_WORDS = {"M": "linear_attention", "mamba": "linear_attention", "E": "moe", "-": "mlp"}  # and letters
+
+
 def _linear(constants: Mapping[str, object], layers: int) -> int:
     """Layers with linear attention: those that are called so, or all but every n-th."""
-    if isinstance(constants.get("layer_types"), list):
-        return sum(kind == "linear_attention" for kind in constants["layer_types"][:layers])
+    if kinds := _kinds(constants):
+        return kinds[:layers].count("linear_attention")
     every = constants.get("full_attention_interval") if "linear_num_key_heads" in constants else None
     return layers - layers // every if isinstance(every, int) and every > 0 else 0
 
 
 def sparse_layers(constants: Mapping[str, object], layers: int) -> int:
     """How many of the first layers have experts, by the keys that transformers' families have for it."""
+    if {"mlp", "moe"} & set(kinds := _kinds(constants)):
+        return kinds[:layers].count("moe")
     if isinstance(constants.get("mlp_layer_types"), list):
         return sum(kind == "sparse" for kind in constants["mlp_layer_types"][:layers])
     dense, step, first = map(constants.get, ("mlp_only_layers", "decoder_sparse_step", "first_k_dense_replace"))

@@ -37,7 +37,9 @@ def test_parameters_are_the_published_ones(models):
 def test_a_wrong_constant_shows(models):
     """One layer more or less of any model is beyond what is allowed, unless its authors gave a digit alone."""
     def wrong(one, layers):
-        size = replace(one.size.size, layers=layers, sparse=min(one.size.size.sparse, layers))
+        whole = one.size.size
+        kinds = {kind: round(getattr(whole, kind) * layers / whole.layers) for kind in ("sparse", "linear", "alone")}
+        size = replace(whole, layers=layers, **kinds)
         return not replace(one, size=replace(one.size, size=size)).agrees
 
     precise = [one for one in models if len(one.published.replace(".", "").strip("0")) > 2]

@@ -18,7 +18,7 @@ MODULES = {"megatron": "megatron-core", "mlflow": "mlflow-skinny", "opentelemetr
            "yaml": "pyyaml"}
 """Packages that are called otherwise than their distribution."""
 
-UNBUILT = {"transformer-engine", "triton", "fla", "ifbench"}
+UNBUILT = {"transformer-engine", "triton", "fla", "mamba-ssm", "ifbench"}
 """Imported where they are installed: for a CPU, or in the usual index, there are no builds."""
 
 

@@ -88,7 +88,8 @@ def measure(shape: str, trainer: str, tokens: int, length: int, steps: int, flag
             step()
         part.end_batch()
     size = architecture_of(plan.config)
-    once = estimate.flops(length, parameters=size.active_parameters, attention=size.attention) * (whole // length)
+    met = estimate.active_parameters(size)
+    once = estimate.flops(length, parameters=met, attention=size.attention) * (whole // length)
     fastest = min(seconds[1:steps])
     part.close()
     return {"tokens_per_s": round(whole / fastest), "mfu": round(once / fastest / PEAK, 4),

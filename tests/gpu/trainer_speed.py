@@ -156,7 +156,8 @@ def measure(shape: str, tokens: int, length: int, steps: int, flags: list[str], 
     state = {tag: memory_of.held(tag) for tag in ("weights", "gradients", "optimizer")}
     model, size = estimate.dimensions_of(plan.config), architecture_of(plan.config)
     parts = estimate.trainer(plan.config, model)
-    once = estimate.flops(length, parameters=size.active_parameters, attention=size.attention) * (whole // length)
+    met = estimate.active_parameters(size)
+    once = estimate.flops(length, parameters=met, attention=size.attention) * (whole // length)
     step, score = min(seconds["step"][1:]), min(seconds["score"][1:])
     predicted = sum(parts.values())
     trainer.close()

@@ -26,6 +26,7 @@ TRAINER = ("--prompt-data", "data/none.jsonl", "--num-rollout", "1", "--rollout-
            "--n-samples-per-prompt", "4", "--rollout-max-response-len", "41", "--use-dynamic-batch-size",
            "--max-tokens-per-gpu", "96", "--trainer-host", "process", "--disable-rewards-normalization", "--no-bf16",
            "--lr", "1e-3")  # fmt: skip
+NORMS = ("model.norm.weight", "language_model.norm.weight", "norm_f.weight")
 COPIES = ("embed_tokens.weight", "shared_head.head.weight", "lm_head.weight")
 
 
@@ -120,7 +121,7 @@ def trained(one, before, tmp_path):
             if not (name.endswith(("inv_freq", "lm_head.weight")) or name.startswith(DRAFTS))}
     assert not gone and after.keys() <= before.keys()
     assert all(before[name].shape == tensor.shape for name, tensor in after.items())
-    norm = next(name for name in after if name.endswith(("model.norm.weight", "language_model.norm.weight")))
+    norm = next(name for name in after if name.endswith(NORMS))
     assert not torch.equal(before[norm].to(after[norm].dtype), after[norm])
     assert reloaded(one, tmp_path / "run" / "hf") == {}
 

@@ -23,6 +23,7 @@ OWN = {
     "qwen3_5_moe": {"attn_output_gate": False, "norm_topk_prob": False},
     "qwen3_next": {"use_sliding_window": True}, "llama": {"sliding_window": 16, "final_logit_softcapping": 30.0},
     "mimo": {"use_mrope": True}, "gpt_oss": {"swiglu_alpha": 1.0}, "gemma3": {"attn_logit_softcapping": 50.0},
+    "nemotron_h": {"residual_in_fp32": True, "moe_latent_size": 32, "mamba_proj_bias": True},
     "qwen2": {"residual_multiplier": 0.22, "attn_logit_softcapping": 50.0},
 }  # fmt: skip
 """Keys of one family with a value that it does not model, though transformers may not look."""
@@ -73,9 +74,9 @@ def test_tensors_that_do_not_fit_are_named_and_nothing_is_written(one, whole, co
     """One is missing, one is of no model, one has another shape: all three in one message."""
     folder, tensors = whole(one)
     shutil.copytree(folder, tmp_path / "hf", ignore=shutil.ignore_patterns("*.safetensors*"))
-    norm = next(name for name in tensors if name.endswith((".model.norm.weight", "language_model.norm.weight"))
-                or name == "model.norm.weight")
-    inside = norm.removesuffix("norm.weight")
+    norm = next(name for name in tensors if name.endswith((".model.norm.weight", "language_model.norm.weight",
+                                                              "norm_f.weight")) or name == "model.norm.weight")
+    inside = norm[:norm.rindex("norm")]
     output = next(name for name in tensors if name.startswith(inside) and name.endswith("o_proj.weight"))
     changed = {**tensors, f"{inside}layers.0.adapter.weight": torch.ones(2), output: tensors[output][:, :-1].clone()}
     del changed[norm]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from miles_local.engine import LocalEngine
 from miles_local.modules import ModuleDecoder
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from miles_core.errors import CheckpointError, EngineError
@@ -36,6 +36,10 @@ KINDS = {
     "qwen3_next": {**LINEAR, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
                    "shared_expert_intermediate_size": 24},  # states in one layer, keys and values in the other
     "olmo_hybrid": LINEAR,  # the same, with three convolutions in a layer
+    "nemotron_h": {"layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"], "mamba_num_heads": 4,
+                   "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 16, "head_dim": 16, "initializer_range": 0.1,
+                   "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+                   "moe_shared_expert_intermediate_size": 24},  # Mamba-2, and layers without a past
 }  # fmt: skip
 UNKNOWN = {"bloom": "cannot decode", "lfm2": "layer_types"}
 
@@ -120,6 +124,20 @@ def test_greedy_answers_are_those_of_generate(models, kind):
     for one, answer in zip(asked, ask(folder, asked), strict=True):
         whole = model.generate(torch.tensor([one.input_ids]), max_new_tokens=14, do_sample=False)
         assert answer.output_ids.tolist() == whole[0, len(one.input_ids) :].tolist()
+
+
+def test_time_steps_of_mamba_have_no_limit(tmp_path):
+    """transformers raises those of whole sequences to time_step_min, and not those of single tokens."""
+    build("nemotron_h", tmp_path)
+    tensors = {name: torch.full_like(tensor, -7.5) if name.endswith("dt_bias") else tensor
+               for name, tensor in load_file(tmp_path / "model.safetensors").items()}
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    one = request(1, 40)
+    [answer] = ask(tmp_path, [one])
+    limited = drawn(model, one, answer)
+    model.model.layers[0].mixer.time_step_limit = (0.0, float("inf"))
+    assert np.abs(answer.log_probs - drawn(model, one, answer)).max() < 1e-5 < np.abs(answer.log_probs - limited).max()
 
 
 @pytest.mark.parametrize("kind", ["granite", "gemma2", "mixtral"])

@@ -6,6 +6,7 @@ import pytest
 import torch
 from miles_megatron import cpu, model
 from miles_megatron.packed_layout import packed_rows
+from miles_megatron.recurrent import Again
 from miles_megatron.testing.parity import LENGTHS, cases, family_of, model_parity, random_model
 from miles_specs_qwen3next import delta, mixer
 
@@ -40,7 +41,7 @@ def test_the_chunked_rule_is_the_definition(length, monkeypatch):
     """Values and gradients, in float64."""
     monkeypatch.setattr(delta, "_EPS", 0.0)
     given = inputs(length)
-    found, expected = delta.Again.apply(delta.gated_delta_rule, *given), by_definition(*given)
+    found, expected = Again.apply(delta.gated_delta_rule, *given), by_definition(*given)
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-10)
     weight = torch.randn_like(expected)
     for got, wanted in zip(torch.autograd.grad(found, given, weight), torch.autograd.grad(expected, given, weight),
@@ -59,19 +60,8 @@ def test_only_what_goes_in_is_kept_for_the_backward_pass():
     """In between there are the products of a chunk's tokens with each other, and the states."""
     given, kept = inputs(128, dtype=torch.float32), []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()) or x, lambda x: x):
-        delta.Again.apply(delta.gated_delta_rule, *given)
+        Again.apply(delta.gated_delta_rule, *given)
     assert sum(kept) == sum(x.numel() for x in given)
-
-
-def test_the_convolution_sees_what_came_before_alone():
-    x, weight = torch.randn(2, 9, 3), torch.randn(3, 1, 4)
-    out = delta.causal_convolution(x, weight)
-    changed = x.clone()
-    changed[:, 5] += 1
-    other = delta.causal_convolution(changed, weight)
-    assert torch.equal(out[:, :5], other[:, :5]) and not torch.equal(out[:, 5:], other[:, 5:])
-    here = sum(weight[:, 0, 3 - back] * x[0, 7 - back] for back in range(4))
-    torch.testing.assert_close(out[0, 7], torch.nn.functional.silu(here))
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +122,7 @@ WRONG = {
 @pytest.mark.parametrize("wrong", WRONG)
 def test_a_wrong_part_is_noticed(wrong, tmp_path, monkeypatch):
     name, spoilt = WRONG[wrong]
-    right = getattr(delta, name)
+    right = getattr(mixer, name)
     monkeypatch.setattr(mixer, name, lambda *given: right(*spoilt(*given)))
     with pytest.raises(AssertionError, match="Qwen3-Next without experts: logits differ"):
         model_parity(CASES[2], tmp_path).check()

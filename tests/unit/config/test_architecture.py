@@ -81,7 +81,7 @@ def test_totals_are_the_published_ones(config, name):
     assert size.uncounted == []
     assert sum(estimate.parameters(model, size.layers, True, True)) / 1e9 == pytest.approx(total, rel=0.02)
     if active:  # with the embedding or without it
-        assert size.active_parameters / 1e9 == pytest.approx(active, rel=0.15)
+        assert estimate.active_parameters(size) / 1e9 == pytest.approx(active, rel=0.15)
 
 
 def test_a_head_of_latent_attention_is_both_its_parts(config):
@@ -103,17 +103,33 @@ def test_linear_attention_has_sizes_of_its_own(config):
     assert (size.linear, few.linear) == (36, 2)
     assert size.attention == 12 * 16 * 256
     linear, full = 2048 * (2 * 2048 + 2 * 4096 + 64) + 4096 * 2048, 2048 * 256 * 2 * (16 + 2)
-    assert size.mixing == ((3 * linear + full) // 4, 0)
-    assert size.active_parameters / 1e9 == pytest.approx(3, rel=0.2)  # with the output layer
+    assert estimate.mixing(size) == ((3 * linear + full) // 4, 0)
+    assert estimate.active_parameters(size) / 1e9 == pytest.approx(3, rel=0.2)  # with the output layer
     assert architecture_of(config({**QWEN3_NEXT, "full_attention_interval": None})).linear == 0
     unknown = {key: value for key, value in QWEN3_NEXT.items() if key != "linear_key_head_dim"}
     assert architecture_of(config(unknown)).uncounted == ["linear_key_head_dim"]
 
 
+def test_layers_of_one_sublayer_are_attention_or_an_mlp(config):
+    """By words or letters; without a gate an MLP has two matrices."""
+    run = config({**QWEN3_NEXT, "num_hidden_layers": None, "mlp_hidden_act": "relu2", "pattern": "M*E-ME"})
+    size = architecture_of(replace(run, model=replace(run.model, model_name="odd"), stated={
+        "model_spec:odd": ("layer_types=pattern",)}))
+    named = architecture_of(config({**QWEN3_NEXT, "layer_types": ["linear_attention", "full_attention", "moe", "mlp"]}))
+    assert (size.layers, size.linear, size.full, size.sparse, size.alone, size.mlps) == (6, 2, 1, 2, 3, 3)
+    assert (named.linear, named.full, named.sparse, named.alone) == (1, 48 - 1 - 2, 1, 2)
+    assert architecture_of(config({**QWEN3_NEXT, "layer_types": ["linear_attention", "mlp"]})).experts is None
+    assert size.uncounted == [] and size.attention == 16 * 256
+    linear, full = 2048 * (2 * 2048 + 2 * 4096 + 64) + 4096 * 2048, 2048 * 256 * 2 * (16 + 2)
+    assert estimate.mixing(size)[0] == (2 * linear + full) // 6
+    mlps = 2 * 2048 * 5120 + 2 * 2048 * (2 * 512 * (10 + 1) + 512)
+    assert estimate.active_parameters(size) == 6 * estimate.mixing(size)[0] + mlps + 2048 * 151936
+
+
 def test_a_gate_of_attention_is_as_wide_as_its_queries(config):
     plain, gated = (architecture_of(config({**QWEN3_NEXT, "attn_output_gate": gate})) for gate in (False, True))
     full = QWEN3_NEXT["num_hidden_layers"] // QWEN3_NEXT["full_attention_interval"]
-    assert gated.layers * gated.mixing[0] - plain.layers * plain.mixing[0] == full * 2048 * 16 * 256
+    assert gated.layers * estimate.mixing(gated)[0] - plain.layers * estimate.mixing(plain)[0] == full * 2048 * 16 * 256
 
 
 def test_what_a_family_states_of_its_config_json_is_how_it_is_read(config):

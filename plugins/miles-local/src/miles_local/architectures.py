@@ -12,8 +12,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from miles_core.errors import CheckpointError
 from miles_core.reading import parse_json
 
-LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "linear_attention"}
-"""Kinds of layers whose past is keys and values by position, or a state."""
+LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "linear_attention", "mlp", "moe"}
+"""Kinds of layers whose past is keys and values by position, or a state; and those that have none."""
 BATCHED_ROPES = {"dynamic", "longrope"}
 """Rotary embeddings whose frequencies change with the longest sequence of the batch."""
 

@@ -292,6 +292,9 @@ class ModuleDecoder(BaseDecoder):
     def _ready(self, module: PreTrainedModel) -> PreTrainedModel:
         """The module with this file's attention; the first one is checked."""
         module.eval().requires_grad_(False).to(self.device)
+        for part in module.modules():  # transformers limits the time steps of a Mamba-2 of whole sequences alone
+            if hasattr(part, "time_step_limit"):
+                part.time_step_limit = (0.0, float("inf"))
         if not self._checked:
             module.set_attn_implementation("eager")
             try:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 from miles_core.errors import ConfigError
 from miles_megatron.mixture import Mixture, dense_mlp
@@ -21,6 +22,11 @@ _NEVER = {
     "window_attn_skip_freq": None, "no_rope_freq": None, "glu_linear_offset": 0.0, "activation_func_clamp_value": None,
 }  # fmt: skip
 """Fields of TransformerConfig that would make another model; no layer here reads them, so none may be set."""
+
+UNGATED = ("relu2",)
+"""Activations of MLPs without a gate."""
+
+Kind = TypeVar("Kind", bound=Attention | None)
 
 _OURS, _THEIRS = "decoder.layers.{layer}.", "model.layers.{layer}."
 
@@ -42,7 +48,8 @@ class Decoder:
 
     Args:
         hf: its transformers config, for the sizes.
-        attention: one entry per layer; see `every_layer`.
+        attention: one entry per layer, see `every_layer`; None of a layer that is an MLP alone.
+        lone: a layer that has an attention has no MLP after it.
         norms: their names.
         zero_centred_norms: a norm multiplies with 1 + weight.
         qk_norm: a norm on each head of q and k.
@@ -61,7 +68,8 @@ class Decoder:
     """
 
     hf: object
-    attention: tuple[Attention, ...]
+    attention: tuple[Attention | None, ...]
+    lone: bool = False
     norms: LayerNorms = LayerNorms()
     zero_centred_norms: bool = False
     qk_norm: bool = False
@@ -104,9 +112,9 @@ class Decoder:
             "qk_layernorm": self.qk_norm or self.wide_qk_norm,
             "add_bias_linear": self.linear_bias,
             "add_qkv_bias": self.qkv_bias or self.linear_bias,
-            "gated_linear_unit": True,
+            "gated_linear_unit": self.activation not in UNGATED,
             "softmax_scale": self.softmax_scale,
-            "rotary_interleaved": any(one.rotary is not None and one.rotary.interleaved for one in self.attention),
+            "rotary_interleaved": any(one.rotary is not None and one.rotary.interleaved for one in self._mixers),
             **_NEVER,
             **({} if self.mixture is None else self.mixture.constants),
             **self.constants,
@@ -115,8 +123,9 @@ class Decoder:
         return ModelSpec(
             constants=constants, defaults=defaults, vocab_size=hf.vocab_size, attention=self.attention,
             tied=bool(hf.tie_word_embeddings), max_positions=hf.max_position_embeddings, source=source(hf),
-            activation=self.activation, wide_qk_norm=self.wide_qk_norm, pre_norms=self.norms.before_mlp is not None,
-            post_norms=self.norms.after_mlp is not None, residual_scale=self.residual_scale,
+            activation=self.activation, lone=self.lone, wide_qk_norm=self.wide_qk_norm,
+            pre_norms=self.norms.before_mlp is not None, post_norms=self.norms.after_mlp is not None,
+            residual_scale=self.residual_scale,
             embedding_scale=self.embedding_scale, logit_scale=self.logit_scale, logit_softcap=self.logit_softcap,
             also={**({} if self.mixture is None else self.mixture.also), **self.also},
         )  # fmt: skip
@@ -124,28 +133,35 @@ class Decoder:
     def weight_map(self) -> WeightMap:
         """Where its tensors go."""
         hf = self.hf
-        layers = tuple(range(hf.num_hidden_layers))
+        mixing = tuple(layer for layer, one in enumerate(self.attention) if one is not None)
+        mlps = tuple(layer for layer, one in enumerate(self.attention) if one is None or not self.lone)
         rules = [
             Rule("embedding.word_embeddings.weight", ("model.embed_tokens.weight",)),
-            *self._attention(layers),
-            *self._mlp(layers),
+            *self._attention(mixing, mlps),
+            *self._mlp(mlps),
             Rule("decoder.final_layernorm.weight", ("model.norm.weight",)),
         ]
         if not hf.tie_word_embeddings:
             rules.append(Rule("output_layer.weight", ("lm_head.weight",)))
         return WeightMap(
-            rules=tuple(rules), heads=hf.num_attention_heads, groups=hf.num_key_value_heads, head_dim=head_dim(hf),
+            rules=tuple(rule for rule in rules if rule.layers != ()), heads=hf.num_attention_heads,
+            groups=hf.num_key_value_heads, head_dim=head_dim(hf),
             ignored=frozenset({"lm_head.weight"} if hf.tie_word_embeddings else ()), tied=bool(hf.tie_word_embeddings),
             left=self.left, left_counts=self.left_counts, renamed=self.renamed, packed=self.packed,
             carried=self.carried,
         )  # fmt: skip
+
+    @property
+    def _mixers(self) -> list[Attention]:
+        return [one for one in self.attention if one is not None]
 
     def _mlp(self, layers: tuple[int, ...]) -> tuple[Rule, ...]:
         if self.mlp is not None:
             return self.mlp
         return dense_mlp(layers, self.fused_gate_up, self.linear_bias) if self.mixture is None else self.mixture.rules()
 
-    def _attention(self, layers: tuple[int, ...]) -> list[Rule]:
+    def _attention(self, layers: tuple[int, ...], mlps: tuple[int, ...]) -> list[Rule]:
+        """Of the token mixers, and of the norms of all layers."""
         def same(ours: str, theirs: str) -> Rule:
             return Rule(_OURS + ours, (_THEIRS + theirs,), layers=layers)
 
@@ -163,19 +179,22 @@ class Decoder:
             mixing.append(qkv("bias"))
         if self.qk_norm or self.wide_qk_norm:
             mixing += [same(f"self_attention.{x}_layernorm.weight", f"self_attn.{x}_norm.weight") for x in "qk"]
-        if any(one.sinks for one in self.attention):
+        if any(one.sinks for one in self._mixers):
             mixing.append(same("self_attention.core_attention.sinks", "self_attn.sinks"))
         mixing.append(same("self_attention.linear_proj.weight", "self_attn.o_proj.weight"))
         if self.linear_bias:
             mixing.append(same("self_attention.linear_proj.bias", "self_attn.o_proj.bias"))
         norms = self.norms
 
-        def norm(ours: str, theirs: str | None) -> list[Rule]:
-            return [] if theirs is None else [same(f"{ours}.weight", f"{theirs}.weight")]
+        def norm(ours: str, theirs: str | None, where: tuple[int, ...]) -> list[Rule]:
+            return [] if theirs is None else [Rule(f"{_OURS}{ours}.weight", (f"{_THEIRS}{theirs}.weight",),
+                                                   layers=where)]
 
-        return [*norm("input_layernorm", norms.before_attention), *(mixing if self.mixing is None else self.mixing),
-                *norm("pre_mlp_layernorm", norms.before_mlp), *norm("self_attn_bda.norm", norms.after_attention),
-                *norm("mlp_bda.norm", norms.after_mlp)]
+        return [*norm("input_layernorm", norms.before_attention, layers),
+                *(mixing if self.mixing is None else self.mixing),
+                *norm("pre_mlp_layernorm", norms.before_mlp, mlps),
+                *norm("self_attn_bda.norm", norms.after_attention, layers),
+                *norm("mlp_bda.norm", norms.after_mlp, mlps)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +220,7 @@ def every_layer(hf, attention: Attention) -> tuple[Attention, ...]:
     return (attention,) * hf.num_hidden_layers
 
 
-def by_layer_type(hf, kinds: Mapping[str, Attention]) -> tuple[Attention, ...]:
+def by_layer_type(hf, kinds: Mapping[str, Kind]) -> tuple[Kind, ...]:
     """The attention of each layer by its entry in config.json's `layer_types`.
 
     Raises:

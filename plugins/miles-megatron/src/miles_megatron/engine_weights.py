@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from miles_core.config.load import config_json
 from miles_core.config.tables import RunConfig
-from miles_megatron.estimate import ModelDimensions, parameters
+from miles_megatron.estimate import ModelDimensions, mixing, parameters
 
 _KINDS = {
     "attention": ("self_attn.o_proj", True), "dense": ("mlp.down_proj", False),
@@ -29,9 +29,9 @@ def weights(config: RunConfig, model: ModelDimensions) -> float:
     dense, experts = parameters(replace(model, layout=whole), size.layers, True, True)
     value = {"float32": 4}.get(str(config.surface("server").get("dtype") or config.rollout.engine_dtype), 2)
     each = {
-        "attention": size.layers * sum(size.mixing),
-        "dense": (size.layers - size.sparse) * 3 * size.hidden * (size.ffn or 0),
-        "shared": size.sparse * 3 * size.hidden * (size.shared_ffn or 0), "experts": experts,
+        "attention": size.layers * sum(mixing(size)),
+        "dense": (size.mlps - size.sparse) * size.matrices * size.hidden * (size.ffn or 0),
+        "shared": size.sparse * size.matrices * size.hidden * (size.shared_ffn or 0), "experts": experts,
     }
     stated = quantization(config)
     rounded = bytes_of(stated) if stated else None
@@ -75,7 +75,7 @@ def cache(config: RunConfig, model: ModelDimensions) -> float:
     """Bytes of a token's keys and values on one GPU of an engine; a latent is on each."""
     size, servers = model.size, config.surface("server")
     value = 1 if str(servers.get("kv_cache_dtype", "")).startswith("fp8") else 2
-    layers = size.layers - size.linear
+    layers = size.full
     if size.rank:
         return value * layers * (size.rank + size.turned)
     return value * layers * 2 * size.head_dim * max(size.groups / config.perf.rollout_num_gpus_per_engine, 1)

@@ -78,22 +78,23 @@ def saved_activations(model: ModelDimensions, sparse: bool) -> dict[str, float]:
     values, output = (value * count * size.value_dim / tensor for count in (size.groups, size.heads))
     latents = value * ((size.query_rank or 0) + (size.rank or 0)) / model.split
     # Of the average layer; linear attention is computed again from its inputs.
-    linear, (keys, inner) = size.linear / size.layers, size.linear_widths
-    full = 1 - linear
+    linear, full, (keys, inner) = size.linear / size.layers, size.full / size.layers, _linear_widths(size)
+    mixers, mlps = linear + full, 1.0 if sparse else _dense(size)
     activations = {
-        "attention norm: input": hidden + statistic,
-        "qkv: input": hidden,
+        "attention norm: input": mixers * (hidden + statistic),
+        "qkv: input": mixers * hidden,
         "norms of q and k: inputs": full * (query + key + FP32 * (size.heads + size.groups) / tensor) * model.qk_norm,
         "latents: inputs of norms and projections": 2 * latents,
         "attention: q, k, v": full * (query + key + values),
         "attention's gate: gate, gated output": full * 2 * output * bool(size.gated),
         "attention: output": full * (output + FP32 * size.heads / tensor),
         "linear attention: q, k, v, output, gate, gated output": linear * value * (2 * keys + 4 * inner) / tensor,
-        "mlp norm: input": hidden + statistic,
+        "mlp norm: input": mlps * (hidden + statistic),
     }
+    wide = size.matrices - 1  # of what the activation is made, in widths of what it makes
     if not sparse:
-        inner = value * (size.ffn or 0) / tensor
-        return activations | {"fc1: input": hidden, "activation: input": 2 * inner, "fc2: input": inner}
+        inner = mlps * value * (size.ffn or 0) / tensor
+        return activations | {"fc1: input": mlps * hidden, "activation: input": wide * inner, "fc2: input": inner}
     # Copies of a token are those of its experts; expert-tensor-parallel ranks each see all of their tokens.
     copies = size.experts_per_token * model.layout.expert_tensor / model.split
     inner = value * size.expert_ffn / model.layout.expert_tensor
@@ -101,10 +102,10 @@ def saved_activations(model: ModelDimensions, sparse: bool) -> dict[str, float]:
         "router: input": hidden,
         "router: logits, probabilities, choices": (3 * FP32 + 1) * size.experts / model.split,
         "experts' fc1: input": copies * value * size.hidden,
-        "experts' activation: input": copies * 2 * inner,
+        "experts' activation: input": copies * wide * inner,
         "experts' probabilities: input": copies * inner,
         "experts' fc2: input": copies * inner,
-        "shared experts": 4 * value * (size.shared_ffn or 0) / tensor,
+        "shared experts": (2 + wide) * value * (size.shared_ffn or 0) / tensor,
     }
 
 
@@ -117,15 +118,22 @@ def parameters(model: ModelDimensions, layers: float, first: bool, last: bool,
     """
     size, tensor = model.size, model.layout.tensor
     sparse = layers * size.sparse / size.layers if sparse is None else sparse
-    cut, whole = size.mixing
+    cut, whole = mixing(size)
     attention = cut / tensor + whole
-    norms = 2 * size.hidden + 2 * size.head_dim * model.qk_norm + (size.query_rank or 0) + (size.rank or 0)
+    norms = (size.full + size.linear + size.mlps) / size.layers * size.hidden
+    norms += 2 * size.head_dim * model.qk_norm + (size.query_rank or 0) + (size.rank or 0)
     table = size.vocab * size.hidden / tensor
-    dense = layers * (attention + norms) + (layers - sparse) * 3 * size.hidden * (size.ffn or 0) / tensor
-    dense += sparse * size.hidden * ((size.experts or 0) + 3 * (size.shared_ffn or 0) / tensor)
+    matrix = size.matrices * size.hidden
+    dense = layers * (attention + norms) + (layers - sparse) * _dense(size) * matrix * (size.ffn or 0) / tensor
+    dense += sparse * (size.hidden * (size.experts or 0) + matrix * (size.shared_ffn or 0) / tensor)
     dense += table * (first + (last and not (first and model.tied))) + size.hidden * last
-    each = 3 * size.hidden * (size.expert_ffn or 0) / model.layout.expert_tensor
+    each = matrix * (size.expert_ffn or 0) / model.layout.expert_tensor
     return dense, sparse * each * (size.experts or 0) / model.layout.expert
+
+
+def _dense(size: Architecture) -> float:
+    """Of the layers without experts, the share with an MLP: all, but where layers are attention or an MLP alone."""
+    return (size.mlps - size.sparse) / max(size.layers - size.sparse, 1)
 
 
 def trainer(config: RunConfig, model: ModelDimensions) -> dict[str, float]:
@@ -227,7 +235,7 @@ def _activations(config: RunConfig, model: ModelDimensions, layers: float, stage
 def _passing(model: ModelDimensions, tokens: int) -> float:
     """Gradients of the MLP's or the attention's tensors, whichever are more; cuDNN sums up that of q in fp32."""
     size, value, tensor = model.size, model.value, model.layout.tensor
-    dense = (size.ffn or 0) * (size.sparse != size.layers)
+    dense = (size.ffn or 0) * (size.sparse != size.mlps)
     widest = max(dense, (size.expert_ffn or 0) * (size.experts_per_token or 0))
     query, key = (count * size.head_dim / tensor for count in (size.heads, size.groups))
     mlp = value * (tokens * (3 * widest / tensor + 2 * size.hidden / model.split) + 2 * widest * size.hidden / tensor)
@@ -276,3 +284,31 @@ def flops(length: int, *, parameters: int, attention: int) -> int:
         attention: layers x heads x size of a head.
     """
     return 6 * length * (parameters + attention * length)
+
+
+def mixing(size: Architecture) -> tuple[int, int]:
+    """Parameters of the average layer's attention, linear or not: (those cut by heads, those that every tensor-parallel
+    rank has)."""
+    heads = 2 * size.heads + 2 * size.groups + (size.heads if size.gated else 0)
+    cut, whole = size.hidden * size.head_dim * heads, 0
+    if size.rank:
+        whole = size.hidden * (size.rank + size.turned + (size.query_rank or 0))
+        made = size.rank * (size.plain + size.value_dim) + size.value_dim * size.hidden
+        cut = size.heads * (size.head_dim * (size.query_rank or size.hidden) + made)
+    keys, values = _linear_widths(size)
+    # Queries, keys, values, the gates of the output, and two numbers per head; then the output.
+    linear = size.hidden * (2 * keys + 2 * values + 2 * (size.linear_heads or 0)) + values * size.hidden
+    return (cut * size.full + linear * size.linear) // size.layers, whole * size.full // size.layers
+
+
+def _linear_widths(size: Architecture) -> tuple[int, int]:
+    """Channels of all keys and of all values of a layer of linear attention; 0 without such layers."""
+    return ((size.linear_groups or 0) * (size.linear_key or 0), (size.linear_heads or 0) * (size.linear_value or 0))
+
+
+def active_parameters(size: Architecture) -> int:
+    """Parameters of all matrices that one token meets: attention, MLPs, routers, its experts, the output."""
+    widths = (size.expert_ffn or 0) * (size.experts_per_token or 0) + (size.shared_ffn or 0)
+    sparse = size.sparse * (size.matrices * widths + (size.experts or 0))
+    dense = (size.mlps - size.sparse) * size.matrices * (size.ffn or 0)
+    return size.layers * sum(mixing(size)) + size.hidden * (dense + sparse + size.vocab)

@@ -1,4 +1,4 @@
-"""Layer-spec parts that need neither Transformer Engine nor CUDA: norms and the activations of gated MLPs.
+"""Layer-spec parts that need neither Transformer Engine nor CUDA: norms and the activations of MLPs.
 
 They are written for few passes over memory, which is what a small model's step costs on a CPU: the elementwise parts
 are autograd functions that save their inputs and nothing else.
@@ -184,3 +184,10 @@ class ClampedSwiGLU(MegatronModule):
         limit = self.config.activation_func_clamp_value
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
         return (up + self.config.glu_linear_offset) * (gate * torch.sigmoid(gate * self.SLOPE))
+
+
+class SquaredReLU(MegatronModule):
+    """The activation of an MLP without a gate: relu(x)^2 (So et al., arXiv:2109.08668)."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.relu(x).square()

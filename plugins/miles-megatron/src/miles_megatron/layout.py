@@ -126,7 +126,7 @@ def _indivisible_world(config: RunConfig, world: int, sizes: dict[str, int]) -> 
 def share(config: RunConfig, name: str) -> int | None:
     """A width of the model on one rank: ffn of dense layers, expert_ffn, or values of all its heads."""
     layout, model = layout_of(config), architecture_of(config)
-    whole, ranks = {"ffn": (model.ffn if model.layers != model.sparse else None, layout.tensor),
+    whole, ranks = {"ffn": (model.ffn if model.mlps != model.sparse else None, layout.tensor),
                     "expert_ffn": (model.expert_ffn if model.experts else None, layout.expert_tensor),
                     "values": ((model.heads or 0) * (model.value_dim or 0), layout.tensor)}[name]
     return whole // ranks if whole else None
@@ -210,7 +210,7 @@ def _divisions(layout: Layout, architecture: Architecture, config: RunConfig) ->
     if architecture.linear:
         yield "linear_groups", ("tensor",)
         yield "linear_heads", ("tensor",)
-    if architecture.layers != architecture.sparse:
+    if architecture.mlps != architecture.sparse:
         yield "ffn", ("tensor",)
     if architecture.experts:
         yield "shared_ffn", ("tensor",)

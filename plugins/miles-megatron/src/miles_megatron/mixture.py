@@ -37,7 +37,7 @@ class Names:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mixture:
-    """The mixtures of one checkpoint: gated MLPs of which a router chooses some for every token.
+    """The mixtures of one checkpoint: MLPs of which a router chooses some for every token.
 
     Args:
         layers: of the whole model.
@@ -50,6 +50,7 @@ class Mixture:
         groups, of_groups: experts lie in so many groups, of which the best are chosen first, by the sum of their two
             best scores; 1 for no groups.
         scale: factor on the weights.
+        gated: whether MLPs have a gate; without one they have two matrices.
         names: of the tensors.
     """
 
@@ -65,6 +66,7 @@ class Mixture:
     groups: int = 1
     of_groups: int = 1
     scale: float = 1.0
+    gated: bool = True
     names: Names = Names()
 
     def __post_init__(self) -> None:
@@ -122,9 +124,10 @@ class Mixture:
     def rules(self) -> tuple[Rule, ...]:
         """Of the MLPs of all layers."""
         dense = tuple(layer for layer in range(self.layers) if layer not in self.sparse)
-        return (*(dense_mlp(dense) if dense else ()), *self._sparse())
+        return (*(dense_mlp(dense) if dense else ()), *self.sparse_rules())
 
-    def _sparse(self) -> Iterator[Rule]:
+    def sparse_rules(self) -> Iterator[Rule]:
+        """Of the mixtures alone."""
         names, experts = self.names, _OURS + "experts.local_experts.{expert}."
 
         def one(ours: str, theirs: str) -> Rule:
@@ -133,12 +136,13 @@ class Mixture:
         yield one("router.weight", names.router)
         if self.bias:
             yield one("router.expert_bias", names.bias)
-        yield Rule(experts + "linear_fc1.weight", (_THEIRS + names.gate, _THEIRS + names.up), "rows", self.sparse,
+        first, join = ((names.gate, names.up), "rows") if self.gated else ((names.up,), "same")
+        yield Rule(experts + "linear_fc1.weight", tuple(_THEIRS + name for name in first), join, self.sparse,
                    self.experts)
         yield Rule(experts + "linear_fc2.weight", (_THEIRS + names.down,), "same", self.sparse, self.experts)
         if self.shared:
-            both = tuple(f"{_THEIRS}{names.shared}{part}_proj.weight" for part in ("gate", "up"))
-            yield Rule(_OURS + "shared_experts.linear_fc1.weight", both, "rows", self.sparse)
+            parts = tuple(f"{_THEIRS}{names.shared}{part}_proj.weight" for part in ("gate", "up")[not self.gated:])
+            yield Rule(_OURS + "shared_experts.linear_fc1.weight", parts, join, self.sparse)
             yield one("shared_experts.linear_fc2.weight", names.shared + "down_proj.weight")
         if names.shared_gate is not None:
             yield one("shared_experts.gate_weight", names.shared_gate)

@@ -161,7 +161,7 @@ _INTERLEAVED = {"overlap_p2p_comm": True, "batch_p2p_comm": False, "deallocate_p
 """With two stages both neighbours are the same rank, and batched p2p mixes them up. What overlapping sends still read,
 Megatron-core 0.16 would free (its pull request 4047 fixes that): the next stage got whatever came to lie there."""
 
-_ACTIVATIONS = {"silu": F.silu, "gelu_pytorch_tanh": F.gelu, "clamped_swiglu": F.silu}
+_ACTIVATIONS = {"silu": F.silu, "gelu_pytorch_tanh": F.gelu, "clamped_swiglu": F.silu, "relu2": F.relu}
 """Of ModelSpec.activation: the function that Megatron's config names, of those that it takes; a layer computes what its
 module does. Transformer Engine's GELU is the tanh one."""
 
@@ -189,10 +189,10 @@ def layer_spec(config: TransformerConfig, spec: ModelSpec, vp_stage: int | None 
     pattern = pattern if isinstance(pattern, list) else [int(bool(pattern))] * config.num_layers
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     mine = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
-    ropes = {one: one and Rope(config.kv_channels, one) for one in (each.rotary for each in spec.attention)}
+    ropes = {one: one and Rope(config.kv_channels, one) for one in (each and each.rotary for each in spec.attention)}
     kinds = [(bool(pattern[number]), spec.attention[number]) for number in mine]
     modules = modules_of(config)
-    made = {kind: layer(config, spec, *kind, ropes[kind[1].rotary], modules) for kind in set(kinds)}
+    made = {kind: layer(config, spec, *kind, ropes[kind[1] and kind[1].rotary], modules) for kind in set(kinds)}
     return TransformerBlockSubmodules(layer_specs=[made[kind] for kind in kinds], layer_norm=modules.norm)
 
 

@@ -24,9 +24,11 @@ cpu.install()
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402 - after install()
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear  # noqa: E402
 from megatron.core.transformer import ModuleSpec, TransformerConfig  # noqa: E402
+from megatron.core.transformer.attention import SelfAttentionSubmodules  # noqa: E402
 from megatron.core.transformer.enums import AttnBackend  # noqa: E402
-from megatron.core.transformer.identity_op import IdentityOp  # noqa: E402
+from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp  # noqa: E402
 from megatron.core.transformer.mlp import MLPSubmodules  # noqa: E402
+from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules  # noqa: E402
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +42,7 @@ class LayerModules:
     Args:
         column, row: linear layers cut along their outputs and along their inputs.
         norm: called with (config, hidden_size, eps).
-        activations: ModelSpec.activation -> the module of a gated MLP, called with (config).
+        activations: ModelSpec.activation -> the module of an MLP, called with (config).
         attention: the core attention of layers of one kind: takes the config, what the checkpoint says, and the rope.
         grouped: the module that holds a rank's experts together and its linear layers; None for one MLP per expert.
         wrapped: called with a model that trains once its gradients have their buffers; None for nothing to do.
@@ -63,7 +65,8 @@ def packed_attention(_config: TransformerConfig, attention: Attention, rope: Rop
 
 
 OURS = LayerModules(ColumnParallelLinear, RowParallelLinear, layers.Norm,
-             {"silu": layers.SwiGLU, "gelu_pytorch_tanh": layers.GeGLU, "clamped_swiglu": layers.ClampedSwiGLU},
+             {"silu": layers.SwiGLU, "gelu_pytorch_tanh": layers.GeGLU, "clamped_swiglu": layers.ClampedSwiGLU,
+              "relu2": layers.SquaredReLU},
              packed_attention)
 
 
@@ -120,12 +123,13 @@ class _OwnedRow(RowParallelLinear):
         return output.clone(), bias
 
 
-def layer(config: TransformerConfig, spec: ModelSpec, sparse: bool, attention: Attention, rope: Rope | None,
+def layer(config: TransformerConfig, spec: ModelSpec, sparse: bool, attention: Attention | None, rope: Rope | None,
           modules: LayerModules) -> ModuleSpec:
     """A layer of one kind.
 
     Args:
         sparse: whether its MLP is a mixture of experts.
+        attention: None for an MLP alone.
         rope: of its queries and keys, if they have one; the core attention turns them.
     """
     made = get_gpt_layer_local_spec(
@@ -133,6 +137,25 @@ def layer(config: TransformerConfig, spec: ModelSpec, sparse: bool, attention: A
         normalization=config.normalization,
     )  # fmt: skip
     inside = made.submodules
+    _norms(inside, config, spec, modules)
+    if attention is None:
+        inside.input_layernorm = inside.self_attention = IdentityOp
+        inside.self_attn_bda = IdentityFuncOp
+    elif attention.mixer is not None:
+        inside.self_attention = attention.mixer(config, attention, rope, modules)
+    else:
+        _self_attention(inside.self_attention.submodules, config, spec, attention, rope, modules)
+    if attention is not None and spec.lone:
+        inside.pre_mlp_layernorm = inside.mlp = IdentityOp
+        inside.mlp_bda = IdentityFuncOp
+    else:
+        _mlp(inside.mlp, config, spec, sparse, modules)
+    return made
+
+
+def _norms(inside: TransformerLayerSubmodules, config: TransformerConfig, spec: ModelSpec,
+           modules: LayerModules) -> None:
+    """Before both sublayers, and between them and the residual."""
     inside.input_layernorm = inside.pre_mlp_layernorm = modules.norm if spec.pre_norms else IdentityOp
     if spec.post_norms:
         params = {"config": config, "norm": modules.norm}
@@ -140,24 +163,28 @@ def layer(config: TransformerConfig, spec: ModelSpec, sparse: bool, attention: A
     elif spec.residual_scale != 1:
         params = {"config": config, "scale": spec.residual_scale}
         inside.self_attn_bda = inside.mlp_bda = ModuleSpec(module=layers.ScaledAdd, params=params)
-    if attention.mixer is not None:
-        inside.self_attention = attention.mixer(config, attention, rope, modules)
-    else:
-        inner = inside.self_attention.submodules
-        inner.linear_qkv, inner.linear_proj = modules.column, modules.row
-        inner.core_attention = modules.attention(config, attention, rope)
-        if config.qk_layernorm:
-            inner.q_layernorm = inner.k_layernorm = modules.norm
-        if spec.wide_qk_norm:
-            inner.q_layernorm, inner.k_layernorm = (
-                ModuleSpec(module=WideNorm, params={"heads": heads})
-                for heads in (config.num_attention_heads, config.num_query_groups))
+
+
+def _self_attention(inner: SelfAttentionSubmodules, config: TransformerConfig, spec: ModelSpec, attention: Attention,
+                    rope: Rope | None, modules: LayerModules) -> None:
+    """Megatron's."""
+    inner.linear_qkv, inner.linear_proj = modules.column, modules.row
+    inner.core_attention = modules.attention(config, attention, rope)
+    if config.qk_layernorm:
+        inner.q_layernorm = inner.k_layernorm = modules.norm
+    if spec.wide_qk_norm:
+        inner.q_layernorm, inner.k_layernorm = (ModuleSpec(module=WideNorm, params={"heads": heads})
+                                                for heads in (config.num_attention_heads, config.num_query_groups))
+
+
+def _mlp(mlp: ModuleSpec, config: TransformerConfig, spec: ModelSpec, sparse: bool, modules: LayerModules) -> None:
+    """One MLP, or a mixture of experts."""
     activation = modules.activations[spec.activation]
     dense = MLPSubmodules(linear_fc1=modules.column, linear_fc2=modules.row, activation_func=activation)
     if not sparse:
-        inside.mlp.submodules = dense
-        return made
-    mixture = inside.mlp.submodules
+        mlp.submodules = dense
+        return
+    mixture = mlp.submodules
     mixture.experts.submodules = mixture.shared_experts.submodules = dense
     if config.add_bias_linear and modules.row is RowParallelLinear:
         mixture.experts.submodules = replace(dense, linear_fc2=_OwnedRow)
@@ -165,4 +192,3 @@ def layer(config: TransformerConfig, spec: ModelSpec, sparse: bool, attention: A
         together, fc1, fc2 = modules.grouped
         grouped = MLPSubmodules(linear_fc1=fc1, linear_fc2=fc2, activation_func=activation)
         mixture.experts = ModuleSpec(module=together, submodules=grouped)
-    return made

@@ -219,7 +219,7 @@ def seconds(config: RunConfig, model: ModelDimensions) -> float:
     # The slowest stage sets the pace: the first has most layers, the last has the output layer.
     ends = ((layers, layout.pipeline == 1), (estimate.layers_of(config, model, layout.pipeline - 1), True))
     operations = batch * max(estimate.flops(
-        length, parameters=here / size.layers * (size.active_parameters - head) + head * last,
+        length, parameters=here / size.layers * (estimate.active_parameters(size) - head) + head * last,
         attention=here / size.layers * size.attention) for here, last in ends)
 
     def moved(elements: float, ranks: int, span: int) -> float:
@@ -249,7 +249,8 @@ def lines(config: RunConfig, gpus: int, count: int) -> Iterator[str]:
     """What `miles layouts` prints."""
     base, model, capacity = known(config, gpus)
     whole = sum(parameters(model, model.size.layers, True, True))
-    yield (f"{whole / 1e9:,.1f}B parameters, {model.size.active_parameters / 1e9:,.1f}B of a token; samples of up to "
+    met = estimate.active_parameters(model.size)
+    yield (f"{whole / 1e9:,.1f}B parameters, {met / 1e9:,.1f}B of a token; samples of up to "
            f"{longest(config)} tokens, {base.rollout.global_batch_size} in a step")
     fitting = proposals(config, gpus, count)
     if not fitting:

@@ -73,11 +73,13 @@ class ModelSpec:
         also: options of Megatron's -> values that say of its own layers what the checkpoint says, where the layers here
             have other fields, or none. Repeated they change nothing.
         vocab_size: rows of the embedding.
-        attention: one entry per layer of the whole model.
+        attention: one entry per layer of the whole model; None of a layer that is an MLP alone.
+        lone: a layer that has an attention has no MLP after it (Nemotron-H, arXiv:2504.03624).
         tied: the output layer is the embedding.
         max_positions: longest sequence that the checkpoint was made for.
         source: where this was read, for messages.
-        activation: of the gated MLP: "silu", "gelu_pytorch_tanh" or "clamped_swiglu" (layers.ClampedSwiGLU).
+        activation: of the gated MLP: "silu", "gelu_pytorch_tanh" or "clamped_swiglu" (layers.ClampedSwiGLU); or
+            "relu2", of one without a gate.
         wide_qk_norm: the norms of q and k go over all heads together.
         pre_norms: the inputs of attention and MLP pass a norm.
         post_norms: the outputs of attention and MLP pass a norm before they join the residual.
@@ -89,13 +91,14 @@ class ModelSpec:
 
     constants: Mapping[str, object]
     vocab_size: int
-    attention: tuple[Attention, ...]
+    attention: tuple[Attention | None, ...]
     tied: bool
     max_positions: int
     source: str = field(compare=False)
     defaults: Mapping[str, object] = field(default_factory=dict)
     also: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
     activation: str = "silu"
+    lone: bool = False
     wide_qk_norm: bool = False
     pre_norms: bool = True
     post_norms: bool = False
@@ -107,7 +110,8 @@ class ModelSpec:
     @property
     def rotary(self) -> Rotary:
         """The last that there is, which is that of all layers but in models with windows in between."""
-        return next((one.rotary for one in reversed(self.attention) if one.rotary is not None), Rotary(1.0, 0.0))
+        ropes = (one.rotary for one in reversed(self.attention) if one is not None)
+        return next((rope for rope in ropes if rope is not None), Rotary(1.0, 0.0))
 
 
 @dataclass(frozen=True, slots=True)

@@ -239,7 +239,8 @@ class MegatronTrainer:
         """What --balance-by-flops balances; None for tokens."""
         if (size := self.architecture) is None:
             return None
-        return [estimate.flops(n, parameters=size.active_parameters, attention=size.attention) for n in lengths]
+        met = estimate.active_parameters(size)
+        return [estimate.flops(n, parameters=met, attention=size.attention) for n in lengths]
 
     def worth(self, samples: Sequence[Sample]) -> list[Sample]:
         """The samples that can have a gradient, in their order, and as many others as fill every rank's micro-batches.

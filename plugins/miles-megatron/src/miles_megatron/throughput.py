@@ -58,8 +58,8 @@ class Throughput:
             lengths, scale = self._lengths[name], seconds * self._ranks
             rates[f"perf/{name}_tokens_per_gpu_per_sec"] = sum(lengths) / scale
             if self._size is not None:
-                whole = sum(estimate.flops(n, parameters=self._size.active_parameters, attention=self._size.attention)
-                            for n in lengths)
+                met = estimate.active_parameters(self._size)
+                whole = sum(estimate.flops(n, parameters=met, attention=self._size.attention) for n in lengths)
                 rates[f"perf/{name}_tflops"] = PASSES[name] * whole / scale / 1e12
         if "actor_train" in self._seconds:
             rates["perf/actor_train_tok_per_s"] = sum(self._lengths["actor_train"]) / self._seconds["actor_train"]

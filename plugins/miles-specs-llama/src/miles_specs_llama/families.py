@@ -44,11 +44,11 @@ def smollm3(hf: Any) -> Decoder:
         ConfigError: biases, another activation, an unknown scaling of the rope.
     """
     refuse(hf, attention_bias=False, mlp_bias=False)
-    decoder, positions = llama(hf), hf.no_rope_layers[: hf.num_hidden_layers]
+    decoder, positions, rope = llama(hf), hf.no_rope_layers[: hf.num_hidden_layers], rotary(hf)
     windows = [hf.sliding_window if hf.use_sliding_window and kind == "sliding_attention" else None
                for kind in hf.layer_types]
-    attention = tuple(replace(one, rotary=one.rotary if turned else None, window=window)
-                      for one, turned, window in zip(decoder.attention, positions, windows, strict=True))
+    attention = tuple(Attention(rope if turned else None, window=window)
+                      for turned, window in zip(positions, windows, strict=True))
     return replace(decoder, attention=attention, also={"no_rope_freq": (
         hf.no_rope_layer_interval, [int(not turned) for turned in positions])})
 

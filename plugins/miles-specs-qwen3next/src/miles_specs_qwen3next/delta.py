@@ -1,4 +1,4 @@
-"""The gated delta rule and its short convolution, in plain torch.
+"""The gated delta rule, in plain torch.
 
 Yang, Kautz and Hatamizadeh, Gated Delta Networks, arXiv:2412.06464. A head has a state S [dk, dv]; a token first lets
 it decay, then replaces what its key finds in it by its value, to the share beta, and reads it with its query:
@@ -16,25 +16,16 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-
-CHUNK = 64
-"""Tokens computed at once: products are as large as a tile of a GPU, and the triangular system stays small."""
+from miles_megatron.recurrent import CHUNK, in_chunks, wide
 
 _EPS = 1e-6
 """Under the root of the norm of queries and keys; transformers' and fla's."""
 
 
-def causal_convolution(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """x [B, L, C], weight [C, 1, K] -> silu(conv) [B, L, C]: position p sees the K positions up to itself, zeros before
-    the first."""
-    padded = F.pad(x.transpose(1, 2), (weight.shape[-1] - 1, 0))
-    return F.silu(F.conv1d(padded, weight, groups=len(weight))).transpose(1, 2)
-
-
 def gated_norm(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x and gate [..., D], weight [D] -> weight x / rms(x) x silu(gate); statistics and gate in fp32."""
-    wide = x.float()
-    normed = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+    full = x.float()
+    normed = (full * torch.rsqrt(full.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
     return ((weight * normed) * F.silu(gate.float())).to(x.dtype)
 
 
@@ -69,34 +60,12 @@ def _fused() -> Callable[..., Any] | None:
     return chunk_gated_delta_rule
 
 
-class Again(torch.autograd.Function):
-    """function(*tensors), of which only the tensors are kept: the backward pass computes the rest once more.
-
-    What a chunk's tokens have to do with each other is several times as large as the tokens.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, function: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
-        ctx.function = function
-        ctx.save_for_backward(*inputs)
-        return function(*inputs)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        inputs = [x.detach().requires_grad_(wanted)
-                  for x, wanted in zip(ctx.saved_tensors, ctx.needs_input_grad[1:], strict=True)]
-        with torch.enable_grad():
-            out = ctx.function(*inputs)
-        grads = iter(torch.autograd.grad(out, [x for x in inputs if x.requires_grad], grad))
-        return None, *(next(grads) if x.requires_grad else None for x in inputs)
-
-
 def _chunked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor) -> torch.Tensor:
     dtype, length = v.dtype, v.shape[1]
     size = min(CHUNK, length)
-    q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + _EPS) for x in (_wide(q), _wide(k)))
+    q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + _EPS) for x in (wide(q), wide(k)))
     # [B, heads, chunks, size, ...]; keys have fewer heads, and an axis of 1 for those that share them.
-    q, k, v, g, beta = (_in_chunks(x, size) for x in (q * k.shape[-1] ** -0.5, k, v, g, beta))
+    q, k, v, g, beta = (in_chunks(x, size) for x in (q * k.shape[-1] ** -0.5, k, v, g, beta))
     shared = v.shape[1] // k.shape[1]
     v, g, beta = (x.unflatten(1, (-1, shared)) for x in (v, g, beta))
     q, k = q.unsqueeze(2), k.unsqueeze(2)
@@ -126,17 +95,3 @@ def _chunked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor,
         state = written if state is None else state * fades[:, :, :, i] + written
     joined = torch.cat(out, -2)[..., :length, :]  # [B, key heads, shared, L, dv]
     return joined.permute(0, 3, 1, 2, 4).flatten(2, 3).to(dtype)
-
-
-def _in_chunks(x: torch.Tensor, size: int) -> torch.Tensor:
-    """[B, L, heads, ...] -> [B, heads, chunks, size, ...], wide; after the end come zeros, which change nothing."""
-    x = _wide(x).transpose(1, 2)
-    short = -x.shape[2] % size
-    if short:
-        x = F.pad(x, (0, 0) * (x.dim() - 3) + (0, short))
-    return x.unflatten(2, (-1, size))
-
-
-def _wide(x: torch.Tensor) -> torch.Tensor:
-    """In fp32, unless it has more."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))

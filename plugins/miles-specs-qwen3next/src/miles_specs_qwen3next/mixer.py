@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from miles_megatron import cpu
-from miles_megatron.packed_layout import PackedLayout, Pick, Unpick, packed_layout_of
+from miles_megatron.packed_layout import packed_layout_of
+from miles_megatron.recurrent import Again, apart, by_sequence, causal_convolution
 
 from miles_core.errors import ConfigError
-from miles_specs_qwen3next.delta import Again, causal_convolution, gated_delta_rule, gated_norm
+from miles_specs_qwen3next.delta import gated_delta_rule, gated_norm
 
 cpu.install()
 
 from megatron.core import parallel_state  # noqa: E402 - after install()
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory  # noqa: E402
-from megatron.core.tensor_parallel import (  # noqa: E402
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
-)
+from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region  # noqa: E402
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes  # noqa: E402
 from megatron.core.transformer import TransformerConfig  # noqa: E402
 from megatron.core.transformer.attention import SelfAttention  # noqa: E402
@@ -120,27 +116,14 @@ class GatedDeltaNet(MegatronModule):
                 (self.key_size, self.key_size, each * self.size, each * self.size), 2)
             b, a = ba.unflatten(1, (self.key_heads, -1)).split((each, each), 2)
             rows = torch.cat([x.flatten(1) for x in (q, k, v, b, a)], 1)
-        mixed = self._by_sequence(rows, packed_layout_of(packed_seq_params, rows, self.context_group))
+        layout = packed_layout_of(packed_seq_params, rows, self.context_group)
+        mixed = by_sequence(rows, layout, self.context_group, lambda each: Again.apply(
+            self._mix, each, self.conv_weight, self.A_log, self.dt_bias))
         # A rank's heads give a part of the gradient of the norm that all heads share; this sums them.
         weight = copy_to_tensor_model_parallel_region(self.norm_weight, self.tensor_group)
         gate = gate.reshape(len(rows), self.heads, self.size)
         normed = Again.apply(self._norm, mixed.view_as(gate), gate, weight)
         return self.out_proj(normed.flatten(1)[:, None])
-
-    def _by_sequence(self, rows: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
-        """[T, q | k | v | b | a] of this rank's rows -> [T, heads x size], each sequence from an empty state."""
-        if self.context_group.size() > 1:
-            rows = gather_from_sequence_parallel_region(rows, True, self.context_group)
-        if layout.key_rows is not None:
-            rows = Pick.apply(rows, layout.key_rows, layout.key_back)
-        out, end = [], 0
-        for bucket in layout.buckets:
-            start, end = end, end + bucket.sequences * bucket.keys
-            mixed = Again.apply(self._mix, rows[start:end].unflatten(0, (bucket.sequences, -1)), self.conv_weight,
-                                self.A_log, self.dt_bias)
-            out.append((mixed if bucket.whole else mixed[:, bucket.positions]).flatten(0, 1))
-        joined = out[0] if len(out) == 1 else torch.cat(out)
-        return joined if layout.query_rows is None else Unpick.apply(joined, layout.query_back)
 
     def _norm(self, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return gated_norm(x, gate, weight, self.config.layernorm_epsilon)
@@ -171,24 +154,5 @@ class GatedDeltaNet(MegatronModule):
             stacked |= {"in_proj_qkvz.weight": ("qkvz", (*self.sections, self.sections[-1])),
                         "in_proj_ba.weight": ("ba", (self.heads, self.heads))}
         for name, (parts, sections) in stacked.items():
-            entries[prefix + name] = _apart(entries[prefix + name], parts, sections)
+            entries[prefix + name] = apart(entries[prefix + name], parts, sections)
         return entries
-
-
-def _apart(entry: ShardedTensor, names: str, sections: tuple[int, ...]) -> ShardedTensorFactory:
-    """A tensor of several that are each cut among ranks, as so many tensors of the checkpoint."""
-    bare = entry.without_data()
-
-    @torch.no_grad()
-    def build(key: str, tensor: torch.Tensor, replica_id: Any, flattened_range: Any) -> list[ShardedTensor]:
-        whole = replace(bare, key=key, data=tensor, dtype=tensor.dtype, replica_id=replica_id,
-                        flattened_range=flattened_range)
-        starts = (sum(sections[:i]) for i in range(len(sections)))
-        parts = [whole.narrow(0, start, size)[0] for start, size in zip(starts, sections, strict=True)]
-        return [replace(part, key=f"{key}.{name}") for part, name in zip(parts, names, strict=True)]
-
-    def merge(parts: list[torch.Tensor]) -> torch.Tensor:
-        with torch.no_grad():
-            return torch.cat(parts)
-
-    return ShardedTensorFactory(entry.key, entry.data, build, merge, entry.replica_id, entry.flattened_range)

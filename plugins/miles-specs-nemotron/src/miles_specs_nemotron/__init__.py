@@ -1,0 +1,1 @@
+"""Nemotron 3 and Nemotron-H for the Megatron trainer."""
