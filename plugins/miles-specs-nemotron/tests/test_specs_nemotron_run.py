@@ -156,12 +156,16 @@ def test_conversion_keeps_every_bit(folder, convert, tmp_path):
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
 
 
-def test_layers_for_drafting_stay_behind(folder, one, tmp_path):
+def test_layers_for_drafting_stay_behind_and_are_not_made(folder, one, tmp_path):
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     save_file({"mtp.layers.0.norm.weight": torch.ones(TINY["hidden_size"])}, tmp_path / "drafts.safetensors")
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
     assert one.train(plan(tmp_path), [])["weights"].keys() == tensors(folder).keys()
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 4}))
+    with pytest.raises(ConfigError) as caught:
+        one.train(plan(tmp_path, "--plugin", "mtp"), [])
+    assert caught.value.code == "mtp-last-layer-without-attention"
 
 
 REFUSED = {
