@@ -90,13 +90,13 @@ LAYOUTS = {
     "tp2-ep2": ("--tensor-model-parallel-size", 2, "--sequence-parallel", "--expert-tensor-parallel-size", 1,
                 "--expert-model-parallel-size", 2),
     "cp2-recompute": ("--context-parallel-size", 2, "--recompute-granularity", "full"),
-    "dp2-norms-again": ("--recompute-granularity", "selective", "--recompute-modules", "layernorm"),
+    "dp2": (),
 }  # fmt: skip
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("layout", ["tp2-ep2", *(pytest.param(name, marks=pytest.mark.slow) for name in (
-    "cp2-recompute", "dp2-norms-again", "tp2", "tp2-sp-recompute"))])
+    "cp2-recompute", "dp2", "tp2", "tp2-sp-recompute"))])
 def test_a_layout_changes_nothing(folder, dense, one, two, layout):
     """The whole gradient, and apart from it that of the mixers' parameters that are small beside the others."""
     folder, [batch] = dense if layout == "tp2" else folder, batches(1, vocab=VOCAB)
