@@ -90,13 +90,13 @@ LAYOUTS = {
     "tp2-ep2": ("--tensor-model-parallel-size", 2, "--sequence-parallel", "--expert-tensor-parallel-size", 1,
                 "--expert-model-parallel-size", 2),
     "cp2-recompute": ("--context-parallel-size", 2, "--recompute-granularity", "full"),
-    "dp2-norms-again": ("--recompute-granularity", "selective", "--recompute-modules", "layernorm"),
+    "dp2": (),
 }  # fmt: skip
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("layout", ["tp2-ep2", *(pytest.param(name, marks=pytest.mark.slow) for name in (
-    "cp2-recompute", "dp2-norms-again", "tp2", "tp2-sp-recompute"))])
+    "cp2-recompute", "dp2", "tp2", "tp2-sp-recompute"))])
 def test_a_layout_changes_nothing(folder, dense, one, two, layout):
     """The whole gradient, and apart from it that of the mixers' parameters that are small beside the others."""
     folder, [batch] = dense if layout == "tp2" else folder, batches(1, vocab=VOCAB)
@@ -156,12 +156,16 @@ def test_conversion_keeps_every_bit(folder, convert, tmp_path):
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
 
 
-def test_layers_for_drafting_stay_behind(folder, one, tmp_path):
+def test_layers_for_drafting_stay_behind_and_are_not_made(folder, one, tmp_path):
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     save_file({"mtp.layers.0.norm.weight": torch.ones(TINY["hidden_size"])}, tmp_path / "drafts.safetensors")
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
     assert one.train(plan(tmp_path), [])["weights"].keys() == tensors(folder).keys()
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 4}))
+    with pytest.raises(ConfigError) as caught:
+        one.train(plan(tmp_path, "--plugin", "mtp"), [])
+    assert caught.value.code == "mtp-last-layer-without-attention"
 
 
 REFUSED = {

@@ -68,14 +68,14 @@ class Predictors(MultiTokenPredictionBlock):
         hidden_first: what the projection takes first.
 
     Raises:
-        ConfigError: the model's last layer has no attention.
+        ConfigError: the model's last layer has no attention, or no MLP.
     """
 
     def __init__(self, chunk: LanguageModel, spec: ModelSpec, hidden_first: bool, seed: int):
         config, modules = chunk.config, modules_of(chunk.config)
         last = layer_spec(config, spec, chunk.vp_stage).layer_specs[-1]
-        if "attn_mask_type" not in last.submodules.self_attention.params:
-            raise ConfigError("multi-token-prediction layers copy the model's last layer, which has no attention",
+        if spec.lone or "attn_mask_type" not in last.submodules.self_attention.params:
+            raise ConfigError("multi-token-prediction layers copy the model's last layer, which lacks attention or MLP",
                               code="mtp-last-layer-without-attention", who=f"plugin mtp, {spec.source}",
                               fix="run without the plugin")
         layer = ModuleSpec(
