@@ -1,11 +1,18 @@
 """A checkpoint of a family that comes as a plugin is trained, exported and read back; nobody names the plugin."""
 
+import json
+import re
 import shutil
+from pathlib import Path
 
 import pytest
 from miles_testing.forked import miles
 
+from miles_core.errors import OwnerError
+from miles_core.plugins.plan import prepare
 from miles_core.record.events import read
+
+PAGE = Path(__file__).parents[2] / "docs" / "model-families.md"
 
 SIZES = {"vocab_size": 264, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
          "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128,
@@ -44,3 +51,20 @@ def test_its_checkpoint_is_all_that_a_run_needs(checkpoint, run_file, tmp_path, 
     folders = (folder, tmp_path / "exported")
     before, after = (AutoModelForCausalLM.from_pretrained(path).state_dict() for path in folders)
     assert before.keys() == after.keys() and any(not before[name].equal(after[name]) for name in before)
+
+
+def not_built():
+    """Types that the page names as not built."""
+    table = PAGE.read_text(encoding="utf-8").partition("### Not built\n")[2].partition("\n#")[0]
+    return [name for row in table.splitlines() if row.startswith("| `") for name in re.findall(
+        "`([a-z0-9_]+)`", row.split("|")[1])]
+
+
+def test_what_the_page_calls_not_built_is_refused_by_name(tmp_path):
+    assert {"gemma3n", "deepseek_v4"} <= set(not_built())
+    for name in not_built():
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": name, "vocab_size": 264}))
+        with pytest.raises(OwnerError) as caught:
+            prepare(None, ["--hf-checkpoint", str(tmp_path), "--plan-without-weights", "--prompt-data", "none.jsonl",
+                           "--num-rollout", "1", "--rollout-batch-size", "1"])  # fmt: skip
+        assert caught.value.code == "architecture-unknown" and repr(name) in caught.value.what

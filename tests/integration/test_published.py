@@ -16,9 +16,10 @@ from tests.integration.published import EXAMPLES, published, read, write
 
 ROOT = EXAMPLES.parents[1]
 ALL = published()
-UNPUBLISHED = {"llama4_text", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_5"}
-"""Text models that are released inside others alone, and one whose larger sibling is in the table."""
-DECODED_BY_SERVERS_ALONE = {"mimo": "architecture-not-in-transformers", "kimi_k25": "local-config-unsupported",
+UNPUBLISHED = {"llama4_text", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_5", "ministral", "ministral3", "mistral4"}
+"""Text models that are released inside others or under another name alone, and one whose larger sibling is in the
+table."""
+DECODED_BY_SERVERS_ALONE = {"mimo": "architecture-not-in-transformers",
                             "deepseek_v32": "local-config-unsupported", "glm_moe_dsa": "local-config-unsupported"}
 PLAIN = {"fp8": "fp8-to-hf", "int4": "int4-to-hf"}
 DRAFTS = ("mtp.", "model.mtp_layers.", "model.layers.2.")
@@ -126,15 +127,25 @@ def trained(one, before, tmp_path):
     assert reloaded(one, tmp_path / "run" / "hf") == {}
 
 
+def text_of(one, tensors):
+    """The text model's, under the names that it has alone."""
+    return {name.removeprefix(one.inside): tensor for name, tensor in tensors.items() if name.startswith(one.inside)}
+
+
 def reloaded(one, folder):
     """What transformers misses in an export, finds there and has no place for, or finds in another shape."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     hf_config = json.loads((folder / "config.json").read_text())
+    hf_config = hf_config["text_config"] if one.inside else hf_config
     config = AutoConfig.for_model(one.like or hf_config.pop("model_type"), **{
         key: value for key, value in hf_config.items() if key not in ("model_type", "auto_map")})
     kind = AutoModelForCausalLM if config.get_text_config() is config else AutoModelForImageTextToText
-    _, loading = kind.from_pretrained(folder, config=config, output_loading_info=True)
+    if one.inside:
+        _, loading = kind._model_mapping[type(config)].from_pretrained(
+            None, config=config, output_loading_info=True, state_dict=text_of(one, read(folder)))
+    else:
+        _, loading = kind.from_pretrained(folder, config=config, output_loading_info=True)
     return {key: sorted(names)[:4] for key, names in loading.items() if names}
 
 

@@ -211,6 +211,32 @@ def test_weights_of_text_need_no_vision_tower(tmp_path):
     assert caught.value.code == "weights-names-mismatch" and "norm.weight" in str(caught.value)
 
 
+def test_a_text_model_whose_surroundings_no_class_decodes_is_taken_out(tmp_path):
+    """Of Mistral 3; queries grow with their position at every step, and what lies beside the text model is left out."""
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 8,
+            "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5}
+    text = {**TINY, "model_type": "ministral3", "head_dim": 16, "rope_parameters": rope, "initializer_range": 0.1}
+    tower = {"model_type": "pixtral", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
+             "num_attention_heads": 2, "head_dim": 8, "image_size": 28, "patch_size": 14}
+    config = AutoConfig.for_model("mistral3", text_config=text, vision_config=tower, tie_word_embeddings=False)
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_config(config, attn_implementation="eager").eval()
+    model.save_pretrained(tmp_path)
+    asked = [request(i, 1 + 9 * i) for i in range(3)]
+    for one, answer in zip(asked, ask(tmp_path, asked), strict=True):
+        assert np.abs(answer.log_probs - drawn(model, one, answer)).max() <= 1e-5
+    decoder, tensors = ModuleDecoder(tmp_path, torch.float32), load_file(tmp_path / "model.safetensors")
+    assert any(name.startswith("vision_tower.") for name in tensors)
+    own = {f"model.{name}" if "lm_head" not in name else "lm_head.weight": 2 * tensor
+           for name, tensor in ((name.replace("language_model.model.", "language_model."), tensor)
+                                for name, tensor in tensors.items())}
+    released = {name: 2 * tensor for name, tensor in tensors.items()}
+    for names in (released, own):
+        module = decoder.stage(names.items())
+        assert torch.equal(module.lm_head.weight, 2 * tensors["language_model.lm_head.weight"])
+        assert torch.equal(module.model.norm.weight, 2 * tensors["language_model.model.norm.weight"])
+
+
 def test_in_bfloat16_log_probs_are_near(models):
     folder, model = models["granite"]
     asked = [request(i, 5 + 4 * i) for i in range(3)]

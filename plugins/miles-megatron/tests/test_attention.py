@@ -1,9 +1,11 @@
 """Packed attention against attention one sequence at a time: buckets, windows, softcaps, context parallelism."""
 
+import math
 from types import SimpleNamespace
 
 import pytest
 import torch
+from miles_megatron.specs import Warming
 
 CU = [0, 13, 53, 54, 91, 155, 200]
 CONFIG = SimpleNamespace(kv_channels=16, attention_dropout=0.0, num_attention_heads=4, params_dtype=torch.float32)
@@ -24,11 +26,17 @@ def packed(megatron):
     return lambda **parts: PackedAttention(CONFIG, 1, None, "self", **parts)
 
 
-def reference(q, k, v, cu, window=None, softcap=None, sinks=None):
+WARMING = Warming(slope=0.5, step=16, first=1)
+
+
+def reference(q, k, v, cu, window=None, softcap=None, sinks=None, warming=None):
     repeat, out = q.shape[1] // k.shape[1], []
     for a, b in zip(cu[:-1], cu[1:], strict=True):
         query, key, value = (x[a:b].transpose(0, 1) for x in (q, k.repeat_interleave(repeat, 1),
                                                               v.repeat_interleave(repeat, 1)))
+        if warming is not None:
+            steps = [(position + warming.first) // warming.step for position in range(b - a)]
+            query = query * torch.tensor([1 + warming.slope * math.log(1 + each) for each in steps])[:, None]
         scores = query @ key.transpose(1, 2) * q.shape[-1] ** -0.5
         scores = scores if softcap is None else (scores / softcap).tanh() * softcap
         behind = torch.arange(b - a)[:, None] - torch.arange(b - a)
@@ -66,7 +74,8 @@ def test_a_window_beyond_a_bucket_leaves_it_to_plain_causality(packed_layout):
 
 
 @pytest.mark.parametrize("heads", [(4, 2), (3, 3)])
-@pytest.mark.parametrize("parts", [{}, {"window": 20}, {"softcap": 0.7}, {"window": 1, "softcap": 0.7}],
+@pytest.mark.parametrize("parts", [{}, {"window": 20}, {"softcap": 0.7}, {"window": 1, "softcap": 0.7},
+                                   {"warming": WARMING}],
                          ids=lambda parts: "-".join(parts) or "plain")
 def test_packed_attention_is_attention_one_by_one_with_gradients(packed_layout, packed, heads, parts):
     attention = packed(**parts)
@@ -94,7 +103,8 @@ def test_a_sink_is_a_score_whose_share_is_of_no_value(packed_layout, packed, win
         torch.testing.assert_close(a, b, atol=2e-5, rtol=0)
 
 
-@pytest.mark.parametrize("parts", [{}, {"window": 5}, {"softcap": 0.7}], ids=lambda parts: "-".join(parts) or "plain")
+@pytest.mark.parametrize("parts", [{}, {"window": 5}, {"softcap": 0.7}, {"warming": WARMING}],
+                         ids=lambda parts: "-".join(parts) or "plain")
 def test_a_batch_without_packing_is_the_same(packed, parts):
     q, k, v = (torch.randn(30, 2, 3, 16) for _ in range(3))
     out = packed(**parts)(q, k, v)

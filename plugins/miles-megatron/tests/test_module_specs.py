@@ -4,6 +4,7 @@ import copy
 from dataclasses import replace
 
 import pytest
+from miles_megatron.specs import Warming
 
 from miles_core.errors import ConfigError
 
@@ -118,6 +119,7 @@ def test_fused_attention_is_for_what_it_can_compute(architecture):
     ring = changed(config, context_parallel_size=2)
     assert fits(ring, plain) and not fits(ring, windowed)
     assert not fits(config, replace(plain, softcap=50.0))
+    assert not fits(config, replace(plain, warming=Warming(0.1, 8192)))
     assert not fits(replace(config, deterministic_mode=True), plain)
     assert not fits(changed(config, bf16=False), plain)
     assert not fits(changed(config, attention_backend=AttnBackend.local), plain)

@@ -39,9 +39,10 @@ def tensors(folder):
 
 
 @pytest.mark.full
-def test_a_run_of_kimi_k2_needs_nothing_but_the_checkpoint(tmp_path):
-    """The engine finds the class by its name in config.json; routes of its experts are replayed."""
-    folder = checkpoint(tmp_path / "kimi", "kimi_k2")
+@pytest.mark.parametrize("family", ["kimi_k2", "kimi_k25"])
+def test_a_run_needs_nothing_but_the_checkpoint(family, tmp_path):
+    """The engine finds the class by its name in config.json, or decodes the text model inside; routes are replayed."""
+    folder = checkpoint(tmp_path / "kimi", family)
     for file in (EXAMPLES / "tiny-qwen3").glob("*token*"):
         shutil.copy(file, folder)
     outcome = miles(["run", str(ROOT / "examples/demo.toml"), "--no-live", "--hf-checkpoint", str(folder),
@@ -55,8 +56,9 @@ def test_a_run_of_kimi_k2_needs_nothing_but_the_checkpoint(tmp_path):
     assert len(steps) == 2
     assert all(one["train/train_rollout_logprob_abs_diff_max"] <= 2e-5 for one in steps)
     before, after = tensors(folder), tensors(tmp_path / "run" / "hf")
-    assert before.keys() == after.keys() and not torch.equal(before["model.norm.weight"], after["model.norm.weight"])
-    assert json.loads((tmp_path / "run" / "hf" / "config.json").read_text())["model_type"] == "kimi_k2"
+    norm = CASES[family].inside + "model.norm.weight"
+    assert before.keys() == after.keys() and not torch.equal(before[norm], after[norm])
+    assert json.loads((tmp_path / "run" / "hf" / "config.json").read_text())["model_type"] == family
 
 
 def test_conversion_of_kimi_k25_keeps_every_bit_of_text_model_and_tower(convert, tmp_path):

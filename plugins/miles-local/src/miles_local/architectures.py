@@ -6,7 +6,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+)
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from miles_core.errors import CheckpointError
@@ -24,6 +30,31 @@ def _by_architecture(said: Mapping[str, Any]) -> str | None:
         return None
     kinds = {name: kind for kind, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()}
     return next((kinds[name] for name in said.get("architectures") or () if name in kinds), None)
+
+
+def class_of(config: PreTrainedConfig) -> type | None:
+    """transformers' class that decodes text: the whole model's, or the text model's where only that has one."""
+    text = type(config.get_text_config())
+    for mapping, kind in ((AutoModelForCausalLM._model_mapping, type(config)),
+                          (AutoModelForCausalLM._model_mapping, text),
+                          (AutoModelForImageTextToText._model_mapping, text)):  # where it lists Mistral Small 4's
+        if kind in mapping:
+            return mapping[kind]
+    return None
+
+
+def taken_out(config: PreTrainedConfig) -> bool:
+    """Whether the text model inside is decoded by a class that knows nothing of the model around it."""
+    text = type(config.get_text_config())
+    return type(config) is not text and type(config) not in AutoModelForCausalLM._model_mapping
+
+
+def inside_text(name: str) -> str | None:
+    """The name that a tensor of a larger model has in the text model alone; None for what is beside that."""
+    inside = name.partition("language_model.")[2]
+    if not inside:
+        return name if name.startswith("lm_head.") else None
+    return inside if inside.startswith(("model.", "lm_head.")) else f"model.{inside}"
 
 
 def config_of(folder: Path) -> PreTrainedConfig:
@@ -48,7 +79,7 @@ def config_of(folder: Path) -> PreTrainedConfig:
     rope = getattr(text, "rope_parameters", None) or {}
     kinds = {one.get("rope_type") for one in (rope, *rope.values()) if isinstance(one, dict)}
     problems = {
-        "model_type": config.model_type if type(config) not in AutoModelForCausalLM._model_mapping else None,
+        "model_type": config.model_type if class_of(config) is None else None,
         "layer_types": sorted(set(getattr(text, "layer_types", None) or ()) - LAYERS),
         "rope_type": sorted(kinds & BATCHED_ROPES),
         "max_position_embeddings": None if getattr(text, "max_position_embeddings", None) else "none",

@@ -21,14 +21,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache as TransformersCache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging as transformers_logging
 
 from miles_core.errors import CheckpointError, EngineError
-from miles_local.architectures import config_of
+from miles_local.architectures import class_of, config_of, inside_text, taken_out
 from miles_local.cache import CPU, Cache, Prefill, round_up
 from miles_local.decode import BaseDecoder
 from miles_local.recurrent import Recurrent, States, by_length
@@ -118,13 +118,13 @@ class ModuleDecoder(BaseDecoder):
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device = CPU):
         self._dtype, self.device, self._checked = dtype, device, False
         self._config = config_of(folder)
-        self._class = AutoModelForCausalLM._model_mapping[type(self._config)]
+        self._class, self._taken_out = class_of(self._config), taken_out(self._config)
         text = self._config.get_text_config()
         if self._class.config_class is type(text):  # of a model that reads images too, the part that decodes text
             text.tie_word_embeddings = self._config.tie_word_embeddings
             self._config = text
         with _building, torch.device("meta"):
-            skeleton = AutoModelForCausalLM.from_config(copy.deepcopy(self._config))
+            skeleton = self._class._from_config(copy.deepcopy(self._config))
         embedded = skeleton.get_input_embeddings().weight.numel()
         sparse = frozenset(_experts(skeleton))
         self.shape = ModuleShape(
@@ -143,7 +143,10 @@ class ModuleDecoder(BaseDecoder):
             EngineError: an unknown, repeated, missing or misshapen tensor, or a value that is not finite.
         """
         state: dict[str, torch.Tensor] = {}
-        for name, tensor in stream:
+        for stored, tensor in stream:
+            name = inside_text(stored) if self._taken_out else stored
+            if name is None:
+                continue
             if name in state:
                 raise EngineError("a tensor appears twice in the weights", code="tensor-sent-twice", got=name,
                                   fix="send each name once")
@@ -161,7 +164,7 @@ class ModuleDecoder(BaseDecoder):
         """The architecture's own random weights; the same ones every time."""
         with _building, torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            module = AutoModelForCausalLM.from_config(copy.deepcopy(self._config), dtype=self._dtype)
+            module = self._class._from_config(copy.deepcopy(self._config), dtype=self._dtype)
         return self._ready(module)
 
     @torch.inference_mode()

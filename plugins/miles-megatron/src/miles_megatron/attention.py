@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from miles_megatron import cpu
 from miles_megatron.packed_layout import PackedLayout, Pick, Unpick, packed_layout_of, seen
 from miles_megatron.rope import Rope, Rotate
+from miles_megatron.specs import Warming
 
 cpu.install()
 
@@ -29,15 +30,16 @@ class PackedAttention(torch.nn.Module):
         window: keys that a query sees, its own included; None for all.
         softcap: of the scores. They are then written out in full, as no fused kernel of torch's has it.
         sinks: each head of this rank has a number that counts among its scores.
+        warming: see specs.Attention.
         k_channels, v_channels: of a head, for those who have to know; here the tensors say it.
     """
 
     def __init__(self, config, layer_number, attn_mask_type, attention_type, attention_dropout=None,
                  softmax_scale=None, k_channels=None, v_channels=None, cp_comm_type=None, pg_collection=None, *,
                  rope: Rope | None = None, window: int | None = None, softcap: float | None = None,
-                 sinks: bool = False):  # fmt: skip
+                 sinks: bool = False, warming: Warming | None = None):  # fmt: skip
         super().__init__()
-        self.rope, self.window, self.softcap = rope, window, softcap
+        self.rope, self.window, self.softcap, self.warming = rope, window, softcap, warming
         self.scale = softmax_scale if softmax_scale is not None else config.kv_channels**-0.5
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         self.group = getattr(pg_collection, "cp", None) or parallel_state.get_context_parallel_group()
@@ -81,10 +83,16 @@ class PackedAttention(torch.nn.Module):
 
     def _placed(self, query: torch.Tensor, key: torch.Tensor, layout: PackedLayout) -> tuple[torch.Tensor, ...]:
         """Queries and keys of this rank's rows with what their positions make of them."""
-        if self.rope is None:
-            return query, key
-        tables = layout.tables(self.rope, query.dtype)
-        return tuple(Rotate.apply(x, *tables, self.rope.interleaved) for x in (query, key))
+        if self.rope is not None:
+            tables = layout.tables(self.rope, query.dtype)
+            query, key = (Rotate.apply(x, *tables, self.rope.interleaved) for x in (query, key))
+        return self._warmed(query, layout.positions[:, None, None]), key
+
+    def _warmed(self, query: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        if self.warming is None:
+            return query
+        steps = torch.floor((positions + self.warming.first) / self.warming.step)
+        return (query * (torch.log1p(steps) * self.warming.slope + 1)).to(query.dtype)
 
     def _mask(self, bucket, queries, keys, index):
         """[queries, keys], or [B, 1, queries, keys], True where one sees the other; None where causality says it.
@@ -131,6 +139,7 @@ class PackedAttention(torch.nn.Module):
         if self.rope is not None:
             cos, sin = (table[:, None, None] for table in self.rope.tables(positions, query.dtype))
             query, key = (Rotate.apply(x, cos, sin, self.rope.interleaved) for x in (query, key))
+        query = self._warmed(query, positions[:, None, None, None])
         plain = self.window is None or self.window >= len(positions)
         mask = None if plain else seen(positions, len(positions), self.window)
         out = self._attend(*(x.permute(1, 2, 0, 3) for x in (query, key, value)), mask)

@@ -6,15 +6,16 @@ tensors are those that transformers' decoders share. No torch here.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
 from miles_core.errors import ConfigError
 from miles_megatron.mixture import Mixture, dense_mlp
-from miles_megatron.specs import Attention, ModelSpec, Packed, Rotary, Rule, WeightMap
+from miles_megatron.specs import Attention, ModelSpec, Packed, Rotary, Rule, Warming, WeightMap
 
 _SCALINGS = ("default", "linear", "llama3", "yarn")
 _NEVER = {
@@ -215,6 +216,28 @@ class DecoderFamily:
         return self.describe(hf).weight_map()
 
 
+def beside_tower(hf, describe: Callable[[object], Decoder]) -> Decoder:
+    """The text model of one that sees, as those are built that follow LLaVA: a vision tower and a projector beside it.
+
+    An architecture ties the embeddings of all its checkpoints where config.json is silent; one that has an output layer
+    of its own, and a text model that says that it does, keeps it.
+
+    Args:
+        describe: the text model by its own configuration.
+    """
+    text, names = copy.copy(hf.text_config), stored_names(hf)
+    own_head = not text.tie_word_embeddings and any(name.endswith("lm_head.weight") for name in names)
+    text.tie_word_embeddings = hf.tie_word_embeddings and not own_head
+    modules = any(name.startswith(_MODULES[0][1]) for name in names)
+    return replace(describe(text), renamed=_MODULES if modules else _RELEASED, carried=tuple(
+        ("model." if modules else "") + name for name in ("vision_tower.", "multi_modal_projector.")))
+
+
+_RELEASED = (("model.", "language_model.model."), ("lm_head.", "language_model.lm_head."))
+_MODULES = (("model.", "model.language_model."),)
+"""The text model's names in the files of the releases, and in files that have those of transformers' modules."""
+
+
 def every_layer(hf, attention: Attention) -> tuple[Attention, ...]:
     """The same attention in all layers."""
     return (attention,) * hf.num_hidden_layers
@@ -253,7 +276,7 @@ def rotary(
     if scaling not in _SCALINGS:
         raise _unsupported(hf, f"rope_type other than {', '.join(_SCALINGS)}", scaling)
     partial_factor = float(rope.get("partial_rotary_factor", 1.0))
-    if partial_factor != 1 and not partial:
+    if partial_factor not in (1, fraction) and not partial:
         raise _unsupported(hf, "partial_rotary_factor other than 1", partial_factor)
     read = {"default": {}, "yarn": _YARN}.get(scaling, _SCALED)
     scaled = {ours: rope[name] for name, ours in read.items() if rope.get(name) is not None}
@@ -265,6 +288,13 @@ def rotary(
         theta=float(rope.get("rope_theta") or hf.rope_theta), fraction=fraction or partial_factor,
         interleaved=interleaved, scaling=scaling, **scaled,
     )  # fmt: skip
+
+
+def warming(hf) -> Warming | None:
+    """How queries grow, of the architectures whose rope_parameters say it (Ministral 3, Mistral 4); None for not."""
+    rope = hf.rope_parameters
+    slope = rope.get("llama_4_scaling_beta")
+    return Warming(slope, rope["original_max_position_embeddings"]) if slope else None
 
 
 _SCALED = {"factor": "factor", "low_freq_factor": "low", "high_freq_factor": "high",

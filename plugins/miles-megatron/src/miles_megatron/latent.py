@@ -8,9 +8,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from miles_megatron.specs import Rule
+from miles_megatron.decoder import Decoder, every_layer, rotary, warming, yarn_magnitude
+from miles_megatron.specs import Attention, Rule
 
 _OURS, _THEIRS = "decoder.layers.{layer}.self_attention.", "model.layers.{layer}.self_attn."
+
+_ROPE = {"rotary_scaling_factor": "factor", "mscale": "mscale", "mscale_all_dim": "mscale_all_dim",
+         "beta_fast": "beta_fast", "beta_slow": "beta_slow",
+         "original_max_position_embeddings": "original_max_position_embeddings"}
+"""Options of Megatron-LM's -> keys of rope_parameters."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,6 +82,28 @@ class Latent:
 
         made = latent_attention if self.indexer is None else sparse_latent
         return made.spec(self, config, attention, rope, modules)
+
+    def decoder(self, hf, *, interleaved: bool, **parts) -> Decoder:
+        """A decoder all of whose layers have it, by the keys of config.json that architectures share since DeepSeek-V2.
+
+        Args:
+            interleaved: pairs of the rope are neighbours.
+            parts: more of the decoder.
+
+        Raises:
+            ConfigError: an unknown scaling of the rope.
+        """
+        rope = rotary(hf, fraction=self.turned / self.head_dim, interleaved=interleaved)
+        parameters, layers = hf.rope_parameters, tuple(range(hf.num_hidden_layers))
+        stretched = (parameters.get("mscale_all_dim") or 0) * (rope.scaling != "default")
+        scale = self.head_dim**-0.5 * yarn_magnitude(rope.factor, stretched) ** 2
+        also = {"rope_type": ("yarn" if rope.scaling == "yarn" else "rope",)} | {
+            ours: (parameters[theirs],) for ours, theirs in _ROPE.items() if theirs in parameters}
+        return Decoder(
+            hf=hf, attention=every_layer(hf, Attention(rope, warming=warming(hf), mixer=self)),
+            mixing=self.rules(layers), softmax_scale=scale, constants={"kv_channels": self.head_dim},
+            also=self.also | also, **parts,
+        )  # fmt: skip
 
     def rules(self, layers: tuple[int, ...]) -> tuple[Rule, ...]:
         """Of the layers' attention, under the names that checkpoints share since DeepSeek-V2."""

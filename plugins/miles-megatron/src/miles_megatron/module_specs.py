@@ -61,7 +61,7 @@ def packed_attention(_config: TransformerConfig, attention: Attention, rope: Rop
     """Ours, which needs nothing but torch."""
     return ModuleSpec(module=PackedAttention,
                       params={"rope": rope, "window": attention.window, "softcap": attention.softcap,
-                              "sinks": attention.sinks})
+                              "sinks": attention.sinks, "warming": attention.warming})
 
 
 OURS = LayerModules(ColumnParallelLinear, RowParallelLinear, layers.Norm,
@@ -105,14 +105,15 @@ def modules_of(config: TransformerConfig) -> LayerModules:
 def fits(config: TransformerConfig, attention: Attention) -> bool:
     """Whether Transformer Engine's fused attention computes this; else PackedAttention does, between its layers.
 
-    The kernels are for 16 bits, cap no scores, turn without a magnitude, are called without sinks, and have no window
-    where keys travel between context-parallel ranks. In deterministic mode there are none for packed rows, and scores
-    of all rows by all would be written out: 256 GiB for 16,384 rows.
+    The kernels are for 16 bits, cap no scores, turn without a magnitude, are called without sinks and without queries
+    that grow, and have no window where keys travel between context-parallel ranks. In deterministic mode there are none
+    for packed rows, and scores of all rows by all would be written out: 256 GiB for 16,384 rows.
     """
     windowed = attention.window is not None and config.context_parallel_size > 1
     magnitude = 1 if attention.rotary is None else attention.rotary.magnitude
     wanted = config.attention_backend != AttnBackend.local and magnitude == 1 and not config.deterministic_mode
-    return wanted and config.bf16 and attention.softcap is None and not attention.sinks and not windowed
+    plain = attention.softcap is None and not attention.sinks and attention.warming is None
+    return wanted and config.bf16 and plain and not windowed
 
 
 class _OwnedRow(RowParallelLinear):

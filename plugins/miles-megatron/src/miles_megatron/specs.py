@@ -42,6 +42,20 @@ class Rotary:
 
 
 @dataclass(frozen=True, slots=True)
+class Warming:
+    """A query at position p is multiplied with 1 + slope x log(1 + floor((p + first) / step)) (arXiv:2501.19399).
+
+    Args:
+        slope, step: see above.
+        first: what positions are counted from.
+    """
+
+    slope: float
+    step: int
+    first: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Attention:
     """How the queries of one layer look at keys.
 
@@ -51,6 +65,7 @@ class Attention:
         softcap: scores become softcap x tanh(scores / softcap) before the mask (Gemma 2, arXiv:2408.00118).
         sinks: each head has a number that counts among its scores and whose share is of no value (gpt-oss,
             arXiv:2508.10925); a parameter of the core attention.
+        warming: queries grow with their position, once they are turned.
         mixer: makes the layer's token mixer where it is not Megatron's SelfAttention: latent attention, linear
             attention. Called with (config, this, rope, modules), all of module_specs.py; returns the ModuleSpec that
             takes the place of `self_attention`. A function of a module, which may import torch when it is called.
@@ -60,6 +75,7 @@ class Attention:
     window: int | None = None
     softcap: float | None = None
     sinks: bool = False
+    warming: Warming | None = None
     mixer: Callable[..., Any] | None = None
 
 

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from miles_megatron.decoder import Decoder, LayerNorms, by_layer_type, refuse, rotary, stored_names
+from miles_megatron.decoder import Decoder, LayerNorms, beside_tower, by_layer_type, refuse, rotary
 from miles_megatron.specs import Attention, Rotary
 
 _NORMS = LayerNorms(before_mlp="pre_feedforward_layernorm", after_attention="post_attention_layernorm",
                     after_mlp="post_feedforward_layernorm")  # fmt: skip
-
-_RELEASED = (("model.", "language_model.model."), ("lm_head.", "language_model.lm_head."))
-_OWN = (("model.", "model.language_model."),)
-"""The text model's names in the files of the releases, and in files that have those of transformers' modules."""
 
 
 def gemma2(hf: Any) -> Decoder:
@@ -47,11 +42,7 @@ def gemma3(hf: Any) -> Decoder:
     Raises:
         ConfigError: as `gemma3_text`.
     """
-    text = copy.copy(hf.text_config)
-    text.tie_word_embeddings = hf.tie_word_embeddings
-    own = any(name.startswith(_OWN[0][1]) for name in stored_names(hf))
-    return replace(gemma3_text(text), renamed=_OWN if own else _RELEASED, carried=tuple(
-        ("model." if own else "") + name for name in ("vision_tower.", "multi_modal_projector.")))
+    return beside_tower(hf, gemma3_text)
 
 
 def _gemma(hf: Any, ropes: Mapping[str, Rotary]) -> Decoder:

@@ -1,6 +1,6 @@
 """Llama (arXiv:2307.09288, arXiv:2407.21783) and the dense decoders that differ from it by a few parts.
 
-Mistral (arXiv:2310.06825), SmolLM3, Granite 3, Phi-3 and 4 (arXiv:2404.14219, arXiv:2412.08905), OLMo 2
+SmolLM3, Granite 3, Phi-3 and 4 (arXiv:2404.14219, arXiv:2412.08905), OLMo 2
 (arXiv:2501.00656) and 3.
 """
 
@@ -25,16 +25,6 @@ def llama(hf: Any) -> Decoder:
     bias = bool(hf.mlp_bias)
     refuse(hf, hidden_act="silu", attention_bias=bias)
     return Decoder(hf=hf, attention=every_layer(hf, Attention(rotary(hf))), linear_bias=bias)
-
-
-def mistral(hf: Any) -> Decoder:
-    """Llama without biases, whose queries may see the last `sliding_window` keys only.
-
-    Raises:
-        ConfigError: another activation, an unknown scaling of the rope.
-    """
-    refuse(hf, hidden_act="silu")
-    return Decoder(hf=hf, attention=every_layer(hf, Attention(rotary(hf), window=hf.sliding_window)))
 
 
 def smollm3(hf: Any) -> Decoder:

@@ -8,7 +8,7 @@ from typing import Any
 
 from miles_megatron.decoder import Decoder, refuse, rotary
 from miles_megatron.mixture import Mixture, Names
-from miles_megatron.specs import Attention, Packed, Rule
+from miles_megatron.specs import Attention, Packed, Rule, Warming
 
 _EACH = Names(router="mlp.router.weight", shared="mlp.shared_expert.")
 """Where the files say feed_forward; no file has the experts' own names, for they are packed."""
@@ -23,20 +23,16 @@ class Llama4Attention:
     Args:
         chunk: a query sees the keys of its own chunk of so many positions; None for all before it.
         epsilon: queries and keys are normed behind the rope, without a weight; None where they are not.
-        slope, step: queries at position p grow by 1 + slope x log(1 + floor((p + 1) / step)) (arXiv:2501.19399); a
-            slope of 0 for none.
     """
 
     chunk: int | None
     epsilon: float | None
-    slope: float
-    step: int
 
     def __call__(self, config: Any, attention: Attention, rope: Any, modules: Any) -> Any:
         """See specs.Attention.mixer."""
         from miles_specs_llama import llama4_attention
 
-        return llama4_attention.spec(self, rope, modules)
+        return llama4_attention.spec(self, attention, rope, modules)
 
 
 def llama4_text(hf: Any) -> Decoder:
@@ -47,11 +43,11 @@ def llama4_text(hf: Any) -> Decoder:
     """
     refuse(hf, hidden_act="silu", attention_bias=False, num_experts_per_tok=1)
     rope = rotary(hf, interleaved=True)
+    warming = Warming(hf.attn_scale, hf.floor_scale, first=1) if hf.attn_temperature_tuning else None
     attention = tuple(
-        Attention(rope if turned else None, mixer=Llama4Attention(
+        Attention(rope if turned else None, warming=None if turned else warming, mixer=Llama4Attention(
             chunk=hf.attention_chunk_size if kind == "chunked_attention" else None,
             epsilon=hf.rms_norm_eps if hf.use_qk_norm and turned else None,
-            slope=hf.attn_scale if hf.attn_temperature_tuning and not turned else 0.0, step=hf.floor_scale,
         )) for turned, kind in zip(hf.no_rope_layers, hf.layer_types, strict=True))  # fmt: skip
     mixture = Mixture(
         layers=hf.num_hidden_layers, sparse=tuple(hf.moe_layers), experts=hf.num_local_experts, chosen=1,

@@ -11,13 +11,15 @@ from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubm
 from megatron.core.transformer.enums import AttnMaskType
 from miles_megatron.attention import PackedAttention
 from miles_megatron.packed_layout import Bucket, PackedLayout, seen
+from miles_megatron.specs import Attention
 
 from miles_specs_llama.llama4 import Llama4Attention
 
 
-def spec(wanted: Llama4Attention, rope: Any, modules: Any) -> ModuleSpec:
+def spec(wanted: Llama4Attention, attention: Attention, rope: Any, modules: Any) -> ModuleSpec:
     """What takes the place of a layer's `self_attention`. No kernel of Transformer Engine's has such masks."""
-    core = ModuleSpec(module=ChunkedAttention, params={"rope": rope, "wanted": wanted})
+    core = ModuleSpec(module=ChunkedAttention,
+                      params={"rope": rope, "warming": attention.warming, "wanted": wanted})
     return ModuleSpec(
         module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(linear_qkv=modules.column, core_attention=core, linear_proj=modules.row),
@@ -39,9 +41,6 @@ class ChunkedAttention(PackedAttention):
         query, key = super()._placed(query, key, layout)
         if self.wanted.epsilon is not None:
             query, key = (F.rms_norm(x, x.shape[-1:], eps=self.wanted.epsilon) for x in (query, key))
-        if self.wanted.slope:
-            steps = torch.floor((layout.positions + 1.0) / self.wanted.step)
-            query = (query * (torch.log1p(steps) * self.wanted.slope + 1)[:, None, None]).to(query.dtype)
         return query, key
 
     def _mask(self, bucket: Bucket, queries: slice, keys: slice, index: Any) -> torch.Tensor | None:

@@ -35,9 +35,45 @@ class SpecsLlama:
         """Mistral, with or without a sliding window."""
         from miles_megatron.decoder import DecoderFamily
 
-        from miles_specs_llama.families import mistral
+        from miles_specs_llama.mistral import mistral
 
         return DecoderFamily(mistral)
+
+    @hookimpl("model_spec", name="ministral")
+    def ministral(self, hf_config: Any) -> Family:
+        """Ministral, with a window in some layers."""
+        from miles_megatron.decoder import DecoderFamily
+
+        from miles_specs_llama.mistral import ministral
+
+        return DecoderFamily(ministral)
+
+    @hookimpl("model_spec", name="ministral3")
+    def ministral3(self, hf_config: Any) -> Family:
+        """The text model of Ministral 3 alone."""
+        from miles_megatron.decoder import DecoderFamily
+
+        from miles_specs_llama.mistral import mistral
+
+        return DecoderFamily(mistral)
+
+    @hookimpl("model_spec", name="mistral3")
+    def mistral3(self, hf_config: Any) -> Family:
+        """The text model of Mistral Small 3.1 and later, and of Ministral 3, with a vision tower."""
+        from miles_megatron.decoder import DecoderFamily
+
+        from miles_specs_llama.mistral import mistral3
+
+        return DecoderFamily(mistral3)
+
+    @hookimpl("model_spec", name="mistral4")
+    def mistral4(self, hf_config: Any) -> Family:
+        """The text model of Mistral Small 4 alone."""
+        from miles_megatron.decoder import DecoderFamily
+
+        from miles_specs_llama.mistral import mistral4
+
+        return DecoderFamily(mistral4)
 
     @hookimpl("model_spec", name="smollm3")
     def smollm3(self, hf_config: Any) -> Family:

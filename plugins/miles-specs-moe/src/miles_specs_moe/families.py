@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from miles_megatron.decoder import Decoder, every_layer, refuse, rotary, yarn_magnitude
+from miles_megatron.decoder import Decoder, every_layer, refuse, rotary
 from miles_megatron.hf_config import read_as
 from miles_megatron.latent import Indexer, Latent
 from miles_megatron.mixture import Mixture, Names, after
@@ -19,11 +19,6 @@ _MIXTRAL = Names(
     gate="block_sparse_moe.experts.{expert}.w1.weight", up="block_sparse_moe.experts.{expert}.w3.weight",
     down="block_sparse_moe.experts.{expert}.w2.weight",
 )  # fmt: skip
-
-_ROPE = {"rotary_scaling_factor": "factor", "mscale": "mscale", "mscale_all_dim": "mscale_all_dim",
-         "beta_fast": "beta_fast", "beta_slow": "beta_slow",
-         "original_max_position_embeddings": "original_max_position_embeddings"}
-"""Options of Megatron-LM's -> keys of rope_parameters."""
 
 
 def deepseek_v3(hf: Any) -> Decoder:
@@ -124,17 +119,8 @@ def _latent(hf: Any, sparse: tuple[int, ...], indexer: Indexer | None = None) ->
         value=hf.v_head_dim, bias=bool(hf.attention_bias), indexer=indexer,
     )  # fmt: skip
     neighbours = indexer is not None or bool(hf.rope_interleave)
-    rope = rotary(hf, fraction=latent.turned / latent.head_dim, interleaved=neighbours)
-    parameters, layers = hf.rope_parameters, tuple(range(hf.num_hidden_layers))
-    stretched = (parameters.get("mscale_all_dim") or 0) * (rope.scaling != "default")
-    scale = latent.head_dim**-0.5 * yarn_magnitude(rope.factor, stretched) ** 2
-    also = {"rope_type": ("yarn" if rope.scaling == "yarn" else "rope",)} | {
-        ours: (parameters[theirs],) for ours, theirs in _ROPE.items() if theirs in parameters}
-    return Decoder(
-        hf=hf, attention=every_layer(hf, Attention(rope, mixer=latent)), mixing=latent.rules(layers),
-        mixture=_mixture(hf, sparse), softmax_scale=scale, constants={"kv_channels": latent.head_dim},
-        also=latent.also | also, **_drafting(hf, "num_nextn_predict_layers"),
-    )  # fmt: skip
+    return latent.decoder(hf, interleaved=neighbours, mixture=_mixture(hf, sparse),
+                          **_drafting(hf, "num_nextn_predict_layers"))
 
 
 def _indexer(hf: Any, interleaved: bool) -> Indexer:

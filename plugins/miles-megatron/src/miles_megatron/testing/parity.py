@@ -134,7 +134,12 @@ def cases(path: Path) -> list[Case]:
     """
     tables = tomllib.loads(path.read_text(encoding="utf-8"))
     parsed = [Case(family, **one) for family, entries in tables.items() for one in entries]
-    return [replace(case, config={k: None if v == "null" else v for k, v in case.config.items()}) for case in parsed]
+    return [replace(case, config=_with_null(case.config)) for case in parsed]
+
+
+def _with_null(config: dict[str, Any]) -> dict[str, Any]:
+    return {key: None if value == "null" else _with_null(value) if isinstance(value, dict) else value
+            for key, value in config.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +220,8 @@ def random_model(case: Case) -> Any:
 
     torch.manual_seed(0)
     config = _config(case)
-    kind = AutoModelForCausalLM if config.get_text_config() is config else AutoModelForImageTextToText
+    alone = config.get_text_config() is config and type(config) in AutoModelForCausalLM._model_mapping
+    kind = AutoModelForCausalLM if alone else AutoModelForImageTextToText
     model = kind.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
         state = model.state_dict(keep_vars=True)  # with a router's bias, which is no parameter
