@@ -99,7 +99,7 @@ def _values(plan: Plan) -> list[tuple[str, object, str]]:
             rows.append((option.key, value, str(config.origin.get(option.key, "default"))))
     for table, values in config.surfaces.items():
         for name, value in values.items():
-            rows.append((f"{table}.{name}", value, str(config.origin.get(f"{table}.{name}") or "run file")))
+            rows.append((f"{table}.{name}", value, str(config.origin.get(f"{table}.{name}", "derived"))))
     for one in plan.selected:
         for option in one.manifest.options.values():
             value = config.options.get(one.manifest.name, {}).get(option.name, option.default)

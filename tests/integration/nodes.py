@@ -1,6 +1,6 @@
 """A Ray cluster of several nodes on one machine: a raylet for each of its loopback addresses.
 
-    python tests/integration/nodes.py ADDRESS [LABEL]    where ranks and servers of a run are placed there, as JSON
+    python tests/integration/nodes.py ADDRESS [LABEL] [EXCLUDED]    where ranks and servers of a run are placed, as JSON
 """
 
 from __future__ import annotations
@@ -122,17 +122,20 @@ class Told:
         return {name: {"host": ray.util.get_node_ip_address(), **asdict(self.place)}}
 
 
-async def placed(address: str, labels: list[str]) -> dict[str, dict]:
-    """A trainer of two ranks and an engine over two nodes share the bundles of nodes with these labels."""
+async def placed(address: str, words: list[str]) -> dict[str, dict]:
+    """A trainer of two ranks and an engine over two nodes share the bundles of nodes with these labels, KEY=VALUE, and
+    not of these addresses."""
     from miles_ray.placement import RayPlacement
 
     from miles_core.config.tables import Checkpoint, Perf, Rollout, RunConfig
 
+    labels = [word for word in words if "=" in word]
     perf = Perf(placement="ray", ray_address=address, placement_timeout=20.0, placement_labels=labels, colocate=True,
                 placement_rack_label="rack", actor_num_gpus_per_node=2, rollout_num_gpus=2,
                 rollout_num_gpus_per_engine=2)
     place = RayPlacement(RunConfig(perf=perf, rollout=Rollout(engine="sglang"), name="trial",
-                                   checkpoint=Checkpoint(run_dir=tempfile.mkdtemp())))
+                                   checkpoint=Checkpoint(run_dir=tempfile.mkdtemp())),
+                         exclude=[word for word in words if word not in labels])
     await place.open()
     try:
         found = await place.trainer(Told).told()

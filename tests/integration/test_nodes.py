@@ -64,6 +64,21 @@ def test_places_follow_racks_and_labels_and_an_engine_has_an_actor_on_each_of_it
     assert gone.returncode == 1 and "bundle 2 of 2 (1 CPU on a node with rack=a) does not fit" in gone.stderr
 
 
+def test_a_cluster_is_measured_and_a_run_leaves_out_the_nodes_that_it_is_told_to():
+    """Raylets of one busy machine: a hundredth of the median is slow."""
+    with cluster(RACKS) as there:
+        measured = subprocess.run([RAY.with_name("miles"), "check-nodes", "--ray-address", there.address,
+                                   "--placement-rack-label", "rack", "--slow", "0.01", "--timeout", "100"],
+                                  env=there.environment, capture_output=True, text=True, timeout=400)
+        run = subprocess.run([sys.executable, "-m", "tests.integration.nodes", there.address, "127.0.0.3"], cwd=ROOT,
+                             env=there.environment, capture_output=True, text=True, timeout=120)
+    assert measured.returncode == 0, measured.stderr[-3000:]
+    table = [line.split() for line in measured.stdout.splitlines()[1:]]
+    assert [(line[0], line[1], line[-1]) for line in table] == [(host, rack, "good") for host, rack in RACKS.items()]
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert {told["host"] for told in json.loads(run.stdout).values()} == {"127.0.0.2", "127.0.0.4"}
+
+
 def test_a_run_over_two_nodes_is_that_of_one_machine_and_outlives_the_loss_of_a_node(tmp_path):
     """A spare node takes the lost one's place; the weights at the end are those of a run that lost nothing."""
     whole = started(tmp_path / "whole", "--actor-num-gpus-per-node", "2", "--num-rollout", "6")

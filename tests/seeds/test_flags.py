@@ -1,5 +1,6 @@
 """What Miles was asked for: every flag that its texts name is accepted in a run, or says what to write instead."""
 
+import json
 import socket
 import sys
 import tomllib
@@ -16,6 +17,7 @@ sys.path.insert(0, str(ROOT / "plugins/miles-preflight/tests"))
 from measure import argv  # noqa: E402 - the smallest correct run, which has its place there
 
 SEEDS = tomllib.loads(Path(__file__).with_name("flags.toml").read_text(encoding="utf-8"))
+PUBLISHED = json.loads((ROOT / "tests/integration/published.json").read_text(encoding="utf-8"))
 LINES = {line["name"]: line for line in SEEDS["line"]}
 FLAGS = [(one["flag"], one.get("value", "").split(), one) for one in SEEDS["flag"]]
 
@@ -52,6 +54,20 @@ def test_a_line_is_planned_and_none_of_its_flags_is_passed_over(planned, name):
         assert words_of(line["flags"], flag) == words, flag
     missing = [word for word in line["flags"] if word.startswith("--") and word not in obeyed]
     assert not missing, f"nobody took {missing}"
+
+
+def test_the_command_for_deepseek_v3_plans_with_its_config_json(planned, tmp_path):
+    """Its plain checkpoint: training cannot start from the FP8 that is published."""
+    config = next(one["config"] for one in PUBLISHED if one["repository"] == "deepseek-ai/DeepSeek-V3")
+    tokenizer = {"added_tokens": [{"id": config["eos_token_id"], "content": "<|end|>"}], "normalizer": None}
+    for name, content in {"config": config | {"quantization_config": None}, "tokenizer": tokenizer}.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(content))
+    line = LINES["mixture of experts"]
+    flags = [str(tmp_path) if word == "path/to/deepseek-v3" else word for word in line["flags"]]
+    plan = planned({"flags": [*flags, "--plan-without-weights"], "without": ["--apply-chat-template"]})
+    layout = plan.config.surface("megatron")
+    assert layout["sequence_parallel"] and layout["expert_tensor_parallel_size"] == 1
+    assert sum(note.startswith(("sequence_parallel is", "expert_tensor_parallel_size is")) for note in plan.notes) == 2
 
 
 @pytest.mark.parametrize(("flag", "words", "one"), [found for found in FLAGS if "says" in found[2]],

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -35,7 +36,8 @@ SIZES = {"tp": "tensor", "pp": "pipeline", "vpp": "virtual_pipeline", "cp": "con
 OVERRIDES = {"first": "num_layers_in_first_pipeline_stage", "group": "microbatch_group_size_per_vp_stage"}
 
 # model, ranks, layout (32 samples in micro-batches of one, where nothing else is said), and the stage of a start that
-# refuses it (megatron_verdicts.py): "" is none, and "here" is a layout that only a plan refuses.
+# refuses it (megatron_verdicts.py): "" is none, and "here" is a layout that only a plan refuses. "nosp" says that
+# there is no sequence parallelism; left unsaid, the plan completes what experts need (DERIVED).
 LAYOUTS = [
     ("dense", 1, "", ""), ("dense", 2, "", ""), ("dense", 32, "", ""), ("dense", 2, "tp 2", ""),
     ("dense", 2, "tp 2 sp", ""), ("dense", 4, "tp 4 sp", ""), ("dense", 2, "pp 2", ""), ("dense", 8, "pp 4", ""),
@@ -50,11 +52,11 @@ LAYOUTS = [
     ("six", 6, "ep 3 batch 30", ""), ("mixed", 4, "pp 2 ep 2", ""),
     # the world
     ("dense", 3, "tp 2", "groups"), ("dense", 6, "tp 4", "groups"), ("dense", 4, "tp 2 pp 2 cp 2", "groups"),
-    ("moe", 2, "ep 4", "groups"), ("moe", 4, "tp 2 sp ep 4", "groups"), ("moe", 4, "tp 2 sp pp 2 ep 2", "groups"),
-    ("dense", 2, "vpp 2", "groups"),
+    ("moe", 2, "ep 4", "groups"), ("moe", 4, "tp 2 sp ep 4 etp 2", "groups"),
+    ("moe", 4, "tp 2 sp pp 2 ep 2 etp 2", "groups"), ("dense", 2, "vpp 2", "groups"),
     # options that need each other
-    ("dense", 2, "ep 2", "config"), ("moe", 2, "tp 2", "forward"),
-    ("moe", 4, "tp 2 ep 4 etp 1", "forward"), ("mixed", 2, "tp 2", "forward"),
+    ("dense", 2, "ep 2", "config"), ("moe", 2, "tp 2 nosp", "forward"),
+    ("moe", 4, "tp 2 nosp ep 4 etp 1", "forward"), ("mixed", 2, "tp 2 nosp", "forward"),
     # what has to divide
     ("dense", 3, "tp 3 batch 3", "config"), ("dense", 16, "tp 16", "config"), ("triple", 2, "tp 2", "config"),
     ("odd", 2, "tp 2", "build"), ("narrow", 4, "tp 4", "build"), ("mixed", 4, "tp 4 sp", "build"),
@@ -78,11 +80,11 @@ AT_RUN_TIME = {"forward": {"moe_layer.py:380"}, "schedule": {"schedules.py:1003"
 
 
 def words(text):
-    """"tp 2 sp" -> {"tp": 2, "sp": True}"""
+    """"tp 2 sp" -> {"tp": 2, "sp": True}; "nosp" is {"sp": False}"""
     found, left = {}, text.split()
     while left:
         word = left.pop(0)
-        found[word] = True if word == "sp" else int(left.pop(0))
+        found[word.removeprefix("no")] = word == "sp" if word.endswith("sp") else int(left.pop(0))
     return found
 
 
@@ -104,7 +106,7 @@ def laid_out(plan, checkpoints):
         argv = ["--actor-num-gpus-per-node", ranks]
         argv += ["--n-samples-per-prompt", 1, "--disable-rewards-normalization"]
         argv += ["--rollout-batch-size", given.pop("batch", 32)]
-        argv += ["--sequence-parallel"] if given.pop("sp", False) else []
+        argv += ["--sequence-parallel" if given.pop("sp") else "--no-sequence-parallel"] if "sp" in given else []
         argv += [word for key, size in given.items() for word in (FLAGS[key], size)]
         return plan(*argv, *flags, **{"models/tiny": str(checkpoints / model), "num_layers = 2\n": ""})
 
@@ -115,10 +117,12 @@ def laid_out(plan, checkpoints):
 def verdicts(checkpoints):
     """Layout of the table -> what megatron-core says to it; one process for all."""
     cases = []
-    for model, ranks, text, _ in LAYOUTS:
+    every = [*(case[:3] for case in LAYOUTS), *(
+        (model, ranks, words) for model, ranks, text, more, _ in DERIVED for words in (text, f"{text} {more}"))]
+    for model, ranks, text in every:
         given = words(text)
         cases.append({
-            "checkpoint": str(checkpoints / model), "world": ranks, "sequence_parallel": "sp" in given,
+            "checkpoint": str(checkpoints / model), "world": ranks, "sequence_parallel": given.get("sp", False),
             "batch": given.get("batch", 32), "micro_batch": given.get("mbs", 1),
             "sizes": {SIZES[key]: size for key, size in given.items() if key in SIZES},
             "overrides": {OVERRIDES[key]: size for key, size in given.items() if key in OVERRIDES},
@@ -128,7 +132,7 @@ def verdicts(checkpoints):
                             env=os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"})
     assert result.returncode == 0, result.stderr
     answers = json.loads(result.stdout.splitlines()[-1])
-    return {case[:3]: answer for case, answer in zip(LAYOUTS, answers, strict=True)}
+    return dict(zip(every, answers, strict=True))
 
 
 @pytest.mark.parametrize(("model", "ranks", "text", "at"), LAYOUTS, ids=lambda value: str(value) or "-")
@@ -150,9 +154,8 @@ def test_a_plan_refuses_what_megatron_core_refuses(laid_out, verdicts, model, ra
 REFUSED = [
     ("dense", 6, "tp 2 pp 2", "the trainer's 6 ranks do not divide by tensor_model_parallel_size 2 x "
      "pipeline_model_parallel_size 2 = 4 (got 1 nodes x 6 ranks). Fix: use a multiple of 4 ranks, or smaller sizes."),
-    ("moe", 4, "tp 2 sp ep 4", "do not divide by expert_tensor_parallel_size 2 x expert_model_parallel_size 4 = 8 "
-     "(got 1 nodes x 4 ranks). Fix: use a multiple of 8 ranks, or expert_tensor_parallel_size = 1 (left out it is the "
-     "tensor-parallel size)."),
+    ("moe", 4, "tp 2 sp ep 4 etp 2", "do not divide by expert_tensor_parallel_size 2 x expert_model_parallel_size 4 = "
+     "8 (got 1 nodes x 4 ranks). Fix: use a multiple of 8 ranks, or smaller sizes."),
     ("dense", 2, "tp 0", "megatron.tensor_model_parallel_size (--tensor-model-parallel-size): "
      "tensor_model_parallel_size should be at least 1 (got 0). Fix: raise it, or leave it out."),
     ("dense", 3, "tp 3", "megatron.tensor_model_parallel_size (--tensor-model-parallel-size), {path}: "
@@ -171,8 +174,8 @@ REFUSED = [
      "6, 12."),
     ("dense", 2, "vpp 2", "virtual_pipeline_model_parallel_size 2 needs a pipeline to interleave (got "
      "pipeline_model_parallel_size = 1). Fix: raise pipeline_model_parallel_size, or leave the virtual size out."),
-    ("moe", 2, "tp 2", "only if sequence_parallel is on too (got tensor_model_parallel_size = 2, 4 experts ({path})). "
-     "Fix: --sequence-parallel, or tensor_model_parallel_size = 1."),
+    ("moe", 2, "tp 2 nosp", "only if sequence_parallel is on too (got tensor_model_parallel_size = 2, 4 experts ({path}"
+     ")). Fix: --sequence-parallel, or tensor_model_parallel_size = 1."),
     ("dense", 2, "ep 2", "expert_model_parallel_size 2 has no experts to split (got a dense model). "
      "Fix: leave expert_model_parallel_size out."),
     ("dense", 4, "etp 4", "expert_tensor_parallel_size 4 has no experts to split (got a dense model). "
@@ -194,6 +197,33 @@ def test_a_refusal_names_key_number_and_fix(laid_out, checkpoints, model, ranks,
     with pytest.raises(BatchError) as caught:
         laid_out(model, ranks, text)
     assert message.format(path=checkpoints / model / "config.json") in str(caught.value)
+
+
+# What a layout leaves unsaid: the words that Megatron-core refuses it without, and the stage that does.
+DERIVED = [
+    ("moe", 2, "tp 2", "sp", "forward"), ("mixed", 2, "tp 2", "sp", "forward"),
+    ("moe", 4, "tp 2 sp ep 4", "etp 1", "groups"), ("moe", 8, "tp 4 ep 4", "sp etp 1", "groups"),
+    ("moe", 4, "tp 2 sp pp 2 ep 2", "etp 1", "groups"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("model", "ranks", "text", "more", "at"), DERIVED, ids=lambda value: str(value))
+def test_what_experts_need_follows_of_a_layout_with_a_note(laid_out, verdicts, model, ranks, text, more, at):
+    assert verdicts[model, ranks, text]["at"] == at, "unsaid, megatron-core refuses it"
+    assert not verdicts[model, ranks, f"{text} {more}"]
+    whole, plan = laid_out(model, ranks, f"{text} {more}"), laid_out(model, ranks, text)
+    assert layout_of(plan.config) == layout_of(whole.config)
+    completed = {"sequence_parallel": "sp" in more.split(), "expert_tensor_parallel_size": "etp" in more}
+    for key, derived in completed.items():
+        assert any(note.startswith(f"{key} is ") for note in plan.notes) == derived
+        assert (re.search(rf"megatron\.{key} = \w+  \(derived\)", plan.to_text()) is not None) == derived
+
+
+def test_what_a_layout_says_stays_as_it_is(laid_out):
+    """The default that fits, the size that is named, and a dense model."""
+    assert layout_of(laid_out("moe", 4, "tp 2 sp ep 2").config).expert_tensor == 2
+    assert layout_of(laid_out("moe", 8, "tp 2 sp ep 2 etp 4").config).expert_tensor == 4
+    assert not layout_of(laid_out("dense", 2, "tp 2").config).sequence_parallel
 
 
 DYNAMIC = ["--use-dynamic-batch-size", "--max-tokens-per-gpu", 2048]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from miles_core.config.architecture import NAMES, Architecture, architecture_of
 from miles_core.config.load import who
@@ -101,26 +101,42 @@ def layout_of(config: RunConfig) -> Layout:
                   sequence_parallel=bool(config.surface("megatron").get("sequence_parallel")))
 
 
-def without_needless(config: RunConfig, note: Callable[[str], None]) -> RunConfig:
-    """--sequence-parallel has nothing to split over with one tensor-parallel rank, and Megatron-LM drops it as well."""
-    options = config.surface("megatron")
-    if not options.get("sequence_parallel") or (options.get(KEYS["tensor"]) or 1) > 1:
+def completed(config: RunConfig, note: Callable[[str], None]) -> RunConfig:
+    """The layout with what follows from the rest of it, each with a note; none changes what is computed.
+
+    --sequence-parallel has nothing to split over with one tensor-parallel rank, and Megatron-LM drops it as well; with
+    more, Megatron-core trains no experts without it. Experts that as many tensor-parallel ranks as the dense layers
+    have (Megatron-LM's default) do not fit are left whole, as Miles's own scripts for mixtures have them.
+    """
+    options, model = config.surface("megatron"), architecture_of(config)
+    tensor, pipeline, expert = (options.get(KEYS[name]) or 1 for name in ("tensor", "pipeline", "expert"))
+    if tensor == 1:
+        if options.get("sequence_parallel"):
+            note("sequence_parallel splits tokens over the tensor-parallel ranks, and there is one: it is left out")
+            return config.with_surface("megatron", sequence_parallel=False)
         return config
-    note("sequence_parallel splits tokens over the tensor-parallel ranks, and there is one: it is left out")
-    return replace(config, surfaces={**config.surfaces, "megatron": {**options, "sequence_parallel": False}})
+    if model.experts and options.get("sequence_parallel") is None:
+        note(f"sequence_parallel is on: nothing else trains {model.experts} experts ({model.source['experts']}) "
+             f"with {KEYS['tensor']} {tensor}")
+        config = config.with_surface("megatron", sequence_parallel=True)
+    world = config.perf.actor_num_nodes * config.perf.actor_num_gpus_per_node
+    if options.get(KEYS["expert_tensor"]) is None and expert > 1 and (
+            world % (tensor * pipeline * expert) and not world % (pipeline * expert)):
+        note(f"{KEYS['expert_tensor']} is 1: its default, {KEYS['tensor']} {tensor}, would take a multiple of "
+             f"{tensor * pipeline * expert} ranks, and there are {world}")
+        config = config.with_surface("megatron", **{KEYS["expert_tensor"]: 1})
+    return config
 
 
 def _indivisible_world(config: RunConfig, world: int, sizes: dict[str, int]) -> BatchError:
     wide = [name for name, size in sizes.items() if size > 1]
     product = math.prod(sizes.values())
     text = " x ".join(f"{KEYS[name]} {sizes[name]}" for name in wide) + f" = {product}" * (len(wide) > 1)
-    defaulted = "expert_tensor" in wide and config.surface("megatron").get(KEYS["expert_tensor"]) is None
-    less = f"{KEYS['expert_tensor']} = 1 (left out it is the tensor-parallel size)" if defaulted else "smaller sizes"
     ranks = f"{world} ranks do" if world > 1 else "1 rank does"
     return BatchError(f"the trainer's {ranks} not divide by {text}", code="ranks-not-divisible",
                       got=f"{config.perf.actor_num_nodes} nodes x {config.perf.actor_num_gpus_per_node} ranks",
                       who=who(config, *RANKS, *(f"megatron.{KEYS[name]}" for name in wide)),
-                      fix=f"use a multiple of {product} ranks, or {less}")
+                      fix=f"use a multiple of {product} ranks, or smaller sizes")
 
 
 def share(config: RunConfig, name: str) -> int | None:

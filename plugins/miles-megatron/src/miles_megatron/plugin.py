@@ -54,11 +54,11 @@ class Megatron:
 
     @hookimpl
     def derive(self, config: RunConfig, note: Callable[[str], None]) -> RunConfig:
-        """--sequence-parallel without ranks to split over; the context of --true-on-policy-mode."""
-        from miles_megatron.layout import without_needless
+        """What follows of the layout; the context of --true-on-policy-mode."""
+        from miles_megatron.layout import completed
         from miles_megatron.on_policy import check_on_policy
 
-        return check_on_policy(without_needless(config, note), note) if config.perf.trainer == "megatron" else config
+        return check_on_policy(completed(config, note), note) if config.perf.trainer == "megatron" else config
 
     @hookimpl
     def check(self, config: RunConfig, note: Callable[[str], None], plugins: Sequence[Selected]) -> RunConfig:

@@ -7,7 +7,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -134,8 +134,13 @@ def _reach(address: str | None) -> None:
         socket.create_connection((host, int(port)), timeout=10).close()
 
 
-def reserve(count: int, *, labels: Mapping[str, str], spares: int, timeout: float, name: str, alone: bool) -> Any:
+def reserve(count: int | None, *, labels: Mapping[str, str], spares: int, timeout: float, name: str, alone: bool,
+            exclude: Collection[str] = ()) -> Any:
     """A placement group of `count` bundles packed on as few nodes as possible, and up to `spares` more.
+
+    Args:
+        count: None for all that fit.
+        exclude: addresses of nodes to leave out.
 
     Raises:
         ConfigError: it did not become ready; says which bundle does not fit and what the cluster has.
@@ -144,30 +149,42 @@ def reserve(count: int, *, labels: Mapping[str, str], spares: int, timeout: floa
     from ray.util.placement_group import placement_group, remove_placement_group
 
     bundle = {"GPU": 1, "CPU": 1} if ray.cluster_resources().get("GPU") else {"CPU": 1}
-    if alone and capacity(nodes(), bundle, labels) < count:  # nothing can join it
-        raise too_small(count, bundle, labels, timeout=None)
+
+    def room() -> int:
+        return capacity(nodes(exclude), bundle, labels)
+
+    count = count or max(1, room())
+    if alone and room() < count:  # nothing can join it
+        raise too_small(count, bundle, labels, exclude, timeout=None)
     end = time.monotonic() + timeout
     while True:
-        total = count + max(0, min(spares, capacity(nodes(), bundle, labels) - count))
-        selectors = {"bundle_label_selector": [dict(labels)] * total} if labels else {}
+        total = count + max(0, min(spares, room() - count))
+        selector = {**labels, **_without(exclude)}
+        selectors = {"bundle_label_selector": [selector] * total} if selector else {}
         group = placement_group([bundle] * total, strategy="PACK", name=name, **selectors)
         ready = group.ready()
         while not ray.wait([ready], timeout=min(2.0, max(0.0, end - time.monotonic())))[0]:
             if time.monotonic() >= end:
                 remove_placement_group(group)
-                raise too_small(count, bundle, labels, timeout)
-            if count < total and capacity(nodes(), bundle, labels) < total:  # a node was lost that was counted on
+                raise too_small(count, bundle, labels, exclude, timeout)
+            if count < total and room() < total:  # a node was lost that was counted on
                 remove_placement_group(group)
                 break
         else:
             return group
 
 
-def nodes() -> list[dict]:
-    """Nodes that are alive, as Ray describes them."""
+def nodes(exclude: Collection[str] = ()) -> list[dict]:
+    """Nodes that are alive, as Ray describes them, but for those with these addresses."""
     import ray
 
-    return [node for node in ray.nodes() if node["Alive"]]
+    return [node for node in ray.nodes() if node["Alive"] and node["NodeManagerAddress"] not in exclude]
+
+
+def _without(exclude: Collection[str]) -> dict[str, str]:
+    """A label selector that leaves these nodes out; Ray labels a node with its id and not with its address."""
+    left_out = [node["NodeID"] for node in nodes() if node["NodeManagerAddress"] in exclude]
+    return {"ray.io/node-id": f"!in({', '.join(left_out)})"} if left_out else {}
 
 
 def capacity(alive: Sequence[Mapping], bundle: Mapping[str, float], labels: Mapping[str, str]) -> int:
@@ -176,16 +193,17 @@ def capacity(alive: Sequence[Mapping], bundle: Mapping[str, float], labels: Mapp
     return sum(min(int(node["Resources"].get(kind, 0) // size) for kind, size in bundle.items()) for node in fitting)
 
 
-def too_small(count: int, bundle: Mapping[str, float], labels: Mapping[str, str],
+def too_small(count: int, bundle: Mapping[str, float], labels: Mapping[str, str], exclude: Collection[str],
               timeout: float | None) -> ConfigError:
     """The error that says which bundle does not fit."""
     import ray
 
-    alive = nodes()
+    alive = nodes(exclude)
     room = capacity(alive, bundle, labels)
     what = " and ".join(f"{size} {kind}" for kind, size in bundle.items())
     what += f" on a node with {', '.join(f'{key}={value}' for key, value in labels.items())}" if labels else ""
-    has = "; ".join(f"{node['NodeManagerAddress']}: {_amounts(node['Resources'])}" for node in alive)
+    has = "; ".join([f"{node['NodeManagerAddress']}: {_amounts(node['Resources'])}" for node in alive] + (
+        [f"left out: {', '.join(exclude)}"] if exclude else []))
     if room < count:
         text = f"bundle {room + 1} of {count} ({what}) does not fit into the Ray cluster"
         fix = "add nodes, or ask for fewer GPUs: --actor-num-nodes, --actor-num-gpus-per-node, --rollout-num-gpus"

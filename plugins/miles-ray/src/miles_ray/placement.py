@@ -7,6 +7,7 @@ another, so that with --colocate both are on the same GPU; Ray's shares only cou
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import signal
 import threading
@@ -25,6 +26,8 @@ from miles_ray import cluster
 from miles_ray.cluster import Bundle
 from miles_ray.host import Actor, RayHost
 
+logger = logging.getLogger(__name__)
+
 RANK, SERVER = 0.4, 0.2
 """Shares of a bundle: an actor, a critic's and a server's fit into one."""
 
@@ -32,9 +35,10 @@ RANK, SERVER = 0.4, 0.2
 class RayPlacement(Leases):
     """See stages/placement.py for the contract."""
 
-    def __init__(self, config: RunConfig, dashboard: cluster.Dashboard | None = None):
+    def __init__(self, config: RunConfig, dashboard: cluster.Dashboard | None = None, *,
+                 exclude: Sequence[str] = (), check_nodes: bool = False):
         super().__init__(config)
-        self._dashboard = dashboard
+        self._dashboard, self._exclude, self._check_nodes = dashboard, exclude, check_nodes
         # Names are unique in a namespace, and a cluster may have two runs of one name.
         self._namespace = f"miles-{config.name}-{uuid.uuid4().hex[:8]}"
         self._group, self._bundles, self._actors = None, [], []
@@ -42,15 +46,30 @@ class RayPlacement(Leases):
         self._hold = ThreadHost("ray", Hold)
 
     async def open(self) -> None:
-        perf = self.config.perf
-        self._group, self._bundles = await self._hold.take(
-            max(1, demand(self.config)), perf.ray_address or os.environ.get("RAY_ADDRESS"),
-            _labels(perf.placement_labels), perf.placement_spares, perf.placement_timeout, self._namespace,
-            perf.placement_rack_label, self._dashboard)  # fmt: skip
+        exclude = [*self._exclude]
+        self._group, self._bundles = await self._take(exclude)
+        while self._check_nodes and (bad := await self._bad_nodes()):  # those that come in their place may be bad, too
+            exclude += bad
+            self._group, self._bundles = await self._take(exclude)
         if threading.current_thread() is threading.main_thread():  # Ray's core has put an abort in its place
             signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
         gpus = self._bundles[0].gpu is not None
         self.environment = {**cluster.VISIBLE, **relevant(), **environment(self.config, gpus=gpus)}
+
+    async def _take(self, exclude: Sequence[str]) -> tuple[Any, list[Bundle]]:
+        perf = self.config.perf
+        return await self._hold.take(
+            max(1, demand(self.config)), perf.ray_address or os.environ.get("RAY_ADDRESS"),
+            label_selector(perf.placement_labels), perf.placement_spares, perf.placement_timeout, self._namespace,
+            perf.placement_rack_label, self._dashboard, exclude)  # fmt: skip
+
+    async def _bad_nodes(self) -> list[str]:
+        from miles_ray.survey import measured
+
+        findings = await measured(self._group, self._bundles)
+        for line in findings.table():
+            logger.info("%s", line)
+        return findings.bad()
 
     def trainer(self, factory: Callable, *args: object) -> Handle:
         size = trainer_gpus(self.config)
@@ -95,13 +114,18 @@ class Hold:
     def __init__(self) -> None:
         self._joined, self._group = None, None
 
-    def take(self, count: int, address: str | None, labels: Mapping[str, str], spares: int, timeout: float, name: str,
-             rack_label: str | None, dashboard: cluster.Dashboard | None = None) -> tuple[Any, list[Bundle]]:
-        """Join the cluster and reserve bundles; see cluster.reserve."""
-        self._joined = cluster.join(address, places=count + spares, who="--placement ray",
-                                    dashboard=dashboard)
+    def take(self, count: int | None, address: str | None, labels: Mapping[str, str], spares: int, timeout: float,
+             name: str, rack_label: str | None, dashboard: cluster.Dashboard | None = None,
+             exclude: Sequence[str] = ()) -> tuple[Any, list[Bundle]]:
+        """Join the cluster and reserve bundles in place of those it has; see cluster.reserve."""
+        from ray.util.placement_group import remove_placement_group
+
+        self._joined = self._joined or cluster.join(address, places=(count or 1) + spares, who="--placement ray",
+                                                    dashboard=dashboard)
+        if self._group is not None:
+            remove_placement_group(self._group)
         self._group = cluster.reserve(count, labels=labels, spares=spares, timeout=timeout, name=name,
-                                      alone=self._joined.alone)
+                                      alone=self._joined.alone, exclude=exclude)
         return self._group, cluster.bundles(self._group, rack_label)
 
     def leave(self, actors: Sequence[Any]) -> None:
@@ -139,7 +163,11 @@ def seats(places: Sequence[Bundle], size: int) -> list[tuple[NodeSlot, Bundle]]:
     return placed
 
 
-def _labels(texts: Sequence[str]) -> dict[str, str]:
+def label_selector(texts: Sequence[str]) -> dict[str, str]:
+    """
+    Raises:
+        ConfigError: a text that is not KEY=VALUE.
+    """
     labels = dict(text.partition("=")[::2] for text in texts)
     if bad := [text for text in texts if "=" not in text]:
         raise ConfigError("a label should be KEY=VALUE", code="placement-label-malformed", got=bad[0],

@@ -12,13 +12,19 @@ from miles_core.hookspecs import hookimpl
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    import click
+
     from miles_ray.placement import RayPlacement
 
 
 @dataclass(frozen=True, kw_only=True)
 class RayOptions:
-    """The Ray that a run starts of its own; a cluster that is there has its own dashboard."""
+    """Nodes to leave out, and the Ray that a run starts of its own; a cluster that is there has its own dashboard."""
 
+    exclude: list[str] = option([], "Addresses of nodes that are left out; `miles check-nodes` says which.")
+    check_nodes: bool = option(
+        False, "Before training every node is measured as by `miles check-nodes`, and bad ones are left out."
+    )
     dashboard: bool = option(False, "Ray's dashboard runs beside the run: pip install 'ray[default]'.")
     dashboard_host: str = option(
         "127.0.0.1", "Address that the dashboard listens on; it asks for Ray's token or for nothing."
@@ -56,4 +62,11 @@ class Ray:
 
         options = self.options
         wanted = Dashboard(options.dashboard_host, options.dashboard_port) if options.dashboard else None
-        return RayPlacement(config, wanted)
+        return RayPlacement(config, wanted, exclude=options.exclude, check_nodes=options.check_nodes)
+
+    @hookimpl("commands", name="check-nodes")
+    def check(self) -> click.Command:
+        """Measure the GPUs of a cluster and the ways between them; say which nodes to leave out."""
+        from miles_ray.commands.check_nodes import command
+
+        return command
