@@ -11,7 +11,8 @@ EAGER = ("gemma2", "gpt_oss")
 ABSENT = ("llama4", "llama4_text", "kimi_k2", "kimi_k25", "mimo")
 """transformers has no such module, or none that the trainer fsdp can build."""
 
-FULL = ("Qwen3", "Qwen3-MoE", "Llama with biases", "Phi-4", "Gemma 3, text", "DeepSeek-V3", "gpt-oss", "Qwen3-Next")
+FULL = ("Qwen3-MoE", "Qwen2-MoE, some layers dense", "Llama with biases", "Phi-4", "Gemma 3, text", "DeepSeek-V3",
+        "gpt-oss", "Qwen3-Next")
 
 pytestmark = pytest.mark.xdist_group("divergence")
 
@@ -62,7 +63,8 @@ def test_bfloat16_is_rounding(sides):
     ("Qwen3", ["--context-parallel-size", "2"]),
     ("Qwen3", ["--trainer", "fsdp"]),
     ("Qwen3", ["--trainer", "fsdp", "--fsdp.context-parallel-size", "2"]),
-    ("Qwen3-MoE", ["--tensor-model-parallel-size", "2", "--sequence-parallel", "--expert-model-parallel-size", "2"]),
+    ("Qwen3-MoE", ["--tensor-model-parallel-size", "2", "--sequence-parallel", "--expert-model-parallel-size", "2",
+                   "--expert-tensor-parallel-size", "1"]),
     ("Phi-4", ["--tensor-model-parallel-size", "2", "--sequence-parallel"]),
 ])
 def test_a_layout_is_the_same_as_one_rank(sides, name, flags):

@@ -95,7 +95,7 @@ def compare(a: Recording, b: Recording, noisy: Recording) -> Comparison:
     measured: dict[Key, Distances] = {}
     for key in keys:
         measured[key] = distances(a.tensors[key], b.tensors[key], noisy.tensors.get(key), epsilon,
-                                  _before(rerouted, whole=key[1] in BACKWARD))
+                                  _before(rerouted, whole=key[1] in BACKWARD), difference=key[1] == "log_probs")
         if key[1] == "routing":
             rerouted |= _rerouted(a, b, key[0], measured, rerouted)
     rows = [_row(key, measured) for key in keys]

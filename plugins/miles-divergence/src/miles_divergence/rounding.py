@@ -42,17 +42,20 @@ class Distances:
 
 
 def distances(a: Tensor, b: Tensor, noisy: Tensor | None, epsilon: float,
-              counts: Callable[[torch.Tensor], torch.Tensor]) -> Distances:
+              counts: Callable[[torch.Tensor], torch.Tensor], *, difference: bool = False) -> Distances:
     """Compare the rows of the tokens that both sides have.
 
     Args:
         noisy: a with noise; None where rounding has left no trace.
         epsilon: the last place.
         counts: numbers -> which of these tokens are compared.
+        difference: the values are differences of larger numbers, log-probs of logits, whose last place counts.
     """
     numbers, gaps = _gaps(a, b)
-    size = float(a.values.double().norm(dim=1).square().mean().sqrt()) or 1.0
-    tolerance = torch.full_like(gaps, epsilon * size)
+    lengths = a.values.double().norm(dim=1)
+    size = float(lengths.square().mean().sqrt()) or 1.0
+    # How far logits reach, the smallest log-prob says.
+    tolerance = torch.full_like(gaps, epsilon * (float(lengths.max()) if difference else size))
     if noisy is not None:
         known, spread = _gaps(a, noisy)
         tolerance = tolerance.clamp(min=float(spread.square().mean().sqrt()))
