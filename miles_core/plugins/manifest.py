@@ -114,8 +114,7 @@ def _of_source(path: Path, name: str | None, module: str | None) -> Manifest:
         api=_literal(constants.get("api"), path) or 1, hookspecs=_literal(constants.get("hookspecs"), path) or "",
         default=bool(_literal(constants.get("default"), path)),
         offers=tuple(_offer(f, _marker(f), name, path) for f in _functions(node) if _marker(f) is not None),
-        options=_options(name, node, classes, path),
-        **words, **tables)
+        options=_options(name, node, classes, path), **words, **tables)
 
 
 def of_package(module: str, name: str, *, editable: bool = False) -> Manifest:

@@ -17,6 +17,8 @@ CPU = torch.device("cpu")
 SIZES = dict(vocab_size=264, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
              num_key_value_heads=2, max_position_embeddings=128)
 KINDS = {"qwen3": {"head_dim": 16}, "cohere2": {"sliding_window": 3, "head_dim": 8},
+         "qwen2_moe": {"use_sliding_window": True, "sliding_window": 2, "max_window_layers": 2, "num_experts": 4,
+                       "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16},
          "mistral": {"sliding_window": 2}, "granite": {"attention_multiplier": 0.3}, "phi3": {"pad_token_id": 0},
          "deepseek_v3": {"n_group": 1, "topk_group": 1, "n_routed_experts": 4, "num_experts_per_tok": 2,
                          "q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4,

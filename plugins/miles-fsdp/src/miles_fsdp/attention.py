@@ -82,6 +82,8 @@ def packed_attention(module: Any, query: torch.Tensor, key: torch.Tensor, value:
                           got=", ".join(odd) or "attention that is not causal", code="fsdp-attention-unsupported",
                           who=f"--attn-implementation packed, {type(module).__name__}",
                           fix="--attn-implementation eager")
+    if sliding_window is None and _slides(module):  # Qwen2-MoE tells its mask alone
+        sliding_window = module.sliding_window
     bounds: Boundaries = module._miles_boundaries
     q, k, v = (one[0].transpose(0, 1).to(value.dtype) for one in (query, key, value))  # [T, heads, D]
     context = bounds.context
@@ -93,6 +95,12 @@ def packed_attention(module: Any, query: torch.Tensor, key: torch.Tensor, value:
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
     attended = (_flash if flash else _one_by_one)(q, k, v, bounds, scale, sliding_window)
     return context.to_rows(attended)[None], None
+
+
+def _slides(module: Any) -> bool:
+    """Whether this layer is one of those with a window, as the configuration lists them."""
+    kinds = getattr(module.config, "layer_types", None)
+    return kinds is not None and kinds[module.layer_idx] == "sliding_attention" and hasattr(module, "sliding_window")
 
 
 def _flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bounds: Boundaries, scale: float,

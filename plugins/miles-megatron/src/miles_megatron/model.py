@@ -14,7 +14,7 @@ from miles_megatron import cpu
 from miles_megatron.config_overrides import defaults_for
 from miles_megatron.module_specs import LOCAL, TRANSFORMER_ENGINE, implementation, layer, modules_of
 from miles_megatron.rope import Rope
-from miles_megatron.specs import ModelSpec
+from miles_megatron.specs import ModelSpec, WeightMap
 
 cpu.install()
 
@@ -58,6 +58,8 @@ class LanguageModel(GPTModel):
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
     """As in ModelSpec; `build` sets them."""
+    weight_map: WeightMap | None = None
+    """What its parameters are called in a checkpoint, for who observes the modules of a trainer's model."""
 
     def _preprocess(self, *args, **kwargs):
         embedded, *others = super()._preprocess(*args, **kwargs)

@@ -59,6 +59,8 @@ class ModelOnRank:
         if hooks.build_model is not None:
             chunks = [hooks.build_model(chunk, self.spec, self.folder, name, self.weight_map) for chunk in chunks]
         self.chunks = [chunk.to(cpu.device()) for chunk in chunks]
+        for chunk in self.chunks:
+            chunk.weight_map = self.weight_map
         self.clip_groups = gradients.clip_groups(self.chunks)
         self.options = _options(config, declared)
         self.clipping = chosen(config, "clip_gradients")

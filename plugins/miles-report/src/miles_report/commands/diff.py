@@ -3,28 +3,35 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
-from collections.abc import Iterator
+import shlex
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from miles_core.errors import RunDirectoryError
+from miles_core.errors import RunDirectoryError, UnknownPluginError
 from miles_core.reading import reading
 
 if TYPE_CHECKING:
     from miles_report.diff import Comparison, Difference, Record
 
-RUN = click.Path(file_okay=False, path_type=Path)
+RUN = click.Path(path_type=Path)
 SHOWN = 40
 
 
 @click.command()
 @click.argument("a", type=RUN)
-@click.argument("b", type=RUN)
+@click.argument("b", type=RUN, required=False)
 @click.option("--json", "as_json", is_flag=True, help="Print what was found as JSON.")
-def diff(a: Path, b: Path, as_json: bool) -> None:
+@click.option("--across", metavar="FLAGS", help="Replay one batch on the run file A, and on B (or A again) with FLAGS.")
+@click.option("--both", metavar="FLAGS", default="", help="With --across: flags of both sides.")
+@click.option("--batch", metavar="PATH", help="With --across: a rollout that --save-debug-rollout-data wrote.")
+@click.option("--b-on-cpu", is_flag=True, help="With --across: side B sees no GPU.")
+def diff(a: Path, b: Path | None, as_json: bool, across: str | None, both: str, batch: str | None,
+         b_on_cpu: bool) -> None:
     """Name the first difference between two runs, A and B: the folders that --run-dir named.
 
     \b
@@ -38,7 +45,22 @@ def diff(a: Path, b: Path, as_json: bool) -> None:
 
     Exit codes: 0 the same; 1 different, or one has rollouts that the other lacks; 2 cannot be compared. Plan and
     versions are shown and do not count: a run may be the same under another layout.
+
+    With --across (plugin divergence) A and B are run files, and nothing has to have run: a recorded batch goes through
+    the trainers of both, and the first module, tensor, sample and token that differ beyond rounding are named.
+
+    \b
+      miles run a.toml --debug-rollout-only --num-rollout 1 --save-debug-rollout-data 'saved/{rollout_id}'
+      miles diff a.toml --across "--trainer fsdp" --batch saved/0
+      miles diff a.toml --across "--tensor-model-parallel-size 2 --actor-num-gpus-per-node 2" --batch saved/0
+      miles diff a.toml --across "--bf16" --both "--trainer fsdp" --batch saved/0
+      miles diff a.toml b.toml --across "" --batch saved/0
     """
+    if across is not None:
+        raise SystemExit(_across()(a, b or a, shlex.split(across), both=shlex.split(both), batch=batch,
+                                   on_cpu=b_on_cpu, as_json=as_json))
+    if b is None:
+        raise click.UsageError("Missing argument 'B'.")
     from miles_report.diff import compare, load
 
     with reading(f"{a}/ or {b}/", RunDirectoryError):
@@ -50,6 +72,19 @@ def diff(a: Path, b: Path, as_json: bool) -> None:
     else:
         click.echo("\n".join(_text(comparison, records)))
     raise SystemExit(comparison.exit_code)
+
+
+def _across() -> Callable[..., int]:
+    """
+    Raises:
+        UnknownPluginError: the package that replays is not installed.
+    """
+    if importlib.util.find_spec("miles_divergence") is None:
+        raise UnknownPluginError("--across is of a package that is not installed", who="miles diff",
+                                 code="across-not-installed", fix="pip install miles-divergence")
+    from miles_divergence.command import across
+
+    return across
 
 
 def _text(comparison: Comparison, records: tuple[Record, Record]) -> Iterator[str]:

@@ -1,0 +1,1 @@
+"""The first tensor at which two trainers, layouts or precisions differ beyond rounding."""
