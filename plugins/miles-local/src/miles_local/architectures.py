@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from miles_core.errors import CheckpointError
@@ -26,8 +26,11 @@ def _by_architecture(said: Mapping[str, Any]) -> str | None:
     return next((kinds[name] for name in said.get("architectures") or () if name in kinds), None)
 
 
-def config_of(folder: Path) -> PreTrainedConfig:
-    """Read config.json, from local files and without remote code.
+def config_of(folder: Path, whole: bool = False) -> tuple[Any, PreTrainedConfig]:
+    """What builds the model, an AutoModelFor... of transformers; and config.json, without remote code.
+
+    Args:
+        whole: a model that reads images is built with what reads them.
 
     Raises:
         CheckpointError: transformers does not know the architecture, or its past is not what the engine keeps.
@@ -42,13 +45,14 @@ def config_of(folder: Path) -> PreTrainedConfig:
         raise CheckpointError("transformers does not support this architecture",
                               code="architecture-not-in-transformers", got=str(error).splitlines()[0], who=str(folder),
                               fix="use --engine sglang, or another checkpoint") from error
+    auto = AutoModelForImageTextToText if whole and "vision_config" in config.sub_configs else AutoModelForCausalLM
     if getattr(config, "quantization_config", None) is not None:
         del config.quantization_config  # `import_weights` makes streams plain; transformers would not expect that
     text = config.get_text_config()
     rope = getattr(text, "rope_parameters", None) or {}
     kinds = {one.get("rope_type") for one in (rope, *rope.values()) if isinstance(one, dict)}
     problems = {
-        "model_type": config.model_type if type(config) not in AutoModelForCausalLM._model_mapping else None,
+        "model_type": config.model_type if type(config) not in auto._model_mapping else None,
         "layer_types": sorted(set(getattr(text, "layer_types", None) or ()) - LAYERS),
         "rope_type": sorted(kinds & BATCHED_ROPES),
         "max_position_embeddings": None if getattr(text, "max_position_embeddings", None) else "none",
@@ -57,4 +61,4 @@ def config_of(folder: Path) -> PreTrainedConfig:
         if got:
             raise CheckpointError(f"the local engine does not decode this {key}", got=got, who=str(folder),
                                   fix="use --engine sglang, or another checkpoint", code="local-config-unsupported")
-    return config
+    return auto, config
