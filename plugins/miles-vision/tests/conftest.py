@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # pictures.py
 def checkpoint(tmp_path_factory):
     """model_type -> a directory with a tiny random model, its processor's files and train.jsonl."""
     import torch
-    from pictures import MODELS, TEMPLATE, rows
+    from pictures import MODELS, PROCESSORS, SPELLINGS, TEMPLATE, rows
     from tokenizers import Tokenizer
     from transformers import AutoConfig, AutoModelForImageTextToText
 
@@ -29,12 +29,19 @@ def checkpoint(tmp_path_factory):
         tokenizer.add_special_tokens(["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"])
         tokenizer.save(str(folder / "tokenizer.json"))
         said = json.loads((folder / "tokenizer_config.json").read_text())
-        (folder / "tokenizer_config.json").write_text(json.dumps(said | {"chat_template": TEMPLATE}))
+        template = TEMPLATE if kind != "gemma3" else TEMPLATE.replace("<|image_pad|>", "").replace("<|vision_end|>", "")
+        said |= {"chat_template": template, **SPELLINGS.get(kind, {})}
+        (folder / "tokenizer_config.json").write_text(json.dumps(said))
         torch.manual_seed(0)
-        AutoModelForImageTextToText.from_config(AutoConfig.for_model(kind, **MODELS[kind])).save_pretrained(folder)
-        (folder / "preprocessor_config.json").write_text(json.dumps(dict(
-            image_processor_type="Qwen2VLImageProcessor", patch_size=4, merge_size=2, temporal_patch_size=2,
-            min_pixels=64, max_pixels=1024, image_mean=[0.5] * 3, image_std=[0.5] * 3)))
+        model = AutoModelForImageTextToText.from_config(AutoConfig.for_model(kind, **MODELS[kind]))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.dim() > 1 and not parameter.any():  # Gemma 3's way from tower to text begins as zeros
+                    parameter.normal_(0, 0.3)
+        model.save_pretrained(folder)
+        (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSORS[kind]))
+        if kind == "gemma3":
+            (folder / "processor_config.json").write_text(json.dumps({"image_seq_length": 4}))
         (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows(folder)))
         return folder
 

@@ -16,7 +16,27 @@ MODELS = {
     "qwen2_5_vl": dict(
         text_config=TEXT | dict(rope_parameters=ROPE),
         vision_config=TOWER | dict(window_size=16, fullatt_block_indexes=[1]), **TOKENS),
+    "qwen3_vl": dict(
+        text_config=TEXT | dict(rope_parameters=ROPE | {"mrope_interleaved": True}),
+        vision_config=TOWER | dict(deepstack_visual_indexes=[0], num_position_embeddings=64), **TOKENS),
+    "gemma3": dict(
+        text_config=TEXT | dict(sliding_window=32, layer_types=["sliding_attention", "full_attention"],
+                                query_pre_attn_scalar=8),
+        vision_config=dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+                           patch_size=4, image_size=16, num_channels=3),
+        mm_tokens_per_image=4, boi_token_index=259, eoi_token_index=260, image_token_index=261),
 }
+QWEN = dict(image_processor_type="Qwen2VLImageProcessor", patch_size=4, merge_size=2, temporal_patch_size=2,
+            min_pixels=64, max_pixels=1024, image_mean=[0.5] * 3, image_std=[0.5] * 3)
+PROCESSORS = {
+    "qwen2_5_vl": QWEN, "qwen3_vl": QWEN,
+    "gemma3": dict(image_processor_type="Gemma3ImageProcessor", size={"height": 16, "width": 16}, do_pan_and_scan=False,
+                   image_mean=[0.5] * 3, image_std=[0.5] * 3),
+}
+SPELLINGS = {"gemma3": dict(boi_token="<|vision_start|>", eoi_token="<|vision_end|>", image_token="<|image_pad|>",
+                            extra_special_tokens={"boi_token": "<|vision_start|>", "eoi_token": "<|vision_end|>",
+                                                  "image_token": "<|image_pad|>"})}
+"""What a tokenizer says of its tokens of images, where the processor asks it."""
 TEMPLATE = (
     "{%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' }}"
     "{%- if m.content is string %}{{- m.content }}{%- else %}{%- for part in m.content %}{%- if part.type == 'image' %}"

@@ -178,6 +178,10 @@ class ModuleDecoder(BaseDecoder):
         Where layers have states, which would take both in, sequences of one length are computed at once instead.
         """
         if self._recurrent:
+            if any(images):
+                raise EngineError("the local engine shows no images to layers whose past is a state",
+                                  code="local-images-with-states", got=self._config.model_type,
+                                  fix="use --engine sglang")
             return by_length(sequences, lambda equal: self._unpadded(weights, equal, trace))
         count, width = len(sequences), round_up(max(map(len, sequences)))
         tokens = torch.zeros(count, width, dtype=torch.int64)

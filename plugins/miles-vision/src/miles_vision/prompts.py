@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from miles_core.build import load_tokenizer
 from miles_core.config import RunConfig
+from miles_core.config.hardware import trainer_gpus
 from miles_core.config.load import config_json
 from miles_core.errors import DataError
 from miles_core.stages.prompts import render
@@ -35,7 +36,7 @@ class Preparation:
     def __init__(self, config: RunConfig, options: VisionOptions):
         from miles_vision.plugin import image_folder
 
-        self._config, self._most = config, options.max_image_pixels
+        self._config, self._most, self._ranks = config, options.max_image_pixels, trainer_gpus(config)
         self._key = (options.multimodal_keys or {})["image"]
         self._store = ImageStore(image_folder(config, options))
         self._processor = processor.load(str(config.checkpoint.hf_checkpoint))
@@ -61,6 +62,10 @@ class Preparation:
             files = [read(source, self._folders, self._most) for source in sources(prompt.metadata.get(self._key))]
         except ImageUnusable as error:
             return Drop(error.reason, f"{where}: {error.detail}")
+        if not files and self._ranks > 1:
+            raise DataError("the row has no image, and several ranks train", code="vision-row-without-image", who=where,
+                            fix="give every row an image, or train on one rank: a tower that computes on some of them "
+                            "alone would wait for the others")
         text = self._text(prompt, where)
         marks = text.count(self._processor.image_token)
         if marks != len(files):
