@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import base64
 import json
-from dataclasses import replace
 
 import pytest
 from miles_testing import toy_run
 from miles_vision.checks import check
-from miles_vision.plugin import VisionOptions
 
 from miles_core.config.load import with_values
 from miles_core.config.tables import RunConfig
@@ -60,16 +58,18 @@ def test_a_row_whose_image_is_damaged_is_dropped_and_counted_and_the_run_goes_on
     assert [event["reason"] for event in run.events if event["event"] == "drop"] == ["image_damaged"]
 
 
-@pytest.mark.parametrize(("changed", "options", "removed", "code"), [
-    ({}, {"multimodal_keys": None}, None, "vision-keys"),
-    ({}, {"multimodal_keys": {"image": "a", "video": "b"}}, None, "vision-keys"),
-    ({"perf__trainer": "megatron"}, {}, None, "vision-trainer"),
-    ({"fsdp__context_parallel_size": 2}, {}, None, "vision-context-parallel"),
-    ({}, {}, "image_token_id", "vision-model-without-images"),
-    ({}, {}, "vision_config", "vision-model-without-images"),
-    ({}, {}, "preprocessor_config.json", "vision-processor-missing"),
+IMAGE = {"image": "pictures"}
+
+
+@pytest.mark.parametrize(("changed", "keys", "removed", "code"), [
+    ({}, {}, None, "vision-keys"), ({}, IMAGE | {"video": "clips"}, None, "vision-keys"),
+    ({"perf__trainer": "megatron"}, IMAGE, None, "vision-trainer"),
+    ({"fsdp__context_parallel_size": 2}, IMAGE, None, "vision-context-parallel"),
+    ({}, IMAGE, "image_token_id", "vision-model-without-images"),
+    ({}, IMAGE, "vision_config", "vision-model-without-images"),
+    ({}, IMAGE, "preprocessor_config.json", "vision-processor-missing"),
 ])
-def test_settings_that_would_ignore_images_are_named_before_the_start(changed, options, removed, code, tmp_path):
+def test_settings_that_would_ignore_images_are_named_before_the_start(changed, keys, removed, code, tmp_path):
     said = {"image_token_id": 261, "vision_config": {}}
     said.pop(removed, None)
     (tmp_path / "config.json").write_text(json.dumps(said))
@@ -78,5 +78,5 @@ def test_settings_that_would_ignore_images_are_named_before_the_start(changed, o
     settings = {"checkpoint__hf_checkpoint": str(tmp_path), "perf__trainer": "fsdp"} | changed
     config = with_values(RunConfig(), "test", **settings)
     with pytest.raises(MilesError) as caught:
-        check(config, replace(VisionOptions(multimodal_keys={"image": "pictures"}), **options))
+        check(config, keys)
     assert caught.value.code == code

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from miles_core.config import RunConfig
 from miles_core.config.load import config_json, who
 from miles_core.errors import CheckpointError, ConfigError
 
-if TYPE_CHECKING:
-    from miles_vision.plugin import VisionOptions
 
-
-def check(config: RunConfig, options: VisionOptions) -> RunConfig:
+def check(config: RunConfig, keys: Mapping[str, str]) -> RunConfig:
     """The configuration as it is.
+
+    Args:
+        keys: of rows, by medium.
 
     Raises:
         ConfigError: no key of images or other keys, a trainer that sees none, rows shared among ranks.
         CheckpointError: a model that reads no images, or without its processor's files.
     """
-    keys = options.multimodal_keys or {}
     if set(keys) != {"image"}:
         raise ConfigError("the plugin vision reads images, and no other medium", code="vision-keys", got=keys or None,
                           who=who(config, "vision.multimodal_keys"), fix="""--multimodal-keys '{"image": "images"}'""")
@@ -37,12 +36,12 @@ def check(config: RunConfig, options: VisionOptions) -> RunConfig:
 def _check_model(config: RunConfig) -> None:
     from miles_vision.processor import PLACEHOLDERS
 
-    folder, said = Path(str(config.checkpoint.hf_checkpoint)), config_json(config)[1]
-    if said is None:  # not here yet, and named by others
+    folder, constants = Path(str(config.checkpoint.hf_checkpoint)), config_json(config)[1]
+    if constants is None:  # not here yet, and named by others
         return
-    if not any(isinstance(said.get(name), int) for name in PLACEHOLDERS[:2]) or "vision_config" not in said:
+    if not any(isinstance(constants.get(name), int) for name in PLACEHOLDERS[:2]) or "vision_config" not in constants:
         raise CheckpointError("the model reads no images: its config.json names no vision_config or no token of them",
-                              code="vision-model-without-images", got=said.get("model_type"),
+                              code="vision-model-without-images", got=constants.get("model_type"),
                               who=f"--hf-checkpoint {folder}", fix="use a vision-language model, or no --plugin vision")
     if not any((folder / name).is_file() for name in ("preprocessor_config.json", "processor_config.json")):
         raise CheckpointError("the model's image processor is missing", code="vision-processor-missing",

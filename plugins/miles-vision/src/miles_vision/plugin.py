@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from miles_core.stages.rollout import Request
     from miles_core.types import Prompt, Sample
+    from miles_vision.images import ImageStore
     from miles_vision.prompts import Preparation
     from miles_vision.seen import Seen
 
@@ -54,7 +55,7 @@ class Vision:
         """What would be found out late, or train on something else than was sampled."""
         from miles_vision.checks import check
 
-        return check(config, self._options)
+        return check(config, self._options.multimodal_keys or {})
 
     @hookimpl
     def prepare_prompt(self, prompt: Prompt) -> Prompt | Drop:
@@ -62,7 +63,8 @@ class Vision:
         if self._preparation is None:
             from miles_vision.prompts import Preparation
 
-            self._preparation = Preparation(self._config, self._options)
+            keys = self._options.multimodal_keys or {}
+            self._preparation = Preparation(self._config, keys["image"], self._options.max_image_pixels, self._store())
         return self._preparation(prompt)
 
     @hookimpl
@@ -91,10 +93,10 @@ class Vision:
         if self._seen is None:
             from miles_vision.seen import Seen
 
-            self._seen = Seen(self._config, self._options)
+            self._seen = Seen(self._config, self._store(), self._options.pixel_cache)
         return self._seen
 
+    def _store(self) -> ImageStore:
+        from miles_vision.images import ImageStore
 
-def image_folder(config: RunConfig, options: VisionOptions) -> Path:
-    """Where a run keeps its images."""
-    return Path(options.image_dir or Path(str(config.checkpoint.run_dir)) / "images").resolve()
+        return ImageStore(Path(self._options.image_dir or f"{self._config.checkpoint.run_dir}/images").resolve())

@@ -31,10 +31,10 @@ def load(folder: str) -> Any:
 
     try:
         base = PROCESSOR_MAPPING[type(AutoConfig.from_pretrained(folder, local_files_only=True))]
-        kept = [name for name in base.get_attributes() if "video" not in name]
-        kind = type(base.__name__, (base,), {"get_attributes": classmethod(lambda _: kept)})
+        halves = [name for name in base.get_attributes() if "video" not in name]
+        kind = type(base.__name__, (base,), {"get_attributes": classmethod(lambda _: halves)})
         made = {"image_processor": AutoImageProcessor, "tokenizer": AutoTokenizer}
-        return kind(**{name: made[name].from_pretrained(folder, local_files_only=True) for name in kept},
+        return kind(**{name: made[name].from_pretrained(folder, local_files_only=True) for name in halves},
                     **_settings(Path(folder)))
     except (OSError, ValueError, KeyError, ImportError, AttributeError, TypeError) as error:
         raise CheckpointError("the model's image processor cannot be loaded", code="vision-processor-unloadable",
@@ -48,8 +48,8 @@ def _settings(folder: Path) -> dict[str, Any]:
     import json
 
     path = folder / "processor_config.json"
-    said = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    return {key: value for key, value in said.items() if isinstance(value, int) and not isinstance(value, bool)}
+    settings = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return {key: value for key, value in settings.items() if isinstance(value, int) and not isinstance(value, bool)}
 
 
 def with_images(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from miles_core.build import load_tokenizer
 from miles_core.config import RunConfig
@@ -16,9 +15,6 @@ from miles_core.stages.prompts import render
 from miles_core.types import Drop, Prompt
 from miles_vision import processor
 from miles_vision.images import ImageStore, ImageUnusable, opened, read, sources
-
-if TYPE_CHECKING:
-    from miles_vision.plugin import VisionOptions
 
 KEY = "image_files"
 """In a prompt's metadata: names of its images in the run's folder."""
@@ -31,14 +27,17 @@ def names_of(prompt: Prompt) -> Sequence[str]:
 
 
 class Preparation:
-    """Prepares the prompts of a run."""
+    """Prepares the prompts of a run.
 
-    def __init__(self, config: RunConfig, options: VisionOptions):
-        from miles_vision.plugin import image_folder
+    Args:
+        key: of a row's images.
+        most: pixels of the largest image.
+        store: where files are kept.
+    """
 
-        self._config, self._most, self._ranks = config, options.max_image_pixels, trainer_gpus(config)
-        self._key = (options.multimodal_keys or {})["image"]
-        self._store = ImageStore(image_folder(config, options))
+    def __init__(self, config: RunConfig, key: str, most: int, store: ImageStore):
+        self._config, self._key, self._most, self._store = config, key, most, store
+        self._ranks = trainer_gpus(config)
         self._processor = processor.load(str(config.checkpoint.hf_checkpoint))
         self._tokenizer = load_tokenizer(config)
         self._token = processor.placeholders(config_json(config)[1] or {})[0]

@@ -13,7 +13,6 @@ from miles_core.errors import DataError, EngineError
 from miles_vision import processor
 from miles_vision.images import ImageStore
 from miles_vision.inputs import PixelCache, sequence_inputs
-from miles_vision.plugin import VisionOptions, image_folder
 from miles_vision.prompts import names_of
 
 if TYPE_CHECKING:
@@ -30,13 +29,14 @@ class Seen:
     Args:
         placeholders: ids of tokens that stand for something seen, the image's first.
         store: the files.
+        size: bytes of processed images that are kept.
     """
 
-    def __init__(self, config: RunConfig, options: VisionOptions):
+    def __init__(self, config: RunConfig, store: ImageStore, size: int):
         self.placeholders = processor.placeholders(config_json(config)[1] or {})
-        self.store = ImageStore(image_folder(config, options))
+        self.store = store
         made = processor.load(str(config.checkpoint.hf_checkpoint))
-        self._pixels = PixelCache(made.image_processor, options.pixel_cache)
+        self._pixels = PixelCache(made.image_processor, size)
 
     def inputs(self, model: Any, tokens: Sequence[int], prompt: int, names: Sequence[str],
                read: Callable[[str], bytes]) -> Inputs:
