@@ -10,7 +10,7 @@ from miles_core.config.load import config_json, who
 from miles_core.errors import CheckpointError, ConfigError
 
 
-def check(config: RunConfig, keys: Mapping[str, str]) -> RunConfig:
+def check(config: RunConfig, keys: Mapping[str, object]) -> RunConfig:
     """The configuration as it is.
 
     Args:
@@ -20,7 +20,7 @@ def check(config: RunConfig, keys: Mapping[str, str]) -> RunConfig:
         ConfigError: no key of images or other keys, a trainer that sees none, rows shared among ranks.
         CheckpointError: a model that reads no images, or without its processor's files.
     """
-    if set(keys) != {"image"}:
+    if set(keys) != {"image"} or not isinstance(keys["image"], str):
         raise ConfigError("the plugin vision reads images, and no other medium", code="vision-keys", got=keys or None,
                           who=who(config, "vision.multimodal_keys"), fix="""--multimodal-keys '{"image": "images"}'""")
     if config.perf.trainer != "fsdp":

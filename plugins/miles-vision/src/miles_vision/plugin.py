@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 class VisionOptions:
     """Where images are found, and what of them is kept."""
 
-    multimodal_keys: dict[str, str] | None = option(
+    multimodal_keys: dict[str, object] | None = option(
         None, 'Key of a row\'s images, as JSON: {"image": "images"}.', flags=("--multimodal-keys",))
     max_image_pixels: int = option(
         33_554_432, "Pixels of the largest image that is read; a prompt with a larger one is dropped and counted.",
@@ -63,8 +63,8 @@ class Vision:
         if self._preparation is None:
             from miles_vision.prompts import Preparation
 
-            keys = self._options.multimodal_keys or {}
-            self._preparation = Preparation(self._config, keys["image"], self._options.max_image_pixels, self._store())
+            key = str((self._options.multimodal_keys or {})["image"])
+            self._preparation = Preparation(self._config, key, self._options.max_image_pixels, self._store())
         return self._preparation(prompt)
 
     @hookimpl
