@@ -8,7 +8,7 @@ import functools
 import os
 import platform
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ from miles_core.stages.prompts import Records, RowPrompts, rows_of
 from miles_core.stages.reward import Scoring
 from miles_core.stages.rollout import Engine, Generation, SamplingParams, ServerEngine, attended
 from miles_core.stages.step import Resume
-from miles_core.types import Batch, CancelHandle, Group, Prompt, Rank, Sample
+from miles_core.types import Batch, CancelHandle, Drop, Group, Prompt, Rank, Sample, Status
 
 
 @dataclass(slots=True)
@@ -160,8 +160,7 @@ def _buffer(config: RunConfig, batches: int, keeps: bool) -> Buffer:
 
 def _from_slots(parts: Parts, engine: Engine | None) -> Callable:
     """The generator of training."""
-    samples = parts.config.rollout.n_samples_per_prompt
-    generate = _generator(parts, engine, sampling(parts.config), "train", samples)
+    generate = _generator(parts, engine, sampling(parts.config), "train", parts.config.rollout.n_samples_per_prompt)
     return lambda slot: generate(slot.prompt, slot.begun, slot.recall)
 
 
@@ -227,15 +226,18 @@ def _generator(parts: Parts, engine: Engine | None, params: SamplingParams, stre
     def decode(ids, skip_special_tokens):
         return tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
-    async def generate(prompt: Prompt, begun: Sequence[Sample] = (), recall: CancelHandle | None = None) -> Group:
-        on_request = (lambda request: hooks.generate_request(request, prompt)) if hooks.generate_request else None
+    async def generate(asked: Prompt, begun: Sequence[Sample] = (), recall: CancelHandle | None = None) -> Group:
+        prompt = hooks.prepare_prompt(asked) if hooks.prepare_prompt else asked
+        if isinstance(prompt, Drop):
+            return Group(asked, [Sample(asked, 0, status=Status.FAILED, metadata={"drop": asdict(prompt)})])
+        ask = hooks.generate_request or (lambda request, prompt: request)
         room = min(params.max_new_tokens, context - len(prompt.token_ids))
         generation = Generation(
             engine=engine, sampling=replace(params, max_new_tokens=room), samples=samples,
             key=lambda index, turn: rng.key(config.rollout.rollout_seed, stream, prompt.uid, index, turn),
             decode=decode, timeout=config.rollout.rollout_timeout, begun=begun, recall=recall or CancelHandle(),
             columns=columns, vocabulary=vocabulary, tokenizer=tokenizer,
-            on_request=on_request or (lambda request: request),
+            on_request=lambda request: ask(request, prompt),
             on_response=hooks.generate_response or (lambda sample, response: sample))
         who = f"generator {config.rollout.generate!r}, {stream} prompt {prompt.uid}"
         answer = await attended(how(prompt, generation), generation, who)
@@ -259,8 +261,7 @@ def _scoring(parts: Parts, key: str, own: str | None = None) -> Scoring:
 
 
 def _datasets(parts: Parts, engine: Engine | None) -> list[Dataset]:
-    config = parts.config
-    datasets = []
+    config, datasets = parts.config, []
     for dataset in config.eval.every:
         rows = rows_of(config, dataset)
         samples = dataset.get("n_samples") or config.eval.n_samples_per_eval_prompt

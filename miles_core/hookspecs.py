@@ -56,11 +56,8 @@ def hookimpl(spec: F, /) -> F: ...
 def hookimpl(spec: str | None = None, *, name: str | None = None, **refused: object) -> Callable[[F], F]: ...
 def hookimpl(spec: Any = None, *, name: str | None = None, **refused: object) -> Any:
     """Mark a method as the implementation of the hook `spec`, the one of the method's own name when left out. Named
-    hooks are offered under `name`, the plugin's name when left out; one plugin may offer several.
-
-    `@hookimpl` alone works. pluggy's tryfirst, trylast, wrapper and hookwrapper are kept here only to be refused with a
-    sentence at registration: order is what the run file says.
-    """
+    hooks are offered under `name`, the plugin's name when left out; one plugin may offer several. pluggy's tryfirst,
+    trylast, wrapper and hookwrapper are refused with a sentence at registration: order is what the run file says."""
     if callable(spec):
         return hookimpl()(spec)
 
@@ -130,6 +127,11 @@ def prompt_source(config: RunConfig, tokenizer: Any, read: Callable[[str], Recor
 @hookspec("named", role="rollout", per="run", part=True)
 def engine(config: RunConfig, tokenizer: Any, placement: Placement, hooks: Any) -> Engine:
     """2: generates tokens from tokens. `placement` provides the hosts of servers. Default "local"."""
+
+
+@hookspec("chain", role="rollout", per="group")
+def prepare_prompt(prompt: Prompt) -> Prompt | Drop:
+    """2: changes a prompt before its group is sampled: tokens for images. Also a group that goes on passes."""
 
 
 @hookspec("named", role="rollout", per="group")
@@ -250,8 +252,7 @@ def export_weights(stream: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple
 
 @hookspec("chain", role="trainer", per="run")
 def save_weights(stream: Iterator[tuple[str, torch.Tensor]], folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Changes the stream of the actor's names and tensors into a Hugging Face directory (--save-hf), which is published
-    once every rank has consumed it."""
+    """Changes the stream of the actor's names and tensors into --save-hf, published once every rank has consumed it."""
 
 
 # -------------------------------------------------------------------------------------------------------- driver
@@ -293,8 +294,7 @@ def specs() -> dict[str, Any]:
 
 def declare(name: str) -> None:
     """Take the hooks of a package's own module of specifications, which its manifest names; it is light."""
-    if name not in _declared:
-        _declared[name] = importlib.import_module(name)
+    _declared[name] = importlib.import_module(name)
 
 
 _declared: dict[str, Any] = {}

@@ -12,7 +12,6 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any, NewType
 
 if TYPE_CHECKING:
-
     import numpy as np
 
     from miles_core.waits import Bound
@@ -22,7 +21,6 @@ WeightVersion = NewType("WeightVersion", int)
 
 LARGEST_REWARD = 3.4028234663852886e38
 """float32's largest: rewards beyond it have no standard deviation and no gradient."""
-
 
 TRACKER = "latest_checkpointed_iteration.txt"
 """The file in --save, or --load, that names the last checkpoint; written last, so what it names is complete."""

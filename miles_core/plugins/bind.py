@@ -281,7 +281,6 @@ _CONSTANT = (str, bytes, int, float, complex, bool, type(None), type, property, 
              functools.partial, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType,
              types.MappingProxyType, types.GenericAlias, types.UnionType, RunConfig)
 
-
 _HARMLESS = frozenset({"typing", "re", "enum", "pathlib", "logging", "_thread"})
 """Modules of the standard library whose objects roles may share: patterns, paths, loggers, locks."""
 

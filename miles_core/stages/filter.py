@@ -9,8 +9,7 @@ from miles_core.types import Drop, Group, Sample
 
 def filter_group(group: Group, chain: Callable[[Group], Group | Drop] | None) -> Group | Drop:
     """What the run's filters say, in their order; a group with an unfinished sample never reaches them."""
-    unfit = unfinished(group)
-    if unfit:
+    if unfit := unfinished(group):
         # A generator may say why in metadata["drop"]: {"reason": a word that is counted, "detail": a sentence}.
         drop = unfit[0].metadata.get("drop", {})
         return Drop(drop.get("reason", str(unfit[0].status)), drop.get(

@@ -65,6 +65,7 @@ class Request:
             batching changes a token.
         want: further data to return, such as "routed_experts".
         adapter: name of an adapter that the engine has been given and applies to this request.
+        images: files, in the order of their placeholders in `input_ids`, which are expanded already.
     """
 
     id: str
@@ -73,6 +74,7 @@ class Request:
     key: int
     want: frozenset[str] = frozenset()
     adapter: str | None = None
+    images: tuple[bytes, ...] = ()
 
 
 @dataclass(slots=True)

@@ -20,6 +20,8 @@ NOT_IN_A_RUN = {
                 "test_the_rules_of_the_hook_diagnose_stand_behind_the_doctors_own",
     "engine_args": "tests/integration/test_weight_hooks.py::"  # of SGLang's servers
                    "test_engine_args_adds_to_the_servers_fields",
+    "prefill_inputs": "plugins/miles-vision/tests/test_runs.py::"  # of models that read images
+                      "test_engine_and_trainer_agree_on_prompts_with_images",
 }
 """Hooks that no run on a CPU calls, and a test that calls an implementation of each."""
 PARTS = {"algorithm.reduction": "mine", "rollout.generate": "mine", "rollout.combine_rewards": "mine",

@@ -4,8 +4,10 @@ tests/sglang holds the same engine against the real server.
 """
 
 import asyncio
+import base64
 import threading
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -182,6 +184,20 @@ def test_what_drafts_add_after_the_end_is_cut(ask, ids, reason, sampling, end):
     assert response.output_ids.tolist() == response.log_probs.tolist() == ids[:end]
     assert len(response.versions) == end and len(response.extra["routed_experts"]) == 3 + end - 1
     assert response.finish_reason == ("stop" if end < len(ids) else "length")
+
+
+def test_images_go_with_every_call_and_the_tokens_stay_what_they_are(engine_over, ask):
+    """The placeholders are expanded once, by whoever made the prompt; a retracted request sends its images again."""
+    async def work(engine, wire):
+        wire.plan = [500]
+        request = replace(ask("a", 4), images=(b"one", b"two"))
+        return request, await engine.generate(request), list(wire.requests)
+
+    request, response, bodies = over(engine_over, work)
+    check(response, 4)
+    assert len(bodies) == 2 and all(body["input_ids"] == list(request.input_ids) for body in bodies)
+    data = [[base64.b64decode(one.partition(",")[2]) for one in body["image_data"]] for body in bodies]
+    assert data == [[b"one", b"two"]] * 2
 
 
 @pytest.mark.parametrize(("pieces", "versions", "kinds"), [

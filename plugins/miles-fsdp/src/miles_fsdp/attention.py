@@ -58,7 +58,9 @@ def attend_by(model: PreTrainedModel, boundaries: Boundaries) -> bool:
         return False
     for part in model.modules():
         cast("Any", part)._miles_boundaries = boundaries
-    model.set_attn_implementation(NAME)
+    text, parts = model.config.get_text_config(), model.config.sub_configs
+    own = [key for key in parts if getattr(model.config, key, None) is text]  # not a tower's
+    model.set_attn_implementation(dict.fromkeys(own, NAME) if own else NAME)
     return True
 
 

@@ -81,8 +81,10 @@ class Models:
     def _made(self, name: str, source: str) -> CausalModule:
         trained, config = name == ACTOR, self._config
         temperature = Temperature(config.rollout.rollout_temperature or 1.0, config.perf.log_probs_chunk_size)
-        model = read(source, self._options, torch.float32 if trained else self.dtype)
-        module = CausalModule(model.requires_grad_(trained), temperature, name, self._options.attn_implementation)
+        inputs = getattr(self._hooks, "forward_inputs", None)
+        model = read(source, self._options, torch.float32 if trained else self.dtype, images=inputs is not None)
+        module = CausalModule(model.requires_grad_(trained), temperature, name, self._options.attn_implementation,
+                              inputs)
         module.to(self._ranks.device)
         shard(module, self._ranks, self._options, low=trained and config.perf.bf16,
               offload=self._options.cpu_offload or not trained)

@@ -5,19 +5,21 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
+import torch.nn.functional as F
 from torch.distributed._composable.checkpoint_activation import checkpoint
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils import logging as transformers_logging
 
 from miles_core.columns import Packed
 from miles_core.errors import CheckpointError, ConfigError
+from miles_core.types import Sample
 from miles_fsdp.attention import NAME, PACKED, Boundaries, attend_by
 from miles_fsdp.microbatch import MicroBatch
 from miles_fsdp.plugin import FsdpOptions
@@ -28,6 +30,7 @@ logger = logging.getLogger(__name__)
 transformers_logging.disable_progress_bar()  # the run has a terminal of its own to fill
 
 T = TypeVar("T")
+Inputs = Callable[[Any, Sample], dict[str, torch.Tensor]]
 Around = Callable[[Callable[[Packed], torch.Tensor], Packed, str], torch.Tensor]
 
 
@@ -54,16 +57,21 @@ class CausalModule(torch.nn.Module):
     Args:
         name: for the hook `microbatch`.
         attention: "packed" for the one of attention.py, where the architecture allows it; else the model's own.
+        inputs: the bound hook forward_inputs.
     """
 
-    def __init__(self, model: PreTrainedModel, temperature: Temperature, name: str, attention: str = PACKED):
+    def __init__(self, model: PreTrainedModel, temperature: Temperature, name: str, attention: str = PACKED,
+                 inputs: Inputs | None = None):
         super().__init__()
-        self.model, self.name, self.temperature = model, name, temperature
-        self.packs = "position_ids" in inspect.signature(model.forward).parameters
+        self.model, self.name, self.temperature, self._inputs = model, name, temperature, inputs
+        takes = inspect.signature(model.forward).parameters
+        self.packs = "position_ids" in takes
         self.boundaries = Boundaries()
         self._masked = model.config._attn_implementation
         if self.packs and attention == PACKED:
             attend_by(model, self.boundaries)
+        if inputs is not None and "token_type_ids" in takes:  # tokens of an image see those after them
+            self.pad()
         head = copy.copy(model)  # the same parameters and code, but for the body
         head._modules = {**model._modules, model.base_model_prefix: _Passed()}
         self._head = (head,)  # a tuple hides it from torch, to which it would be a second model
@@ -92,19 +100,41 @@ class CausalModule(torch.nn.Module):
         if self.packs:
             self.boundaries.set(batch.lengths, batch.device, batch.context)
             tokens, positions = batch.tokens[None, batch.stretch], batch.positions[None, batch.stretch]
-            output = body(input_ids=tokens, position_ids=positions, use_cache=False)
+            arguments = {"input_ids": tokens, "position_ids": positions} | self._beside(batch)
+            output = body(**arguments, use_cache=False)
             return cast("torch.Tensor", output.last_hidden_state[0])
         tokens, mask = batch.padded()
-        output = body(input_ids=tokens, attention_mask=mask.long(), use_cache=False)
+        arguments = {"input_ids": tokens, "attention_mask": mask.long()} | self._beside(batch)
+        output = body(**arguments, use_cache=False)
         return cast("torch.Tensor", output.last_hidden_state[mask])
+
+    def _beside(self, batch: MicroBatch) -> dict[str, torch.Tensor]:
+        """What the hook gives for each sample, laid out as their tokens are."""
+        if self._inputs is None:
+            return {}
+        parts = [self._inputs(self.model, sample) for sample in batch.samples]
+        names = dict.fromkeys(name for part in parts for name in part)
+        values = {name: [part[name] for part in parts if name in part] for name in names}
+        return {name: (self._laid_out(some) if name.endswith("_ids") else torch.cat(some)).to(batch.device)
+                for name, some in values.items()}
+
+    def _laid_out(self, rows: Sequence[torch.Tensor]) -> torch.Tensor:
+        """[..., L] of each sample -> [..., 1, sum of L], or [..., samples, longest] filled up with zeros."""
+        if self.packs:
+            return torch.cat(list(rows), -1)[..., None, :]
+        longest = max(row.shape[-1] for row in rows)
+        return torch.stack([F.pad(row, (0, longest - row.shape[-1])) for row in rows], -2)
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[n, H] -> [n, V], as the architecture makes them."""
         return cast("torch.Tensor", self._head[0](inputs_embeds=hidden[None], use_cache=False).logits[0])
 
 
-def read(folder: str, options: FsdpOptions, dtype: torch.dtype) -> PreTrainedModel:
+def read(folder: str, options: FsdpOptions, dtype: torch.dtype, images: bool = False) -> PreTrainedModel:
     """The module of a Hugging Face directory, without dropout.
+
+    Args:
+        images: of a model that reads them, what does, too.
 
     Raises:
         CheckpointError: the directory is none, or of an architecture that transformers does not have.
@@ -114,7 +144,9 @@ def read(folder: str, options: FsdpOptions, dtype: torch.dtype) -> PreTrainedMod
                               got="no config.json", fix="name one; `miles convert dist-to-hf` makes it of a checkpoint")
     attention = None if options.attn_implementation == PACKED else options.attn_implementation
     try:
-        model = AutoModelForCausalLM.from_pretrained(
+        parts = AutoConfig.from_pretrained(folder, local_files_only=True).sub_configs if images else ()
+        kind: Any = AutoModelForImageTextToText if "vision_config" in parts else AutoModelForCausalLM
+        model: PreTrainedModel = kind.from_pretrained(
             folder, dtype=dtype, attn_implementation=attention, local_files_only=True)
     except (OSError, ValueError, ImportError, KeyError) as error:
         raise CheckpointError("transformers cannot build this model", code="fsdp-model-unbuildable", who=folder,

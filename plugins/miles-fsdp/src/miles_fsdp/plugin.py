@@ -40,6 +40,7 @@ class FsdpOptions:
 class Fsdp:
     """Trains the Hugging Face module of any causal language model, sharded by PyTorch's FSDP2."""
 
+    hookspecs = "miles_fsdp.hookspecs"
     conflicts = ("compat", "fp8", "int4-qat", "lora", "mtp", "ppo")
 
     def __init__(self, options: FsdpOptions):

@@ -6,13 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from transformers import (
-    CONFIG_MAPPING,
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    PreTrainedConfig,
-)
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from miles_core.errors import CheckpointError
@@ -32,12 +26,18 @@ def _by_architecture(said: Mapping[str, Any]) -> str | None:
     return next((kinds[name] for name in said.get("architectures") or () if name in kinds), None)
 
 
-def class_of(config: PreTrainedConfig) -> type | None:
-    """transformers' class that decodes text: the whole model's, or the text model's where only that has one."""
-    text = type(config.get_text_config())
+def class_of(config: PreTrainedConfig, whole: bool = False) -> type | None:
+    """transformers' class that decodes text: the whole model's, or the text model's where only that has one.
+
+    Args:
+        whole: a model that reads images is built with what reads them.
+    """
+    text, images = type(config.get_text_config()), AutoModelForImageTextToText._model_mapping
+    if whole and "vision_config" in config.sub_configs:
+        return images[type(config)] if type(config) in images else None
     for mapping, kind in ((AutoModelForCausalLM._model_mapping, type(config)),
                           (AutoModelForCausalLM._model_mapping, text),
-                          (AutoModelForImageTextToText._model_mapping, text)):  # where it lists Mistral Small 4's
+                          (images, text)):  # where it lists Mistral Small 4's
         if kind in mapping:
             return mapping[kind]
     return None
@@ -57,8 +57,11 @@ def inside_text(name: str) -> str | None:
     return inside if inside.startswith(("model.", "lm_head.")) else f"model.{inside}"
 
 
-def config_of(folder: Path) -> PreTrainedConfig:
+def config_of(folder: Path, whole: bool = False) -> PreTrainedConfig:
     """Read config.json, from local files and without remote code.
+
+    Args:
+        whole: as `class_of`.
 
     Raises:
         CheckpointError: transformers does not know the architecture, or its past is not what the engine keeps.
@@ -79,7 +82,7 @@ def config_of(folder: Path) -> PreTrainedConfig:
     rope = getattr(text, "rope_parameters", None) or {}
     kinds = {one.get("rope_type") for one in (rope, *rope.values()) if isinstance(one, dict)}
     problems = {
-        "model_type": config.model_type if class_of(config) is None else None,
+        "model_type": config.model_type if class_of(config, whole) is None else None,
         "layer_types": sorted(set(getattr(text, "layer_types", None) or ()) - LAYERS),
         "rope_type": sorted(kinds & BATCHED_ROPES),
         "max_position_embeddings": None if getattr(text, "max_position_embeddings", None) else "none",

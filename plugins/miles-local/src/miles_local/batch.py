@@ -26,7 +26,9 @@ if TYPE_CHECKING:
     from miles_local.modules import ModuleDecoder
     from miles_local.weights import Weights
 
-Origin = tuple[int, tuple[int, ...], bool]
+Context = tuple[tuple[int, ...], tuple[bytes, ...]]
+"""Tokens, and the images that some of them stand for."""
+Origin = tuple[int, Context, bool]
 """What a row began with: weight version, context, whether its routing is kept."""
 
 PREFILL_TOKENS = 4096
@@ -66,9 +68,9 @@ class SequenceState:
         return "routed_experts" in self.request.want
 
     @property
-    def context(self) -> tuple[int, ...]:
+    def context(self) -> Context:
         """Prompt and what was drawn before the last retraction."""
-        return (*self.request.input_ids, *self.ids.tolist())
+        return (*self.request.input_ids, *self.ids.tolist()), self.request.images
 
     @property
     def longest(self) -> int:
@@ -150,11 +152,13 @@ class Batch:
             self._cache.reserve(len(self.seqs) + len(seqs), max(seq.longest for seq in seqs), exact=True)
         for contexts, members in _portions(self._join(seqs)):
             trace = any(seq.wants_routing for seq in members)
-            filled = self._decoder.prefill(weights, contexts, trace)
+            images = [pictures for _, pictures in contexts]
+            filled = self._decoder.prefill(weights, [tokens for tokens, _ in contexts], trace,
+                                           **({"images": images} if any(images) else {}))
             place = {context: index for index, context in enumerate(contexts)}
             picks = [place[seq.origin[1]] for seq in members]
             first = len(self.seqs)
-            self._cache.reserve(first + len(members), max(map(len, contexts)) + 1)
+            self._cache.reserve(first + len(members), max(len(tokens) for tokens, _ in contexts) + 1)
             for seq in members:
                 self._seat(seq)
             chosen = torch.tensor(picks)
@@ -259,13 +263,13 @@ class Batch:
 
     def _seat(self, seq: SequenceState) -> None:
         """Take the next row; write a request's parameters, and what it has drawn before, into it."""
-        sampling, of, row, length = seq.request.sampling, self._of, len(self.seqs), len(seq.origin[1])
+        sampling, of, row, length = seq.request.sampling, self._of, len(self.seqs), len(seq.origin[1][0])
         self.seqs.append(seq)
         if seq.routing is None:  # else its row names experts that older weights chose
             self._origins.setdefault(seq.origin, []).append(seq)
         values = {
             "key": np.uint64(seq.request.key % 2**64), "drawn": len(seq.ids), "length": length,
-            "last": seq.origin[1][-1], "limit": seq.limit, "quiet": sampling.min_new_tokens,
+            "last": seq.origin[1][0][-1], "limit": seq.limit, "quiet": sampling.min_new_tokens,
             "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k,
         }  # fmt: skip
         for name, value in values.items():
@@ -311,14 +315,14 @@ class Batch:
         return self._of[name]
 
 
-def _portions(seqs: Sequence[SequenceState]) -> Iterator[tuple[list[tuple[int, ...]], list[SequenceState]]]:
+def _portions(seqs: Sequence[SequenceState]) -> Iterator[tuple[list[Context], list[SequenceState]]]:
     """Requests by distinct context, in portions of at most PREFILL_TOKENS padded tokens; similar lengths together."""
-    groups: dict[tuple[int, ...], list[SequenceState]] = {}
+    groups: dict[Context, list[SequenceState]] = {}
     for seq in seqs:
         groups.setdefault(seq.origin[1], []).append(seq)
-    contexts: list[tuple[int, ...]] = []
-    for context in sorted(groups, key=len):
-        if contexts and (len(contexts) + 1) * round_up(len(context)) > PREFILL_TOKENS:
+    contexts: list[Context] = []
+    for context in sorted(groups, key=lambda context: len(context[0])):
+        if contexts and (len(contexts) + 1) * round_up(len(context[0])) > PREFILL_TOKENS:
             yield contexts, [seq for one in contexts for seq in groups[one]]
             contexts = []
         contexts.append(context)

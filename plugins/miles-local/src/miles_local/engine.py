@@ -61,7 +61,7 @@ class LocalEngine:
         max_context: longest sequence in tokens, prompt included; default what the checkpoint was made for.
         random_init: seeded random weights instead of the checkpoint's, until the first update.
         tokenizer: with transformers' `decode`; without one, texts are "" and stop strings are refused.
-        incoming: the bound hook import_weights: what every stream of weights, also the checkpoint's, passes first.
+        incoming: the bound hook import_weights, which every stream of weights passes first; inputs: prefill_inputs.
 
     Raises:
         CheckpointError: nothing there, or an architecture that this engine does not decode.
@@ -70,12 +70,12 @@ class LocalEngine:
 
     def __init__(self, hf_checkpoint: Path, *, dtype: torch.dtype = torch.float32, device: str = "cpu",
                  max_batch: int = 256, max_context: int | None = None, random_init: bool = False, tokenizer=None,
-                 incoming: Callable[[Iterable], Iterable] | None = None):
+                 incoming: Callable[[Iterable], Iterable] | None = None, inputs: Callable | None = None):
         self.version = 0
         self._checkpoint, self._random_init = Path(hf_checkpoint), random_init
         self._incoming = incoming or (lambda stream: stream)
         self.device = device_named(device)
-        self._decoder, self.path = decoder_for(self._checkpoint, dtype, max_context, self.device)
+        self._decoder, self.path = decoder_for(self._checkpoint, dtype, max_context, self.device, inputs)
         self.shape = self._decoder.shape
         self.max_context = max_context or self.shape.context
         self._tokenizer = tokenizer

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from miles_core.hookspecs import hookspec
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     import torch
+
+
+@hookspec("gather", role="rollout", per="prefill")
+def prefill_inputs(model: Any, tokens: Sequence[int], images: Sequence[bytes]) -> dict[str, torch.Tensor]:
+    """2: what a model that reads images takes beside the tokens [L] of a sequence, by keyword. Those whose names end in
+    _ids are per token, [..., L]; others, [n, ...], are joined in a batch. With an implementation the engine builds
+    such a model whole, else the part that decodes text."""
 
 
 @hookspec("chain", role="rollout", per="sync")

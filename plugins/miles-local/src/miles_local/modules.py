@@ -15,7 +15,7 @@ import logging
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +31,7 @@ from miles_core.errors import CheckpointError, EngineError
 from miles_local.architectures import class_of, config_of, inside_text, taken_out
 from miles_local.cache import CPU, Cache, Prefill, round_up
 from miles_local.decode import BaseDecoder
+from miles_local.inputs import AHEAD, SequenceInputs, laid_out
 from miles_local.recurrent import Recurrent, States, by_length
 from miles_local.weights import beside_text, eos_ids, read_tensors
 
@@ -110,15 +111,18 @@ class ModuleDecoder(BaseDecoder):
         folder: with config.json.
         dtype: of weights, activations and cache; logits are float32.
         device: where modules are put.
+        inputs: the bound hook prefill_inputs. With it a model that reads images is built whole.
 
     Raises:
         CheckpointError: an architecture that transformers does not know, or whose past is not keys and values.
     """
 
-    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device = CPU):
-        self._dtype, self.device, self._checked = dtype, device, False
-        self._config = config_of(folder)
-        self._class, self._taken_out = class_of(self._config), taken_out(self._config)
+    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device = CPU,
+                 inputs: SequenceInputs | None = None):
+        self._dtype, self.device, self._checked, self._inputs = dtype, device, False, inputs
+        self._config = config_of(folder, whole=inputs is not None)
+        self._class = class_of(self._config, whole=inputs is not None)
+        self._taken_out = inputs is None and taken_out(self._config)
         text = self._config.get_text_config()
         if self._class.config_class is type(text):  # of a model that reads images too, the part that decodes text
             text.tie_word_embeddings = self._config.tie_word_embeddings
@@ -168,12 +172,20 @@ class ModuleDecoder(BaseDecoder):
         return self._ready(module)
 
     @torch.inference_mode()
-    def prefill(self, weights: PreTrainedModel, sequences: list[tuple[int, ...]], trace: bool = False) -> Prefill:
+    def prefill(self, weights: PreTrainedModel, sequences: list[tuple[int, ...]], trace: bool = False,
+                images: Sequence[tuple[bytes, ...]] = ()) -> Prefill:
         """Compute whole sequences, padded to the right; then their last tokens once more, for the logits alone.
+
+        Args:
+            images: of each sequence; none of any by default.
 
         Where layers have states, which would take both in, sequences of one length are computed at once instead.
         """
         if self._recurrent:
+            if any(images):
+                raise EngineError("the local engine shows no images to layers whose past is a state",
+                                  code="local-images-with-states", got=self._config.model_type,
+                                  fix="use --engine sglang")
             return by_length(sequences, lambda equal: self._unpadded(weights, equal, trace))
         count, width = len(sequences), round_up(max(map(len, sequences)))
         tokens = torch.zeros(count, width, dtype=torch.int64)
@@ -182,8 +194,12 @@ class ModuleDecoder(BaseDecoder):
         result = Prefill(logits=torch.empty(0))
         store = self._filling(result)
         positions = torch.arange(width).clamp_(max=self.shape.context - 1).expand(count, -1)
+        more: dict[str, torch.Tensor] = {}
+        if self._inputs is not None:
+            more, ahead = laid_out(self._inputs, weights, sequences, images or [()] * count, width)
+            result.states[AHEAD] = ahead.to(self.device)
         with self._routing(weights, trace) as routes:
-            self._forward(weights, tokens, positions, width, store)
+            self._forward(weights, tokens, positions, width, store, more=more)
         last = torch.tensor([len(ids) - 1 for ids in sequences])
         ids = torch.tensor([ids[-1] for ids in sequences])
         with self._routing(weights, trace) as again:
@@ -262,15 +278,18 @@ class ModuleDecoder(BaseDecoder):
                 side[slot][rows, :, positions] = values[:, :, 0]
             return [side[slot][: len(rows), :, :width] for side in (cache.k, cache.v)]
 
-        states = States(cache.states, len(tokens))
-        return self._forward(weights, tokens[:, None], positions[:, None], width, store, states)[:, -1].float()
+        states, more = States(cache.states, len(tokens)), {}
+        if AHEAD in cache.states:
+            more["position_ids"] = (positions + cache.states[AHEAD][: len(tokens)])[:, None]
+        return self._forward(weights, tokens[:, None], positions[:, None], width, store, states, more)[:, -1].float()
 
-    def _forward(self, weights, tokens, positions, width, store, states=None) -> torch.Tensor:
+    def _forward(self, weights, tokens, positions, width, store, states=None, more=None) -> torch.Tensor:
+        """`positions` are places in the cache, and what the module is told unless `more` has position_ids."""
         tokens, positions = tokens.to(self.device), positions.to(self.device)
         cache = _Rows(positions, width, store, states or States(None, len(tokens)))
+        more = {"position_ids": positions} | {name: one.to(self.device) for name, one in (more or {}).items()}
         with _building:
-            return weights(input_ids=tokens, position_ids=positions, past_key_values=cache, use_cache=True,
-                           logits_to_keep=1).logits
+            return weights(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=1, **more).logits
 
     def _load(self, state: dict[str, torch.Tensor]) -> PreTrainedModel:
         """transformers' own loading, which knows each architecture's names on disk, ties and stacked experts."""
@@ -299,11 +318,11 @@ class ModuleDecoder(BaseDecoder):
             if hasattr(part, "time_step_limit"):
                 part.time_step_limit = (0.0, float("inf"))
         if not self._checked:
-            module.set_attn_implementation("eager")
+            _attend_by(module, "eager")
             try:
                 with _hushed():  # transformers says which kernels it does without, in a line each
                     expected = [_full(module, ids) for ids in _PROBES]
-                    module.set_attn_implementation(ROWS_ATTENTION)
+                    _attend_by(module, ROWS_ATTENTION)
                     gap = self._gap(module, expected)
             except Exception as error:
                 raise CheckpointError("the local engine cannot decode this architecture",
@@ -315,7 +334,7 @@ class ModuleDecoder(BaseDecoder):
                                       got=f"logits differ by {gap:.1e} standard deviations",
                                       who=self._config.model_type, fix="use --engine sglang")
             self._checked = True
-        module.set_attn_implementation(ROWS_ATTENTION)
+        _attend_by(module, ROWS_ATTENTION)
         return module
 
     def _gap(self, module: PreTrainedModel, expected: list[torch.Tensor]) -> float:
@@ -333,6 +352,13 @@ class ModuleDecoder(BaseDecoder):
             fed = torch.tensor([ids[-back] for ids in _PROBES])
             got, _ = self.step(module, cache, fed, torch.tensor([len(ids) - back for ids in _PROBES]))
         return max(float((a - b).abs().max() / b.std()) for a, b in zip(got, expected, strict=True))
+
+
+def _attend_by(module: PreTrainedModel, name: str) -> None:
+    """Of a model with a tower, the part that decodes text alone."""
+    text, parts = module.config.get_text_config(), module.config.sub_configs
+    own = [key for key in parts if getattr(module.config, key, None) is text]
+    module.set_attn_implementation(dict.fromkeys(own, name) if own else name)
 
 
 def _experts(module: PreTrainedModel) -> dict[int, torch.nn.Module]:

@@ -16,6 +16,7 @@ from miles_local.decode import Decoder
 from miles_local.weights import FAMILIES, ModelShape
 
 if TYPE_CHECKING:
+    from miles_local.inputs import SequenceInputs
     from miles_local.modules import ModuleDecoder
 
 logger = logging.getLogger(__name__)
@@ -41,8 +42,12 @@ def device_named(name: str) -> torch.device:
 
 
 def decoder_for(folder: Path, dtype: torch.dtype, max_context: int | None = None,
-                device: torch.device | None = None) -> tuple[Decoder | ModuleDecoder, str]:
+                device: torch.device | None = None, inputs: SequenceInputs | None = None,
+                ) -> tuple[Decoder | ModuleDecoder, str]:
     """The fast path where there is one, else transformers' module; and its name for the log.
+
+    Args:
+        inputs: the bound hook prefill_inputs.
 
     Raises:
         CheckpointError: no config.json, or an architecture that this engine does not decode.
@@ -65,7 +70,7 @@ def decoder_for(folder: Path, dtype: torch.dtype, max_context: int | None = None
             return DeviceDecoder(shape, context, dtype, device), f"{kind} fast path{where}"
         from miles_local.modules import ModuleDecoder
 
-        return ModuleDecoder(folder, dtype, device), f"{kind} through transformers{where}"
+        return ModuleDecoder(folder, dtype, device, inputs), f"{kind} through transformers{where}"
 
 
 @contextmanager

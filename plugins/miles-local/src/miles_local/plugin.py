@@ -54,7 +54,7 @@ class Local:
         return LocalEngine(
             Path(str(config.checkpoint.hf_checkpoint)), dtype=getattr(torch, dtype), device=self.options.device,
             max_batch=rollout.engine_max_batch, max_context=rollout.rollout_max_context_len, tokenizer=tokenizer,
-            incoming=hooks.import_weights,
+            incoming=hooks.import_weights, inputs=hooks.prefill_inputs,
             random_init=not config.debug.debug_rollout_only,  # the trainer's weights arrive before the first request
         )  # fmt: skip
 

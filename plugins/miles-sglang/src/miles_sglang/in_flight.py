@@ -8,6 +8,7 @@ concatenation of what the calls drew.
 from __future__ import annotations
 
 import asyncio
+import base64
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -128,6 +129,8 @@ class InFlightRequest:
             body |= {"return_routed_experts": True, "routed_experts_start_len": self._rows}
         if self.request.adapter is not None:
             body["lora_path"] = self.request.adapter
+        if self.request.images:  # runs of their tokens in the input stand for one each
+            body["image_data"] = [f"data:;base64,{base64.b64encode(one).decode()}" for one in self.request.images]
         if cache_key is not None:
             body["extra_key"] = cache_key  # prefixes are shared among equal keys alone
         return body

@@ -104,13 +104,12 @@ def binds(name: str, selected: bytes, config: bytes) -> dict[str, Any]:
     from miles_core.plugins import bind
     from miles_core.plugins.select import all_specs
 
-    table = all_specs()
     one, settings = pickle.loads(selected), pickle.loads(config)
     offers = []
     for _ in range(2):
         roles = [bind.bind([one], settings, role) for role in hookspecs.ROLES]
         bind.check_roles_apart(roles)
-        offers.append({hooks.role: sorted(hook for hook in table if getattr(hooks, hook)) for hooks in roles})
+        offers.append({hooks.role: sorted(hook for hook in all_specs() if getattr(hooks, hook)) for hooks in roles})
         for hooks in roles:
             if hooks.finish is not None:
                 hooks.finish("completed")

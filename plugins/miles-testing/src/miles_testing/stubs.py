@@ -36,7 +36,7 @@ NAMED = {
                "assert config.checkpoint.hf_checkpoint",
                "return LocalEngine(Path(config.checkpoint.hf_checkpoint), tokenizer=tokenizer, max_batch=8,",
                "                   max_context=config.rollout.rollout_max_context_len,",
-               "                   incoming=hooks.import_weights)"],
+               "                   incoming=hooks.import_weights, inputs=hooks.prefill_inputs)"],
     "trainer": ["from miles_megatron.step import MegatronTrainer", "",
                 "return MegatronTrainer(config, hooks, columns, rank)"],
     "model_spec": ["from miles_megatron.families import FAMILIES", "", 'return FAMILIES["qwen3"]'],

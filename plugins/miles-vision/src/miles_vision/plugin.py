@@ -1,0 +1,102 @@
+"""The plugin: options and hooks."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from miles_core.config import RunConfig, option
+from miles_core.hookspecs import hookimpl
+from miles_core.types import Drop
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+    from miles_core.stages.rollout import Request
+    from miles_core.types import Prompt, Sample
+    from miles_vision.images import ImageStore
+    from miles_vision.prompts import Preparation
+    from miles_vision.seen import Seen
+
+
+@dataclass(frozen=True, kw_only=True)
+class VisionOptions:
+    """Where images are found, and what of them is kept."""
+
+    multimodal_keys: dict[str, object] | None = option(
+        None, 'Key of a row\'s images, as JSON: {"image": "images"}.', flags=("--multimodal-keys",))
+    max_image_pixels: int = option(
+        33_554_432, "Pixels of the largest image that is read; a prompt with a larger one is dropped and counted.",
+        within=(1,))
+    image_dir: str | None = option(
+        None, "Folder that holds each image once, by the hash of its bytes; default: images in the run directory.")
+    pixel_cache: int = option(
+        536_870_912, "Bytes of processed images that each process keeps; others are processed again.", within=(0,))
+
+
+class Vision:
+    """Prompts with images: the model's own processor, and one expansion of tokens for engine and trainer."""
+
+    hookspecs = "miles_fsdp.hookspecs"  # a plan without that trainer says so, and not that its hook is unknown
+    requires = ("fsdp", "local")
+
+    def __init__(self, options: VisionOptions, config: RunConfig):
+        self._options, self._config = options, config
+        self._preparation: Preparation | None = None
+        self._seen: Seen | None = None
+
+    @hookimpl
+    def check(self, config: RunConfig, note: Callable[[str], None]) -> RunConfig:
+        """What would be found out late, or train on something else than was sampled."""
+        from miles_vision.checks import check
+
+        return check(config, self._options.multimodal_keys or {})
+
+    @hookimpl
+    def prepare_prompt(self, prompt: Prompt) -> Prompt | Drop:
+        """The tokens of images in place of their marks; the files go into the run's folder of images."""
+        if self._preparation is None:
+            from miles_vision.prompts import Preparation
+
+            key = str((self._options.multimodal_keys or {})["image"])
+            self._preparation = Preparation(self._config, key, self._options.max_image_pixels, self._store())
+        return self._preparation(prompt)
+
+    @hookimpl
+    def generate_request(self, request: Request, prompt: Prompt) -> Request:
+        """The files go with the tokens, and an answer ends with a token that would stand for an image."""
+        from miles_vision.prompts import names_of
+
+        seen, sampling = self._sees(), request.sampling
+        stops = tuple(dict.fromkeys((*sampling.stop_token_ids, *seen.placeholders)))
+        return replace(request, images=tuple(seen.store.get(name) for name in names_of(prompt)),
+                       sampling=replace(sampling, stop_token_ids=stops))
+
+    @hookimpl
+    def prefill_inputs(self, model: Any, tokens: Sequence[int], images: Sequence[bytes]) -> dict[str, torch.Tensor]:
+        """For the local engine."""
+        named = {hashlib.sha256(data).hexdigest(): data for data in images}
+        names = [hashlib.sha256(data).hexdigest() for data in images]
+        return self._sees().inputs(model, tokens, len(tokens), names, named.__getitem__)
+
+    @hookimpl
+    def forward_inputs(self, model: Any, sample: Sample) -> dict[str, torch.Tensor]:
+        """For the trainer fsdp."""
+        return self._sees().of_sample(model, sample)
+
+    def _sees(self) -> Seen:
+        if self._seen is None:
+            from miles_vision.seen import Seen
+
+            self._seen = Seen(self._config, self._store(), self._options.pixel_cache)
+        return self._seen
+
+    def _store(self) -> ImageStore:
+        from miles_vision.images import ImageStore
+
+        return ImageStore(Path(self._options.image_dir or f"{self._config.checkpoint.run_dir}/images").resolve())

@@ -1,0 +1,98 @@
+"""From a prompt as its row has it to one in which every image has its tokens, or to a drop that says why not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from miles_core.build import load_tokenizer
+from miles_core.config import RunConfig
+from miles_core.config.hardware import trainer_gpus
+from miles_core.config.load import config_json
+from miles_core.errors import DataError
+from miles_core.stages.prompts import render
+from miles_core.types import Drop, Prompt
+from miles_vision import processor
+from miles_vision.images import ImageStore, ImageUnusable, opened, read, sources
+
+KEY = "image_files"
+"""In a prompt's metadata: names of its images in the run's folder."""
+
+
+def names_of(prompt: Prompt) -> Sequence[str]:
+    """Names of a prompt's images in the run's folder."""
+    names: Sequence[str] = prompt.metadata.get(KEY, ())
+    return names
+
+
+class Preparation:
+    """Prepares the prompts of a run.
+
+    Args:
+        key: of a row's images.
+        most: pixels of the largest image.
+        store: where files are kept.
+    """
+
+    def __init__(self, config: RunConfig, key: str, most: int, store: ImageStore):
+        self._config, self._key, self._most, self._store = config, key, most, store
+        self._ranks = trainer_gpus(config)
+        self._processor = processor.load(str(config.checkpoint.hf_checkpoint))
+        self._tokenizer = load_tokenizer(config)
+        self._token = processor.placeholders(config_json(config)[1] or {})[0]
+        paths = [config.rollout.prompt_data, *(dataset["path"] for dataset in config.eval.every)]
+        beside = [Path(str(path).partition("@")[0]).resolve().parent for path in paths if path]
+        self._folders = list(dict.fromkeys([Path.cwd(), *beside]))
+
+    def __call__(self, prompt: Prompt) -> Prompt | Drop:
+        """
+        Raises:
+            DataError: a conversation that ends with its answer: there is no prompt whose tokens could be kept.
+        """
+        if KEY in prompt.metadata:  # a group that goes on
+            return prompt
+        where = f"{prompt.stream} row {prompt.row}"
+        if prompt.messages and prompt.messages[-1].get("role") == "assistant":
+            raise DataError("the conversation with images ends with its answer", code="vision-answer-in-conversation",
+                            who=where, fix="put the answer into a key of its own, and name it with --label-key or "
+                            "--sft-response-key")
+        try:
+            files = [read(source, self._folders, self._most) for source in sources(prompt.metadata.get(self._key))]
+        except ImageUnusable as error:
+            return Drop(error.reason, f"{where}: {error.detail}")
+        if not files and self._ranks > 1:
+            raise DataError("the row has no image, and several ranks train", code="vision-row-without-image", who=where,
+                            fix="give every row an image, or train on one rank: a tower that computes on some of them "
+                            "alone would wait for the others")
+        text = self._text(prompt, where)
+        marks = text.count(self._processor.image_token)
+        if marks != len(files):
+            return Drop("image_count", f"{where}: {len(files)} images, and {marks} marks in its text; write "
+                        f"{processor.MARK} where each belongs")
+        ids = prompt.token_ids if not files else processor.expanded(
+            self._processor, text, [opened(data) for data in files], special=not self._templated)
+        if len(ids) > self._limit(prompt.stream):
+            return Drop("prompt_too_long", f"{where}: {len(ids)} tokens with those of its images")
+        if files and ids[-1] == self._token:
+            return Drop("image_last", f"{where}: the prompt ends with an image; let text follow it")
+        metadata = {key: value for key, value in prompt.metadata.items() if key != self._key}
+        names = [self._store.put(data) for data in files]
+        return replace(prompt, text=text, token_ids=ids, metadata=metadata | {KEY: names})
+
+    @property
+    def _templated(self) -> bool:
+        return self._config.rollout.apply_chat_template
+
+    def _text(self, prompt: Prompt, where: str) -> str:
+        """The rendered text, with the processor's token once for each image."""
+        if not self._templated:
+            return prompt.text.replace(processor.MARK, self._processor.image_token)
+        messages = processor.with_images(prompt.messages or [])
+        return render(self._tokenizer, messages, self._config.rollout.apply_chat_template_kwargs or {}, where)
+
+    def _limit(self, stream: str) -> int:
+        rollout, own = self._config.rollout, self._config.eval.eval_max_prompt_len
+        most = rollout.rollout_max_prompt_len if stream == "train" else own
+        context = (rollout.rollout_max_context_len or 0) - 1
+        return min(most or context, context)

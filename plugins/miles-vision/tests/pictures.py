@@ -1,0 +1,68 @@
+"""Tiny models that read images, and rows whose images are squares on grey."""
+
+from __future__ import annotations
+
+import base64
+import io
+
+TEXT = dict(vocab_size=264, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, head_dim=8, max_position_embeddings=256, eos_token_id=258, pad_token_id=256,
+            bos_token_id=257, initializer_range=0.3)
+ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
+TOWER = dict(depth=2, hidden_size=32, intermediate_size=48, num_heads=2, patch_size=4, spatial_merge_size=2,
+             temporal_patch_size=2, out_hidden_size=32, in_channels=3, initializer_range=0.3)
+TOKENS = dict(vision_start_token_id=259, vision_end_token_id=260, image_token_id=261, video_token_id=262)
+MODELS = {
+    "qwen2_5_vl": dict(
+        text_config=TEXT | dict(rope_parameters=ROPE),
+        vision_config=TOWER | dict(window_size=16, fullatt_block_indexes=[1]), **TOKENS),
+    "qwen3_vl": dict(
+        text_config=TEXT | dict(rope_parameters=ROPE | {"mrope_interleaved": True}),
+        vision_config=TOWER | dict(deepstack_visual_indexes=[0], num_position_embeddings=64), **TOKENS),
+    "gemma3": dict(
+        text_config=TEXT | dict(sliding_window=32, layer_types=["sliding_attention", "full_attention"],
+                                query_pre_attn_scalar=8),
+        vision_config=dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+                           patch_size=4, image_size=16, num_channels=3),
+        mm_tokens_per_image=4, boi_token_index=259, eoi_token_index=260, image_token_index=261),
+}
+QWEN = dict(image_processor_type="Qwen2VLImageProcessor", patch_size=4, merge_size=2, temporal_patch_size=2,
+            min_pixels=64, max_pixels=1024, image_mean=[0.5] * 3, image_std=[0.5] * 3)
+PROCESSORS = {
+    "qwen2_5_vl": QWEN, "qwen3_vl": QWEN,
+    "gemma3": dict(image_processor_type="Gemma3ImageProcessor", size={"height": 16, "width": 16}, do_pan_and_scan=False,
+                   image_mean=[0.5] * 3, image_std=[0.5] * 3),
+}
+SPELLINGS = {"gemma3": dict(boi_token="<|vision_start|>", eoi_token="<|vision_end|>", image_token="<|image_pad|>",
+                            extra_special_tokens={"boi_token": "<|vision_start|>", "eoi_token": "<|vision_end|>",
+                                                  "image_token": "<|image_pad|>"})}
+"""What a tokenizer says of its tokens of images, where the processor asks it."""
+TEMPLATE = (
+    "{%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' }}"
+    "{%- if m.content is string %}{{- m.content }}{%- else %}{%- for part in m.content %}{%- if part.type == 'image' %}"
+    "{{- '<|vision_start|><|image_pad|><|vision_end|>' }}{%- else %}{{- part.text }}{%- endif %}{%- endfor %}"
+    "{%- endif %}"
+    "{{- '<|im_end|>\\n' }}{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}")
+
+
+def picture(colour=(255, 0, 0), size=(24, 16), side=8, place=(4, 4)) -> bytes:
+    """A PNG with a square on grey."""
+    from PIL import Image
+
+    image = Image.new("RGB", size, (128, 128, 128))
+    image.paste(colour, (*place, place[0] + side, place[1] + side))
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return file.getvalue()
+
+
+def rows(folder, count=8):
+    """Paths, base64 and data URLs by turns; every fourth row has two images."""
+    (folder / "pictures").mkdir(exist_ok=True)
+    for number in range(count):
+        data = [picture((40 * number % 256, 255 - 30 * number, 90), (16 + 8 * (number % 3), 16), place=(number % 8, 2))
+                for _ in range(1 + (number % 4 == 3))]
+        (folder / "pictures" / f"{number}.png").write_bytes(data[0])
+        text = base64.b64encode(data[0]).decode()
+        images = [[f"pictures/{number}.png"], [text], [f"data:image/png;base64,{text}"], [text] * 2][number % 4]
+        yield {"prompt": "<image>" * len(images) + f"What is {number}?", "label": str(number), "pictures": images}

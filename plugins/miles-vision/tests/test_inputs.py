@@ -1,0 +1,129 @@
+"""What engine and trainer compute with an image: it matters which, and what lies beside it does not."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+import torch
+from miles_fsdp.context import ALONE
+from miles_fsdp.microbatch import MicroBatch
+from miles_fsdp.module import CausalModule, read
+from miles_fsdp.plugin import FsdpOptions
+from miles_fsdp.scored import Temperature
+from miles_local.engine import LocalEngine
+from miles_vision.plugin import Vision, VisionOptions
+from pictures import picture
+
+from miles_core.columns import Columns
+from miles_core.config.load import with_values
+from miles_core.config.tables import RunConfig
+from miles_core.stages.rollout import Request, SamplingParams
+from miles_core.types import Drop, Prompt, Sample
+
+FILES = {"red": picture((255, 0, 0)), "blue": picture((0, 0, 255)), "wide": picture((0, 255, 0), (40, 16))}
+
+
+@pytest.fixture
+def vision(checkpoint, tmp_path):
+    """kind -> the plugin of a run; both roles in one, as this is about what they compute."""
+    def made(kind, **options):
+        config = with_values(
+            RunConfig(), "test", checkpoint__hf_checkpoint=str(checkpoint(kind)), checkpoint__run_dir=str(tmp_path),
+            rollout__apply_chat_template=True, rollout__rollout_max_context_len=200,
+            rollout__prompt_data=str(tmp_path / "train.jsonl"))
+        return Vision(VisionOptions(multimodal_keys={"image": "pictures"}, **options), config)
+
+    return made
+
+
+def asked(images, text="What is it?", uid=0, **more):
+    messages = ({"role": "user", "content": "<image>" * len(images) + text},)
+    return Prompt(uid, uid, "", (1, 2, 3), metadata={"pictures": images, "other": 1}, messages=messages, **more)
+
+
+def sample_of(prompt, answer, index=0):
+    size = len(answer)
+    return Sample(prompt, index, {
+        "tokens": np.array([*prompt.token_ids, *answer], np.int32), "loss_mask": np.ones(size, np.uint8),
+        "rollout_log_probs": np.zeros(size, np.float32), "versions": np.zeros(size, np.int32)}, size)
+
+
+def trainer_log_probs(folder, plugin, samples):
+    """[rows] of samples that share one micro-batch."""
+    model = read(str(folder), FsdpOptions(), torch.float32, images=True)
+    module = CausalModule(model, Temperature(1.0, 64), "actor", inputs=plugin.forward_inputs)
+    batch = MicroBatch(Columns(), samples, torch.device("cpu"), ALONE)
+    with torch.no_grad():
+        return module(batch, lambda scored: scored.log_probs()), module.packs
+
+
+def engine_answers(folder, plugin, prompts, count=6):
+    async def work():
+        engine = LocalEngine(folder, inputs=plugin.prefill_inputs)
+        await engine.start()
+        try:
+            requests = [Request(str(i), one.token_ids, SamplingParams(max_new_tokens=count, ignore_eos=True), key=7)
+                        for i, one in enumerate(prompts)]
+            requests = [plugin.generate_request(one, prompt) for one, prompt in zip(requests, prompts, strict=True)]
+            return await asyncio.wait_for(asyncio.gather(*map(engine.generate, requests)), 60)
+        finally:
+            await engine.stop()
+
+    return asyncio.run(work())
+
+
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl", "gemma3"])
+def test_another_image_gives_other_log_probs_and_neighbours_do_not(kind, checkpoint, vision):
+    """Prompts of the same tokens with other images, one without any, one with two: each answer has the log-probs that
+    the trainer gives it alone and in one row with the others, and not those of another image."""
+    plugin, folder = vision(kind), checkpoint(kind)
+    images = [["red"], ["blue"], ["wide", "red"], []]
+    prompts = [plugin.prepare_prompt(asked([FILES[name] for name in names], uid=i)) for i, names in enumerate(images)]
+    assert prompts[0].token_ids == prompts[1].token_ids
+    answers = engine_answers(folder, plugin, prompts)
+    samples = [sample_of(prompt, one.output_ids) for prompt, one in zip(prompts, answers, strict=True)]
+    together, packs = trainer_log_probs(folder, plugin, samples)
+    assert packs == (kind != "gemma3"), "tokens of Gemma 3's images see those after them: samples are padded"
+    alone = torch.cat([trainer_log_probs(folder, plugin, [one])[0] for one in samples])
+    drawn = torch.from_numpy(np.concatenate([one.log_probs for one in answers]))
+    assert (together - alone).abs().max() <= 1e-4 and (together - drawn).abs().max() <= 1e-4
+    swapped, _ = trainer_log_probs(folder, plugin, [sample_of(prompts[1], answers[0].output_ids)])
+    first = len(answers[0].output_ids)
+    print(kind, float((together - drawn).abs().max()), float((swapped - together[:first]).abs().max()))
+    assert (swapped - together[:first]).abs().max() > 1e-2
+
+
+def test_every_image_has_its_tokens_once_and_preparing_again_changes_nothing(vision):
+    plugin = vision("qwen2_5_vl")
+    prompt = plugin.prepare_prompt(asked([FILES["red"], FILES["wide"]]))
+    assert prompt.token_ids.count(261) == (24 * 16 + 40 * 16) // 64 and prompt.token_ids.count(259) == 2
+    assert plugin.prepare_prompt(prompt) is prompt
+    assert "pictures" not in prompt.metadata and prompt.metadata["other"] == 1
+    assert plugin.generate_request(Request("a", prompt.token_ids, SamplingParams(), 0), prompt).images == (
+        FILES["red"], FILES["wide"])
+
+
+def test_an_answer_ends_with_a_token_that_stands_for_an_image(checkpoint, vision):
+    """Engines embed it as text, and modules look for its pixels: nothing may be computed from it."""
+    plugin, folder = vision("qwen2_5_vl"), checkpoint("qwen2_5_vl")
+    prompt = plugin.prepare_prompt(asked([FILES["red"]]))
+    request = plugin.generate_request(Request("a", prompt.token_ids, SamplingParams(stop_token_ids=(5,)), 0), prompt)
+    assert request.sampling.stop_token_ids == (5, 261, 262)
+    usual, _ = trainer_log_probs(folder, plugin, [sample_of(prompt, [65, 66, 67])])
+    ended, _ = trainer_log_probs(folder, plugin, [sample_of(prompt, [65, 66, 261])])
+    assert torch.equal(usual[:2], ended[:2]) and torch.isfinite(ended).all()
+
+
+@pytest.mark.parametrize(("images", "text", "options", "reason"), [
+    ([FILES["red"][:60]], "<image>?", {}, "image_damaged"), (["pictures/none.png"], "<image>?", {}, "image_missing"),
+    (["https://example.com/a.png"], "<image>?", {}, "image_damaged"), ([7], "<image>?", {}, "image_damaged"),
+    ([FILES["red"]], "<image>?", {"max_image_pixels": 100}, "image_too_large"),
+    ([FILES["red"]], "No mark.", {}, "image_count"), ([], "<image>?", {}, "image_count"),
+    ([FILES["red"]] * 40, "<image>" * 40, {}, "prompt_too_long"),
+], ids=["cut off", "missing", "address", "number", "huge", "unmarked", "none", "long"])
+def test_what_cannot_be_shown_is_dropped_with_its_reason(images, text, options, reason, vision):
+    prompt = Prompt(0, 3, "", (), metadata={"pictures": images}, messages=({"role": "user", "content": text},))
+    answer = vision("qwen2_5_vl", **options).prepare_prompt(prompt)
+    assert isinstance(answer, Drop) and answer.reason == reason and "row 3" in answer.detail
