@@ -1,4 +1,8 @@
-"""The models of a rank: the actor with its optimizer, and others that only score: the reference, a teacher."""
+"""The models of a rank: the actor with its optimizer, and others that only score: the reference, a teacher.
+
+Where a plugin freezes what the actor's directory holds and trains what it adds (the hook `build_model`), a model that
+only scores and comes from the same directory is the actor in passes of another name, in which nothing added may act.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,7 @@ import numpy as np
 import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from miles_core.columns import Columns
@@ -20,7 +25,7 @@ from miles_core.plugins.resolve import chosen
 from miles_core.stages.models import Model
 from miles_core.types import Prompt, Sample
 from miles_fsdp.microbatch import MicroBatch
-from miles_fsdp.module import CausalModule, check_shared, keep_apart, read, shard
+from miles_fsdp.module import Around, CausalModule, check_shared, keep_apart, read, shard
 from miles_fsdp.optimizer import Schedule, ShardedGradients, adamw, update
 from miles_fsdp.plugin import FsdpOptions
 from miles_fsdp.ranks import Ranks
@@ -43,7 +48,7 @@ class Models:
     def __init__(self, config: RunConfig, hooks: Hooks, columns: Columns, ranks: Ranks, options: FsdpOptions,
                  start: str):
         self._config, self._hooks, self._columns, self._ranks, self._options = config, hooks, columns, ranks, options
-        self.start, self.steps = start, 0
+        self.start, self.steps, self._frozen = start, 0, False
         declared = {"ref": Model(str(config.checkpoint.ref_load))} if config.algorithm.needs_reference else {}
         for name, model in (hooks.models() if hooks.models else {}).items():
             if name in (ACTOR, "ref"):
@@ -54,7 +59,9 @@ class Models:
                 raise HookError(f"the model {name!r} trains or has a value head", code="fsdp-model-unsupported",
                                 who="--trainer fsdp", fix="train with --trainer megatron")
         self.modules = {ACTOR: self._made(ACTOR, start)}
-        self.modules |= {name: self._made(name, model.source) for name, model in declared.items()}
+        for name, model in declared.items():
+            own = not (self.base and Path(self.base) == Path(model.source).resolve())
+            self.modules[name] = self._made(name, model.source) if own else self.actor
         self.optimizer = adamw(self.actor, config.optimizer)
         rollouts, steps = config.rollout.num_rollout or 1, config.rollout.num_steps_per_rollout or 1
         self.schedule = Schedule.of(config.optimizer, rollouts * steps)
@@ -62,6 +69,11 @@ class Models:
     @property
     def actor(self) -> CausalModule:
         return self.modules[ACTOR]
+
+    @property
+    def base(self) -> str | None:
+        """The directory with the weights that do not train, if none of them does."""
+        return str(Path(self.start).resolve()) if self._frozen else None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -78,17 +90,34 @@ class Models:
                               fix="declare it in the hook `models`, or add --use-kl-loss for the reference")
         return self.modules[name]
 
+    def around(self, name: str) -> Around | None:
+        """The bound hook `microbatch` for passes of a model."""
+        hook = self._hooks.microbatch
+        return None if hook is None else lambda proceed, packed: hook(proceed, packed, name)
+
     def _made(self, name: str, source: str) -> CausalModule:
         trained, config = name == ACTOR, self._config
         temperature = Temperature(config.rollout.rollout_temperature or 1.0, config.perf.log_probs_chunk_size)
-        model = read(source, self._options, torch.float32 if trained else self.dtype)
-        module = CausalModule(model.requires_grad_(trained), temperature, name, self._options.attn_implementation)
+        model = self._built(name, source, trained)
+        module = CausalModule(model, temperature, self._options.attn_implementation)
         module.to(self._ranks.device)
         shard(module, self._ranks, self._options, low=trained and config.perf.bf16,
               offload=self._options.cpu_offload or not trained)
         keep_apart(module, MicroBatch(self._columns, _two_samples(self._columns), self._ranks.device), self._ranks)
         check_shared(module, self._ranks.context.size)
         return module
+
+    def _built(self, name: str, source: str, trained: bool) -> PreTrainedModel:
+        """Read, and changed by plugins; what trains is in float32, and what does not is as it computes."""
+        model = read(source, self._options, torch.float32 if trained else self.dtype).requires_grad_(trained)
+        stored = list(model.parameters())
+        if (build := getattr(self._hooks, "build_model", None)) is not None:  # a package declares it
+            model = cast("PreTrainedModel", build(model, None, Path(source), name, None))
+        for parameter in model.parameters():
+            if trained and not parameter.requires_grad:
+                parameter.data = parameter.data.to(self.dtype)
+        self._frozen |= trained and not any(parameter.requires_grad for parameter in stored)
+        return model
 
     def step(self) -> dict[str, float]:
         """Clip, update, move the schedule. See optimizer.update."""
@@ -100,11 +129,16 @@ class Models:
         return metrics
 
     def stream(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The actor's parameters and kept buffers under the names of its checkpoint, whole; every rank goes through."""
+        """The actor's parameters and kept buffers under the names of its checkpoint, whole; every rank goes through.
+
+        Those that train come first, so that who merges has what was added before the weights that it changes.
+        """
         model = self.actor.model
+        state = model.state_dict()  # first, as it shards again what a step that was refused has left whole
         named = dict(model.named_parameters(remove_duplicate=False))
-        buffers = ((name, one) for name, one in model.state_dict().items() if name not in named)
-        for name, tensor in (*model.named_parameters(), *buffers):
+        buffers = ((name, one) for name, one in state.items() if name not in named)
+        parameters = sorted(model.named_parameters(), key=lambda pair: not pair[1].requires_grad)
+        for name, tensor in (*parameters, *buffers):
             tensor = tensor.detach()
             whole: Any = tensor.to(self.dtype) if name in named else tensor
             if isinstance(whole, DTensor):

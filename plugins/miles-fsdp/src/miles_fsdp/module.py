@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 transformers_logging.disable_progress_bar()  # the run has a terminal of its own to fill
 
 T = TypeVar("T")
-Around = Callable[[Callable[[Packed], torch.Tensor], Packed, str], torch.Tensor]
+Around = Callable[[Callable[[Packed], torch.Tensor], Packed], torch.Tensor]
 
 
 class _Output(BaseModelOutput):
@@ -52,13 +52,12 @@ class CausalModule(torch.nn.Module):
     What needs whole parameters happens in there, since FSDP gathers them around it.
 
     Args:
-        name: for the hook `microbatch`.
         attention: "packed" for the one of attention.py, where the architecture allows it; else the model's own.
     """
 
-    def __init__(self, model: PreTrainedModel, temperature: Temperature, name: str, attention: str = PACKED):
+    def __init__(self, model: PreTrainedModel, temperature: Temperature, attention: str = PACKED):
         super().__init__()
-        self.model, self.name, self.temperature = model, name, temperature
+        self.model, self.temperature = model, temperature
         self.packs = "position_ids" in inspect.signature(model.forward).parameters
         self.boundaries = Boundaries()
         self._masked = model.config._attn_implementation
@@ -72,12 +71,12 @@ class CausalModule(torch.nn.Module):
         """
         Args:
             use: gets the trained rows and returns tensors; its result is this call's.
-            around: the bound hook `microbatch`.
+            around: the bound hook `microbatch`, of this pass's model.
         """
         def proceed(_: Packed) -> torch.Tensor:
             return self._hidden(batch)
 
-        hidden = proceed(batch.packed) if around is None else around(proceed, batch.own(), self.name)
+        hidden = proceed(batch.packed) if around is None else around(proceed, batch.own())
         index = batch.index[batch.mine] - batch.stretch.start
         return use(Scored(hidden[index], self._logits, batch, self.temperature))
 

@@ -61,8 +61,9 @@ class FsdpTrainer:
         start = next(path for path in (paths.load if directory(paths.load) else None, paths.ref_load,
                                        paths.hf_checkpoint) if path)
         iteration = checkpoint.latest(paths.load) if paths.load and not directory(paths.load) else None
-        self.models = Models(self.config, self.hooks, self.columns, self.ranks, self.options,
-                             start if iteration is None else str(paths.hf_checkpoint))
+        if iteration is not None and paths.load is not None:
+            start = checkpoint.base(paths.load, iteration) or str(paths.hf_checkpoint)
+        self.models = Models(self.config, self.hooks, self.columns, self.ranks, self.options, start)
         if iteration is None or paths.load is None:
             return Resume(0, None, start)
         state = checkpoint.load(paths.load, iteration, self.models)
@@ -187,7 +188,7 @@ class FsdpTrainer:
         for batch in self._micro_batches(samples):
             weights = torch.tensor([token_weight[id(s)] for s in batch.samples], device=batch.device)[batch.sample]
             loss, share, log_probs = self.models.actor(
-                batch, lambda scored, weights=weights: objective(scored, weights), self.hooks.microbatch)
+                batch, lambda scored, weights=weights: objective(scored, weights), self.models.around(ACTOR))
             loss.backward()
             for name, value in share.items():
                 shares[name] = shares[name] + value if name in shares else value
@@ -211,7 +212,7 @@ class FsdpTrainer:
         with torch.no_grad():
             for part in parts:
                 for batch in self._micro_batches(part, gradient=False):
-                    columns.put(batch, module(batch, read, self.hooks.microbatch))
+                    columns.put(batch, module(batch, read, self.models.around(name)))
         columns.scatter([sample for part in parts for sample in part], self.ranks)
 
     def _micro_batches(self, samples: Sequence[Sample], *, gradient: bool = True) -> Iterator[MicroBatch]:
