@@ -78,7 +78,7 @@ def test_a_resumed_run_goes_on_to_the_bit_from_a_checkpoint_of_adapters_alone(ch
     straight = one.train(plan(checkpoint(), *flags), [first, *rest])
     one.train(plan(checkpoint(), *flags), [copy.deepcopy(first)], save=tmp_path / "kept")
     tensors = FileSystemReader(tmp_path / "kept" / "iter_0000001" / "tensors").read_metadata().state_dict_metadata
-    weights = {name: one for name, one in tensors.items() if name.startswith("model.")}
+    weights = {name: one for name, one in tensors.items() if name.startswith("actor.model.")}
     assert len(weights) == 2 * 7 * 4 and all(name.endswith(("lora_A.weight", "lora_B.weight")) for name in weights)
     assert {one.properties.dtype for one in weights.values()} == {torch.float32}
     resumed = one.train(plan(checkpoint(), *flags, "--load", tmp_path / "kept"), rest)

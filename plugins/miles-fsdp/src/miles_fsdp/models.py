@@ -1,4 +1,4 @@
-"""The models of a rank: the actor with its optimizer, and others that only score: the reference, a teacher.
+"""The models of a rank: the actor, others that train (a critic), and others that only score: the reference, a teacher.
 
 Where a plugin freezes what the actor's directory holds and trains what it adds (the hook `build_model`), a model that
 only scores and comes from the same directory is the actor in passes of another name, in which nothing added may act.
@@ -7,6 +7,7 @@ only scores and comes from the same directory is the actor in passes of another 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,10 +27,11 @@ from miles_core.stages.models import Model
 from miles_core.types import Prompt, Sample
 from miles_fsdp.microbatch import MicroBatch
 from miles_fsdp.module import Around, CausalModule, check_shared, keep_apart, read, shard
-from miles_fsdp.optimizer import Schedule, ShardedGradients, adamw, update
 from miles_fsdp.plugin import FsdpOptions
 from miles_fsdp.ranks import Ranks
 from miles_fsdp.scored import Temperature
+from miles_fsdp.trained import Trained
+from miles_fsdp.value import head_of
 
 ACTOR = "actor"
 
@@ -41,30 +43,28 @@ class Models:
         start: the actor's Hugging Face directory.
 
     Raises:
-        HookError: a plugin declares a model that this trainer does not train.
+        HookError: a plugin declares a model of a name that is taken.
         CheckpointError: a directory that holds no model.
     """
 
     def __init__(self, config: RunConfig, hooks: Hooks, columns: Columns, ranks: Ranks, options: FsdpOptions,
                  start: str):
         self._config, self._hooks, self._columns, self._ranks, self._options = config, hooks, columns, ranks, options
-        self.start, self.steps, self._frozen = start, 0, False
+        self.start, self._frozen, self._shared = start, False, False
         declared = {"ref": Model(str(config.checkpoint.ref_load))} if config.algorithm.needs_reference else {}
         for name, model in (hooks.models() if hooks.models else {}).items():
             if name in (ACTOR, "ref"):
                 raise HookError(f"a plugin declares the model {name!r}, which is reserved", code="fsdp-model-reserved",
                                 fix="rename it")
             declared[name] = model
-            if model.trainable or model.head != "policy":
-                raise HookError(f"the model {name!r} trains or has a value head", code="fsdp-model-unsupported",
-                                who="--trainer fsdp", fix="train with --trainer megatron")
-        self.modules = {ACTOR: self._made(ACTOR, start)}
+        actor = Model(start, trainable=True)
+        self.modules = {ACTOR: self._made(ACTOR, actor)}
         for name, model in declared.items():
-            own = not (self.base and Path(self.base) == Path(model.source).resolve())
-            self.modules[name] = self._made(name, model.source) if own else self.actor
-        self.optimizer = adamw(self.actor, config.optimizer)
-        rollouts, steps = config.rollout.num_rollout or 1, config.rollout.num_steps_per_rollout or 1
-        self.schedule = Schedule.of(config.optimizer, rollouts * steps)
+            self.modules[name] = self.actor if self._is_base(model) else self._made(name, model)
+        steps = (config.rollout.num_rollout or 1) * (config.rollout.num_steps_per_rollout or 1)
+        self.trained = {
+            name: Trained(name, self.modules[name], replace(config.optimizer, **cast("Any", model.optimizer)), steps)
+            for name, model in {ACTOR: actor, **declared}.items() if model.trainable}
 
     @property
     def actor(self) -> CausalModule:
@@ -72,7 +72,7 @@ class Models:
 
     @property
     def base(self) -> str | None:
-        """The directory with the weights that do not train, if none of them does."""
+        """The actor's directory, if some of what it holds does not train."""
         return str(Path(self.start).resolve()) if self._frozen else None
 
     @property
@@ -95,38 +95,46 @@ class Models:
         hook = self._hooks.microbatch
         return None if hook is None else lambda proceed, packed: hook(proceed, packed, name)
 
-    def _made(self, name: str, source: str) -> CausalModule:
-        trained, config = name == ACTOR, self._config
+    def _is_base(self, model: Model) -> bool:
+        """Whether it is what the actor was before plugins added what trains of it."""
+        scores = model.head == "policy" and not model.trainable
+        return self._shared and scores and Path(self.start).resolve() == Path(model.source).resolve()
+
+    def _made(self, name: str, declared: Model) -> CausalModule:
+        config = self._config
         temperature = Temperature(config.rollout.rollout_temperature or 1.0, config.perf.log_probs_chunk_size)
-        model = self._built(name, source, trained)
-        module = CausalModule(model, temperature, self._options.attn_implementation)
+        model, head = self._built(name, declared), None
+        if declared.head == "value":
+            head = head_of(Path(declared.source), model.config.get_text_config().hidden_size, config.optimizer.seed,
+                           fresh=declared.source == config.checkpoint.hf_checkpoint)
+            head.to(model.dtype).requires_grad_(declared.trainable)
+        module = CausalModule(model, temperature, self._options.attn_implementation, head)
         module.to(self._ranks.device)
-        shard(module, self._ranks, self._options, low=trained and config.perf.bf16,
-              offload=self._options.cpu_offload or not trained)
+        shard(module, self._ranks, self._options, low=declared.trainable and config.perf.bf16,
+              offload=self._options.cpu_offload or not declared.trainable)
         keep_apart(module, MicroBatch(self._columns, _two_samples(self._columns), self._ranks.device), self._ranks)
         check_shared(module, self._ranks.context.size)
         return module
 
-    def _built(self, name: str, source: str, trained: bool) -> PreTrainedModel:
+    def _built(self, name: str, declared: Model) -> PreTrainedModel:
         """Read, and changed by plugins; what trains is in float32, and what does not is as it computes."""
-        model = read(source, self._options, torch.float32 if trained else self.dtype).requires_grad_(trained)
-        stored = list(model.parameters())
+        trained, source = declared.trainable, declared.source
+        model = read(source, self._options, torch.float32 if trained else self.dtype, body=declared.head == "value")
+        stored = list(model.requires_grad_(trained).parameters())
         if (build := getattr(self._hooks, "build_model", None)) is not None:  # a package declares it
             model = cast("PreTrainedModel", build(model, None, Path(source), name, None))
         for parameter in model.parameters():
             if trained and not parameter.requires_grad:
                 parameter.data = parameter.data.to(self.dtype)
-        self._frozen |= trained and not any(parameter.requires_grad for parameter in stored)
+        if name == ACTOR:
+            moving = {parameter.requires_grad for parameter in stored}
+            self._frozen, self._shared = False in moving, True not in moving
         return model
 
-    def step(self) -> dict[str, float]:
-        """Clip, update, move the schedule. See optimizer.update."""
-        name = chosen(self._config, "clip_gradients")
-        gradients = ShardedGradients(ACTOR, self.actor, self._ranks, self._config.optimizer.clip_grad)
-        metrics = update(self.optimizer, gradients, self.schedule.rate(self.steps), name,
-                         self._hooks.clip_gradients[name])
-        self.steps += 1
-        return metrics
+    def step(self, name: str) -> dict[str, float]:
+        """Of a model that trains. See Trained.step."""
+        clipping = chosen(self._config, "clip_gradients")
+        return self.trained[name].step(self._ranks, clipping, self._hooks.clip_gradients[clipping])
 
     def stream(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The actor's parameters and kept buffers under the names of its checkpoint, whole; every rank goes through.
@@ -158,13 +166,14 @@ class Models:
     def _move(self, tags: Sequence[str], device: torch.device) -> None:
         if self._ranks.device.type == "cpu" or self._options.cpu_offload:
             return
-        if "gradients" in tags:
-            self.actor.zero_grad()
-        if "weights" in tags:
-            self.actor.to(device)
-        if "optimizer" in tags:
-            for state in self.optimizer.state.values():
-                state |= {key: value.to(device) for key, value in state.items() if key != "step"}
+        for one in self.trained.values():
+            if "gradients" in tags:
+                one.module.zero_grad()
+            if "weights" in tags:
+                one.module.to(device)
+            if "optimizer" in tags:
+                for state in one.optimizer.state.values():
+                    state |= {key: value.to(device) for key, value in state.items() if key != "step"}
 
     def close(self) -> None:
         """Give up what is sharded, while its process group is there."""

@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch.distributed._composable.checkpoint_activation import checkpoint
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils import logging as transformers_logging
 
@@ -53,11 +53,13 @@ class CausalModule(torch.nn.Module):
 
     Args:
         attention: "packed" for the one of attention.py, where the architecture allows it; else the model's own.
+        value_head: [1, H], of a model that is a body without a head of its own.
     """
 
-    def __init__(self, model: PreTrainedModel, temperature: Temperature, attention: str = PACKED):
+    def __init__(self, model: PreTrainedModel, temperature: Temperature, attention: str = PACKED,
+                 value_head: torch.nn.Linear | None = None):
         super().__init__()
-        self.model, self.temperature = model, temperature
+        self.model, self.temperature, self.value_head = model, temperature, value_head
         self.packs = "position_ids" in inspect.signature(model.forward).parameters
         self.boundaries = Boundaries()
         self._masked = model.config._attn_implementation
@@ -78,7 +80,8 @@ class CausalModule(torch.nn.Module):
 
         hidden = proceed(batch.packed) if around is None else around(proceed, batch.own())
         index = batch.index[batch.mine] - batch.stretch.start
-        return use(Scored(hidden[index], self._logits, batch, self.temperature))
+        return use(Scored(hidden[index], self._logits, batch, self.temperature,
+                          None if self.value_head is None else self.value_head.weight))
 
     def pad(self) -> None:
         """Lay samples side by side from now on, and mask what fills them up."""
@@ -87,7 +90,7 @@ class CausalModule(torch.nn.Module):
 
     def _hidden(self, batch: MicroBatch) -> torch.Tensor:
         """[T, H] of this rank's rows."""
-        body = getattr(self.model, self.model.base_model_prefix)
+        body = self.model.base_model
         if self.packs:
             self.boundaries.set(batch.lengths, batch.device, batch.context)
             tokens, positions = batch.tokens[None, batch.stretch], batch.positions[None, batch.stretch]
@@ -102,8 +105,11 @@ class CausalModule(torch.nn.Module):
         return cast("torch.Tensor", self._head[0](inputs_embeds=hidden[None], use_cache=False).logits[0])
 
 
-def read(folder: str, options: FsdpOptions, dtype: torch.dtype) -> PreTrainedModel:
+def read(folder: str, options: FsdpOptions, dtype: torch.dtype, *, body: bool = False) -> PreTrainedModel:
     """The module of a Hugging Face directory, without dropout.
+
+    Args:
+        body: without its output layer.
 
     Raises:
         CheckpointError: the directory is none, or of an architecture that transformers does not have.
@@ -113,7 +119,7 @@ def read(folder: str, options: FsdpOptions, dtype: torch.dtype) -> PreTrainedMod
                               got="no config.json", fix="name one; `miles convert dist-to-hf` makes it of a checkpoint")
     attention = None if options.attn_implementation == PACKED else options.attn_implementation
     try:
-        model = AutoModelForCausalLM.from_pretrained(
+        model: PreTrainedModel = (AutoModel if body else AutoModelForCausalLM).from_pretrained(
             folder, dtype=dtype, attn_implementation=attention, local_files_only=True)
     except (OSError, ValueError, ImportError, KeyError) as error:
         raise CheckpointError("transformers cannot build this model", code="fsdp-model-unbuildable", who=folder,

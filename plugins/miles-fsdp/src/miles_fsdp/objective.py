@@ -23,7 +23,7 @@ class Objective:
     """
 
     def __init__(self, config: RunConfig, hooks: Hooks, policy_loss: PolicyLoss | None = None):
-        self._algorithm, whole = config.algorithm, policy_loss is None
+        self._algorithm, self._whole = config.algorithm, (whole := policy_loss is None)
         self._name = chosen(config, "policy_loss") if whole else getattr(policy_loss, "__name__", "loss")
         self._policy_loss: PolicyLoss = policy_loss or hooks.policy_loss[self._name]
         self._terms = hooks.loss_terms if whole else None
@@ -48,9 +48,10 @@ class Objective:
                              fix="compute it from inputs.log_probs, without detach()", code="fsdp-loss-no-gradient")
         if not torch.isfinite(loss):
             raise self._not_finite(total.detach(), scored)
-        # The trainer before its first step, where it was asked: later steps would measure what was learnt as well.
-        ours = inputs.rows.get("log_probs", inputs.log_probs)
-        share["train_rollout_logprob_abs_diff"] = (ours - inputs.rollout_log_probs).abs()
+        if self._whole:
+            # The trainer before its first step, where it was asked: later steps would measure what was learnt as well.
+            ours = inputs.rows.get("log_probs", inputs.log_probs)
+            share["train_rollout_logprob_abs_diff"] = (ours - inputs.rollout_log_probs).abs()
         shares = {name: reduce(values.detach().double(), token_weights, inputs.mask) for name, values in share.items()}
         return loss, shares, inputs.log_probs.detach()
 
@@ -66,7 +67,7 @@ class Objective:
             weights = self._token_weights(TokenWeights(ones, ones > 0, {}), inputs)
             total = torch.where(weights.keep, total * weights.weight.detach(), torch.zeros_like(total))
             metrics = {**metrics, **weights.metrics}
-        metrics = {"pg_loss": total, **metrics}
+        metrics = {"pg_loss": total, **metrics} if self._whole else dict(metrics)
         for name, (coefficient, term) in (self._terms(inputs) if self._terms else {}).items():
             metrics[name] = term
             total = total + coefficient * term if coefficient else total
@@ -74,14 +75,19 @@ class Objective:
 
     def _inputs(self, scored: Scored) -> LossInputs:
         algorithm, rows, batch = self._algorithm, scored.rows, scored.batch
-        log_probs, entropy = scored.with_entropy(self._entropy, algorithm.entropy_coef != 0)
+        values = entropy = None
+        if scored.value_head is None:
+            log_probs, entropy = scored.with_entropy(self._entropy, algorithm.entropy_coef != 0)
+        else:
+            values, log_probs = scored.values(), rows.get("log_probs", rows["rollout_log_probs"])
         old = rows["rollout_log_probs"] if algorithm.use_rollout_logprobs else rows.get("log_probs")
         return LossInputs(
             log_probs=log_probs, entropy=entropy, old_log_probs=log_probs.detach() if old is None else old,
             rollout_log_probs=rows["rollout_log_probs"], ref_log_probs=rows.get("ref_log_probs"),
             advantages=rows["advantages"], mask=rows["loss_mask"].float(), sample=batch.sample,
             segment_sum=batch.segment_sum, eps_clip=algorithm.eps_clip, eps_clip_high=algorithm.eps_clip_high,
-            eps_clip_c=algorithm.eps_clip_c, rows=rows, samples=batch.samples)
+            eps_clip_c=algorithm.eps_clip_c, rows=rows, values=values,
+            samples=batch.samples)
 
     def _not_finite(self, total: torch.Tensor, scored: Scored) -> NonFiniteError:
         odd = (~torch.isfinite(total)).nonzero()

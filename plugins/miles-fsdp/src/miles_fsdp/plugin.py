@@ -40,7 +40,7 @@ class FsdpOptions:
 class Fsdp:
     """Trains the Hugging Face module of any causal language model, sharded by PyTorch's FSDP2."""
 
-    conflicts = ("compat", "fp8", "int4-qat", "mtp", "ppo")
+    conflicts = ("compat", "fp8", "int4-qat", "mtp")
 
     def __init__(self, options: FsdpOptions):
         self._options = options

@@ -30,11 +30,12 @@ class Scored:
     Args:
         hidden: [N, H] of the trained rows that are this rank's; what comes out is of all.
         head: [n, H] -> [n, V] logits.
+        value_head: [1, H], of a model that has values and no logits.
     """
 
     def __init__(self, hidden: torch.Tensor, head: Callable[[torch.Tensor], torch.Tensor], batch: MicroBatch,
-                 temperature: Temperature):
-        self.hidden, self.batch = hidden, batch
+                 temperature: Temperature, value_head: torch.Tensor | None = None):
+        self.hidden, self.batch, self.value_head = hidden, batch, value_head
         self._head, self._temperature = head, temperature
 
     @property
@@ -75,10 +76,12 @@ class Scored:
     def values(self) -> torch.Tensor:
         """
         Raises:
-            HookError: this trainer builds no value heads.
+            HookError: the model has none.
         """
-        raise HookError("the model has no values", code="fsdp-without-values", who="--trainer fsdp",
-                        fix="train with --trainer megatron, which builds value heads")
+        if self.value_head is None:
+            raise HookError("the model has no values", code="fsdp-without-values", who="--trainer fsdp",
+                            fix='declare it with head="value"')
+        return self._whole((self.hidden.float() @ self.value_head.float().t())[:, 0])
 
     def _whole(self, own: torch.Tensor) -> torch.Tensor:
         return self.batch.context.whole(own, self.batch.counts)
