@@ -176,7 +176,7 @@ def test_the_reference_is_the_actor_without_its_adapters(trainer, adapter):
     assert models.modules["ref"] is models.actor
     kinds = {(one.dtype, one.requires_grad) for one in models.actor.parameters()}
     assert kinds == {(torch.bfloat16, False), (torch.float32, True)}
-    assert sum(len(group["params"]) for group in models.optimizer.param_groups) == 2 * 7 * 4
+    assert sum(len(group["params"]) for group in models.trained["actor"].optimizer.param_groups) == 2 * 7 * 4
 
 
 @pytest.mark.parametrize(("flags", "code", "fact"), [

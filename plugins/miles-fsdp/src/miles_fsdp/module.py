@@ -19,6 +19,7 @@ from transformers.utils import logging as transformers_logging
 from miles_core.columns import Packed
 from miles_core.errors import CheckpointError, ConfigError
 from miles_fsdp.attention import NAME, PACKED, Boundaries, attend_by
+from miles_fsdp.lean import keep_less
 from miles_fsdp.microbatch import MicroBatch
 from miles_fsdp.plugin import FsdpOptions
 from miles_fsdp.ranks import Ranks
@@ -65,6 +66,7 @@ class CausalModule(torch.nn.Module):
         self._masked = model.config._attn_implementation
         if self.packs and attention == PACKED:
             attend_by(model, self.boundaries)
+        keep_less(model)
         head = copy.copy(model)  # the same parameters and code, but for the body
         head._modules = {**model._modules, model.base_model_prefix: _Passed()}
         self._head = (head,)  # a tuple hides it from torch, to which it would be a second model

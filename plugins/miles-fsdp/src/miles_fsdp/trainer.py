@@ -185,6 +185,7 @@ class FsdpTrainer:
         unscored = name == ACTOR and self.config.algorithm.skip_actor_forward_only and not any(
             "log_probs" in sample.columns for sample in samples)
         columns, model = ColumnParts(), self.models.trained[name]
+        filled: list[tuple[MicroBatch, torch.Tensor]] = []
         model.optimizer.zero_grad()
         for batch in self._micro_batches(samples):
             weights = torch.tensor([token_weight[id(s)] for s in batch.samples], device=batch.device)[batch.sample]
@@ -194,12 +195,16 @@ class FsdpTrainer:
             for key, value in share.items():
                 shares[key] = shares[key] + value if key in shares else value
             if unscored:
-                columns.put(batch, {"log_probs": log_probs})
+                filled.append((batch, log_probs))
+        objective.check_finite()
+        for batch, log_probs in filled:
+            columns.put(batch, {"log_probs": log_probs})
         columns.scatter(samples, self.ranks)
         total = float(sum(w * s.columns["loss_mask"].sum() for s, w in zip(samples, reduced, strict=True))) or 1.0
         # Ranks that share rows have all of them worked out the same.
-        mine = shares if self.ranks.context.index == 0 else {}
-        sums = self.ranks.sums({key: float(value) for key, value in mine.items()})
+        mine = dict(shares) if self.ranks.context.index == 0 else {}
+        numbers = torch.stack([*mine.values()]).tolist() if mine else []  # all at once: each would wait for the device
+        sums = self.ranks.sums(dict(zip(mine, numbers, strict=True)))
         # Metrics are means also where the reduction's weights do not add up to 1 (constant); the loss is what it is.
         metrics = {key: value / (1.0 if key in ("loss", "pg_loss") else total) for key, value in sums.items()}
         metrics |= self.models.step(name)
@@ -305,7 +310,7 @@ class ColumnParts:
 
     def put(self, batch: MicroBatch, values: Mapping[str, torch.Tensor]) -> None:
         """[N, ...] by column."""
-        sample_of, arrays = batch.sample.cpu().numpy(), {name: rows.cpu().numpy() for name, rows in values.items()}
+        sample_of, arrays = batch.on_host["sample"], {name: rows.cpu().numpy() for name, rows in values.items()}
         for index, sample in enumerate(batch.samples):
             mine = sample_of == index
             self._found.setdefault(id(sample), {}).update(
