@@ -35,7 +35,7 @@ def random_weights() -> None:
     from miles_megatron.model_on_rank import ModelOnRank
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    def drawn(folder: str, options, dtype):
+    def drawn(folder: str, options, dtype, **_body: bool):
         attention = None if options.attn_implementation == "packed" else options.attn_implementation
         with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
             model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=dtype,

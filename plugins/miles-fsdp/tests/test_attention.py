@@ -36,7 +36,7 @@ def scored(kind, attention):
         for parameter in model.parameters():
             if parameter.dim() > 1:  # so large that another mask shows
                 parameter.mul_(4)
-    module = CausalModule(model.eval(), Temperature(1.0, 64), "actor", attention)
+    module = CausalModule(model.eval(), Temperature(1.0, 64), attention)
     assert (module.model.config._attn_implementation == NAME) is (attention == "packed")
     values = module(MicroBatch(Columns(), canned_samples(), CPU), lambda rows: rows.log_probs())
     values.sum().backward()
@@ -56,7 +56,7 @@ def test_what_it_does_not_compute_is_refused():
     from transformers import AutoConfig, AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gemma2", **SIZES, head_dim=8))
-    module = CausalModule(model.eval(), Temperature(1.0, 64), "actor")
+    module = CausalModule(model.eval(), Temperature(1.0, 64))
     with pytest.raises(ConfigError) as caught:
         module(MicroBatch(Columns(), canned_samples(), CPU), lambda rows: rows.log_probs())
     assert caught.value.code == "fsdp-attention-unsupported" and "softcap" in str(caught.value)

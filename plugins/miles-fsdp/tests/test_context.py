@@ -35,7 +35,7 @@ def made(kind):
         for parameter in model.parameters():
             if parameter.dim() > 1:  # so large that another mask shows
                 parameter.mul_(3)
-    return CausalModule(model.eval(), Temperature(0.8, 4), "actor")
+    return CausalModule(model.eval(), Temperature(0.8, 4))
 
 
 def results(module, batch):

@@ -11,6 +11,7 @@ import pytest
 import torch
 from miles_megatron.testing.ranks import Ranks, batches
 
+from miles_core.errors import CheckpointError
 from miles_core.plugins.plan import prepare
 
 pytestmark = pytest.mark.xdist_group("fsdp")  # one worker: the processes are started once
@@ -68,16 +69,20 @@ def train(folder):
     """(trainer, model, ranks, *flags) -> what Ranks.train answers; of one rank without flags it is remembered."""
     started, known = {size: Ranks(size).__enter__() for size in (1, 2)}, {}  # imports are nobody's time
 
+    def ranks_of(size):
+        if size not in started:
+            started[size] = Ranks(size).__enter__()
+        return started[size]
+
     def run(trainer, model, size=1, *flags):
         key = trainer, model, size, *flags
         if key not in known:
-            if size not in started:
-                started[size] = Ranks(size).__enter__()
             argv = ["--trainer", trainer, "--hf-checkpoint", str(folder / model),
                     "--actor-num-gpus-per-node", str(size), *flags]
-            known[key] = started[size].train(prepare(folder / "run.toml", argv), batches(3))
+            known[key] = ranks_of(size).train(prepare(folder / "run.toml", argv), batches(3))
         return known[key]
 
+    run.ranks = ranks_of
     yield run
     for ranks in started.values():
         ranks.__exit__(None, None, None)
@@ -123,6 +128,47 @@ def test_ranks_that_share_rows_are_one(train, size, context):
                     str(96 // context))
     same(several, one)
     assert several["steps"][0].keys() == one["steps"][0].keys()
+
+
+PPO = ("--advantage-estimator", "ppo", "--lambd", "0.9", "--critic-lr", "1e-3", "--adam-eps", "1e-6")
+
+
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.full)])
+def test_a_critic_is_megatrons(train, size):
+    """Values before each rollout's steps and losses behind them; the actor learns from what its critic says."""
+    ours, theirs = train("fsdp", "llama", size, *PPO), train("megatron", "llama", 1, *PPO)
+    same(ours, theirs)
+    for name in ("critic/loss", "critic/value_loss", "critic/grad_norm", "critic/lr-pg_0", "rollout/values"):
+        gaps = [abs(a[name] - b[name]) for a, b in zip(ours["steps"], theirs["steps"], strict=True)]
+        assert max(gaps) <= 1e-5, name
+    assert {name for name in ours["steps"][0] if name.startswith("critic/")} == {
+        name for name in theirs["steps"][0] if name.startswith("critic/")}
+    assert len({step["rollout/values"] for step in ours["steps"]}) == 3, "it learns between rollouts"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("saver", [1, 2])
+def test_a_run_with_a_critic_goes_on_where_it_was(train, folder, tmp_path, saver):
+    """To the bit on one rank, up to the order of sums from two; without the plugin it is another model's checkpoint."""
+    [first, *rest] = batches(3)
+
+    def on(size, *flags):
+        argv = ["--trainer", "fsdp", "--hf-checkpoint", str(folder / "llama"), "--actor-num-gpus-per-node", str(size)]
+        return train.ranks(size), prepare(folder / "run.toml", [*argv, *flags])
+
+    ranks, plan = on(saver, *PPO)
+    ranks.train(plan, [first], save=tmp_path)
+    ranks, plan = on(1, *PPO, "--load", str(tmp_path))
+    resumed, straight = ranks.train(plan, rest), train("fsdp", "llama", 1, *PPO)
+    for name, weight in straight["weights"].items():
+        np.testing.assert_allclose(resumed["weights"][name], weight, rtol=0, atol=0 if saver == 1 else WEIGHTS)
+    for ours, theirs in zip(resumed["steps"], straight["steps"][2:], strict=True):
+        assert ours["critic/loss"] == pytest.approx(theirs["critic/loss"], abs=0 if saver == 1 else LOSS)
+        assert ours["critic/lr-pg_0"] == theirs["critic/lr-pg_0"]
+    ranks, plan = on(1, "--load", str(tmp_path))
+    with pytest.raises(CheckpointError) as caught:
+        ranks.train(plan, rest)
+    assert caught.value.code == "fsdp-checkpoint-unreadable" and "critic" in str(caught.value)
 
 
 @pytest.mark.full

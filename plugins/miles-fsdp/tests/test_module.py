@@ -33,7 +33,7 @@ def module(kind, **more):
 
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**SIZES, **more})).eval()
-    return CausalModule(model, Temperature(0.7, 4), "actor")
+    return CausalModule(model, Temperature(0.7, 4))
 
 
 def log_probs(module, samples):

@@ -23,7 +23,6 @@ def plan(tmp_path):
 @pytest.mark.parametrize(("flags", "code", "fact"), [
     (["--tensor-model-parallel-size", "2", "--actor-num-gpus-per-node", "2"], "fsdp-megatron-options",
      "tensor_model_parallel_size"),
-    (["--plugin", "lora", "--lora-rank", "4"], "plugin-conflict", "lora"),
     (["--plugin", "mtp"], "plugin-conflict", "mtp"),
     (["--balance-by-flops"], "fsdp-option-without-effect", "balance_by_flops"),
     (["--actor-num-gpus-per-node", "2", "--trainer-host", "thread"], "fsdp-thread-many-ranks", "2 ranks"),
@@ -51,18 +50,40 @@ def test_routing_replay_needs_nothing_of_megatrons(plan):
 
 
 def test_every_plugin_with_a_hook_of_megatrons_trainer_is_in_conflict():
-    """So that none of them is without effect, whichever comes next."""
+    """Or says that it takes modules: none of them is without effect, whichever comes next."""
     from miles_fsdp.plugin import Fsdp
+    from miles_fsdp.refusals import MODULES
 
     from miles_core import hookspecs
     from miles_core.plugins.scan import KNOWN
-    from miles_core.plugins.select import all_specs
+    from miles_core.plugins.select import all_specs, readable
 
     theirs = {name for name, spec in all_specs().items()
               if spec.__module__ != hookspecs.__name__ and spec.role == "trainer" and spec.kind == "chain"}
     assert "build_model" in theirs
+    able = {one.name for one in readable() if MODULES in one.provides}
     assert {plugin for plugin, offers in KNOWN.items()
-            if theirs & {offer.partition(":")[0] for offer in offers}} <= {*Fsdp.conflicts}
+            if theirs & {offer.partition(":")[0] for offer in offers}} - able <= {*Fsdp.conflicts}
+
+
+@pytest.mark.parametrize("provides", [(), ("hf-modules",)])
+def test_a_hook_that_builds_models_says_whether_it_takes_modules(plan, tmp_path, provides):
+    """One of Megatron's would find none of the layers that it looks for."""
+    from miles_fsdp.refusals import refuse_hooks
+
+    from miles_core.plugins.bind import bind
+
+    path = tmp_path / "mine.py"
+    path.write_text("from miles_core import hookimpl\n\n\nclass Mine:\n    \"\"\"Mine.\"\"\"\n\n"
+                    f"    provides = {provides!r}\n\n    @hookimpl\n    def build_model(self, chunk):\n"
+                    "        return chunk\n")
+    planned = plan("--plugin", str(path))
+    hooks = bind(planned.selected, planned.config, "trainer")
+    if provides:
+        return refuse_hooks(hooks)
+    with pytest.raises(MilesError) as caught:
+        refuse_hooks(hooks)
+    assert caught.value.code == "fsdp-hook-not-called" and "build_model" in str(caught.value)
 
 
 def test_options_of_a_trainer_that_was_not_chosen_are_announced(plan):

@@ -23,12 +23,12 @@ RANK = ("--lora-rank", 4)
     (("--lora-dropout", 0.1), "--lora-dropout"), (("--lora-type", "lora"), "--lora-type"),
 ], ids=str)
 def test_servers_that_hold_adapters(checkpoint, plan, flags, who):
-    made = plan(checkpoint("dense"), *RANK, *flags)
     if who is None:
+        made = plan(checkpoint("dense"), *RANK, *flags)
         bind.bind(made.selected, made.config, "driver")
     else:
         with pytest.raises(ConfigError) as caught:
-            bind.bind(made.selected, made.config, "driver")
+            plan(checkpoint("dense"), *RANK, *flags)
         assert who in caught.value.who
 
 

@@ -1,8 +1,11 @@
 """A trainer of Hugging Face modules under PyTorch's FSDP2.
 
     trainer.py       FsdpTrainer: what a rollout goes through, in the order of its calls
-    models.py        the actor, its optimizer, and models beside it that only score
+    models.py        the actor, and models beside it that train or only score
+    trained.py       a model that trains: its optimizer and its steps
+    value.py         the head of a critic
     module.py        one sharded module: its body, its head, and whether it takes samples packed
+    lean.py          norms and gated layers that keep less for the backward pass
     attention.py     of packed samples, without a mask: torch's flash attention on a GPU
     context.py       ranks that share the rows of a sample
     microbatch.py    packed samples and the rows that are trained on

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
 
 from miles_core.errors import ConfigError
 from miles_fsdp.context import ALONE, Context
@@ -134,9 +134,5 @@ def _one_by_one(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bou
     return torch.cat(attended, 1).transpose(0, 1)
 
 
-def _no_mask(*_: Any, **__: Any) -> None:
-    return None
-
-
 AttentionInterface.register(NAME, packed_attention)
-AttentionMaskInterface.register(NAME, _no_mask)
+# Without a function for masks under the name transformers makes none, and does not ask the device about positions.

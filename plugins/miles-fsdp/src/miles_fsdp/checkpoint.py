@@ -1,8 +1,8 @@
 """Checkpoints of torch.distributed.checkpoint, which any number of ranks loads; Hugging Face directories; hashes.
 
     <save>/iter_0000007/          published by rename when complete
-        tensors/                  parameters and optimizer, a file of each rank
-        fsdp.json                 optimizer steps, and the run's own state
+        tensors/                  what trains and its optimizer, a file of each rank
+        fsdp.json                 optimizer steps, the actor's directory if not all of it trains, the run's own state
     <save>/latest_checkpointed_iteration.txt "7", written last
 """
 
@@ -18,7 +18,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
@@ -32,6 +34,7 @@ from miles_core.record.publish import publish, write_text
 from miles_core.types import TRACKER, Sample
 from miles_fsdp.models import Models
 from miles_fsdp.ranks import Ranks
+from miles_fsdp.trained import Trained
 
 STATE, TENSORS = "fsdp.json", "tensors"
 FROM_OPTIONS = ("betas", "eps", "weight_decay", "lr", "fused")
@@ -74,11 +77,30 @@ def save(folder: Path, iteration: int, models: Models, ranks: Ranks, state: dict
             for name, data in files.items():
                 (temporary / name).write_bytes(data)
             saved = {**state, "files": sorted(files)} if files else state
-            (temporary / STATE).write_text(json.dumps({"steps": models.steps, "optimizer": whole, "state": saved}))
+            (temporary / STATE).write_text(json.dumps(
+                {"steps": {name: one.steps for name, one in models.trained.items()}, "optimizer": whole,
+                 "base": models.base, "state": saved}))
         ranks.wait()
     if first:
         write_text(folder / TRACKER, f"{iteration}\n")
     ranks.wait()
+
+
+def base(folder: str, iteration: int) -> str | None:
+    """The Hugging Face directory that holds what does not train of the actor; None where all of it trains.
+
+    Raises:
+        CheckpointError: the checkpoint cannot be read, or the directory is gone.
+    """
+    where = Path(folder, f"iter_{iteration:07d}", STATE)
+    try:
+        source: str | None = json.loads(where.read_text(encoding="utf-8")).get("base")
+    except (OSError, ValueError) as error:
+        raise _unreadable(where, error) from error
+    if source is not None and not Path(source, "config.json").is_file():
+        raise CheckpointError("the weights that this checkpoint adds to are gone", code="fsdp-base-missing", got=source,
+                              who=str(where), fix="put the directory back, or name its place now in this file")
+    return source
 
 
 def load(folder: str, iteration: int, models: Models) -> dict[str, Any]:
@@ -91,29 +113,46 @@ def load(folder: str, iteration: int, models: Models) -> dict[str, Any]:
     try:
         saved = json.loads((where / STATE).read_text(encoding="utf-8"))
         tensors = _tensors(models, saved["optimizer"])
+        stored = FileSystemReader(where / TENSORS).read_metadata().state_dict_metadata
+        wanted = {f"{name}.model.{key}" for name, part in tensors.items() for key in part["model"]}
+        if surplus := [name for name in stored if ".optimizer." not in name and name not in wanted]:
+            raise ValueError(f"no place for {surplus[0]}")  # what is wanted and not there is said by what loads
         load_tensors(tensors, checkpoint_id=where / TENSORS)
-        set_model_state_dict(models.actor, tensors["model"])
-        if saved["optimizer"]:
-            own = [{key: group[key] for key in FROM_OPTIONS} for group in models.optimizer.param_groups]
-            set_optimizer_state_dict(models.actor, models.optimizer, tensors["optimizer"])
-            for group, options in zip(models.optimizer.param_groups, own, strict=True):
-                group.update(options)
+        for name, one in models.trained.items():
+            _restore(one, tensors[name])
+            one.steps = saved["steps"][name]
     except (OSError, ValueError, KeyError, RuntimeError, CheckpointException) as error:
-        raise CheckpointError("the checkpoint cannot be read, or is of another model",
-                              code="fsdp-checkpoint-unreadable", got=str(error).strip().split("\n")[0], who=str(where),
-                              fix="take an earlier one, or start anew without --load") from error
-    models.steps = saved["steps"]
+        raise _unreadable(where, error) from error
     state: dict[str, Any] = saved["state"]
     if files := state.get("files"):
         state = {**state, "files": {name: (where / name).read_bytes() for name in files}}
     return state
 
 
+def _unreadable(where: Path, error: BaseException) -> CheckpointError:
+    return CheckpointError("the checkpoint cannot be read, or is of another model", code="fsdp-checkpoint-unreadable",
+                           got=str(error).strip().split("\n")[0], who=str(where),
+                           fix="take an earlier one, or start anew without --load")
+
+
 def _tensors(models: Models, whole: bool) -> dict[str, Any]:
-    tensors: dict[str, Any] = {"model": get_model_state_dict(models.actor)}
-    if whole:
-        tensors["optimizer"] = get_optimizer_state_dict(models.actor, models.optimizer)
+    """By model."""
+    trained = StateDictOptions(ignore_frozen_params=True)
+    tensors: dict[str, dict[str, Any]] = {}
+    for name, one in models.trained.items():
+        tensors[name] = {"model": get_model_state_dict(one.module, options=trained)}
+        if whole:
+            tensors[name]["optimizer"] = get_optimizer_state_dict(one.module, one.optimizer)
     return tensors
+
+
+def _restore(trained: Trained, tensors: dict[str, Any]) -> None:
+    set_model_state_dict(trained.module, tensors["model"], options=StateDictOptions(strict=False))  # all were there
+    if "optimizer" in tensors:
+        own = [{key: group[key] for key in FROM_OPTIONS} for group in trained.optimizer.param_groups]
+        set_optimizer_state_dict(trained.module, trained.optimizer, tensors["optimizer"])
+        for group, options in zip(trained.optimizer.param_groups, own, strict=True):
+            group.update(options)
 
 
 def export(folder: Path, stream: Iterator[tuple[str, torch.Tensor]], source: str) -> None:

@@ -16,8 +16,12 @@ MASTER, GRADIENT, MOMENTS = 4, 4, 8
 """Bytes of a parameter: float32 weight and gradient, and AdamW's two moments."""
 
 
-def lines(config: RunConfig, options: FsdpOptions) -> Iterator[tuple[str, str]]:
-    """(title, line), in the order of the plan."""
+def lines(config: RunConfig, options: FsdpOptions, *, frozen: bool = False) -> Iterator[tuple[str, str]]:
+    """(title, line), in the order of the plan.
+
+    Args:
+        frozen: what the checkpoint holds does not train.
+    """
     perf, ranks = config.perf, trainer_gpus(config)
     size = f"{perf.micro_batch_size} samples"
     if perf.use_dynamic_batch_size:
@@ -27,11 +31,16 @@ def lines(config: RunConfig, options: FsdpOptions) -> Iterator[tuple[str, str]]:
     yield "layout", f"{ranks} trainer rank{'s' * (ranks > 1)} (fsdp){shared}, {'bfloat16' if perf.bf16 else 'float32'}"
     if (count := parameters(Path(str(config.checkpoint.hf_checkpoint)))) is None:
         return
-    parts = {"weights": MASTER, "gradients": GRADIENT, "optimizer": MOMENTS}
-    if config.algorithm.needs_reference:
-        parts["reference, in host memory where there is a GPU"] = 2 if perf.bf16 else 4
+    computed = 2 if perf.bf16 else 4
+    parts = {"frozen weights": computed} if frozen else {
+        "weights": MASTER, "gradients": GRADIENT, "optimizer": MOMENTS}
+    other = Path(config.checkpoint.load or "", "config.json").is_file()  # the actor begins with other weights
+    if config.algorithm.needs_reference and (other or not frozen):
+        parts["reference, in host memory where there is a GPU"] = computed
     sizes = ", ".join(f"{name} {count * each / ranks / GIB:.2g}" for name, each in parts.items())
     where = "host memory" if options.cpu_offload else "each rank"
+    if frozen:
+        sizes += f"; {MASTER + GRADIENT + MOMENTS} bytes for each parameter that plugins add, shared among ranks"
     yield "memory", f"trainer, GiB in {where} beside activations: {sizes}"
 
 

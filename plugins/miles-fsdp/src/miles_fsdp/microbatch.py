@@ -20,6 +20,7 @@ class MicroBatch:
         packed: rows of all columns.
         tokens, positions: [T] int64; positions begin at 0 in each sample.
         index: [N] int64, the trained rows.
+        on_host: of index and sample, which nobody has to wait for.
         context: the ranks among which its rows are cut; each sample then ends with rows that fill it up.
         counts: trained rows in the stretch of each of them.
         sample: [N] int64, which of `samples` each belongs to.
@@ -43,6 +44,7 @@ class MicroBatch:
         bounds = np.searchsorted(index, [0, *(one.stop for one in stretches)]).tolist()
         self.counts = np.diff(bounds).tolist()
         self.stretch, self.mine = stretches[context.index], slice(*bounds[context.index : context.index + 2])
+        self.on_host = {"index": index, "sample": sample}
         self.tokens, self.positions, self.index, self.sample, self.targets = (
             torch.from_numpy(array).to(device) for array in (tokens, positions, index, sample, tokens[index + 1]))
 
@@ -55,7 +57,7 @@ class MicroBatch:
 
     def rows(self) -> dict[str, torch.Tensor]:
         """[N, *axes] of every per-token column."""
-        index = self.index.cpu().numpy()
+        index = self.on_host["index"]
         return {name: torch.from_numpy(values[index]).to(self.device) for name, values in self.packed.rows.items()}
 
     def segment_sum(self, values: torch.Tensor) -> torch.Tensor:

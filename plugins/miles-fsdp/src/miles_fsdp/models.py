@@ -1,8 +1,13 @@
-"""The models of a rank: the actor with its optimizer, and others that only score: the reference, a teacher."""
+"""The models of a rank: the actor, others that train (a critic), and others that only score: the reference, a teacher.
+
+Where a plugin freezes what the actor's directory holds and trains what it adds (the hook `build_model`), a model that
+only scores and comes from the same directory is the actor in passes of another name, in which nothing added may act.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -10,6 +15,7 @@ import numpy as np
 import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from miles_core.columns import Columns
@@ -20,11 +26,12 @@ from miles_core.plugins.resolve import chosen
 from miles_core.stages.models import Model
 from miles_core.types import Prompt, Sample
 from miles_fsdp.microbatch import MicroBatch
-from miles_fsdp.module import CausalModule, check_shared, keep_apart, read, shard
-from miles_fsdp.optimizer import Schedule, ShardedGradients, adamw, update
+from miles_fsdp.module import Around, CausalModule, check_shared, keep_apart, read, shard
 from miles_fsdp.plugin import FsdpOptions
 from miles_fsdp.ranks import Ranks
 from miles_fsdp.scored import Temperature
+from miles_fsdp.trained import Trained
+from miles_fsdp.value import head_of
 
 ACTOR = "actor"
 
@@ -36,32 +43,37 @@ class Models:
         start: the actor's Hugging Face directory.
 
     Raises:
-        HookError: a plugin declares a model that this trainer does not train.
+        HookError: a plugin declares a model of a name that is taken.
         CheckpointError: a directory that holds no model.
     """
 
     def __init__(self, config: RunConfig, hooks: Hooks, columns: Columns, ranks: Ranks, options: FsdpOptions,
                  start: str):
         self._config, self._hooks, self._columns, self._ranks, self._options = config, hooks, columns, ranks, options
-        self.start, self.steps = start, 0
+        self.start, self._frozen, self._shared = start, False, False
         declared = {"ref": Model(str(config.checkpoint.ref_load))} if config.algorithm.needs_reference else {}
         for name, model in (hooks.models() if hooks.models else {}).items():
             if name in (ACTOR, "ref"):
                 raise HookError(f"a plugin declares the model {name!r}, which is reserved", code="fsdp-model-reserved",
                                 fix="rename it")
             declared[name] = model
-            if model.trainable or model.head != "policy":
-                raise HookError(f"the model {name!r} trains or has a value head", code="fsdp-model-unsupported",
-                                who="--trainer fsdp", fix="train with --trainer megatron")
-        self.modules = {ACTOR: self._made(ACTOR, start)}
-        self.modules |= {name: self._made(name, model.source) for name, model in declared.items()}
-        self.optimizer = adamw(self.actor, config.optimizer)
-        rollouts, steps = config.rollout.num_rollout or 1, config.rollout.num_steps_per_rollout or 1
-        self.schedule = Schedule.of(config.optimizer, rollouts * steps)
+        actor = Model(start, trainable=True)
+        self.modules = {ACTOR: self._made(ACTOR, actor)}
+        for name, model in declared.items():
+            self.modules[name] = self.actor if self._is_base(model) else self._made(name, model)
+        steps = (config.rollout.num_rollout or 1) * (config.rollout.num_steps_per_rollout or 1)
+        self.trained = {
+            name: Trained(name, self.modules[name], replace(config.optimizer, **cast("Any", model.optimizer)), steps)
+            for name, model in {ACTOR: actor, **declared}.items() if model.trainable}
 
     @property
     def actor(self) -> CausalModule:
         return self.modules[ACTOR]
+
+    @property
+    def base(self) -> str | None:
+        """The actor's directory, if some of what it holds does not train."""
+        return str(Path(self.start).resolve()) if self._frozen else None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -78,35 +90,65 @@ class Models:
                               fix="declare it in the hook `models`, or add --use-kl-loss for the reference")
         return self.modules[name]
 
-    def _made(self, name: str, source: str) -> CausalModule:
-        trained, config = name == ACTOR, self._config
+    def around(self, name: str) -> Around | None:
+        """The bound hook `microbatch` for passes of a model."""
+        hook = self._hooks.microbatch
+        return None if hook is None else lambda proceed, packed: hook(proceed, packed, name)
+
+    def _is_base(self, model: Model) -> bool:
+        """Whether it is what the actor was before plugins added what trains of it."""
+        scores = model.head == "policy" and not model.trainable
+        return self._shared and scores and Path(self.start).resolve() == Path(model.source).resolve()
+
+    def _made(self, name: str, declared: Model) -> CausalModule:
+        config = self._config
         temperature = Temperature(config.rollout.rollout_temperature or 1.0, config.perf.log_probs_chunk_size)
-        inputs = getattr(self._hooks, "forward_inputs", None)
-        model = read(source, self._options, torch.float32 if trained else self.dtype, images=inputs is not None)
-        module = CausalModule(model.requires_grad_(trained), temperature, name, self._options.attn_implementation,
-                              inputs)
+        inputs = None if declared.head == "value" else getattr(self._hooks, "forward_inputs", None)
+        model, head = self._built(name, declared, images=inputs is not None), None
+        if declared.head == "value":
+            head = head_of(Path(declared.source), model.config.get_text_config().hidden_size, config.optimizer.seed,
+                           fresh=declared.source == config.checkpoint.hf_checkpoint)
+            head.to(model.dtype).requires_grad_(declared.trainable)
+        module = CausalModule(model, temperature, self._options.attn_implementation, head, inputs)
         module.to(self._ranks.device)
-        shard(module, self._ranks, self._options, low=trained and config.perf.bf16,
-              offload=self._options.cpu_offload or not trained)
+        shard(module, self._ranks, self._options, low=declared.trainable and config.perf.bf16,
+              offload=self._options.cpu_offload or not declared.trainable)
         keep_apart(module, MicroBatch(self._columns, _two_samples(self._columns), self._ranks.device), self._ranks)
         check_shared(module, self._ranks.context.size)
         return module
 
-    def step(self) -> dict[str, float]:
-        """Clip, update, move the schedule. See optimizer.update."""
-        name = chosen(self._config, "clip_gradients")
-        gradients = ShardedGradients(ACTOR, self.actor, self._ranks, self._config.optimizer.clip_grad)
-        metrics = update(self.optimizer, gradients, self.schedule.rate(self.steps), name,
-                         self._hooks.clip_gradients[name])
-        self.steps += 1
-        return metrics
+    def _built(self, name: str, declared: Model, *, images: bool) -> PreTrainedModel:
+        """Read, and changed by plugins; what trains is in float32, and what does not is as it computes."""
+        trained, source = declared.trainable, declared.source
+        model = read(source, self._options, torch.float32 if trained else self.dtype, body=declared.head == "value",
+                     images=images)
+        stored = list(model.requires_grad_(trained).parameters())
+        if (build := getattr(self._hooks, "build_model", None)) is not None:  # a package declares it
+            model = cast("PreTrainedModel", build(model, None, Path(source), name, None))
+        for parameter in model.parameters():
+            if trained and not parameter.requires_grad:
+                parameter.data = parameter.data.to(self.dtype)
+        if name == ACTOR:
+            moving = {parameter.requires_grad for parameter in stored}
+            self._frozen, self._shared = False in moving, True not in moving
+        return model
+
+    def step(self, name: str) -> dict[str, float]:
+        """Of a model that trains. See Trained.step."""
+        clipping = chosen(self._config, "clip_gradients")
+        return self.trained[name].step(self._ranks, clipping, self._hooks.clip_gradients[clipping])
 
     def stream(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The actor's parameters and kept buffers under the names of its checkpoint, whole; every rank goes through."""
+        """The actor's parameters and kept buffers under the names of its checkpoint, whole; every rank goes through.
+
+        Those that train come first, so that who merges has what was added before the weights that it changes.
+        """
         model = self.actor.model
+        state = model.state_dict()  # first, as it shards again what a step that was refused has left whole
         named = dict(model.named_parameters(remove_duplicate=False))
-        buffers = ((name, one) for name, one in model.state_dict().items() if name not in named)
-        for name, tensor in (*model.named_parameters(), *buffers):
+        buffers = ((name, one) for name, one in state.items() if name not in named)
+        parameters = sorted(model.named_parameters(), key=lambda pair: not pair[1].requires_grad)
+        for name, tensor in (*parameters, *buffers):
             tensor = tensor.detach()
             whole: Any = tensor.to(self.dtype) if name in named else tensor
             if isinstance(whole, DTensor):
@@ -126,13 +168,14 @@ class Models:
     def _move(self, tags: Sequence[str], device: torch.device) -> None:
         if self._ranks.device.type == "cpu" or self._options.cpu_offload:
             return
-        if "gradients" in tags:
-            self.actor.zero_grad()
-        if "weights" in tags:
-            self.actor.to(device)
-        if "optimizer" in tags:
-            for state in self.optimizer.state.values():
-                state |= {key: value.to(device) for key, value in state.items() if key != "step"}
+        for one in self.trained.values():
+            if "gradients" in tags:
+                one.module.zero_grad()
+            if "weights" in tags:
+                one.module.to(device)
+            if "optimizer" in tags:
+                for state in one.optimizer.state.values():
+                    state |= {key: value.to(device) for key, value in state.items() if key != "step"}
 
     def close(self) -> None:
         """Give up what is sharded, while its process group is there."""

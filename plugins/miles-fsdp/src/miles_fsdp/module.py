@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch.distributed._composable.checkpoint_activation import checkpoint
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils import logging as transformers_logging
 
@@ -21,6 +21,7 @@ from miles_core.columns import Packed
 from miles_core.errors import CheckpointError, ConfigError
 from miles_core.types import Sample
 from miles_fsdp.attention import NAME, PACKED, Boundaries, attend_by
+from miles_fsdp.lean import keep_less
 from miles_fsdp.microbatch import MicroBatch
 from miles_fsdp.plugin import FsdpOptions
 from miles_fsdp.ranks import Ranks
@@ -31,7 +32,7 @@ transformers_logging.disable_progress_bar()  # the run has a terminal of its own
 
 T = TypeVar("T")
 Inputs = Callable[[Any, Sample], dict[str, torch.Tensor]]
-Around = Callable[[Callable[[Packed], torch.Tensor], Packed, str], torch.Tensor]
+Around = Callable[[Callable[[Packed], torch.Tensor], Packed], torch.Tensor]
 
 
 class _Output(BaseModelOutput):
@@ -55,21 +56,22 @@ class CausalModule(torch.nn.Module):
     What needs whole parameters happens in there, since FSDP gathers them around it.
 
     Args:
-        name: for the hook `microbatch`.
         attention: "packed" for the one of attention.py, where the architecture allows it; else the model's own.
+        value_head: [1, H], of a model that is a body without a head of its own.
         inputs: the bound hook forward_inputs.
     """
 
-    def __init__(self, model: PreTrainedModel, temperature: Temperature, name: str, attention: str = PACKED,
-                 inputs: Inputs | None = None):
+    def __init__(self, model: PreTrainedModel, temperature: Temperature, attention: str = PACKED,
+                 value_head: torch.nn.Linear | None = None, inputs: Inputs | None = None):
         super().__init__()
-        self.model, self.name, self.temperature, self._inputs = model, name, temperature, inputs
+        self.model, self.temperature, self.value_head, self._inputs = model, temperature, value_head, inputs
         takes = inspect.signature(model.forward).parameters
         self.packs = "position_ids" in takes
         self.boundaries = Boundaries()
         self._masked = model.config._attn_implementation
         if self.packs and attention == PACKED:
             attend_by(model, self.boundaries)
+        keep_less(model)
         if inputs is not None and "token_type_ids" in takes:  # tokens of an image see those after them
             self.pad()
         head = copy.copy(model)  # the same parameters and code, but for the body
@@ -80,14 +82,15 @@ class CausalModule(torch.nn.Module):
         """
         Args:
             use: gets the trained rows and returns tensors; its result is this call's.
-            around: the bound hook `microbatch`.
+            around: the bound hook `microbatch`, of this pass's model.
         """
         def proceed(_: Packed) -> torch.Tensor:
             return self._hidden(batch)
 
-        hidden = proceed(batch.packed) if around is None else around(proceed, batch.own(), self.name)
+        hidden = proceed(batch.packed) if around is None else around(proceed, batch.own())
         index = batch.index[batch.mine] - batch.stretch.start
-        return use(Scored(hidden[index], self._logits, batch, self.temperature))
+        return use(Scored(hidden[index], self._logits, batch, self.temperature,
+                          None if self.value_head is None else self.value_head.weight))
 
     def pad(self) -> None:
         """Lay samples side by side from now on, and mask what fills them up."""
@@ -96,7 +99,7 @@ class CausalModule(torch.nn.Module):
 
     def _hidden(self, batch: MicroBatch) -> torch.Tensor:
         """[T, H] of this rank's rows."""
-        body = getattr(self.model, self.model.base_model_prefix)
+        body = self.model.base_model
         if self.packs:
             self.boundaries.set(batch.lengths, batch.device, batch.context)
             tokens, positions = batch.tokens[None, batch.stretch], batch.positions[None, batch.stretch]
@@ -130,10 +133,12 @@ class CausalModule(torch.nn.Module):
         return cast("torch.Tensor", self._head[0](inputs_embeds=hidden[None], use_cache=False).logits[0])
 
 
-def read(folder: str, options: FsdpOptions, dtype: torch.dtype, images: bool = False) -> PreTrainedModel:
+def read(folder: str, options: FsdpOptions, dtype: torch.dtype, *, body: bool = False,
+         images: bool = False) -> PreTrainedModel:
     """The module of a Hugging Face directory, without dropout.
 
     Args:
+        body: without its output layer.
         images: of a model that reads them, what does, too.
 
     Raises:
@@ -145,8 +150,8 @@ def read(folder: str, options: FsdpOptions, dtype: torch.dtype, images: bool = F
     attention = None if options.attn_implementation == PACKED else options.attn_implementation
     try:
         parts = AutoConfig.from_pretrained(folder, local_files_only=True).sub_configs if images else ()
-        kind: Any = AutoModelForImageTextToText if "vision_config" in parts else AutoModelForCausalLM
-        model: PreTrainedModel = kind.from_pretrained(
+        kind: Any = AutoModel if body else AutoModelForCausalLM
+        model: PreTrainedModel = (AutoModelForImageTextToText if "vision_config" in parts else kind).from_pretrained(
             folder, dtype=dtype, attn_implementation=attention, local_files_only=True)
     except (OSError, ValueError, ImportError, KeyError) as error:
         raise CheckpointError("transformers cannot build this model", code="fsdp-model-unbuildable", who=folder,

@@ -9,6 +9,7 @@ from miles_core.errors import NonFiniteError, TrainError
 from miles_core.plugins.bind import Hooks
 from miles_core.plugins.resolve import chosen
 from miles_core.stages.loss import LossInputs, Metrics, PolicyLoss, TokenWeights, reduce
+from miles_fsdp.microbatch import MicroBatch
 from miles_fsdp.scored import Scored
 
 Shares = dict[str, torch.Tensor]
@@ -23,11 +24,12 @@ class Objective:
     """
 
     def __init__(self, config: RunConfig, hooks: Hooks, policy_loss: PolicyLoss | None = None):
-        self._algorithm, whole = config.algorithm, policy_loss is None
+        self._algorithm, self._whole = config.algorithm, (whole := policy_loss is None)
         self._name = chosen(config, "policy_loss") if whole else getattr(policy_loss, "__name__", "loss")
         self._policy_loss: PolicyLoss = policy_loss or hooks.policy_loss[self._name]
         self._terms = hooks.loss_terms if whole else None
         self._token_weights = hooks.token_weights if whole else None
+        self._unchecked: list[tuple[torch.Tensor, torch.Tensor, MicroBatch]] = []
         self._entropy = self._algorithm.entropy_coef != 0 or self._algorithm.observe_training_entropy
 
     def __call__(self, scored: Scored, token_weights: torch.Tensor) -> tuple[torch.Tensor, Shares, torch.Tensor]:
@@ -37,7 +39,6 @@ class Objective:
             token_weights: [N] of the run's reduction.
 
         Raises:
-            NonFiniteError: names the first sample whose loss is not finite.
             TrainError: the policy loss is not one value for each token, or has no gradient.
         """
         inputs = self._inputs(scored)
@@ -46,13 +47,23 @@ class Objective:
         if not loss.requires_grad:
             raise TrainError("the loss has no gradient", who=f"policy loss {self._name!r}",
                              fix="compute it from inputs.log_probs, without detach()", code="fsdp-loss-no-gradient")
-        if not torch.isfinite(loss):
-            raise self._not_finite(total.detach(), scored)
-        # The trainer before its first step, where it was asked: later steps would measure what was learnt as well.
-        ours = inputs.rows.get("log_probs", inputs.log_probs)
-        share["train_rollout_logprob_abs_diff"] = (ours - inputs.rollout_log_probs).abs()
+        self._unchecked.append((loss.detach(), total.detach(), scored.batch))
+        if self._whole:
+            # The trainer before its first step, where it was asked: later steps would measure what was learnt as well.
+            ours = inputs.rows.get("log_probs", inputs.log_probs)
+            share["train_rollout_logprob_abs_diff"] = (ours - inputs.rollout_log_probs).abs()
         shares = {name: reduce(values.detach().double(), token_weights, inputs.mask) for name, values in share.items()}
         return loss, shares, inputs.log_probs.detach()
+
+    def check_finite(self) -> None:
+        """Look at the losses of the micro-batches since the last call; between two of them it would stop the device.
+
+        Raises:
+            NonFiniteError: names the first sample whose loss is not finite.
+        """
+        unchecked, self._unchecked = self._unchecked, []
+        if unchecked and not all(torch.stack([loss for loss, *_ in unchecked]).isfinite().tolist()):
+            raise next(self._not_finite(total, batch) for loss, total, batch in unchecked if not loss.isfinite())
 
     def _per_token(self, inputs: LossInputs) -> tuple[torch.Tensor, Metrics]:
         """[N] of the whole objective, and metrics."""
@@ -66,7 +77,7 @@ class Objective:
             weights = self._token_weights(TokenWeights(ones, ones > 0, {}), inputs)
             total = torch.where(weights.keep, total * weights.weight.detach(), torch.zeros_like(total))
             metrics = {**metrics, **weights.metrics}
-        metrics = {"pg_loss": total, **metrics}
+        metrics = {"pg_loss": total, **metrics} if self._whole else dict(metrics)
         for name, (coefficient, term) in (self._terms(inputs) if self._terms else {}).items():
             metrics[name] = term
             total = total + coefficient * term if coefficient else total
@@ -74,21 +85,26 @@ class Objective:
 
     def _inputs(self, scored: Scored) -> LossInputs:
         algorithm, rows, batch = self._algorithm, scored.rows, scored.batch
-        log_probs, entropy = scored.with_entropy(self._entropy, algorithm.entropy_coef != 0)
+        values = entropy = None
+        if scored.value_head is None:
+            log_probs, entropy = scored.with_entropy(self._entropy, algorithm.entropy_coef != 0)
+        else:
+            values, log_probs = scored.values(), rows.get("log_probs", rows["rollout_log_probs"])
         old = rows["rollout_log_probs"] if algorithm.use_rollout_logprobs else rows.get("log_probs")
         return LossInputs(
             log_probs=log_probs, entropy=entropy, old_log_probs=log_probs.detach() if old is None else old,
             rollout_log_probs=rows["rollout_log_probs"], ref_log_probs=rows.get("ref_log_probs"),
             advantages=rows["advantages"], mask=rows["loss_mask"].float(), sample=batch.sample,
             segment_sum=batch.segment_sum, eps_clip=algorithm.eps_clip, eps_clip_high=algorithm.eps_clip_high,
-            eps_clip_c=algorithm.eps_clip_c, rows=rows, samples=batch.samples)
+            eps_clip_c=algorithm.eps_clip_c, rows=rows, values=values,
+            samples=batch.samples)
 
-    def _not_finite(self, total: torch.Tensor, scored: Scored) -> NonFiniteError:
+    def _not_finite(self, total: torch.Tensor, batch: MicroBatch) -> NonFiniteError:
         odd = (~torch.isfinite(total)).nonzero()
         row = int(odd[0]) if len(odd) else 0
-        sample = scored.batch.samples[int(scored.batch.sample[row])]
+        sample = batch.samples[int(batch.sample[row])]
         return NonFiniteError(
             f"the loss of {sample.name} is not finite", code="fsdp-loss-not-finite",
-            got=f"{float(total[row])} at token {int(scored.batch.offset[row])} of its response",
+            got=f"{float(total[row])} at token {int(batch.offset[row])} of its response",
             who=f"policy loss {self._name!r}", fix="look at the sample's log-probs and reward; the optimizer has not "
             "seen it, so the last checkpoint is good")

@@ -89,8 +89,7 @@ class ShardedGradients:
         squares = torch.stack([piece.grad.float().square().sum() for piece in self.pieces]).double()
         norm = math.sqrt(self.sums({"norm": squares.sum()})["norm"])
         if self.clip_grad and (scale := self.clip_grad / (norm + 1e-6)) < 1:
-            for piece in self.pieces:
-                piece.grad.mul_(scale)
+            torch._foreach_mul_([piece.grad for piece in self.pieces], scale)
         return norm
 
     def check_finite(self) -> None:
@@ -98,7 +97,8 @@ class ShardedGradients:
         Raises:
             NonFiniteError: on every rank, if any of them holds NaN or infinity.
         """
-        names = [piece.name for piece in self.pieces if not torch.isfinite(piece.grad).all()]
+        finite = torch.stack([torch.isfinite(piece.grad).all() for piece in self.pieces]).tolist()  # asked once
+        names = [piece.name for piece, good in zip(self.pieces, finite, strict=True) if not good]
         if odd := [name for part in self._ranks.gathered(names) for name in part]:
             raise NonFiniteError(f"the gradient of {odd[0]} is not finite", got=f"{len(set(odd))} parameter(s)",
                                  who=f"optimizer step of the {self.model}", code="fsdp-gradient-not-finite",

@@ -41,7 +41,7 @@ class Fsdp:
     """Trains the Hugging Face module of any causal language model, sharded by PyTorch's FSDP2."""
 
     hookspecs = "miles_fsdp.hookspecs"
-    conflicts = ("compat", "fp8", "int4-qat", "lora", "mtp", "ppo")
+    conflicts = ("compat", "fp8", "int4-qat", "mtp")
 
     def __init__(self, options: FsdpOptions):
         self._options = options
@@ -65,11 +65,12 @@ class Fsdp:
         return one_pass(config, note, plugins) if config.perf.trainer == "fsdp" else config
 
     @hookimpl
-    def plan_lines(self, config: RunConfig) -> Iterable[tuple[str, str]]:
+    def plan_lines(self, config: RunConfig, plugins: Sequence[Selected]) -> Iterable[tuple[str, str]]:
         """Ranks, micro-batches, and the memory of what is sharded."""
         from miles_fsdp.memory import lines
 
-        return lines(config, self._options) if config.perf.trainer == "fsdp" else []
+        frozen = any("frozen-base" in one.manifest.provides for one in plugins)
+        return lines(config, self._options, frozen=frozen) if config.perf.trainer == "fsdp" else []
 
     @hookimpl(name="fsdp")
     def trainer(self, config: RunConfig, hooks: Hooks, columns: Columns, rank: Rank) -> Trainer:

@@ -8,6 +8,10 @@ from miles_core.config.load import who
 from miles_core.config.tables import RunConfig
 from miles_core.errors import BatchError, ConfigError
 from miles_core.plugins.bind import Hooks
+from miles_core.plugins.load import marked
+
+MODULES = "hf-modules"
+"""What a plugin provides whose `build_model` takes modules of transformers."""
 
 
 def refuse(config: RunConfig, context: int) -> None:
@@ -29,14 +33,16 @@ def refuse(config: RunConfig, context: int) -> None:
 def refuse_hooks(hooks: Hooks) -> None:
     """
     Raises:
-        ConfigError: a plugin would change the model by a hook of Megatron's trainer, of which nobody asks here.
+        ConfigError: a plugin would change Megatron's model, and does not say that it can change transformers'.
     """
-    for name, spec in hookspecs.specs().items():
-        foreign = spec.__module__ != hookspecs.__name__ and spec.role == "trainer" and spec.kind == "chain"
-        if foreign and getattr(hooks, name, None) is not None:
-            raise ConfigError(f"a plugin has the hook {name!r}, which the trainer fsdp does not call",
-                              who="--trainer fsdp", code="fsdp-hook-not-called",
-                              fix="leave the plugin out, or train with --trainer megatron")
+    foreign = {name for name, spec in hookspecs.specs().items()
+               if spec.__module__ != hookspecs.__name__ and spec.role == "trainer" and spec.kind == "chain"}
+    for plugin, instance in hooks.instances.items():
+        theirs = sorted(foreign & {hook for hook, *_ in marked(type(instance)).values()})
+        if theirs and MODULES not in getattr(instance, "provides", ()):
+            raise ConfigError(f"plugin {plugin!r} changes models of Megatron's trainer alone", got=", ".join(theirs),
+                              who="--trainer fsdp", code="fsdp-hook-not-called", fix="leave the plugin out, or train "
+                              f"with --trainer megatron; a build_model that takes modules provides {MODULES!r}")
 
 
 def _options(config: RunConfig) -> None:

@@ -30,11 +30,12 @@ class Scored:
     Args:
         hidden: [N, H] of the trained rows that are this rank's; what comes out is of all.
         head: [n, H] -> [n, V] logits.
+        value_head: [1, H], of a model that has values and no logits.
     """
 
     def __init__(self, hidden: torch.Tensor, head: Callable[[torch.Tensor], torch.Tensor], batch: MicroBatch,
-                 temperature: Temperature):
-        self.hidden, self.batch = hidden, batch
+                 temperature: Temperature, value_head: torch.Tensor | None = None):
+        self.hidden, self.batch, self.value_head = hidden, batch, value_head
         self._head, self._temperature = head, temperature
 
     @property
@@ -75,20 +76,22 @@ class Scored:
     def values(self) -> torch.Tensor:
         """
         Raises:
-            HookError: this trainer builds no value heads.
+            HookError: the model has none.
         """
-        raise HookError("the model has no values", code="fsdp-without-values", who="--trainer fsdp",
-                        fix="train with --trainer megatron, which builds value heads")
+        if self.value_head is None:
+            raise HookError("the model has no values", code="fsdp-without-values", who="--trainer fsdp",
+                            fix='declare it with head="value"')
+        return self._whole((self.hidden.float() @ self.value_head.float().t())[:, 0])
 
     def _whole(self, own: torch.Tensor) -> torch.Tensor:
         return self.batch.context.whole(own, self.batch.counts)
 
     def _normalised(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[n, V] log-probs in float32."""
-        logits = self._head(hidden).float()
+        """[n, V] log-probs in float32, which logits in 16 bits become without a copy in float32 of their own."""
+        logits = self._head(hidden)
         if self._temperature.value != 1:
-            logits = logits / self._temperature.value
-        return torch.log_softmax(logits, 1)
+            logits = logits.float() / self._temperature.value
+        return torch.log_softmax(logits, 1, dtype=torch.float32)
 
     def _chunks(self) -> Iterator[slice]:
         """At least one, so that a micro-batch without trained rows has a gradient of zero."""

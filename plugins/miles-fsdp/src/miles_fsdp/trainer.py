@@ -30,6 +30,7 @@ from miles_fsdp.objective import Objective
 from miles_fsdp.plugin import FsdpOptions
 from miles_fsdp.ranks import Ranks
 from miles_fsdp.refusals import refuse, refuse_hooks
+from miles_fsdp.trained import Trained
 
 logger = logging.getLogger(__name__)
 
@@ -61,8 +62,9 @@ class FsdpTrainer:
         start = next(path for path in (paths.load if directory(paths.load) else None, paths.ref_load,
                                        paths.hf_checkpoint) if path)
         iteration = checkpoint.latest(paths.load) if paths.load and not directory(paths.load) else None
-        self.models = Models(self.config, self.hooks, self.columns, self.ranks, self.options,
-                             start if iteration is None else str(paths.hf_checkpoint))
+        if iteration is not None and paths.load is not None:
+            start = checkpoint.base(paths.load, iteration) or str(paths.hf_checkpoint)
+        self.models = Models(self.config, self.hooks, self.columns, self.ranks, self.options, start)
         if iteration is None or paths.load is None:
             return Resume(0, None, start)
         state = checkpoint.load(paths.load, iteration, self.models)
@@ -95,7 +97,7 @@ class FsdpTrainer:
         begin, around, access = time.perf_counter(), self.hooks.train_step, Access(self, index)
 
         def proceed() -> dict[str, float]:
-            return self.train(access.samples, self.objective)
+            return self.train(ACTOR, access.samples, self.objective)
 
         metrics = proceed() if around is None else around(proceed, access)
         seconds = time.perf_counter() - begin
@@ -173,35 +175,41 @@ class FsdpTrainer:
         steps = packing.in_steps(rollouts_of(samples), self.config.rollout.num_steps_per_rollout or 1)
         return [samples[i] for i in steps[index]]
 
-    def train(self, samples: Sequence[Sample], objective: Objective) -> dict[str, float]:
-        """One optimizer step of the actor."""
+    def train(self, name: str, samples: Sequence[Sample], objective: Objective) -> dict[str, float]:
+        """One optimizer step of a model that trains."""
         reduction = self.hooks.reduction[chosen(self.config, "reduction")]
         with read_only(samples, getattr(reduction, "who", "reduction")):
             reduced = np.asarray(reduction(samples), np.float64)
         token_weight = dict(zip(map(id, samples), reduced.tolist(), strict=True))
         shares: dict[str, torch.Tensor] = {}
-        unscored = self.config.algorithm.skip_actor_forward_only and not any(
+        unscored = name == ACTOR and self.config.algorithm.skip_actor_forward_only and not any(
             "log_probs" in sample.columns for sample in samples)
-        columns = ColumnParts()
-        self.models.optimizer.zero_grad()
+        columns, model = ColumnParts(), self.models.trained[name]
+        filled: list[tuple[MicroBatch, torch.Tensor]] = []
+        model.optimizer.zero_grad()
         for batch in self._micro_batches(samples):
             weights = torch.tensor([token_weight[id(s)] for s in batch.samples], device=batch.device)[batch.sample]
-            loss, share, log_probs = self.models.actor(
-                batch, lambda scored, weights=weights: objective(scored, weights), self.hooks.microbatch)
+            loss, share, log_probs = model.module(
+                batch, lambda scored, weights=weights: objective(scored, weights), self.models.around(name))
             loss.backward()
-            for name, value in share.items():
-                shares[name] = shares[name] + value if name in shares else value
+            for key, value in share.items():
+                shares[key] = shares[key] + value if key in shares else value
             if unscored:
-                columns.put(batch, {"log_probs": log_probs})
+                filled.append((batch, log_probs))
+        objective.check_finite()
+        for batch, log_probs in filled:
+            columns.put(batch, {"log_probs": log_probs})
         columns.scatter(samples, self.ranks)
         total = float(sum(w * s.columns["loss_mask"].sum() for s, w in zip(samples, reduced, strict=True))) or 1.0
         # Ranks that share rows have all of them worked out the same.
-        mine = shares if self.ranks.context.index == 0 else {}
-        sums = self.ranks.sums({name: float(value) for name, value in mine.items()})
+        mine = dict(shares) if self.ranks.context.index == 0 else {}
+        numbers = torch.stack([*mine.values()]).tolist() if mine else []  # all at once: each would wait for the device
+        sums = self.ranks.sums(dict(zip(mine, numbers, strict=True)))
         # Metrics are means also where the reduction's weights do not add up to 1 (constant); the loss is what it is.
-        metrics = {name: value / (1.0 if name in ("loss", "pg_loss") else total) for name, value in sums.items()}
-        metrics |= self.models.step()
-        return {f"train/{name}": value for name, value in metrics.items()} | (
+        metrics = {key: value / (1.0 if key in ("loss", "pg_loss") else total) for key, value in sums.items()}
+        metrics |= self.models.step(name)
+        prefix = "train" if name == ACTOR else name
+        return {f"{prefix}/{key}": value for key, value in metrics.items()} | (
             mismatch(samples, self.batch.version) if unscored else {})
 
     def scoring_pass(self, name: str, parts: Sequence[Sequence[Sample]],
@@ -211,7 +219,7 @@ class FsdpTrainer:
         with torch.no_grad():
             for part in parts:
                 for batch in self._micro_batches(part, gradient=False):
-                    columns.put(batch, module(batch, read, self.hooks.microbatch))
+                    columns.put(batch, module(batch, read, self.models.around(name)))
         columns.scatter([sample for part in parts for sample in part], self.ranks)
 
     def _micro_batches(self, samples: Sequence[Sample], *, gradient: bool = True) -> Iterator[MicroBatch]:
@@ -273,21 +281,25 @@ class Access:
     def step(self, model: str, loss: PolicyLoss) -> dict[str, float]:
         """
         Raises:
-            ConfigError: another model than the actor, which alone trains.
+            ConfigError: the model does not train.
         """
-        if model != ACTOR:
-            raise ConfigError(f"the model {model!r} does not train", code="fsdp-model-not-trained",
-                              who="--trainer fsdp", fix="train with --trainer megatron")
-        return self._trainer.train(self.samples, Objective(self._trainer.config, self._trainer.hooks, loss))
+        self._trained(model)
+        return self._trainer.train(model, self.samples, Objective(self._trainer.config, self._trainer.hooks, loss))
 
     def chunks(self, model: str) -> Sequence[torch.nn.Module]:
         return [self._trainer.models.place(model).model]
 
     def optimizer(self, model: str) -> object:
-        return self._trainer.models.optimizer
+        return self._trained(model).optimizer
 
     def scheduler(self, model: str) -> object:
-        return self._trainer.models.schedule
+        return self._trained(model).schedule
+
+    def _trained(self, model: str) -> Trained:
+        if model not in (trained := self._trainer.models.trained):
+            raise ConfigError(f"the model {model!r} does not train", code="fsdp-model-not-trained",
+                              got=", ".join(trained), fix="declare it with trainable=True in the hook `models`")
+        return trained[model]
 
 
 class ColumnParts:
@@ -298,7 +310,7 @@ class ColumnParts:
 
     def put(self, batch: MicroBatch, values: Mapping[str, torch.Tensor]) -> None:
         """[N, ...] by column."""
-        sample_of, arrays = batch.sample.cpu().numpy(), {name: rows.cpu().numpy() for name, rows in values.items()}
+        sample_of, arrays = batch.on_host["sample"], {name: rows.cpu().numpy() for name, rows in values.items()}
         for index, sample in enumerate(batch.samples):
             mine = sample_of == index
             self._found.setdefault(id(sample), {}).update(

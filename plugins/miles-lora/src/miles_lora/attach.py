@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from miles_megatron.weights import global_parameters, instances
 
 from miles_core.errors import ConfigError
 from miles_lora.layers import COLUMN, ROW, Adapters, Place
-from miles_lora.targets import Target
+from miles_lora.targets import Switch, Target
 
 cpu.install()
 
@@ -23,13 +23,6 @@ from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding  
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear  # noqa: E402
 
 _OF_GROUP = re.compile(r"weight\d+$")
-
-
-@dataclass(slots=True)
-class Switch:
-    """Whether the adapters of a model act."""
-
-    on: bool = True
 
 
 def attach(chunk: torch.nn.Module, weight_map: WeightMap, chosen: Sequence[Target], rank: int, scale: float, seed: int,

@@ -12,7 +12,6 @@ over the parameters of sequence-parallel layers, or in the backward pass (expert
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +21,7 @@ import torch.nn.functional as F
 from miles_megatron import cpu, tensor_merges
 from miles_megatron.specs import WeightMap
 
+from miles_lora.peft import drawn
 from miles_lora.targets import Target
 
 cpu.install()
@@ -130,12 +130,11 @@ class Adapters(torch.nn.Module):
 
 
 def _drawn(rank: int, inputs: int, place: Place | None, name: str, like: torch.Tensor) -> torch.Tensor:
-    """[rank, inputs] uniform in +-1/sqrt(inputs of the whole layer), as PEFT draws it, or this rank's part."""
+    """What A starts as, [rank, inputs], or this rank's part of it."""
     ranks = 1 if place is None else place.size
     if like.is_meta:
         return like.new_empty(rank, inputs)
-    draw = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-    whole = (torch.rand(rank, inputs * ranks, generator=draw) * 2 - 1) / (inputs * ranks) ** 0.5
+    whole = drawn(rank, inputs * ranks, name)
     part = whole if place is None else whole.chunk(ranks, 1)[place.group.rank()]
     return part.to(like.device, like.dtype)
 

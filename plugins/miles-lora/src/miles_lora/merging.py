@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from miles_core.errors import SyncError
+from miles_lora import peft
 from miles_lora.targets import adapter_of, names_of
 
 Stream = Iterator[tuple[str, torch.Tensor]]
@@ -44,6 +47,21 @@ def with_adapter(name: str, weight: torch.Tensor, adapters: dict[str, torch.Tens
 def merge(weight: torch.Tensor, first: torch.Tensor, second: torch.Tensor, scale: float) -> torch.Tensor:
     """W [outputs, inputs] + scale B [outputs, r] A [r, inputs], rounded once."""
     return torch.addmm(weight.float(), second.float(), first.float(), alpha=scale).to(weight.dtype)
+
+
+def saved(stream: Stream, shape: peft.Shape, folder: Path, base: str) -> Stream:
+    """The merged model; its end leaves FOLDER-adapter beside it, which PEFT reads."""
+    adapters: dict[str, torch.Tensor] = {}
+
+    def seen() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in stream:
+            if adapter_of(name) is not None and dist.get_rank() == 0:
+                adapters[name] = tensor.to("cpu", copy=True)
+            yield name, tensor
+
+    yield from merged(seen(), shape.scale)
+    if dist.get_rank() == 0:
+        peft.write(folder.with_name(f"{folder.name}-adapter"), shape, adapters, base)
 
 
 class Base:

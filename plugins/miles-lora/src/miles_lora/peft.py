@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,6 +53,12 @@ def shape(rank: int | None, path: str | None, alpha: float) -> Shape:
                           code="lora-rank-missing", who="plugin lora", fix="add --lora-rank, for example "
                                                                               "--lora-rank 32")
     return Shape(read(Path(str(path))).rank if rank is None else rank, alpha)
+
+
+def drawn(rank: int, inputs: int, name: str) -> torch.Tensor:
+    """What A starts as by a name: [rank, inputs] uniform in +-1/sqrt(inputs), as PEFT draws it."""
+    draw = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    return (torch.rand(rank, inputs, generator=draw) * 2 - 1) / inputs**0.5
 
 
 def config(shape: Shape, names: Iterable[str], base: str) -> dict[str, object]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -15,14 +15,15 @@ from miles_core.plugins.resolve import chosen
 
 if TYPE_CHECKING:
     import torch
-    from miles_megatron.specs import ModelSpec, WeightMap
+    from miles_megatron.specs import WeightMap
+    from transformers import PreTrainedModel
 
     from miles_core.columns import Packed
     from miles_core.stages.rollout import Request
     from miles_core.stages.sync import WeightSync
-    from miles_lora.attach import Switch
-    from miles_lora.merging import Base
+    from miles_lora.merging import Base, Stream
     from miles_lora.peft import Shape
+    from miles_lora.targets import Switch
 
 ADAPTER = "miles_lora"
 """What servers call the adapter."""
@@ -93,7 +94,7 @@ def _check(options: LoraOptions, config: RunConfig) -> None:
 class Lora:
     """Low-rank adapters: the base is frozen, adapters train, and engines get them merged or alone."""
 
-    provides = ("files:lora_adapter_path", "needs-no-log-prob-pass")
+    provides = ("files:lora_adapter_path", "needs-no-log-prob-pass", "hf-modules", "frozen-base")
 
     def __init__(self, options: LoraOptions, config: RunConfig):
         _check(options, config)
@@ -108,6 +109,17 @@ class Lora:
         self._sent = False
 
     @hookimpl
+    def plan_lines(self, config: RunConfig) -> Iterable[tuple[str, str]]:
+        """How many numbers train."""
+        from miles_lora.plan import parameters, rank_of
+
+        path = self.options.lora_adapter_path
+        if rank := self.options.lora_rank or (rank_of(Path(path)) if path else None):
+            count = parameters(Path(str(config.checkpoint.hf_checkpoint)), *self._wanted(), rank)
+            return [("adapters", f"{count:,} parameters train, all others are frozen")] if count else []
+        return []
+
+    @hookimpl
     def weight_map(self, weight_map: WeightMap, model: str) -> WeightMap:
         """Adapters are the actor's, and a checkpoint need not have them."""
         from miles_lora.targets import added, targets
@@ -117,13 +129,16 @@ class Lora:
         return added(weight_map, targets(weight_map, *self._wanted()))
 
     @hookimpl
-    def build_model(self, chunk: torch.nn.Module, spec: ModelSpec, model: str,
-                    weight_map: WeightMap) -> torch.nn.Module:
+    def build_model(self, chunk: torch.nn.Module, folder: Path, model: str,
+                    weight_map: WeightMap | None) -> torch.nn.Module:
         """Freeze the actor, add adapters, and fill them from --lora-adapter-path."""
         if model != "actor":
             return chunk
-        from miles_lora.attach import Switch, attach
-        from miles_lora.targets import OPTIONAL, targets
+        if weight_map is None:
+            self._adapt(cast("PreTrainedModel", chunk), folder)
+            return chunk
+        from miles_lora.attach import attach
+        from miles_lora.targets import OPTIONAL, Switch, targets
 
         base = replace(weight_map, rules=tuple(rule for rule in weight_map.rules if rule.optional != OPTIONAL))
         wanted, shape = targets(base, *self._wanted()), self._shape()
@@ -154,22 +169,23 @@ class Lora:
     @hookimpl
     def export_weights(self, stream: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """Merged; or the adapters and then the base, which the local engine gets once."""
-        from miles_megatron.disk_names import to_disk, to_plain
-
         from miles_lora.merging import merged
+        from miles_lora.targets import adapter_of
 
-        names = cast("WeightMap", self._map)
         if not self.alone:
-            yield from to_disk(merged(to_plain(stream, names), self._shape().scale), names)
+            yield from self._disk(merged(self._plain(stream), self._shape().scale))
             return
-        from miles_megatron.weights import hf_stream
+        once = self._sent and chosen(self.config, "engine") == "local"
+        if self._map is None:  # adapters come first as it is
+            stream = self._plain(stream)
+            yield from itertools.takewhile(lambda pair: adapter_of(pair[0]) is not None, stream) if once else stream
+        else:
+            from miles_megatron.weights import hf_stream
 
-        from miles_lora.targets import adapter_of, alone
+            from miles_lora.targets import alone
 
-        yield from hf_stream(self._chunks, alone(names))
-        if self._sent and chosen(self.config, "engine") == "local":
-            return
-        yield from ((name, tensor) for name, tensor in stream if adapter_of(name) is None)
+            yield from hf_stream(self._chunks, alone(self._map))
+            yield from () if once else (pair for pair in stream if adapter_of(pair[0]) is None)
         self._sent = True
 
     @hookimpl
@@ -190,12 +206,10 @@ class Lora:
     def save_weights(self, stream: Iterator[tuple[str, torch.Tensor]],
                      folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
         """The merged model, and beside it FOLDER-adapter, which PEFT reads."""
-        from miles_megatron.disk_names import to_disk, to_plain
+        from miles_lora.merging import saved
 
-        from miles_lora.streams import saved
-
-        names, base = cast("WeightMap", self._map), str(Path(str(self.config.checkpoint.hf_checkpoint)).resolve())
-        return to_disk(saved(to_plain(stream, names), self._shape(), folder, base), names)
+        base = str(Path(str(self.config.checkpoint.hf_checkpoint)).resolve())
+        return self._disk(saved(self._plain(stream), self._shape(), folder, base))
 
     @hookimpl
     def engine_args(self, fields: dict[str, object]) -> dict[str, object]:
@@ -229,6 +243,37 @@ class Lora:
 
         path = self.options.lora_adapter_path
         return merge_folder(source, out, None if path is None else Path(path), self.options.lora_alpha)
+
+    def _adapt(self, module: PreTrainedModel, folder: Path) -> None:
+        """The same as for Megatron's layers, for a module of transformers that comes from a folder."""
+        from miles_lora import modules, peft
+        from miles_lora.targets import Switch
+
+        self._switch, shape, path = Switch(), self._shape(), self.options.lora_adapter_path
+        modules.attach(module, folder, *self._wanted(), shape, self.config.optimizer.seed, self._switch)
+        if path is not None:
+            peft.check(Path(path), shape)
+            modules.fill(module, Path(path))
+        if modules.has_adapters(folder):
+            modules.fill(module, folder)
+
+    def _plain(self, stream: Stream) -> Stream:
+        """A trainer's stream, a tensor for each layer and adapter."""
+        if self._map is None:
+            from miles_lora.modules import named
+
+            return named(stream)
+        from miles_megatron.disk_names import to_plain
+
+        return to_plain(stream, self._map)
+
+    def _disk(self, stream: Stream) -> Stream:
+        """As the files of the checkpoint have it."""
+        if self._map is None:
+            return stream
+        from miles_megatron.disk_names import to_disk
+
+        return to_disk(stream, self._map)
 
     def _wanted(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         from miles_lora.targets import words

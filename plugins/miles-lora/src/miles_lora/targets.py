@@ -7,12 +7,11 @@ its own, because that is what PEFT and SGLang know.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from miles_megatron.specs import Rule, WeightMap
-from miles_megatron.tensor_merges import STACKED, stacks
 
 from miles_core.errors import ConfigError
 
@@ -20,10 +19,18 @@ ALL = "all-linear"
 OPTIONAL = "lora"
 """Of the adapters' rules: a checkpoint has all adapters or none."""
 
-_PEFT = "base_model.model."
+PEFT = "base_model.model."
+"""Before the names of PEFT's tensors."""
 LINEAR = re.compile(r"proj|^w[123]$")
 """Last words of the names of linear layers, in the families that there are; routers and norms have others."""
-_ADAPTER = re.compile(re.escape(_PEFT) + r"(.+)\.lora_([AB])\.weight")
+_ADAPTER = re.compile(re.escape(PEFT) + r"(.+)\.lora_([AB])\.weight")
+
+
+@dataclass(slots=True)
+class Switch:
+    """Whether the adapters of a model act."""
+
+    on: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +51,13 @@ class Target:
 
     def rules(self) -> tuple[Rule, ...]:
         """Of the adapters: A of each part and then B."""
+        from miles_megatron.tensor_merges import STACKED, stacks  # has torch, which a plan does without
+
         rules = []
         for number, (part, name) in enumerate(zip(self.parts, self.rule.hf, strict=True)):
             if part not in self.adapted:
                 continue
-            stem = _PEFT + name.removesuffix(".weight")
+            stem = PEFT + name.removesuffix(".weight")
             where: dict[str, Any] = {"layers": self.rule.layers, "experts": self.rule.experts, "optional": OPTIONAL}
             # The rows of B are those of the layer, and a layer of stacked pieces has them cut piece by piece.
             stacked = Rule("", (), **where)
@@ -71,21 +80,35 @@ def targets(weight_map: WeightMap, wanted: Sequence[str], excluded: Sequence[str
     """
     linear = [rule for rule in weight_map.rules if rule.megatron.startswith("decoder.layers.")
              and rule.megatron.endswith(".weight") and all(LINEAR.search(last(name)) for name in rule.hf)]
-    known = sorted({last(name) for rule in linear for name in rule.hf})
-    for flag, names in (("--target-modules", wanted), ("--exclude-modules", excluded)):
-        if unknown := [name for name in names if name not in known and name != ALL]:
-            raise ConfigError("the model has no linear layers of this name", got=", ".join(unknown), who=flag,
-                              fix=f"choose from {', '.join(known)}, or write {ALL}", code="lora-target-unknown")
-    chosen = (set(known) if ALL in wanted else set(wanted)) - set(excluded)
-    if not chosen:
-        raise ConfigError("no layer is left to get an adapter", who="--target-modules, --exclude-modules",
-                          fix=f"choose from {', '.join(known)}", code="lora-no-target-left")
+    chosen = choice({last(name) for rule in linear for name in rule.hf}, wanted, excluded)
     matched = []
     for rule in linear:
         parts = tuple(last(name) for name in rule.hf)
         if adapted := tuple(part for part in parts if part in chosen):
             matched.append(Target(rule, rule.megatron.removesuffix(".weight"), parts, adapted))
     return tuple(matched)
+
+
+def choice(names: Iterable[str], wanted: Sequence[str], excluded: Sequence[str]) -> set[str]:
+    """Those of a model's layers that get adapters, by the last words of their names.
+
+    Args:
+        names: of all its linear layers.
+        wanted, excluded: see `targets`; all-linear stands for those that LINEAR knows.
+
+    Raises:
+        ConfigError: a name that the model does not have, or nothing is left.
+    """
+    known = sorted(names)
+    for flag, listed in (("--target-modules", wanted), ("--exclude-modules", excluded)):
+        if unknown := [name for name in listed if name not in known and name != ALL]:
+            raise ConfigError("the model has no linear layers of this name", got=", ".join(unknown), who=flag,
+                              fix=f"choose from {', '.join(known)}, or write {ALL}", code="lora-target-unknown")
+    chosen = ({name for name in known if LINEAR.search(name)} if ALL in wanted else set(wanted)) - set(excluded)
+    if not chosen:
+        raise ConfigError("no layer is left to get an adapter", who="--target-modules, --exclude-modules",
+                          fix=f"choose from {', '.join(known)}", code="lora-no-target-left")
+    return chosen
 
 
 def added(weight_map: WeightMap, chosen: Sequence[Target]) -> WeightMap:
@@ -108,7 +131,7 @@ def adapter_of(name: str) -> tuple[str, str] | None:
 
 def names_of(weight: str) -> tuple[str, str]:
     """The tensors of the adapter of a weight."""
-    stem = _PEFT + weight.removesuffix(".weight")
+    stem = PEFT + weight.removesuffix(".weight")
     return f"{stem}.lora_A.weight", f"{stem}.lora_B.weight"
 
 

@@ -1,0 +1,30 @@
+"""A model that trains: its optimizer, its schedule, and the steps that it has taken."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from miles_core.config.tables import Optimizer
+from miles_core.stages.gradients import Gradients
+from miles_fsdp.module import CausalModule
+from miles_fsdp.optimizer import Schedule, ShardedGradients, adamw, update
+from miles_fsdp.ranks import Ranks
+
+
+class Trained:
+    """
+    Args:
+        options: this model's, as a critic has its own learning rate.
+        steps: of the whole run.
+    """
+
+    def __init__(self, name: str, module: CausalModule, options: Optimizer, steps: int):
+        self.name, self.module, self.options, self.steps = name, module, options, 0
+        self.optimizer, self.schedule = adamw(module, options), Schedule.of(options, steps)
+
+    def step(self, ranks: Ranks, clipping: str, clip: Callable[[Gradients], object]) -> dict[str, float]:
+        """Clip, update, move the schedule. See optimizer.update."""
+        gradients = ShardedGradients(self.name, self.module, ranks, self.options.clip_grad)
+        metrics = update(self.optimizer, gradients, self.schedule.rate(self.steps), clipping, clip)
+        self.steps += 1
+        return metrics

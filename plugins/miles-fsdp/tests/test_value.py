@@ -1,0 +1,24 @@
+"""The head of a critic: a directory's own, or Megatron's draw."""
+
+import pytest
+import torch
+from miles_fsdp.value import HEAD, head_of
+from safetensors.torch import save_file
+
+from miles_core.errors import CheckpointError
+
+
+def test_a_head_is_the_directorys(tmp_path):
+    weight = torch.randn(1, 8)
+    save_file({"model.norm.weight": torch.ones(8), HEAD: weight}, tmp_path / "model.safetensors")
+    assert torch.equal(head_of(tmp_path, 8, 0, fresh=False).weight, weight)
+
+
+def test_a_head_is_made_up_for_a_policy_alone(tmp_path):
+    """The same for the same seed; a critic that has lost its own is no start."""
+    save_file({"model.norm.weight": torch.ones(8)}, tmp_path / "model.safetensors")
+    one, same, other = (head_of(tmp_path, 8, seed, fresh=True).weight for seed in (1, 1, 2))
+    assert torch.equal(one, same) and not torch.equal(one, other)
+    with pytest.raises(CheckpointError) as caught:
+        head_of(tmp_path, 8, 1, fresh=False)
+    assert caught.value.code == "fsdp-value-head-missing" and HEAD in str(caught.value)

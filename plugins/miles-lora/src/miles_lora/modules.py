@@ -1,0 +1,106 @@
+"""Adapters on the linear layers of a module of transformers, which is whole: y = W x + scale B A x, W frozen.
+
+Whoever shards the module afterwards finds A and B beside W as `lora_A` and `lora_B`, which is what PEFT calls them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from miles_megatron.shards import tensor_files
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from miles_core.errors import CheckpointError, ConfigError
+from miles_lora import peft
+from miles_lora.merging import Stream
+from miles_lora.targets import LINEAR, PEFT, Switch, adapter_of, choice, last
+
+_NUMBERED = re.compile(r"\.\d+\.")
+"""In the names of what belongs to one of several layers; the embedding and the output layer have no number."""
+_OURS = re.compile(r"\.lora_[AB]\.weight$")
+
+
+def attach(model: PreTrainedModel, folder: Path, wanted: Sequence[str], excluded: Sequence[str], shape: peft.Shape,
+           seed: int, switch: Switch) -> None:
+    """Freeze a module and add fresh adapters: A drawn by the seed and the layer's name, B 0.
+
+    Args:
+        folder: where it comes from.
+        wanted, excluded: last words of layers' names; see `targets.choice`.
+
+    Raises:
+        ConfigError: a layer that the module does not have, or that can have no adapter.
+    """
+    model.requires_grad_(False)
+    layers = {name: part for name, part in model.named_modules()
+              if isinstance(part, torch.nn.Linear) and _NUMBERED.search(name)}
+    experts = _stacked(model, folder)
+    chosen = choice({*map(last, layers), *experts}, wanted, excluded)
+    if stacked := sorted(chosen & experts):
+        raise ConfigError("experts that are one tensor can have no adapters", got=", ".join(stacked),
+                          who=f"plugin lora, {type(model).__name__}", code="lora-experts-stacked",
+                          fix=f"add --exclude-modules {','.join(stacked)}, or train with --trainer megatron")
+    for name, layer in layers.items():
+        if last(name) in chosen:
+            _on_layer(layer, shape, peft.drawn(shape.rank, layer.in_features, f"{seed}/{name}"), switch)
+
+
+def fill(model: PreTrainedModel, folder: Path) -> None:
+    """The adapters of a module from the tensors of a folder.
+
+    Raises:
+        CheckpointError: adapters of other layers, or of another rank.
+    """
+    stored = {name: tensor for name, tensor in peft.tensors(folder) if adapter_of(name) is not None}
+    own = {name: one for part, one in model.named_parameters() if _OURS.search(part)
+           for name, _ in named(revert_weight_conversion(model, {part: one}).items())}
+    differing = sorted(stored.keys() ^ own.keys()) or [
+        name for name, one in own.items() if one.shape != stored[name].shape]
+    if differing:
+        raise CheckpointError("the initial adapters do not match the run", who=str(folder), got=differing[0],
+                              fix="use the layers and the rank of the directory", code="lora-initial-adapters-differ")
+    with torch.no_grad():
+        for name, one in own.items():
+            one.copy_(stored[name])
+
+
+def has_adapters(folder: Path) -> bool:
+    """Whether there are adapters among the weights of a folder, as `miles convert dist-to-hf` leaves them."""
+    return any(folder.glob("*.safetensors")) and any(adapter_of(name) is not None for name in tensor_files(folder))
+
+
+def named(stream: Iterable[tuple[str, torch.Tensor]]) -> Stream:
+    """The same with adapters under PEFT's names."""
+    for name, tensor in stream:
+        yield f"{PEFT}{name}" if _OURS.search(name) and adapter_of(name) is None else name, tensor
+
+
+def _stacked(model: PreTrainedModel, folder: Path) -> set[str]:
+    """Last words of the names that experts have on disk, if the module holds those of a layer as one tensor."""
+    if not any(one.dim() == 3 and _NUMBERED.search(name) for name, one in model.named_parameters()):
+        return set()
+    return {last(name) for name in tensor_files(folder) if ".experts." in name and LINEAR.search(last(name))}
+
+
+def _on_layer(layer: torch.nn.Linear, shape: peft.Shape, first: torch.Tensor, switch: Switch) -> None:
+    """
+    Args:
+        first: [rank, inputs], what A begins as.
+    """
+    like: dict[str, Any] = {"bias": False, "device": layer.weight.device, "dtype": layer.weight.dtype}
+    down = torch.nn.utils.skip_init(torch.nn.Linear, layer.in_features, shape.rank, **like)
+    up = torch.nn.utils.skip_init(torch.nn.Linear, shape.rank, layer.out_features, **like)
+    with torch.no_grad():
+        down.weight.copy_(first)
+        up.weight.zero_()
+    layer.lora_A, layer.lora_B = down, up
+
+    def adapted(_layer: torch.nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
+        return output + shape.scale * up(down(inputs[0])) if switch.on else output
+
+    layer.register_forward_hook(adapted)

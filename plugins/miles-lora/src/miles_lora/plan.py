@@ -1,0 +1,41 @@
+"""What a plan says of adapters. No torch here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from miles_core.reading import parse_json
+from miles_lora.targets import ALL, LINEAR, last
+
+
+def parameters(folder: Path, wanted: Sequence[str], excluded: Sequence[str], rank: int) -> int:
+    """How many numbers the adapters of a checkpoint have, by the headers of its files; 0 where there are none.
+
+    Args:
+        wanted, excluded: see `targets.choice`.
+    """
+    count = 0
+    for name, shape in _shapes(folder):
+        usual = ALL in wanted and LINEAR.search(last(name))
+        if (usual or last(name) in wanted) and last(name) not in excluded:
+            count += rank * sum(shape)
+    return count
+
+
+def rank_of(adapter: Path) -> int | None:
+    """That of a PEFT directory, where it says one."""
+    path = adapter / "adapter_config.json"
+    rank = parse_json(path.read_text(encoding="utf-8")).get("r") if path.is_file() else None
+    return rank if isinstance(rank, int) else None
+
+
+def _shapes(folder: Path) -> Iterator[tuple[str, tuple[int, int]]]:
+    """Of the matrices of all layers."""
+    for path in sorted(folder.glob("*.safetensors")):
+        with path.open("rb") as file:
+            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        for name, entry in header.items():
+            if ".layers." in name and name.endswith(".weight") and len(entry["shape"]) == 2:
+                yield name, tuple(entry["shape"])
