@@ -34,7 +34,7 @@ def class_of(config: PreTrainedConfig, whole: bool = False) -> type | None:
     """
     text, images = type(config.get_text_config()), AutoModelForImageTextToText._model_mapping
     if whole and "vision_config" in config.sub_configs:
-        return images[type(config)] if type(config) in images else None
+        return images.get(type(config), None)
     for mapping, kind in ((AutoModelForCausalLM._model_mapping, type(config)),
                           (AutoModelForCausalLM._model_mapping, text),
                           (images, text)):  # where it lists Mistral Small 4's
