@@ -48,11 +48,12 @@ def test_a_doctor_takes_a_folder_and_writes_a_file():
         assert [item.type for item in items] == [kind]
 
 
-def test_a_diff_takes_two_folders():
+def test_a_diff_takes_two_folders_or_run_files():
+    """A shell completes folders where it completes files."""
     assert set(complete("d")) == {"diff", "doctor"} and set(complete("diff", "--j")) == {"--json"}
     for words in (["diff", ""], ["diff", "runs/a", ""]):
         items = ShellComplete(cli, {}, "miles", "_MILES_COMPLETE").get_completions(words[:-1], words[-1])
-        assert [item.type for item in items] == ["dir"]
+        assert [item.type for item in items] == ["file"]
 
 
 def test_flags_of_every_table():
