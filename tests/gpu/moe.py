@@ -2,6 +2,7 @@
 
     python tests/gpu/moe.py replay            one GPU: a random model with 32 experts, with and without --plugin r3
     python tests/gpu/moe.py large --gpus 4    four: Qwen3-30B-A3B's shape, trainer TP2 x EP2, an engine of TP4 x EP4
+    python tests/gpu/moe.py large --gpus 2 --layers 16    two: as many of its layers, trainer and engine EP2
     python tests/gpu/moe.py recipe            one: examples/moe.toml as it is with r3 and fp8, engine in bf16 and in FP8
     python tests/gpu/moe.py precision         one: bf16 and FP8 on each side, with r3: speed, memory, difference
     python tests/gpu/moe.py repeat            one: examples/moe.toml, twice with --deterministic-mode, and what it costs
@@ -301,12 +302,25 @@ def table(found: dict[str, list[dict]]) -> None:
         print(f"seconds of a step, {name} over {next(iter(found))}: {ratio:.3f}")
 
 
+def large(gpus: int) -> list[object]:
+    """Flags of the large model: on two GPUs a data-parallel rank each, on more two tensor-parallel ones."""
+    wide = ["--tensor-model-parallel-size", 2, "--sequence-parallel", "--recompute-granularity", "full",
+            "--max-tokens-per-gpu", 8192] if gpus > 2 else []
+    return ["--actor-num-gpus-per-node", gpus, "--rollout-num-gpus-per-engine", gpus, *wide,
+            "--expert-model-parallel-size", 2, "--sglang-ep-size", gpus, "--sglang-mem-fraction-static", "0.25",
+            "--no-offload-train", "--use-precision-aware-optimizer", "--exp-avg-dtype", "bf16",
+            "--exp-avg-sq-dtype", "bf16",
+            # its kernels are compiled when the server starts, for three minutes
+            "--sglang-enforce-disable-flashinfer-allreduce-fusion"]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     others = {"recipe": recipe, "precision": precision, "repeat": repeat, "int4": int4}
     parser.add_argument("what", choices=["replay", "large", *others])
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--gpus", type=int, default=1)
+    parser.add_argument("--layers", type=int, help="of the model, instead of all")
     parser.add_argument("--folder", type=Path, default=Path("/dev/shm/miles-moe"))
     parser.add_argument("--rollouts", type=int, default=6)
     parser.add_argument("--seconds", type=float, default=400)
@@ -315,11 +329,12 @@ def main() -> int:
     if args.what in others:
         return others[args.what](args)
     shape = SHAPES["tiny" if args.tiny else args.what]
+    shape = shape | {"num_hidden_layers": args.layers or shape["num_hidden_layers"]}
     begin = time.perf_counter()
     size = checkpoint(shape, args.folder / "model", 0.02 if args.what == "large" and not args.tiny else 0.06)
     print(f"{size / 1e9:.2f}e9 parameters, made in {time.perf_counter() - begin:.0f} s", flush=True)
     common = ["--hf-checkpoint", args.folder / "model", "--num-rollout", args.rollouts, "--skip-eval-before-train",
-              "--eval-interval", 1000, "--lr", "1e-6", "--rollout-ignore-eos", *args.flags.split()]
+              "--eval-interval", 1000, "--lr", "1e-6", "--rollout-ignore-eos"]
     if args.tiny:
         common += ["--engine", "local", "--engine-dtype", "bfloat16", "--rollout-max-response-len", 24,
                    "--rollout-batch-size", 4]
@@ -327,13 +342,8 @@ def main() -> int:
         common += [*SGLANG, "--rollout-max-response-len", 256, "--rollout-batch-size", 32,
                    "--max-tokens-per-gpu", 16384]
     if args.what == "large" and not args.tiny:
-        common += ["--actor-num-gpus-per-node", args.gpus, "--rollout-num-gpus-per-engine", args.gpus,
-                   "--tensor-model-parallel-size", 2, "--sequence-parallel", "--expert-model-parallel-size", 2,
-                   "--sglang-ep-size", args.gpus, "--sglang-mem-fraction-static", "0.25", "--no-offload-train",
-                   # its kernels are compiled when the server starts, for three minutes
-                   "--sglang-enforce-disable-flashinfer-allreduce-fusion",
-                   "--max-tokens-per-gpu", 8192, "--recompute-granularity", "full", "--use-precision-aware-optimizer",
-                   "--exp-avg-dtype", "bf16", "--exp-avg-sq-dtype", "bf16"]
+        common += large(args.gpus)
+    common += args.flags.split()
     found = {}
     for name, words in {"without": [], "with r3": ["--plugin", "r3", "--r3.compare-every", "100"]}.items():
         if args.what == "large" and not words:

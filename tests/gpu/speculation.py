@@ -53,7 +53,8 @@ def main() -> int:
     else:
         engine = [word for word in SGLANG if word != "--colocate"]
         common += [*engine, "--rollout-num-gpus", 1, "--sglang-mem-fraction-static", "0.7",
-                   "--sglang-max-total-tokens", args.groups * 16 * args.tokens]
+                   "--sglang-max-total-tokens", args.groups * 16 * args.tokens,
+                   "--sglang-cuda-graph-max-bs", args.groups * 16]  # as many are in flight with over-sampling
     partial = ["--partial-rollout", "--over-sampling-batch-size", 2 * args.groups]
     sides = {"plain": [], "n-grams": NGRAM, "partial": partial, "partial, n-grams": [*partial, *NGRAM]}
     if args.tiny:

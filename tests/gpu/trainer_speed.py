@@ -40,6 +40,12 @@ SHAPES = {
                        "moe_intermediate_size": 768, "norm_topk_prob": True, "decoder_sparse_step": 1,
                        "mlp_only_layers": []},
 }
+SHAPES |= {
+    f"moe-{hidden}": SHAPES["moe-4b"] | {"hidden_size": hidden, "num_hidden_layers": 4, "num_attention_heads": 32,
+                                         "num_key_value_heads": 4, "moe_intermediate_size": ffn}
+    for hidden, ffn in ((2048, 768), (4096, 1536))
+}
+"""moe-2048 has the layers of Qwen3-30B-A3B with half of its experts, moe-4096 those of Qwen3-235B-A22B."""
 
 RUN = """
 [checkpoint]
