@@ -66,4 +66,4 @@ def test_a_run_file_for_gpus_plans(run_file, tmp_path, monkeypatch):
 
 
 def test_there_is_one_for_each_size():
-    assert len(RUN_FILES) == 12
+    assert len(RUN_FILES) == 15
