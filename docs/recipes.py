@@ -24,16 +24,16 @@ def claims() -> list[claim.Claim]:
 
 def generated() -> str:
     """The table and the pictures."""
-    lines = ["| recipe | claims | mean of five seeds | one seed, 95 % | CPU s of a run |", "|---|---|---|---|---|"]
+    lines = ["| recipe | claims | seeds | their mean | one seed, 95 % | CPU s of a run |", "|---|---|---|---|---|---|"]
     pictures = []
     for one in claims():
         name = one.path.parent.name
         measured = one.measured
         low, high = measured.band()
         lines.append(f"| [{name}](../recipes/{name}/README.md) | `{one.metric}` after {one.step} rollouts | "
-                     f"{statistics.fmean(measured.values):.3f} | {low:.3f} to {high:.3f} | "
+                     f"{len(measured.values)} | {statistics.fmean(measured.values):.3f} | {low:.3f} to {high:.3f} | "
                      f"{measured.about['cpu_seconds']} |")
-        pictures += ["", f"![{name}: {one.metric} of five seeds](recipes/{name}.svg)"]
+        pictures += ["", f"![{name}: {one.metric} of {len(measured.values)} seeds](recipes/{name}.svg)"]
     return "\n".join([*lines, *pictures])
 
 

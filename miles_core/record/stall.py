@@ -93,16 +93,16 @@ def terminated(task: asyncio.Task) -> Iterator[None]:
 
     Not by way of SIGINT: a shell's background job ignores that one.
     """
-    loop = task.get_loop()
-
     def handle(number: int, frame: FrameType | None) -> None:
         if task.cancelling():
             raise KeyboardInterrupt
         task.cancel()
-        loop.call_soon_threadsafe(lambda: None)  # wakes it
+        task.get_loop().call_soon_threadsafe(lambda: None)  # wakes it
 
-    before = signal.signal(signal.SIGTERM, handle)
+    main = threading.current_thread() is threading.main_thread()  # no other handles signals; a notebook's run has none
+    before = signal.signal(signal.SIGTERM, handle) if main else None
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        if main:
+            signal.signal(signal.SIGTERM, before)

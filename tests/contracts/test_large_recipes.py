@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import sys
 import tomllib
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 import pytest
+from configurations import CONFIGURATIONS, without_weights
 from miles_megatron import proposals
 from miles_megatron.layout import layout_of
 from source import ROOT
@@ -22,28 +22,16 @@ from miles_core.plugins.plan import prepare
 sys.path.insert(0, str(ROOT / "plugins/miles-flags/tests/launch_scripts"))
 import carry_over
 
-SMALL = {"model_type": "qwen3", "num_hidden_layers": 28, "hidden_size": 1024, "num_attention_heads": 16,
-         "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 3072, "vocab_size": 151936,
-         "tie_word_embeddings": True, "rope_theta": 1000000, "rms_norm_eps": 1e-06, "max_position_embeddings": 40960,
-         "architectures": ["Qwen3ForCausalLM"]}
-SMOL = {"model_type": "llama", "num_hidden_layers": 30, "hidden_size": 576, "num_attention_heads": 9,
-        "num_key_value_heads": 3, "head_dim": 64, "intermediate_size": 1536, "vocab_size": 49152,
-        "tie_word_embeddings": True, "rope_parameters": {"rope_type": "default", "rope_theta": 100000.0},
-        "rms_norm_eps": 1e-05, "max_position_embeddings": 8192, "architectures": ["LlamaForCausalLM"]}
-OWN = {"Qwen3-0.6B": SMALL, "smollm2-135m-instruct": SMOL}
-"""Those which no launch script names."""
 RUN_FILES = sorted(ROOT.glob("recipes/large/*.toml"))
 
 
 def lay_out(folder: Path, stated: dict) -> None:
     """What the run file names, without weights."""
     name = Path(stated["checkpoint"]["hf_checkpoint"]).name
-    constants = dict(OWN[name]) if name in OWN else carry_over.configuration(name)
+    constants = dict(CONFIGURATIONS.get(name) or carry_over.configuration(name))
     for key in ("hf_checkpoint", "ref_load"):
         if key in stated["checkpoint"]:
-            model = folder / stated["checkpoint"][key]
-            shutil.copytree(ROOT / "examples/arithmetic/tiny-qwen3", model, ignore=lambda *_: ["model.safetensors"])
-            (model / "config.json").write_text(json.dumps(constants))
+            without_weights(folder / stated["checkpoint"][key], constants)
             constants.pop("quantization_config", None)
     (folder / "data").mkdir()
     chat = {"prompt": [{"role": "user", "content": "1+1="}], "label": "2"}
@@ -78,4 +66,4 @@ def test_a_run_file_for_gpus_plans(run_file, tmp_path, monkeypatch):
 
 
 def test_there_is_one_for_each_size():
-    assert len(RUN_FILES) == 12
+    assert len(RUN_FILES) == 15

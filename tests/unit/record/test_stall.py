@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import signal
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -12,7 +14,7 @@ from miles_core.record.console import Console
 from miles_core.record.directory import RunDirectory
 from miles_core.record.events import read
 from miles_core.record.journal import Journal
-from miles_core.record.stall import watched
+from miles_core.record.stall import terminated, watched
 
 SLOW = '''import asyncio, time
 from miles_core import hookimpl
@@ -61,3 +63,21 @@ def test_who_blocks_the_loop_is_told_meanwhile(tmp_path, name, told):
     if told:
         assert blocked[0]["seconds"] >= 0.2 and beats[0]["blocked_s"] >= 0.2
         assert all(word in console.read_text() for word in ("plugin slow", "hook reward", "slow.py:6"))
+
+
+async def begun_and_ended() -> object:
+    """What handles SIGTERM inside."""
+    with terminated(asyncio.current_task()):
+        return signal.getsignal(signal.SIGTERM)
+
+
+def test_a_run_in_the_main_thread_handles_sigterm_as_long_as_it_lasts():
+    before = signal.getsignal(signal.SIGTERM)
+    assert asyncio.run(begun_and_ended()) != before
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_run_in_another_thread_leaves_signals_alone():
+    before = signal.getsignal(signal.SIGTERM)
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(asyncio.run, begun_and_ended()).result(60) == before
