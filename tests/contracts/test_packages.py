@@ -14,8 +14,8 @@ FOLDERS = {"miles-core": ROOT} | {path.name: path for path in sorted(ROOT.glob("
     "miles": ROOT / "miles"}
 PROJECTS = {name: tomllib.loads((path / "pyproject.toml").read_text())["project"] for name, path in FOLDERS.items()}
 PLUGINS = [name for name in FOLDERS if name not in ("miles-core", "miles")]
-MODULES = {"PIL": "pillow", "megatron": "megatron-core", "mlflow": "mlflow-skinny", "opentelemetry": "opentelemetry-sdk",
-           "yaml": "pyyaml"}
+MODULES = {"PIL": "pillow", "megatron": "megatron-core", "mlflow": "mlflow-skinny",
+           "opentelemetry": "opentelemetry-sdk", "yaml": "pyyaml"}
 """Packages that are called otherwise than their distribution."""
 
 UNBUILT = {"transformer-engine", "triton", "fla", "mamba-ssm", "ifbench"}
