@@ -8,6 +8,7 @@ import re
 
 import pytest
 from miles_testing.commands import flags, hooks
+from miles_testing.stubs import listed
 from source import BUDGETS, ROOT
 
 from miles_core import hookspecs
@@ -15,9 +16,9 @@ from miles_core.cli import completion
 from miles_core.config.tables import RunConfig
 from miles_core.plugins import bind, select
 from miles_core.plugins.manifest import of_source
-from miles_core.plugins.select import all_specs, built_in
+from miles_core.plugins.select import built_in
 
-SPECS = all_specs()
+SPECS = listed()
 WAITING = BUDGETS["hooks"]["waiting"]
 
 

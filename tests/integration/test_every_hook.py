@@ -8,11 +8,11 @@ import shutil
 
 import pytest
 from miles_testing import tiny_checkpoint, toy_run
+from miles_testing.stubs import listed
 
-from miles_core.plugins.select import all_specs
 from tests.pages import ROOT, blocks
 
-SPECS = all_specs()
+SPECS = listed()
 NOT_IN_A_RUN = {
     "commands": "tests/unit/cli/test_commands.py::test_the_exit_codes_of_a_diff",  # of the command line
     "convert": "plugins/miles-megatron/tests/test_convert_by.py::test_the_plugins_options_are_flags_and_reach_it_typed",

@@ -20,16 +20,16 @@ from pathlib import Path
 import pytest
 from miles_testing import scaffold
 from miles_testing.manifests import to_toml
+from miles_testing.stubs import listed
 
 from miles_core import __version__
 from miles_core.errors import ConfigError, PluginError
 from miles_core.plugins.load import import_file
 from miles_core.plugins.manifest import of_source
-from miles_core.plugins.select import all_specs
 
 ROOT = Path(__file__).parents[2]
 TEMPLATE = ROOT / "cookiecutter"
-HOOKS = list(all_specs())
+HOOKS = list(listed())
 AWKWARD = {
     "my-reward": {"hooks": "reward"},
     "x2": {"hooks": ",".join(HOOKS), "state": "yes", "gpu_tests": "yes", "licence": "MIT",

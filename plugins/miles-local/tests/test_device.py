@@ -96,7 +96,7 @@ def request(index=0, length=5, **sampling):
 
 def engine_on_device(monkeypatch):
     """Have engines decode with the GPU's decoder, on the CPU."""
-    def choose(folder, dtype, max_context, device):
+    def choose(folder, dtype, max_context, device, inputs):
         shape = ModelShape.read(folder)
         return DeviceDecoder(shape, max_context or shape.context, dtype, CPU), "device"
 

@@ -53,7 +53,7 @@ def sample_of(prompt, answer, index=0):
 def trainer_log_probs(folder, plugin, samples):
     """[rows] of samples that share one micro-batch."""
     model = read(str(folder), FsdpOptions(), torch.float32, images=True)
-    module = CausalModule(model, Temperature(1.0, 64), "actor", inputs=plugin.forward_inputs)
+    module = CausalModule(model, Temperature(1.0, 64), inputs=plugin.forward_inputs)
     batch = MicroBatch(Columns(), samples, torch.device("cpu"), ALONE)
     with torch.no_grad():
         return module(batch, lambda scored: scored.log_probs()), module.packs

@@ -226,7 +226,8 @@ def test_a_mutated_record_of_a_run_is_an_error_of_ours(recorded, tmp_path, name,
         "plugins.lock": [lambda: lock.read(run.path)],
         ".lock": [RunDirectory(run.path).holder],
     }.get(name, [lambda: write_report(run.path, tmp_path / "page"),
-                 lambda: doctor.callback(run.path, True, None, False), lambda: diff.callback(run.path, run.path, True)])
+                 lambda: doctor.callback(run.path, True, None, False),
+                 lambda: diff.callback(run.path, run.path, True, None, "", None, False)])
     whole, draw = path.read_bytes(), random.Random(name)
     texts = [b"[" * 100_000 + b"\n", b"\xff\n", b"[]\n"]
     for _ in range(rounds):

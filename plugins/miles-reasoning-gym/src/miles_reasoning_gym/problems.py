@@ -51,7 +51,7 @@ _used: dict[tuple[float, int], Processes] = {}
 
 
 def processes(seconds: float, count: int) -> Processes:
-    """Those with so many CPU seconds for a question; closed ones start again when they are problem."""
+    """Those with so many CPU seconds for a question; closed ones start again when they are asked."""
     return _used.setdefault((seconds, count), Processes(
         Path(__file__).with_name("gym_process.py"), seconds, count, who="reasoning-gym",
         fix="import reasoning_gym by hand to see why; pip install reasoning-gym"))
@@ -103,7 +103,7 @@ def score(using: Processes, problem: Mapping[str, Any], where: str, response: st
 
     Raises:
         Ungradable: it took too long or too much memory, or the task fails on the answer.
-        RewardError: the problem is not the one that was problem.
+        RewardError: the problem is not the one that was asked.
     """
     reply = _ask(using, do="score", **problem, where=where, response=response)
     if "error" in reply:

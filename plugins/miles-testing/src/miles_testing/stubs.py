@@ -7,7 +7,7 @@ import re
 import textwrap
 from collections.abc import Callable, Iterable
 
-from miles_core.plugins.select import all_specs
+from miles_core.plugins.select import all_specs, built_in
 
 NAMED = {
     "generate": ["from miles_core.stages.rollout import single_turn", "",
@@ -86,9 +86,15 @@ def stub(name: str, spec: Callable) -> dict:
             "imports": sorted((HOMES[word], word) for word in words & HOMES.keys())}
 
 
+def listed() -> dict[str, Callable]:
+    """Hooks of the core and of plugins that every run has: what pages and scaffolds list, whoever else is loaded."""
+    modules = {"miles_core.hookspecs", *(one.manifest.hookspecs for one in built_in())}
+    return {name: spec for name, spec in all_specs().items() if spec.__module__ in modules}
+
+
 def stubs() -> dict[str, dict]:
-    """Of every hook."""
-    return {name: stub(name, spec) for name, spec in all_specs().items()}
+    """Of every hook that is listed."""
+    return {name: stub(name, spec) for name, spec in listed().items()}
 
 
 def example(name: str) -> str:

@@ -51,9 +51,9 @@ def command(name: str | None, pages: Path | None) -> None:
       miles hooks --pages docs/hooks
     """
     from miles_core.plugins.fit import check_hook
-    from miles_core.plugins.select import all_specs
+    from miles_testing.stubs import listed
 
-    specs = all_specs()
+    specs = listed()
     if pages is not None:
         pages.mkdir(parents=True, exist_ok=True)
         for each in specs:
@@ -68,9 +68,9 @@ def command(name: str | None, pages: Path | None) -> None:
 
 def text() -> str:
     """docs/hooks.md."""
-    from miles_core.plugins.select import all_specs
+    from miles_testing.stubs import listed
 
-    specs = all_specs()
+    specs = listed()
     lines = [HEAD, "| hook | kind | role | called for each | offered by |", "|---|---|---|---|---|"]
     lines += [f"| [`{name}`](hooks/{name}.md) | {spec.kind} | {spec.role} | {_per(spec)} | {_offers(name)} |"
               for name, spec in specs.items()]
