@@ -150,7 +150,8 @@ def head_stale(model):
     """The output layer has not followed the embedding that it is tied to."""
     weight = model.output_weight.detach().clone()
     noised(weight)
-    type(model).output_weight = property(lambda _: weight)
+    # Of this model alone: its class is that of later ones, too.
+    model.__class__ = type("Stale", (type(model),), {"output_weight": property(lambda _: weight)})
 
 
 def halved_gradient(part):

@@ -34,8 +34,9 @@ def keep_less(model: torch.nn.Module) -> int:
 
 def _norm(module: torch.nn.Module) -> Callable[[Any], Rows] | None:
     """A root-mean-square norm over the last axis, made for a module; None where it has other parts than one."""
-    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    if [name for name, _ in module.named_parameters()] != ["weight"] or not isinstance(eps, float):
+    name = "variance_epsilon" if hasattr(module, "variance_epsilon") else "eps"
+    parameters = [one for one, _ in module.named_parameters()]
+    if parameters != ["weight"] or not isinstance(getattr(module, name, None), float):
         return None
 
     def made(of: Any) -> Rows:
@@ -44,7 +45,7 @@ def _norm(module: torch.nn.Module) -> Callable[[Any], Rows] | None:
         def normed(rows: torch.Tensor) -> torch.Tensor:
             if rows.dtype != of.weight.dtype:  # transformers' result is of the wider type
                 return cast("torch.Tensor", plain(rows))
-            return cast("torch.Tensor", cast("Any", _Norm).apply(rows, of.weight, eps))
+            return cast("torch.Tensor", cast("Any", _Norm).apply(rows, of.weight, getattr(of, name)))
 
         return normed
 
@@ -55,8 +56,18 @@ def _gated(module: torch.nn.Module) -> Callable[[Any], Rows] | None:
     """down(silu(gate) up), made for a module; None where it has other parts."""
     if {name for name, _ in module.named_children()} != GATED:
         return None
-    return lambda made: lambda rows: cast("torch.Tensor", made.down_proj(
-        cast("Any", _Gated).apply(made.gate_proj(rows), made.up_proj(rows))))
+
+    def made(of: Any) -> Rows:
+        plain, activation = of.forward, of.act_fn
+
+        def gated(rows: torch.Tensor) -> torch.Tensor:
+            if of.act_fn is not activation:  # somebody has put another in its place since
+                return cast("torch.Tensor", plain(rows))
+            return cast("torch.Tensor", of.down_proj(cast("Any", _Gated).apply(of.gate_proj(rows), of.up_proj(rows))))
+
+        return gated
+
+    return made
 
 
 def _agree(module: torch.nn.Module, forward: Callable[[Any], Rows]) -> bool:
