@@ -58,7 +58,10 @@ def ran(path: Path) -> str:
 
 def refusing(one: Settled, problem: str) -> str | None:
     """Which plugin says the sentence that ended a run, seconds into it."""
-    late = next((name for name in one.draw.plugins if f"in plugin {name} " in problem), None)
+    said = {name: f"in plugin {name} " for name in one.draw.plugins}
+    if "r3" in said:  # the local engine has no routes of Llama 4, and answers to r3's requests that it has none
+        said["r3"] = "routed-experts-unavailable"
+    late = next((name for name, words in said.items() if words in problem), None)
     return None if any(word in problem for word in NOISE) else late
 
 
@@ -86,7 +89,8 @@ def test_a_set_of_plugins_runs_or_is_refused_for_what_it_declares(seeds, settled
     print(f"{done} of {len(seeds)} ran")
     print(*(f"{count:4} refused, {why or 'UNDECLARED'}" for why, count in whys.most_common()), sep="\n")
     assert not wrong, "\n\n".join(wrong)
-    assert done >= len(seeds) / 2, f"{done} of {len(seeds)} ran"
+    # Half, until there were five plugins that want what no draw has: a reward model, label rows, images, experts.
+    assert done >= 0.4 * len(seeds), f"{done} of {len(seeds)} ran"
 
 
 def test_draws_are_of_all_sizes_and_of_every_plugin():

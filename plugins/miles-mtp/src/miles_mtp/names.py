@@ -91,6 +91,11 @@ class Layers:
     def names(self) -> Names:
         return SCHEMES[self.scheme]
 
+    def prefixes(self, weight_map: WeightMap) -> tuple[str, ...]:
+        """Of the tensors of each transformer layer, however they are packed."""
+        depth = _depth(weight_map)
+        return tuple(self.names.layer.format(k=k, n=depth + k) for k in range(self.count))
+
     def added(self, weight_map: WeightMap) -> WeightMap:
         """The map with these layers."""
         return replace(weight_map, rules=(*weight_map.rules, *self.names.rules(weight_map, self.count)),

@@ -55,6 +55,7 @@ class Mtp:
         _check(options, config)
         self.options, self.config = options, config
         self._names: frozenset[str] = frozenset()
+        self._prefixes: tuple[str, ...] = ()
         self._predictors: Predictors | None = None
         self._last: tuple[torch.Tensor, Packed] | None = None
 
@@ -69,7 +70,7 @@ class Mtp:
         names = frozenset(name for _, _, names in instances(added) for name in names) - own
         if model != "actor":
             return replace(weight_map, ignored=added.ignored | names)
-        self._names = names
+        self._names, self._prefixes = names, layers.prefixes(weight_map)
         return added
 
     @hookimpl
@@ -131,7 +132,8 @@ class Mtp:
         if chosen(self.config, "engine") != "local":
             return stream
         own = {name.rpartition(".")[0] for name in self._names}  # with scales, where the stream is quantised already
-        return ((name, tensor) for name, tensor in stream if name.rpartition(".")[0] not in own)
+        return ((name, tensor) for name, tensor in stream
+                if name.rpartition(".")[0] not in own and not name.startswith(self._prefixes))
 
     @hookimpl(name="add-mtp")
     def convert(self, source: Path, out: Path) -> str:
