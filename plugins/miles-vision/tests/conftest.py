@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 import sys
@@ -45,5 +46,4 @@ def checkpoint(tmp_path_factory):
         (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows(folder)))
         return folder
 
-    cache = {}
-    return lambda kind: cache.setdefault(kind, None) or cache.update({kind: made(kind)}) or cache[kind]
+    return functools.cache(made)

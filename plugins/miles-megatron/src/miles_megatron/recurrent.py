@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +16,10 @@ cpu.install()
 
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory  # noqa: E402 - after install()
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region  # noqa: E402
+from megatron.core.transformer.utils import (  # noqa: E402
+    make_sharded_tensors_for_checkpoint,
+    sharded_state_dict_default,
+)
 
 CHUNK = 64
 """Tokens computed at once: products are as large as a tile of a GPU, and those of its tokens with each other small."""
@@ -85,6 +89,27 @@ def by_sequence(rows: torch.Tensor, layout: PackedLayout, context_group: Any,
         out.append((mixed if bucket.whole else mixed[:, bucket.positions]).flatten(0, 1))
     joined = out[0] if len(out) == 1 else torch.cat(out)
     return joined if layout.query_rows is None else Unpick.apply(joined, layout.query_back)
+
+
+def sharded_entries(mixer: Any, prefix: str, offsets: tuple[Any, ...], metadata: Any, cut: Iterable[str],
+                    joined: Mapping[str, tuple[str, tuple[int, ...]]]) -> dict[str, Any]:
+    """Megatron's sharded_state_dict of a mixer: what a checkpoint keeps, independent of the layout.
+
+    Args:
+        mixer: a module with a `tensor_group`.
+        cut: its own parameters that are cut among tensor-parallel ranks, along their first axis.
+        joined: name -> names and sections of a tensor of several, as `apart` takes them.
+    """
+    own: dict[str, torch.Tensor] = {}
+    mixer._save_to_state_dict(own, "", keep_vars=True)
+    entries: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+        own, prefix, dict.fromkeys(cut, 0), offsets, tp_group=mixer.tensor_group, dp_cp_group=metadata["dp_cp_group"])
+    for child, module in mixer.named_children():
+        entries |= sharded_state_dict_default(module, f"{prefix}{child}.", offsets, metadata,
+                                              tp_group=mixer.tensor_group)
+    for name, (names, sections) in joined.items():
+        entries[prefix + name] = apart(entries[prefix + name], names, sections)
+    return entries
 
 
 def apart(entry: ShardedTensor, names: str, sections: tuple[int, ...]) -> ShardedTensorFactory:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from miles_megatron import cpu
 from miles_megatron.packed_layout import packed_layout_of
-from miles_megatron.recurrent import Again, apart, by_sequence, causal_convolution, wide
+from miles_megatron.recurrent import Again, by_sequence, causal_convolution, sharded_entries, wide
 
 from miles_core.errors import ConfigError
 from miles_specs_nemotron.mamba import Mamba
@@ -21,10 +21,6 @@ from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attri
 from megatron.core.transformer import TransformerConfig  # noqa: E402
 from megatron.core.transformer.module import MegatronModule  # noqa: E402
 from megatron.core.transformer.spec_utils import build_module  # noqa: E402
-from megatron.core.transformer.utils import (  # noqa: E402
-    make_sharded_tensors_for_checkpoint,
-    sharded_state_dict_default,
-)
 
 
 class MambaMixer(MegatronModule):
@@ -111,19 +107,9 @@ class MambaMixer(MegatronModule):
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (),
                            metadata: Any = None, tp_group: Any = None) -> dict[str, Any]:
-        """Megatron's: what a checkpoint keeps, independent of the layout."""
-        own: dict[str, torch.Tensor] = {}
-        self._save_to_state_dict(own, "", keep_vars=True)
-        entries: dict[str, Any] = make_sharded_tensors_for_checkpoint(
-            own, prefix, dict.fromkeys(own, 0), sharded_offsets, tp_group=self.tensor_group,
-            dp_cp_group=metadata["dp_cp_group"],
-        )  # fmt: skip
-        for child, module in self.named_children():
-            entries |= sharded_state_dict_default(module, f"{prefix}{child}.", sharded_offsets, metadata,
-                                                tp_group=self.tensor_group)
-        several = {"in_proj.weight": ("zxbct", self.projected), "conv_weight": ("xbc", self.convolved),
-                   "conv_bias": ("xbc", self.convolved)}
-        for name, (parts, sections) in several.items():
-            if prefix + name in entries:
-                entries[prefix + name] = apart(entries[prefix + name], parts, sections)
-        return entries
+        """See miles_megatron.recurrent.sharded_entries."""
+        joined = {"in_proj.weight": ("zxbct", self.projected), "conv_weight": ("xbc", self.convolved)}
+        if hasattr(self, "conv_bias"):
+            joined["conv_bias"] = ("xbc", self.convolved)
+        own = dict(self.named_parameters(recurse=False))
+        return sharded_entries(self, prefix, sharded_offsets, metadata, own, joined)

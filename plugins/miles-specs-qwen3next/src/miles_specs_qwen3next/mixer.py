@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from miles_megatron import cpu
 from miles_megatron.packed_layout import packed_layout_of
-from miles_megatron.recurrent import Again, apart, by_sequence, causal_convolution
+from miles_megatron.recurrent import Again, by_sequence, causal_convolution, sharded_entries
 
 from miles_core.errors import ConfigError
 from miles_specs_qwen3next.delta import gated_delta_rule, gated_norm
@@ -22,10 +22,6 @@ from megatron.core.transformer import TransformerConfig  # noqa: E402
 from megatron.core.transformer.attention import SelfAttention  # noqa: E402
 from megatron.core.transformer.module import MegatronModule  # noqa: E402
 from megatron.core.transformer.spec_utils import build_module  # noqa: E402
-from megatron.core.transformer.utils import (  # noqa: E402
-    make_sharded_tensors_for_checkpoint,
-    sharded_state_dict_default,
-)
 
 _CUT = ("conv_weight", "A_log", "dt_bias")
 """Parameters of which a tensor-parallel rank has those of its heads."""
@@ -139,20 +135,9 @@ class GatedDeltaNet(MegatronModule):
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (),
                            metadata: Any = None, tp_group: Any = None) -> dict[str, Any]:
-        """Megatron's: what a checkpoint keeps, independent of the layout."""
-        own: dict[str, torch.Tensor] = {}
-        self._save_to_state_dict(own, "", keep_vars=True)
-        entries: dict[str, Any] = make_sharded_tensors_for_checkpoint(
-            own, prefix, dict.fromkeys(_CUT, 0), sharded_offsets, tp_group=self.tensor_group,
-            dp_cp_group=metadata["dp_cp_group"],
-        )  # fmt: skip
-        for child, module in self.named_children():
-            entries |= sharded_state_dict_default(module, f"{prefix}{child}.", sharded_offsets, metadata,
-                                                tp_group=self.tensor_group)
-        stacked: dict[str, tuple[str, tuple[int, ...]]] = {"conv_weight": ("qkv", self.sections)}
+        """See miles_megatron.recurrent.sharded_entries."""
+        joined: dict[str, tuple[str, tuple[int, ...]]] = {"conv_weight": ("qkv", self.sections)}
         if self.stacked:
-            stacked |= {"in_proj_qkvz.weight": ("qkvz", (*self.sections, self.sections[-1])),
-                        "in_proj_ba.weight": ("ba", (self.heads, self.heads))}
-        for name, (parts, sections) in stacked.items():
-            entries[prefix + name] = apart(entries[prefix + name], parts, sections)
-        return entries
+            joined |= {"in_proj_qkvz.weight": ("qkvz", (*self.sections, self.sections[-1])),
+                       "in_proj_ba.weight": ("ba", (self.heads, self.heads))}
+        return sharded_entries(self, prefix, sharded_offsets, metadata, _CUT, joined)
