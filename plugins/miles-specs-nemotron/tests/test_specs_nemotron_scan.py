@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 from miles_megatron import cpu, model
-from miles_megatron.packed_layout import packed_rows
 from miles_megatron.recurrent import Again
-from miles_megatron.testing.parity import LENGTHS, cases, family_of, model_parity, random_model
+from miles_megatron.testing.packed import check_nothing_leaks
+from miles_megatron.testing.parity import cases, family_of, model_parity, random_model
 from miles_specs_nemotron import mixer, scan
 
 CASES = cases(Path(__file__).with_name("parity.toml"))
@@ -76,28 +76,8 @@ def built():
     return model.build(model.transformer_config(spec), spec).eval()
 
 
-@torch.no_grad()
-def hidden(built, sequences, padding=0):
-    """[T, H] by sequence; `padding` rows follow that belong to none."""
-    bounds = torch.tensor([0, *map(len, sequences)]).cumsum(0)
-    tokens = torch.cat([*sequences, torch.full((padding,), 7)])[None]
-    states = built(tokens, None, None, packed_seq_params=packed_rows(bounds))
-    return states[: bounds[-1], 0].split([*map(len, sequences)])
-
-
 def test_packed_sequences_leak_nothing(built):
-    """With one sample's tokens changed, every other sample has the same bits; so it has beside more padding rows."""
-    draw = torch.Generator().manual_seed(0)
-    sequences = [torch.randint(3, 96, (length,), generator=draw) for length in LENGTHS]
-    before = hidden(built, sequences, padding=5)
-    for changed in range(len(sequences)):
-        others = list(sequences)
-        others[changed] = (others[changed] + 1) % 90 + 3
-        after = hidden(built, others, padding=5)
-        same = [torch.equal(a, b) for a, b in zip(before, after, strict=True)]
-        assert same == [i != changed for i in range(len(sequences))]
-    for alone, beside in zip(sequences, before, strict=True):
-        torch.testing.assert_close(hidden(built, [alone])[0], beside, rtol=1e-5, atol=1e-5)
+    check_nothing_leaks(built)
 
 
 def test_rows_without_boundaries_are_refused(built):
