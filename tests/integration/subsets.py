@@ -7,6 +7,7 @@ their switches. Nothing else is set but what a plugin's refusal names; `settle` 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import random
 import re
@@ -65,7 +66,12 @@ class Draw:
 
 def manifests(plugins: Sequence[str]) -> list[Manifest]:
     """What official plugins state; none is imported."""
-    return [one.manifest for one in select([(name, "a draw") for name in plugins], ())]
+    return [_manifest(name) for name in plugins]
+
+
+@functools.cache
+def _manifest(name: str) -> Manifest:
+    return select([(name, "a draw")], ())[0].manifest
 
 
 def draw(seed: int) -> Draw:
@@ -103,8 +109,13 @@ def _sparse(case: Case) -> bool:
 
 def models(family: str) -> list[Case]:
     """Tiny models of a family: the cases that its plugin is tested with."""
+    return [case for case in _every_case() if case.family == family]
+
+
+@functools.cache
+def _every_case() -> list[Case]:
     paths = [ROOT / "plugins/miles-megatron/tests/parity.toml", *sorted(ROOT.glob("plugins/*/tests/parity.toml"))]
-    return [case for path in paths for case in cases(path) if case.family == family]
+    return [case for path in paths for case in cases(path)]
 
 
 def write_model(case: Case, folder: Path) -> None:
