@@ -2,9 +2,10 @@
 
     python bench/on_policy.py --rounds 8             # a Markdown table
 
-The engine's order of operations is the trainer's by default, so the flag itself adds a comparison of two arrays. `sdpa`
-takes torch's fused attention in the trainer, as longer sequences do. One run of examples/demo.toml, whose rollouts take
-the three ways in turn: sampling, scoring, log-probs, training and sync of each are counted.
+By default the trainer has the engine's order of operations where that is cheap, with the flag everywhere, and
+compares. `sdpa` takes torch's fused attention in the trainer, as longer sequences do by default. One run of
+examples/demo.toml, or of another run file, whose rollouts take the three ways in turn: sampling, scoring, log-probs,
+training and sync of each are counted.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ import os
 import statistics
 import sys
 import tempfile
+from contextlib import nullcontext
 from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 sys.path.insert(0, str(Path(__file__).parent / "peers"))
 
 from metering import cpu_seconds  # beside peers' other files
-from miles_megatron import attention, step
+from miles_megatron import attention, forward_backward, on_policy, step
 
 from miles_core.build import build, parts
 from miles_core.loop import train
@@ -30,9 +32,9 @@ from miles_core.record.console import Console
 from miles_core.record.directory import RunDirectory
 from miles_core.record.journal import Journal
 
-WAYS = {"true_on_policy_mode": (attention.EXACT_KEYS, step.check_equal),
-        "default": (attention.EXACT_KEYS, lambda samples: None),
-        "sdpa": (0, lambda samples: None)}  # fmt: skip
+WAYS = {"true_on_policy_mode": (attention.EXACT_KEYS, step.check_equal, on_policy.engine_order),
+        "default": (attention.EXACT_KEYS, lambda samples: None, nullcontext),
+        "sdpa": (0, lambda samples: None, nullcontext)}  # fmt: skip
 
 
 class Meter:
@@ -59,7 +61,7 @@ class Meter:
     def _next(self) -> None:
         self.order = self.order or [*WAYS, *reversed(WAYS)]
         self.way = self.order.pop(0)
-        attention.EXACT_KEYS, step.check_equal = WAYS[self.way]
+        attention.EXACT_KEYS, step.check_equal, forward_backward.engine_order = WAYS[self.way]
 
 
 async def measure(plan: Plan) -> Meter:
@@ -78,11 +80,13 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=8, help="of six rollouts; the first warms up")
-    rounds = parser.parse_args().rounds
+    parser.add_argument("--recipe", type=Path, default=Path("examples/demo.toml"))
+    parser.add_argument("--flags", nargs=argparse.REMAINDER, default=[], help="for the run; come last")
+    args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        plan = prepare(Path("examples/demo.toml"), [
-            "--run-dir", folder, "--num-rollout", str(6 * (rounds + 1)), "--true-on-policy-mode",
-            "--eval-interval", "1000", "--skip-eval-before-train", "--save-interval", "1000",
+        plan = prepare(args.recipe, [
+            "--run-dir", folder, "--num-rollout", str(6 * (args.rounds + 1)), "--true-on-policy-mode",
+            "--eval-interval", "1000", "--skip-eval-before-train", "--save-interval", "1000", *args.flags,
         ])  # fmt: skip
         meter = asyncio.run(measure(plan))
     medians = {way: statistics.median(seconds[2:]) for way, seconds in meter.seconds.items()}

@@ -229,7 +229,7 @@ class Algorithm:
         False, "Do not round logits to bf16, in the trainer and in SGLang; this brings the log-probs of the two "
         "closer.")
     true_on_policy_mode: bool = option(
-        False, "Engine and trainer must agree bit for bit, or the run ends: dense Qwen3, float32, one rank, CPU.")
+        False, "Engine and trainer must agree bit for bit, or the run ends: float32, the local engine, CPU.")
 
     @property
     def needs_reference(self) -> bool:

@@ -1,9 +1,14 @@
-"""The engine and the trainer agree to the last bit: float32 on a CPU, dense models, sequences up to 256 tokens."""
+"""The engine and the trainer agree to the last bit, in float32 on a CPU."""
+
+import dataclasses
 
 import pytest
-from miles_testing.forked import miles
+from miles_megatron.testing.parity import Case
+from miles_testing.forked import apart, miles
+from miles_testing.tiny import run_file as write_run
 
 from miles_core.record.events import read
+from tests.integration.subsets import write_model
 
 
 def gaps(folder):
@@ -45,6 +50,49 @@ def test_true_on_policy_mode_is_exact_at_every_step_whatever_decodes_beside(run_
         samples[most] = [path.read_text() for path in sorted((folder / "samples").glob("*.jsonl"))]
     assert len(samples["16"]) == 3
     assert samples["16"] == samples["3"]
+
+
+DEEP = {"hidden_size": 800, "intermediate_size": 1056}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+MODELS = {
+    "qwen3, deep": (Case("qwen3", "deep", DEEP), []),
+    "llama": (Case("llama", "llama"), ["specs-llama"]),
+    "mistral": (Case("mistral", "mistral", {"sliding_window": 100}), ["specs-llama"]),
+    "qwen2": (Case("qwen2", "qwen2"), ["specs-qwen2"]),
+    "qwen3_moe": (Case("qwen3_moe", "experts", EXPERTS), []),
+    "qwen3_moe, six of 24": (Case("qwen3_moe", "many", {
+        **EXPERTS, "num_experts": 24, "num_experts_per_tok": 6, "norm_topk_prob": False}), []),
+}
+LAYOUTS = {"data": [], "pipeline": ["--pipeline-model-parallel-size", "2"]}
+STRICT = ["--no-live", "--true-on-policy-mode", "--rollout-max-context-len", "640", "--max-tokens-per-gpu", "1500",
+          "--rollout-ignore-eos"]
+
+
+def strict_gaps(folder, case, plugins, *flags):
+    """Largest differences of two rollouts in the mode."""
+    case = dataclasses.replace(case, config={"max_position_embeddings": 1024, **case.config})
+    apart(write_model, case, folder / "model")
+    path = write_run(folder / "run.toml", plugins, {"rollout": {"num_rollout": 2}, "optimizer": {"lr": 1e-3}}, {},
+                     checkpoint=folder / "model")
+    outcome = miles(["run", path, *STRICT, *flags], folder)
+    assert outcome.code == 0, outcome.err
+    assert f"engine local: {case.family} fast path" in outcome.out
+    return gaps(folder / "run")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("model", MODELS)
+def test_true_on_policy_mode_is_exact_for_every_family_at_any_length_and_depth(tmp_path, model):
+    case, plugins = MODELS[model]
+    assert strict_gaps(tmp_path, case, plugins, "--rollout-max-response-len", "320") == [0.0, 0.0]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_true_on_policy_mode_is_exact_where_ranks_share_no_sum(tmp_path, layout):
+    case, plugins = MODELS["qwen3_moe"]
+    flags = ["--rollout-max-response-len", "140", "--actor-num-gpus-per-node", "2", *LAYOUTS[layout]]
+    assert strict_gaps(tmp_path, case, plugins, *flags) == [0.0, 0.0]
 
 
 NUDGE = """

@@ -1,9 +1,9 @@
-"""What --true-on-policy-mode cannot hold does not start; its limits are those of the two sides' code."""
+"""What --true-on-policy-mode cannot hold does not start; what the two sides share is told once."""
 
 import json
 
 import pytest
-from miles_megatron.on_policy import DEEPEST, LONGEST
+from miles_megatron.on_policy import FAMILIES
 
 from miles_core.errors import ConfigError
 
@@ -13,20 +13,12 @@ DENSE = {"model_type": "qwen3", "hidden_size": 128, "intermediate_size": 256, "n
 
 SETTINGS = {
     "trains in float32": ["--bf16"],
-    "needs the local engine": ["--engine", "mine"],
+    "needs the local engine": ["--engine", "sglang"],
     "decodes in float32": ["--engine-dtype", "bfloat16"],
     "the same weights sampled": ["--max-lag", 1],
-    "one trainer rank": ["--actor-num-gpus-per-node", 2],
+    "no sum is shared among ranks": ["--actor-num-gpus-per-node", 2, "--tensor-model-parallel-size", 2],
     "not computed (got use_rollout_logprobs": ["--use-rollout-logprobs"],
     "not computed (got skip_actor_forward_only": ["--skip-actor-forward-only"],
-    "up to 256 tokens": ["--rollout-max-context-len", 257],
-}
-CHECKPOINTS = {
-    "dense Qwen3 (got model_type qwen3_moe)": {"model_type": "qwen3_moe"},
-    "dense Qwen3 (got model_type llama)": {"model_type": "llama"},
-    "hidden_size 1024": {"hidden_size": 1024},
-    "intermediate_size 3072": {"intermediate_size": 3072},
-    "num_attention_heads x head_dim 1024": {"num_attention_heads": 8, "head_dim": 128},
 }
 
 
@@ -49,26 +41,22 @@ def test_settings_outside_of_the_contract_are_refused(on_policy, message):
     assert "Fix:" in str(caught.value)
 
 
-@pytest.mark.parametrize("message", CHECKPOINTS)
-def test_models_outside_of_the_contract_are_refused(on_policy, message):
+def test_another_architecture_is_refused(on_policy):
     with pytest.raises(ConfigError) as caught:
-        on_policy(**CHECKPOINTS[message])
-    assert "true_on_policy_mode" in str(caught.value) and message in str(caught.value)
+        on_policy("--plugin", "specs-gemma", model_type="gemma3_text")
+    assert "true_on_policy_mode" in str(caught.value) and "model_type gemma3_text" in str(caught.value)
 
 
-def test_the_context_is_bounded_and_announced(on_policy):
-    plan = on_policy("--rollout-top-p", 0.9, "--rollout-top-k", 5)
-    assert plan.config.rollout.rollout_max_context_len == LONGEST
-    assert any("longer prompts are left out" in note for note in plan.notes)
+@pytest.mark.parametrize("flags", [
+    ["--actor-num-gpus-per-node", 2], ["--actor-num-gpus-per-node", 2, "--pipeline-model-parallel-size", 2],
+    ["--rollout-top-p", 0.9, "--rollout-top-k", 5]], ids=["data", "pipeline", "sampling"])  # fmt: skip
+def test_what_changes_no_sum_is_free(on_policy, flags):
+    assert on_policy(*flags, hidden_size=1024).config.rollout.rollout_max_context_len is None
 
 
-def test_a_bound_that_is_given_or_the_models_own_stays(on_policy):
-    assert on_policy("--rollout-max-context-len", 200).config.rollout.rollout_max_context_len == 200
-    assert on_policy(max_position_embeddings=64).config.rollout.rollout_max_context_len is None
+def test_what_the_two_sides_share_is_told_once():
+    from miles_local import products, weights
+    from miles_megatron.attention import KEY_CHUNK
 
-
-def test_the_limits_are_those_of_the_code():
-    from miles_local.decode import PLAIN_DEPTH
-    from miles_megatron.attention import EXACT_KEYS
-
-    assert (LONGEST, DEEPEST) == (EXACT_KEYS, PLAIN_DEPTH)
+    assert set(FAMILIES) == set(weights.FAMILIES)
+    assert KEY_CHUNK == products.KEY_CHUNK

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-ROWS = 16
-"""Row counts are multiples of this: products of fewer rows take other kernels (seen up to 15 rows)."""
+from miles_local.products import ROWS
+
 WIDTH = 64
 """Columns of a cache come in multiples of this; a GPU's kernels for attention want masks whose rows are aligned."""
 CPU = torch.device("cpu")

@@ -25,40 +25,17 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from miles_local.cache import CPU, ROWS, Cache, Prefill, round_up
+from miles_local.cache import CPU, Cache, Prefill, round_up
+from miles_local.products import ROWS, linear, weighted
 from miles_local.weights import Layer, ModelShape, Weights, read_tensors
 
 QUERY_ROWS, QUERY_DEPTH = 8, 128
 """Row counts of attention's products are multiples of QUERY_ROWS where heads are at most QUERY_DEPTH wide: those
 products are shallow, and a decode step has few query rows per key head (seen up to 5 rows)."""
-TILE = 32
-"""Rows per product where the row count still changes bits."""
-PLAIN_DEPTH = 768
-"""Deepest float32 product (input features) whose bits were found independent of the count of rows, a multiple of
-ROWS. Deeper ones, and all of lower precision, are split into tiles."""
-KEY_CHUNK = 256
-"""Keys that one product sums over; above 384 the library splits the sum by the width."""
 QUERY_CHUNK = 256
 """Positions of a prefill that attend at once, which bounds the memory for attention scores."""
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-
-
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x [R, in] (R a multiple of ROWS) times weight [out, in], plus bias [out]; each row's bits independent of R."""
-    out = _product(x, weight)
-    return out if bias is None else out.add_(bias)
-
-
-def _product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    if weight.dtype == torch.float32 and weight.shape[1] <= PLAIN_DEPTH:
-        return F.linear(x, weight)
-    rows = x.shape[0]
-    if rows % TILE:
-        x = F.pad(x, (0, 0, 0, TILE - rows % TILE))
-    if x.shape[0] == TILE:
-        return F.linear(x, weight)[:rows]
-    return torch.cat([F.linear(tile, weight) for tile in x.split(TILE)])[:rows]
 
 
 def unseen(positions: torch.Tensor, width: int, window: int | None) -> torch.Tensor:
@@ -92,11 +69,7 @@ class Attention:
         torch.bmm(self._q, k.transpose(1, 2), out=self._weights)
         scores = (self._weights[:, live] * self._scale).view(self._lead, -1, width).add_(mask)
         self._weights[:, live] = torch.softmax(scores, -1).view(-1, self._queries, width)
-        out = torch.bmm(self._weights[:, :, :KEY_CHUNK], v[:, :KEY_CHUNK])
-        for start in range(KEY_CHUNK, width, KEY_CHUNK):
-            keys = slice(start, start + KEY_CHUNK)
-            out += torch.bmm(self._weights[:, :, keys], v[:, keys])
-        return out[:, live]
+        return weighted(self._weights, v)[:, live]
 
 
 class BaseDecoder:
@@ -257,14 +230,16 @@ class Decoder(BaseDecoder):
     def _experts(self, x: torch.Tensor, layer: Layer, routes: list[torch.Tensor] | None) -> torch.Tensor:
         """x [R, hidden] through its topk experts, each expert's rows padded to a multiple of ROWS."""
         s = self.shape
-        scores = self._linear(x, layer.router)[:, : s.experts]
-        weight, chosen = torch.softmax(scores, -1, dtype=torch.float32).topk(s.topk, -1)
-        if s.renormalise:
-            weight = weight / weight.sum(-1, keepdim=True)
+        scores = self._linear(x, layer.router)[:, : s.experts].float()
+        if s.renormalise:  # the experts' softmax, which is what softmax over all and renormalising comes to
+            best, chosen = scores.topk(s.topk, -1)
+            weight = torch.softmax(best, -1)
+        else:
+            weight, chosen = torch.softmax(scores, -1).topk(s.topk, -1)
         if routes is not None:
             routes.append(chosen.to(torch.int16))
         chosen, order = chosen.sort(-1)  # contributions are added in this order
-        weight = weight.gather(1, order).to(x.dtype)
+        weight = weight.gather(1, order)
 
         flat = chosen.view(-1)
         by_expert = flat.argsort(stable=True)  # (row, slot) pairs, expert after expert
@@ -273,18 +248,22 @@ class Decoder(BaseDecoder):
         shift = (padded.cumsum(0) - padded) - (sizes.cumsum(0) - sizes)
         places = torch.empty_like(flat)
         places[by_expert] = torch.arange(len(flat), device=x.device) + shift[flat[by_expert]]
-        gathered = x.new_zeros(int(padded.sum()), s.hidden)
-        gathered[places] = x.repeat_interleave(s.topk, 0)
+        total = int(padded.sum())
+        gathered, shares = x.new_zeros(total, s.hidden), weight.new_zeros(total, 1)
+        gathered[places], shares[places] = x.repeat_interleave(s.topk, 0), weight.view(-1, 1)
         used = [(expert, size) for expert, size in enumerate(padded.tolist()) if size]
-        parts = gathered.split([size for _, size in used])
-        done = [self._mlp(part, layer.gate_up[e], layer.down[e]) for part, (e, _) in zip(parts, used, strict=True)]
-        each = torch.cat(done)[places].view(len(x), s.topk, -1) * weight[:, :, None]
+        sizes_used = [size for _, size in used]
+        done = [self._mlp(part, layer.gate_up[e], layer.down[e], share=share) for part, share, (e, _) in
+                zip(gathered.split(sizes_used), shares.split(sizes_used), used, strict=True)]
+        each = torch.cat(done)[places].view(len(x), s.topk, -1)
         out = each[:, 0].clone()
         for slot in range(1, s.topk):
             out += each[:, slot]
         return out
 
     def _mlp(self, x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, gate_up_bias: torch.Tensor | None = None,
-             down_bias: torch.Tensor | None = None) -> torch.Tensor:
+             down_bias: torch.Tensor | None = None, share: torch.Tensor | None = None) -> torch.Tensor:
+        """x [R, hidden] -> [R, hidden]; `share` [R, 1] multiplies what lies in between, as Megatron's experts do."""
         gate, up = self._linear(x, gate_up, gate_up_bias).chunk(2, -1)
-        return self._linear(F.silu(gate).mul_(up), down, down_bias)
+        inner = F.silu(gate).mul_(up)
+        return self._linear(inner if share is None else (inner * share).to(x.dtype), down, down_bias)

@@ -18,6 +18,8 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint 
 
 EXACT_KEYS = 256
 """Longest sequence whose float32 attention on a CPU has the bits of the local engine's; longer ones use SDPA."""
+KEY_CHUNK = 128
+"""Keys that one product sums over there, as in the engine's (miles_local.products)."""
 
 
 class PackedAttention(torch.nn.Module):
@@ -110,26 +112,11 @@ class PackedAttention(torch.nn.Module):
             query, key, value, mask = _with_sink(query, key, value, mask, self.sinks / self.scale)
         exact = query.dtype == torch.float32 and not query.is_cuda and key.shape[2] <= EXACT_KEYS and not dropout
         if self.softcap is not None or (exact and mask is None):
-            return self._written_out(query, key, value, mask, dropout)
+            return written_out(query, key, value, mask, self.scale, self.softcap, dropout)
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, is_causal=mask is None, scale=self.scale, dropout_p=dropout,
             enable_gqa=query.shape[1] != key.shape[1],
         )  # fmt: skip
-
-    def _written_out(self, query, key, value, mask, dropout):
-        """The same in the engine's order of operations (miles_local/decode.py), and so with the same bits."""
-        count, heads, queries = query.shape[:3]
-        groups, keys = key.shape[1:3]
-        hidden = torch.full((queries, keys), -torch.inf, dtype=query.dtype, device=query.device)
-        hidden = hidden.triu_(1) if mask is None else hidden.masked_fill_(mask, 0)
-        query, key, value = (x.reshape(count * groups, -1, x.shape[-1]) for x in (query, key, value))
-        scores = torch.bmm(query, key.transpose(1, 2)).mul_(self.scale)
-        if self.softcap is not None:
-            scores = torch.tanh(scores / self.softcap) * self.softcap
-        scores = scores.view(count * heads, queries, keys).add_(hidden)
-        shares = torch.softmax(scores, -1, dtype=torch.promote_types(query.dtype, torch.float32)).to(query.dtype)
-        shares = F.dropout(shares, dropout) if dropout else shares
-        return torch.bmm(shares.view(count * groups, -1, keys), value).view(count, heads, queries, -1)
 
     def _batched(self, query, key, value, attention_mask):
         if attention_mask is not None or self.group.size() > 1:
@@ -151,6 +138,28 @@ class PackedAttention(torch.nn.Module):
             self.state_dict(prefix="", keep_vars=True), prefix, {"sinks": 0}, sharded_offsets,
             tp_group=self.tensor_group, dp_cp_group=(metadata or {}).get("dp_cp_group"),
         )  # fmt: skip
+
+
+def written_out(query, key, value, mask, scale, softcap, dropout):
+    """[B, n, q, d], [B, g, k, d], [B, g, k, e] -> [B, n, q, e] in the engine's order of operations
+    (miles_local/decode.py), and so with the same bits; causal where no mask is given."""
+    count, heads, queries = query.shape[:3]
+    groups, keys = key.shape[1:3]
+    hidden = torch.full((queries, keys), -torch.inf, dtype=query.dtype, device=query.device)
+    hidden = hidden.triu_(1) if mask is None else hidden.masked_fill_(mask, 0)
+    query, key, value = (x.reshape(count * groups, -1, x.shape[-1]) for x in (query, key, value))
+    scores = torch.bmm(query, key.transpose(1, 2)).mul_(scale)
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    scores = scores.view(count * heads, queries, keys).add_(hidden)
+    shares = torch.softmax(scores, -1, dtype=torch.promote_types(query.dtype, torch.float32)).to(query.dtype)
+    shares = F.dropout(shares, dropout) if dropout else shares
+    shares = shares.view(count * groups, -1, keys)
+    out = torch.bmm(shares[:, :, :KEY_CHUNK], value[:, :KEY_CHUNK])
+    for start in range(KEY_CHUNK, keys, KEY_CHUNK):
+        part = slice(start, start + KEY_CHUNK)
+        out = out + torch.bmm(shares[:, :, part], value[:, part])
+    return out.view(count, heads, queries, -1)
 
 
 _PAD = 8

@@ -20,6 +20,7 @@ from miles_core.types import Sample
 from miles_megatron import cpu
 from miles_megatron.microbatch import MicroBatch, assemble
 from miles_megatron.model_on_rank import ModelOnRank
+from miles_megatron.on_policy import engine_order
 from miles_megatron.packed_layout import packed_rows
 
 cpu.install()
@@ -67,12 +68,13 @@ def run(model: ModelOnRank, columns: Columns, parts: Sequence[Sequence[Sample]],
         return hidden, reduced
 
     several = len(model.wrapped) > 1
-    get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=list(iterators) if several else iterators[0],
-        model=model.wrapped if several else model.wrapped[0],
-        num_microbatches=len(parts), seq_length=1, micro_batch_size=1, forward_only=forward_only,
-    )  # fmt: skip
+    with engine_order(model.config):
+        get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=list(iterators) if several else iterators[0],
+            model=model.wrapped if several else model.wrapped[0],
+            num_microbatches=len(parts), seq_length=1, micro_batch_size=1, forward_only=forward_only,
+        )  # fmt: skip
 
 
 class ColumnScatter:

@@ -54,11 +54,10 @@ class Megatron:
 
     @hookimpl
     def derive(self, config: RunConfig, note: Callable[[str], None]) -> RunConfig:
-        """What follows of the layout; the context of --true-on-policy-mode."""
+        """What follows of the layout."""
         from miles_megatron.layout import completed
-        from miles_megatron.on_policy import check_on_policy
 
-        return check_on_policy(completed(config, note), note) if config.perf.trainer == "megatron" else config
+        return completed(config, note) if config.perf.trainer == "megatron" else config
 
     @hookimpl
     def check(self, config: RunConfig, note: Callable[[str], None], plugins: Sequence[Selected]) -> RunConfig:
@@ -67,10 +66,11 @@ class Megatron:
         from miles_megatron.checks import check_trainer
         from miles_megatron.layout import check_layouts
         from miles_megatron.memory_plan import check_memory
+        from miles_megatron.on_policy import check_on_policy
 
         if config.perf.trainer != "megatron":
             return config
-        for step in (check_layouts, check_trainer, check_memory):
+        for step in (check_on_policy, check_layouts, check_trainer, check_memory):
             config = step(config, note)
         return one_pass(config, note, plugins)
 
