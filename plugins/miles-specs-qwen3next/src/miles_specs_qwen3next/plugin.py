@@ -22,9 +22,8 @@ class SpecsQwen3Next:
         "model_spec:qwen3_5_moe:attn_output_gate=1:full_attention_interval=4:linear_num_key_heads=16"
         ":linear_num_value_heads=32:linear_key_head_dim=128:linear_value_head_dim=128",
         "model_spec:bailing_hybrid:num_experts_per_tok=num_experts_per_token:n_shared_experts=num_shared_experts"
-        ":max_position_embeddings=model_max_length:full_attention_interval=layer_group_size"
-        ":linear_num_key_heads=num_attention_heads:linear_num_value_heads=num_attention_heads"
-        ":linear_key_head_dim=head_dim:linear_value_head_dim=head_dim",
+        ":full_attention_interval=layer_group_size:linear_num_key_heads=num_attention_heads"
+        ":linear_num_value_heads=num_attention_heads:linear_key_head_dim=head_dim:linear_value_head_dim=head_dim",
     )
 
     @hookimpl("model_spec", name="qwen3_next")
