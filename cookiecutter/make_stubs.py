@@ -35,7 +35,8 @@ def copier() -> str:
     asked = questions()
     lines = ["# Written by cookiecutter/make_stubs.py from cookiecutter.json.", "_min_copier_version: '9'",
              "_subdirectory: '{% raw %}{{cookiecutter.distribution}}{% endraw %}'", "_templates_suffix: ''",
-             "_answers_file: .copier-answers.yml", "_skip_if_exists: [CHANGELOG.md]", ""]
+             "_answers_file: .copier-answers.yml", "_skip_if_exists: [CHANGELOG.md]",
+             f"_exclude: {json.dumps([*LEFT_OUT, '__pycache__', '*.py[co]'])}", ""]
     names = [name for name in asked if not name.startswith("_")]
     for name in names:
         default = asked[name]
@@ -62,11 +63,18 @@ CHECKS = {
             "name {{ " + SHORT + " }} is already used by Miles or an official plugin.{% endif %}",
     "distribution": "{% set short = " + SHORT + " %}{% if distribution not in ['miles-' ~ short, 'miles-plugin-' ~ "
                     "short] %}It should be miles-{{ short }} or miles-plugin-{{ short }}.{% endif %}",
+    "family": "{% if family and not (family | regex_search('^[a-z][a-z0-9_]*$')) %}A model_type of config.json, such "
+              "as seed_oss.{% endif %}",
     "hooks": "{% set known = '" + " ".join(stubs()) + "'.split(' ') %}{% for hook in hooks.replace(' ', '').split(',') "
              "if hook not in known %}Unknown hook {{ hook }}; choose from {{ known | join(', ') }}."
              "{% endfor %}",
 }  # fmt: skip
 """What copier asks again after; hooks/pre_gen_project.py says the same to users of cookiecutter."""
+
+
+LEFT_OUT = ["{% if not family %}families.py{% endif %}", "{% if not family %}parity.toml{% endif %}",
+            "{% if not family %}test_family.py{% endif %}", "{% if family %}test_plugin.py{% endif %}"]
+"""Files of the other kind of plugin, in copier's words; hooks/post_gen_project.py says the same of cookiecutter."""
 
 
 def files() -> dict[Path, str]:

@@ -18,8 +18,7 @@ Stream = Iterable[tuple[str, torch.Tensor]]
 
 
 def atom(name: str) -> str:
-    """Consecutive tensors with the same answer stay in one bucket: a module's, such as weight and scale, and those of
-    its partners."""
+    """Tensors in a row with the same answer stay in one bucket: of a module, as weight and scale, and its partners."""
     return _PARTNER.sub(lambda match: PARTNERS[match[1]], name).rpartition(".")[0] or name
 
 

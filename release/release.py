@@ -50,7 +50,8 @@ def set_version(root: Path, version: str, date: str) -> None:
         bounds = re.sub(r'"(miles-[a-z0-9-]+(?:\[[a-z,]+\])?)~=[^"]+"', rf'"\1~={version}"', project)
         (folder / "pyproject.toml").write_text(bounds, encoding="utf-8")
     _replace(root / TEMPLATE.with_name(".copier-answers.yml"), r"(?<=set version = ')[^']+", version)
-    _replace(root / TEMPLATE, r'"miles-core~=[^"]+"', f'"miles-core~={version}"')
+    for name in ("miles-core", "miles-megatron"):
+        _replace(root / TEMPLATE, rf'"{name}~=[^"]+"', f'"{name}~={version}"')
     for folder in distributions(root):
         _replace(folder / "CHANGELOG.md", rf"^## \[{re.escape(version)}\] - \S+$", f"## [{version}] - {date}")
 

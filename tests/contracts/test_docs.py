@@ -179,7 +179,7 @@ def test_flags_that_the_docs_name_exist(page):
     known = {flag for option in completion.options() for side in completion.spellings(option) for flag in side}
     known |= {"--plugin", "--plan", "--json", "--live", "--no-live", "--help", "--version", "--messages"}
     known |= {"--bundle", "--with-samples", "--no-plugin", "--preset", "--locked", "--out", "--all"}
-    known |= {"--host", "--port", "--open", "--distribution", "--template", "--both", "--b-on-cpu"}
+    known |= {"--host", "--port", "--open", "--distribution", "--family", "--template", "--both", "--b-on-cpu"}
     known |= {flag for one in convert.commands.values() for option in one.params for flag in option.opts}
     known |= set(flags()) | {f"--{name.replace('_', '-')}" for name in surface()}
     known |= {f"--{begin}-{flag[2:]}" for table, begin in PREFIXES.items() for flag in surface_of(table).spellings()}

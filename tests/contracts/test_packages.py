@@ -133,7 +133,7 @@ def test_what_the_core_declares_it_imports():
 def test_the_template_renders_what_the_distributions_here_are():
     template = ROOT / "cookiecutter" / "{{cookiecutter.distribution}}"
     text = (template / "pyproject.toml").read_text()
-    assert f'dependencies = ["miles-core~={__version__}"]' in text
+    assert f'dependencies = ["miles-core~={__version__}"' in text and f'"miles-megatron~={__version__}"' in text
     for line in ('license-files = ["LICENSE"]', 'readme = "README.md"', 'test = ["miles-testing"]', '"py.typed"'):
         assert line in text, line
     ours = (ROOT / "CHANGELOG.md").read_text().replace("miles-core", "{{ cookiecutter.distribution }}")

@@ -32,7 +32,8 @@ COPIES = ("embed_tokens.weight", "shared_head.head.weight", "lm_head.weight")
 
 
 FULL = {"Qwen2.5-0.5B-Instruct", "Qwen3-Next-80B-A3B-Instruct", "Llama-2-7b-hf", "Mistral-7B-Instruct-v0.3", "GLM-4.6",
-        "gemma-3-1b-it", "GLM-4-9B-0414", "MiniMax-M2", "Kimi-K2-Thinking", "gpt-oss-20b", "GLM-5", "Kimi-K2.5"}
+        "gemma-3-1b-it", "GLM-4-9B-0414", "MiniMax-M2", "Kimi-K2-Thinking", "gpt-oss-20b", "GLM-5", "Kimi-K2.5",
+        "EXAONE-4.0-32B"}
 """Those whose whole runs are in the full tier: one of each package, and each kind of quantised weights."""
 
 

@@ -34,6 +34,7 @@ AWKWARD = {
     "my-reward": {"hooks": "reward"},
     "x2": {"hooks": ",".join(HOOKS), "state": "yes", "gpu_tests": "yes", "licence": "MIT",
            "summary": "Says \"yes\" \\ 'no', often.", "author": "O'Neil \"X\""},
+    "tiny-family": {"family": "seed_oss", "summary": "A \"family\" \\ of models."},
     "a-b-c": {"hooks": "filter_group, metrics", "distribution": "miles-a-b-c", "licence": "BSD-3-Clause"},
 }  # fmt: skip
 
@@ -119,7 +120,7 @@ def test_every_hook_alone_makes_a_plugin_that_binds(tmp_path):
     ("My Reward", {}, "not a valid plugin name"), ("x--y", {}, "not a valid plugin name"),
     ("rollout", {}, "name rollout is already used"), ("grpo", {}, "name grpo is already used"),
     ("fine", {"hooks": "rewrd"}, "'rewrd'.*did you mean 'reward'"),
-    ("fine", {"distribution": "other"}, "miles-fine or"),
+    ("fine", {"distribution": "other"}, "miles-fine or"), ("fine", {"family": "Seed-OSS"}, "model_type"),
 ])  # fmt: skip
 def test_answers_that_make_no_plugin_are_refused(tmp_path, name, answers, message):
     with pytest.raises((ConfigError, PluginError), match=message):
@@ -143,15 +144,17 @@ def clean(tmp_path_factory) -> Path:
 
 
 @pytest.mark.full
-def test_a_project_is_built_installed_listed_tested_and_typed(projects, clean, tmp_path):
-    project = shutil.copytree(projects["my-reward"], tmp_path / "project")
+@pytest.mark.parametrize("name", ["my-reward", "tiny-family"])
+def test_a_project_is_built_installed_listed_tested_and_typed(projects, clean, tmp_path, name):
+    """Of a family the tests compare random models with transformers."""
+    project = shutil.copytree(projects[name], tmp_path / "project")
     shell(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", tmp_path, ".",
           cwd=project)
     (wheel,) = tmp_path.glob("*.whl")
     shell(clean, "-m", "pip", "install", "--quiet", "--no-deps", wheel, cwd=tmp_path)
     miles = [clean, "-c", "from miles_core.cli import main; main()"]
-    assert "my-reward         miles-plugin-my-reward 0.1.0" in shell(*miles, "plugins", "list", cwd=tmp_path)
-    shell(*miles, "plugins", "doctor", "my-reward", cwd=tmp_path)
+    assert f"{name:17} miles-plugin-{name} 0.1.0" in shell(*miles, "plugins", "list", cwd=tmp_path)
+    shell(*miles, "plugins", "doctor", name, cwd=tmp_path)
     shell(clean, "-m", "pytest", "-q", "-p", "no:cacheprovider", cwd=project, OMP_NUM_THREADS="1")
     shell(sys.executable, "-m", "mypy", cwd=project, MYPYPATH=str(ROOT))
 

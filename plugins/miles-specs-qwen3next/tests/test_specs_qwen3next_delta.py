@@ -13,34 +13,38 @@ from miles_specs_qwen3next import delta, mixer
 CASES = cases(Path(__file__).with_name("parity.toml"))
 
 
-def inputs(length, batch=2, keys=2, heads=4, dk=8, dv=6, dtype=torch.float64):
+def inputs(length, batch=2, keys=2, heads=4, dk=8, dv=6, dtype=torch.float64, channels=False):
     draw = torch.Generator().manual_seed(length)
 
     def some(*shape):
         return torch.randn(batch, length, *shape, generator=draw, dtype=dtype)
 
-    found = (some(keys, dk), some(keys, dk), some(heads, dv), -some(heads).exp(), some(heads).sigmoid())
+    found = (some(keys, dk), some(keys, dk), some(heads, dv), -some(heads, *[dk] * channels).exp(),
+             some(heads).sigmoid())
     return tuple(x.requires_grad_() for x in found)
 
 
 def by_definition(q, k, v, g, beta):
-    """S_t = a_t (I - beta_t k_t k_t^T) S_(t-1) + beta_t k_t v_t^T, o_t = S_t^T q_t (arXiv:2412.06464, equation 10)."""
+    """S_t = (I - beta_t k_t k_t^T) a_t S_(t-1) + beta_t k_t v_t^T, o_t = S_t^T q_t (arXiv:2412.06464, equation 10, and
+    arXiv:2510.26692, equation 1, where a_t is a diagonal matrix)."""
     each = v.shape[2] // k.shape[2]
     q, k = (torch.nn.functional.normalize(x, dim=-1, eps=0).repeat_interleave(each, 2) for x in (q, k))
     eye = torch.eye(k.shape[-1], dtype=k.dtype)
     state, out = torch.zeros(*v.shape[:1], *v.shape[2:3], k.shape[-1], v.shape[-1], dtype=v.dtype), []
     for t in range(v.shape[1]):
         key, share = k[:, t, :, :, None], beta[:, t, :, None, None]
-        state = g[:, t, :, None, None].exp() * (eye - share * key @ key.mT) @ state + share * key @ v[:, t, :, None]
+        faded = (g if g.dim() == 4 else g[..., None])[:, t, ..., None].exp() * state
+        state = (eye - share * key @ key.mT) @ faded + share * key @ v[:, t, :, None]
         out.append((state.mT @ q[:, t, :, :, None])[..., 0] * k.shape[-1] ** -0.5)
     return torch.stack(out, 1)
 
 
-@pytest.mark.parametrize("length", [1, 2, 63, 64, 65, 200])
-def test_the_chunked_rule_is_the_definition(length, monkeypatch):
-    """Values and gradients, in float64."""
+@pytest.mark.parametrize(("length", "channels"), [(1, False), (2, False), (63, False), (64, False), (65, False),
+                                                  (200, False), (1, True), (16, True), (50, True)])
+def test_the_chunked_rule_is_the_definition(length, channels, monkeypatch):
+    """Values and gradients, in float64; heads that fade as one, and each channel by itself."""
     monkeypatch.setattr(delta, "_EPS", 0.0)
-    given = inputs(length)
+    given = inputs(length, channels=channels)
     found, expected = Again.apply(delta.gated_delta_rule, *given), by_definition(*given)
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-10)
     weight = torch.randn_like(expected)
@@ -49,8 +53,9 @@ def test_the_chunked_rule_is_the_definition(length, monkeypatch):
         torch.testing.assert_close(got, wanted, rtol=1e-8, atol=1e-9)
 
 
-def test_strong_decays_do_not_overflow():
-    q, k, v, g, beta = inputs(150, dtype=torch.float32)
+@pytest.mark.parametrize("channels", [False, True])
+def test_strong_decays_do_not_overflow(channels):
+    q, k, v, g, beta = inputs(150, dtype=torch.float32, channels=channels)
     out = delta.gated_delta_rule(q, k, v, 50 * g, beta)
     out.square().sum().backward()
     assert all(torch.isfinite(x).all() for x in (out, q.grad, k.grad, v.grad, g.grad, beta.grad))
@@ -64,13 +69,13 @@ def test_only_what_goes_in_is_kept_for_the_backward_pass():
     assert sum(kept) == sum(x.numel() for x in given)
 
 
-@pytest.fixture(scope="module")
-def built():
-    """A whole model of the first case, random."""
+@pytest.fixture(scope="module", params=["qwen3_next", "bailing_hybrid"])
+def built(request):
+    """A whole model of the family's first case, random."""
     if not cpu_is_up():
         cpu.initialize()
-    hf = random_model(CASES[0]).config
-    spec = family_of("qwen3_next", hf).model_spec(hf)
+    hf = random_model(next(case for case in CASES if case.family == request.param)).config
+    spec = family_of(request.param, hf).model_spec(hf)
     return model.build(model.transformer_config(spec), spec).eval()
 
 
@@ -94,8 +99,8 @@ WRONG = {
     "a convolution of other weights": ("causal_convolution", lambda x, weight: (x, weight.flip(-1))),
     "no decay": ("gated_delta_rule", lambda q, k, v, g, beta: (q, k, v, 0 * g, beta)),
     "values that replace others whole": ("gated_delta_rule", lambda q, k, v, g, beta: (q, k, v, g, 1 + 0 * beta)),
-    "a norm without its gate": ("gated_norm", lambda x, gate, weight, eps: (x, 1 + 0 * gate, weight, eps)),
-    "a norm about zero": ("gated_norm", lambda x, gate, weight, eps: (x, gate, 1 + weight, eps)),
+    "a norm without its gate": ("gated_norm", lambda x, gate, weight, *more: (x, 1 + 0 * gate, weight, *more)),
+    "a norm about zero": ("gated_norm", lambda x, gate, weight, *more: (x, gate, 1 + weight, *more)),
 }  # fmt: skip
 
 

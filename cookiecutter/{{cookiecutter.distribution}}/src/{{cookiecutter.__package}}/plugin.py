@@ -1,3 +1,32 @@
+{% if cookiecutter.family -%}
+"""{{ cookiecutter.summary | replace('\\', '\\\\') | replace('"', '\\"') }}"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from miles_core import hookimpl
+
+if TYPE_CHECKING:
+    from miles_megatron.specs import Family
+
+
+class {{ cookiecutter.__class }}:
+    """{{ cookiecutter.summary | replace('\\', '\\\\') | replace('"', '\\"') }}"""
+
+    # A plan counts parameters by config.json alone. Where it has another name for a key than most, or leaves it out:
+    # provides = ("model_spec:{{ cookiecutter.family }}:n_shared_experts=num_shared_experts:tie_word_embeddings=1",)
+
+    # A further model_type is a further method, with @hookimpl("model_spec", name=...).
+    @hookimpl(name="{{ cookiecutter.family }}")
+    def model_spec(self, hf_config: Any) -> Family:
+        """The family of checkpoints whose model_type is {{ cookiecutter.family }}."""
+        from miles_megatron.decoder import DecoderFamily
+
+        from {{ cookiecutter.__package }}.families import decoder
+
+        return DecoderFamily(decoder)
+{% else -%}
 {%- set where = 'templates/stubs.jinja' if _copier_conf is defined else 'stubs.jinja' %}{%- from where import STUBS %}{%- set chosen = cookiecutter.hooks.replace(' ', '').split(',') %}"""{{ cookiecutter.summary | replace('\\', '\\\\') | replace('"', '\\"') }}"""
 
 from __future__ import annotations
@@ -71,3 +100,4 @@ class {{ cookiecutter.__class }}:
 {{ ('        ' ~ line) if line else '' }}
 {%- endfor %}
 {% endfor -%}
+{% endif -%}

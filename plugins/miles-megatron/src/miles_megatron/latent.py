@@ -51,6 +51,7 @@ class Latent:
         epsilon: of the norms of both latents.
         bias: the projections to the latents and of the output have biases.
         indexer: queries see some keys alone; None for all before them.
+        gated: the output of each head is multiplied with the sigmoid of a number that the hidden state gives.
     """
 
     query_rank: int | None
@@ -61,6 +62,7 @@ class Latent:
     epsilon: float = 1e-6
     bias: bool = False
     indexer: Indexer | None = None
+    gated: bool = False
 
     @property
     def head_dim(self) -> int:
@@ -112,6 +114,8 @@ class Latent:
         pairs += [("kv_down", "kv_a_proj_with_mqa"), ("kv_norm", "kv_a_layernorm"), ("kv_up", "kv_b_proj"),
                   ("linear_proj", "o_proj")]
         biased = {"q_down", "kv_down", "linear_proj"} if self.bias else set()
+        if self.gated:
+            pairs.append(("gate", "g_proj"))
         if self.indexer is not None:
             pairs += [("indexer.q_up", "indexer.wq_b"), ("indexer.key", "indexer.wk"),
                       ("indexer.norm", "indexer.k_norm"), ("indexer.share", "indexer.weights_proj")]

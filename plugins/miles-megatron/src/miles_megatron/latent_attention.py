@@ -71,6 +71,8 @@ class LatentAttention(MegatronModule):
             heads * latent.value, config.hidden_size, config=config, init_method=config.output_layer_init_method,
             bias=latent.bias, input_is_parallel=True, skip_bias_add=True, is_expert=False,
         )  # fmt: skip
+        if latent.gated:
+            self.gate = up(config.hidden_size, 1)
         self.core_attention = build_module(
             core, config=config, layer_number=layer_number, attn_mask_type=attn_mask_type, attention_type="self",
             softmax_scale=config.softmax_scale, k_channels=latent.head_dim, v_channels=latent.value,
@@ -93,7 +95,13 @@ class LatentAttention(MegatronModule):
             return self.core_attention(query, key, value, attention_mask, packed_seq_params=packed_seq_params, **more)
 
         out = tensor_parallel.checkpoint(attend, False, *heads) if self.again and self.training else attend(*heads)
-        return self.linear_proj(out if packed_seq_params is None else out[:, None])
+        out = out if packed_seq_params is None else out[:, None]
+        return self.linear_proj(self._gated(out, hidden_states) if self.latent.gated else out)
+
+    def _gated(self, out: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """[s, b, n x value] of this rank's heads, each times its gate."""
+        gate = self.gate(hidden)[0].float().sigmoid().to(out.dtype)
+        return (out.unflatten(-1, (-1, self.latent.value)) * gate[..., None]).flatten(-2)
 
     def _more(self, hidden: torch.Tensor, query: torch.Tensor) -> dict[str, torch.Tensor]:
         """What the core attention is told beside queries, keys and values."""

@@ -1,1 +1,1 @@
-"""Qwen3-Next, Qwen3.5 and Qwen3.6 for the Megatron trainer."""
+"""Qwen3-Next, Qwen3.5, Qwen3.6 and Ling 3.0 for the Megatron trainer."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -54,6 +55,9 @@ class GatedDeltaNet(MegatronModule):
         ConfigError: key heads that do not divide among tensor-parallel ranks.
     """
 
+    by_channel = False
+    activation: Callable[[torch.Tensor], torch.Tensor] = staticmethod(F.silu)
+
     def __init__(self, config: TransformerConfig, layer_number: int, cp_comm_type: Any = None,
                  pg_collection: Any = None, *, column: type, row: type, stacked: bool = False,
                  **_: Any):  # fmt: skip
@@ -71,12 +75,14 @@ class GatedDeltaNet(MegatronModule):
         self.key_size, self.size = config.linear_key_head_dim, config.linear_value_head_dim
         key, value = (config.linear_num_key_heads * self.key_size, config.linear_num_value_heads * self.size)
         self.sections = (key // ranks, key // ranks, value // ranks)
+        fading = config.linear_num_value_heads * (self.key_size if self.by_channel else 1)
+        self.fading = fading // ranks
 
         linear = {"config": config, "bias": False, "is_expert": False, "tp_group": self.tensor_group}
         inward = {**linear, "init_method": config.init_method, "gather_output": False, "skip_bias_add": False}
         self.in_proj_qkvz = build_module(column, config.hidden_size, 2 * key + 2 * value, tp_comm_buffer_name="fc1",
                                          **inward)
-        self.in_proj_ba = build_module(column, config.hidden_size, 2 * config.linear_num_value_heads,
+        self.in_proj_ba = build_module(column, config.hidden_size, config.linear_num_value_heads + fading,
                                        tp_comm_buffer_name="fc1", **inward)
         self.out_proj = build_module(row, value, config.hidden_size, init_method=config.output_layer_init_method,
                                      input_is_parallel=True, skip_bias_add=True, tp_comm_buffer_name="fc2", **linear)
@@ -87,7 +93,7 @@ class GatedDeltaNet(MegatronModule):
         decays = torch.empty(config.linear_num_value_heads).uniform_(0.01, 16).log()
         self.conv_weight = torch.nn.Parameter(torch.cat(mine).to(dtype))
         self.A_log = torch.nn.Parameter(decays.chunk(ranks)[self.tensor_group.rank()].to(dtype, copy=True))
-        self.dt_bias = torch.nn.Parameter(torch.ones(self.heads, dtype=dtype))
+        self.dt_bias = torch.nn.Parameter(torch.ones(self.fading, dtype=dtype))
         self.norm_weight = torch.nn.Parameter(torch.ones(self.size, dtype=dtype))
         for name in _CUT:
             set_tensor_model_parallel_attributes(getattr(self, name), True, 0, 1)
@@ -122,16 +128,20 @@ class GatedDeltaNet(MegatronModule):
         return self.out_proj(normed.flatten(1)[:, None])
 
     def _norm(self, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return gated_norm(x, gate, weight, self.config.layernorm_epsilon)
+        return gated_norm(x, gate, weight, self.config.layernorm_epsilon, self.activation)
 
     def _mix(self, rows: torch.Tensor, conv_weight: torch.Tensor, decay: torch.Tensor,
              bias: torch.Tensor) -> torch.Tensor:
         """[B, L, q | k | v | b | a] -> [B, L, heads x size]."""
-        qkv, b, a = rows.split((sum(self.sections), self.heads, self.heads), -1)
+        qkv, b, a = rows.split((sum(self.sections), self.heads, self.fading), -1)
         q, k, v = causal_convolution(qkv, conv_weight).split(self.sections, -1)
-        g = -decay.float().exp() * F.softplus(a.float() + bias)
+        g = self._decays(decay.float().exp(), a.float() + bias)
         q, k = (x.unflatten(-1, (self.key_heads, self.key_size)) for x in (q, k))
         return gated_delta_rule(q, k, v.unflatten(-1, (self.heads, self.size)), g, b.sigmoid()).flatten(2)
+
+    def _decays(self, rate: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
+        """rate [heads], step [B, L, ...] -> logarithms of the decays."""
+        return -rate * F.softplus(step)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (),
                            metadata: Any = None, tp_group: Any = None) -> dict[str, Any]:
@@ -139,5 +149,24 @@ class GatedDeltaNet(MegatronModule):
         joined: dict[str, tuple[str, tuple[int, ...]]] = {"conv_weight": ("qkv", self.sections)}
         if self.stacked:
             joined |= {"in_proj_qkvz.weight": ("qkvz", (*self.sections, self.sections[-1])),
-                       "in_proj_ba.weight": ("ba", (self.heads, self.heads))}
+                       "in_proj_ba.weight": ("ba", (self.heads, self.fading))}
         return sharded_entries(self, prefix, sharded_offsets, metadata, _CUT, joined)
+
+
+class ChannelDeltaNet(GatedDeltaNet):
+    """Kimi Delta Attention (arXiv:2510.26692) as Ling 3.0 has it: each channel of a key decays by itself.
+
+    Args:
+        floor: logarithm of the fastest decay, which is between that and 0; None for decays without one.
+    """
+
+    by_channel = True
+    activation = staticmethod(torch.sigmoid)
+
+    def __init__(self, *args: Any, floor: float | None, **kwargs: Any):
+        super().__init__(*args, stacked=True, **kwargs)
+        self.floor = floor
+
+    def _decays(self, rate: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
+        step, rate = step.unflatten(-1, (self.heads, self.key_size)), rate[:, None]
+        return super()._decays(rate, step) if self.floor is None else self.floor * torch.sigmoid(rate * step)

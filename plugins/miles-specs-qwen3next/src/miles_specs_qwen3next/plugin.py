@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class SpecsQwen3Next:
-    """Qwen3-Next, Qwen3.5 and Qwen3.6 for the Megatron trainer."""
+    """Qwen3-Next, Qwen3.5, Qwen3.6 and Ling 3.0 for the Megatron trainer."""
 
     provides = (
         "model_spec:qwen3_next:attn_output_gate=1",
@@ -21,6 +21,9 @@ class SpecsQwen3Next:
         ":linear_num_value_heads=32:linear_key_head_dim=128:linear_value_head_dim=128",
         "model_spec:qwen3_5_moe:attn_output_gate=1:full_attention_interval=4:linear_num_key_heads=16"
         ":linear_num_value_heads=32:linear_key_head_dim=128:linear_value_head_dim=128",
+        "model_spec:bailing_hybrid:num_experts_per_tok=num_experts_per_token:n_shared_experts=num_shared_experts"
+        ":full_attention_interval=layer_group_size:linear_num_key_heads=num_attention_heads"
+        ":linear_num_value_heads=num_attention_heads:linear_key_head_dim=head_dim:linear_value_head_dim=head_dim",
     )
 
     @hookimpl("model_spec", name="qwen3_next")
@@ -51,6 +54,15 @@ class SpecsQwen3Next:
     def qwen3_5_moe_text(self, hf_config: Any) -> Family:
         """The same, of text alone."""
         return _qwen3_5()
+
+    @hookimpl("model_spec", name="bailing_hybrid")
+    def bailing_hybrid(self, hf_config: Any) -> Family:
+        """Ling 3.0: delta nets that decay by channel, gated latent attention, experts with a shared one."""
+        from miles_megatron.decoder import DecoderFamily
+
+        from miles_specs_qwen3next.ling import bailing_hybrid
+
+        return DecoderFamily(bailing_hybrid)
 
 
 def _qwen3_5() -> Family:

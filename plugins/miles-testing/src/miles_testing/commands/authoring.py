@@ -6,6 +6,9 @@ from pathlib import Path
 
 import click
 
+FAMILY = "seed_oss"
+"""A Llama with biases on q, k and v, which transformers knows and no package here builds."""
+
 
 @click.command("manifest")
 @click.argument("projects", nargs=-1, type=click.Path(exists=True, file_okay=False, path_type=Path), required=True)
@@ -41,6 +44,9 @@ def manifest(projects: tuple[Path, ...], write: bool) -> None:
 @click.command("new")
 @click.argument("name")
 @click.option("--hooks", default="reward", show_default=True, metavar="NAME,NAME...", help="Hooks to start with.")
+@click.option("--family", is_flag=False, flag_value=FAMILY, metavar="[MODEL_TYPE]",
+              help="A model family for the Megatron trainer instead of hooks, by its model_type in config.json; "
+              f"default: {FAMILY}.")
 @click.option("--distribution", help="Default: miles-plugin-NAME.")
 @click.option("--summary", default="One sentence that describes the plugin.", help="One-sentence summary.")
 @click.option("--author", default="Your Name", help="The author.")
@@ -58,6 +64,7 @@ def new(name: str, template: str | None, out: Path | None, **answers: object) ->
       miles plugins new my-reward
       miles plugins new my-loss --hooks advantage,policy_loss,metrics --licence MIT
       miles plugins new counter --hooks reward --state
+      miles plugins new arcee --family arcee
 
     `cookiecutter SRC` asks for the same values interactively.
     """

@@ -1,0 +1,1 @@
+"""EXAONE 4 for the Megatron trainer."""
