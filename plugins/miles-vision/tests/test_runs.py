@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from miles_testing import toy_run
 from miles_vision.checks import check
+from pictures import picture
 
 from miles_core.config.load import with_values
 from miles_core.config.tables import RunConfig
@@ -84,6 +85,30 @@ def test_demonstrations_train_the_tower_as_well(checkpoint):
     tower = [name for name in before if "visual" in name]
     assert tower and not all(torch.equal(before[name], after[name]) for name in tower)
     assert (out / "preprocessor_config.json").is_file()
+
+
+@pytest.mark.full
+def test_images_in_columns_of_parquet_are_those_of_jsonl(checkpoint, tmp_path):
+    """As bytes and as the package datasets writes them; the runs are the same, bit for bit."""
+    import pyarrow.parquet
+
+    folder = checkpoint("qwen2_5_vl")
+    data = picture()
+    rows = [{"prompt": f"<image>What is {number}?", "label": "1"} for number in range(8)]
+    images = {"jsonl": [[base64.b64encode(data).decode()]] * 8, "bytes": [[data]] * 8,
+              "structs": [[{"bytes": data, "path": "a.png"}]] * 8}
+    seen = []
+    for name, column in images.items():
+        path = tmp_path / (f"{name}.jsonl" if name == "jsonl" else f"{name}.parquet")
+        whole = [row | {"pictures": value} for row, value in zip(rows, column, strict=True)]
+        if name == "jsonl":
+            path.write_text("".join(json.dumps(row) + "\n" for row in whole))
+        else:
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(whole), path)
+        run = toy_run(["fsdp", "vision"], steps=1, checkpoint=folder, flags=[*FLAGS, "--debug-determinism"],
+                      options=OPTIONS | {"rollout.prompt_data": str(path)})
+        seen.append(hashes(run))
+    assert seen[0] and seen[0] == seen[1] == seen[2]
 
 
 def test_other_images_make_other_prompts_where_a_plan_compares_training_and_evaluation(checkpoint, tmp_path):
