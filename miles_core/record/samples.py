@@ -5,6 +5,7 @@
 
     rollout_id, prompt_uid, row, index       which sample this is; `groups` tells how many groups the rollout had
     prompt, response, label, status          texts
+    images                                   the prompt's, by their names in the run's folder images
     pieces, token_ids, log_probs, loss_mask, versions    one entry per response token; log_probs are the engine's
     reward, rewards, advantage               the combined score, each scorer's, and the mean advantage of trained tokens
 
@@ -84,10 +85,9 @@ def _record(sample: Sample, pieces: dict[int, str], decode_piece: Callable[[int]
     ids = sample.tokens[len(sample.tokens) - length:].tolist() if "tokens" in sample.columns else []
     pieces |= {token: decode_piece(token) for token in {*ids} - pieces.keys()}
     return {
-        "prompt_uid": sample.prompt.uid,
-        "row": sample.prompt.row,
-        "index": sample.index,
+        "prompt_uid": sample.prompt.uid, "row": sample.prompt.row, "index": sample.index,
         "prompt": sample.prompt.text,
+        "images": sample.prompt.metadata.get("image_files", []),
         "response": sample.text,
         "pieces": [pieces[token] for token in ids],
         "token_ids": ids,
@@ -96,8 +96,7 @@ def _record(sample: Sample, pieces: dict[int, str], decode_piece: Callable[[int]
         "versions": _column(sample, "versions"),
         "reward": _rounded(sample.reward),
         "rewards": {name: _rounded(score) for name, score in sample.rewards.items()},
-        "label": sample.prompt.label,
-        "status": str(sample.status),
+        "label": sample.prompt.label, "status": str(sample.status),
         "advantage": _advantage(sample)}
 
 
@@ -126,5 +125,6 @@ def _line(record: dict[str, object]) -> bytes:
     try:
         return dumps(record)
     except TypeError:  # a lone surrogate, which UTF-8 cannot hold and an escape of JSON's can
-        texts = {name: orjson.Fragment(json.dumps(record[name])) for name in ("prompt", "response", "pieces", "label")}
+        names = ("prompt", "images", "response", "pieces", "label")
+        texts = {name: orjson.Fragment(json.dumps(record[name])) for name in names}
         return dumps(record | texts)

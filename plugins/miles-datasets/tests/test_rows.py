@@ -1,5 +1,6 @@
 """Rows of every format are those of JSONL: the same prompts in the same order, and what cannot be read says why."""
 
+import base64
 import datetime
 import decimal
 import json
@@ -9,7 +10,10 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from formats import write
+from miles_datasets.plugin import Datasets, DatasetsOptions
+from miles_datasets.source import Source
 
+from miles_core.config.tables import RunConfig
 from miles_core.errors import DataError
 
 ROWS = [{"q": f"question {i}", "a": str(i), "level": f"{i % 3}"} for i in range(50)]
@@ -60,6 +64,30 @@ def test_values_are_what_json_has(read, tmp_path):
     assert row == {"day": "2026-05-01", "at": "2026-05-01T12:00:00", "none": None, "price": "1.50", "took": 90.0,
                    "nested": [{"day": "2026-05-02"}]}
     json.dumps(row)
+
+
+def text(data):
+    return base64.b64encode(data).decode()
+
+
+def test_images_that_the_run_names_are_text_in_base64_and_other_bytes_are_left_out(tmp_path, cache):
+    """Columns of bytes, of lists, and of the package's own images, in a table, a stream and a plan."""
+    raw, other = b"\x89PNG\x00", b"GIF8"
+    struct = pyarrow.struct({"bytes": pyarrow.binary(), "path": pyarrow.string()})
+    kinds = {"bytes": (pyarrow.binary(), raw, text(raw)),
+             "list": (pyarrow.list_(pyarrow.large_binary()), [raw, other], [text(raw), text(other)]),
+             "structs": (pyarrow.list_(struct), [{"bytes": raw, "path": "a.png"}, {"bytes": None, "path": "b.png"}],
+                         [{"bytes": text(raw), "path": "a.png"}, {"bytes": None, "path": "b.png"}])}
+    for name, (kind, value, known) in kinds.items():
+        path = tmp_path / f"{name}.parquet"
+        pyarrow.parquet.write_table(pyarrow.table({
+            "q": ["x", "y"], "images": pyarrow.array([value, None], kind), "sound": [raw, raw]}), path)
+        config = RunConfig(options={"vision": {"multimodal_keys": {"image": "images"}}})
+        rows = [{"q": "x", "images": known}, {"q": "y", "images": None}]
+        plugin = Datasets(DatasetsOptions(), config)
+        assert list(plugin.parquet(str(path), None)) == rows == list(plugin.parquet(str(path), 65536)), name
+        assert list(Source(str(path), media=("images",)).stream()) == rows
+        assert list(Datasets(DatasetsOptions(), RunConfig()).parquet(str(path), None)) == [{"q": "x"}, {"q": "y"}]
 
 
 def test_text_of_csv_stays_text_and_objects_of_json_stay_apart(read, tmp_path):

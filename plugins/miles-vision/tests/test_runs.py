@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import base64
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from miles_testing import toy_run
 from miles_vision.checks import check
+from pictures import picture
 
 from miles_core.config.load import with_values
 from miles_core.config.tables import RunConfig
 from miles_core.errors import MilesError
+from miles_core.plugins.plan import prepare
+from miles_core.record.events import read
+
+ROOT = Path(__file__).parents[3]
 
 FLAGS = ["--multimodal-keys", '{"image": "pictures"}', "--rollout-max-response-len", "8"]
 OPTIONS = {"perf.trainer": "fsdp", "rollout.rollout_temperature": 0.8, "rollout.rollout_max_context_len": 200}
@@ -56,6 +64,85 @@ def test_a_row_whose_image_is_damaged_is_dropped_and_counted_and_the_run_goes_on
                   options=OPTIONS | {"rollout.prompt_data": str(folder / "damaged.jsonl")})
     assert run.metrics[0]["rollout/dynamic_filter/drop_image_damaged"] == 1
     assert [event["reason"] for event in run.events if event["event"] == "drop"] == ["image_damaged"]
+
+
+@pytest.mark.full
+def test_demonstrations_train_the_tower_as_well(checkpoint):
+    """An answer of a row's own behind the tokens of its images; the loss falls, and weights of the tower move."""
+    import torch
+    from safetensors.torch import load_file
+
+    folder = checkpoint("qwen2_5_vl")
+    supervised = {"rollout.generate": "sft", "algorithm.loss_type": "sft_loss", "algorithm.advantage_estimator": "sft",
+                  "rollout.n_samples_per_prompt": 1, "algorithm.skip_actor_forward_only": True, "optimizer.lr": 1e-2}
+    out = folder / "trained"
+    run = toy_run(["fsdp", "vision", "sft"], steps=4, checkpoint=folder, options=OPTIONS | supervised,
+                  flags=[*FLAGS, "--save-hf", str(out), "--save", str(folder / "saved")])
+    losses = [one["train/loss"] for one in run.metrics]
+    assert losses[-1] < losses[0]
+    before, after = load_file(folder / "model.safetensors"), load_file(out / "model.safetensors")
+    assert before.keys() == after.keys()
+    tower = [name for name in before if "visual" in name]
+    assert tower and not all(torch.equal(before[name], after[name]) for name in tower)
+    assert (out / "preprocessor_config.json").is_file()
+
+
+@pytest.mark.full
+def test_images_in_columns_of_parquet_are_those_of_jsonl(checkpoint, tmp_path):
+    """As bytes and as the package datasets writes them; the runs are the same, bit for bit."""
+    import pyarrow.parquet
+
+    folder = checkpoint("qwen2_5_vl")
+    data = picture()
+    rows = [{"prompt": f"<image>What is {number}?", "label": "1"} for number in range(8)]
+    images = {"jsonl": [[base64.b64encode(data).decode()]] * 8, "bytes": [[data]] * 8,
+              "structs": [[{"bytes": data, "path": "a.png"}]] * 8}
+    seen = []
+    for name, column in images.items():
+        path = tmp_path / (f"{name}.jsonl" if name == "jsonl" else f"{name}.parquet")
+        whole = [row | {"pictures": value} for row, value in zip(rows, column, strict=True)]
+        if name == "jsonl":
+            path.write_text("".join(json.dumps(row) + "\n" for row in whole))
+        else:
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(whole), path)
+        run = toy_run(["fsdp", "vision"], steps=1, checkpoint=folder, flags=[*FLAGS, "--debug-determinism"],
+                      options=OPTIONS | {"rollout.prompt_data": str(path)})
+        seen.append(hashes(run))
+    assert seen[0] and seen[0] == seen[1] == seen[2]
+
+
+def test_other_images_make_other_prompts_where_a_plan_compares_training_and_evaluation(checkpoint, tmp_path):
+    folder = checkpoint("qwen2_5_vl")
+    (tmp_path / "run.toml").write_text('plugins = ["grpo", "vision"]\n')
+    for name, count in (("train", 4), ("eval", 8)):
+        rows = [{"prompt": "<image>How many?", "label": "1", "pictures": [f"{number}.png"]} for number in range(count)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    plan = prepare(tmp_path / "run.toml", [
+        "--trainer", "fsdp", "--hf-checkpoint", str(folder), "--prompt-data", str(tmp_path / "train.jsonl"),
+        "--eval-prompt-data", "seen", str(tmp_path / "eval.jsonl"), "--eval-interval", "1", "--input-key", "prompt",
+        "--label-key", "label", "--apply-chat-template", "--num-rollout", "1", "--rollout-batch-size", "4",
+        "--n-samples-per-prompt", "2", "--rollout-max-response-len", "8", "--rm-type", "f1", *FLAGS[:2]])
+    assert [note for note in plan.notes if note.startswith("4 of the first 8 evaluation prompts")]
+
+
+@pytest.mark.slow  # the warm start and two runs: three minutes of CPU
+def test_the_recipe_learns_by_the_images_and_by_nothing_else(tmp_path, monkeypatch):
+    for name in ("examples", "plugins", "recipes"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    monkeypatch.chdir(tmp_path)
+    subprocess.run([sys.executable, "plugins/miles-vision/examples/make_shapes.py"], check=True, timeout=900,
+                   stdout=subprocess.DEVNULL)
+    miles, scores = Path(sys.executable).with_name("miles"), {}
+    command = [miles, "run", "recipes/grpo-shapes/recipe.toml", "--no-live"]
+    for name in ("train", "train-blank"):
+        subprocess.run([*command, "--run-dir", name, "--prompt-data", f"runs/shapes/{name}.jsonl"], check=True,
+                       timeout=900, stdout=subprocess.DEVNULL)
+        events = [event["metrics"] for event in read(tmp_path / name / "events.jsonl") if event["event"] == "eval"]
+        for dataset in ("eval/circles", "eval/blank"):
+            scores[name, dataset] = [one[dataset] for one in events if dataset in one]
+    assert scores["train", "eval/circles"][-1] - scores["train", "eval/circles"][0] > 0.2
+    for where in (("train", "eval/blank"), ("train-blank", "eval/blank"), ("train-blank", "eval/circles")):
+        assert max(scores[where]) <= 0.2
 
 
 IMAGE = {"image": "pictures"}

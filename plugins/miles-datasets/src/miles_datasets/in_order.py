@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,14 +23,17 @@ BATCH = 1024
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
 
 
-def rows(files: Sequence[str], first: int = 0) -> Iterator[Row]:
+def rows(files: Sequence[str], first: int = 0, media: Collection[str] = ()) -> Iterator[Row]:
     """From a row on, counted over all files. Row groups of Parquet that lie before it are not read.
+
+    Args:
+        media: columns of bytes that are wanted; see values.rows.
 
     Raises:
         DataError: a file that is not what its ending says, or whose rows cannot be read one by one.
     """
     for file in files:
-        for count, read in _pieces(file):
+        for count, read in _pieces(file, media):
             if count > first:
                 yield from itertools.islice(read(), first, None)
             first = max(first - count, 0)
@@ -60,12 +63,12 @@ def header(file: str) -> list[str]:
     return names
 
 
-def _pieces(file: str) -> Iterator[Piece]:
+def _pieces(file: str, media: Collection[str]) -> Iterator[Piece]:
     kind = Path(file).suffix.lower()
     if kind == ".parquet":
-        yield from _row_groups(file)
+        yield from _row_groups(file, media)
     elif kind == ".arrow":
-        yield from _record_batches(file)
+        yield from _record_batches(file, media)
     elif kind in DELIMITERS:
         with open(file, newline="", encoding="utf-8-sig") as lines:
             yield from ((1, partial(iter, (row,))) for row in csv.DictReader(lines, delimiter=DELIMITERS[kind]))
@@ -75,7 +78,7 @@ def _pieces(file: str) -> Iterator[Piece]:
                         for number, line in enumerate(objects, 1) if line.strip())
 
 
-def _row_groups(file: str) -> Iterator[Piece]:
+def _row_groups(file: str, media: Collection[str]) -> Iterator[Piece]:
     import pyarrow.parquet
 
     from miles_datasets.values import rows
@@ -84,13 +87,14 @@ def _row_groups(file: str) -> Iterator[Piece]:
     with pyarrow.parquet.ParquetFile(file) as opened:
 
         def group(number: int) -> Iterator[Row]:
-            return itertools.chain.from_iterable(map(rows, opened.iter_batches(BATCH, row_groups=[number])))
+            batches = opened.iter_batches(BATCH, row_groups=[number])
+            return itertools.chain.from_iterable(rows(batch, media) for batch in batches)
 
         for number in range(groups.num_row_groups):
             yield groups.row_group(number).num_rows, partial(group, number)
 
 
-def _record_batches(file: str) -> Iterator[Piece]:
+def _record_batches(file: str, media: Collection[str]) -> Iterator[Piece]:
     import pyarrow.ipc
 
     from miles_datasets.values import rows
@@ -99,7 +103,7 @@ def _record_batches(file: str) -> Iterator[Piece]:
         for batch in pyarrow.ipc.open_stream(mapped):  # as the package datasets writes it
             for first in range(0, batch.num_rows, BATCH):
                 part = batch.slice(first, BATCH)
-                yield part.num_rows, partial(rows, part)
+                yield part.num_rows, partial(rows, part, media)
 
 
 def _footer(file: str) -> pyarrow.parquet.FileMetaData:

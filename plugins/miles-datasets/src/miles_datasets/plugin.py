@@ -36,6 +36,9 @@ class Datasets:
         labels = [config.rollout.label_key, config.eval.eval_label_key,
                   *(dataset.get("label_key") for dataset in config.eval.datasets)]
         self._labels = tuple(sorted({str(key) for key in labels if key}))
+        # Bytes that nobody reads would be in every prompt; who reads some names their columns by Miles's flag.
+        media: Any = (config.options.get("vision") or {}).get("multimodal_keys") or {}
+        self._media = tuple(sorted(map(str, media.values())))
         if options.label_after == "":
             raise ConfigError("datasets.label_after should be a mark", got="nothing", who="datasets.label_after",
                               fix="for instance ####", code="label-mark-empty")
@@ -78,7 +81,7 @@ class Datasets:
         from miles_datasets.stream import StreamedPrompts
 
         rows, options, rollout = rows_of(config), self._options, config.rollout
-        source = Source(rows.path, options.cache_dir, self._labels, options.label_after)
+        source = Source(rows.path, options.cache_dir, self._labels, options.label_after, self._media)
         return StreamedPrompts(rows, source, tokenizer, shuffle=rollout.rollout_shuffle, seed=rollout.rollout_seed,
                                buffer=options.shuffle_buffer)
 
@@ -87,7 +90,7 @@ class Datasets:
         from miles_datasets.table import Beginning, Listed, Table, is_list
 
         options = self._options
-        source = Source(path, options.cache_dir, self._labels, options.label_after)
+        source = Source(path, options.cache_dir, self._labels, options.label_after, self._media)
         if format_of(path) == "json" and (most is None or any(map(is_list, source.files))):
             return Listed(source, most is not None)  # as it is: a table would make times of text, and fill in keys
         return Table(source) if most is None else Beginning(source, most)

@@ -35,6 +35,7 @@ class Source:
         path: FILE, PATTERN or FOLDER, or ORG/NAME in the Hugging Face cache; of a folder or name [:CONFIG]:SPLIT; with
             an optional @[a:b].
         cache_dir: folder of Arrow files; None for the package's.
+        media: columns of bytes that are wanted, as text in base64.
         labels, label_after: keys whose text is cut down to what follows the last of these marks.
 
     Raises:
@@ -42,10 +43,10 @@ class Source:
     """
 
     def __init__(self, path: str, cache_dir: str | None = None, labels: tuple[str, ...] = (),
-                 label_after: str | None = None):
+                 label_after: str | None = None, media: tuple[str, ...] = ()):
         self.name, self.part = sliced(path)
         self._cut, self._ending = path.removeprefix(self.name), format_of(path)
-        self._cache_dir, self._labels, self._mark = cache_dir, labels, label_after
+        self._cache_dir, self._labels, self._mark, self.media = cache_dir, labels, label_after, media
         with self._explained():
             self.files = self._of_folder() if self._ending == "dataset" else _files(self.name, self._ending)
             self.counted = in_order.counted(self.files)
@@ -90,7 +91,8 @@ class Source:
             whole = builder.as_dataset(split)
             self.counted = len(whole)
             part = range(self.counted)[self.part]
-            raw = [field.name for field in whole.features.arrow_schema if holds_bytes(field.type)]
+            raw = [field.name for field in whole.features.arrow_schema
+                   if holds_bytes(field.type) and field.name not in self.media]
             return whole.select(part if part else []).remove_columns(raw).with_format("arrow")
 
     def stream(self, row: int = 0) -> Iterator[Row]:
@@ -106,7 +108,8 @@ class Source:
                             fix="count from the beginning, or leave --prompt-source stream out")
         left = None if stop is None else max(stop - self.begin - row, 0)
         with self._explained():
-            yield from itertools.islice(self.labelled(in_order.rows(self.files, self.begin + row), row), left)
+            rows = in_order.rows(self.files, self.begin + row, self.media)
+            yield from itertools.islice(self.labelled(rows, row), left)
 
     def labelled(self, rows: Iterable[Row], first: int) -> Iterator[Row]:
         """Rows, the number of the first of which is given, with what follows the mark as their labels.

@@ -40,7 +40,7 @@ class Table:
     def _rows(self, first: int, stop: int) -> Iterator[dict[str, Any]]:
         from miles_datasets.values import rows
 
-        return self._source.labelled(rows(self._table[first:stop]), first)
+        return self._source.labelled(rows(self._table[first:stop], self._source.media), first)
 
 
 class Beginning(list[dict[str, Any]]):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import pyarrow
@@ -11,13 +12,13 @@ import pyarrow
 Convert = Callable[[Any], Any]
 
 
-def rows(table: pyarrow.Table | pyarrow.RecordBatch) -> Iterator[dict[str, Any]]:
-    """Rows of a table without columns of bytes.
+def rows(table: pyarrow.Table | pyarrow.RecordBatch, media: Collection[str] = ()) -> Iterator[dict[str, Any]]:
+    """Rows of a table without columns of bytes, but for those of media, whose bytes are text in base64.
 
     Times and dates are text of ISO 8601, durations seconds, decimals text. What is null in a chat message is left out:
     files of columns give every message the keys of all.
     """
-    columns = table.select([field.name for field in table.schema if not holds_bytes(field.type)])
+    columns = table.select([field.name for field in table.schema if field.name in media or not holds_bytes(field.type)])
     converters = {field.name: convert for field in columns.schema if (convert := converter(field.type)) is not None}
     for row in columns.to_pylist():
         for name, convert in converters.items():
@@ -31,6 +32,10 @@ def holds_bytes(kind: pyarrow.DataType) -> bool:
         return any(holds_bytes(kind.field(i).type) for i in range(kind.num_fields))
     if _is_list(kind):
         return holds_bytes(kind.value_type)
+    return _is_bytes(kind)
+
+
+def _is_bytes(kind: pyarrow.DataType) -> bool:
     return bool(pyarrow.types.is_binary(kind) or pyarrow.types.is_large_binary(kind)
                 or pyarrow.types.is_fixed_size_binary(kind) or pyarrow.types.is_binary_view(kind))
 
@@ -40,6 +45,8 @@ def converter(kind: pyarrow.DataType) -> Convert | None:
     types = pyarrow.types
     if isinstance(kind, pyarrow.JsonType):
         return _unless_none(json.loads)
+    if _is_bytes(kind):
+        return _unless_none(lambda value: base64.b64encode(value).decode())
     if types.is_date(kind) or types.is_time(kind) or types.is_timestamp(kind):
         return _unless_none(lambda value: value.isoformat())
     if types.is_duration(kind):

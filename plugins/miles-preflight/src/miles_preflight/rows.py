@@ -152,7 +152,6 @@ def _there(name: str) -> bool:
 
 def check_rows(config: RunConfig, files: Sequence[File], note: Callable[[str], None]) -> None:
     """
-
     Raises:
         DataError: rows that lack what is read, or that model or scorer would be shown otherwise than they are meant.
     """
@@ -172,7 +171,9 @@ def check_rows(config: RunConfig, files: Sequence[File], note: Callable[[str], N
                 if number < RENDERED:
                     check_prompt(config, tokenizer, rendering(number, number, row), where)
             _check_all(config, file)
-    prompts = [[json.dumps(field_of(row, file.how.input_key)) for _, row in file.rows] for file in files]
+    media: Any = (config.options.get("vision") or {}).get("multimodal_keys") or {}  # the same words, other images
+    prompts = [[json.dumps([file.field(row, key) for key in (file.how.input_key, *media.values())])
+                for _, row in file.rows] for file in files]
     trained = {prompt for file, own in zip(files, prompts, strict=True) if not file.eval for prompt in own}
     for file, own in zip(files, prompts, strict=True):
         if file.eval and (common := len([prompt for prompt in own if prompt in trained])):

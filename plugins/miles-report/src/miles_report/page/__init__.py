@@ -25,8 +25,8 @@ def render(title: str, data: object, *, live: bool = False) -> tuple[str, str]:
     """
     script = "".join((FOLDER / name).read_text("utf-8") for name in SCRIPTS if live or name != "live.js")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    policy = (f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; base-uri 'none'; "
-              "form-action 'none'" + ("; connect-src 'self'" if live else ""))
+    policy = (f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; img-src data:; "
+              "base-uri 'none'; form-action 'none'" + ("; connect-src 'self'" if live else ""))
     filled = {"POLICY": policy, "TITLE": html.escape(title), "STYLE": (FOLDER / "page.css").read_text("utf-8"),
               "DATA": _embedded(data), "SCRIPT": script}
     # Cut at the placeholders once rather than replace: a run's own text is never searched for them.

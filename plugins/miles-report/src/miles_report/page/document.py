@@ -33,6 +33,7 @@ class Limits:
         evals: the same for evaluations, shared by all eval datasets (each gets at least two).
         samples: samples in all, shared by the files; a group that was begun is finished, so it may be some more.
         tokens: response tokens of one sample.
+        images: of one prompt.
         characters: of one prompt, of one response without tokens, of one message.
         points: of one curve, about; no extreme and no missing value is left out.
         bars: of the time per stage; neighbours are averaged.
@@ -44,6 +45,7 @@ class Limits:
     evals: int = 36
     samples: int = 2000
     tokens: int = 2000
+    images: int = 16
     characters: int = 20_000
     points: int = 1200
     bars: int = 160

@@ -114,10 +114,15 @@ function detail(s) {
   const flip = mixed && el("button", {class: "tiny", onclick: () => { S.paint = S.paint === "lp" ? "ver" : "lp"; detail(s); }},
     paint === "lp" ? "colour by version" : "colour by log-prob");
   S.paint = paint;
-  $("detail").replaceChildren(facts, el("div", {class: "cap"}, "prompt"), el("div", {class: "text prompt", tabindex: 0, "aria-label": "prompt"}, s.prompt),
+  $("detail").replaceChildren(facts, el("div", {class: "cap"}, "prompt"), ...pictures(s), el("div", {class: "text prompt", tabindex: 0, "aria-label": "prompt"}, s.prompt),
     el("div", {class: "cap"}, "response", paint === "lp" ? el("span", null, "likely", el("span", {class: "scale"}), "unlikely") : el("span", null, "by weight version"),
       at(s.mask, 0) === 0 || Array.isArray(s.mask) && s.mask.includes(0) ? el("span", {class: "t off"}, "masked") : null, flip || null),
     tokens(s), ...siblings(s));
+}
+function pictures(s) {
+  if (!(s.images || []).length) return [];
+  return [el("div", {class: "pictures"}, s.images.map((name, i) => { const src = S.file.images[name];
+    return src ? el("img", {src, alt: `image ${i + 1} of the prompt`, title: name}) : el("span", {title: name}, "cannot be shown"); }))];
 }
 function siblings(s) {
   const others = S.file.samples.filter(o => o.uid === s.uid && o !== s);

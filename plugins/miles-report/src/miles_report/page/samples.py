@@ -12,6 +12,7 @@ from urllib.parse import unquote
 from miles_core.record.samples import read_samples
 from miles_report.page.document import Limits, short
 from miles_report.page.history import History
+from miles_report.page.thumbnails import thumbnail
 
 Item = tuple[str, int, Path]
 """Name, rollout and path."""
@@ -51,12 +52,15 @@ def chosen(files: Sequence[Item], limits: Limits, newest: int = 0) -> list[Item]
 def excerpt(item: Item, limits: Limits, files: int = 1) -> dict[str, object]:
     """One file's groups from the first on, until its share of samples or bytes is used up; at least one sample.
 
+    The images of prompts are in `images`, by name, each once: None for one that cannot be shown.
+
     Args:
         files: how many share the limits.
     """
     name, rollout_id, path = item
     share, room = max(1, limits.samples // files), limits.megabytes * 1e6 / files
     shown, left, seen, total, full = [], 0, set(), 0, False
+    images: dict[str, str | None] = {}
     for sample in read_samples(path):
         new = sample["prompt_uid"] not in seen
         seen.add(sample["prompt_uid"])
@@ -66,10 +70,13 @@ def excerpt(item: Item, limits: Limits, files: int = 1) -> dict[str, object]:
             full, left = True, left + 1
             continue
         compact = _compact(sample, limits)
-        room -= len(json.dumps(compact, ensure_ascii=False))
+        folder = path.parents[1] / "images"
+        fresh = {image: thumbnail(folder, image) for image in compact["images"] if image not in images}
+        images |= fresh
+        room -= len(json.dumps([compact, fresh], ensure_ascii=False))
         shown.append(compact)
     return {"name": name, "rollout": rollout_id, "samples": shown, "samples_left": left,
-            "recorded": len(seen), "groups": max(total, len(seen))}
+            "recorded": len(seen), "groups": max(total, len(seen)), "images": images}
 
 
 def spread(items: Sequence, count: int) -> list:
@@ -93,6 +100,7 @@ def _compact(sample: dict, limits: Limits) -> dict[str, object]:
         "ver": _constant((sample.get("versions") or [])[:limits.tokens]),
         "reward": sample.get("reward"), "rewards": sample.get("rewards") or {}, "adv": sample.get("advantage"),
         "label": sample.get("label"), "status": sample.get("status"),
+        "images": [str(image) for image in (sample.get("images") or [])[:limits.images]],
     }  # fmt: skip
     if not pieces:
         compact["text"] = short(sample.get("response") or "", limits.characters)
