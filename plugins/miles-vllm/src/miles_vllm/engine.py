@@ -283,7 +283,7 @@ class VllmEngine:
 
     async def _place(self, call: Call) -> Server | None:
         """A server with room; None once the request is to end."""
-        while not call.ended:
+        while not (call.ended or self._stopping):
             if self._failure is not None:
                 raise self._failure
             free = [server for server in self._pool.usable() if server.load < self._options.concurrency]
