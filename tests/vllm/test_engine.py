@@ -58,7 +58,7 @@ def using(engine, work, seconds=500):
 def test_it_satisfies_the_contract_of_engines(make, monkeypatch):
     """The kit's checks; each gets an engine of its own, whose server takes a minute to start."""
     monkeypatch.setattr(kit, "PATIENCE", 300.0)
-    engine_contract(make, weights, vocabulary=264, exact=False)
+    engine_contract(make, weights, vocabulary=264)
 
 
 def test_log_probs_versions_pauses_and_refusals_at_temperature_1(make):
