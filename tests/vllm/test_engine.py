@@ -90,8 +90,8 @@ async def draws_are_keyed(engine):
 
 async def retracted(engine):
     """Tokens before an update have the old weights' log-probs and version, those after it the new ones'."""
-    call = asyncio.ensure_future(engine.generate(ask("long", 300)))
-    await asyncio.sleep(0.5)
+    call = asyncio.ensure_future(engine.generate(ask("long", 500)))
+    await asyncio.sleep(0.2)
     await engine.pause("retract")
     await engine.update_weights(weights(2), 2)
     await engine.resume()
@@ -100,15 +100,15 @@ async def retracted(engine):
 
 
 async def kept_in_place(engine):
-    call = asyncio.ensure_future(engine.generate(ask("long", 300)))
-    await asyncio.sleep(0.5)
+    call = asyncio.ensure_future(engine.generate(ask("long", 500)))
+    await asyncio.sleep(0.2)
     await engine.pause("in_place")
     assert [one.server is not None for one in engine._calls.values()] == [True]  # nothing came back
     await engine.update_weights(weights(3), 3)
     await engine.resume()
     response = await call
     versions, cut = response.versions, int((response.versions == 2).sum())
-    assert len(versions) == 300 and 0 < cut < 300 and (versions == np.repeat([2, 3], [cut, 300 - cut])).all()
+    assert len(versions) == 500 and 0 < cut < 500 and (versions == np.repeat([2, 3], [cut, 500 - cut])).all()
     np.testing.assert_allclose(response.log_probs[:cut], reference(response, 2)[:cut], atol=5e-5, rtol=0)
     await engine.pause("in_place")
     call = asyncio.ensure_future(engine.generate(ask("late", 8)))
@@ -121,7 +121,7 @@ async def kept_in_place(engine):
 def mixed(response, old, new):
     cut = int((response.versions == old).sum())
     count = len(response.versions)
-    assert count == 300 and 0 < cut < 300 and (response.versions == np.repeat([old, new], [cut, 300 - cut])).all()
+    assert count == 500 and 0 < cut < 500 and (response.versions == np.repeat([old, new], [cut, 500 - cut])).all()
     before, after = reference(response, old), reference(response, new)
     np.testing.assert_allclose(response.log_probs, np.concatenate([before[:cut], after[cut:]]), atol=5e-5, rtol=0)
     assert np.abs(before - after).max() > 0.5  # the two can be told apart
@@ -157,7 +157,7 @@ def test_log_probs_at_another_temperature_and_a_server_that_is_killed(make):
 
         engine.recover = recover
         call = asyncio.ensure_future(engine.generate(ask(2, 400, temperature=0.7)))
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(0.2)
         os.kill(process_of(engine), signal.SIGKILL)
         response = await call
         assert len(response.output_ids) == 400 and response.figures["engine_retries"] >= 1
