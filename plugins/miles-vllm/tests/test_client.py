@@ -1,0 +1,29 @@
+"""How answers are read."""
+
+import json
+
+import pytest
+from miles_vllm.client import Failed, parse
+
+
+def answer(spans, ids=(3, 4), named=None, reason="stop") -> dict:
+    drawn = [{"token_id": token, "logprob": -1.5} for token in named or ids]
+    return {"choices": [{"token_ids": list(ids), "finish_reason": reason, "weight_versions": spans,
+                         "logprobs": {"content": drawn}}]}
+
+
+def test_versions_are_those_that_the_server_states_for_each_token():
+    both = answer([{"version": "default", "start": 0, "end": 1}, {"version": "3", "start": 1, "end": 2}])
+    parsed = parse(json.loads(json.dumps(both)), "engine 0")
+    assert parsed.versions.tolist() == [0, 3] and parsed.log_probs.tolist() == [-1.5, -1.5]
+    empty = {"choices": [{"token_ids": [], "finish_reason": "abort", "weight_versions": None, "logprobs": None}]}
+    assert parse(empty, "engine 0").reason == "abort"
+
+
+@pytest.mark.parametrize("body", [
+    None, {}, {"choices": []}, answer(None), answer([{"version": "3", "start": 1, "end": 2}]),
+    answer([{"version": "new", "start": 0, "end": 2}]), answer([{"version": "1", "start": 0, "end": 2}], named=(3, 5)),
+], ids=["nothing", "no choice", "no answer", "no versions", "a gap", "no number", "log-probs of other tokens"])
+def test_what_is_no_answer_may_be_asked_for_again(body):
+    with pytest.raises(Failed):
+        parse(body, "engine 0")
