@@ -18,8 +18,7 @@ Stream = Iterable[tuple[str, torch.Tensor]]
 
 
 def atom(name: str) -> str:
-    """Consecutive tensors with the same answer stay in one bucket: a module's, such as weight and scale, and those of
-    its partners."""
+    """Consecutive tensors with the same answer stay in one bucket: a module's (weight, scale), and its partners'."""
     return _PARTNER.sub(lambda match: PARTNERS[match[1]], name).rpartition(".")[0] or name
 
 
