@@ -37,7 +37,7 @@ from miles_fsdp.ranks import Ranks
 from miles_fsdp.trained import Trained
 
 STATE, TENSORS = "fsdp.json", "tensors"
-FROM_OPTIONS = ("betas", "eps", "weight_decay", "lr", "fused")
+FROM_OPTIONS = ("betas", "eps", "weight_decay", "lr", "lr_mult", "fused")
 """Of an optimizer's groups: a run that resumes has its own."""
 
 
@@ -149,7 +149,7 @@ def _tensors(models: Models, whole: bool) -> dict[str, Any]:
 def _restore(trained: Trained, tensors: dict[str, Any]) -> None:
     set_model_state_dict(trained.module, tensors["model"], options=StateDictOptions(strict=False))  # all were there
     if "optimizer" in tensors:
-        own = [{key: group[key] for key in FROM_OPTIONS} for group in trained.optimizer.param_groups]
+        own = [{key: group[key] for key in FROM_OPTIONS if key in group} for group in trained.optimizer.param_groups]
         set_optimizer_state_dict(trained.module, trained.optimizer, tensors["optimizer"])
         for group, options in zip(trained.optimizer.param_groups, own, strict=True):
             group.update(options)

@@ -174,11 +174,15 @@ def shard(module: CausalModule, ranks: Ranks, options: FsdpOptions, *, low: bool
     to_host = offload and ranks.device.type == "cuda"
     shape: dict[str, Any] = {"mesh": ranks.mesh, "mp_policy": policy, "reshard_after_forward": True,
                              "offload_policy": CPUOffloadPolicy() if to_host else OffloadPolicy()}
+    factors = {name: one.lr_mult for name, one in module.named_parameters() if hasattr(one, "lr_mult")}
     for layer in _layers(module.model):
         if options.gradient_checkpointing:
             checkpoint(layer)
         fully_shard(layer, **shape)
     fully_shard(module, **shape)
+    for name, one in module.named_parameters():  # others now, which are parts of those before
+        if name in factors:
+            one.lr_mult = factors[name]  # type: ignore[attr-defined]
     for part in module.modules():
         if isinstance(part, FSDPModule):
             part.set_gradient_divide_factor(1.0)

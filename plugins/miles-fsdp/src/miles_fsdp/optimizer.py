@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -64,12 +65,19 @@ class Schedule:
 
 
 def adamw(module: torch.nn.Module, options: Optimizer) -> torch.optim.AdamW:
-    """With decoupled weight decay of matrices (arXiv:1711.05101); biases and norms have none."""
-    named = [(name, one) for name, one in module.named_parameters() if one.requires_grad]
-    plain = [one for name, one in named if one.ndim == 1 or name.endswith(".bias")]
-    decayed = [one for name, one in named if not (one.ndim == 1 or name.endswith(".bias"))]
-    groups = [{"params": decayed, "weight_decay": options.weight_decay}, {"params": plain, "weight_decay": 0.0}]
-    return torch.optim.AdamW([group for group in groups if group["params"]], lr=options.lr, eps=options.adam_eps,
+    """With decoupled weight decay of matrices (arXiv:1711.05101); biases and norms have none.
+
+    Parameters with a factor of the learning rate (`lr_mult`) are groups behind the others, the highest rate first.
+    """
+    groups: dict[tuple[bool, float, bool], list[torch.nn.Parameter]] = {}
+    for name, one in module.named_parameters():
+        if one.requires_grad:
+            factor, plain = getattr(one, "lr_mult", 1.0), one.ndim == 1 or name.endswith(".bias")
+            groups.setdefault((factor != 1.0, -factor, plain), []).append(one)
+    settings: list[dict[str, Any]] = [
+        {"params": groups[own, negative, plain], "weight_decay": 0.0 if plain else options.weight_decay}
+        | ({"lr_mult": -negative} if own else {}) for own, negative, plain in sorted(groups)]
+    return torch.optim.AdamW(settings, lr=options.lr, eps=options.adam_eps,
                              betas=(options.adam_beta1, options.adam_beta2), fused=True)
 
 
@@ -108,7 +116,7 @@ class ShardedGradients:
 
 def update(optimizer: torch.optim.Optimizer, gradients: ShardedGradients, rate: float, clipping: str,
            clip: Callable[[Gradients], object]) -> dict[str, float]:
-    """Clip and update; the norm before, and the rate.
+    """Clip and update; the norm before, and the rates of groups.
 
     Raises:
         NonFiniteError: a gradient is not finite; the optimizer has not seen it.
@@ -120,9 +128,10 @@ def update(optimizer: torch.optim.Optimizer, gradients: ShardedGradients, rate: 
         raise HookError("a clipping of gradients should return their norm", code="fsdp-clipping-no-norm", got=norm,
                         who=f"clip_gradients {clipping!r}", fix="return a finite number")
     for group in optimizer.param_groups:
-        group["lr"] = rate
+        group["lr"] = rate * group.get("lr_mult", 1.0)
     optimizer.step()
-    return {"grad_norm": float(norm), "lr-pg_0": rate}
+    rates = {group.get("lr_mult", 1.0): group["lr"] for group in optimizer.param_groups}
+    return {"grad_norm": float(norm)} | {f"lr-pg_{number}": one for number, one in enumerate(rates.values())}
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -56,9 +56,6 @@ def attach(chunk: torch.nn.Module, weight_map: WeightMap, chosen: Sequence[Targe
                 _on_layer(module, made, switch)
     for prefix, layers in grouped.items():
         _on_group(chunk.get_submodule(prefix), layers, switch)
-    model: Any = chunk
-    if model.pre_process and model.config.recompute_granularity is not None:
-        _wake(model.embedding)
 
 
 def _place(module: Any, target: Target, name: str) -> Place:
@@ -174,14 +171,3 @@ def _expert_data_rank() -> int:
 
 def _without(prefix: str, entries: ShardedStateDict) -> ShardedStateDict:
     return {name: entry for name, entry in entries.items() if not name.startswith(prefix)}
-
-
-def _wake(embedding: torch.nn.Module) -> None:
-    """Have the output of a frozen embedding ask for a gradient.
-
-    A layer whose activations are recomputed passes its own parameters a gradient only if its input gets one.
-    """
-    def woken(_module: torch.nn.Module, _inputs: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
-        return output.requires_grad_() if torch.is_grad_enabled() and output.is_leaf else output
-
-    embedding.register_forward_hook(woken)

@@ -34,7 +34,7 @@ from miles_megatron.async_save import AsyncSave
 from miles_megatron.checkpoint_write import STATE, Staged
 from miles_megatron.optimizer import load_state, prepare_state
 from miles_megatron.shards import few
-from miles_megatron.weights import known_by
+from miles_megatron.weights import global_parameters, known_by
 
 cpu.install()
 
@@ -254,20 +254,32 @@ def sharded_entries(chunks: Sequence[torch.nn.Module], optimizer, *, loading: bo
         **(foreign.metadata(named_as) if named_as is not None else {}),
     }
     with foreign.stacked_as(named_as, chunks):
-        sharded = {
-            key: {
-                name: entry
-                for name, entry in chunk.sharded_state_dict(metadata=metadata).items()
-                # Extra state is empty for local layers, and as objects it would be unpickled by torch on load.
-                if not isinstance(entry, ShardedObject)
-            }
-            for key, chunk in _named(chunks)
-        }
+        sharded = _tensors(chunks, metadata)
     if named_as is not None:
         foreign.rename(sharded, named_as)
     if optimizer is not None:
-        sharded["optimizer"] = optimizer.sharded_state_dict(sharded, is_loading=loading, metadata=metadata)
+        # State of layers and experts is stacked as they are, unless some of them have none.
+        apart = _tensors(chunks, metadata | {"singleton_local_shards": True}) if _partly_frozen(chunks) else sharded
+        sharded["optimizer"] = optimizer.sharded_state_dict(apart, is_loading=loading, metadata=metadata)
     return sharded
+
+
+def _tensors(chunks: Sequence[torch.nn.Module], metadata: Mapping[str, object]) -> dict[str, dict]:
+    """Extra state is empty for local layers, and as objects it would be unpickled by torch on load."""
+    return {key: {name: entry for name, entry in chunk.sharded_state_dict(metadata=metadata).items()
+                  if not isinstance(entry, ShardedObject)}
+            for key, chunk in _named(chunks)}
+
+
+def _partly_frozen(chunks: Sequence[torch.nn.Module]) -> bool:
+    """Whether a parameter trains in one layer or expert and not in another; every rank calls it."""
+    kinds = {(re.sub(r"\.\d+(?=\.)", "", name), one.requires_grad) for name, one in global_parameters(chunks).items()
+             if isinstance(one, torch.nn.Parameter)}
+    ranks = [kinds] * dist.get_world_size()
+    if len(ranks) > 1:
+        dist.all_gather_object(ranks, kinds)
+    everywhere = set().union(*ranks)
+    return any((kind, not trains) in everywhere for kind, trains in everywhere)
 
 
 def _named(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Module]]:

@@ -41,9 +41,9 @@ def transformer_config(fields: dict[str, Any], folder: Path, model: str) -> dict
 def build_model(chunk: torch.nn.Module, spec: ModelSpec | None, folder: Path, model: str,
                 weight_map: WeightMap | None) -> torch.nn.Module:
     """8: this rank's part of a model (of each virtual stage), neither wrapped nor filled yet: add modules, freeze.
-    Parameters with an attribute `clip_group`, a name, are clipped by themselves and stay out of the norm. The trainer
-    fsdp gives a plugin that provides `hf-modules` the whole module of transformers, filled and not sharded yet, with
-    None for the spec and the map."""
+    Parameters with an attribute `clip_group`, a name, are clipped by themselves and stay out of the norm; an attribute
+    `lr_mult` is a factor of their learning rate. The trainer fsdp gives a plugin that provides `hf-modules` the whole
+    module of transformers, filled and not sharded yet, with None for the spec and the map."""
 
 
 @hookspec("named", role="driver", per="command")

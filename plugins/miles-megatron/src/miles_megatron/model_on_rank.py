@@ -59,6 +59,8 @@ class ModelOnRank:
         if hooks.build_model is not None:
             chunks = [hooks.build_model(chunk, self.spec, self.folder, name, self.weight_map) for chunk in chunks]
         self.chunks = [chunk.to(cpu.device()) for chunk in chunks]
+        if declared.trainable and (self.settings.recompute_granularity or layout.pipeline > 1):
+            _wake(self.chunks[0])
         for chunk in self.chunks:
             chunk.weight_map = self.weight_map
         self.clip_groups = gradients.clip_groups(self.chunks)
@@ -148,12 +150,12 @@ class ModelOnRank:
                                  fix="the weights are unchanged and the last checkpoint is good; "
                                  "look at the step's samples, the learning rate and the precision")
         self.memory.arrived()
-        rate = self.optimizer.param_groups[0]["lr"]
+        rates = optimizer.rates(self.optimizer)
         clipped = gradients.MegatronGradients(self.name, self.optimizer, self.chunks, self.options.clip_grad,
                                              self.clip_groups)
         norms = gradients.update(self.optimizer, clipped, self.clip, self.clipping)
         self.scheduler.step(1)
-        return {**norms, "lr-pg_0": rate}
+        return norms | rates
 
     @contextmanager
     def router_losses(self, tokens: int) -> Iterator[None]:
@@ -211,6 +213,19 @@ class ModelOnRank:
             for ours, tensor in zip(self.tensors(moving), tensors, strict=True):
                 ours.copy_(tensor, non_blocking=True)
         synchronise()
+
+
+def _wake(chunk: torch.nn.Module) -> None:
+    """Have the output of a frozen embedding ask for a gradient.
+
+    A layer whose activations are recomputed passes its own parameters a gradient only if its input gets one, and a
+    pipeline stage sends back what the one before it waits for.
+    """
+    def woken(_module: torch.nn.Module, _inputs: tuple[object, ...], output: torch.Tensor) -> torch.Tensor:
+        return output.requires_grad_() if torch.is_grad_enabled() and output.is_leaf else output
+
+    if chunk.pre_process:
+        chunk.embedding.register_forward_hook(woken)
 
 
 def architecture(folder: Path, config: RunConfig, hooks: Hooks):

@@ -22,9 +22,16 @@ from megatron.core.distributed import (  # noqa: E402 - after install()
     DistributedDataParallel,
     DistributedDataParallelConfig,
 )
-from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer  # noqa: E402
+from megatron.core.optimizer import (  # noqa: E402
+    MegatronOptimizer,
+    OptimizerConfig,
+    ParamKey,
+    get_megatron_optimizer,
+    get_standard_config_overrides,
+)
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer  # noqa: E402
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # noqa: E402
+from megatron.core.optimizer.optimizer_config import ParamWithNamePredicate  # noqa: E402
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, ParamGroupOverride  # noqa: E402
 from megatron.core.transformer import TransformerConfig  # noqa: E402
 from megatron.core.transformer.module import Float16Module  # noqa: E402
 
@@ -173,7 +180,7 @@ def make_optimizer(
             use_distributed_optimizer=options.use_distributed_optimizer,
             overlap_param_gather=options.overlap_param_gather,
         ))  # fmt: skip
-        optimizer = get_megatron_optimizer(settings, list(chunks))
+        optimizer = get_megatron_optimizer(settings, list(chunks), _own_rates(settings, chunks))
     if settings.use_precision_aware_optimizer and not settings.optimizer_cpu_offload:
         for part in getattr(optimizer, "chained_optimizers", [optimizer]):
             step_in_slices(part.optimizer)
@@ -188,6 +195,30 @@ def make_optimizer(
     )  # fmt: skip
     gather_in_place(optimizer)
     return optimizer, scheduler
+
+
+def _own_rates(settings: OptimizerConfig, chunks: Sequence[torch.nn.Module]) -> dict[ParamKey, ParamGroupOverride]:
+    """Megatron's own groups, and those of parameters with a factor of the learning rate.
+
+    It finds a group in a checkpoint by `lr_mult` and `is_decoupled_lr`, so groups with rates of their own say both.
+    """
+    overrides = get_standard_config_overrides(settings)
+    for override in overrides.values():
+        override |= {"is_decoupled_lr": True} if "max_lr" in override else {}
+    factors = {parameter.lr_mult for chunk in chunks for parameter in chunk.parameters()
+               if parameter.requires_grad and hasattr(parameter, "lr_mult")}
+    keys = {factor: ParamKey(with_name_predicate=ParamWithNamePredicate(
+        f"lr_mult {factor}", lambda parameter, _name, own=factor: getattr(parameter, "lr_mult", None) == own))
+        for factor in factors}
+    return overrides | {
+        key: ParamGroupOverride(max_lr=settings.lr * factor, min_lr=settings.min_lr * factor, lr_mult=factor)
+        for factor, key in keys.items()}
+
+
+def rates(optimizer: MegatronOptimizer) -> dict[str, float]:
+    """Rates of the next step: lr-pg_0 is the run's own, if anything has it; of others the highest come first."""
+    by_group = {(not group["default_config"], -group["max_lr"]): group["lr"] for group in optimizer.param_groups}
+    return {f"lr-pg_{number}": by_group[key] for number, key in enumerate(sorted(by_group))}
 
 
 def zero_gradients(chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer) -> None:

@@ -1,0 +1,1 @@
+"""Which parameters of a Miles run train, and at which learning rate."""
