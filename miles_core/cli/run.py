@@ -49,8 +49,7 @@ class RunCommand(click.Command):
 
 
 def _named(words: tuple[str, ...]) -> list[Manifest]:
-    """The plugins of every run, and those that a command line and its run file name. What is wrong with either the run
-    says, not its help."""
+    """The plugins of every run, and those of a command line and its run file; errors in these are the run's to tell."""
     from miles_core.config.load import plugins_named
     from miles_core.errors import MilesError
     from miles_core.plugins.select import built_in
